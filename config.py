@@ -1,0 +1,305 @@
+"""Every option of a run, its default, and what makes it wrong. Knows neither Ray nor torch.
+
+Flags that `lerobot-train` has keep its names and meaning and are parsed by the same library (draccus); what is Ray's
+is under `--scaling.*`, what is ours under `--train.*`. A preset is a set of flags that come before the user's own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import draccus
+
+CONFIG_NAME = "config.json"
+MODES = ("heads", "expert", "full")
+PRECISIONS = ("auto", "fp32", "bf16")
+CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
+
+
+@dataclass
+class DatasetOptions:
+    """Where the episodes are and which of them are trained on."""
+
+    # A LeRobot v3 dataset: a local folder, s3://..., gs://..., or several separated by commas.
+    root: str | None = None
+    # A dataset on the Hugging Face Hub; its revision is pinned in the run's config.json.
+    repo_id: str | None = None
+    revision: str | None = None
+    # Episodes to use; all when absent.
+    episodes: list[int] | None = None
+    # Share of the episodes held out for the open-loop error at the end of the run.
+    eval_split: float = 0.0
+    # Cameras to decode, by dataset key; those that the policy wants when absent.
+    camera_keys: list[str] | None = None
+    # A camera that the policy has and the dataset lacks: "error", or "mask" (the policy sees a masked image).
+    missing_cameras: str = "error"
+    # Rows shuffled among themselves (bounded by memory); see lerobot_plan.py.
+    shuffle_window: int = 512
+
+
+@dataclass
+class TrainOptions:
+    """How a step is computed."""
+
+    # What is updated: the action projections, the whole action expert, or everything that the loss can reach.
+    mode: str = "expert"
+    # auto: bf16 autocast on GPUs that have it, otherwise fp32. Weights that train are fp32 always.
+    precision: str = "auto"
+    # Leave padded action steps out of the loss. LeRobot's PI0.5 and openpi count them, so the default does.
+    mask_padding: bool = False
+    # Bitwise repeatable: deterministic kernels only.
+    deterministic: bool = False
+    # End the run when more steps than this had a loss or gradient that is not finite (such steps are skipped).
+    max_nonfinite: int = 10
+    # Gradient norm above which gradients are scaled down; the policy's own when absent.
+    clip_norm: float | None = None
+
+
+@dataclass
+class ScalingOptions:
+    """What the run may use of the cluster."""
+
+    # Training processes, one GPU each where there are GPUs.
+    num_workers: int = 1
+    # Absent: as found.
+    use_gpu: bool | None = None
+    # Ray's name of a GPU type that workers need, e.g. "L4".
+    accelerator_type: str | None = None
+    # How parameters are spread over workers. ddp: a copy on each.
+    strategy: str = "ddp"
+    # CPUs that each training process holds; what is left of a node decodes.
+    cpus_per_worker: float = 1.0
+    # CPUs (and decoder threads) of a read task.
+    cpus_per_read_task: float = 1.0
+    # Worker groups started anew after failures before the run gives up.
+    max_failures: int = 3
+
+
+@dataclass
+class Config:
+    """A run. Nested options are `--dataset.root`, `--train.mode`, `--scaling.num_workers` and so on."""
+
+    dataset: DatasetOptions = field(default_factory=DatasetOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
+    scaling: ScalingOptions = field(default_factory=ScalingOptions)
+
+    # A pretrained policy: a folder or a Hub id (--policy.path), or a type to start from random weights (--policy.type).
+    policy_path: str | None = None
+    policy_type: str | None = None
+    policy_revision: str | None = None
+    # The policy's own options, as given: --policy.chunk_size=20 and so on.
+    policy_options: list[str] = field(default_factory=list)
+
+    preset: str | None = None
+    output_dir: str | None = None
+    resume: bool = False
+    dry_run: bool = False
+    seed: int = 1000
+    # Rows per worker per micro-batch; a step sees batch_size x grad_accum x num_workers rows.
+    batch_size: int = 8
+    grad_accum: int = 1
+    # Optimizer updates. num_epochs is the other way to say it; MAX_TRAIN_STEPS in the environment caps both.
+    steps: int | None = None
+    num_epochs: float | None = None
+    # Peak learning rate; the policy's own when absent. Linear warm-up over warmup_frac of the steps, then a cosine
+    # down to final_lr_frac of the peak.
+    lr: float | None = None
+    warmup_frac: float = 0.033
+    final_lr_frac: float = 0.1
+    log_freq: int = 50
+    save_freq: int = 1000
+    keep_checkpoints: int = 2
+    # {"observation.images.front": "observation.images.base_0_rgb"}: dataset key -> policy key.
+    rename_map: dict[str, str] = field(default_factory=dict)
+    # How far a video frame may lie from its row's timestamp, in seconds.
+    tolerance_s: float = 1e-4
+
+    @property
+    def roots(self) -> list[str]:
+        return [part for part in (self.dataset.root or "").split(",") if part]
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.grad_accum * self.scaling.num_workers
+
+    def resolve_steps(self, rows_per_epoch: int) -> int:
+        """Optimizer steps of the run: `steps`, or `num_epochs` of the data; capped by MAX_TRAIN_STEPS."""
+        if self.steps is not None:
+            steps = self.steps
+        else:
+            steps = math.ceil((self.num_epochs or 1.0) * rows_per_epoch / self.global_batch_size)
+        cap = os.environ.get("MAX_TRAIN_STEPS")
+        if cap is not None:
+            if not cap.isdigit() or int(cap) < 1:
+                raise ValueError(f"MAX_TRAIN_STEPS={cap!r} in the environment: expected a positive number")
+            steps = min(steps, int(cap))
+        return steps
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# What each preset sets; any flag overrides. The GPU ones are sized by arithmetic (weights, Adam state, activations of
+# PI0.5 at 3 cameras) for the card's memory, a micro-batch that fits first, accumulation for a global batch near 64.
+PRESETS: dict[str, dict[str, str]] = {
+    "demo": {
+        "output_dir": "outputs/demo",
+        "train.mode": "full",
+        "scaling.num_workers": "2",
+        "scaling.cpus_per_worker": "0.5",
+        "batch_size": "32",
+        "steps": "600",
+        "lr": "1e-3",
+        "warmup_frac": "0.1",
+        "log_freq": "20",
+        "save_freq": "200",
+        "dataset.eval_split": "0.1",
+    },
+    "l4": {"train.mode": "expert", "batch_size": "4", "grad_accum": "4", "scaling.num_workers": "4"},
+    "a100": {"train.mode": "full", "batch_size": "4", "grad_accum": "2", "scaling.num_workers": "8"},
+    "h100": {"train.mode": "full", "batch_size": "8", "grad_accum": "1", "scaling.num_workers": "8"},
+}
+
+
+def parse_args(argv: Sequence[str]) -> Config:
+    """Command line to a validated `Config`. Raises ValueError naming the flag, what was found and what to do."""
+    given = _normalise(argv)
+    names = dict(given)
+    preset = names.get("preset")
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"--preset {preset}: expected one of {', '.join(PRESETS)}")
+    config_path = names.get("config_path")
+    if names.get("resume") == "true":
+        # What the run was started with stands; only flags given now change it.
+        config_path, preset = str(_saved_config(names)), None
+    flags = [*PRESETS.get(preset or "", {}).items(), *given]
+    policy = {k.removeprefix("policy."): v for k, v in flags if k.startswith("policy.")}
+    rest = [f"--{k}={v}" for k, v in flags if not k.startswith("policy.") and k != "config_path"]
+    try:
+        with draccus.config_type("json"):
+            config = draccus.parse(Config, config_path=config_path, args=rest)
+    except (draccus.utils.DecodingError, json.JSONDecodeError, OSError) as error:
+        raise ValueError(f"command line{f' or {config_path}' if config_path else ''}: {error}") from error
+    config.policy_path = policy.pop("path", config.policy_path)
+    config.policy_type = policy.pop("type", config.policy_type)
+    config.policy_revision = policy.pop("pretrained_revision", config.policy_revision)
+    config.policy_options = config.policy_options + [f"--{k}={v}" for k, v in policy.items()]
+    validate(config)
+    return config
+
+
+def validate(config: Config) -> None:
+    """Refuse what can be refused without looking at any file."""
+    d, t, s = config.dataset, config.train, config.scaling
+    demo = config.preset == "demo"
+    positive: dict[str, float | None] = {
+        "batch_size": config.batch_size,
+        "grad_accum": config.grad_accum,
+        "steps": config.steps,
+        "num_epochs": config.num_epochs,
+        "log_freq": config.log_freq,
+        "save_freq": config.save_freq,
+        "keep_checkpoints": config.keep_checkpoints,
+        "lr": config.lr,
+        "tolerance_s": config.tolerance_s,
+        "dataset.shuffle_window": d.shuffle_window,
+        "train.clip_norm": t.clip_norm,
+        "scaling.num_workers": s.num_workers,
+        "scaling.cpus_per_worker": s.cpus_per_worker,
+        "scaling.cpus_per_read_task": s.cpus_per_read_task,
+    }
+    for name, value in positive.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"--{name}={value}: must be positive")
+    choices: dict[str, tuple[str, Sequence[str]]] = {
+        "train.mode": (t.mode, MODES),
+        "train.precision": (t.precision, PRECISIONS),
+        "scaling.strategy": (s.strategy, ("ddp",)),
+        "dataset.missing_cameras": (d.missing_cameras, ("error", "mask")),
+    }
+    for name, (found, known) in choices.items():
+        if found not in known:
+            raise ValueError(f"--{name}={found}: expected one of {', '.join(known)}")
+    for name, share in {"warmup_frac": config.warmup_frac, "final_lr_frac": config.final_lr_frac}.items():
+        if not 0 <= share <= 1:
+            raise ValueError(f"--{name}={share}: must be between 0 and 1")
+    if not 0 <= d.eval_split < 1:
+        raise ValueError(f"--dataset.eval_split={d.eval_split}: a share of the episodes, at least 0 and below 1")
+    if d.root and d.repo_id:
+        raise ValueError("--dataset.root and --dataset.repo_id: give one of them")
+    if not demo and not (d.root or d.repo_id):
+        raise ValueError("which data? give --dataset.root PATH_OR_URI or --dataset.repo_id ID, or use --preset demo")
+    if config.policy_path and config.policy_type:
+        raise ValueError("--policy.path and --policy.type: give one of them (the pretrained policy knows its type)")
+    if not demo and not (config.policy_path or config.policy_type):
+        raise ValueError("which policy? give --policy.path lerobot/pi05_base, a folder, or use --preset demo")
+    if config.steps is not None and config.num_epochs is not None:
+        raise ValueError("--steps and --num_epochs: give one of them")
+    if config.output_dir is None:
+        raise ValueError("where to? give --output_dir FOLDER (on a cluster: a path that all nodes share)")
+    if "://" in config.output_dir:
+        raise ValueError(
+            f"--output_dir={config.output_dir}: must be a path (on a cluster, a mounted one that all nodes share)"
+        )
+    if s.use_gpu is False and s.accelerator_type is not None:
+        raise ValueError("--scaling.accelerator_type needs GPUs, but --scaling.use_gpu=false")
+
+
+def _normalise(argv: Sequence[str]) -> list[tuple[str, str]]:
+    """`--a b`, `--a=b` and a bare `--a` (true) to pairs."""
+    pairs: list[tuple[str, str]] = []
+    waiting: str | None = None
+    for arg in argv:
+        if arg.startswith("--"):
+            if waiting is not None:
+                pairs.append((waiting, "true"))
+            name, equals, value = arg[2:].partition("=")
+            waiting = None if equals else name
+            if equals:
+                pairs.append((name, value))
+        elif waiting is not None:
+            pairs.append((waiting, arg))
+            waiting = None
+        else:
+            raise ValueError(f"command line: {arg!r} belongs to no flag; flags look like --batch_size 8")
+    if waiting is not None:
+        pairs.append((waiting, "true"))
+    known = set(flag_names())
+    for name, _ in pairs:
+        if name not in known and not name.startswith("policy."):
+            close = [k for k in known if k.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
+            hint = f"; did you mean --{close[0]}?" if close else "; --help lists them"
+            raise ValueError(f"command line: unknown flag --{name}{hint}")
+    return pairs
+
+
+def flag_names() -> list[str]:
+    """All flags but the policy's own."""
+    names = []
+    for key, value in asdict(Config()).items():
+        if key.startswith("policy_"):
+            continue
+        if key in ("dataset", "train", "scaling"):
+            names += [f"{key}.{inner}" for inner in value]
+        else:
+            names.append(key)
+    return [*names, "config_path"]
+
+
+def _saved_config(names: Mapping[str, str]) -> Path:
+    """The configuration of the run to go on with."""
+    folder = names.get("output_dir") or PRESETS.get(names.get("preset", ""), {}).get("output_dir")
+    if folder is None:
+        raise ValueError("--resume: say which run, --output_dir FOLDER")
+    path = Path(folder) / CONFIG_NAME
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"--resume: {path} does not exist, so {folder} holds no run; start one without --resume"
+        )
+    return path

@@ -1,0 +1,145 @@
+"""Pixels: video frames and encoded images into caller-owned uint8 arrays. Knows PyAV and PIL, not Ray or torch."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import av
+import numpy as np
+from av.video.reformatter import VideoReformatter
+from PIL import Image
+
+# Walking this many frames is cheaper than seeking; beyond it, seek to the key frame before the target.
+SEEK_AFTER_FRAMES = 8
+
+
+class VideoReader:
+    """One mp4, read forward. Runs in a Ray Data read task; use as a context manager.
+
+    Args:
+        source: a path, or a seekable binary file object.
+        name: how errors call it (dataset, camera, file).
+        height, width: what the dataset's metadata promises, in pixels; checked before anything is allocated.
+        fps: frames per second of the dataset.
+        tolerance_s: how far a frame may lie from its row's timestamp, as in LeRobot.
+        threads: codec threads, one per CPU that the task holds.
+    """
+
+    def __init__(
+        self, source: Any, *, name: str, height: int, width: int, fps: float, tolerance_s: float, threads: int
+    ):
+        self.name = name
+        self.shape = (height, width)
+        self._fps = fps
+        self._tolerance_s = tolerance_s
+        try:
+            self._container = av.open(source)
+            self._stream = self._container.streams.video[0]
+        except (av.FFmpegError, IndexError) as error:
+            raise ValueError(f"{name}: not a readable video ({error}); it may be truncated: copy it again") from error
+        self._check_size(self._stream.codec_context.height, self._stream.codec_context.width)
+        self._stream.codec_context.thread_count = threads
+        self._reformatter = VideoReformatter()
+        self._frames: Any = None
+        self._now_s = -np.inf
+        self._pending: tuple[float, av.VideoFrame] | None = None
+        self.frames_decoded = 0
+
+    def __enter__(self) -> VideoReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._container.close()
+
+    def read(self, timestamps_s: np.ndarray, sink: Callable[[int, np.ndarray], None]) -> None:
+        """Decode the frames at `timestamps_s` (float64, ascending, (n,)) and hand each to `sink(i, rgb)`.
+
+        `rgb` is uint8 (H, W, 3), a view that is valid only during the call. Pixels are those of LeRobot's pyav
+        backend.
+
+        Raises:
+            ValueError: a frame is missing or farther than the tolerance from its timestamp; names the file and time.
+        """
+        try:
+            for i, wanted_s in enumerate(timestamps_s):
+                sink(i, self._rgb(self._frame_at(float(wanted_s))))
+        except av.FFmpegError as error:
+            raise ValueError(
+                f"{self.name}: decoding failed near {self._now_s:.3f} s ({error}); the file is damaged or truncated: "
+                "copy it again, or leave its episodes out with --dataset.episodes"
+            ) from error
+
+    def _frame_at(self, wanted_s: float) -> av.VideoFrame:
+        pending = self._pending
+        if pending is None or not (-self._tolerance_s < wanted_s - pending[0] <= SEEK_AFTER_FRAMES / self._fps):
+            self._seek(wanted_s)
+            pending = self._next()
+        while pending is not None and pending[0] < wanted_s - self._tolerance_s:
+            self._now_s = pending[0]
+            pending = self._next()
+        self._pending = pending
+        if pending is None:
+            raise ValueError(
+                f"{self.name}: no frame at {wanted_s:.4f} s; the video ends at {self._now_s:.4f} s, before the metadata "
+                "says: it is truncated or the metadata is wrong; copy the file again or repair the dataset"
+            )
+        if pending[0] > wanted_s + self._tolerance_s:
+            raise ValueError(
+                f"{self.name}: no frame at {wanted_s:.4f} s; the nearest are at {self._now_s:.4f} s and "
+                f"{pending[0]:.4f} s, farther than the tolerance of {self._tolerance_s} s: the timestamps in the data and "
+                "in the video disagree; repair the dataset, or raise --tolerance_s if a nearby frame will do"
+            )
+        return pending[1]
+
+    def _seek(self, wanted_s: float) -> None:
+        time_base = self._stream.time_base
+        self._container.seek(round(wanted_s / time_base) - 1, backward=True, any_frame=False, stream=self._stream)
+        self._frames = self._container.decode(self._stream)
+        self._now_s = -np.inf
+
+    def _next(self) -> tuple[float, av.VideoFrame] | None:
+        for frame in self._frames:
+            self.frames_decoded += 1
+            if frame.pts is not None:
+                return float(frame.pts * self._stream.time_base), frame
+        return None
+
+    def _rgb(self, frame: av.VideoFrame) -> np.ndarray:
+        self._check_size(frame.height, frame.width)
+        plane = self._reformatter.reformat(frame, format="rgb24").planes[0]
+        rows = np.frombuffer(plane, np.uint8).reshape(frame.height, plane.line_size)
+        return rows[:, : frame.width * 3].reshape(frame.height, frame.width, 3)
+
+    def _check_size(self, height: int, width: int) -> None:
+        if (height, width) != self.shape:
+            raise ValueError(
+                f"{self.name}: frames are {height}x{width}, the metadata (meta/info.json) says "
+                f"{self.shape[0]}x{self.shape[1]}: the file does not belong to this dataset"
+            )
+
+
+def decode_image(data: bytes | None, *, name: str, height: int, width: int) -> np.ndarray:
+    """One encoded image (PNG, JPEG, ...) to uint8 (H, W, 3). Same pixels as LeRobot's image columns x 255.
+
+    Raises:
+        ValueError: missing or damaged bytes, or another size than (height, width).
+    """
+    if data is None:
+        raise ValueError(
+            f"{name}: the image is not embedded in the parquet file; save the dataset with embedded images"
+        )
+    try:
+        image = Image.open(io.BytesIO(data))
+        if image.size != (width, height):
+            raise ValueError(f"{name}: image is {image.size[1]}x{image.size[0]}, the metadata says {height}x{width}")
+        pixels = np.asarray(image)
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"{name}: damaged image ({error})") from error
+    if pixels.dtype != np.uint8 or pixels.shape != (height, width, 3):
+        raise ValueError(f"{name}: expected 8-bit RGB, found {pixels.dtype} {pixels.shape}")
+    return pixels

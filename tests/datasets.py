@@ -1,0 +1,158 @@
+"""Small LeRobot v3 datasets for the tests, written by LeRobot's own writer.
+
+Import as `from tests.datasets import make_dataset` (never with `tests/` itself on `sys.path`: the module
+would then hide Hugging Face's `datasets`).
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+FRAME_NUMBER_BITS = 16
+EXTRA_FEATURES: dict[str, dict] = {
+    "next.done": {"dtype": "bool", "shape": (1,), "names": None},
+    "next.reward": {"dtype": "float32", "shape": (1,), "names": None},
+    "observation.counter": {"dtype": "int64", "shape": (2,), "names": ["up", "down"]},
+    "observation.grid": {"dtype": "float32", "shape": (2, 3), "names": None},
+}
+
+
+def make_dataset(
+    root: Path,
+    *,
+    episodes: Sequence[int] = (12, 7, 15, 1, 10, 9),
+    cameras: Mapping[str, tuple[int, int]] | None = None,
+    image_cameras: Mapping[str, tuple[int, int]] | None = None,
+    fps: int = 10,
+    state_dim: int = 4,
+    action_dim: int = 3,
+    extra_features: bool = False,
+    tasks: Sequence[str] = ("go to the red bin", "go to the blue bin"),
+    data_files_size_in_mb: float = 0.005,
+    video_files_size_in_mb: float = 0.008,
+    chunks_size: int = 2,
+    vcodec: str | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a dataset at `root` (which must not exist yet) and return `root`.
+
+    Every frame is a function of `seed`, its camera and its place only, so equal arguments give equal content.
+
+    Args:
+        episodes: frames of each episode.
+        cameras: video features, `{"observation.images.top": (height, width)}`. None: two cameras of different
+            size; `{}`: none.
+        image_cameras: features stored as images inside the parquet files, same form.
+        extra_features: also write `EXTRA_FEATURES` (bool scalar, float scalar, int64 vector, 2-D array). The
+            2-D one only if every episode has two frames or more: LeRobot 0.6.1 gives its statistics another
+            shape for a single frame and then fails to aggregate them.
+        tasks: the instruction of episode `i` is `tasks[i % len(tasks)]`.
+        data_files_size_in_mb, video_files_size_in_mb: size at which LeRobot starts another file, in MB. The
+            defaults give several files of each kind; `100` gives one.
+        chunks_size: files per `chunk-XXX` folder.
+        vcodec: None is LeRobot's default encoder (AV1, a key frame every 2); or `"h264"`, with g = 10.
+    """
+    from lerobot.configs.video import RGBEncoderConfig
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+    from lerobot.utils.utils import SuppressProgressBars
+
+    root = Path(root)
+    if cameras is None:
+        cameras = {"observation.images.top": (48, 64), "observation.images.wrist": (96, 80)}
+    image_cameras = image_cameras or {}
+    features: dict[str, dict] = {
+        "observation.state": {
+            "dtype": "float32",
+            "shape": (state_dim,),
+            "names": [f"joint_{i}" for i in range(state_dim)],
+        },
+        "action": {
+            "dtype": "float32",
+            "shape": (action_dim,),
+            "names": [f"motor_{i}" for i in range(action_dim)],
+        },
+    }
+    for dtype, sizes in (("video", cameras), ("image", image_cameras)):
+        for key, (height, width) in sizes.items():
+            features[key] = {
+                "dtype": dtype,
+                "shape": (height, width, 3),
+                "names": ["height", "width", "channels"],
+            }
+    if extra_features:
+        features.update(EXTRA_FEATURES)
+        if min(episodes) < 2:
+            del features["observation.grid"]
+
+    encoder = (
+        RGBEncoderConfig() if vcodec is None else RGBEncoderConfig(vcodec=vcodec, g=10, preset="ultrafast")
+    )
+    dataset = LeRobotDataset.create(
+        repo_id=f"local/{root.name}",
+        fps=fps,
+        features=features,
+        root=root,
+        robot_type="test_arm",
+        use_videos=bool(cameras),
+        rgb_encoder=encoder,
+        encoder_threads=1,
+    )
+    # Float sizes are accepted here and, unlike whole megabytes, make datasets of 60 frames roll over.
+    dataset.meta.update_chunk_settings(chunks_size, data_files_size_in_mb, video_files_size_in_mb)
+
+    rng = np.random.default_rng(seed)
+    number = 0
+    for episode_index, length in enumerate(episodes):
+        offset = rng.normal(size=state_dim)
+        for frame_index in range(length):
+            phase = 0.3 * frame_index
+            frame = {
+                "observation.state": (offset + np.sin(phase + np.arange(state_dim))).astype(np.float32),
+                "action": rng.normal(episode_index, 1.0, size=action_dim).astype(np.float32),
+                "task": tasks[episode_index % len(tasks)],
+            }
+            if extra_features:
+                frame["next.done"] = np.array([frame_index == length - 1])
+                frame["next.reward"] = rng.normal(size=1).astype(np.float32)
+                frame["observation.counter"] = np.array([frame_index, length - frame_index], dtype=np.int64)
+            if "observation.grid" in features:
+                frame["observation.grid"] = rng.normal(size=(2, 3)).astype(np.float32)
+            for camera_number, (key, size) in enumerate({**cameras, **image_cameras}.items()):
+                frame[key] = draw_frame(number, size, seed=seed * 1000 + camera_number)
+            dataset.add_frame(frame)
+            number += 1
+        # One process: starting encoder processes costs more than encoding a few small frames.
+        with SuppressProgressBars():
+            dataset.save_episode(parallel_encoding=False)
+    dataset.finalize()
+    return root
+
+
+def draw_frame(number: int, size: tuple[int, int], *, seed: int = 0) -> np.ndarray:
+    """Draw frame `number` of a camera: uint8 (H, W, 3).
+
+    The upper left quarter holds `number` in binary, as 4x4 black and white blocks that survive video
+    compression (`read_frame_number`); below, a coloured square moves one step a frame over a fixed texture.
+    """
+    height, width = size
+    rng = np.random.default_rng(seed)
+    image = np.kron(rng.integers(40, 160, (-(-height // 8), -(-width // 8), 3)), np.ones((8, 8, 1)))
+    image = image[:height, :width].astype(np.uint8)
+
+    side = max(4, height // 4)
+    left = (number * 3) % max(1, width - side)
+    image[-side:, left : left + side] = rng.integers(0, 256, 3)
+
+    bits = [(number >> bit) & 1 for bit in range(FRAME_NUMBER_BITS)]
+    rows, columns = height // 8, width // 8
+    blocks = np.kron(np.array(bits).reshape(4, 4), np.ones((rows, columns))) * 255
+    image[: 4 * rows, : 4 * columns] = blocks[..., None]
+    return image
+
+
+def read_frame_number(image: np.ndarray) -> int:
+    """Read the number that `draw_frame` drew, modulo 2**16, from uint8 (H, W, 3) of the original size."""
+    rows, columns = image.shape[0] // 8, image.shape[1] // 8
+    blocks = image[: 4 * rows, : 4 * columns].reshape(4, rows, 4, columns, 3).mean(axis=(1, 3, 4))
+    return int(sum(1 << bit for bit, level in enumerate(blocks.ravel()) if level > 127))

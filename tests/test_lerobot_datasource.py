@@ -1,0 +1,340 @@
+"""Rows against `LeRobotDataset`, through Ray Data, and what happens when files are not what they should be."""
+
+import shutil
+from collections import Counter
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import lerobot_decode
+from lerobot_datasource import LeRobotDatasource, Reader, ReadOptions, read_lerobot, read_slices
+from lerobot_metadata import load_metadata
+from tests.datasets import make_dataset
+
+TOP, WRIST, STILL = "observation.images.top", "observation.images.wrist", "observation.images.still"
+FPS = 10
+WINDOWS = {
+    "action": [i / FPS for i in range(8)],
+    "observation.state": [-1 / FPS, 0.0],
+    TOP: [-2 / FPS, 0.0],
+}
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory):
+    """Datasets of several shapes, by name."""
+    base = tmp_path_factory.mktemp("datasets")
+    return {
+        "rollover": make_dataset(base / "rollover"),
+        "images": make_dataset(
+            base / "images", cameras={}, image_cameras={STILL: (16, 24)}, episodes=(6, 9, 4), extra_features=True
+        ),
+        "mixed": make_dataset(
+            base / "mixed",
+            cameras={TOP: (32, 48)},
+            image_cameras={STILL: (16, 24)},
+            episodes=(5, 11),
+            extra_features=True,
+            vcodec="h264",
+        ),
+        "single_frames": make_dataset(base / "single_frames", episodes=(1,) * 5),
+        "second": make_dataset(base / "second", episodes=(4, 8), seed=1),
+    }
+
+
+def lerobot(root, **options):
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    return LeRobotDataset("test", root=root, video_backend="pyav", return_uint8=True, **options)
+
+
+def assert_same_row(row, item, meta):
+    """`row`: ours, numpy. `item`: LeRobot's, torch."""
+    assert set(row) == set(item) | {"dataset_index"}
+    for key, theirs in item.items():
+        mine = row[key]
+        if isinstance(theirs, str):
+            assert mine == theirs
+            continue
+        theirs = theirs.numpy()
+        if key in meta.camera_keys:
+            theirs = np.moveaxis(theirs, -3, -1)
+            if key in meta.image_keys:  # LeRobot has no uint8 for these: it gives pixel / 255
+                assert mine.dtype == np.uint8
+                mine = mine.astype(np.float32) / 255
+        assert np.asarray(mine).dtype == theirs.dtype, key
+        assert np.shape(mine) == theirs.shape, key
+        np.testing.assert_array_equal(mine, theirs, err_msg=key)
+
+
+def rows_of(dataset):
+    """Rows of a Ray dataset, checking on the way that tensors come out whole (not as objects)."""
+    for batch in dataset.iter_batches(batch_size=None, batch_format="numpy"):
+        for key, values in batch.items():
+            assert values.dtype != object or key == "task" or isinstance(values[0], str), key
+        for i in range(len(batch["index"])):
+            yield {key: values[i] for key, values in batch.items()}
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("name", ["rollover", "images", "mixed", "single_frames"])
+@pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])
+def test_every_row_equals_lerobots(ray_cluster, roots, name, windows):
+    meta = load_metadata(roots[name])
+    if windows is not None:
+        windows = {k: v for k, v in windows.items() if k in meta.features}
+    reference = lerobot(roots[name], delta_timestamps=windows)
+    seen = []
+    for row in rows_of(read_lerobot(roots[name], delta_timestamps=windows, shuffle_seed=0, shuffle_window=16)):
+        seen.append(int(row["index"]))
+        assert_same_row(row, reference[seen[-1]], meta)
+    assert sorted(seen) == list(range(len(reference)))
+    assert len(seen) < 6 or seen != sorted(seen)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("parallelism", [1, 2, 5, 200])
+def test_each_index_once_at_every_parallelism(ray_cluster, roots, parallelism):
+    dataset = read_lerobot(
+        roots["rollover"], override_num_blocks=parallelism, camera_keys=[WRIST], shuffle_seed=1
+    ).select_columns(["index", "dataset_index"])
+    assert Counter(int(r["index"]) for r in dataset.take_all()) == Counter(range(54))
+
+
+@pytest.mark.ray
+def test_an_episode_subset(ray_cluster, roots):
+    meta, chosen = load_metadata(roots["rollover"]), [1, 4, 3]
+    reference = lerobot(roots["rollover"], episodes=sorted(chosen), delta_timestamps=WINDOWS)
+    rows = list(rows_of(read_lerobot(roots["rollover"], episodes=chosen, delta_timestamps=WINDOWS)))
+    by_index = {int(reference[i]["index"]): reference[i] for i in range(len(reference))}
+    assert [int(r["index"]) for r in rows] == sorted(by_index)  # stored order without a seed
+    for row in rows:
+        assert_same_row(row, by_index[int(row["index"])], meta)
+
+
+@pytest.mark.ray
+def test_two_roots(ray_cluster, roots):
+    names = ["rollover", "second"]
+    references = [lerobot(roots[n]) for n in names]
+    meta = load_metadata(roots["rollover"])
+    rows = list(rows_of(read_lerobot([roots[n] for n in names], shuffle_seed=0)))
+    assert Counter((int(r["dataset_index"]), int(r["index"])) for r in rows) == Counter(
+        (d, i) for d, reference in enumerate(references) for i in range(len(reference))
+    )
+    for row in rows:
+        assert_same_row(row, references[int(row["dataset_index"])][int(row["index"])], meta)
+
+
+@pytest.mark.ray
+def test_a_stream_over_epochs_and_executions_keeps_its_order(ray_cluster, roots):
+    """Blocks come whole and in the plan's order, dealt to two consumers in turn, over several executions."""
+    import ray
+
+    from lerobot_datasource import read_source
+
+    ray.data.DataContext.get_current().execution_options.preserve_order = True
+    source = LeRobotDatasource(
+        [load_metadata(roots["rollover"])],
+        camera_keys=[TOP],
+        shuffle_seed=0,
+        shuffle_window=16,
+        stream=(8, 8 + 4 * 48),
+        rows_multiple=48,
+        block_rows=4,
+    )
+    source._rows_per_execution = 96
+    expected = [int(i) for s in source.plan.slices(8, 200) for i in s.rows()[1]]
+
+    @ray.remote(num_cpus=0)
+    def consume(split):
+        batches = []
+        for _ in range(2):
+            batches += [
+                (b["position"].tolist(), b["index"].tolist())
+                for b in split.iter_batches(batch_size=8, batch_format="numpy", prefetch_batches=2)
+            ]
+        return batches
+
+    splits = read_source(source).streaming_split(2, equal=True)
+    results = ray.get([consume.remote(split) for split in splits])
+    ray.data.DataContext.get_current().execution_options.preserve_order = False
+    for rank, batches in enumerate(results):
+        assert len(batches) == 12
+        for k, (position, index) in enumerate(batches):
+            first = 8 + k * 16 + rank * 4
+            assert position == [*range(first, first + 4), *range(first + 8, first + 12)]
+            assert index == [expected[p - 8] for p in position]
+
+
+def read_directly(source, columns=None, limit=None):
+    """A source's rows without Ray."""
+    last = source.plan.rows_per_epoch if limit is None else limit
+    slices = [(s, source._parts(s)) for s in source.plan.slices(0, last)]
+    options = ReadOptions(columns or source.columns(), source._delta_indices, 1e-4, 16, 1)
+    return list(read_slices([Reader.of(m) for m in source.metas], slices, 0, options))
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """Counts frames decoded, by camera."""
+    counts = Counter()
+    original = lerobot_decode.VideoReader.__exit__
+
+    def count(self, *exception):
+        counts[TOP if TOP in self.name else WRIST] += self.frames_decoded
+        return original(self, *exception)
+
+    monkeypatch.setattr(lerobot_decode.VideoReader, "__exit__", count)
+    return counts
+
+
+def test_only_what_is_asked_for_is_decoded(roots, decoded):
+    meta = load_metadata(roots["rollover"])
+    read_directly(LeRobotDatasource([meta]))
+    assert decoded[TOP] >= 54 and decoded[WRIST] >= 54
+    whole = decoded[TOP]
+    decoded.clear()
+    read_directly(LeRobotDatasource([meta], camera_keys=[WRIST]))
+    assert decoded[TOP] == 0 and decoded[WRIST] >= 54
+    decoded.clear()
+    read_directly(LeRobotDatasource([meta]), columns=("action", "index"))
+    assert not decoded
+    read_directly(LeRobotDatasource([meta], episodes=[[1]]))
+    assert 7 <= decoded[TOP] <= 10
+    decoded.clear()
+    read_directly(LeRobotDatasource([meta]), limit=5)
+    assert 5 <= decoded[TOP] <= 8 < whole
+
+
+@pytest.mark.ray
+def test_projection_and_limit_reach_the_source(ray_cluster, roots):
+    broken = roots["rollover"].parent / "no_top"
+    if not broken.exists():
+        shutil.copytree(roots["rollover"], broken)
+        for file in (broken / "videos" / TOP).rglob("*.mp4"):
+            file.write_bytes(b"not a video")
+    dataset = read_lerobot(broken)
+    assert dataset.select_columns(["index", WRIST]).count() == 54
+    rows = dataset.select_columns(["index", "action"]).take_all()  # would fail if the camera were decoded
+    assert sorted(int(r["index"]) for r in rows) == list(range(54))
+    with pytest.raises(Exception, match="not a readable video"):
+        dataset.take(1)
+
+
+def test_a_read_task_ships_only_its_own_episodes(tmp_path, roots):
+    import pickle
+
+    from lerobot_datasource import _ReadSlices
+
+    source = LeRobotDatasource([load_metadata(roots["rollover"])], shuffle_seed=0)
+    slices = [(s, source._parts(s)) for s in source.plan.slices(0, 54)]
+    options = ReadOptions(source.columns(), source._delta_indices, 1e-4, 16, 1)
+    assert len(pickle.dumps(_ReadSlices(None, slices, 0, options))) < 100_000
+
+
+# ---- files that are not what they should be ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(roots, tmp_path):
+    def make(name="rollover"):
+        return shutil.copytree(roots[name], tmp_path / name)
+
+    return make
+
+
+def first_video(root, key=TOP):
+    return sorted((root / "videos" / key).rglob("*.mp4"))[0]
+
+
+def test_a_missing_video_is_found_before_anything_is_read(copy):
+    root = copy()
+    first_video(root).unlink()
+    with pytest.raises(FileNotFoundError, match=f"videos/{TOP}/chunk-000/file-000.mp4"):
+        LeRobotDatasource([load_metadata(root)])
+
+
+def test_a_truncated_video(copy):
+    root = copy()
+    video = first_video(root)
+    video.write_bytes(video.read_bytes()[: video.stat().st_size // 2])
+    with pytest.raises(ValueError, match=f"{TOP}.*(truncated|damaged)"):
+        read_directly(LeRobotDatasource([load_metadata(root)]))
+
+
+def test_a_video_shorter_than_the_metadata_says(copy):
+    root = copy()
+    videos = sorted((root / "videos" / TOP).rglob("*.mp4"))
+    shutil.copy(min(videos, key=lambda v: v.stat().st_size), max(videos, key=lambda v: v.stat().st_size))
+    with pytest.raises(ValueError, match="no frame at .* the video ends at|truncated or the metadata is wrong"):
+        read_directly(LeRobotDatasource([load_metadata(root)]))
+
+
+def test_a_video_of_another_size(copy):
+    root = copy()
+    shutil.copy(first_video(root, WRIST), first_video(root, TOP))
+    with pytest.raises(ValueError, match="frames are .* the metadata .* says"):
+        read_directly(LeRobotDatasource([load_metadata(root)]))
+
+
+def rewrite(root, change):
+    """Rewrite a data file's table with `change(columns)`."""
+    import pyarrow as pa
+
+    path = sorted((root / "data").rglob("*.parquet"))[0]
+    table = pq.read_table(path)
+    columns = {n: table.column(n).to_pylist() for n in table.column_names}
+    change(columns)
+    pq.write_table(pa.table(columns, schema=table.schema), path)
+    return path
+
+
+def test_timestamps_off_by_more_than_the_tolerance(copy):
+    root = copy()
+    rewrite(root, lambda c: c.update(timestamp=[t + 0.03 for t in c["timestamp"]]))
+    with pytest.raises(ValueError, match=r"farther than the tolerance.*--tolerance_s"):
+        read_directly(LeRobotDatasource([load_metadata(root)]))
+
+
+def test_rows_that_belong_to_another_episode(copy):
+    root = copy()
+    rewrite(root, lambda c: c["episode_index"].__setitem__(3, 2))
+    with pytest.raises(ValueError, match="expected episode 0 frame 3.*found episode 2"):
+        read_directly(LeRobotDatasource([load_metadata(root)]))
+
+
+def test_a_task_index_without_a_task(copy):
+    root = copy()
+    rewrite(root, lambda c: c["task_index"].__setitem__(3, 77))
+    with pytest.raises(ValueError, match="episode 0: task_index 77 has no entry in meta/tasks.parquet"):
+        read_directly(LeRobotDatasource([load_metadata(root)]))
+
+
+def test_a_data_file_with_rows_missing(copy):
+    root = copy()
+    path = sorted((root / "data").rglob("*.parquet"))[0]
+    pq.write_table(pq.read_table(path).slice(0, 5), path)
+    with pytest.raises(ValueError, match="the file has 5 rows"):
+        read_directly(LeRobotDatasource([load_metadata(root)]))
+
+
+def test_a_damaged_image(copy):
+    root = copy("images")
+    rewrite(root, lambda c: c[STILL].__setitem__(2, {"bytes": b"\x89PNG\r\n\x1a\nnope", "path": None}))
+    with pytest.raises(ValueError, match="episode 0 frame 2: damaged image"):
+        read_directly(LeRobotDatasource([load_metadata(root)]))
+
+
+def test_arguments_that_do_not_fit(roots):
+    meta, second = load_metadata(roots["rollover"]), load_metadata(roots["images"])
+    with pytest.raises(ValueError, match="no cameras.*observation.images.nope"):
+        LeRobotDatasource([meta], camera_keys=["observation.images.nope"])
+    with pytest.raises(ValueError, match="names 'nope'; the columns are"):
+        LeRobotDatasource([meta], delta_timestamps={"nope": [0.0]})
+    with pytest.raises(ValueError, match="multiples of 1/10 s"):
+        LeRobotDatasource([meta], delta_timestamps={"action": [0.0, 0.05]})
+    with pytest.raises(ValueError, match="differ in"):
+        LeRobotDatasource([meta, second])
+    with pytest.raises(ValueError, match="not among the roots"):
+        read_lerobot(roots["rollover"], episodes={"elsewhere": [0]})

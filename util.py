@@ -1,0 +1,328 @@
+"""The training step and what feeds it. Knows nothing of which policy it trains.
+
+Between two log steps nothing here reads a value from the device: losses, gradient norms and the count of skipped
+steps stay device tensors until `Window.gather` fetches all of them in one collective and one read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+logger = logging.getLogger(__name__)
+
+# Columns that say which rows a batch holds. They stay on the host.
+ROW_COLUMNS = ("dataset_index", "index", "position")
+
+Batch = dict[str, Tensor]
+
+
+class NumpyToTorchCollate:
+    """numpy columns of a batch -> CPU tensors, in pinned memory when they will be copied to a GPU.
+
+    Runs in the training process, in Ray Data's prefetching thread. Every column is copied once, from the object store
+    into the buffer that the GPU copies from. PyTorch's caching host allocator hands a pinned buffer out again only
+    when the copies issued from it are done, so buffers are reused without a wait.
+
+    Args:
+        pin_memory: whether a GPU will copy from the tensors.
+    """
+
+    def __init__(self, pin_memory: bool):
+        self.pin_memory = pin_memory
+
+    def __call__(self, batch: Mapping[str, np.ndarray]) -> Batch:
+        """Columns (B, ...) of numbers to tensors of the same dtype and shape.
+
+        Raises:
+            ValueError: a column of Python objects; `prepare` must have turned them into numbers.
+        """
+        tensors = {}
+        for key, values in batch.items():
+            if values.dtype == object:
+                raise ValueError(f"column {key!r} holds Python objects ({type(values.flat[0]).__name__}), not numbers")
+            target = torch.empty(
+                values.shape, dtype=_torch_dtype(values.dtype), pin_memory=self._can_pin(key) and values.nbytes > 0
+            )
+            np.copyto(target.numpy(), values)
+            tensors[key] = target
+        return tensors
+
+    def _can_pin(self, key: str) -> bool:
+        if not self.pin_memory or key in ROW_COLUMNS:
+            return False
+        try:
+            torch.empty(1, pin_memory=True)
+        except RuntimeError as error:
+            self.pin_memory = False
+            logger.warning("memory cannot be pinned (%s): copies to the GPU will block the host", error)
+        return self.pin_memory
+
+
+def _torch_dtype(dtype: np.dtype) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def cuda_prefetcher(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """Batches on `device`, the next one copied on a side stream while this one is computed with.
+
+    Row columns stay on the host. Without a GPU the batches pass through as they are.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    stream = torch.cuda.Stream(device)
+    source = iter(batches)
+
+    def fetch() -> Batch | None:
+        batch = next(source, None)
+        if batch is None:
+            return None
+        with torch.cuda.stream(stream):
+            return {k: v if k in ROW_COLUMNS else v.to(device, non_blocking=True) for k, v in batch.items()}
+
+    upcoming = fetch()
+    while upcoming is not None:
+        current_stream = torch.cuda.current_stream(device)
+        current_stream.wait_stream(stream)
+        for tensor in upcoming.values():
+            if tensor.is_cuda:
+                # Allocated on the side stream: its memory may be reused only when this stream is done with it.
+                tensor.record_stream(current_stream)
+        current, upcoming = upcoming, None
+        yield current
+        upcoming = fetch()
+
+
+class TimedIterator:
+    """Passes batches on and adds up how long the consumer waited for them, in seconds."""
+
+    def __init__(self, batches: Iterable[Batch]):
+        self._batches = iter(batches)
+        self.waited_s = 0.0
+
+    def __iter__(self) -> TimedIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        start = time.perf_counter()
+        try:
+            return next(self._batches)
+        finally:
+            self.waited_s += time.perf_counter() - start
+
+
+def enable_gpu_perf_flags(deterministic: bool = False) -> None:
+    """TF32 matrix products and cuDNN autotuning; or, if asked, only kernels that repeat bit for bit."""
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        return
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+
+
+@dataclass
+class TrainableOptimizer:
+    """AdamW over what trains, its parameter list made once, and the learning rate as a function of the step.
+
+    A step whose gradients are not all finite changes nothing: the fused kernel is told so by a device flag, which the
+    host does not read.
+    """
+
+    optimizer: torch.optim.AdamW
+    names: list[str]
+    params: list[nn.Parameter]
+    schedule: Callable[[int], float]
+    clip_norm: float
+
+    def step(self, number: int) -> tuple[Tensor, Tensor]:
+        """Clip, update, clear gradients. `number`: optimizer steps done before this one (sets the learning rate).
+
+        Returns:
+            Gradient norm before clipping, and 1.0 if the step was skipped; both 0-d float32 on the device.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.params, self.clip_norm, foreach=True)
+        skipped = (~torch.isfinite(norm)).to(torch.float32)
+        # The protocol that torch.amp.GradScaler uses with fused optimizers.
+        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule(number)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm.detach(), skipped
+
+    def state(self) -> dict[str, Tensor]:
+        """Adam's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`."""
+        flat = {}
+        for name, param in zip(self.names, self.params, strict=True):
+            for key, value in self.optimizer.state.get(param, {}).items():
+                flat[f"{key}.{name}"] = value
+        return flat
+
+    def load_state(self, flat: Mapping[str, Tensor]) -> None:
+        """Inverse of `state`. Raises ValueError when the parameters are not those that were saved."""
+        expected = {f"{key}.{name}" for name in self.names for key in ("step", "exp_avg", "exp_avg_sq")}
+        if flat and set(flat) != expected:
+            odd = sorted(set(flat) ^ expected)[:5]
+            raise ValueError(f"optimizer state does not fit what trains now, e.g. {odd}: was --train.mode changed?")
+        for name, param in zip(self.names, self.params, strict=True):
+            if not flat:
+                continue
+            self.optimizer.state[param] = {
+                "step": flat[f"step.{name}"].to(param.device, torch.float32),
+                "exp_avg": flat[f"exp_avg.{name}"].to(param.device, param.dtype),
+                "exp_avg_sq": flat[f"exp_avg_sq.{name}"].to(param.device, param.dtype),
+            }
+
+
+def make_trainable_optimizer(
+    module: nn.Module,
+    *,
+    schedule: Callable[[int], float],
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    clip_norm: float,
+) -> TrainableOptimizer:
+    """Fused AdamW over the parameters of `module` that require gradients.
+
+    Raises:
+        ValueError: nothing trains, or something that trains is not float32 (Adam in bf16 does not learn:
+            0 % against 94 % success in OpenTau #181).
+    """
+    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    if not named:
+        raise ValueError("no parameter requires a gradient: nothing would be trained")
+    low = [n for n, p in named if p.dtype != torch.float32]
+    if low:
+        raise ValueError(f"{len(low)} trainable parameters are not float32, e.g. {low[0]}; master weights must be")
+    params = [p for _, p in named]
+    optimizer = torch.optim.AdamW(params, lr=schedule(0), betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+    return TrainableOptimizer(optimizer, [n for n, _ in named], params, schedule, clip_norm)
+
+
+def warmup_cosine(peak: float, final: float, warmup_steps: int, steps: int) -> Callable[[int], float]:
+    """Learning rate before optimizer step n (from 0), LeRobot's and openpi's `CosineDecaySchedule`.
+
+    Linear from peak / (warmup_steps + 1) over the warm-up; cosine over the whole run, down to `final`.
+    """
+
+    def schedule(step: int) -> float:
+        if step < warmup_steps:
+            first = peak / (warmup_steps + 1)
+            return first + (peak - first) * step / warmup_steps
+        decay = 0.5 * (1 + math.cos(math.pi * min(step, steps) / steps))
+        return final + (peak - final) * decay
+
+    return schedule
+
+
+class StepResult(NamedTuple):
+    """Of one optimizer step on this rank, on the device, not read: mean loss, gradient norm, 1.0 if skipped."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    skipped: Tensor
+
+
+Draws = tuple[Tensor, Tensor] | tuple[None, None]
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: TrainableOptimizer,
+    batches: Iterator[Batch],
+    *,
+    step: int,
+    grad_accum: int,
+    draws: Callable[[int], Draws],
+    autocast: torch.dtype | None,
+    device: torch.device,
+) -> StepResult:
+    """One optimizer step: `grad_accum` forwards and backwards, clip, update. Nothing is read from the device.
+
+    Args:
+        model: `forward(batch, noise, time)` gives a 0-d loss, the mean over the micro-batch; maybe wrapped in DDP.
+        batches: yields this rank's micro-batches, on `device`.
+        step: optimizer steps done before.
+        draws: micro-step -> (noise, time) for its rows.
+        autocast: bf16, or None for fp32.
+    """
+    total = torch.zeros((), device=device)
+    for micro in range(grad_accum):
+        batch = next(batches)
+        noise, flow_time = draws(micro)
+        # Gradients travel between workers once per step, with the last micro-batch.
+        wait = isinstance(model, DistributedDataParallel) and micro + 1 < grad_accum
+        with model.no_sync() if wait else contextlib.nullcontext():  # type: ignore[union-attr,operator]
+            with torch.autocast(device.type, autocast, enabled=autocast is not None):
+                loss = model(batch, noise, flow_time)
+            (loss / grad_accum).backward()
+        total += loss.detach()
+    grad_norm, skipped = optimizer.step(step)
+    return StepResult(total / grad_accum, grad_norm, skipped)
+
+
+@dataclass
+class Window:
+    """What happened since the last log step: device sums, host counts."""
+
+    device: torch.device
+    started: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+    samples: int = 0
+    _sums: Tensor = field(init=False)
+    _norm: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sums = torch.zeros(2, device=self.device)
+        self._norm = torch.zeros((), device=self.device)
+
+    def add(self, result: StepResult, samples: int) -> None:
+        self.steps += 1
+        self.samples += samples
+        # A skipped step's loss may be NaN and must not hide the others'.
+        loss = torch.where(result.skipped > 0, torch.zeros_like(result.loss), result.loss)
+        self._sums += torch.stack([loss, result.skipped])
+        self._norm = result.grad_norm
+
+    def gather(self, waited_s: float) -> dict[str, Any]:
+        """Everything of all ranks: one collective, one read. Every rank must call it. Times are the slowest rank's."""
+        elapsed = time.perf_counter() - self.started
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+        host = torch.tensor([self.steps, self.samples, elapsed, waited_s, peak], dtype=torch.float64)
+        mine = torch.cat([self._sums.double(), self._norm.double()[None], host.to(self.device)])
+        if dist.is_initialized():
+            ranks = torch.empty(dist.get_world_size() * len(mine), dtype=mine.dtype, device=self.device)
+            dist.all_gather_into_tensor(ranks, mine)
+        else:
+            ranks = mine
+        rows = ranks.view(-1, len(mine)).tolist()
+        world = len(rows)
+        loss, skipped, norm, steps, samples, _, _, _ = (sum(column) for column in zip(*rows, strict=True))
+        trained = steps - skipped
+        elapsed_s = max(row[5] for row in rows)
+        return {
+            "loss": loss / trained if trained else float("nan"),
+            "grad_norm": norm / world,
+            "nonfinite_steps": int(max(row[1] for row in rows)),
+            "samples": int(samples),
+            "samples_per_s": samples / elapsed_s,
+            "step_s": elapsed_s / max(self.steps, 1),
+            "data_wait_s": max(row[6] for row in rows) / max(self.steps, 1),
+            "peak_memory_bytes": int(max(row[7] for row in rows)) or None,
+        }
