@@ -120,11 +120,13 @@ def check_resumable(
             "the same product"
         )
     if found.mode != mode:
-        raise ValueError(f"--train.mode is {mode}, but the run was started with {found.mode}: what trains cannot change")
+        raise ValueError(
+            f"--train.mode is {mode}, but the run was started with {found.mode}: what trains cannot change"
+        )
     if found.base.get("digest") != base.get("digest"):
         raise ValueError(
-            f"the base policy is not the one the run was started from: {base.get('path')} has digest {base.get('digest')}, "
-            f"the checkpoint expects {found.base.get('digest')} ({found.base.get('path')})"
+            f"the base policy is not the one the run was started from: {base.get('path')} has digest "
+            f"{base.get('digest')}, the checkpoint expects {found.base.get('digest')} ({found.base.get('path')})"
         )
     differing = {k: (found.stream.get(k), v) for k, v in stream.items() if found.stream.get(k) != v}
     if differing:
@@ -143,8 +145,8 @@ def require_space(folder: Path, needed_bytes: int, what: str) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed_bytes + SPARE_BYTES:
         raise OSError(
-            f"no space for {what} in {folder}: {needed_bytes / 1e9:.2f} GB needed (and {SPARE_BYTES / 1e9:.2f} GB spare), "
-            f"{free / 1e9:.2f} GB free; make room or choose another --output_dir"
+            f"no space for {what} in {folder}: {needed_bytes / 1e9:.2f} GB needed (and {SPARE_BYTES / 1e9:.2f} GB "
+            f"spare), {free / 1e9:.2f} GB free; make room or choose another --output_dir"
         )
 
 

@@ -12,12 +12,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import draccus
 
 CONFIG_NAME = "config.json"
-MODES = ("heads", "expert", "full")
+TrainMode = Literal["heads", "expert", "full"]
+MissingCameras = Literal["error", "mask"]
 PRECISIONS = ("auto", "fp32", "bf16")
 CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
 
@@ -218,10 +219,10 @@ def validate(config: Config) -> None:
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ValueError(f"--{name}={value}: must be positive")
     choices: dict[str, tuple[str, Sequence[str]]] = {
-        "train.mode": (t.mode, MODES),
+        "train.mode": (t.mode, get_args(TrainMode)),
         "train.precision": (t.precision, PRECISIONS),
         "scaling.strategy": (s.strategy, ("ddp",)),
-        "dataset.missing_cameras": (d.missing_cameras, ("error", "mask")),
+        "dataset.missing_cameras": (d.missing_cameras, get_args(MissingCameras)),
     }
     for name, (found, known) in choices.items():
         if found not in known:

@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 
-def resolve_commit(
-    repo_id: str, revision: str | None, *, repo_type: str, default_revision: str | None = None
-) -> str:
+def resolve_commit(repo_id: str, revision: str | None, *, repo_type: str, default_revision: str | None = None) -> str:
     """Find the commit that a revision names now, so that a run can be repeated exactly.
 
     Args:

@@ -600,7 +600,7 @@ def _camera_targets(
         deltas = options.delta_indices[feature.key]
         wanted = _windowed(e.frame, deltas, e.part.episode_length)[0]
         out = _out(columns, feature.key, total, (len(deltas), height, width, 3), np.dtype(np.uint8))
-        places = [(int(p), t) for p in e.position for t in range(len(deltas))]
+        places: list[tuple[int, ...]] = [(int(p), t) for p in e.position for t in range(len(deltas))]
     else:
         wanted = e.frame
         out = _out(columns, feature.key, total, (height, width, 3), np.dtype(np.uint8))
@@ -666,7 +666,7 @@ def _common_features(metas: Sequence[DatasetMetadata], camera_keys: Sequence[str
             unknown = sorted(set(camera_keys) - set(meta.camera_keys))
             if unknown:
                 raise ValueError(f"{meta.root}: no cameras {unknown}; it has {list(meta.camera_keys)}")
-    chosen = {}
+    chosen: dict[str, Feature] = {}
     for meta in metas:
         kept = {}
         for key, feature in meta.features.items():

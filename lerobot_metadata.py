@@ -244,9 +244,6 @@ def check_files(
         ValueError: an episode or a camera that the dataset does not have.
     """
     chosen = select_episodes(meta, episodes)
-    unknown = sorted(set(camera_keys or ()) - set(meta.camera_keys))
-    if unknown:
-        raise ValueError(f"dataset {meta.root}: no camera {unknown}; it has {meta.camera_keys}")
     sizes: dict[str, dict[str, int]] = {}
     problems = []
     for path, used_by in _needed_files(meta, chosen, camera_keys).items():
@@ -284,7 +281,8 @@ def fetch_dataset(
     Returns:
         The local folder, and the full commit hash it holds; giving that as `revision` repeats it exactly.
     Raises:
-        ValueError: no such repository or revision, no access, or not a LeRobot v3 dataset.
+        ValueError: no such repository or revision, no access, not a LeRobot v3 dataset, or an episode or a
+            camera that it does not have.
         OSError: the Hub cannot be reached.
     """
     from lerobot.utils.constants import HF_LEROBOT_HUB_CACHE
@@ -292,9 +290,7 @@ def fetch_dataset(
     if cache_dir is None:
         cache_dir = HF_LEROBOT_HUB_CACHE
     commit = resolve_commit(repo_id, revision, repo_type="dataset", default_revision="v3.0")
-    folder = download_snapshot(
-        repo_id, commit, repo_type="dataset", cache_dir=cache_dir, allow_patterns=["meta/*"]
-    )
+    folder = download_snapshot(repo_id, commit, repo_type="dataset", cache_dir=cache_dir, allow_patterns=["meta/*"])
     meta = load_metadata(folder)
     needed = _needed_files(meta, select_episodes(meta, episodes), camera_keys)
     if episodes is None and camera_keys is None:
@@ -314,18 +310,14 @@ def _open_root(root: str | Path, storage_options: dict | None) -> tuple[fsspec.A
     try:
         fs, base = fsspec.core.url_to_fs(root, **(storage_options or {}))
     except (ImportError, ValueError) as error:
-        raise ValueError(
-            f"dataset {root}: {error}; expected a local folder, s3://, gs:// or memory://"
-        ) from error
+        raise ValueError(f"dataset {root}: {error}; expected a local folder, s3://, gs:// or memory://") from error
     base = base.rstrip("/")
     try:
         if not fs.exists(f"{base}/{INFO_PATH}"):
             if not fs.exists(base):
                 raise FileNotFoundError(f"dataset {root}: no such folder; check the path")
             if not fs.isdir(base):
-                raise FileNotFoundError(
-                    f"dataset {root}: is a file; give the folder that holds meta/, data/, …"
-                )
+                raise FileNotFoundError(f"dataset {root}: is a file; give the folder that holds meta/, data/, …")
             found = sorted(str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(base, detail=False))
             raise FileNotFoundError(
                 f"dataset {root}: not a LeRobot dataset: {INFO_PATH} is missing (found {_shorten(found)}); "
@@ -467,9 +459,7 @@ def _parse_stats(raw: dict[str, Any]) -> dict[str, dict[str, np.ndarray]]:
     stats: dict[str, dict[str, np.ndarray]] = {}
     for key, values in raw.items():
         if not isinstance(values, dict):
-            raise ValueError(
-                f"{STATS_PATH}: {key!r:.100} is {values!r:.50}, expected an object of statistics"
-            )
+            raise ValueError(f"{STATS_PATH}: {key!r:.100} is {values!r:.50}, expected an object of statistics")
         stats[key] = {}
         for name, value in values.items():
             try:
@@ -496,8 +486,7 @@ def _read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
     text_column = next((name for name in ("task", "__index_level_0__") if name in table.column_names), None)
     if text_column is None or "task_index" not in table.column_names:
         raise ValueError(
-            f"{TASKS_PATH}: expected the columns task_index and task (or an index of texts), "
-            f"found {table.column_names}"
+            f"{TASKS_PATH}: expected the columns task_index and task (or an index of texts), found {table.column_names}"
         )
     indices = _int_column(table, "task_index", TASKS_PATH, low=0).tolist()
     texts = table[text_column]
@@ -512,9 +501,7 @@ def _read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
     return tasks
 
 
-def _read_episodes(
-    fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any], video_keys: list[str]
-) -> pa.Table:
+def _read_episodes(fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any], video_keys: list[str]) -> pa.Table:
     """Read what is needed of `meta/episodes`, in the order of `episode_index`, and check the numbers."""
     index_columns = ["episode_index", "length"]
     for prefix in ["data", *(f"videos/{key}" for key in video_keys)]:
@@ -642,9 +629,7 @@ def _assign_files(
     if "episode_chunk" in used:
         chunks_size = info.get("chunks_size", DEFAULT_CHUNKS_SIZE)
         if type(chunks_size) is not int or chunks_size < 1:
-            raise ValueError(
-                f"{INFO_PATH}: chunks_size is {chunks_size!r:.50}, expected a positive whole number"
-            )
+            raise ValueError(f"{INFO_PATH}: chunks_size is {chunks_size!r:.50}, expected a positive whole number")
         fields["episode_chunk"] = fields["episode_index"] // chunks_size
 
     if used & {"episode_index", "episode_chunk"}:
@@ -684,9 +669,7 @@ def _parse_template(name: str, template: Any, *, allow_video_key: bool) -> list[
             continue
         width = re.fullmatch(r"0([1-9])d", spec or "")
         if field not in allowed or conversion or (spec and (not width or field == "video_key")):
-            found = (
-                "{" + field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "") + "}"
-            )
+            found = "{" + field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "") + "}"
             raise ValueError(
                 f"{where}: {found:.100} is not allowed; only {sorted(allowed)}, numbers in a format like :03d"
             )
@@ -694,9 +677,7 @@ def _parse_template(name: str, template: Any, *, allow_video_key: bool) -> list[
     return parts
 
 
-def _render(
-    name: str, parts: list[tuple[str, str | None, int]], values: dict[str, int], video_key: str | None
-) -> str:
+def _render(name: str, parts: list[tuple[str, str | None, int]], values: dict[str, int], video_key: str | None) -> str:
     text = ""
     for literal, field, width in parts:
         text += literal
@@ -705,15 +686,8 @@ def _render(
         elif field:
             text += str(values[field]).zfill(width)
     steps = text.split("/")
-    if (
-        not text.isprintable()
-        or "\\" in text
-        or ":" in text
-        or any(step in ("", ".", "..") for step in steps)
-    ):
-        raise ValueError(
-            f"{INFO_PATH}: {name} leads to {text!r:.200}, which is not a path inside the dataset"
-        )
+    if not text.isprintable() or "\\" in text or ":" in text or any(step in ("", ".", "..") for step in steps):
+        raise ValueError(f"{INFO_PATH}: {name} leads to {text!r:.200}, which is not a path inside the dataset")
     return text
 
 
@@ -754,6 +728,9 @@ def _needed_files(
     meta: DatasetMetadata, episodes: np.ndarray, camera_keys: Sequence[str] | None
 ) -> dict[str, list[int]]:
     """The files that these episodes and cameras need, each with the episodes that need it."""
+    unknown = sorted(set(camera_keys or ()) - set(meta.camera_keys))
+    if unknown:
+        raise ValueError(f"dataset {meta.root}: no camera {unknown}; it has {meta.camera_keys}")
     uses = [(meta.data_files, meta.episode_data_file)]
     for key in meta.video_keys:
         if camera_keys is None or key in camera_keys:

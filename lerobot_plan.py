@@ -68,7 +68,7 @@ class WindowSlice:
         if self.shuffle_key is not None:
             order = np.random.default_rng(self.shuffle_key).permutation(len(part))[self.lo : self.hi]
         else:
-            order = np.arange(self.lo, self.hi)
+            order = np.arange(self.lo, self.hi, dtype=np.int64)
         return part[order], index[order]
 
 
@@ -148,13 +148,9 @@ class StreamPlan:
     def _cut_and_permute(self, epoch: int) -> Segments:
         """Segments in stream order: episode, start, end (S,), and the epoch position of each, (S + 1,)."""
         start, length = self.episodes.start, self.episodes.length
-        if self.seed is None:
-            first_cut = np.full(len(start), self.segment_rows)
-            rng = None
-        else:
-            rng = np.random.default_rng((self.seed, 0, epoch))
-            # Where an episode is cut differs from epoch to epoch, so that the same rows are not always together.
-            first_cut = rng.integers(1, self.segment_rows + 1, len(start))
+        rng = None if self.seed is None else np.random.default_rng((self.seed, 0, epoch))
+        # Where an episode is first cut differs from epoch to epoch, so that the same rows are not always together.
+        first_cut = self.segment_rows if rng is None else rng.integers(1, self.segment_rows + 1, len(start))
         first_cut = np.minimum(first_cut, length)
         count = 1 + -(-(length - first_cut) // self.segment_rows)
         episode = np.repeat(np.arange(len(start)), count)
@@ -181,5 +177,5 @@ def task_bounds(first: int, last: int, task_rows: int, block_rows: int) -> np.nd
     if last <= first:
         return np.array([first], dtype=np.int64)
     cuts = np.arange((first // task_rows + 1) * task_rows, last, task_rows, dtype=np.int64)
-    cuts = first + np.rint((cuts - first) / block_rows).astype(np.int64) * block_rows
-    return np.unique(np.concatenate([[first], cuts[(cuts > first) & (cuts < last)], [last]]))
+    aligned = first + np.rint((cuts - first) / block_rows).astype(np.int64) * block_rows
+    return np.unique(np.concatenate([[first], aligned[(aligned > first) & (aligned < last)], [last]]))

@@ -4,27 +4,62 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 METRICS_NAME = "metrics.jsonl"
+LOG_NAME = "run.log"
 POLL_S = 0.5
 
 
-@contextlib.contextmanager
-def follow_progress(metrics: Path, steps: int) -> Iterator[None]:
-    """While the block runs: a progress bar on a terminal, otherwise a line per log step.
+class MetricsLog:
+    """`metrics.jsonl`, a line per log step, written by rank 0. After a restart, lines past the checkpoint are void.
 
     Args:
-        metrics: `metrics.jsonl` of the run; it need not exist yet.
+        output_dir: the run's folder. global_batch_size, rows_per_epoch: to count samples and epochs.
+        resumed_step: optimizer steps that the checkpoint contains; later lines are removed.
+    """
+
+    def __init__(self, output_dir: Path, global_batch_size: int, rows_per_epoch: int, resumed_step: int):
+        self.path = output_dir / METRICS_NAME
+        self._global_batch_size = global_batch_size
+        self._rows_per_epoch = rows_per_epoch
+        kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= resumed_step]
+        self.path.write_text("".join(line + "\n" for line in kept))
+
+    def write(self, step: int, lr: float, metrics: dict[str, Any]) -> None:
+        """Append a line for the window of steps that ends with `step`."""
+        samples = step * self._global_batch_size
+        epoch = round(samples / self._rows_per_epoch, 4)
+        line = {"step": step, "epoch": epoch, "lr": lr, **metrics, "samples": samples}
+        with open(self.path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def log_to(output_dir: Path) -> None:
+    """Send this process's warnings to the run's log, where the driver finds them. Called by training workers."""
+    handler = logging.FileHandler(output_dir / LOG_NAME)
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+
+
+@contextlib.contextmanager
+def follow_progress(output_dir: Path, steps: int) -> Iterator[None]:
+    """While the block runs: a progress bar on a terminal, otherwise a line per log step; and workers' warnings.
+
+    Args:
+        output_dir: the run's folder; `metrics.jsonl` and `run.log` in it need not exist yet.
         steps: optimizer steps of the whole run.
     """
     stop = threading.Event()
-    thread = threading.Thread(target=_follow, args=(metrics, steps, stop), daemon=True)
+    thread = threading.Thread(target=_follow, args=(output_dir, steps, stop), daemon=True)
     thread.start()
     try:
         yield
@@ -33,13 +68,21 @@ def follow_progress(metrics: Path, steps: int) -> Iterator[None]:
         thread.join()
 
 
-def _follow(path: Path, steps: int, stop: threading.Event) -> None:
+def _follow(output_dir: Path, steps: int, stop: threading.Event) -> None:
     interactive = sys.stdout.isatty()
-    last_step = 0
-    with tqdm(total=steps, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True) as bar:
+    # What an earlier attempt of a resumed run wrote is not news.
+    last_step = max([json.loads(line)["step"] for line in _lines(output_dir / METRICS_NAME)], default=0)
+    warnings_shown = len(_lines(output_dir / LOG_NAME))
+    with tqdm(
+        total=steps, initial=last_step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
+    ) as bar:
         while True:
             stopping = stop.is_set()
-            for line in _read(path):
+            for text in _lines(output_dir / LOG_NAME)[warnings_shown:]:
+                tqdm.write(text, file=sys.stderr)
+                warnings_shown += 1
+            for text in _lines(output_dir / METRICS_NAME):
+                line = json.loads(text)
                 if line["step"] <= last_step:
                     continue
                 bar.update(line["step"] - last_step)
@@ -56,12 +99,12 @@ def _follow(path: Path, steps: int, stop: threading.Event) -> None:
             stop.wait(POLL_S)
 
 
-def _read(path: Path) -> list[dict]:
+def _lines(path: Path) -> list[str]:
     """Whole lines of the file; one that is still being written is left for the next time."""
     if not path.exists():
         return []
     text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return text[: text.rfind("\n") + 1].splitlines()
 
 
 def _minutes(seconds: float) -> str:

@@ -19,9 +19,7 @@ _ARROW_EXTENSIONS = re.compile(r"datasets\.features\.features\.Array[2-5]DExtens
 
 
 @contextlib.contextmanager
-def open_parquet(
-    fs: fsspec.AbstractFileSystem, path: str, *, name: str | None = None
-) -> Iterator[pq.ParquetFile]:
+def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None = None) -> Iterator[pq.ParquetFile]:
     """Open a dataset's parquet file; the one way to do so.
 
     Before Arrow parses the schema, the names of its extension types are read from the raw bytes: Arrow
@@ -52,7 +50,8 @@ def open_parquet(
             file.seek(0)
             yield pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{name} cannot be read as a parquet file ({error}); copy it again") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{name} cannot be read as a parquet file ({reason}); copy it again") from error
 
 
 def _read_footer(file: Any) -> bytes:

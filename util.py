@@ -239,7 +239,7 @@ class StepResult(NamedTuple):
     skipped: Tensor
 
 
-Draws = tuple[Tensor, Tensor] | tuple[None, None]
+Draws = tuple[Tensor | None, Tensor | None]
 
 
 def train_step(

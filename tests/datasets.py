@@ -85,9 +85,7 @@ def make_dataset(
         if min(episodes) < 2:
             del features["observation.grid"]
 
-    encoder = (
-        RGBEncoderConfig() if vcodec is None else RGBEncoderConfig(vcodec=vcodec, g=10, preset="ultrafast")
-    )
+    encoder = RGBEncoderConfig() if vcodec is None else RGBEncoderConfig(vcodec=vcodec, g=10, preset="ultrafast")
     dataset = LeRobotDataset.create(
         repo_id=f"local/{root.name}",
         fps=fps,

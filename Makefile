@@ -1,0 +1,49 @@
+# `make demo` and `make test` need nothing before them: both set the project up first, once.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+
+PYTHON := .venv/bin/python
+# Written last, so a set-up that broke off half way has none and is done again.
+STAMP := .venv/.complete
+MYPY_TARGETS := $(wildcard *.py diagnostics benchmarks)
+# Extra arguments for the target's command: make test ARGS="-k lock"
+ARGS ?=
+
+.PHONY: help setup demo test test-faults lint format lock demo-clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## Python 3.12 and the locked packages, in .venv
+
+# Without this rule's file (no .venv, or its base Python was removed) the stamp does not count.
+$(PYTHON): ;
+
+$(STAMP): requirements.lock .python-version ci/setup.sh $(PYTHON)
+	@sh ci/setup.sh $@
+
+demo: $(STAMP) ## fine-tune a tiny PI0.5 on this machine and show that it learned
+	$(PYTHON) vla.py --preset demo $(ARGS)
+
+test: $(STAMP) ## all tests but the slow ones
+	$(PYTHON) -m pytest $(ARGS)
+
+test-faults: $(STAMP) ## every fault test, the slow ones too
+	$(PYTHON) -m pytest -m faults $(ARGS)
+
+lint: $(STAMP) ## ruff check, ruff format --check, mypy
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(if $(MYPY_TARGETS),$(PYTHON) -m mypy $(MYPY_TARGETS))
+
+format: $(STAMP) ## what ruff can mend by itself
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+lock: $(STAMP) ## compile requirements.lock (ARGS=--upgrade for newer indirect packages)
+	$(PYTHON) -m uv pip compile --quiet --universal --python-version "$$(cat .python-version)" --generate-hashes \
+		--custom-compile-command "make lock" $(ARGS) --output-file requirements.lock requirements.txt
+
+demo-clean: ## remove what the demo wrote
+	rm -rf outputs/demo .cache/demo

@@ -1,0 +1,123 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+from checkpoint import (
+    Checkpoint,
+    Progress,
+    check_resumable,
+    latest_checkpoint,
+    load_checkpoint,
+    load_progress,
+    require_space,
+    save_checkpoint,
+)
+
+PROGRESS = Progress(
+    step=7, rows=56, stream={"seed": 0, "rows_per_epoch": 99}, base={"digest": "x"}, mode="full", global_batch_size=8
+)
+
+
+def made(folder: Path, step: int = 7) -> Path:
+    progress = Progress(**{**PROGRESS.__dict__, "step": step, "rows": step * 8})
+    tensors = {"a.weight": torch.randn(3, 4, generator=torch.Generator().manual_seed(step))}
+    path = folder / f"step_{step:08d}"
+    save_checkpoint(path, Checkpoint(progress, tensors, {"exp_avg.a.weight": tensors["a.weight"] * 2}))
+    return path
+
+
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
+    path = made(tmp_path)
+    loaded = load_checkpoint(path)
+    assert loaded.progress == PROGRESS == load_progress(path)
+    expected = torch.randn(3, 4, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(loaded.trainable["a.weight"], expected)
+    assert torch.equal(loaded.optimizer["exp_avg.a.weight"], expected * 2)
+    assert sorted(p.suffix for p in path.iterdir()) == [".json", ".safetensors", ".safetensors"]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [checkpoint.TRAINABLE, checkpoint.OPTIMIZER, checkpoint.STATE])
+@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_taken(tmp_path, name, damage, caplog):
+    before, newest = made(tmp_path, 5), made(tmp_path, 7)
+    assert latest_checkpoint(tmp_path) == newest
+    if name == checkpoint.STATE and damage is flip:
+        pytest.skip("a flipped bit of JSON may still be the same JSON")
+    damage(newest / name)
+    with pytest.raises(ValueError, match=f"{newest.name}.*{name}"):
+        load_checkpoint(newest)
+    assert latest_checkpoint(tmp_path) == before
+    assert newest.name in caplog.text
+
+
+def test_no_checkpoint_at_all(tmp_path):
+    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(tmp_path / "absent") is None
+
+
+def test_another_format_is_refused(tmp_path):
+    path = made(tmp_path)
+    state = json.loads((path / checkpoint.STATE).read_text())
+    (path / checkpoint.STATE).write_text(json.dumps({**state, "format": 99}))
+    with pytest.raises(ValueError, match="format 99"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mode": "heads"}, "--train.mode is heads, but the run was started with full"),
+        ({"base": {"digest": "y"}}, "base policy is not the one"),
+        ({"stream": {"seed": 1, "rows_per_epoch": 99}}, "seed: was 0, is 1"),
+        ({"global_batch_size": 16}, "is 16, but the run was started with 8"),
+    ],
+)
+def test_another_runs_checkpoint_is_refused(change, message):
+    now = {"stream": PROGRESS.stream, "base": PROGRESS.base, "mode": "full", "global_batch_size": 8}
+    check_resumable(PROGRESS, **now)
+    with pytest.raises(ValueError, match=message):
+        check_resumable(PROGRESS, **{**now, **change})
+
+
+def test_no_space_is_told_before_writing(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 10**6))
+    with pytest.raises(OSError, match=r"no space for a checkpoint in .*GB needed.*0.00 GB free"):
+        made(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="no space for the run"):
+        require_space(tmp_path / "not" / "yet", 1, "the run")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting needs root on Linux")
+def test_a_disk_that_fills_up_while_writing_leaves_nothing(tmp_path, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=False).returncode:
+        pytest.skip("cannot mount a small disk here")
+    try:
+        monkeypatch.setattr(checkpoint, "require_space", lambda *_: None)
+        big = Checkpoint(PROGRESS, {"a": torch.zeros(10**6)}, {})
+        with pytest.raises(OSError, match="checkpoint not written"):
+            save_checkpoint(disk / "step_00000001", big)
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)

@@ -1,0 +1,93 @@
+import json
+
+import pytest
+
+from config import PRESETS, Config, parse_args
+
+DATA = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
+
+
+def test_flags_come_after_the_preset_and_the_last_one_wins():
+    config = parse_args(["--preset", "l4", *DATA, "--batch_size", "3", "--batch_size=5", "--dry_run"])
+    assert config.batch_size == 5
+    assert config.grad_accum == int(PRESETS["l4"]["grad_accum"])
+    assert config.dry_run is True
+
+
+def test_every_preset_is_valid():
+    for name in PRESETS:
+        assert parse_args(["--preset", name, *DATA]).preset == name
+
+
+def test_structured_values_and_the_policys_own_options():
+    config = parse_args(
+        [*DATA, "--dataset.episodes=[1,2]", '--rename_map={"a": "b"}', "--policy.chunk_size", "10", "--lr=1e-4"]
+    )
+    assert config.dataset.episodes == [1, 2]
+    assert config.rename_map == {"a": "b"}
+    assert config.policy_path == "/p" and config.policy_options == ["--chunk_size=10"]
+    assert config.lr == 1e-4
+
+
+def test_a_saved_config_comes_back_and_flags_change_it(tmp_path):
+    first = parse_args([*DATA, f"--output_dir={tmp_path}", "--lr=1e-05", "--train.mode=heads"])
+    (tmp_path / "config.json").write_text(json.dumps(first.to_json()))
+    again = parse_args([f"--output_dir={tmp_path}", "--resume", "--grad_accum=2"])
+    assert again.resume and again.grad_accum == 2 and again.lr == 1e-05
+    assert again.train == first.train and again.policy_path == "/p"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--bs", "3"], "unknown flag --bs"),
+        (["--root", "/d"], "did you mean --dataset.root"),
+        (["stray"], "'stray' belongs to no flag"),
+        (["--preset", "x"], "--preset x: expected one of demo"),
+        ([*DATA, "--batch_size", "many"], "batch_size"),
+        ([*DATA, "--batch_size=0"], "--batch_size=0: must be positive"),
+        ([*DATA, "--lr=nan"], "--lr=nan: must be positive"),
+        ([*DATA, "--train.mode=all"], "--train.mode=all: expected one of heads, expert, full"),
+        ([*DATA, "--scaling.strategy=magic"], "--scaling.strategy=magic"),
+        ([*DATA, "--warmup_frac=2"], "--warmup_frac=2"),
+        ([*DATA, "--dataset.eval_split=1"], "--dataset.eval_split=1"),
+        ([*DATA, "--dataset.repo_id=a/b"], "--dataset.root and --dataset.repo_id"),
+        ([*DATA, "--policy.type=pi05"], "--policy.path and --policy.type"),
+        ([*DATA, "--steps=3", "--num_epochs=1"], "--steps and --num_epochs"),
+        (DATA[1:], "which data"),
+        ([DATA[0], DATA[2]], "which policy"),
+        (DATA[:2], "where to"),
+        ([*DATA[:2], "--output_dir=s3://b/x"], "must be a path"),
+        (["--resume"], "--resume: say which run"),
+    ],
+)
+def test_what_is_wrong_is_said(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_args(flags)
+
+
+def test_resuming_nothing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no run; start one without --resume"):
+        parse_args([f"--output_dir={tmp_path}", "--resume"])
+
+
+def test_steps_from_epochs_and_the_smoke_cap(monkeypatch):
+    monkeypatch.delenv("MAX_TRAIN_STEPS", raising=False)
+    config = Config(batch_size=4, grad_accum=2, num_epochs=2)
+    assert config.global_batch_size == 8
+    assert config.resolve_steps(rows_per_epoch=100) == 25
+    assert Config(steps=7).resolve_steps(100) == 7
+    monkeypatch.setenv("MAX_TRAIN_STEPS", "3")
+    assert config.resolve_steps(100) == 3 and Config(steps=2).resolve_steps(100) == 2
+    monkeypatch.setenv("MAX_TRAIN_STEPS", "lots")
+    with pytest.raises(ValueError, match="MAX_TRAIN_STEPS='lots'"):
+        config.resolve_steps(100)
+
+
+def test_modules_only_define():
+    """Importing config starts neither Ray nor torch."""
+    import subprocess
+    import sys
+
+    code = "import config, sys; sys.exit(any(m in sys.modules for m in ('ray', 'torch', 'lerobot')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,1002 @@
+"""Metadata of LeRobot v3 datasets: what LeRobot reads is the ground truth, and bad input is named."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hub
+import lerobot_metadata
+import safe_parquet
+from lerobot_metadata import check_files, fetch_dataset, load_metadata, select_episodes
+from safe_parquet import open_parquet
+from tests.datasets import make_dataset, read_frame_number
+
+EPISODES = (6, 4, 9, 1, 5, 7, 3, 8, 2, 5, 4, 6)
+TOP, WRIST, SIDE = "observation.images.top", "observation.images.wrist", "observation.images.side"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """Several mp4 and parquet files per camera, two files of episode metadata; never changed."""
+    root = tmp_path_factory.mktemp("metadata") / "original"
+    return make_dataset(root, episodes=EPISODES, image_cameras={SIDE: (40, 48)}, extra_features=True)
+
+
+@pytest.fixture
+def root(original, tmp_path):
+    """A copy to break."""
+    return Path(shutil.copytree(original, tmp_path / "dataset"))
+
+
+def edit_info(root, **changes):
+    path = root / "meta/info.json"
+    info = json.loads(path.read_text())
+    info.update(changes)
+    path.write_text(json.dumps(info))
+
+
+def edit_feature(root, key, **changes):
+    path = root / "meta/info.json"
+    info = json.loads(path.read_text())
+    info["features"].setdefault(key, {}).update(changes)
+    path.write_text(json.dumps(info))
+
+
+def edit_parquet(path, edit):
+    pq.write_table(edit(pq.read_table(path)), path)
+
+
+def set_value(name, row, value, type=None):
+    def edit(table):
+        values = table[name].to_pylist()
+        values[row] = value
+        return table.set_column(
+            table.column_names.index(name), name, pa.array(values, type or table.schema.field(name).type)
+        )
+
+    return edit
+
+
+def episodes_file(root, number=0):
+    return sorted((root / "meta/episodes").rglob("*.parquet"))[number]
+
+
+def refuses(root, message, error=ValueError):
+    """load_metadata raises, naming the dataset first and then what is wrong."""
+    with pytest.raises(error, match=f"(?s)^dataset {re.escape(str(root))}:? .*{message}") as raised:
+        load_metadata(root)
+    assert "\n" not in str(raised.value)
+
+
+# --- what is read ---------------------------------------------------------------------------------------
+
+
+def test_agrees_with_lerobot(original):
+    from lerobot.datasets.lerobot_dataset import LeRobotDatasetMetadata
+
+    theirs = LeRobotDatasetMetadata("local/original", root=original)
+    ours = load_metadata(original)
+    assert ours.root == str(original)
+    assert (ours.fps, ours.robot_type, ours.codebase_version) == (theirs.fps, theirs.robot_type, "v3.0")
+    assert (ours.num_episodes, ours.total_frames) == (theirs.total_episodes, theirs.total_frames)
+    assert ours.episode_length.tolist() == list(EPISODES)
+    assert list(ours.features) == list(theirs.features)
+    for key, feature in ours.features.items():
+        assert feature.key == key
+        assert (feature.dtype, feature.shape) == (theirs.features[key]["dtype"], theirs.features[key]["shape"])
+        assert list(feature.names or ()) == (theirs.features[key]["names"] or [])
+    assert ours.video_keys == theirs.video_keys
+    assert ours.image_keys == theirs.image_keys == [SIDE]
+    assert ours.camera_keys == theirs.camera_keys
+    assert ours.tasks == {int(row.task_index): row.name for _, row in theirs.tasks.iterrows()}
+    assert {key: set(values) for key, values in ours.stats.items()} == {
+        key: set(values) for key, values in theirs.stats.items()
+    }
+    for key, values in theirs.stats.items():
+        for name, value in values.items():
+            np.testing.assert_array_equal(ours.stats[key][name], value)
+            assert ours.stats[key][name].dtype == value.dtype
+    for episode in range(ours.num_episodes):
+        row = theirs.episodes[episode]
+        assert ours.episode_start[episode] == row["dataset_from_index"]
+        assert list(ours.episode_tasks[episode]) == row["tasks"]
+        assert ours.data_files[ours.episode_data_file[episode]] == str(theirs.get_data_file_path(episode))
+        for key in ours.video_keys:
+            path = ours.video_files[key][ours.episode_video_file[key][episode]]
+            assert path == str(theirs.get_video_file_path(episode, key))
+            assert ours.episode_video_start_s[key][episode] == row[f"videos/{key}/from_timestamp"]
+    for array, dtype in (
+        (ours.episode_index, np.int64),
+        (ours.episode_length, np.int64),
+        (ours.episode_start, np.int64),
+        (ours.episode_data_row, np.int64),
+        (ours.episode_data_file, np.int32),
+        (ours.episode_video_file[TOP], np.int32),
+        (ours.episode_video_start_s[TOP], np.float64),
+    ):
+        assert (array.dtype, array.shape) == (dtype, (len(EPISODES),))
+
+
+def test_the_test_datasets_roll_over_where_they_should(original):
+    """Otherwise the tests of everything that reads files would prove little."""
+    meta = load_metadata(original)
+    roll_overs = [meta.episode_data_file, meta.episode_video_file[TOP], meta.episode_video_file[WRIST]]
+    assert all(files.max() >= 2 for files in roll_overs)
+    assert len({tuple(files.tolist()) for files in roll_overs}) == 3
+    assert any("chunk-001" in path for path in meta.data_files)
+    assert len(list((original / "meta/episodes").rglob("*.parquet"))) > 1
+
+
+def test_rows_of_an_episode_are_where_it_says(original):
+    meta = load_metadata(original)
+    for episode, first in enumerate(meta.episode_data_row):
+        path = f"{meta.base}/{meta.data_files[meta.episode_data_file[episode]]}"
+        with open_parquet(meta.fs, path) as file:
+            table = file.read(columns=["episode_index", "index"]).slice(first, meta.episode_length[episode])
+        assert set(table["episode_index"].to_pylist()) == {episode}
+        start = meta.episode_start[episode]
+        assert table["index"].to_pylist() == list(range(start, start + EPISODES[episode]))
+
+
+@pytest.mark.parametrize("vcodec", [None, "h264"])
+def test_make_dataset_draws_readable_frame_numbers(tmp_path, vcodec):
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    root = make_dataset(tmp_path / "d", episodes=(3, 4), vcodec=vcodec)
+    dataset = LeRobotDataset("local/d", root=root, video_backend="pyav", return_uint8=True)
+    for index in range(len(dataset)):
+        assert read_frame_number(dataset[index][TOP].numpy().transpose(1, 2, 0)) == index
+
+
+@pytest.mark.parametrize("form", ["index named task", "unnamed index", "plain column"])
+def test_tasks_in_every_form_and_any_order(root, form):
+    """LeRobot looks tasks up by their place in the file, which is wrong once rows are reordered."""
+    import pandas as pd
+
+    tasks = load_metadata(root).tasks
+    indices = list(tasks)[::-1]
+    texts = [tasks[index] for index in indices]
+    if form == "plain column":
+        frame = pd.DataFrame({"task_index": indices, "task": texts})
+    else:
+        name = "task" if form == "index named task" else None
+        frame = pd.DataFrame({"task_index": indices}, index=pd.Index(texts, name=name))
+    frame.to_parquet(root / "meta/tasks.parquet")
+    if form == "unnamed index":
+        assert "__index_level_0__" in pq.read_schema(root / "meta/tasks.parquet").names
+    assert load_metadata(root).tasks == tasks
+
+
+def test_stored_order_of_episodes_does_not_matter(root):
+    before = load_metadata(root)
+    for path in (root / "meta/episodes").rglob("*.parquet"):
+        edit_parquet(path, lambda table: table.take(list(range(table.num_rows))[::-1]))
+    after = load_metadata(root)
+    assert after.episode_length.tolist() == before.episode_length.tolist()
+    assert after.episode_tasks == before.episode_tasks
+    assert [after.data_files[i] for i in after.episode_data_file] == [
+        before.data_files[i] for i in before.episode_data_file
+    ]
+    assert after.episode_video_start_s[TOP].tolist() == before.episode_video_start_s[TOP].tolist()
+
+
+def test_start_is_cumulative_and_not_what_is_stored(root):
+    """Some tools count `dataset_from_index` from the start of each file."""
+    for path in (root / "meta/episodes").rglob("*.parquet"):
+        edit_parquet(path, set_value("dataset_from_index", 0, 12345))
+    assert load_metadata(root).episode_start.tolist() == (np.cumsum(EPISODES) - EPISODES).tolist()
+
+
+def test_whole_numbers_stored_as_floats(root):
+    edit_info(root, fps=10.0)
+    for path in (root / "meta/episodes").rglob("*.parquet"):
+        edit_parquet(path, lambda table: set_value("length", 0, float(table["length"][0].as_py()), pa.float64())(table))
+    meta = load_metadata(root)
+    assert meta.episode_length.tolist() == list(EPISODES)
+    assert (meta.fps, type(meta.fps)) == (10, int)
+
+
+def test_without_stats_json(root):
+    (root / "meta/stats.json").unlink()
+    assert load_metadata(root).stats == {}
+
+
+def test_templates_may_name_the_episode(root):
+    edit_info(
+        root,
+        data_path="data/{episode_chunk:02d}/episode-{episode_index:06d}.parquet",
+        video_path="videos/{video_key}/{episode_index}.mp4",
+        chunks_size=5,
+    )
+    meta = load_metadata(root)
+    assert meta.data_files[7] == "data/01/episode-000007.parquet"
+    assert meta.video_files[WRIST][11] == f"videos/{WRIST}/11.mp4"
+    assert meta.episode_data_row.tolist() == [0] * len(EPISODES)
+
+
+def test_depth_and_forms_of_names(root):
+    edit_feature(root, TOP, info={"is_depth_map": True})
+    edit_feature(root, WRIST, info=None, video_info={"video.is_depth_map": True})
+    edit_feature(root, "action", names={"motors": ["a", "b", "c"]})
+    features = load_metadata(root).features
+    assert [features[key].is_depth for key in (TOP, WRIST, SIDE)] == [True, True, False]
+    assert features["action"].names == ("a", "b", "c")
+
+
+@pytest.mark.parametrize("as_url", [False, True])
+def test_local_paths_and_urls(original, as_url):
+    meta = load_metadata(f"file://{original}/" if as_url else f"{original}/")
+    assert meta.root == (f"file://{original}" if as_url else str(original))
+    assert meta.base == str(original)
+    check_files(meta)
+
+
+def test_object_storage(original):
+    """fsspec's memory file system behaves as s3:// and gs:// do: no folders, no links."""
+    import fsspec
+
+    fs = fsspec.filesystem("memory")
+    fs.put(str(original), "/bucket/dataset", recursive=True)
+    meta = load_metadata("memory://bucket/dataset")
+    assert meta.root == "memory://bucket/dataset"
+    assert meta.data_files == load_metadata(original).data_files
+    check_files(meta)
+    fs.rm(f"{meta.base}/{meta.video_files[TOP][1]}")
+    with pytest.raises(FileNotFoundError, match=f"memory://bucket/dataset: .*{meta.video_files[TOP][1]} is missing"):
+        check_files(meta)
+    fs.rm("/bucket", recursive=True)
+    with pytest.raises(FileNotFoundError, match="memory://bucket/dataset: no such folder"):
+        load_metadata("memory://bucket/dataset")
+
+
+def test_pickles_small(original):
+    meta = load_metadata(original)
+    assert pickle.loads(pickle.dumps(meta)).episode_tasks == meta.episode_tasks
+    assert len(pickle.dumps(meta.episode_tasks * 1000)) < 20 * 1000 * len(EPISODES)
+
+
+# --- bad input: places and files ------------------------------------------------------------------------
+
+
+def test_no_such_path(tmp_path):
+    refuses(tmp_path / "nowhere", "no such folder", FileNotFoundError)
+
+
+def test_a_file_and_not_a_folder(root):
+    refuses(root / "meta/info.json", "is a file", FileNotFoundError)
+
+
+def test_not_a_lerobot_dataset(root):
+    refuses(root / "data", r"not a LeRobot dataset: meta/info.json is missing \(found \[chunk-000", FileNotFoundError)
+
+
+def test_unknown_protocol():
+    with pytest.raises(ValueError, match="dataset nosuch://x: .*s3://, gs://"):
+        load_metadata("nosuch://x")
+
+
+def test_a_place_that_may_not_be_read(root, monkeypatch):
+    def refuse(self, path, **kwargs):
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.cat_file", refuse)
+    refuses(root, "cannot be read: PermissionError: Access Denied; check credentials", PermissionError)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("v2.0", "v2.0, expected v3.0.*convert_dataset_v20_to_v21.py"),
+        ("v4.0", "'v4.0'; only v3.0"),
+        ("v3.1", "'v3.1'; only v3.0"),
+        ("v1.6", "'v1.6'; only v3.0"),
+        (3.0, "codebase_version is 3.0"),
+        (None, "codebase_version is None"),
+    ],
+)
+def test_versions(root, version, message):
+    edit_info(root, codebase_version=version)
+    refuses(root, message)
+
+
+def test_v21_names_lerobots_own_command(root):
+    from lerobot.datasets.utils import V30_MESSAGE
+
+    edit_info(root, codebase_version="v2.1", features="of another form")
+    with pytest.raises(ValueError, match=re.escape(f"--root={root}")) as raised:
+        load_metadata(root)
+    (command,) = re.findall(r"python -m lerobot\.\S+ --repo-id=", V30_MESSAGE)
+    assert command in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["meta/tasks.parquet", "meta/episodes"])
+def test_missing_metadata(root, name):
+    path = root / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    refuses(root, f"{name}.* is missing", FileNotFoundError)
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "text", "middle"])
+@pytest.mark.parametrize("name", ["meta/tasks.parquet", "meta/episodes/chunk-000/file-000.parquet"])
+def test_corrupt_parquet(root, name, damage):
+    content = (root / name).read_bytes()
+    damaged = {
+        "empty": b"",
+        "truncated": content[:-20],
+        "text": b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n",
+        "middle": b"PAR1" + bytes(len(content) // 2) + content[len(content) // 2 + 4 :],
+    }
+    (root / name).write_bytes(damaged[damage])
+    refuses(root, f"{name} cannot be read as a parquet file")
+
+
+@pytest.mark.parametrize("name", ["meta/info.json", "meta/stats.json"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not valid JSON"),
+        (b'{"fps": ', "is not valid JSON"),
+        (b"\xff\xfe", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b"[]", "expected a JSON object, found list"),
+        (b"null", "expected a JSON object, found NoneType"),
+    ],
+    ids=["empty", "truncated", "binary", "deep", "list", "null"],
+)
+def test_corrupt_json(root, name, content, message):
+    (root / name).write_bytes(content)
+    refuses(root, f"{name}.*{message}")
+
+
+# --- bad input: contents --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fps": 0}, "fps is 0"),
+        ({"fps": -1}, "fps is -1"),
+        ({"fps": 29.97}, "fps is 29.97"),
+        ({"fps": True}, "fps is True"),
+        ({"fps": "30"}, "fps is '30'"),
+        ({"fps": 10**9}, "fps is 10"),
+        ({"features": []}, r"features is \[\]"),
+        ({"features": {}}, r"features lacks \['timestamp'"),
+        ({"robot_type": 3}, "robot_type is 3"),
+        ({"total_episodes": 99}, "total_episodes is 99, but meta/episodes holds 12"),
+        ({"total_frames": 61}, "total_frames is 61, but meta/episodes holds 60"),
+        ({"total_frames": None}, "total_frames is None"),
+        ({"data_path": None}, "data_path None: expected a path template"),
+        ({"video_path": None}, "video_path None: expected a path template"),
+        ({"video_path": "videos/{chunk_index}/{file_index}.mp4"}, "video_path .* gives two cameras the same file"),
+        ({"data_path": "data/{chunk_index}.parquet"}, "data_path .* gives different files the same path"),
+        ({"data_path": "{episode_chunk}", "chunks_size": 0}, "chunks_size is 0"),
+    ],
+)
+def test_info(root, changes, message):
+    edit_info(root, **changes)
+    refuses(root, f"meta/info.json: {message}")
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "message"),
+    [
+        ("action", {"dtype": "object"}, "dtype is 'object'"),
+        ("action", {"dtype": ["float32"]}, "dtype is"),
+        ("action", {"shape": []}, r"shape is \[\]"),
+        ("action", {"shape": [0]}, r"shape is \[0\]"),
+        ("action", {"shape": [-3]}, r"shape is \[-3\]"),
+        ("action", {"shape": [3.0]}, r"shape is \[3.0\]"),
+        ("action", {"shape": [True]}, r"shape is \[True\]"),
+        ("action", {"shape": [10**12]}, "shape is"),
+        ("action", {"shape": [99999, 99999]}, "shape is"),
+        ("action", {"shape": 3}, "shape is 3"),
+        ("action", {"names": 3}, "names is 3"),
+        (TOP, {"shape": [48, 64]}, "expected three numbers for a camera"),
+        (TOP, {"info": "h264"}, "info is 'h264'"),
+        ("a/b", {"dtype": "float32", "shape": [1]}, "without slashes"),
+        ("..", {"dtype": "video", "shape": [4, 4, 3]}, "without slashes"),
+        ("a\0b", {"dtype": "float32", "shape": [1]}, "printable"),
+        ("", {"dtype": "float32", "shape": [1]}, "printable"),
+    ],
+)
+def test_features(root, key, changes, message):
+    edit_feature(root, key, **changes)
+    refuses(root, f"meta/info.json: feature {re.escape(repr(key))}.*{message}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "/etc/passwd",
+        "//host/share",
+        "../{chunk_index}/{file_index}",
+        "data/../../{chunk_index}/{file_index}",
+        "data/./{chunk_index}/{file_index}",
+        "data//{chunk_index}/{file_index}",
+        "data/{chunk_index}/{file_index}/",
+        "",
+        "s3://bucket/{chunk_index}/{file_index}",
+        "memory::{chunk_index}/{file_index}",
+        "data\\{chunk_index}\\{file_index}",
+        "data/{chunk_index}/{file_index}\0.parquet",
+        "data/{chunk_index}/{file_index}\n.parquet",
+        "data/{chunk_index.__class__}/{file_index}",
+        "data/{chunk_index.__class__.__init__.__globals__}/{file_index}",
+        "data/{chunk_index[0]}/{file_index}",
+        "data/{chunk_index!r}/{file_index}",
+        "data/{chunk_index:0999999999d}/{file_index}",
+        "data/{chunk_index:010d}/{file_index}",
+        "data/{chunk_index:>9}/{file_index}",
+        "data/{chunk_index:x}/{file_index}",
+        "data/{chunk_index:{file_index}}/{file_index}",
+        "data/{}/{file_index}",
+        "data/{0}/{file_index}",
+        "data/{root}/{file_index}",
+        "data/{video_key}/{chunk_index}/{file_index}",
+        "data/{chunk_index}/{file_index",
+        "data/{chunk_index}/file_index}",
+        7,
+        ["data"],
+    ],
+)
+def test_templates_that_lead_elsewhere(root, template):
+    edit_info(root, data_path=template)
+    refuses(root, "meta/info.json: data_path.*(not allowed|not a path|expected a path template)")
+
+
+def test_video_templates_are_checked_too(root):
+    edit_info(root, video_path="videos/{video_key:03d}/{chunk_index}/{file_index}.mp4")
+    refuses(root, "video_path.*{video_key:03d} is not allowed")
+    edit_info(root, video_path="../{video_key}/{chunk_index}/{file_index}.mp4")
+    refuses(root, "video_path leads to '../")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("high", "'mean' of 'action' is 'high'"),
+        (None, "'mean' of 'action' is None"),
+        ([[1.0], [1.0, 2.0]], "'mean' of 'action' is"),
+        ([1.0, "x"], "'mean' of 'action' is"),
+        ([], "'mean' of 'action' is"),
+        ({"a": 1}, "'mean' of 'action' is"),
+    ],
+)
+def test_stats(root, value, message):
+    stats = json.loads((root / "meta/stats.json").read_text())
+    stats["action"]["mean"] = value
+    (root / "meta/stats.json").write_text(json.dumps(stats))
+    refuses(root, f"meta/stats.json: {message}.*expected numbers")
+
+
+def test_stats_of_a_feature_that_are_no_object(root):
+    (root / "meta/stats.json").write_text('{"action": [1, 2]}')
+    refuses(root, r"meta/stats.json: 'action' is \[1, 2\], expected an object")
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"task": ["a", "b"]}, r"expected the columns task_index and task.*found \['task'\]"),
+        ({"task_index": [0, 1]}, "expected the columns task_index and task"),
+        ({"task_index": [0, 0], "task": ["a", "b"]}, "a task_index appears twice"),
+        ({"task_index": [0, -1], "task": ["a", "b"]}, "task_index is -1"),
+        ({"task_index": [0, None], "task": ["a", "b"]}, "task_index has 1 empty values"),
+        ({"task_index": [0.0, 0.5], "task": ["a", "b"]}, "task_index must hold whole numbers"),
+        ({"task_index": ["0", "1"], "task": ["a", "b"]}, "task_index has type string"),
+        ({"task_index": [0, 1], "task": ["a", None]}, "expected texts without nulls"),
+        ({"task_index": [0, 1], "task": [1, 2]}, "task has type int64"),
+        ({"task_index": [0, 1], "task": ["a", "b\0c"]}, r"task 1 holds a NUL character"),
+    ],
+)
+def test_tasks(root, table, message):
+    pq.write_table(pa.table(table), root / "meta/tasks.parquet")
+    refuses(root, f"meta/tasks.parquet: .*{message}")
+
+
+def test_an_episode_with_an_unknown_task(root):
+    edit_parquet(episodes_file(root), set_value("tasks", 3, ["fold the shirt"]))
+    refuses(root, "episode 3 has the task 'fold the shirt', which meta/tasks.parquet lacks")
+
+
+@pytest.mark.parametrize("value", [[None], None])
+def test_an_episode_with_an_empty_task(root, value):
+    edit_parquet(episodes_file(root), set_value("tasks", 3, value))
+    refuses(root, "(episode 3 has the task None|tasks of episode 3 is empty)")
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("length", 0, "episode 2 has length 0"),
+        ("length", -5, "length is -5"),
+        ("length", None, "length has 1 empty values"),
+        ("episode_index", 1, "12 episodes must be numbered 0..11, each once; found 1 where 2 was expected"),
+        ("episode_index", 12, "found 3 where 2 was expected"),
+        ("data/file_index", -1, "data/file_index is -1"),
+        ("data/chunk_index", 10**9, "data/chunk_index is 1000000000"),
+        (f"videos/{TOP}/file_index", None, "file_index has 1 empty values"),
+        (f"videos/{TOP}/from_timestamp", -0.5, "from_timestamp is -0.5"),
+        (f"videos/{TOP}/from_timestamp", float("nan"), "from_timestamp is nan"),
+        (f"videos/{TOP}/from_timestamp", float("inf"), "from_timestamp is inf"),
+    ],
+)
+def test_episodes(root, column, value, message):
+    edit_parquet(episodes_file(root), set_value(column, 2, value))
+    refuses(root, f"meta/episodes.*{message}")
+
+
+@pytest.mark.parametrize("column", ["length", "tasks", "data/chunk_index", f"videos/{WRIST}/from_timestamp"])
+def test_missing_episode_columns(root, column):
+    edit_parquet(episodes_file(root), lambda table: table.drop_columns([column]))
+    refuses(root, rf"meta/episodes/\S+ lacks the columns \[{re.escape(column)}\]|: lacks the columns \[{column}\]")
+
+
+def test_a_lost_episodes_file(root):
+    episodes_file(root, 1).unlink()
+    refuses(root, "total_episodes is 12, but meta/episodes holds")
+
+
+def test_no_episode_recorded_yet(root):
+    for path in (root / "meta/episodes").rglob("*.parquet"):
+        edit_parquet(path, lambda table: table.slice(0, 0))
+    refuses(root, "holds no episode")
+
+
+# --- links and parquet types ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["meta/info.json", "meta/stats.json", "meta/tasks.parquet", "data/chunk-000"])
+def test_links_to_the_outside(root, original, name):
+    path = root / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.symlink_to(original / name)
+    refuses(root, f"{name}.*is a link to .*, outside the dataset")
+
+
+def as_hub_cache(dataset, cache):
+    """Lay a dataset out as huggingface_hub's cache does: links to blobs of the same repository."""
+    repo = cache / "datasets--user--name"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    (repo / "blobs").mkdir(parents=True)
+    for number, path in enumerate(sorted(p for p in dataset.rglob("*") if p.is_file())):
+        blob = repo / "blobs" / f"{number:064x}"
+        shutil.copy(path, blob)
+        link = snapshot / path.relative_to(dataset)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    return snapshot
+
+
+def test_the_hubs_cache_is_made_of_links(original, tmp_path):
+    snapshot = as_hub_cache(original, tmp_path)
+    meta = load_metadata(snapshot)
+    check_files(meta)
+    link = snapshot / meta.video_files[TOP][0]
+    os.truncate(link.resolve(), 0)
+    with pytest.raises(FileNotFoundError, match=f"{meta.video_files[TOP][0]} is empty"):
+        check_files(meta)
+    link.resolve().unlink()
+    with pytest.raises(FileNotFoundError, match=f"{meta.video_files[TOP][0]} is (missing|empty)"):
+        check_files(meta)
+
+
+def test_the_hubs_cache_may_not_leave_its_repository(original, tmp_path):
+    snapshot = as_hub_cache(original, tmp_path)
+    other = tmp_path / "datasets--user--other" / "blobs" / "1"
+    other.parent.mkdir(parents=True)
+    shutil.copy(original / "meta/stats.json", other)
+    (snapshot / "meta/stats.json").unlink()
+    (snapshot / "meta/stats.json").symlink_to(other)
+    refuses(snapshot, "meta/stats.json is a link to .*, outside the dataset")
+
+
+def write_with_extension(path, name, *, nested=False, registered=False):
+    """A tasks.parquet with one more column of an Arrow extension type."""
+    metadata = {"ARROW:extension:name": name, "ARROW:extension:metadata": "x"}
+    if nested:
+        inner = pa.field("inner", pa.int64(), metadata=metadata)
+        field = pa.field("extra", pa.list_(pa.struct([inner])))
+        column = pa.array([[{"inner": 1}], []], field.type)
+    else:
+        field = pa.field("extra", pa.int64(), metadata=metadata)
+        column = pa.array([1, 2])
+    schema = pa.schema([pa.field("task_index", pa.int64()), pa.field("task", pa.string()), field])
+    table = pa.table([[0, 1], ["go to the red bin", "go to the blue bin"], column], schema=schema)
+    pq.write_table(table, path)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", ["ray.data.arrow_tensor_v2", "arrow.py_extension_type", "arrow.uuid", ""])
+def test_arrow_extension_types(root, name, nested):
+    write_with_extension(root / "meta/tasks.parquet", name, nested=nested)
+    refuses(root, f"meta/tasks.parquet holds the Arrow extension type {re.escape(repr(name))}")
+
+
+def test_extension_types_are_refused_before_arrow_deserialises_them(root):
+    """Arrow calls a registered type's deserialiser on opening a file; ours must never get that far."""
+    calls = []
+
+    class Spy(pa.ExtensionType):
+        def __init__(self):
+            super().__init__(pa.int64(), "test.spy")
+
+        def __arrow_ext_serialize__(self):
+            return b"x"
+
+        @classmethod
+        def __arrow_ext_deserialize__(cls, storage_type, serialized):
+            calls.append(serialized)
+            return cls()
+
+    pa.register_extension_type(Spy())
+    try:
+        path = root / "meta/tasks.parquet"
+        write_with_extension(path, "test.spy")
+        refuses(root, "holds the Arrow extension type 'test.spy'")
+        assert calls == []
+        pq.read_schema(path)
+        assert calls, "the control: plain pyarrow does call it"
+    finally:
+        pa.unregister_extension_type("test.spy")
+
+
+def extension_names(path):
+    with open(path, "rb") as file:
+        return list(safe_parquet._extension_names_in_footer(safe_parquet._read_footer(file)))
+
+
+def test_what_lerobot_itself_writes_is_allowed(tmp_path):
+    root = make_dataset(tmp_path / "d", episodes=(2, 3), cameras={}, extra_features=True)
+    meta = load_metadata(root)
+    assert extension_names(root / meta.data_files[0]) == ["datasets.features.features.Array2DExtensionType"]
+    with open_parquet(meta.fs, f"{meta.base}/{meta.data_files[0]}") as file:
+        assert file.read().num_rows == 5
+    # The language columns of LeRobot 0.6 hold JSON texts in lists of structs.
+    texts = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{}", "[]"]))
+    path = tmp_path / "language.parquet"
+    pq.write_table(pa.table({"language_events": pa.ListArray.from_arrays([0, 1, 2], texts)}), path)
+    assert extension_names(path) == ["arrow.json"]
+    with open_parquet(meta.fs, str(path)) as file:
+        assert file.read().num_rows == 2
+
+
+def test_an_arrow_schema_in_an_unusual_encoding_is_refused(root):
+    """Thrift has two ways to write the same field; Arrow's own writers use one, and only that one is read."""
+    path = root / "meta/tasks.parquet"
+    key = b"ARROW:schema"
+    path.write_bytes(path.read_bytes().replace(key + b"\x18", key + b"\x08"))
+    refuses(root, "meta/tasks.parquet cannot be read as a parquet file .*Arrow schema is damaged: unknown encoding")
+
+
+def test_every_byte_of_the_embedded_schema_may_be_wrong(root):
+    """Damaged schemas end in an error that names the file, or in an unharmed read; in nothing else."""
+    path = root / "meta/tasks.parquet"
+    content = path.read_bytes()
+    start = content.index(b"ARROW:schema")
+    rng = np.random.default_rng(0)
+    outcomes = set()
+    for at in range(start, start + 700, 3):
+        damaged = bytearray(content)
+        damaged[at] = rng.integers(256)
+        path.write_bytes(damaged)
+        try:
+            load_metadata(root)
+            outcomes.add("read")
+        except ValueError as error:
+            assert "meta/tasks.parquet" in str(error)
+            outcomes.add("refused")
+    assert outcomes == {"read", "refused"}
+
+
+# --- chosen episodes and their files --------------------------------------------------------------------
+
+
+def test_select_episodes(original):
+    meta = load_metadata(original)
+    assert select_episodes(meta, None).tolist() == list(range(12))
+    assert select_episodes(meta, [5, 0, 3]).tolist() == [0, 3, 5]
+    assert select_episodes(meta, np.array([2], dtype=np.int32)).dtype == np.int64
+    assert select_episodes(meta, range(4)).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("episodes", "message"),
+    [
+        ([], "none chosen"),
+        ([12], r"\[12\] not in the dataset, which has 0..11"),
+        ([-1, 3], r"\[-1\] not in the dataset"),
+        ([1, 2, 1], r"\[1\] chosen more than once"),
+        ([1.5], "expected a list of whole numbers"),
+        ([True, False], "expected a list of whole numbers"),
+        ("12", "expected a list of whole numbers"),
+        ([[1]], "expected a list of whole numbers"),
+    ],
+)
+def test_select_episodes_refuses(original, episodes, message):
+    with pytest.raises(ValueError, match=f"dataset {original}: episodes: .*{message}"):
+        select_episodes(load_metadata(original), episodes)
+
+
+def test_check_files(original):
+    check_files(load_metadata(original))
+
+
+@pytest.mark.parametrize("what", ["is missing", "is empty"])
+@pytest.mark.parametrize("kind", ["mp4", "parquet"])
+def test_check_files_names_the_file_and_its_episodes(root, kind, what):
+    meta = load_metadata(root)
+    if kind == "mp4":
+        path, users = meta.video_files[WRIST][1], np.flatnonzero(meta.episode_video_file[WRIST] == 1)
+    else:
+        path, users = meta.data_files[1], np.flatnonzero(meta.episode_data_file == 1)
+    (root / path).unlink() if what == "is missing" else os.truncate(root / path, 0)
+    message = f"dataset {root}: {path} {what} (needed by episodes {users.tolist()})"
+    with pytest.raises(FileNotFoundError, match=re.escape(message)):
+        check_files(meta)
+    others = np.setdiff1d(meta.episode_index, users)
+    check_files(meta, episodes=others)
+    with pytest.raises(FileNotFoundError, match=re.escape(path)):
+        check_files(meta, episodes=users[:1])
+    if kind == "mp4":
+        check_files(meta, camera_keys=[TOP, SIDE])
+    else:
+        with pytest.raises(FileNotFoundError, match=re.escape(path)):
+            check_files(meta, camera_keys=[])
+
+
+def test_check_files_without_a_whole_folder(root):
+    shutil.rmtree(root / "videos")
+    with pytest.raises(FileNotFoundError, match=r"mp4 is missing.*and \d+ more files"):
+        check_files(load_metadata(root))
+
+
+def test_check_files_unknown_camera(original):
+    with pytest.raises(ValueError, match=f"no camera \\['front'\\]; it has \\['{TOP}'"):
+        check_files(load_metadata(original), camera_keys=["front"])
+
+
+def test_check_files_lists_folders_and_not_files(original, monkeypatch):
+    meta = load_metadata(original)
+    listed, find = [], type(meta.fs).find
+    monkeypatch.setattr(type(meta.fs), "find", lambda self, path, **kw: listed.append(path) or find(self, path, **kw))
+    monkeypatch.setattr(type(meta.fs), "exists", None)
+    check_files(meta)
+    needed = [*meta.data_files, *(path for key in meta.video_keys for path in meta.video_files[key])]
+    assert sorted(listed) == sorted({f"{meta.base}/{path.rpartition('/')[0]}" for path in needed})
+
+
+# --- anything at all ------------------------------------------------------------------------------------
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+template_pieces = st.lists(
+    st.sampled_from(
+        ["data", "videos", "/", "..", ".", "\\", "\0", "~", "%2e", "s3://", "{", "}", "{{", "}}", "{}", "{0}"]
+        + ["{chunk_index}", "{chunk_index:03d}", "{file_index:03d}", "{file_index:012d}", "{file_index!r}"]
+        + ["{video_key}", "{episode_index:06d}", "{episode_chunk}", "{chunk_index.real}", "{x}", ".parquet", "\n"]
+    )
+    | st.text(max_size=3),
+    max_size=8,
+).map("".join)
+
+
+@st.composite
+def mutations(draw):
+    """Where in info.json, and what instead; or templates."""
+    if draw(st.booleans()):
+        return ("template", draw(st.sampled_from(["data_path", "video_path"])), draw(template_pieces))
+    return (
+        draw(st.sampled_from(["replace", "delete", "insert"])),
+        draw(st.lists(st.integers(0, 30), min_size=1, max_size=4)),
+        draw(json_values),
+    )
+
+
+def mutate(info, mutation):
+    kind, where, value = mutation
+    if kind == "template":
+        info[where] = value
+        return
+    target = info
+    for step in where[:-1]:
+        items = list(target) if isinstance(target, dict) else range(len(target))
+        child = target[items[step % len(items)]] if len(items) else None
+        if not isinstance(child, dict | list) or not child:
+            break
+        target = child
+    keys = list(target) if isinstance(target, dict) else list(range(len(target)))
+    key = keys[where[-1] % len(keys)]
+    if kind == "delete":
+        del target[key]
+    elif kind == "insert" and isinstance(target, dict):
+        target[str(value)[:8]] = value
+    else:
+        target[key] = value
+
+
+@pytest.fixture(scope="module")
+def mutable(original, tmp_path_factory):
+    return Path(shutil.copytree(original / "meta", tmp_path_factory.mktemp("mutable") / "d" / "meta")).parent
+
+
+@settings(max_examples=400)
+@given(st.lists(mutations(), min_size=1, max_size=3))
+def test_any_info_json_is_read_or_refused(original, mutable, changes):
+    """Whatever info.json says: a result inside the root, or an error of the two kinds that names the dataset."""
+    info = json.loads((original / "meta/info.json").read_text())
+    for change in changes:
+        mutate(info, change)
+    (mutable / "meta/info.json").write_text(json.dumps(info))
+    try:
+        meta = load_metadata(mutable)
+    except (ValueError, FileNotFoundError) as error:
+        assert str(mutable) in str(error)
+        return
+    for path in [*meta.data_files, *(path for files in meta.video_files.values() for path in files)]:
+        assert Path(os.path.realpath(mutable / path)).is_relative_to(os.path.realpath(mutable))
+    assert meta.num_episodes == len(EPISODES)
+
+
+# --- the Hub (no network: its client's functions are replaced) ------------------------------------------
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class FakeHub:
+    """Answers as huggingface_hub does, from a folder."""
+
+    def __init__(self, monkeypatch, dataset, cache, error=None, revisions=("main", "v3.0")):
+        self.downloads, self.asked, self.error, self.revisions = [], [], error, revisions
+        self.dataset, self.cache = dataset, cache
+        monkeypatch.setattr("huggingface_hub.HfApi.repo_info", self.repo_info)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", self.snapshot_download)
+
+    def repo_info(self, repo_id, *, repo_type, revision=None):
+        self.asked.append(revision)
+        if self.error:
+            raise self.error
+        if revision is not None and revision not in self.revisions:
+            raise hub_error("RevisionNotFoundError", 404)
+        return type("Info", (), {"sha": COMMIT})
+
+    def snapshot_download(self, repo_id, *, repo_type, revision, cache_dir, allow_patterns):
+        from huggingface_hub.utils import filter_repo_objects
+
+        assert (repo_type, revision) == ("dataset", COMMIT)
+        if self.error:
+            raise self.error
+        files = [str(p.relative_to(self.dataset)) for p in self.dataset.rglob("*") if p.is_file()]
+        for name in filter_repo_objects(files, allow_patterns=allow_patterns):
+            self.downloads.append(name)
+            target = self.cache / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.dataset / name, target)
+        return str(self.cache)
+
+
+def hub_error(name, status):
+    from huggingface_hub import errors
+
+    request = httpx.Request("GET", "https://huggingface.co/api/x", headers={"authorization": "Bearer hf_secret"})
+    return getattr(errors, name)(name, response=httpx.Response(status, request=request))
+
+
+def test_fetch_whole(original, tmp_path, monkeypatch):
+    fake = FakeHub(monkeypatch, original, tmp_path / "cache")
+    folder, commit = fetch_dataset("user/name")
+    assert (folder, commit) == (str(tmp_path / "cache"), COMMIT)
+    assert fake.asked == ["v3.0"]
+    check_files(load_metadata(folder))
+    assert len(fake.downloads) == len(set(fake.downloads))
+
+
+def test_fetch_only_what_is_needed(original, tmp_path, monkeypatch):
+    fake = FakeHub(monkeypatch, original, tmp_path / "cache")
+    folder, _ = fetch_dataset("user/name", episodes=[0, 11], camera_keys=[TOP])
+    meta = load_metadata(folder)
+    check_files(meta, episodes=[0, 11], camera_keys=[TOP])
+    expected = {meta.data_files[meta.episode_data_file[e]] for e in (0, 11)}
+    expected |= {meta.video_files[TOP][meta.episode_video_file[TOP][e]] for e in (0, 11)}
+    assert {name for name in fake.downloads if not name.startswith("meta/")} == expected
+
+
+def test_fetch_refuses_what_the_dataset_lacks(original, tmp_path, monkeypatch):
+    fake = FakeHub(monkeypatch, original, tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"no camera \['front'\]"):
+        fetch_dataset("user/name", camera_keys=["front"])
+    with pytest.raises(ValueError, match=r"\[12\] not in the dataset"):
+        fetch_dataset("user/name", episodes=[12])
+    assert all(name.startswith("meta/") for name in fake.downloads)
+
+
+def test_fetch_without_the_version_tag_takes_the_default_branch(original, tmp_path, monkeypatch):
+    fake = FakeHub(monkeypatch, original, tmp_path / "cache", revisions=("main",))
+    assert fetch_dataset("user/name")[1] == COMMIT
+    assert fake.asked == ["v3.0", None]
+
+
+def test_fetch_a_commit_asks_nothing(original, tmp_path, monkeypatch):
+    fake = FakeHub(monkeypatch, original, tmp_path / "cache")
+    assert fetch_dataset("user/name", COMMIT)[1] == COMMIT
+    assert fake.asked == []
+
+
+def test_fetch_refuses_another_version(root, tmp_path, monkeypatch):
+    edit_info(root, codebase_version="v2.1")
+    FakeHub(monkeypatch, root, tmp_path / "cache")
+    with pytest.raises(ValueError, match="convert_dataset_v21_to_v30"):
+        fetch_dataset("user/name")
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "error", "message"),
+    [
+        ("RepositoryNotFoundError", 401, ValueError, "private.*HF_TOKEN"),
+        ("RepositoryNotFoundError", 404, ValueError, "check the name at https://huggingface.co/datasets/user/name"),
+        ("GatedRepoError", 403, ValueError, "gated.*accept its conditions at .*HF_TOKEN"),
+        ("HfHubHTTPError", 403, ValueError, r"refused access \(403\); set HF_TOKEN"),
+        ("HfHubHTTPError", 401, ValueError, r"refused access \(401\)"),
+        ("HfHubHTTPError", 503, OSError, r"error \(503\); try again"),
+        ("RevisionNotFoundError", 404, ValueError, "no revision 'v9'"),
+    ],
+)
+def test_fetch_explains_the_hubs_errors(original, tmp_path, monkeypatch, name, status, error, message):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    FakeHub(monkeypatch, original, tmp_path / "cache", error=hub_error(name, status))
+    with pytest.raises(error, match=f"dataset user/name: .*{message}") as raised:
+        fetch_dataset("user/name", "v9")
+    assert type(raised.value) is error
+    assert "hf_secret" not in str(raised.value) + repr(raised.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [httpx.ConnectError("no route"), httpx.ReadTimeout("slow"), "OfflineModeIsEnabled", "LocalEntryNotFoundError"],
+)
+def test_fetch_without_network(original, tmp_path, monkeypatch, error):
+    from huggingface_hub import errors
+
+    if isinstance(error, str):
+        error = getattr(errors, error)("offline")
+    FakeHub(monkeypatch, original, tmp_path / "cache", error=error)
+    with pytest.raises(OSError, match="dataset user/name: the Hub cannot be reached.*HF_HUB_OFFLINE"):
+        fetch_dataset("user/name")
+
+
+def test_fetch_offline_with_the_real_client(tmp_path):
+    """The suite runs with HF_HUB_OFFLINE=1."""
+    for revision in (None, COMMIT):
+        with pytest.raises(OSError, match="dataset user/name: the Hub cannot be reached"):
+            fetch_dataset("user/name", revision, cache_dir=tmp_path)
+    with pytest.raises(ValueError, match="dataset user/na/me: not a repository name"):
+        fetch_dataset("user/na/me", COMMIT, cache_dir=tmp_path)
+
+
+def test_importing_defines_only():
+    """Neither Ray nor torch nor LeRobot is imported by reading metadata."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, lerobot_metadata; print([m for m in ('ray', 'torch', 'lerobot', 'datasets') if m in sys.modules])"
+    )
+    cwd = Path(lerobot_metadata.__file__).parent
+    assert Path(hub.__file__).parent == cwd
+    out = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,79 @@
+"""Tiny PI0.5 policies and batches for the tests."""
+
+import copy
+
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+
+from tiny_pi05 import TinyPI05Config, TinyPI05Policy
+
+STATE_DIM, ACTION_DIM = 4, 3
+
+
+def make_config(cameras=2, *, chunk_size=6, image_size=28, **options):
+    """A configuration of a policy with `cameras` square cameras `observation.images.0`, `.1`, ..."""
+    inputs = {
+        f"observation.images.{i}": PolicyFeature(FeatureType.VISUAL, (3, image_size, image_size))
+        for i in range(cameras)
+    }
+    inputs["observation.state"] = PolicyFeature(FeatureType.STATE, (STATE_DIM,))
+    options = {
+        "width": 32,
+        "depth": 3,
+        "mlp_dim": 64,
+        "head_dim": 8,
+        "vision_width": 32,
+        "vision_mlp_dim": 64,
+        "vocabulary": ["go", "to", "the", "red", "blue", "bin"],
+        "tokenizer_max_length": 20,
+        **options,
+    }
+    return TinyPI05Config(
+        input_features=inputs,
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (ACTION_DIM,))},
+        chunk_size=chunk_size,
+        n_action_steps=chunk_size,
+        image_resolution=(28, 28),
+        device="cpu",
+        **options,
+    )
+
+
+def make_policy(cameras=2, *, seed=0, **options):
+    """A policy all of whose weights are random: LeRobot starts some layers at zero, where a wrong gradient hides."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = TinyPI05Policy(make_config(cameras, **options))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), alpha=0.1)
+    return policy
+
+
+def make_batch(policy, rows=4, *, seed=0, padded_language=True, missing=()):
+    """What reaches `policy.forward`, with the noise and time that `fix_draws` makes LeRobot use."""
+    config = policy.config
+    generator = torch.Generator().manual_seed(seed)
+    batch = {
+        key: torch.rand((rows, *feature.shape), generator=generator)
+        for key, feature in config.image_features.items()
+        if key not in missing
+    }
+    tokens = (rows, config.tokenizer_max_length)
+    batch["observation.language.tokens"] = torch.randint(0, config.vocab_size, tokens, generator=generator)
+    lengths = torch.arange(rows)[:, None] * 3 % tokens[1] + 2 if padded_language else torch.full((rows, 1), tokens[1])
+    batch["observation.language.attention_mask"] = torch.arange(tokens[1])[None] < lengths
+    batch["action"] = torch.randn((rows, config.chunk_size, ACTION_DIM), generator=generator)
+    batch["action_is_pad"] = torch.arange(config.chunk_size)[None] >= torch.arange(1, rows + 1)[:, None]
+    noise = torch.randn((rows, config.chunk_size, config.max_action_dim), generator=generator)
+    time = torch.rand(rows, generator=generator) * 0.998 + 0.001
+    return batch, noise, time
+
+
+def reference(policy, noise, time):
+    """A copy of the policy whose `forward`, LeRobot's own, uses these draws."""
+    policy = copy.deepcopy(policy)
+    policy.model.sample_noise = lambda shape, device: noise
+    policy.model.sample_time = lambda rows, device: time
+    return policy

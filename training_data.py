@@ -1,0 +1,134 @@
+"""The training rows as Ray Train wants them: a function it calls at every start of the worker group.
+
+Kept apart from `vla.py` because Ray's controller and its data coordinators unpickle it too, and importing LeRobot
+costs each process ten seconds: what needs LeRobot is unpickled in the read tasks, at their first row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from checkpoint import latest_checkpoint, load_progress
+from lerobot_datasource import LeRobotDatasource, read_source
+from util import Batch, NumpyToTorchCollate
+
+Columns = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The rows still to be trained.
+
+    After a failure Ray Train calls it again: it finds the newest sound checkpoint and plans only what that one has not
+    seen.
+
+    Attributes:
+        read: `LeRobotDatasource` with all arguments but `stream`. last_row: where the run's stream ends.
+        prepare: the CPU half of the policy's preprocessor. row_bytes: of a prepared row.
+        checkpoints_dir: where the run's checkpoints are.
+    """
+
+    read: Callable[..., LeRobotDatasource]
+    last_row: int
+    prepare: Deferred
+    row_bytes: int
+    checkpoints_dir: Path
+
+    def __call__(self) -> ray.data.Dataset:
+        newest = latest_checkpoint(self.checkpoints_dir)
+        first_row = load_progress(newest).rows if newest else 0
+        source = self.read(stream=(first_row, self.last_row))
+        # One function with the read's own resources: Ray fuses it into the read tasks, so frames cross the object
+        # store once.
+        rows = read_source(source).map_batches(
+            self.prepare, batch_size=None, zero_copy_batch=True, num_cpus=source.num_cpus
+        )
+        # As in read_source: a little under a block's size, so that blocks pass whole.
+        rows.context.target_max_block_size = max(1, int(0.8 * source.block_rows * self.row_bytes))
+        rows.context.enable_progress_bars = False
+        return rows
+
+
+class Deferred:
+    """A function whose pickle is opened at its first call, once per process, not where it merely passes through.
+
+    Ray unpickles a task's function for every task; the policy's preprocessor holds a tokenizer of 17 MB.
+    """
+
+    def __init__(self, function: Callable[[Columns], Columns]):
+        # An array, because Ray then shares its memory instead of copying it into every task. In flight only: this
+        # never goes to a disk.
+        self._payload = np.frombuffer(pickle.dumps(function, protocol=5), np.uint8)
+        self._digest = hashlib.sha256(self._payload).hexdigest()
+
+    def __call__(self, batch: Columns) -> Columns:
+        function: Any = _opened.get(self._digest)
+        if function is None:
+            function = _opened[self._digest] = pickle.loads(self._payload)
+        return function(batch)
+
+
+_opened: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Which rows of the stream a rank gets: blocks are dealt to the ranks in turn.
+
+    A global micro-batch is thus the next `batch_size x world` rows of the stream, whatever the number of ranks.
+    `block_rows` divides `batch_size`.
+    """
+
+    batch_size: int
+    block_rows: int
+    rank: int
+    world: int
+
+    def block_starts(self, micro: int) -> np.ndarray:
+        """Where the blocks of this rank's `micro`-th batch start, in rows: int64 (blocks per batch,)."""
+        blocks = self.batch_size // self.block_rows
+        return ((micro * blocks + np.arange(blocks)) * self.world + self.rank) * self.block_rows
+
+    def rows(self, micro: int) -> np.ndarray:
+        """This rank's `micro`-th batch: its rows, int64 (batch_size,)."""
+        return (self.block_starts(micro)[:, None] + np.arange(self.block_rows)).ravel()
+
+
+def stream_batches(
+    shard: ray.data.DataIterator, dealt: Dealt, first_row: int, last_row: int, collate: NumpyToTorchCollate
+) -> Iterator[Batch]:
+    """This rank's micro-batches in CPU memory, each checked to be exactly the rows that the plan says.
+
+    Runs in a training process. Stream positions [first_row, last_row) are read, over all ranks.
+
+    Raises:
+        RuntimeError: the rows are not those of the plan (out of step with the checkpoint, lost or repeated).
+    """
+    count = (last_row - first_row) // (dealt.batch_size * dealt.world)
+    micro = 0
+    while micro < count:
+        # A long stream is several executions of the dataset (LeRobotDatasource).
+        executed = micro
+        for batch in shard.iter_torch_batches(
+            batch_size=dealt.batch_size, collate_fn=collate, device="cpu", prefetch_batches=2
+        ):
+            found, expected = batch["position"].numpy(), first_row + dealt.rows(micro)
+            if not np.array_equal(found, expected):
+                raise RuntimeError(
+                    f"rank {dealt.rank}: expected stream positions {expected[0]}..{expected[-1]}, found {found.min()}.."
+                    f"{found.max()} ({len(found)} rows): rows were lost, repeated or reordered on the way"
+                )
+            micro += 1
+            yield batch
+        if micro == executed:
+            raise RuntimeError(
+                f"rank {dealt.rank}: the data ended after {micro} of {count} micro-batches; this is a fault in the plan"
+            )

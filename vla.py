@@ -1,0 +1,377 @@
+"""Fine-tune a vision-language-action policy on LeRobot v3 datasets, on one laptop or a cluster.
+
+    python vla.py --preset demo
+    python vla.py --preset l4 --dataset.root s3://bucket/my_robot --policy.path lerobot/pi05_base --output_dir out
+
+The architecture, top to bottom: `main` resolves the run and starts it, `build_dataset` streams decoded, prepared rows
+from CPUs anywhere in the cluster, `train_loop_per_worker` runs the training step on each GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import draccus
+import ray
+import ray.train
+import torch
+from lerobot.policies.factory import get_policy_class
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from ray.train import TrainingFailedError
+from ray.train.torch import TorchTrainer, get_device
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from checkpoint import (
+    Checkpoint,
+    Progress,
+    check_resumable,
+    latest_checkpoint,
+    load_checkpoint,
+    require_space,
+    save_checkpoint,
+    write_json,
+)
+from config import CONFIG_NAME, PRESETS, Config, TrainMode, parse_args
+from pi05_loss import PolicyLoss, TrainableReport, cast_frozen, check_batch, choose_trainable, sample_noise_and_time
+from policy import load_policy, save_pretrained
+from processors import DeviceHalf, Prepare, make_processors
+from progress import MetricsLog, follow_progress, log_to
+from run_plan import Run, describe, resolve, with_stats
+from training_data import Dealt, Deferred, TrainingData, stream_batches
+from util import (
+    Batch,
+    Draws,
+    NumpyToTorchCollate,
+    TimedIterator,
+    TrainableOptimizer,
+    Window,
+    cuda_prefetcher,
+    enable_gpu_perf_flags,
+    make_trainable_optimizer,
+    train_step,
+    warmup_cosine,
+)
+
+logger = logging.getLogger(__name__)
+
+
+# ---- data: Ray Data tasks, on CPUs --------------------------------------------------------------------------------
+
+
+def build_dataset(run: Run) -> TrainingData:
+    """The rows still to be trained, as a function that Ray Train calls at every start of the worker group.
+
+    Decoded frames are prepared (renamed, normalised, tokenised by LeRobot's own pipeline) in the same task that reads
+    them, and stream to the workers under backpressure, uint8 and in the plan's order.
+    """
+    reader = run.reader()
+    preprocessor, _ = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
+    prepare = Prepare(preprocessor, run.match.camera_keys, run.config.rename_map, run.policy_config)
+    example = prepare(reader(stream=(0, run.last_row)).example())
+    return TrainingData(
+        read=reader,
+        last_row=run.last_row,
+        prepare=Deferred(prepare),
+        row_bytes=sum(column.nbytes for column in example.values()),
+        checkpoints_dir=run.checkpoints_dir,
+    )
+
+
+# ---- training: one process per GPU --------------------------------------------------------------------------------
+
+
+def train_loop_per_worker(loop_config: dict[str, Run]) -> None:
+    """Train from the newest checkpoint to the end of the run. Runs in every training process."""
+    run = loop_config["run"]
+    config = run.config
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    device = get_device()
+    log_to(run.output_dir)
+    enable_gpu_perf_flags(config.train.deterministic)
+
+    loss, _, autocast = build_model(run, device)
+    optimizer = build_optimizer(run, loss)
+    progress = restore(run, loss, optimizer)
+    model: nn.Module = loss
+    if world > 1:
+        # Nothing that trains is ever without a gradient (pi05_loss.choose_trainable), so DDP need not search.
+        model = DistributedDataParallel(
+            loss, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+        )
+    log = MetricsLog(run.output_dir, config.global_batch_size, run.rows_per_epoch, progress.step) if rank == 0 else None
+
+    shard = ray.train.get_dataset_shard("train")
+    dealt = Dealt(config.batch_size, run.block_rows, rank, world)
+    host_batches = stream_batches(shard, dealt, progress.rows, run.last_row, NumpyToTorchCollate(run.use_gpu))
+    batches = TimedIterator(device_batches(run, cuda_prefetcher(host_batches, device), device))
+    window, waited_before = Window(device), 0.0
+    for step in range(progress.step, run.steps):
+        result = train_step(
+            model,
+            optimizer,
+            batches,
+            step=step,
+            grad_accum=config.grad_accum,
+            draws=noise_for(run, step, dealt, device),
+            autocast=autocast,
+            device=device,
+        )
+        window.add(result, samples=config.batch_size * config.grad_accum)
+        done = step + 1
+        if done % config.log_freq == 0 or done == run.steps:
+            metrics = window.gather(batches.waited_s - waited_before)
+            window, waited_before = Window(device), batches.waited_s
+            check_finite(run, metrics)
+            if log is not None:
+                log.write(done, optimizer.schedule(step), metrics)
+        if done % config.save_freq == 0 or done == run.steps:
+            progress = Progress(
+                done,
+                done * config.global_batch_size,
+                progress.stream,
+                run.base,
+                config.train.mode,
+                config.global_batch_size,
+            )
+            report_checkpoint(run, loss, optimizer, progress, rank)
+    if rank == 0:
+        export(run, loss)
+
+
+def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, TrainableReport, torch.dtype | None]:
+    """The policy with its loss on `device`, what trains chosen; and the autocast dtype (None: fp32 throughout)."""
+    torch.manual_seed(run.config.seed)
+    if run.policy_folder is None:
+        policy = get_policy_class(run.policy_config.type)(run.policy_config)
+    else:
+        policy = load_policy(run.policy_folder, run.policy_config)
+    report = choose_trainable(policy, cast(TrainMode, run.config.train.mode))
+    wanted = run.config.train.precision
+    bf16 = wanted == "bf16" or (wanted == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
+    if bf16:
+        cast_frozen(policy, torch.bfloat16)
+    policy.to(device)
+    loss = PolicyLoss(policy, mask_padding=run.config.train.mask_padding)
+    loss.train()
+    return loss, report, torch.bfloat16 if bf16 else None
+
+
+def build_optimizer(run: Run, loss: PolicyLoss) -> TrainableOptimizer:
+    """AdamW with the policy's own constants (LeRobot's preset) and the run's learning rate."""
+    config, preset = run.config, run.policy_config.get_optimizer_preset()
+    peak = config.lr or preset.lr
+    return make_trainable_optimizer(
+        loss.policy,
+        schedule=warmup_cosine(peak, peak * config.final_lr_frac, round(config.warmup_frac * run.steps), run.steps),
+        betas=preset.betas,
+        eps=preset.eps,
+        weight_decay=preset.weight_decay,
+        clip_norm=config.train.clip_norm or preset.grad_clip_norm,
+    )
+
+
+def restore(run: Run, loss: PolicyLoss, optimizer: TrainableOptimizer) -> Progress:
+    """Load the newest sound checkpoint into the model and optimizer; a fresh start when there is none."""
+    newest = latest_checkpoint(run.checkpoints_dir)
+    if newest is None:
+        return Progress(0, 0, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
+    saved = load_checkpoint(newest)
+    check_resumable(saved.progress, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
+    params = dict(zip(optimizer.names, optimizer.params, strict=True))
+    if params.keys() != saved.trainable.keys():
+        odd = sorted(params.keys() ^ saved.trainable.keys())[:5]
+        raise ValueError(f"checkpoint {newest} holds other parameters than what trains now, e.g. {odd}")
+    with torch.no_grad():
+        for name, value in saved.trainable.items():
+            params[name].copy_(value)
+    optimizer.load_state(saved.optimizer)
+    return saved.progress
+
+
+def device_batches(run: Run, batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """The device half of the preprocessor: uint8 images become what the policy expects. Checks the first batch."""
+    preprocessor, _ = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
+    to_policy = DeviceHalf(preprocessor, run.policy_config).to(device)
+    for number, batch in enumerate(batches):
+        ready = to_policy(batch)
+        if number == 0:
+            check_batch(ready, run.policy_config)
+        yield ready
+
+
+def noise_for(run: Run, step: int, dealt: Dealt, device: torch.device) -> Callable[[int], Draws]:
+    """Noise and time for this rank's rows of each micro-step.
+
+    Drawn for the whole global batch and indexed by a row's place in it, so the trajectory of a run does not depend on
+    how many workers share its batch.
+    """
+    config = run.config
+    if not isinstance(run.policy_config, PI05Config):
+        # Other policies draw their own, from the default generators.
+        torch.manual_seed(config.seed * 1_000_003 + step * dealt.world + dealt.rank)
+        return lambda micro: (None, None)
+    noise, time = sample_noise_and_time(run.policy_config, config.global_batch_size, config.seed, step, device)
+
+    def draws(micro: int) -> Draws:
+        blocks = [slice(a, a + dealt.block_rows) for a in dealt.block_starts(micro).tolist()]
+        return torch.cat([noise[rows] for rows in blocks]), torch.cat([time[rows] for rows in blocks])
+
+    return draws
+
+
+def check_finite(run: Run, metrics: dict) -> None:
+    """End a run that keeps producing losses or gradients that are not finite."""
+    if metrics["nonfinite_steps"] > run.config.train.max_nonfinite:
+        raise RuntimeError(
+            f"{metrics['nonfinite_steps']} of the last {run.config.log_freq} steps had a loss or gradient that is not "
+            f"finite (more than --train.max_nonfinite={run.config.train.max_nonfinite}; they were skipped): lower --lr, "
+            "or look for bad values in the dataset's state and action columns"
+        )
+
+
+# ---- what a run leaves behind -------------------------------------------------------------------------------------
+
+
+def report_checkpoint(run: Run, loss: PolicyLoss, optimizer: TrainableOptimizer, progress: Progress, rank: int) -> None:
+    """Rank 0 writes a checkpoint and hands it to Ray Train, which makes it visible and deletes old ones."""
+    name = f"step_{progress.step:08d}"
+    if rank != 0:
+        ray.train.report({"step": progress.step}, checkpoint_dir_name=name)
+        return
+    run.output_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".checkpoint-", dir=run.output_dir) as scratch:
+        folder = Path(scratch) / name
+        trainable = {n: p.detach() for n, p in zip(optimizer.names, optimizer.params, strict=True)}
+        save_checkpoint(folder, Checkpoint(progress, trainable, optimizer.state()))
+        ray.train.report(
+            {"step": progress.step},
+            checkpoint=ray.train.Checkpoint.from_directory(folder),
+            checkpoint_dir_name=name,
+        )
+
+
+def export(run: Run, loss: PolicyLoss) -> None:
+    """`OUTPUT_DIR/pretrained_model`: weights merged, processors included, as LeRobot loads it."""
+    pre, post = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
+    save_pretrained(loss.policy.float().cpu(), pre, post, run.output_dir / "pretrained_model")
+
+
+# ---- the driver ---------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, resolve, train, evaluate. Returns the exit status: 0 done, 1 the run failed, 2 it could not start."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print_help()
+        return 0
+    try:
+        run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
+        print(describe(run), flush=True)
+        if run.config.dry_run:
+            return 0
+        prepare_folder(run)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    started_ray = not ray.is_initialized()
+    start_ray(run)
+    try:
+        run = with_stats(run)
+        write_json(run.output_dir / CONFIG_NAME, run.config.to_json())
+        with follow_progress(run.output_dir, run.steps):
+            make_trainer(run).fit()
+        if any(len(episodes) for episodes in run.eval_episodes):
+            print(evaluate_run(run), flush=True)
+    except TrainingFailedError as error:
+        print(f"error: {root_cause(error)}", file=sys.stderr)
+        return 1
+    finally:
+        if started_ray:
+            ray.shutdown()
+    print(f"Policy       {run.output_dir / 'pretrained_model'}")
+    return 0
+
+
+def prepare_folder(run: Run) -> None:
+    """Make the run's folder, or refuse one that holds another run. The demo's own folder is simply started over."""
+    folder, config = run.output_dir, run.config
+    if folder.exists() and not config.resume:
+        if not (config.preset == "demo" and config.output_dir == PRESETS["demo"]["output_dir"]):
+            raise FileExistsError(
+                f"--output_dir={folder} exists: --resume goes on with the run it holds; otherwise choose another"
+            )
+        shutil.rmtree(folder)
+    weights = (run.policy_folder or folder) / "model.safetensors"
+    require_space(folder, weights.stat().st_size if weights.is_file() else 0, "the run")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def start_ray(run: Run) -> None:
+    """Join the cluster that RAY_ADDRESS or a head node on this machine names, or start one here."""
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    if not ray.is_initialized():
+        # What workers have to say goes to the run's own log, which `follow_progress` shows.
+        ray.init(logging_level=logging.WARNING, log_to_driver=False, include_dashboard=False)
+
+
+def make_trainer(run: Run) -> TorchTrainer:
+    scaling = run.config.scaling
+    resources = {"CPU": scaling.cpus_per_worker, **({"GPU": 1.0} if run.use_gpu else {})}
+    return TorchTrainer(
+        train_loop_per_worker,
+        train_loop_config={"run": run},
+        datasets={"train": build_dataset(run)},
+        # The plan's order is kept all the way: batches repeat exactly, and a position says which rows are done.
+        dataset_config=ray.train.DataConfig(execution_options=ray.data.ExecutionOptions(preserve_order=True)),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=scaling.num_workers,
+            use_gpu=run.use_gpu,
+            resources_per_worker=resources,
+            accelerator_type=scaling.accelerator_type,
+        ),
+        run_config=ray.train.RunConfig(
+            name=run.checkpoints_dir.name,
+            storage_path=str(run.output_dir),
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=run.config.keep_checkpoints),
+            failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
+        ),
+    )
+
+
+def root_cause(error: BaseException) -> str:
+    """The message of what went wrong first, without Ray's layers around it."""
+    failures = getattr(error, "worker_failures", None)
+    if failures:
+        # A rank that fails leaves the others in a collective; what they then say is not the cause.
+        error = min(failures.values(), key=lambda e: "collective" in str(e).lower() or "gloo" in str(e).lower())
+    while True:
+        inner = getattr(error, "cause", None) or getattr(error, "controller_failure", None) or error.__cause__
+        if not isinstance(inner, BaseException) or inner is error:
+            return f"{type(error).__name__}: {error}"
+        error = inner
+
+
+def evaluate_run(run: Run) -> str:
+    return ""
+
+
+def print_help() -> None:
+    with contextlib.suppress(SystemExit):
+        draccus.parse(Config, args=["--help"])
+
+
+if __name__ == "__main__":
+    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
+    import vla
+
+    sys.exit(vla.main())
