@@ -6,8 +6,9 @@ A checkpoint folder::
     optimizer.safetensors    Adam's state, `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`
     state.json               step, rows trained, the stream they were drawn from, the base policy, checksums
 
-Nothing is pickled. Randomness needs no state: noise, times and row order are functions of (seed, step) or of
-(seed, position). Knows nothing of how a step is computed.
+Nothing is pickled. torch is imported where tensors are read or written, because processes of Ray that only look for
+progress should not have to load it. Randomness needs no state: noise, times and row order are functions of (seed,
+step) or of (seed, position). Knows nothing of how a step is computed.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     Raises:
         OSError: the disk is full; says how much was needed. Nothing half-written is left.
     """
+    from safetensors.torch import save_file
+
     tensors = {TRAINABLE: checkpoint.trainable, OPTIMIZER: checkpoint.optimizer}
     needed = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
     require_space(folder.parent, needed, "a checkpoint")
@@ -87,6 +91,8 @@ def load_progress(folder: Path) -> Progress:
 
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Read and verify. Raises ValueError naming the file that is missing, damaged or not what was written."""
+    from safetensors.torch import load_file
+
     state = _state(folder)
     _verify(folder, state)
     return Checkpoint(Progress(**state["progress"]), load_file(folder / TRAINABLE), load_file(folder / OPTIMIZER))

@@ -13,11 +13,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION
 
-from processors import to_float
+from checkpoint import write_json
+from lerobot_datasource import LeRobotDatasource
+from policy import load_policy
+from processors import make_processors, to_float
+from run_plan import Run
 
+# Held-out frames that a run ends with predicting, evenly spaced, and how many at once.
+EVAL_FRAMES, EVAL_BATCH = 192, 32
 TASK = "task"
 ACTION_IS_PAD = f"{ACTION}_is_pad"
 
@@ -180,3 +188,44 @@ def error_table(trained: Mapping[str, Any], untrained: Mapping[str, Any] | None 
             relative = error["mse"] / baseline if baseline else float("nan")
             lines.append(f"  {name:{width}}  {error['mse']:10.4g}  {relative:15.3f}")
     return "\n".join(lines)
+
+
+def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
+    """Open-loop errors of a finished run on its held-out episodes, before and after training.
+
+    Runs in a process of its own, on a GPU if the run had GPUs. The trained policy is read back from
+    `OUTPUT_DIR/pretrained_model` as anybody would, by LeRobot's own loading.
+
+    Returns:
+        `{"trained": ..., "untrained": ...}`, each as from `open_loop_errors`; also written to `evaluation.json`.
+    """
+    config = run.policy_config
+    source = LeRobotDatasource(
+        run.metas,
+        episodes=[held_out.tolist() for held_out in run.eval_episodes],
+        camera_keys=run.match.camera_keys,
+        delta_timestamps=run.match.delta_timestamps,
+        tolerance_s=run.config.tolerance_s,
+    )
+    batches = list(source.read_rows(evenly_spaced(source.plan.rows_per_epoch, frames).tolist(), EVAL_BATCH))
+    device = torch.device("cuda" if run.use_gpu else "cpu")
+    options: dict[str, Any] = {
+        "mean_action": run.stats[ACTION]["mean"],
+        "other_instruction": other_instructions(task for meta in run.metas for task in meta.tasks.values()),
+        "seed": run.config.seed,
+    }
+    folder = run.output_dir / "pretrained_model"
+    saved = PreTrainedConfig.from_pretrained(folder)
+    saved.device = device.type
+    trained = get_policy_class(saved.type).from_pretrained(folder, config=saved)
+    # The dataset's keys are the policy's after the run's rename map, which the saved preprocessor applies.
+    pre, post = make_pre_post_processors(saved, pretrained_path=str(folder))
+    errors = {"trained": open_loop_errors(trained.to(device), pre, post, batches, **options)}
+    del trained
+    if run.policy_folder is not None:
+        untrained = load_policy(run.policy_folder, config).to(device)
+        pre, post = make_processors(run.policy_folder, config, run.stats, run.config.rename_map)
+        options["other_instruction"] = None
+        errors["untrained"] = open_loop_errors(untrained, pre, post, batches, **options)
+    write_json(run.output_dir / "evaluation.json", errors)
+    return errors

@@ -118,8 +118,8 @@ class LeRobotDatasource(Datasource):
         shuffle_seed: None for stored order.
         shuffle_window: rows shuffled among themselves, at most; fewer when a window would exceed TASK_BYTES.
         stream: (first, last) positions of the run's stream (see `lerobot_plan`); None for one epoch. Rows then also
-            carry `position`, their place in it. A long stream is read in several executions: the n-th execution of the dataset reads the
-            n-th part, so that a consumer iterates until the stream is done.
+            carry `position`, their place in it. A long stream is read in several executions: the n-th execution of the
+            dataset reads the n-th part, so that a consumer iterates until the stream is done.
         rows_multiple: executions end at multiples of this many rows after `first`.
         block_rows: rows per block; None to choose by BLOCK_BYTES.
         num_tasks: read tasks per execution; None to choose by TASK_BYTES.
@@ -222,7 +222,9 @@ class LeRobotDatasource(Datasource):
             if key.endswith(IS_PAD) and key.removesuffix(IS_PAD) in self._delta_indices:
                 row[key] = np.zeros((1, len(self._delta_indices[key.removesuffix(IS_PAD)])), bool)
             elif feature is None or feature.dtype in ("string", "language"):
-                row[key] = np.array(["a"], object) if key not in ("dataset_index", "position") else np.zeros(1, np.int64)
+                row[key] = (
+                    np.array(["a"], object) if key not in ("dataset_index", "position") else np.zeros(1, np.int64)
+                )
             elif feature.dtype in ("video", "image"):
                 row[key] = np.zeros((1, *window, *_height_width(feature), 3), np.uint8)
             else:
@@ -250,13 +252,7 @@ class LeRobotDatasource(Datasource):
             bounds = np.unique(np.linspace(first, last, self._num_tasks + 1).astype(np.int64))
         else:
             bounds = task_bounds(first, last, self._task_rows, self.block_rows)
-        options = ReadOptions(
-            columns=self.columns(),
-            delta_indices=self._delta_indices,
-            tolerance_s=self._tolerance_s,
-            block_rows=self.block_rows,
-            threads=max(1, round(self.num_cpus)),
-        )
+        options = self._options(self.block_rows)
         shared = ray.put([Reader.of(meta) for meta in self.metas])
         row_bytes, limit = self.row_bytes(), per_task_row_limit
         tasks = []
@@ -266,6 +262,24 @@ class LeRobotDatasource(Datasource):
             metadata = BlockMetadata(num_rows=rows, size_bytes=rows * row_bytes, input_files=None, exec_stats=None)
             tasks.append(ReadTask(_ReadSlices(shared, slices, a, options), metadata, per_task_row_limit=limit))
         return tasks
+
+    def read_rows(self, positions: Sequence[int], batch_size: int) -> Iterator[dict[str, np.ndarray]]:
+        """Rows at chosen stream positions, decoded in this process, as numpy batches. Ray is not needed."""
+        readers = [Reader.of(meta) for meta in self.metas]
+        for first in range(0, len(positions), batch_size):
+            slices = [s for p in positions[first : first + batch_size] for s in self.plan.slices(int(p), int(p) + 1)]
+            options = self._options(block_rows=batch_size)
+            (table,) = read_slices(readers, [(s, self._parts(s)) for s in slices], first, options)
+            yield {name: _column_to_numpy(table.column(name)) for name in table.column_names}
+
+    def _options(self, block_rows: int) -> ReadOptions:
+        return ReadOptions(
+            columns=self.columns(),
+            delta_indices=self._delta_indices,
+            tolerance_s=self._tolerance_s,
+            block_rows=block_rows,
+            threads=max(1, round(self.num_cpus)),
+        )
 
     def _parts(self, window: WindowSlice) -> list[Part]:
         episodes = self.plan.episodes
@@ -630,6 +644,11 @@ def _to_table(columns: dict[str, Any], keys: Sequence[str], first: int, last: in
         else:
             arrays.append(ArrowTensorArray.from_numpy(values))
     return pa.table(arrays, names=list(keys))
+
+
+def _column_to_numpy(column: pa.ChunkedArray) -> np.ndarray:
+    array = column.chunk(0)
+    return array.to_numpy() if isinstance(array, ArrowTensorArray) else array.to_numpy(zero_copy_only=False)
 
 
 # ---- on the driver ----------------------------------------------------------------------------------------------

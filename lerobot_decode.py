@@ -85,14 +85,14 @@ class VideoReader:
         self._pending = pending
         if pending is None:
             raise ValueError(
-                f"{self.name}: no frame at {wanted_s:.4f} s; the video ends at {self._now_s:.4f} s, before the metadata "
-                "says: it is truncated or the metadata is wrong; copy the file again or repair the dataset"
+                f"{self.name}: no frame at {wanted_s:.4f} s; the video ends at {self._now_s:.4f} s, before the "
+                "metadata says: it is truncated or the metadata is wrong; copy the file again or repair the dataset"
             )
         if pending[0] > wanted_s + self._tolerance_s:
             raise ValueError(
                 f"{self.name}: no frame at {wanted_s:.4f} s; the nearest are at {self._now_s:.4f} s and "
-                f"{pending[0]:.4f} s, farther than the tolerance of {self._tolerance_s} s: the timestamps in the data and "
-                "in the video disagree; repair the dataset, or raise --tolerance_s if a nearby frame will do"
+                f"{pending[0]:.4f} s, farther than the tolerance of {self._tolerance_s} s: the timestamps in the data "
+                "and in the video disagree; repair the dataset, or raise --tolerance_s if a nearby frame will do"
             )
         return pending[1]
 

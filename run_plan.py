@@ -59,7 +59,7 @@ class Run:
 
     @property
     def output_dir(self) -> Path:
-        return Path(self.config.output_dir or "").absolute()
+        return Path(self.config.output_dir or "")
 
     @property
     def checkpoints_dir(self) -> Path:
@@ -100,6 +100,8 @@ def resolve(config: Config, gpus_found: int) -> Run:
     """Find, read and check everything the run needs. Raises ValueError or FileNotFoundError saying what to do."""
     if config.scaling.use_gpu is None:
         config = replace(config, scaling=replace(config.scaling, use_gpu=gpus_found > 0))
+    # Workers have other working directories.
+    config = replace(config, output_dir=str(Path(config.output_dir or "").absolute()))
     roots = config.roots
     if config.dataset.repo_id:
         path, commit = fetch_dataset(
@@ -139,6 +141,9 @@ def resolve(config: Config, gpus_found: int) -> Run:
         )
     stats = metas[0].stats if len(metas) == 1 else aggregate_stats([meta.stats for meta in metas if meta.stats])
     needed = required_stats(policy_config, {k: metas[0].features[k] for k in match.dataset_keys})
+    if any(len(episodes) for episodes in held_out):
+        # The mean action is what a policy must beat on held-out episodes (evaluate.py).
+        needed["action"] = needed.get("action", set()) | {"mean"}
     missing = {k: {s for s in names if s not in stats.get(k, {})} for k, names in needed.items()}
     run = Run(
         config=config,
@@ -183,6 +188,7 @@ def _resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         policy_config = PreTrainedConfig.from_pretrained(folder, cli_overrides=[*config.policy_options, "--device=cpu"])
+    folder = folder.absolute()
     policy_config.pretrained_path = folder
     weights = sorted(folder.glob("*.safetensors.index.json")) or [folder / "model.safetensors"]
     digest = file_digest(weights[0]) if weights[0].is_file() else None

@@ -11,14 +11,16 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 
 from checkpoint import latest_checkpoint, load_progress
 from lerobot_datasource import LeRobotDatasource, read_source
-from util import Batch, NumpyToTorchCollate
+
+if TYPE_CHECKING:
+    from util import Batch, NumpyToTorchCollate
 
 Columns = dict[str, np.ndarray]
 

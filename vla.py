@@ -23,7 +23,6 @@ import ray
 import ray.train
 import torch
 from lerobot.policies.factory import get_policy_class
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from ray.train import TrainingFailedError
 from ray.train.torch import TorchTrainer, get_device
 from torch import nn
@@ -35,11 +34,13 @@ from checkpoint import (
     check_resumable,
     latest_checkpoint,
     load_checkpoint,
+    load_progress,
     require_space,
     save_checkpoint,
     write_json,
 )
 from config import CONFIG_NAME, PRESETS, Config, TrainMode, parse_args
+from evaluate import error_table, evaluate_run
 from pi05_loss import PolicyLoss, TrainableReport, cast_frozen, check_batch, choose_trainable, sample_noise_and_time
 from policy import load_policy, save_pretrained
 from processors import DeviceHalf, Prepare, make_processors
@@ -88,9 +89,9 @@ def build_dataset(run: Run) -> TrainingData:
 # ---- training: one process per GPU --------------------------------------------------------------------------------
 
 
-def train_loop_per_worker(loop_config: dict[str, Run]) -> None:
+def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     """Train from the newest checkpoint to the end of the run. Runs in every training process."""
-    run = loop_config["run"]
+    run = ray.get(loop_config["run"])
     config = run.config
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
@@ -185,7 +186,7 @@ def restore(run: Run, loss: PolicyLoss, optimizer: TrainableOptimizer) -> Progre
     if newest is None:
         return Progress(0, 0, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
     saved = load_checkpoint(newest)
-    check_resumable(saved.progress, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
+    check_same_run(run, saved.progress)
     params = dict(zip(optimizer.names, optimizer.params, strict=True))
     if params.keys() != saved.trainable.keys():
         odd = sorted(params.keys() ^ saved.trainable.keys())[:5]
@@ -195,6 +196,11 @@ def restore(run: Run, loss: PolicyLoss, optimizer: TrainableOptimizer) -> Progre
             params[name].copy_(value)
     optimizer.load_state(saved.optimizer)
     return saved.progress
+
+
+def check_same_run(run: Run, saved: Progress) -> None:
+    """Refuse to go on from a checkpoint of other data, another base policy or another global batch."""
+    check_resumable(saved, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
 
 
 def device_batches(run: Run, batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
@@ -215,11 +221,11 @@ def noise_for(run: Run, step: int, dealt: Dealt, device: torch.device) -> Callab
     how many workers share its batch.
     """
     config = run.config
-    if not isinstance(run.policy_config, PI05Config):
+    noise, time = sample_noise_and_time(run.policy_config, config.global_batch_size, config.seed, step, device)
+    if noise is None or time is None:
         # Other policies draw their own, from the default generators.
         torch.manual_seed(config.seed * 1_000_003 + step * dealt.world + dealt.rank)
         return lambda micro: (None, None)
-    noise, time = sample_noise_and_time(run.policy_config, config.global_batch_size, config.seed, step, device)
 
     def draws(micro: int) -> Draws:
         blocks = [slice(a, a + dealt.block_rows) for a in dealt.block_starts(micro).tolist()]
@@ -233,8 +239,8 @@ def check_finite(run: Run, metrics: dict) -> None:
     if metrics["nonfinite_steps"] > run.config.train.max_nonfinite:
         raise RuntimeError(
             f"{metrics['nonfinite_steps']} of the last {run.config.log_freq} steps had a loss or gradient that is not "
-            f"finite (more than --train.max_nonfinite={run.config.train.max_nonfinite}; they were skipped): lower --lr, "
-            "or look for bad values in the dataset's state and action columns"
+            f"finite (more than --train.max_nonfinite={run.config.train.max_nonfinite}; they were skipped): lower "
+            "--lr, or look for bad values in the dataset's state and action columns"
         )
 
 
@@ -291,7 +297,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with follow_progress(run.output_dir, run.steps):
             make_trainer(run).fit()
         if any(len(episodes) for episodes in run.eval_episodes):
-            print(evaluate_run(run), flush=True)
+            remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.use_gpu else 0)
+            errors = ray.get(remote.remote(run))
+            print(error_table(errors["trained"], errors.get("untrained")), flush=True)
     except TrainingFailedError as error:
         print(f"error: {root_cause(error)}", file=sys.stderr)
         return 1
@@ -306,11 +314,15 @@ def prepare_folder(run: Run) -> None:
     """Make the run's folder, or refuse one that holds another run. The demo's own folder is simply started over."""
     folder, config = run.output_dir, run.config
     if folder.exists() and not config.resume:
-        if not (config.preset == "demo" and config.output_dir == PRESETS["demo"]["output_dir"]):
+        is_demo = config.preset == "demo" and folder == Path(PRESETS["demo"]["output_dir"]).absolute()
+        if not is_demo:
             raise FileExistsError(
                 f"--output_dir={folder} exists: --resume goes on with the run it holds; otherwise choose another"
             )
         shutil.rmtree(folder)
+    newest = latest_checkpoint(run.checkpoints_dir)
+    if newest is not None:
+        check_same_run(run, load_progress(newest))
     weights = (run.policy_folder or folder) / "model.safetensors"
     require_space(folder, weights.stat().st_size if weights.is_file() else 0, "the run")
     folder.mkdir(parents=True, exist_ok=True)
@@ -329,7 +341,7 @@ def make_trainer(run: Run) -> TorchTrainer:
     resources = {"CPU": scaling.cpus_per_worker, **({"GPU": 1.0} if run.use_gpu else {})}
     return TorchTrainer(
         train_loop_per_worker,
-        train_loop_config={"run": run},
+        train_loop_config={"run": ray.put(run)},  # a reference: the controller need not open it
         datasets={"train": build_dataset(run)},
         # The plan's order is kept all the way: batches repeat exactly, and a position says which rows are done.
         dataset_config=ray.train.DataConfig(execution_options=ray.data.ExecutionOptions(preserve_order=True)),
@@ -359,10 +371,6 @@ def root_cause(error: BaseException) -> str:
         if not isinstance(inner, BaseException) or inner is error:
             return f"{type(error).__name__}: {error}"
         error = inner
-
-
-def evaluate_run(run: Run) -> str:
-    return ""
 
 
 def print_help() -> None:

@@ -1,0 +1,250 @@
+"""The demo dataset, as LeRobot reads it: shaped like real ones, and unsolvable without eyes or ears."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lerobot.configs import PreTrainedConfig
+from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+import demo
+from demo import DEMO_CHUNK_SIZE, DEMO_FPS, DEMO_INSTRUCTIONS, demo_scenes, demonstrate, make_demo_dataset, prepare_demo
+
+SIDES = {"left": -18.0, "right": 18.0}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """The demo as a run gets it: dataset root, base folder, and the cache that holds both."""
+    cache = tmp_path_factory.mktemp("demo")
+    root, base = prepare_demo(cache)
+    return Path(root), base, cache
+
+
+@pytest.fixture(scope="module")
+def metadata(prepared):
+    return LeRobotDatasetMetadata("demo/demo", root=prepared[0])
+
+
+@pytest.fixture(scope="module")
+def dataset(prepared):
+    windows = {"action": [i / DEMO_FPS for i in range(DEMO_CHUNK_SIZE)]}
+    return LeRobotDataset(
+        "demo/demo", root=prepared[0], video_backend="pyav", return_uint8=True, delta_timestamps=windows
+    )
+
+
+def low_dimensional_files(root):
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for folder in ("data", "meta/tasks.parquet")
+        for path in ([root / folder] if (root / folder).is_file() else sorted((root / folder).rglob("*.parquet")))
+    }
+
+
+def goal(row):
+    """The side of the table where the last action of the row's chunk is."""
+    return "left" if row["action"][-1, 0] < 0 else "right"
+
+
+# --- shape -----------------------------------------------------------------------------------------------------------
+
+
+def test_cameras_differ_in_size_and_use_the_default_encoding(metadata):
+    sizes = {key: tuple(metadata.features[key]["shape"]) for key in metadata.video_keys}
+    assert len(sizes) == 3 and len(set(sizes.values())) > 1
+    for key in sizes:
+        assert metadata.features[key]["info"]["video.codec"] == "av1"
+        assert metadata.features[key]["info"]["video.g"] == 2
+    assert metadata.fps == DEMO_FPS and metadata.robot_type and metadata.total_tasks == 2
+    assert metadata.names["action"] == ["x_cm", "y_cm", "z_cm"]
+
+
+def test_episodes_are_uneven_and_one_is_shorter_than_a_chunk(metadata):
+    lengths = list(metadata.episodes["length"])
+    assert len(set(lengths)) > 5 and sum(lengths) == metadata.total_frames
+    assert [length for length in lengths if length < DEMO_CHUNK_SIZE]
+
+
+def test_files_roll_over_at_other_episodes_for_every_camera(metadata):
+    episodes = metadata.episodes
+    starts = {}
+    for key in ("data", *(f"videos/{key}" for key in metadata.video_keys)):
+        files = list(zip(episodes[f"{key}/chunk_index"], episodes[f"{key}/file_index"], strict=True))
+        assert len(set(files)) > 1, f"{key} has one file only"
+        starts[key] = tuple(i for i in range(1, len(files)) if files[i] != files[i - 1])
+    assert len(set(starts.values())) == len(starts), starts
+
+
+def test_statistics_hold_the_quantiles(metadata):
+    for key in ("observation.state", "action"):
+        assert {"q01", "q99", "mean"} <= set(metadata.stats[key])
+        assert (metadata.stats[key]["q99"] > metadata.stats[key]["q01"]).all()
+
+
+# --- the task --------------------------------------------------------------------------------------------------------
+
+
+def test_the_instruction_decides(dataset, metadata):
+    """Pairs of episodes look and start the same, differ in the instruction, and go to different sides."""
+    first = metadata.episodes["dataset_from_index"]
+    for pair in range(0, metadata.total_episodes, 2):
+        a, b = dataset[first[pair]], dataset[first[pair + 1]]
+        assert torch.equal(a["observation.state"], b["observation.state"])
+        for key in metadata.video_keys:
+            assert (a[key].float() - b[key].float()).abs().mean() < 2  # the encoder's doing
+        assert {a["task"], b["task"]} == set(DEMO_INSTRUCTIONS.values())
+        assert {goal(a), goal(b)} == {"left", "right"}
+
+
+def test_neither_the_instruction_alone_nor_the_scene_alone_decides(dataset, metadata):
+    goals = {}
+    for start in metadata.episodes["dataset_from_index"]:
+        row = dataset[start]
+        goals.setdefault(row["task"], []).append(goal(row))
+    for instruction, sides in goals.items():
+        assert 0.25 < sides.count("left") / len(sides) < 0.75, f"{instruction} tells the side"
+
+
+@pytest.mark.parametrize("camera", ["top", "front"])
+def test_cameras_show_which_bin_is_which(dataset, metadata, camera):
+    """In every frame before the gripper covers it, the bin on the goal's side has the instruction's colour."""
+    for index in range(0, len(dataset), 7):
+        row = dataset[index]
+        image = row[f"observation.images.{camera}"].float()
+        side = image.shape[2] // 2
+        half = image[:, :, :side] if goal(row) == "left" else image[:, :, side:]
+        red, blue = half[0] - half[2] > 60, half[2] - half[0] > 60
+        seen, unseen = (red, blue) if "red" in row["task"] else (blue, red)
+        assert seen.sum() > 50 and unseen.sum() < 10
+
+
+def test_the_wrist_camera_sees_the_bin_below_it(dataset, metadata):
+    for end in metadata.episodes["dataset_to_index"]:
+        row = dataset[end - 1]
+        red, _, blue = row["observation.images.wrist"][:, 24, 24].float()
+        assert (red > blue + 60) if "red" in row["task"] else (blue > red + 60)
+
+
+def test_actions_are_the_next_states_on_a_straight_path():
+    for scene in demo_scenes():
+        for colour in DEMO_INSTRUCTIONS:
+            state, action = demonstrate(scene, colour)
+            np.testing.assert_array_equal(action[:-1], state[1:])
+            np.testing.assert_allclose(state[0], scene.start, rtol=1e-6)
+            assert action[-1, 0] == SIDES["left" if scene.left == colour else "right"]
+            assert np.linalg.norm(np.diff(state, axis=0), axis=1).max() < demo.SPEED_CM_PER_FRAME + 1e-4
+
+
+# --- on disk ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_low_dimensional_bytes_are_a_function_of_the_seed(tmp_path):
+    a, b, c = (
+        low_dimensional_files(make_demo_dataset(tmp_path / name, pairs=2, seed=seed))
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    assert len(a) >= 2 and a == b
+    assert a["data/chunk-000/file-000.parquet"] != c["data/chunk-000/file-000.parquet"]
+
+
+def test_a_half_written_dataset_is_never_used(tmp_path, monkeypatch):
+    folder = tmp_path / "dataset"
+    save_episode = LeRobotDataset.save_episode
+
+    def fail_at_the_third(self, *args, **kwargs):
+        if self.meta.total_episodes == 2:
+            raise OSError("no space left on device")
+        return save_episode(self, *args, **kwargs)
+
+    monkeypatch.setattr(LeRobotDataset, "save_episode", fail_at_the_third)
+    with pytest.raises(OSError, match="no space"):
+        make_demo_dataset(folder, pairs=2)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+
+    # What a killed writer leaves behind is beside the folder, never in its place.
+    killed = tmp_path / ".dataset.0123.partial"
+    (killed / "meta").mkdir(parents=True)
+    (killed / "meta" / "info.json").write_text("{}")
+    make_demo_dataset(folder, pairs=2)
+    assert LeRobotDatasetMetadata("demo/demo", root=folder).total_episodes == 4
+    assert make_demo_dataset(folder, pairs=2) == folder  # reused, not written again
+
+
+def test_the_loser_of_two_writers_takes_the_winners_dataset(tmp_path, monkeypatch):
+    folder = tmp_path / "dataset"
+    finalize = LeRobotDataset.finalize
+    winner = []
+
+    def let_another_finish_first(self):
+        finalize(self)
+        if not winner:
+            winner.append(True)
+            make_demo_dataset(folder, pairs=2)
+            winner.append(low_dimensional_files(folder))
+
+    monkeypatch.setattr(LeRobotDataset, "finalize", let_another_finish_first)
+    make_demo_dataset(folder, pairs=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["dataset"]
+    assert low_dimensional_files(folder) == winner[1]
+
+
+def test_another_folder_is_not_taken_for_the_demo(tmp_path, prepared):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no LeRobot dataset.*remove it"):
+        make_demo_dataset(tmp_path / "empty")
+    with pytest.raises(ValueError, match=r"another dataset, with .*'total_episodes': 80.*remove it"):
+        make_demo_dataset(prepared[0], pairs=2)
+    with pytest.raises(ValueError, match="at least 2 pairs"):
+        make_demo_dataset(tmp_path / "new", pairs=1)
+
+
+# --- base ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_base_fits_the_dataset(prepared, dataset):
+    _, base, _ = prepared
+    config = PreTrainedConfig.from_pretrained(base)
+    policy = get_policy_class(config.type).from_pretrained(base, config=config)
+    preprocessor, postprocessor = make_pre_post_processors(config, pretrained_path=str(base))
+    assert config.chunk_size == DEMO_CHUNK_SIZE
+    row = dataset[0]
+    batch = {key: (row[key] / 255)[None] for key in config.image_features}
+    batch |= {"observation.state": row["observation.state"][None], "task": [row["task"]]}
+    prepared_batch = preprocessor(batch)
+    assert postprocessor(policy.predict_action_chunk(prepared_batch)).shape == (1, DEMO_CHUNK_SIZE, 3)
+    steps = {getattr(step, "_registry_name", ""): step for step in preprocessor.steps}
+    tokenizer = steps["tiny_pi05_tokenizer_processor"].input_tokenizer
+    assert not (prepared_batch["observation.language.tokens"] == tokenizer.unk_token_id).any()
+
+
+def test_everything_is_made_once(prepared, monkeypatch):
+    root, base, cache = prepared
+    before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+    monkeypatch.setattr(demo, "_quiet_writer", None)  # called only to write
+    monkeypatch.setattr("tiny_pi05.make_tiny_base", None)
+    assert prepare_demo(cache) == (str(root), base)
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
+
+
+def test_anybodys_dataset_gets_a_base_of_its_own(prepared, tmp_path):
+    own = make_demo_dataset(tmp_path / "own", pairs=2, seed=3)
+    info = json.loads((own / "meta" / "info.json").read_text())
+    stats = json.loads((own / "meta" / "stats.json").read_text())
+    for statistics in stats.values():
+        statistics.pop("q01", None), statistics.pop("q99", None)  # as older datasets
+    info["fps"] = 5
+    (own / "meta" / "info.json").write_text(json.dumps(info))
+    (own / "meta" / "stats.json").write_text(json.dumps(stats))
+    root, base = prepare_demo(tmp_path / "cache", str(own))
+    assert root == str(own) and base != prepared[1] and base.parent == tmp_path / "cache"
+    assert PreTrainedConfig.from_pretrained(base).chunk_size == 5
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [base.name]  # no demo dataset beside it
+    assert not list(base.glob("*normalizer*"))  # the run brings the statistics
+    with pytest.raises((ValueError, FileNotFoundError), match="nowhere"):
+        prepare_demo(tmp_path / "cache", str(tmp_path / "nowhere"))

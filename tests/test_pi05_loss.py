@@ -1,0 +1,557 @@
+"""The loss against LeRobot's own forward and plain autograd, and what trains."""
+
+import copy
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lerobot.policies.common.flow_matching import sample_time_beta
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.policies.pi05.modeling_pi05 import PI05Policy
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from pi05_loss import (
+    PolicyLoss,
+    cast_frozen,
+    check_batch,
+    choose_trainable,
+    flops_per_sample,
+    meta_policy,
+    sample_noise_and_time,
+)
+from tests.tiny import ACTION_DIM, make_batch, make_config, make_policy, reference
+
+MODES = ("heads", "expert", "full")
+# Attention does not change when a vector is added to all its keys, so the true gradient of this bias is zero.
+KEY_BIAS = "k_proj.bias"
+
+
+def gradients(policy):
+    return {name: p.grad for name, p in policy.named_parameters() if p.requires_grad}
+
+
+def relative_error(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def gradient_errors(found, expected):
+    """Relative error of each gradient; of those that are zero but for rounding, relative to their layer's weights."""
+    scales = {name: expected[name.replace(KEY_BIAS, "k_proj.weight")].norm() for name in expected}
+    return {name: ((found[name] - expected[name]).norm() / scales[name]).item() for name in expected}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+# --- equality with LeRobot --------------------------------------------------------------------------------
+
+
+CAMERAS = pytest.mark.parametrize("cameras, missing", [(1, ()), (2, ()), (3, ()), (3, ("observation.images.1",))])
+LANGUAGE = pytest.mark.parametrize("padded_language", [False, True])
+
+
+def loss_and_gradients(policy, mode, batch, noise, time):
+    """Ours, and LeRobot's forward with plain autograd."""
+    choose_trainable(policy, mode)
+    theirs = reference(policy, noise, time)
+    expected, _ = theirs.forward(batch)
+    expected.backward()
+    loss = PolicyLoss(policy)(batch, noise, time)
+    loss.backward()
+    return loss, gradients(policy), expected, gradients(theirs)
+
+
+@pytest.fixture
+def in_float64(monkeypatch):
+    """Double precision, where rounding hides no mistake: casts to float32 in anybody's code become casts to float64."""
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
+def to_float64(batch, noise, time):
+    batch = {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+    return batch, noise.double(), time.double()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@CAMERAS
+@LANGUAGE
+def test_loss_and_every_gradient_are_lerobots(mode, cameras, missing, padded_language, in_float64):
+    policy = make_policy(cameras).double()
+    arguments = to_float64(*make_batch(policy, padded_language=padded_language, missing=missing))
+    loss, found, expected, wanted = loss_and_gradients(policy, mode, *arguments)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-14)
+    assert found.keys() == wanted.keys()
+    errors = gradient_errors(found, wanted)
+    assert max(errors.values()) <= 1e-12, sorted(errors.items(), key=lambda item: -item[1])[:3]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@CAMERAS
+@LANGUAGE
+def test_loss_and_gradient_are_lerobots_in_float32(mode, cameras, missing, padded_language):
+    policy = make_policy(cameras)
+    arguments = make_batch(policy, padded_language=padded_language, missing=missing)
+    loss, found, expected, wanted = loss_and_gradients(policy, mode, *arguments)
+    assert loss.shape == () and loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    whole = [torch.cat([gradient.flatten() for gradient in side.values()]) for side in (found, wanted)]
+    assert relative_error(*whole) <= 1e-6
+
+
+def test_uint8_images_are_what_lerobot_makes_of_them():
+    policy = make_policy(2)
+    batch, noise, time = make_batch(policy)
+    bytes_ = {key: (value * 255).to(torch.uint8) for key, value in batch.items() if "images" in key}
+    expected, _ = reference(policy, noise, time).forward(
+        {**batch, **{key: value.to(torch.float32) / 255 for key, value in bytes_.items()}}
+    )
+    channels_last = {key: value.movedim(1, -1).contiguous() for key, value in bytes_.items()}
+    loss = PolicyLoss(policy)({**batch, **channels_last}, noise, time)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ten_steps_with_accumulation_follow_lerobots(mode, in_float64):
+    """Losses and final weights of a plain loop over LeRobot's forward.
+
+    In float32 the losses agree to 1e-6 as well, but Adam makes whole steps of gradients that are rounding noise.
+    """
+    ours = make_policy(2).double()
+    choose_trainable(ours, mode)
+    theirs = copy.deepcopy(ours)
+    loss_module = PolicyLoss(ours)
+
+    def optimizer(policy):
+        return torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.01)
+
+    def train(policy, compute):
+        stepper, losses = optimizer(policy), []
+        for step in range(10):
+            for micro in range(2):
+                loss = compute(*to_float64(*make_batch(policy, seed=2 * step + micro)))
+                (loss / 2).backward()
+                losses.append(loss.item())
+            torch.nn.utils.clip_grad_norm_(stepper.param_groups[0]["params"], 1.0)
+            stepper.step()
+            stepper.zero_grad()
+        return losses
+
+    def lerobots(batch, noise, time):
+        theirs.model.sample_noise = lambda shape, device: noise
+        theirs.model.sample_time = lambda rows, device: time
+        return theirs.forward(batch)[0]
+
+    start = copy.deepcopy(ours.state_dict())
+    np.testing.assert_allclose(train(ours, loss_module), train(theirs, lerobots), rtol=1e-12)
+    for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert relative_error(found, expected) <= 1e-12, name
+        assert torch.equal(found, start[name]) is not found.requires_grad, name
+
+
+def test_bfloat16_policy_is_lerobots_to_its_precision():
+    policy = make_policy(2, dtype="bfloat16")
+    batch, noise, time = make_batch(policy)
+    expected, _ = reference(policy, noise, time).forward(batch)
+    loss = PolicyLoss(policy)(batch, noise, time)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["expert", "full"])
+def test_gradient_checkpointing_changes_nothing_but_memory(mode):
+    policy = make_policy(2)
+    choose_trainable(policy, mode)
+    batch, noise, time = make_batch(policy)
+
+    def run(checkpointing):
+        policy.config.gradient_checkpointing = checkpointing
+        policy.zero_grad()
+        saved = 0
+
+        def count(tensor):
+            nonlocal saved
+            saved += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            loss = PolicyLoss(policy)(batch, noise, time)
+        loss.backward()
+        return loss.item(), copy.deepcopy(gradients(policy)), saved
+
+    plain, checkpointed = run(False), run(True)
+    assert checkpointed[0] == plain[0]
+    for name, expected in plain[1].items():
+        assert torch.equal(checkpointed[1][name], expected), name
+    assert checkpointed[2] < plain[2] / 2
+
+
+def test_masked_padding_leaves_padded_steps_out():
+    policy = make_policy(1)
+    batch, noise, time = make_batch(policy)
+    theirs = reference(policy, noise, time)
+    images, image_masks = theirs._preprocess_images(batch)
+    language = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
+    losses = theirs.model.forward(images, image_masks, *language, theirs.prepare_action(batch), noise, time)
+    losses = losses[:, :, :ACTION_DIM]
+    expected = torch.where(batch["action_is_pad"][:, :, None], 0.0, losses).sum() / losses.numel()
+
+    masked = PolicyLoss(policy, mask_padding=True)
+    assert masked(batch, noise, time).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert PolicyLoss(policy)(batch, noise, time).item() == pytest.approx(losses.mean().item(), rel=1e-6)
+    # Rows differ in padding; still the whole is the mean of its halves.
+    halves = [
+        masked({key: value[rows] for key, value in batch.items()}, noise[rows], time[rows]).item()
+        for rows in (slice(0, 2), slice(2, 4))
+    ]
+    assert np.mean(halves) == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_other_policies_use_their_own_forward():
+    from lerobot.policies.act.configuration_act import ACTConfig
+    from lerobot.policies.act.modeling_act import ACTPolicy
+
+    from processors import DeviceHalf
+
+    features = make_config(1)
+    config = ACTConfig(
+        input_features=features.input_features,
+        output_features=features.output_features,
+        chunk_size=4,
+        n_action_steps=4,
+        dim_model=32,
+        dim_feedforward=32,
+        n_heads=2,
+        n_encoder_layers=1,
+        n_vae_encoder_layers=1,
+        pretrained_backbone_weights=None,
+        use_vae=False,
+        dropout=0.0,
+        device="cpu",
+    )
+    policy = ACTPolicy(config)
+    batch = {
+        "observation.images.0": torch.rand(2, 3, 64, 64),
+        "observation.state": torch.rand(2, 4),
+        "action": torch.rand(2, 4, 3),
+        "action_is_pad": torch.zeros(2, 4, dtype=torch.bool),
+    }
+    assert sample_noise_and_time(config, 2, 0, 0, "cpu") == (None, None)
+    loss = PolicyLoss(policy, images=DeviceHalf(None, config))(batch)
+    assert torch.equal(loss, policy.forward(batch)[0])
+    with pytest.raises(ValueError, match="normalises images"):
+        PolicyLoss(policy)
+    report = choose_trainable(policy, "full")
+    assert report.total == report.trainable == sum(p.numel() for p in policy.parameters())
+    with pytest.raises(ValueError, match="type 'act'"):
+        choose_trainable(policy, "expert")
+    with pytest.raises(ValueError, match="mask_padding is for PI0.5"):
+        PolicyLoss(policy, images=DeviceHalf(None, config), mask_padding=True)
+    assert flops_per_sample(policy, 1, "full") is None
+
+
+# --- what is computed -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_frozen_prefix_runs_without_autograd(mode, monkeypatch):
+    policy = make_policy(2)
+    choose_trainable(policy, mode)
+    vlm = policy.model.paligemma_with_expert
+    tracked, calls = [], []
+
+    def watch(module, arguments, output):
+        tracked.append(output.requires_grad)
+        calls.append(module)
+
+    for layer in vlm.paligemma.model.language_model.layers:
+        layer.self_attn.k_proj.register_forward_hook(watch)
+    PolicyLoss(policy)(*make_batch(policy)).backward()
+    assert tracked == [mode == "full"] * 3
+
+
+def test_the_last_layers_unused_half_is_not_computed():
+    policy = make_policy(1)
+    last = policy.model.paligemma_with_expert.paligemma.model.language_model.layers[-1]
+
+    def fail(module, arguments):
+        raise AssertionError("computed, and used by nothing")
+
+    for module in (last.self_attn.q_proj, last.self_attn.o_proj, last.mlp, last.post_attention_layernorm):
+        module.register_forward_pre_hook(fail)
+    PolicyLoss(policy)(*make_batch(policy))
+
+
+class ListSyncs(TorchDispatchMode):
+    """Notes every operation that would make the host wait for a CUDA device, or copy to or from one."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+        on_device = any(tensor.device.type == "cuda" for tensor in tensors)
+        name = function.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero") and on_device:
+            self.found.append(name)
+        if name == "_local_scalar_dense":
+            return 1.0
+        result = function(*arguments, **options)
+        if name in ("_to_copy", "copy_") and isinstance(result, torch.Tensor):
+            devices = {tensor.device.type for tensor in [*tensors, result]}
+            if len(devices) > 1:
+                self.found.append(f"{name} {sorted(devices)}")
+        return result
+
+
+def to_fake_cuda(module):
+    """Give a module parameters and buffers on a CUDA device that need not exist; call under a FakeTensorMode."""
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                fake = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
+                child._parameters[name] = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forward_neither_waits_nor_copies(mode):
+    policy = make_policy(2)
+    choose_trainable(policy, mode)
+    loss = PolicyLoss(policy, mask_padding=True)
+    batch, _, _ = make_batch(policy)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        to_fake_cuda(loss)
+        on_device = {key: torch.empty(value.shape, dtype=value.dtype, device="cuda") for key, value in batch.items()}
+        on_device["observation.images.0"] = torch.empty((4, 28, 28, 3), dtype=torch.uint8, device="cuda")
+        noise, time = torch.empty(4, 6, 32, device="cuda"), torch.empty(4, device="cuda")
+        with ListSyncs() as ours:
+            result = loss(on_device, noise, time)
+        assert result.device.type == "cuda"
+        del on_device["observation.images.0"]
+        # The positive control: LeRobot's own forward copies its times and two masks, then reads its losses as numpy,
+        # which is where a fake tensor gives up.
+        with ListSyncs() as theirs, pytest.raises(RuntimeError, match="numpy"):
+            policy.forward(on_device)
+        with ListSyncs() as planted:
+            result.item()
+    assert ours.found == []
+    assert theirs.found == ["_to_copy ['cpu', 'cuda']"] * 4
+    assert planted.found == ["_local_scalar_dense"]
+
+
+def test_flops_are_counted_and_less_than_lerobots():
+    policy = make_policy(3)
+
+    def lerobots(mode):
+        counted = meta_policy(policy.config)
+        choose_trainable(counted, mode)
+        with torch.device("meta"):
+            batch = {key: torch.empty(1, *f.shape) for key, f in counted.config.image_features.items()}
+            tokens = (1, counted.config.tokenizer_max_length)
+            images, masks = counted._preprocess_images(batch)
+            tokens, language_mask = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, dtype=torch.bool)
+            actions = torch.empty(1, 6, 32)
+            with FlopCounterMode(display=False) as counter:
+                losses = counted.model.forward(images, masks, tokens, language_mask, actions, actions, torch.empty(1))
+                losses.mean().backward()
+        return counter.get_total_flops()
+
+    ours = {mode: flops_per_sample(policy, 3, mode) for mode in MODES}
+    assert 0 < ours["heads"] < ours["expert"] < 0.7 * lerobots("expert")
+    assert ours["expert"] < 0.5 * ours["full"] < ours["full"] < lerobots("full")
+    assert flops_per_sample(policy, 1, "full") < flops_per_sample(policy.config, 3, "full") == ours["full"]
+
+
+def test_flops_of_the_real_policy():
+    """4.14 B parameters, 3 cameras, 200 tokens, chunks of 50; LeRobot's plain autograd takes 8.64 T in this mode."""
+    assert flops_per_sample(real_config(), 3, "expert") / 1e12 == pytest.approx(4.53, rel=0.01)
+
+
+# --- what trains ------------------------------------------------------------------------------------------
+
+
+def real_config():
+    """LeRobot's PI0.5 at its real size."""
+    config = PI05Config(device="cpu")
+    features = make_config(3, image_size=224)
+    config.input_features, config.output_features = features.input_features, features.output_features
+    return config
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_trainable_parameter_gets_a_gradient(mode):
+    policy = make_policy(2)
+    report = choose_trainable(policy, mode)
+    PolicyLoss(policy)(*make_batch(policy)).backward()
+    for name, parameter in policy.named_parameters():
+        assert (parameter.grad is not None) is parameter.requires_grad, name
+        # A gradient of zeros would hide a parameter that is not used after all.
+        assert parameter.grad is None or parameter.grad.abs().sum() > 0, name
+    counted = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    assert report.trainable == counted > 0
+    assert report.total == counted + sum(report.frozen.values())
+
+
+def test_modes_of_the_real_policy():
+    policy = meta_policy(real_config())
+    assert type(policy) is PI05Policy
+    reports = {mode: choose_trainable(policy, mode) for mode in MODES}
+    assert {mode: report.trainable for mode, report in reports.items()} == {
+        "heads": 2_165_792,
+        "expert": 430_098_464,
+        "full": 3_244_377_872,
+    }
+    assert reports["full"].total == 4_143_404_816
+    assert reports["full"].frozen == {"unused in training": 899_026_944}
+    # Not tied to the word embedding, which trains.
+    state = dict(policy.named_parameters())
+    paligemma = "model.paligemma_with_expert.paligemma"
+    assert not state[f"{paligemma}.lm_head.weight"].requires_grad
+    assert state[f"{paligemma}.model.language_model.embed_tokens.weight"].requires_grad
+
+
+def test_unknown_mode():
+    with pytest.raises(ValueError, match="'head' is unknown; choose 'heads', 'expert' or 'full'"):
+        choose_trainable(make_policy(1), "head")
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_ddp_needs_no_search_for_unused_parameters(process_group):
+    for mode in MODES:
+        policy = make_policy(1)
+        choose_trainable(policy, mode)
+        model = DistributedDataParallel(PolicyLoss(policy), find_unused_parameters=False)
+        for _ in range(3):
+            model(*make_batch(policy)).backward()
+    # The control: one parameter too many.
+    policy.model.paligemma_with_expert.paligemma.lm_head.weight.requires_grad_(True)
+    model = DistributedDataParallel(PolicyLoss(policy), find_unused_parameters=False)
+    with pytest.raises(RuntimeError, match="finished reduction"):
+        for _ in range(3):
+            model(*make_batch(policy)).backward()
+
+
+def test_state_dict_has_lerobots_names():
+    policy = make_policy(1)
+    assert set(PolicyLoss(policy).state_dict()) == {f"policy.{key}" for key in policy.state_dict()}
+
+
+def test_cast_frozen_keeps_what_trains_and_the_norms():
+    policy = make_policy(2)
+    choose_trainable(policy, "expert")
+    batch, noise, time = make_batch(policy)
+    expected = PolicyLoss(policy)(batch, noise, time).item()
+    cast_frozen(policy, torch.bfloat16)
+    for name, parameter in policy.named_parameters():
+        frozen_matrix = not parameter.requires_grad and "norm" not in name
+        assert parameter.dtype == (torch.bfloat16 if frozen_matrix else torch.float32), name
+    loss_module = PolicyLoss(policy)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_module(batch, noise, time)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected, rel=0.03)
+    assert {p.grad.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
+
+
+# --- noise and time ---------------------------------------------------------------------------------------
+
+
+def test_draws_depend_on_seed_and_step_only():
+    config = make_config(1)
+    noise, time = sample_noise_and_time(config, 8, 7, 3, "cpu")
+    assert noise.shape == (8, 6, 32) and time.shape == (8,)
+    assert noise.dtype == time.dtype == torch.float32
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    again = sample_noise_and_time(config, 8, 7, 3, "cpu")
+    assert torch.equal(again[0], noise) and torch.equal(again[1], time)
+    assert torch.equal(torch.get_rng_state(), state)
+    for seed, step in ((8, 3), (7, 4), (3, 7)):
+        other = sample_noise_and_time(config, 8, seed, step, "cpu")
+        assert not torch.equal(other[0], noise) and not torch.equal(other[1], time)
+
+
+@pytest.mark.parametrize("alpha, beta", [(1.5, 1.0), (1.0, 1.0), (2.0, 3.0)])
+def test_time_has_lerobots_distribution(alpha, beta):
+    config = make_config(1, chunk_size=1, max_action_dim=4)
+    config.time_sampling_beta_alpha, config.time_sampling_beta_beta = alpha, beta
+    rows = 20_000
+    torch.manual_seed(0)
+    options = {"scale": config.time_sampling_scale, "offset": config.time_sampling_offset}
+    expected = np.sort(sample_time_beta(rows, "cpu", alpha=alpha, beta=beta, **options).numpy())
+    found = np.sort(sample_noise_and_time(config, rows, 0, 0, "cpu")[1].numpy())
+    # Kolmogorov and Smirnov's distance of two samples; equal distributions stay below in 99.9 % of cases.
+    everything = np.concatenate([expected, found])
+    below = [np.searchsorted(sample, everything, side="right") / rows for sample in (expected, found)]
+    assert np.abs(below[0] - below[1]).max() < 1.95 * np.sqrt(2 / rows)
+    assert found.min() >= 0.001 and found.max() <= 1.0
+
+
+def test_noise_is_standard_normal():
+    noise, _ = sample_noise_and_time(make_config(1), 1000, 0, 0, "cpu")
+    assert noise.mean().item() == pytest.approx(0, abs=0.01)
+    assert noise.std().item() == pytest.approx(1, abs=0.01)
+
+
+# --- bad input --------------------------------------------------------------------------------------------
+
+
+def test_a_good_batch_passes():
+    policy = make_policy(2)
+    batch, _, _ = make_batch(policy)
+    check_batch(batch, policy.config)
+    image = (batch["observation.images.0"].movedim(1, -1) * 255).to(torch.uint8)
+    check_batch({**batch, "observation.images.0": image}, policy.config)
+    del batch["observation.images.1"]
+    check_batch(batch, policy.config)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"action": None}, r"no 'action'"),
+        ({"action": torch.zeros(4, 3)}, r"action is torch.float32 \(4, 3\), expected float32 \(4, 6, 3\)"),
+        ({"action": torch.zeros(4, 1, 3)}, r"\(4, 1, 3\), expected float32 \(4, 6, 3\)"),
+        ({"action": torch.zeros(4, 6, 32)}, r"\(4, 6, 32\), expected float32 \(4, 6, 3\)"),
+        ({"action": torch.zeros(4, 6, 3).double()}, r"torch.float64"),
+        ({"action": torch.full((4, 6, 3), torch.nan)}, r"not finite"),
+        ({"observation.images.0": None, "observation.images.1": None}, r"none of the policy's cameras"),
+        ({"observation.images.0": torch.zeros(4, 28, 28, 3)}, r"float32 \(4, 28, 28, 3\), expected uint8"),
+        ({"observation.images.0": torch.zeros(3, 3, 28, 28)}, r"float32 \(3, 3, 28, 28\), expected"),
+        ({"observation.images.0": torch.full((4, 3, 28, 28), 255.0)}, r"values in \[255, 255\], expected \[0, 1\]"),
+        ({"observation.language.tokens": None}, r"no 'observation.language.tokens'"),
+        ({"observation.language.tokens": torch.zeros(4, 9, dtype=torch.int64)}, r"\(4, 9\), expected .* \(4, 20\)"),
+        ({"observation.language.attention_mask": torch.ones(4, 20)}, r"expected torch.bool"),
+    ],
+)
+def test_check_batch_names_what_does_not_fit(changes, message):
+    policy = make_policy(2)
+    batch = {**make_batch(policy)[0], **changes}
+    with pytest.raises(ValueError, match=message):
+        check_batch({key: value for key, value in batch.items() if value is not None}, policy.config)
+
+
+def test_pi05_needs_noise_and_time():
+    policy = make_policy(1)
+    with pytest.raises(ValueError, match="sample_noise_and_time"):
+        PolicyLoss(policy)(make_batch(policy)[0])

@@ -1,0 +1,485 @@
+"""The split preprocessor against LeRobot's DataLoader and whole pipeline, bit for bit."""
+
+import contextlib
+import json
+import logging
+import pickle
+import shutil
+import time
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lerobot.configs import FeatureType, NormalizationMode, PreTrainedConfig
+from lerobot.datasets import LeRobotDataset, LeRobotDatasetMetadata
+from lerobot.lerobot_types import TransitionKey
+from lerobot.policies.factory import make_pre_post_processors
+from lerobot.processor import NormalizerProcessorStep, ProcessorStep, RenameObservationsProcessorStep
+from lerobot.processor.tokenizer_processor import TokenizerProcessorStep
+
+import processors
+from policy import match_features, save_pretrained
+from processors import DeviceHalf, Prepare, make_processors, required_stats, to_float
+from tests.datasets import make_dataset
+from tests.tiny import make_config
+from tiny_pi05 import TinyPI05Policy, make_tiny_base, make_tokenizer
+
+TOKENS, MASK = "observation.language.tokens", "observation.language.attention_mask"
+TOP, WRIST = "observation.images.top", "observation.images.wrist"
+CHUNK = 8
+
+
+@dataclass
+class Case:
+    """A dataset, a tiny policy for it, and what the policy would get from LeRobot."""
+
+    root: Path
+    folder: Path
+    meta: LeRobotDatasetMetadata
+    config: PreTrainedConfig
+
+    def rows(self, indices):
+        """Columns as our data engine emits them, from LeRobot's dataset."""
+        dataset = self.dataset(return_uint8=True)
+        items = [dataset[i] for i in indices]
+        columns = {}
+        for key in items[0]:
+            if key == "task":
+                columns[key] = np.array([item[key] for item in items], dtype=object)
+            else:
+                columns[key] = np.stack([np.asarray(item[key]) for item in items])
+        for key in self.meta.camera_keys:
+            columns[key] = np.ascontiguousarray(np.moveaxis(columns[key], 1, -1))
+        columns["dataset_index"] = np.zeros(len(items), dtype=np.int32)
+        columns["position"] = np.arange(len(items))
+        return columns
+
+    def dataset(self, **options):
+        deltas = {"action": [i / self.meta.fps for i in range(CHUNK)]}
+        return LeRobotDataset("local/test", root=self.root, video_backend="pyav", delta_timestamps=deltas, **options)
+
+    def lerobots_batch(self, indices, preprocessor):
+        """What `lerobot-train` passes to `policy.forward`."""
+        loader = torch.utils.data.DataLoader(self.dataset(), batch_size=len(indices), sampler=indices)
+        return preprocessor(next(iter(loader)))
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processors")
+    root = make_dataset(folder / "dataset", episodes=(9, 5, 3))
+    meta = LeRobotDatasetMetadata("local/test", root=root)
+    tasks = list(meta.tasks.index)
+    base = make_tiny_base(
+        folder / "base", features=meta.features, tasks=tasks, stats=meta.stats, fps=meta.fps, chunk_size=CHUNK
+    )
+    config = PreTrainedConfig.from_pretrained(base, cli_overrides=["--device=cpu"])
+    return Case(root, base, meta, config)
+
+
+def assert_equal(found, expected):
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    assert torch.equal(found, expected)
+
+
+INDICES = [0, 8, 16, 4, 13]  # the last frames of episodes among them
+
+
+# --- what reaches the policy ------------------------------------------------------------------------------
+
+
+def split(case, preprocessor, columns, rename_map=None):
+    prepare = Prepare(preprocessor, case.meta.camera_keys, rename_map or {}, case.config)
+    prepared = prepare(columns)
+    tensors = {key: torch.from_numpy(value) for key, value in prepared.items()}
+    return prepared, DeviceHalf(preprocessor, case.config)(tensors)
+
+
+def test_what_the_policy_gets_is_lerobots_to_the_bit(case):
+    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
+    columns = case.rows(INDICES)
+    prepared, found = split(case, preprocessor, columns)
+    expected = case.lerobots_batch(INDICES, preprocessor)
+    keys = {TOP, WRIST, "observation.state", "action", "action_is_pad", TOKENS, MASK, "index"}
+    assert set(found) == keys | {"dataset_index", "position"}
+    for key in keys:
+        assert_equal(found[key], expected[key])
+    assert expected["action_is_pad"].any() and expected[MASK].any() and not expected[MASK].all()
+    assert found["action"].abs().max() < 50 and not torch.equal(found["action"], torch.from_numpy(columns["action"]))
+    for key, value in prepared.items():
+        assert value.dtype.kind in "biuf", key
+        assert len(value) == len(INDICES)
+    assert prepared[TOP] is columns[TOP]
+
+
+def test_renamed_cameras(case):
+    renamed = {TOP: "observation.images.base", WRIST: "observation.images.hand"}
+    config = PreTrainedConfig.from_pretrained(case.folder, cli_overrides=["--device=cpu"])
+    config.input_features = {renamed.get(key, key): feature for key, feature in config.input_features.items()}
+    preprocessor, _ = make_processors(case.folder, config, case.meta.stats, renamed)
+    columns = case.rows(INDICES)
+    _, found = split(replace(case, config=config), preprocessor, columns, renamed)
+    expected = case.lerobots_batch(INDICES, preprocessor)
+    assert TOP not in found and WRIST not in found
+    for key in (*renamed.values(), "observation.state", "action", TOKENS):
+        assert_equal(found[key], expected[key])
+
+
+@pytest.mark.parametrize("mode", ["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10"])
+def test_normalised_images_are_lerobots_to_the_bit(case, mode):
+    config = PreTrainedConfig.from_pretrained(case.folder, cli_overrides=["--device=cpu"])
+    config.normalization_mapping = {**config.normalization_mapping, "VISUAL": NormalizationMode(mode)}
+    stats = {key: dict(value) for key, value in case.meta.stats.items()}
+    for name in ("max", "q90", "q99"):  # a channel without contrast
+        stats[WRIST][name] = stats[WRIST][name].copy()
+        stats[WRIST][name][1] = stats[WRIST][{"max": "min", "q90": "q10", "q99": "q01"}[name]][1]
+    preprocessor, _ = make_processors(case.folder, config, stats, {})
+    _, found = split(replace(case, config=config), preprocessor, case.rows(INDICES))
+    expected = case.lerobots_batch(INDICES, preprocessor)
+    plain = case.lerobots_batch(INDICES, make_processors(case.folder, case.config, case.meta.stats, {})[0])
+    for key in (TOP, WRIST, "action", TOKENS):
+        assert_equal(found[key], expected[key])
+    assert not torch.equal(expected[TOP], plain[TOP])
+
+
+def test_every_byte_value_converts_as_lerobots():
+    image = torch.arange(256, dtype=torch.uint8).repeat(3).reshape(1, 16, 16, 3)
+    expected = image.movedim(-1, 1).to(torch.float32) / 255.0
+    found = to_float(image, torch.tensor(255.0))
+    assert found.is_contiguous() and found.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+def test_every_byte_value_converts_as_lerobots_on_a_gpu(case):
+    image = torch.arange(256, dtype=torch.uint8).repeat(3).reshape(1, 16, 16, 3)
+    half = DeviceHalf(None, case.config).to("cuda")
+    found = half({TOP: image.cuda()})[TOP].cpu()
+    assert torch.equal(found, image.movedim(-1, 1).to(torch.float32) / 255.0)
+
+
+def test_a_window_of_observations():
+    image = torch.randint(0, 256, (2, 3, 8, 6, 3), dtype=torch.uint8)
+    found = to_float(image)
+    assert torch.equal(found[1, 2], image[1, 2].permute(2, 0, 1) / 255)
+
+
+def test_images_that_are_float_already_stay(case):
+    half = DeviceHalf(None, case.config)
+    image = torch.rand(1, 3, 8, 8)
+    assert half({TOP: image})[TOP] is image
+
+
+# --- Prepare as a function of blocks ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prepare(case):
+    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
+    return Prepare(preprocessor, case.meta.camera_keys, {}, case.config)
+
+
+def test_blocks_are_independent_and_may_be_read_only(case, prepare):
+    columns = case.rows(INDICES)
+    whole = prepare(columns)
+    for value in columns.values():
+        value.flags.writeable = False
+    before = {key: value.copy() for key, value in columns.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parts = [prepare({key: value[rows] for key, value in columns.items()}) for rows in (slice(0, 2), slice(2, 5))]
+    for key, expected in whole.items():
+        np.testing.assert_array_equal(np.concatenate([part[key] for part in parts]), expected)
+    for key, value in before.items():
+        np.testing.assert_array_equal(columns[key], value)
+
+
+def test_an_empty_block_has_the_same_columns(case, prepare):
+    columns = case.rows([0])
+    full, empty = prepare(columns), prepare({key: value[:0] for key, value in columns.items()})
+    assert {key: (value.dtype, value.shape[1:]) for key, value in empty.items()} == {
+        key: (value.dtype, value.shape[1:]) for key, value in full.items()
+    }
+    assert {len(value) for value in empty.values()} == {0}
+
+
+def test_columns_to_keep(case):
+    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
+    kept = Prepare(preprocessor, case.meta.camera_keys, {}, case.config, keep=("episode_index", "absent"))
+    assert "episode_index" in kept(case.rows([0]))
+    assert "index" not in kept(case.rows([0]))
+
+
+def test_bad_blocks(case, prepare):
+    columns = case.rows([0, 1])
+    with pytest.raises(ValueError, match=f"no camera '{WRIST}'"):
+        prepare({key: value for key, value in columns.items() if key != WRIST})
+    with pytest.raises(ValueError, match=rf"camera '{TOP}' is float32 \(2, 48, 64, 3\), expected uint8"):
+        prepare({**columns, TOP: columns[TOP].astype(np.float32)})
+    with pytest.raises(ValueError, match=r"'task' holds values that are not strings"):
+        prepare({**columns, "task": np.array(["go", None], dtype=object)})
+
+
+class MeanOfImage(ProcessorStep):
+    """A step that cannot run without images."""
+
+    def __call__(self, transition):
+        observation = transition[TransitionKey.OBSERVATION]
+        if TOP in observation:
+            observation = {**observation, "observation.state": observation["observation.state"] + 1}
+        return {**transition, TransitionKey.OBSERVATION: observation}
+
+    def transform_features(self, features):
+        return features
+
+
+def test_a_pipeline_that_needs_images_is_refused(case):
+    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
+    preprocessor.steps = [MeanOfImage(), *preprocessor.steps]
+    with pytest.raises(ValueError, match=r"something else of 'observation.state'.*MeanOfImage"):
+        Prepare(preprocessor, case.meta.camera_keys, {}, case.config)
+
+
+# --- pickling into tasks ----------------------------------------------------------------------------------
+
+
+def test_a_process_decodes_a_prepare_once(case, prepare, monkeypatch):
+    monkeypatch.setattr(processors, "_prepared", {})
+    buffers = []
+    data = pickle.dumps(prepare, protocol=5, buffer_callback=buffers.append)
+    assert len(data) < 1000  # the rest is one buffer, which Ray shares between tasks
+    loads, decoded = pickle.loads, []
+    monkeypatch.setattr(processors.pickle, "loads", lambda payload: decoded.append(1) or loads(payload))
+    first, second = (loads(data, buffers=buffers) for _ in range(2))
+    assert first is second is not prepare
+    assert len(decoded) == 1
+    columns = case.rows(INDICES)
+    found = first(columns)
+    for key, expected in prepare(columns).items():
+        np.testing.assert_array_equal(found[key], expected)
+    assert loads(pickle.dumps(first)) is first  # and it can travel on
+    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
+    other = Prepare(preprocessor, case.meta.camera_keys[:1], {}, case.config)
+    assert loads(pickle.dumps(other))._cameras != first._cameras
+
+
+def test_a_large_tokenizer_is_cheap_after_the_first_time(case):
+    config = make_config(1, vocabulary=[f"word{i}" for i in range(50_000)])
+    preprocessor, _ = make_processors(None, config, stats_of(case.meta, config), {})
+    prepare = Prepare(preprocessor, ["observation.images.0"], {}, config)
+    buffers = []
+    data = pickle.dumps(prepare, protocol=5, buffer_callback=buffers.append)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        pickle.loads(data, buffers=buffers)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds[1:]) < 1e-3 < seconds[0]
+
+
+def stats_of(meta, config):
+    return {key: {k: np.asarray(v) for k, v in meta.stats[key].items()} for key in ("observation.state", "action")}
+
+
+def test_nothing_of_a_block_travels_along(case):
+    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
+    fresh = Prepare(preprocessor, case.meta.camera_keys, {}, case.config)
+    columns = case.rows(INDICES)
+    preprocessor({key: torch.from_numpy(v) if key != "task" else list(v) for key, v in columns.items()})
+    used = Prepare(preprocessor, case.meta.camera_keys, {}, case.config)
+    used(columns)
+    assert abs(len(pickle.dumps(used)) - len(pickle.dumps(fresh))) < 200
+
+
+# --- make_processors --------------------------------------------------------------------------------------
+
+
+def test_statistics_are_the_datasets_and_not_the_folders(case):
+    other = {key: {k: np.asarray(v) * 3 for k, v in value.items()} for key, value in case.meta.stats.items()}
+    preprocessor, postprocessor = make_processors(case.folder, case.config, other, {})
+    normalizer = next(step for step in preprocessor.steps if isinstance(step, NormalizerProcessorStep))
+    np.testing.assert_allclose(normalizer._tensor_stats["action"]["q99"], other["action"]["q99"], rtol=1e-6)
+    action = torch.rand(2, CHUNK, 3)
+    normalized = normalizer._normalize_action(action, inverse=False)
+    torch.testing.assert_close(postprocessor(normalized), action)
+
+
+def test_as_lerobot_train_makes_them(case):
+    """The same call as in lerobot_train.py, with its overrides."""
+    features = {**case.config.input_features, **case.config.output_features}
+    shared = {"norm_map": case.config.normalization_mapping, "stats": case.meta.stats}
+    expected, expected_post = make_pre_post_processors(
+        case.config,
+        pretrained_path=str(case.folder),
+        preprocessor_overrides={
+            "device_processor": {"device": "cpu"},
+            "normalizer_processor": {"features": features, **shared},
+            "rename_observations_processor": {"rename_map": {}},
+        },
+        postprocessor_overrides={"unnormalizer_processor": {"features": case.config.output_features, **shared}},
+    )
+    for folder in (case.folder, str(case.folder), None):
+        found, found_post = make_processors(folder, case.config, case.meta.stats, {})
+        assert found.get_config() == expected.get_config()
+        assert found_post.get_config() == expected_post.get_config()
+        for key, state in expected.state_dict().items():
+            assert all(torch.equal(found.state_dict()[key][name], value) for name, value in state.items())
+
+
+def test_fresh_processors_rename(case):
+    preprocessor, _ = make_processors(None, case.config, case.meta.stats, {"observation.images.x": TOP})
+    step = next(step for step in preprocessor.steps if isinstance(step, RenameObservationsProcessorStep))
+    assert step.rename_map == {"observation.images.x": TOP}
+
+
+def test_required_stats_follow_the_normalisation_mode(case):
+    features = {**case.config.input_features, **case.config.output_features}
+    assert required_stats(case.config, features) == {
+        "observation.state": {"q01", "q99"},
+        "action": {"q01", "q99"},
+    }
+    config = PreTrainedConfig.from_pretrained(case.folder, cli_overrides=["--device=cpu"])
+    config.normalization_mapping = {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "QUANTILE10"}
+    assert required_stats(config, features) == {
+        TOP: {"mean", "std"},
+        WRIST: {"mean", "std"},
+        "observation.state": {"min", "max"},
+        "action": {"q10", "q90"},
+    }
+
+
+def test_missing_statistics(case):
+    stats = {key: dict(value) for key, value in case.meta.stats.items()}
+    del stats["action"]["q99"]
+    with pytest.raises(ValueError, match=r"'action' is to be normalised by QUANTILES.*lack \['q99'\].*compute them"):
+        make_processors(case.folder, case.config, stats, {})
+    del stats["observation.state"]
+    with pytest.raises(ValueError, match=r"'observation.state' .* lack \['q01', 'q99'\] \(found \[\]\)"):
+        make_processors(case.folder, case.config, stats, {})
+    # Statistics are looked up after renaming, as the normaliser does.
+    stats = {**case.meta.stats, "observation.joints": case.meta.stats["observation.state"]}
+    del stats["observation.state"]
+    make_processors(case.folder, case.config, stats, {"observation.joints": "observation.state"})
+
+
+def test_bad_statistics(case, caplog):
+    stats = {key: {k: np.array(v) for k, v in value.items()} for key, value in case.meta.stats.items()}
+    stats["action"]["q01"] = np.array([0.0, np.nan, 0.0])
+    with pytest.raises(ValueError, match="'q01' of 'action' is not finite"):
+        make_processors(case.folder, case.config, stats, {})
+    stats["action"]["q01"] = np.zeros(2)
+    with pytest.raises(ValueError, match=r"'q01' of 'action' has shape \(2,\), not \(3,\)"):
+        make_processors(case.folder, case.config, stats, {})
+    stats["action"]["q01"] = stats["action"]["q99"].copy()
+    stats["action"]["q01"][:2] -= 1
+    with caplog.at_level(logging.WARNING):
+        make_processors(case.folder, case.config, stats, {})
+    assert "'action': q01 and q99 are equal in the dimensions [2]" in caplog.text
+
+
+def copy_with(case, tmp_path, change):
+    folder = tmp_path / "policy"
+    shutil.copytree(case.folder, folder)
+    file = folder / "policy_preprocessor.json"
+    description = json.loads(file.read_text())
+    change(description["steps"])
+    file.write_text(json.dumps(description))
+    return folder
+
+
+def test_a_pipeline_that_names_python_code_is_refused(case, tmp_path):
+    victim = tmp_path / "victim"
+    step = {"class": "os.makedirs", "config": {"name": str(victim)}}
+    folder = copy_with(case, tmp_path, lambda steps: steps.insert(0, step))
+    with pytest.raises(ValueError, match="registered by name.*refused"):
+        make_processors(folder, case.config, case.meta.stats, {})
+    assert not victim.exists()
+    # What is refused is real: LeRobot calls it.
+    with contextlib.suppress(Exception):
+        make_pre_post_processors(case.config, pretrained_path=str(folder))
+    assert victim.exists()
+
+
+def test_a_pipeline_without_a_normaliser_is_refused(case, tmp_path):
+    def drop(steps):
+        steps[:] = [step for step in steps if step["registry_name"] != "normalizer_processor"]
+
+    with pytest.raises(ValueError, match="cannot be built.*normalizer_processor"):
+        make_processors(copy_with(case, tmp_path, drop), case.config, case.meta.stats, {})
+
+
+def test_unreadable_pipelines(case, tmp_path):
+    folder = copy_with(case, tmp_path, lambda steps: None)
+    (folder / "policy_postprocessor.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"not policy_postprocessor.json"):
+        make_processors(folder, case.config, case.meta.stats, {})
+    (folder / "policy_preprocessor.json").write_text("{")
+    with pytest.raises(ValueError, match="policy_preprocessor.json"):
+        make_processors(folder, case.config, case.meta.stats, {})
+
+
+def test_the_gated_tokenizer_is_explained(case, monkeypatch):
+    def fail(name):
+        raise OSError("You are trying to access a gated repo. 401 Client Error")
+
+    monkeypatch.setattr("lerobot.processor.tokenizer_processor.AutoTokenizer.from_pretrained", fail)
+    from lerobot.policies.pi05.configuration_pi05 import PI05Config
+
+    config = PI05Config(device="cpu", chunk_size=CHUNK, n_action_steps=CHUNK)
+    config.input_features, config.output_features = case.config.input_features, case.config.output_features
+    with pytest.raises(ValueError, match="google/paligemma-3b-pt-224 and set HF_TOKEN"):
+        make_processors(None, config, case.meta.stats, {})
+
+
+def test_a_tokenizer_named_on_the_hub_is_saved_beside_and_read_from_there(case, tmp_path):
+    """As in LeRobot's own PI0.5: the step knows its tokenizer by name only."""
+    make_tokenizer(["go"]).save_pretrained(tmp_path / "hub")
+    preprocessor, postprocessor = make_processors(case.folder, case.config, case.meta.stats, {})
+    step = TokenizerProcessorStep(tokenizer_name=str(tmp_path / "hub"), max_length=16)
+    preprocessor.steps = [step if isinstance(old, TokenizerProcessorStep) else old for old in preprocessor.steps]
+    folder = tmp_path / "policy"
+    save_pretrained(TinyPI05Policy(case.config), preprocessor, postprocessor, folder)
+    shutil.rmtree(tmp_path / "hub")
+    again, _ = make_processors(folder, case.config, case.meta.stats, {})
+    found = next(step for step in again.steps if isinstance(step, TokenizerProcessorStep))
+    assert found._tokenize_text(["go 7"])["input_ids"].tolist() == step._tokenize_text(["go 7"])["input_ids"].tolist()
+    assert found.get_config() == step.get_config()  # the name is still there for LeRobot
+    save_pretrained(TinyPI05Policy(case.config), again, postprocessor, tmp_path / "again")
+
+    step.tokenizer, step.tokenizer_name = step.input_tokenizer, None
+    with pytest.raises(ValueError, match="could not be loaded again"):
+        save_pretrained(TinyPI05Policy(case.config), preprocessor, postprocessor, tmp_path / "unnamed")
+    assert not (tmp_path / "unnamed").exists()
+
+
+def test_features_of_a_dataset_with_more_than_the_policy_uses(tmp_path):
+    root = make_dataset(tmp_path / "dataset", episodes=(4, 3), cameras={TOP: (28, 28)}, extra_features=True)
+    meta = LeRobotDatasetMetadata("local/test", root=root)
+    config = make_config(1, tokenizer_max_length=24)
+    config.input_features = {
+        TOP: config.input_features["observation.images.0"],
+        "observation.state": config.input_features["observation.state"],
+    }
+    case = Case(root, Path(), meta, config)
+    features = {
+        key: SimpleFeature(**{k: v.get(k) for k in ("dtype", "shape", "names")}) for key, v in meta.features.items()
+    }
+    match_features(config, features, {}, fps=meta.fps)
+    preprocessor, _ = make_processors(None, config, meta.stats, {})
+    _, found = split(case, preprocessor, case.rows([0, 3, 6]))
+    assert set(found) == {TOP, "observation.state", "action", "action_is_pad", TOKENS, MASK, "index"} | {
+        "dataset_index",
+        "position",
+    }
+    assert config.output_features.keys() == {"action"}
+    assert {feature.type for feature in config.image_features.values()} == {FeatureType.VISUAL}
+
+
+@dataclass
+class SimpleFeature:
+    dtype: str
+    shape: tuple
+    names: list | None

@@ -1,0 +1,210 @@
+"""The whole program, through Ray Data and Ray Train, against a plain loop over LeRobot's own code."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny_pi05
+import vla
+from lerobot_metadata import load_metadata
+from run_plan import resolve
+from tests.datasets import make_dataset
+
+STEPS, GLOBAL_BATCH = 4, 8
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    """A dataset and a tiny base policy for it."""
+    folder = tmp_path_factory.mktemp("vla")
+    root = make_dataset(folder / "dataset", episodes=(12, 7, 15, 1, 10, 9))
+    meta = load_metadata(root)
+    base = tiny_pi05.make_tiny_base(
+        folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10, chunk_size=8
+    )
+    return folder, root, base
+
+
+def flags(setting, name, **changes):
+    folder, root, base = setting
+    options = {
+        "dataset.root": root,
+        "policy.path": base,
+        "output_dir": folder / name,
+        "scaling.num_workers": 2,
+        "scaling.cpus_per_worker": 0.5,
+        "scaling.max_failures": 0,
+        "batch_size": 2,
+        "grad_accum": 2,
+        "steps": STEPS,
+        "log_freq": 1,
+        "save_freq": 2,
+        "lr": 1e-3,
+        "train.mode": "full",
+        "train.deterministic": "true",
+        **changes,
+    }
+    return [f"--{k}={v}" for k, v in options.items()]
+
+
+@pytest.fixture(scope="module")
+def finished(setting, ray_cluster):
+    """A run of 4 steps by 2 workers, with accumulation."""
+    assert vla.main(flags(setting, "finished")) == 0
+    return setting[0] / "finished"
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    return load_file(folder / "pretrained_model" / "model.safetensors")
+
+
+def apart(a, b, start):
+    """How far two trained policies are from each other, against how far they went; the worst parameter.
+
+    Adam divides by the square root of tiny second moments, so single bits of a gradient may matter: whole tensors are
+    compared. Biases of keys are left out: attention does not depend on them, so their gradient is rounding alone.
+    """
+    worst = (0.0, "")
+    for name, value in a.items():
+        went = (value - start[name]).norm().item()
+        if went and not name.endswith("k_proj.bias"):
+            worst = max(worst, ((value - b[name]).norm().item() / went, name))
+    return worst
+
+
+def lerobot_loop(setting):
+    """What `lerobot-train` would compute for the same rows, noise and times: its dataset, processors and policy."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+    from lerobot.configs.policies import PreTrainedConfig
+
+    from config import parse_args
+    from pi05_loss import sample_noise_and_time
+
+    _, root, base = setting
+    run = resolve(parse_args(flags(setting, "unused")), gpus_found=0)
+    config = PreTrainedConfig.from_pretrained(base)
+    config.device = "cpu"
+    policy = get_policy_class(config.type).from_pretrained(base, config=config)
+    policy.train()
+    dataset = LeRobotDataset(
+        "test", root=root, video_backend="pyav", delta_timestamps={"action": [i / 10 for i in range(8)]}
+    )
+    preprocessor, _ = make_pre_post_processors(
+        config,
+        pretrained_path=str(base),
+        preprocessor_overrides={
+            "device_processor": {"device": "cpu"},
+            "normalizer_processor": {
+                "stats": dataset.meta.stats,
+                "features": {**config.input_features, **config.output_features},
+                "norm_map": config.normalization_mapping,
+            },
+        },
+    )
+    optimizer = config.get_optimizer_preset().build(policy.parameters())
+    plan = run.reader()(stream=(0, run.last_row)).plan
+    schedule = vla.build_optimizer(run, vla.build_model(run, torch.device("cpu"))[0]).schedule
+    results = []
+    for step in range(STEPS):
+        noise, time = sample_noise_and_time(config, GLOBAL_BATCH, run.config.seed, step, "cpu")
+        policy.model.sample_noise = lambda *_, value=noise: value
+        policy.model.sample_time = lambda *_, value=time: value
+        index = np.concatenate([s.rows()[1] for s in plan.slices(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)])
+        batch = torch.utils.data.default_collate([dataset[int(i)] for i in index])
+        loss, _ = policy.forward(preprocessor(batch))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), config.optimizer_grad_clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = schedule(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append(loss.item())
+    return results, policy
+
+
+@pytest.mark.ray
+def test_the_program_equals_a_plain_loop_over_lerobot(setting, finished):
+    expected_losses, policy = lerobot_loop(setting)
+    np.testing.assert_allclose(losses(finished), expected_losses, rtol=1e-5)
+    trained, start = weights(finished), load_file(setting[2] / "model.safetensors")
+    expected = policy.state_dict()
+    assert trained.keys() == start.keys()
+    differently = {n for n in start if torch.equal(trained[n], start[n]) != torch.equal(expected[n], start[n])}
+    # LeRobot's AdamW decays these although nothing depends on them (pi05_loss.choose_trainable).
+    assert all("layers" in name and "q_proj" in name for name in differently), differently
+    distance, name = apart(trained, expected, start)
+    assert distance < 1e-3, name
+    assert sum(not torch.equal(trained[n], start[n]) for n in start) > 30
+
+
+@pytest.mark.ray
+def test_two_workers_equal_one_with_twice_the_batch(setting, finished):
+    name = "one_worker"
+    changes = {"scaling.num_workers": 1, "batch_size": 8, "grad_accum": 1}
+    assert vla.main(flags(setting, name, **changes)) == 0
+    one, two = setting[0] / name, finished
+    np.testing.assert_allclose(losses(one), losses(two), rtol=1e-5)
+    start = load_file(setting[2] / "model.safetensors")
+    distance, name = apart(weights(one), weights(two), start)
+    assert distance < 1e-3, name
+
+
+@pytest.mark.ray
+def test_four_steps_equal_two_and_a_resume_and_two_bit_for_bit(setting, finished):
+    name = "resumed"
+    folder = setting[0] / name
+    shutil.copytree(finished, folder)
+    # As if the run had died after its first checkpoint, having logged one step more.
+    shutil.rmtree(folder / "pretrained_model")
+    shutil.rmtree(folder / "checkpoints" / "step_00000004")
+    (folder / "checkpoints" / "checkpoint_manager_snapshot.json").unlink()
+    metrics = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(metrics[:3]))
+
+    assert vla.main([f"--output_dir={folder}", "--resume"]) == 0
+    expected = weights(finished)
+    for key, value in weights(folder).items():
+        assert torch.equal(value, expected[key]), key
+    assert losses(folder) == losses(finished)
+    assert [p.name for p in sorted((folder / "checkpoints").glob("step_*"))] == ["step_00000002", "step_00000004"]
+
+
+@pytest.mark.ray
+def test_the_runs_folder_holds_what_is_promised(setting, finished):
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:
+        assert {"epoch", "loss", "lr", "grad_norm", "samples", "samples_per_s", "step_s", "data_wait_s"} <= line.keys()
+    assert lines[-1]["samples"] == 32 and lines[-1]["epoch"] == pytest.approx(32 / 54, abs=1e-3)
+    config = json.loads((finished / "config.json").read_text())
+    assert config["policy_path"] == str(setting[2]) and config["steps"] == STEPS
+    assert not list(finished.rglob("*.p*kl")) and not list(finished.rglob("*.pt")) and not list(finished.rglob("*.bin"))
+    checkpoint = finished / "checkpoints" / "step_00000004"
+    trainable = load_file(checkpoint / "trainable.safetensors")
+    assert 0 < len(trainable) < len(weights(finished))
+
+
+@pytest.mark.ray
+def test_a_second_run_does_not_touch_the_first(setting, finished, capsys):
+    before = sorted((p, p.stat().st_mtime_ns) for p in finished.rglob("*"))
+    assert vla.main(flags(setting, "finished")) == 2
+    assert "exists: --resume goes on with the run it holds" in capsys.readouterr().err
+    assert sorted((p, p.stat().st_mtime_ns) for p in finished.rglob("*")) == before
+
+
+@pytest.mark.ray
+def test_resuming_with_another_batch_or_other_data_is_refused(setting, finished, capsys):
+    """Seen by the workers, whose message must come out."""
+    assert vla.main([f"--output_dir={finished}", "--resume", "--batch_size=4"]) == 2
+    assert "is 16, but the run was started with 8" in capsys.readouterr().err
+    assert vla.main([f"--output_dir={finished}", "--resume", "--seed=3"]) == 2
+    assert "seed: was 1000, is 3" in capsys.readouterr().err
