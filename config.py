@@ -185,8 +185,12 @@ def parse_args(argv: Sequence[str]) -> Config:
     try:
         with draccus.config_type("json"):
             config = draccus.parse(Config, config_path=config_path, args=rest)
-    except (draccus.utils.DecodingError, json.JSONDecodeError, OSError) as error:
-        raise ValueError(f"command line{f' or {config_path}' if config_path else ''}: {error}") from error
+    except (draccus.utils.DraccusException, json.JSONDecodeError, OSError) as error:
+        hint = """; lists and maps are written as JSON: --dataset.camera_keys='["observation.images.top"]'"""
+        raise ValueError(
+            f"command line{f' or {config_path}' if config_path else ''}: {str(error).strip()}"
+            + (hint if any(value[:1] in ("[", "{") for _, value in given) else "")
+        ) from error
     config.policy_path = policy.pop("path", config.policy_path)
     config.policy_type = policy.pop("type", config.policy_type)
     config.policy_revision = policy.pop("pretrained_revision", config.policy_revision)

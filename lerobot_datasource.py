@@ -150,6 +150,12 @@ class LeRobotDatasource(Datasource):
             select_episodes(meta, None if episodes is None else episodes[i]) for i, meta in enumerate(self.metas)
         ]
         features = _common_features(self.metas, camera_keys)
+        if delta_timestamps and len({meta.fps for meta in self.metas}) > 1:
+            raise ValueError(
+                f"datasets of different frame rates cannot be read together in windows: "
+                f"{', '.join(f'{meta.root} has {meta.fps} fps' for meta in self.metas)}; an action chunk would span "
+                "other times in each. Convert them to one rate"
+            )
         self._delta_indices = resolve_delta_indices(delta_timestamps or {}, features, self.metas[0], tolerance_s)
         self._tolerance_s = tolerance_s
         self._features = features

@@ -5,8 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
+import json
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,19 +19,26 @@ from typing import Any, cast
 
 import draccus
 import numpy as np
+import torch
+from draccus.utils import DraccusException
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.datasets.compute_stats import aggregate_stats
+from lerobot.policies.factory import get_policy_class
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from checkpoint import file_digest
-from config import CACHE_DIR, Config, MissingCameras
+from config import CACHE_DIR, Config, MissingCameras, TrainMode
 from dataset_stats import complete_stats
 from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
 from lerobot_metadata import DatasetMetadata, fetch_dataset, load_metadata, select_episodes
+from pi05_loss import TrainableReport, choose_trainable
 from policy import FeatureMatch, fetch_pretrained, match_features
-from processors import required_stats
+from processors import make_processors, required_stats
 
 Stats = dict[str, dict[str, np.ndarray]]
+# What LeRobot's `aggregate_stats` makes the statistics of several datasets from, besides quantiles.
+AGGREGATED = {"min", "max", "mean", "std", "count"}
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,7 @@ class Run:
     Attributes:
         train_episodes, eval_episodes: per dataset, int64 arrays; disjoint.
         policy_folder: a LeRobot pretrained folder, or None to start from random weights.
+        parameters: how many there are and which train; None for policies other than PI0.5, which are not built here.
         base: which weights the run starts from (path, revision, digest).
         stats: normalisation statistics; `missing_stats` are still to be computed.
         rows_per_epoch: frames of the training episodes. steps: optimizer updates of the whole run.
@@ -54,6 +67,7 @@ class Run:
     missing_stats: dict[str, set[str]]
     rows_per_epoch: int
     steps: int
+    parameters: TrainableReport | None = None
     block_rows: int = 1
     stream: dict[str, Any] = field(default_factory=dict)
 
@@ -124,13 +138,17 @@ def resolve(config: Config, gpus_found: int) -> Run:
 
     policy_config, folder, base_info = _resolve_policy(config, path_given)
     config = replace(config, policy_path=path_given, policy_revision=base_info["revision"])
-    match = match_features(
-        policy_config,
-        _selected_features(metas[0], config.dataset.camera_keys),
-        config.rename_map,
-        missing_cameras=cast(MissingCameras, config.dataset.missing_cameras),
-        fps=metas[0].fps,
-    )
+    try:
+        match = match_features(
+            policy_config,
+            _selected_features(metas[0], config.dataset.camera_keys),
+            config.rename_map,
+            missing_cameras=cast(MissingCameras, config.dataset.missing_cameras),
+            fps=metas[0].fps,
+        )
+    except ValueError as error:
+        raise ValueError(f"dataset {metas[0].root} and policy {base_info['path']}: {error}") from error
+    parameters = _count_parameters(policy_config, cast(TrainMode, config.train.mode))
     train, held_out = zip(*(_split_episodes(meta, config) for meta in metas), strict=True)
     rows = sum(int(meta.episode_length[e].sum()) for meta, e in zip(metas, train, strict=True))
     if config.global_batch_size > rows:
@@ -139,12 +157,11 @@ def resolve(config: Config, gpus_found: int) -> Run:
             f"{config.grad_accum} x {config.scaling.num_workers} workers) is more than the {rows} training frames: a "
             "step would see frames twice; lower --batch_size or --grad_accum, or add episodes"
         )
-    stats = metas[0].stats if len(metas) == 1 else aggregate_stats([meta.stats for meta in metas if meta.stats])
     needed = required_stats(policy_config, {k: metas[0].features[k] for k in match.dataset_keys})
     if any(len(episodes) for episodes in held_out):
         # The mean action is what a policy must beat on held-out episodes (evaluate.py).
         needed["action"] = needed.get("action", set()) | {"mean"}
-    missing = {k: {s for s in names if s not in stats.get(k, {})} for k, names in needed.items()}
+    missing = _missing_stats(metas, needed)
     run = Run(
         config=config,
         metas=metas,
@@ -154,11 +171,14 @@ def resolve(config: Config, gpus_found: int) -> Run:
         policy_folder=folder,
         base=base_info,
         match=match,
-        stats=stats,
-        missing_stats={k: names for k, names in missing.items() if names},
+        stats={} if missing else _join_stats([meta.stats for meta in metas]),
+        missing_stats=missing,
         rows_per_epoch=rows,
         steps=config.resolve_steps(rows),
+        parameters=parameters,
     )
+    if not missing:
+        make_processors(folder, policy_config, run.stats, config.rename_map)  # a tokenizer out of reach is told now
     source = run.reader()(stream=(0, run.last_row))  # checks that all files are there and that the datasets agree
     return replace(run, block_rows=block_rows(config.batch_size, source.row_bytes()), stream=source.plan.identity())
 
@@ -168,31 +188,94 @@ def with_stats(run: Run) -> Run:
     if not run.missing_stats:
         return run
     completed = [complete_stats(meta, run.missing_stats, cache_dir=run.output_dir / "stats")[0] for meta in run.metas]
-    stats = completed[0] if len(completed) == 1 else aggregate_stats(completed)
-    return replace(run, stats=stats, missing_stats={})
+    return replace(run, stats=_join_stats(completed), missing_stats={})
+
+
+def _missing_stats(metas: Sequence[DatasetMetadata], needed: dict[str, set[str]]) -> dict[str, set[str]]:
+    """What has to be computed, `{feature: statistics}`: with several datasets, all must have what is joined."""
+    if len(metas) > 1:
+        needed = {key: names | AGGREGATED for key, names in needed.items()}
+    missing = {
+        key: {name for name in names if any(name not in meta.stats.get(key, {}) for meta in metas)}
+        for key, names in needed.items()
+    }
+    missing = {key: names for key, names in missing.items() if names}
+    if cameras := sorted(missing.keys() & set(metas[0].camera_keys)):
+        raise ValueError(
+            f"dataset {', '.join(meta.root for meta in metas)}: the policy normalises images, and meta/stats.json "
+            f"lacks {', '.join(f'{sorted(missing[key])} of {key}' for key in cameras)}. These are not computed here, "
+            "since every video would have to be decoded; have LeRobot write them with "
+            "`python -m lerobot.scripts.augment_dataset_quantile_stats`"
+        )
+    return missing
+
+
+def _join_stats(stats: Sequence[Stats]) -> Stats:
+    """The statistics of several datasets taken together, of the features that all have."""
+    if len(stats) == 1:
+        return stats[0]
+    shared = [key for key in stats[0] if all(s.get(key, {}).keys() >= AGGREGATED for s in stats)]
+    return aggregate_stats([{key: s[key] for key in shared} for s in stats])
+
+
+def _count_parameters(policy_config: PreTrainedConfig, mode: TrainMode) -> TrainableReport | None:
+    if not isinstance(policy_config, PI05Config):
+        if mode != "full":
+            raise ValueError(
+                f"--train.mode={mode} names parts of PI0.5, and the policy is of type {policy_config.type}; use "
+                "--train.mode=full, or what the policy's own options (--policy.*) offer to freeze parts of it"
+            )
+        return None  # building others may download their backbones
+    built = copy.deepcopy(policy_config)
+    built.device = "meta"
+    with torch.device("meta"):
+        return choose_trainable(get_policy_class(built.type)(built), mode)
 
 
 def _resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:
-    known = PreTrainedConfig.get_known_choices()
     if path is None:
-        if config.policy_type not in known:
-            raise ValueError(f"--policy.type={config.policy_type}: LeRobot knows {', '.join(sorted(known))}")
-        choice = PreTrainedConfig.get_choice_class(config.policy_type)
-        policy_config = draccus.parse(choice, args=[*config.policy_options, "--device=cpu"])
-        return (
-            policy_config,
-            None,
-            {"path": f"{config.policy_type} from random weights", "revision": None, "digest": None},
-        )
+        kind = config.policy_type or ""
+        base = {"path": f"{kind} from random weights", "revision": None, "digest": None}
+        return _policy_config(f"--policy.type={kind}", kind, None, config.policy_options), None, base
     folder, revision = fetch_pretrained(path, config.policy_revision)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        policy_config = PreTrainedConfig.from_pretrained(folder, cli_overrides=[*config.policy_options, "--device=cpu"])
     folder = folder.absolute()
+    try:
+        kind = json.loads((folder / "config.json").read_bytes())["type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"policy {path}: config.json is damaged or no policy's ({error!r}); copy it again") from error
+    policy_config = _policy_config(f"policy {path}", kind, folder, config.policy_options)
     policy_config.pretrained_path = folder
-    weights = sorted(folder.glob("*.safetensors.index.json")) or [folder / "model.safetensors"]
-    digest = file_digest(weights[0]) if weights[0].is_file() else None
-    return policy_config, folder, {"path": path, "revision": revision, "digest": digest}
+    weights = (sorted(folder.glob("*.safetensors.index.json")) or [folder / "model.safetensors"])[0]
+    if not weights.is_file():
+        found = sorted(entry.name for entry in folder.iterdir())
+        raise FileNotFoundError(
+            f"policy {path}: no model.safetensors, found {found}: there are no weights to start from; copy it again, "
+            f"or use --policy.type={kind} if random ones are meant"
+        )
+    return policy_config, folder, {"path": path, "revision": revision, "digest": file_digest(weights)}
+
+
+def _policy_config(where: str, kind: str, folder: Path | None, options: list[str]) -> PreTrainedConfig:
+    """LeRobot's configuration of a policy, the folder's or the type's defaults, with the user's own options."""
+    known = PreTrainedConfig.get_known_choices()
+    if kind not in known:
+        raise ValueError(f"{where}: no policy is of type {kind!r}; LeRobot knows {', '.join(sorted(known))}")
+    given = ", ".join(f"--policy.{option.removeprefix('--')}" for option in options)
+    options = [*options, "--device=cpu"]
+    usage = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(usage):
+            warnings.simplefilter("ignore")
+            if folder is None:
+                return draccus.parse(PreTrainedConfig.get_choice_class(kind), args=options)
+            return PreTrainedConfig.from_pretrained(folder, cli_overrides=options)
+    except SystemExit as error:  # how draccus refuses an option that it does not know
+        names = ", ".join(sorted(known[kind].__dataclass_fields__))
+        raise ValueError(f"{where}: {given}: a {kind} policy has only the options {names}") from error
+    except (DraccusException, ValueError, TypeError) as error:
+        reason = "; ".join(str(e) for e in (error, error.__cause__) if e is not None)
+        source = " with ".join(filter(None, ["config.json" if folder else "", given]))
+        raise ValueError(f"{where}: {source}: {reason}") from error
 
 
 def _selected_features(meta: DatasetMetadata, camera_keys: list[str] | None) -> dict[str, Any]:
@@ -220,13 +303,13 @@ def _split_episodes(meta: DatasetMetadata, config: Config) -> tuple[np.ndarray, 
 # ---- for people -------------------------------------------------------------------------------------------------
 
 
-def describe(run: Run, trainable: Any | None = None) -> str:
+def describe(run: Run) -> str:
     """The plan, as text: datasets, policy, how features map, batch arithmetic, cadence."""
     config = run.config
     lines = []
     for meta, train, held_out in zip(run.metas, run.train_episodes, run.eval_episodes, strict=True):
         lines += [
-            f"Dataset      {meta.root}" + (f" @ {config.dataset.revision[:12]}" if config.dataset.revision else ""),
+            f"Dataset      {config.dataset.repo_id or meta.root}" + _at(config.dataset.revision),
             f"             {meta.num_episodes} episodes, {meta.total_frames} frames at {meta.fps} fps"
             + (f", robot {meta.robot_type}" if meta.robot_type else ""),
             f"             trains on {len(train)} episodes, {int(meta.episode_length[train].sum())} frames; "
@@ -244,9 +327,10 @@ def describe(run: Run, trainable: Any | None = None) -> str:
         f"Statistics   {'to be computed from the dataset: ' + missing if missing else 'all that is needed is present'}"
     )
     lines.append(f"Policy       {run.policy_config.type}, {run.base['path']}" + _at(run.base["revision"]))
-    if trainable is not None:
+    if run.parameters is not None:
         lines.append(
-            f"             {trainable.total:,} parameters, {trainable.trainable:,} trained (mode {config.train.mode})"
+            f"             {run.parameters.total:,} parameters, {run.parameters.trainable:,} of them train "
+            f"(--train.mode {config.train.mode})"
         )
     lines.append("Features     dataset -> policy")
     lines += [f"             {line}" for line in run.match.table()]

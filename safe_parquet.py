@@ -38,7 +38,7 @@ def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None =
     try:
         file = fs.open(path, "rb")
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{name} is missing") from error
+        raise FileNotFoundError(f"{name} is missing; copy it again") from error
     try:
         with file:
             for extension in _extension_names_in_footer(_read_footer(file)):

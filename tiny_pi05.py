@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
+from lerobot.lerobot_types import TransitionKey
 from lerobot.policies.pi05 import modeling_pi05
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
@@ -35,6 +36,7 @@ from lerobot.processor import (
     ProcessorStepRegistry,
     RelativeActionsProcessorStep,
     TokenizerProcessorStep,
+    create_transition,
     make_default_policy_processor_steps,
     make_policy_processor_pipelines,
 )
@@ -335,14 +337,14 @@ def make_tiny_base(
             )
     if chunk_size is None:
         chunk_size = min(max(round(fps), 2), PI05Config.chunk_size)
-    state_dim = input_features[OBS_STATE].shape[0]
+    prompts = _prompts(tasks, input_features[OBS_STATE].shape[0])
     config = TinyPI05Config(
         input_features=input_features,
         output_features=output_features,
         chunk_size=chunk_size,
         n_action_steps=chunk_size,
-        vocabulary=_instruction_words(tasks),
-        tokenizer_max_length=_prompt_length(tasks, state_dim),
+        vocabulary=_vocabulary(prompts),
+        tokenizer_max_length=_prompt_length(prompts),
         action_feature_names=_flat_names(features[ACTION]),
         device="cpu",  # the one device every machine has; whoever loads the folder may override it
         **sizes,
@@ -415,18 +417,26 @@ def _flat_names(feature: Any) -> list[str] | None:
     return [str(name) for name in names] if names else None
 
 
-def _instruction_words(tasks: Sequence[str]) -> list[str]:
-    """The instructions' words, the most frequent first, at most `MAX_VOCABULARY`."""
-    counts = Counter(word for task in dict.fromkeys(tasks) for word in split_words(task))
-    ranked = sorted(counts, key=lambda word: (-counts[word], word))
-    return [word for word in ranked if word not in tokenizer_vocabulary(())][:MAX_VOCABULARY]
+def _prompts(tasks: Sequence[str], state_dim: int) -> list[list[str]]:
+    """The words of each instruction's prompt as LeRobot's PI0.5 writes it, for a state of zeros."""
+    tasks = list(dict.fromkeys(tasks)) or [""]
+    transition = create_transition(
+        observation={OBS_STATE: torch.zeros(len(tasks), state_dim)}, complementary_data={"task": tasks}
+    )
+    prepared = Pi05PrepareStateTokenizerProcessorStep()(transition)
+    return [split_words(prompt) for prompt in prepared[TransitionKey.COMPLEMENTARY_DATA]["task"]]
 
 
-def _prompt_length(tasks: Sequence[str], state_dim: int) -> int:
-    """Tokens that hold every prompt of the dataset, with some to spare for longer instructions; a multiple of 8."""
-    template = len(split_words("Task: , State: ;\nAction: "))
-    longest = max((len(split_words(task)) for task in tasks), default=0)
-    return -(-(template + longest + SPARE_WORDS + state_dim) // 8) * 8
+def _vocabulary(prompts: Sequence[Sequence[str]]) -> list[str]:
+    """The prompts' words that not every tokenizer knows, the most frequent first, at most `MAX_VOCABULARY`."""
+    counts = Counter(word for prompt in prompts for word in prompt)
+    ranked = sorted(counts.keys() - tokenizer_vocabulary(()).keys(), key=lambda word: (-counts[word], word))
+    return ranked[:MAX_VOCABULARY]
+
+
+def _prompt_length(prompts: Sequence[Sequence[str]]) -> int:
+    """Tokens that hold every prompt, with some to spare for longer instructions; a multiple of 8."""
+    return -(-(max(map(len, prompts)) + SPARE_WORDS) // 8) * 8
 
 
 @contextlib.contextmanager

@@ -148,6 +148,10 @@ class TrainableOptimizer:
     schedule: Callable[[int], float]
     clip_norm: float
 
+    def named(self) -> dict[str, Tensor]:
+        """What trains, by name."""
+        return {name: param.detach() for name, param in zip(self.names, self.params, strict=True)}
+
     def step(self, number: int) -> tuple[Tensor, Tensor]:
         """Clip, update, clear gradients. `number`: optimizer steps done before this one (sets the learning rate).
 

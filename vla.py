@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import shutil
 import sys
 import tempfile
@@ -23,6 +24,8 @@ import ray
 import ray.train
 import torch
 from lerobot.policies.factory import get_policy_class
+from lerobot.policies.pretrained import PreTrainedPolicy
+from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 from ray.train.torch import TorchTrainer, get_device
 from torch import nn
@@ -106,7 +109,10 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     if world > 1:
         # Nothing that trains is ever without a gradient (pi05_loss.choose_trainable), so DDP need not search.
         model = DistributedDataParallel(
-            loss, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+            loss,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # constants
         )
     log = MetricsLog(run.output_dir, config.global_batch_size, run.rows_per_epoch, progress.step) if rank == 0 else None
 
@@ -143,18 +149,14 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
                 config.train.mode,
                 config.global_batch_size,
             )
-            report_checkpoint(run, loss, optimizer, progress, rank)
+            report_checkpoint(run, optimizer, progress, rank)
     if rank == 0:
-        export(run, loss)
+        export(run, optimizer)
 
 
 def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, TrainableReport, torch.dtype | None]:
     """The policy with its loss on `device`, what trains chosen; and the autocast dtype (None: fp32 throughout)."""
-    torch.manual_seed(run.config.seed)
-    if run.policy_folder is None:
-        policy = get_policy_class(run.policy_config.type)(run.policy_config)
-    else:
-        policy = load_policy(run.policy_folder, run.policy_config)
+    policy = start_policy(run)
     report = choose_trainable(policy, cast(TrainMode, run.config.train.mode))
     wanted = run.config.train.precision
     bf16 = wanted == "bf16" or (wanted == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
@@ -164,6 +166,14 @@ def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, TrainableRe
     loss = PolicyLoss(policy, mask_padding=run.config.train.mask_padding)
     loss.train()
     return loss, report, torch.bfloat16 if bf16 else None
+
+
+def start_policy(run: Run) -> PreTrainedPolicy:
+    """The policy as the run starts from it, on the CPU: pretrained, or seeded random weights if that was asked for."""
+    if run.policy_folder is not None:
+        return load_policy(run.policy_folder, run.policy_config)
+    torch.manual_seed(run.config.seed)
+    return get_policy_class(run.policy_config.type)(run.policy_config)
 
 
 def build_optimizer(run: Run, loss: PolicyLoss) -> TrainableOptimizer:
@@ -187,7 +197,7 @@ def restore(run: Run, loss: PolicyLoss, optimizer: TrainableOptimizer) -> Progre
         return Progress(0, 0, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
     saved = load_checkpoint(newest)
     check_same_run(run, saved.progress)
-    params = dict(zip(optimizer.names, optimizer.params, strict=True))
+    params = optimizer.named()
     if params.keys() != saved.trainable.keys():
         odd = sorted(params.keys() ^ saved.trainable.keys())[:5]
         raise ValueError(f"checkpoint {newest} holds other parameters than what trains now, e.g. {odd}")
@@ -247,7 +257,7 @@ def check_finite(run: Run, metrics: dict) -> None:
 # ---- what a run leaves behind -------------------------------------------------------------------------------------
 
 
-def report_checkpoint(run: Run, loss: PolicyLoss, optimizer: TrainableOptimizer, progress: Progress, rank: int) -> None:
+def report_checkpoint(run: Run, optimizer: TrainableOptimizer, progress: Progress, rank: int) -> None:
     """Rank 0 writes a checkpoint and hands it to Ray Train, which makes it visible and deletes old ones."""
     name = f"step_{progress.step:08d}"
     if rank != 0:
@@ -256,8 +266,7 @@ def report_checkpoint(run: Run, loss: PolicyLoss, optimizer: TrainableOptimizer,
     run.output_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".checkpoint-", dir=run.output_dir) as scratch:
         folder = Path(scratch) / name
-        trainable = {n: p.detach() for n, p in zip(optimizer.names, optimizer.params, strict=True)}
-        save_checkpoint(folder, Checkpoint(progress, trainable, optimizer.state()))
+        save_checkpoint(folder, Checkpoint(progress, optimizer.named(), optimizer.state()))
         ray.train.report(
             {"step": progress.step},
             checkpoint=ray.train.Checkpoint.from_directory(folder),
@@ -265,10 +274,18 @@ def report_checkpoint(run: Run, loss: PolicyLoss, optimizer: TrainableOptimizer,
         )
 
 
-def export(run: Run, loss: PolicyLoss) -> None:
-    """`OUTPUT_DIR/pretrained_model`: weights merged, processors included, as LeRobot loads it."""
+def export(run: Run, optimizer: TrainableOptimizer) -> None:
+    """`OUTPUT_DIR/pretrained_model`, as LeRobot loads it: the base with what trained put in, processors included.
+
+    The base is read anew, because what is frozen may have been rounded to bf16 for training.
+    """
+    policy = start_policy(run)
+    params = dict(policy.named_parameters())
+    with torch.no_grad():
+        for name, value in optimizer.named().items():
+            params[name].copy_(value)
     pre, post = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
-    save_pretrained(loss.policy.float().cpu(), pre, post, run.output_dir / "pretrained_model")
+    save_pretrained(policy, pre, post, run.output_dir / "pretrained_model")
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------
@@ -290,17 +307,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     started_ray = not ray.is_initialized()
-    start_ray(run)
     try:
+        start_ray(run)
         run = with_stats(run)
-        write_json(run.output_dir / CONFIG_NAME, run.config.to_json())
         with follow_progress(run.output_dir, run.steps):
             make_trainer(run).fit()
         if any(len(episodes) for episodes in run.eval_episodes):
             remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.use_gpu else 0)
             errors = ray.get(remote.remote(run))
             print(error_table(errors["trained"], errors.get("untrained")), flush=True)
-    except TrainingFailedError as error:
+    except (TrainingFailedError, RayError, ValueError, OSError) as error:
         print(f"error: {root_cause(error)}", file=sys.stderr)
         return 1
     finally:
@@ -324,8 +340,12 @@ def prepare_folder(run: Run) -> None:
     if newest is not None:
         check_same_run(run, load_progress(newest))
     weights = (run.policy_folder or folder) / "model.safetensors"
-    require_space(folder, weights.stat().st_size if weights.is_file() else 0, "the run")
+    # A checkpoint is what trains and Adam's two moments, fp32; it is written, then copied to where Ray keeps it.
+    checkpoint_bytes = 3 * 4 * run.parameters.trainable if run.parameters else 0
+    export_bytes = weights.stat().st_size if weights.is_file() else 0
+    require_space(folder, 2 * checkpoint_bytes + export_bytes, "a checkpoint and the trained policy")
     folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / CONFIG_NAME, config.to_json())
 
 
 def start_ray(run: Run) -> None:
@@ -366,11 +386,15 @@ def root_cause(error: BaseException) -> str:
     if failures:
         # A rank that fails leaves the others in a collective; what they then say is not the cause.
         error = min(failures.values(), key=lambda e: "collective" in str(e).lower() or "gloo" in str(e).lower())
-    while True:
+    while isinstance(error, RayError | TrainingFailedError):
         inner = getattr(error, "cause", None) or getattr(error, "controller_failure", None) or error.__cause__
         if not isinstance(inner, BaseException) or inner is error:
-            return f"{type(error).__name__}: {error}"
+            break
         error = inner
+    # Ray Data 2.60 writes how often it tried, and how to change that, into the message.
+    message = re.split(r"\nFailed to .+ after \d+/\d+ attempts", str(error))[0]
+    # Ours are sentences for the user; of the others the type may be all there is.
+    return message if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {message}"
 
 
 def print_help() -> None:

@@ -231,8 +231,9 @@ def test_any_dataset_gets_a_base_that_runs(tmp_path):
     batch = observation({"observation.state": vector(32)}, tasks=tasks)
     for key, (height, width, _) in shapes.items():
         batch[key] = torch.rand(2, 3, height, width)
-    chunk = postprocessor(policy.predict_action_chunk(preprocessor(batch)))
-    assert chunk.shape == (2, 30, 32)
+    prepared = preprocessor(batch)
+    assert not (prepared["observation.language.tokens"] == make_tokenizer([]).unk_token_id).any()
+    assert postprocessor(policy.predict_action_chunk(prepared)).shape == (2, 30, 32)
 
 
 def test_a_chunk_is_a_second_unless_told_otherwise(tmp_path):
@@ -346,7 +347,8 @@ def test_a_prompt_that_does_not_fit_is_an_error(tmp_path):
 
 def test_a_large_vocabulary_keeps_the_frequent_words(monkeypatch):
     monkeypatch.setattr(tiny_pi05, "MAX_VOCABULARY", 2)
-    assert tiny_pi05._instruction_words(["go b", "go a", "go c", "go c c"]) == ["go", "c"]
+    prompts = [["go", "b"], ["go", "a"], ["go", "c", "c", "task", "255"]]
+    assert tiny_pi05._vocabulary(prompts) == ["go", "c"]
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------

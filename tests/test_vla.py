@@ -82,9 +82,9 @@ def apart(a, b, start):
 
 def lerobot_loop(setting):
     """What `lerobot-train` would compute for the same rows, noise and times: its dataset, processors and policy."""
+    from lerobot.configs.policies import PreTrainedConfig
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
-    from lerobot.configs.policies import PreTrainedConfig
 
     from config import parse_args
     from pi05_loss import sample_noise_and_time
@@ -148,14 +148,21 @@ def test_the_program_equals_a_plain_loop_over_lerobot(setting, finished):
 
 @pytest.mark.ray
 def test_two_workers_equal_one_with_twice_the_batch(setting, finished):
+    """And, on the way, statistics that the dataset lacks are computed as LeRobot would have."""
     name = "one_worker"
-    changes = {"scaling.num_workers": 1, "batch_size": 8, "grad_accum": 1}
+    root = shutil.copytree(setting[1], setting[0] / "without_quantiles")
+    stats = json.loads((root / "meta" / "stats.json").read_text())
+    (root / "meta" / "stats.json").write_text(
+        json.dumps({key: {k: v for k, v in values.items() if k not in ("q01", "q99")} for key, values in stats.items()})
+    )
+    changes = {"scaling.num_workers": 1, "batch_size": 8, "grad_accum": 1, "dataset.root": root}
     assert vla.main(flags(setting, name, **changes)) == 0
     one, two = setting[0] / name, finished
     np.testing.assert_allclose(losses(one), losses(two), rtol=1e-5)
     start = load_file(setting[2] / "model.safetensors")
     distance, name = apart(weights(one), weights(two), start)
     assert distance < 1e-3, name
+    assert list((one / "stats").iterdir())
 
 
 @pytest.mark.ray
