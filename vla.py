@@ -51,6 +51,7 @@ from progress import MetricsLog, follow_progress, log_to
 from run_plan import Run, describe, resolve, with_stats
 from training_data import Dealt, Deferred, TrainingData, stream_batches
 from util import (
+    ROW_COLUMNS,
     Batch,
     Draws,
     NumpyToTorchCollate,
@@ -119,7 +120,7 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     shard = ray.train.get_dataset_shard("train")
     dealt = Dealt(config.batch_size, run.block_rows, rank, world)
     host_batches = stream_batches(shard, dealt, progress.rows, run.last_row, NumpyToTorchCollate(run.use_gpu))
-    batches = TimedIterator(device_batches(run, cuda_prefetcher(host_batches, device), device))
+    batches = TimedIterator(policy_batches(run, cuda_prefetcher(host_batches, device)))
     window, waited_before = Window(device), 0.0
     for step in range(progress.step, run.steps):
         result = train_step(
@@ -162,8 +163,10 @@ def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, TrainableRe
     bf16 = wanted == "bf16" or (wanted == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
     if bf16:
         cast_frozen(policy, torch.bfloat16)
-    policy.to(device)
-    loss = PolicyLoss(policy, mask_padding=run.config.train.mask_padding)
+    preprocessor, _ = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
+    # Its device half: uint8 images become what the policy expects, on the device.
+    images = DeviceHalf(preprocessor, run.policy_config)
+    loss = PolicyLoss(policy, images=images, mask_padding=run.config.train.mask_padding).to(device)
     loss.train()
     return loss, report, torch.bfloat16 if bf16 else None
 
@@ -213,15 +216,13 @@ def check_same_run(run: Run, saved: Progress) -> None:
     check_resumable(saved, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
 
 
-def device_batches(run: Run, batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """The device half of the preprocessor: uint8 images become what the policy expects. Checks the first batch."""
-    preprocessor, _ = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
-    to_policy = DeviceHalf(preprocessor, run.policy_config).to(device)
+def policy_batches(run: Run, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """What the policy sees: no row columns, which would cost a copy to the GPU. Checks the run's first batch."""
     for number, batch in enumerate(batches):
-        ready = to_policy(batch)
+        inputs = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
         if number == 0:
-            check_batch(ready, run.policy_config)
-        yield ready
+            check_batch(inputs, run.policy_config)
+        yield inputs
 
 
 def noise_for(run: Run, step: int, dealt: Dealt, device: torch.device) -> Callable[[int], Draws]:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.data [--rows 800] [--rounds 3] [--datasets av1_240x320x3,...] [--cores 2]
 
-Every contender gives batches of 8 rows with action windows of 50 as contiguous uint8 arrays in this process. They take
-turns, several rounds; medians are reported. `rows_per_s` is counted from the first batch on, `first_batch_s` is the time
-to it on a warm cluster. Results go to `benchmarks/results/data-<hardware>-<date>.json`, and a table is printed.
+Every contender gives batches of 8 rows with action windows of 50 as contiguous uint8 arrays in this process. They
+take turns, several rounds; medians are reported. `rows_per_s` is counted from the first batch on, `first_batch_s` is
+the time to it on a warm cluster. Results go to `benchmarks/results/data-<hardware>-<date>.json`; a table is printed.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def children_cpu_s() -> float:
 
 
 def hardware() -> dict[str, Any]:
-    models = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.processor(),
         "cores": os.cpu_count(),

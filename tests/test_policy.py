@@ -212,6 +212,13 @@ def test_the_embeddings_own_weights_win_in_any_order(folder, original):
     assert not torch.equal(state[LANGUAGE_HEAD], state[EMBEDDING])
     lost = TinyPI05Policy.from_pretrained(folder).state_dict()  # the trap is real
     assert torch.equal(lost[EMBEDDING], lost[LANGUAGE_HEAD])
+    head = {LANGUAGE_HEAD: weights.pop(LANGUAGE_HEAD)}
+    for name, tensors in (("a.safetensors", weights), ("b.safetensors", head)):
+        save_file(tensors, folder / name)
+    names = {**dict.fromkeys(weights, "a.safetensors"), LANGUAGE_HEAD: "b.safetensors"}
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert torch.equal(load(folder).state_dict()[EMBEDDING], original.state_dict()[EMBEDDING])
 
 
 def test_bfloat16_files_load_into_the_policys_precision(folder, original):

@@ -290,6 +290,7 @@ def test_nothing_of_a_block_travels_along(case):
     columns = case.rows(INDICES)
     preprocessor({key: torch.from_numpy(v) if key != "task" else list(v) for key, v in columns.items()})
     used = Prepare(preprocessor, case.meta.camera_keys, {}, case.config)
+    assert all(step._current_transition is None for step in pickle.loads(pickle.dumps(used))._pipeline.steps)
     used(columns)
     assert abs(len(pickle.dumps(used)) - len(pickle.dumps(fresh))) < 200
 
