@@ -10,6 +10,7 @@ Knows nothing of torch, policies or training.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,7 +81,12 @@ class Reader:
     def open_video(self, relative: str) -> Any:
         """A path for local files (PyAV reads them itself), else a seekable file with read-ahead."""
         path = self.path(relative)
-        return path if "file" in self.fs.protocol else self.fs.open(path, "rb", block_size=4 * 2**20)
+        if "file" in self.fs.protocol:
+            return path
+        try:
+            return self.fs.open(path, "rb", block_size=4 * 2**20)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{self.root}: {relative} is missing; copy it again") from error
 
 
 @dataclass(frozen=True)
@@ -439,7 +445,8 @@ def _read_tabular(
 
 def _read_rows(reader: Reader, file: str, members: list[_Episode], keys: list[str]) -> pa.Table:
     """The row groups that hold the members' rows, as one table; sets each member's `table_row`."""
-    with open_parquet(reader.fs, reader.path(file)) as parquet:
+    name = f"{reader.root}: {file}"
+    with _naming_store_errors(name), open_parquet(reader.fs, reader.path(file), name=name) as parquet:
         missing = [k for k in keys if k not in parquet.schema_arrow.names]
         if missing:
             raise ValueError(f"{reader.root}: {file}: columns {missing} are missing; meta/info.json promises them")
@@ -589,16 +596,19 @@ def _read_video(
     for e in sorted(episodes, key=lambda e: e.part.videos[key]):
         by_file.setdefault(e.part.videos[key][0], []).append(e)
     for file, members in by_file.items():
-        numbers = [e.part.episode_index for e in members]
-        with VideoReader(
-            reader.open_video(file),
-            name=f"{reader.root}: {file} (camera {key}, episodes {numbers})",
-            height=height,
-            width=width,
-            fps=reader.fps,
-            tolerance_s=options.tolerance_s,
-            threads=options.threads,
-        ) as video:
+        name = f"{reader.root}: {file} (camera {key}, episodes {[e.part.episode_index for e in members]})"
+        with (
+            _naming_store_errors(name),
+            VideoReader(
+                reader.open_video(file),
+                name=name,
+                height=height,
+                width=width,
+                fps=reader.fps,
+                tolerance_s=options.tolerance_s,
+                threads=options.threads,
+            ) as video,
+        ):
             for e in members:
                 video.name = f"{reader.root}: {file} (camera {key}, episode {e.part.episode_index})"
                 frames, target, out = _camera_targets(feature, e, total, options, columns)
@@ -609,6 +619,23 @@ def _read_video(
 
                 stamps = e.timestamps[frames - e.first]
                 video.read(e.part.videos[key][1] + stamps, sink)
+
+
+@contextlib.contextmanager
+def _naming_store_errors(name: str) -> Iterator[None]:
+    """Say what was being read when the network, or the object store, refused."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        # Each store has its own exceptions for credentials and connections.
+        if type(error).__module__ == "builtins" and not isinstance(error, OSError):
+            raise
+        raise OSError(
+            f"{name}: cannot be read: {type(error).__name__}: {error}; check the network, and this node's credentials, "
+            "permissions and endpoint (environment variables of the object store)"
+        ) from error
 
 
 def _camera_targets(

@@ -315,7 +315,8 @@ def _open_root(root: str | Path, storage_options: dict | None) -> tuple[fsspec.A
     try:
         if not fs.exists(f"{base}/{INFO_PATH}"):
             if not fs.exists(base):
-                raise FileNotFoundError(f"dataset {root}: no such folder; check the path")
+                where = "path" if isinstance(fs, LocalFileSystem) else "bucket, the path and the endpoint"
+                raise FileNotFoundError(f"dataset {root}: no such folder; check the {where}")
             if not fs.isdir(base):
                 raise FileNotFoundError(f"dataset {root}: is a file; give the folder that holds meta/, data/, …")
             found = sorted(str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(base, detail=False))

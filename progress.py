@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ray
 from tqdm import tqdm
 
 METRICS_NAME = "metrics.jsonl"
@@ -24,9 +25,18 @@ class MetricsLog:
     Args:
         output_dir: the run's folder. global_batch_size, rows_per_epoch: to count samples and epochs.
         resumed_step: optimizer steps that the checkpoint contains; later lines are removed.
+        mfu_per_rate: model FLOP utilisation per sample/s; None where it is not known.
     """
 
-    def __init__(self, output_dir: Path, global_batch_size: int, rows_per_epoch: int, resumed_step: int):
+    def __init__(
+        self,
+        output_dir: Path,
+        global_batch_size: int,
+        rows_per_epoch: int,
+        resumed_step: int,
+        mfu_per_rate: float | None,
+    ):
+        self._mfu_per_rate = mfu_per_rate
         self.path = output_dir / METRICS_NAME
         self._global_batch_size = global_batch_size
         self._rows_per_epoch = rows_per_epoch
@@ -37,9 +47,27 @@ class MetricsLog:
         """Append a line for the window of steps that ends with `step`."""
         samples = step * self._global_batch_size
         epoch = round(samples / self._rows_per_epoch, 4)
-        line = {"step": step, "epoch": epoch, "lr": lr, **metrics, "samples": samples}
+        line = {
+            **{"step": step, "epoch": epoch, "lr": lr},
+            **metrics,
+            "samples": samples,
+            # Of the whole step, waiting for data included.
+            "mfu": None if self._mfu_per_rate is None else self._mfu_per_rate * metrics["samples_per_s"],
+            "spilled_bytes": spilled_bytes(),
+        }
         with open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def spilled_bytes() -> int:
+    """Bytes that the cluster's object stores have written to disk since it started.
+
+    Ray 2.60 offers them only through this private call, which its own benchmarks use.
+    """
+    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+    state = get_state_from_address(ray.get_runtime_context().gcs_address)
+    return get_memory_info_reply(state).store_stats.spilled_bytes_total
 
 
 def log_to(output_dir: Path) -> None:

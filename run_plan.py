@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import json
 import math
@@ -19,11 +18,9 @@ from typing import Any, cast
 
 import draccus
 import numpy as np
-import torch
 from draccus.utils import DraccusException
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.datasets.compute_stats import aggregate_stats
-from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
@@ -32,7 +29,7 @@ from config import CACHE_DIR, Config, MissingCameras, TrainMode
 from dataset_stats import complete_stats
 from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
 from lerobot_metadata import DatasetMetadata, fetch_dataset, load_metadata, select_episodes
-from pi05_loss import TrainableReport, choose_trainable
+from pi05_loss import TrainableReport, choose_trainable, flops_per_sample, meta_policy
 from policy import FeatureMatch, fetch_pretrained, match_features
 from processors import make_processors, required_stats
 
@@ -49,6 +46,7 @@ class Run:
         train_episodes, eval_episodes: per dataset, int64 arrays; disjoint.
         policy_folder: a LeRobot pretrained folder, or None to start from random weights.
         parameters: how many there are and which train; None for policies other than PI0.5, which are not built here.
+        flops_per_sample: forward and backward of a row, counted.
         base: which weights the run starts from (path, revision, digest).
         stats: normalisation statistics; `missing_stats` are still to be computed.
         rows_per_epoch: frames of the training episodes. steps: optimizer updates of the whole run.
@@ -68,6 +66,7 @@ class Run:
     rows_per_epoch: int
     steps: int
     parameters: TrainableReport | None = None
+    flops_per_sample: int | None = None
     block_rows: int = 1
     stream: dict[str, Any] = field(default_factory=dict)
 
@@ -176,6 +175,9 @@ def resolve(config: Config, gpus_found: int) -> Run:
         rows_per_epoch=rows,
         steps=config.resolve_steps(rows),
         parameters=parameters,
+        flops_per_sample=None
+        if parameters is None
+        else flops_per_sample(policy_config, len(match.camera_keys), cast(TrainMode, config.train.mode)),
     )
     if not missing:
         make_processors(folder, policy_config, run.stats, config.rename_map)  # a tokenizer out of reach is told now
@@ -226,10 +228,7 @@ def _count_parameters(policy_config: PreTrainedConfig, mode: TrainMode) -> Train
                 "--train.mode=full, or what the policy's own options (--policy.*) offer to freeze parts of it"
             )
         return None  # building others may download their backbones
-    built = copy.deepcopy(policy_config)
-    built.device = "meta"
-    with torch.device("meta"):
-        return choose_trainable(get_policy_class(built.type)(built), mode)
+    return choose_trainable(meta_policy(policy_config), mode)
 
 
 def _resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:
@@ -331,6 +330,7 @@ def describe(run: Run) -> str:
         lines.append(
             f"             {run.parameters.total:,} parameters, {run.parameters.trainable:,} of them train "
             f"(--train.mode {config.train.mode})"
+            + (f", {run.flops_per_sample / 1e9:,.1f} GFLOP per sample and step" if run.flops_per_sample else "")
         )
     lines.append("Features     dataset -> policy")
     lines += [f"             {line}" for line in run.match.table()]

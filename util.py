@@ -134,6 +134,28 @@ def enable_gpu_perf_flags(deterministic: bool = False) -> None:
     torch.backends.cudnn.benchmark = True
 
 
+# Dense bf16 matrix products per second, by what `torch.cuda.get_device_name` says; NVIDIA's data sheets. The first that
+# is contained in the name counts.
+PEAK_BF16_FLOPS = {
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak dense bf16 FLOP/s of a GPU; None for others and for the CPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_BF16_FLOPS.items() if key in name), None)
+
+
 @dataclass
 class TrainableOptimizer:
     """AdamW over what trains, its parameter list made once, and the learning rate as a function of the step.

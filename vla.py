@@ -10,12 +10,14 @@ from CPUs anywhere in the cluster, `train_loop_per_worker` runs the training ste
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -44,7 +46,7 @@ from checkpoint import (
 )
 from config import CONFIG_NAME, PRESETS, Config, TrainMode, parse_args
 from evaluate import error_table, evaluate_run
-from pi05_loss import PolicyLoss, TrainableReport, cast_frozen, check_batch, choose_trainable, sample_noise_and_time
+from pi05_loss import PolicyLoss, cast_frozen, check_batch, choose_trainable, sample_noise_and_time
 from policy import load_policy, save_pretrained
 from processors import DeviceHalf, Prepare, make_processors
 from progress import MetricsLog, follow_progress, log_to
@@ -61,6 +63,7 @@ from util import (
     cuda_prefetcher,
     enable_gpu_perf_flags,
     make_trainable_optimizer,
+    peak_flops,
     train_step,
     warmup_cosine,
 )
@@ -103,9 +106,9 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     log_to(run.output_dir)
     enable_gpu_perf_flags(config.train.deterministic)
 
-    loss, _, autocast = build_model(run, device)
+    loss, autocast = build_model(run, device)
     optimizer = build_optimizer(run, loss)
-    progress = restore(run, loss, optimizer)
+    progress = restore(run, optimizer)
     model: nn.Module = loss
     if world > 1:
         # Nothing that trains is ever without a gradient (pi05_loss.choose_trainable), so DDP need not search.
@@ -115,12 +118,17 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
             gradient_as_bucket_view=True,
             broadcast_buffers=False,  # constants
         )
-    log = MetricsLog(run.output_dir, config.global_batch_size, run.rows_per_epoch, progress.step) if rank == 0 else None
+    log = None
+    if rank == 0:
+        log = MetricsLog(
+            run.output_dir, config.global_batch_size, run.rows_per_epoch, progress.step, flops_share(run, world, device)
+        )
 
     shard = ray.train.get_dataset_shard("train")
     dealt = Dealt(config.batch_size, run.block_rows, rank, world)
     host_batches = stream_batches(shard, dealt, progress.rows, run.last_row, NumpyToTorchCollate(run.use_gpu))
     batches = TimedIterator(policy_batches(run, cuda_prefetcher(host_batches, device)))
+    gc.disable()  # collected at log steps: in between it would stall the host at random
     window, waited_before = Window(device), 0.0
     for step in range(progress.step, run.steps):
         result = train_step(
@@ -138,27 +146,21 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
         if done % config.log_freq == 0 or done == run.steps:
             metrics = window.gather(batches.waited_s - waited_before)
             window, waited_before = Window(device), batches.waited_s
+            gc.collect()
             check_finite(run, metrics)
             if log is not None:
                 log.write(done, optimizer.schedule(step), metrics)
         if done % config.save_freq == 0 or done == run.steps:
-            progress = Progress(
-                done,
-                done * config.global_batch_size,
-                progress.stream,
-                run.base,
-                config.train.mode,
-                config.global_batch_size,
-            )
+            progress = replace(progress, step=done, rows=done * config.global_batch_size)
             report_checkpoint(run, optimizer, progress, rank)
     if rank == 0:
         export(run, optimizer)
 
 
-def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, TrainableReport, torch.dtype | None]:
+def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, torch.dtype | None]:
     """The policy with its loss on `device`, what trains chosen; and the autocast dtype (None: fp32 throughout)."""
     policy = start_policy(run)
-    report = choose_trainable(policy, cast(TrainMode, run.config.train.mode))
+    choose_trainable(policy, cast(TrainMode, run.config.train.mode))
     wanted = run.config.train.precision
     bf16 = wanted == "bf16" or (wanted == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
     if bf16:
@@ -168,7 +170,7 @@ def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, TrainableRe
     images = DeviceHalf(preprocessor, run.policy_config)
     loss = PolicyLoss(policy, images=images, mask_padding=run.config.train.mask_padding).to(device)
     loss.train()
-    return loss, report, torch.bfloat16 if bf16 else None
+    return loss, torch.bfloat16 if bf16 else None
 
 
 def start_policy(run: Run) -> PreTrainedPolicy:
@@ -193,7 +195,7 @@ def build_optimizer(run: Run, loss: PolicyLoss) -> TrainableOptimizer:
     )
 
 
-def restore(run: Run, loss: PolicyLoss, optimizer: TrainableOptimizer) -> Progress:
+def restore(run: Run, optimizer: TrainableOptimizer) -> Progress:
     """Load the newest sound checkpoint into the model and optimizer; a fresh start when there is none."""
     newest = latest_checkpoint(run.checkpoints_dir)
     if newest is None:
@@ -243,6 +245,12 @@ def noise_for(run: Run, step: int, dealt: Dealt, device: torch.device) -> Callab
         return torch.cat([noise[rows] for rows in blocks]), torch.cat([time[rows] for rows in blocks])
 
     return draws
+
+
+def flops_share(run: Run, world: int, device: torch.device) -> float | None:
+    """Model FLOP utilisation per sample/s of the whole run; None where the policy or the hardware is not known."""
+    peak = peak_flops(device)
+    return run.flops_per_sample / (world * peak) if run.flops_per_sample and peak else None
 
 
 def check_finite(run: Run, metrics: dict) -> None:

@@ -191,6 +191,7 @@ def test_the_runs_folder_holds_what_is_promised(setting, finished):
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     for line in lines:
         assert {"epoch", "loss", "lr", "grad_norm", "samples", "samples_per_s", "step_s", "data_wait_s"} <= line.keys()
+        assert line["mfu"] is None and line["spilled_bytes"] == 0  # a CPU has no peak rate here, and nothing spills
     assert lines[-1]["samples"] == 32 and lines[-1]["epoch"] == pytest.approx(32 / 54, abs=1e-3)
     config = json.loads((finished / "config.json").read_text())
     assert config["policy_path"] == str(setting[2]) and config["steps"] == STEPS

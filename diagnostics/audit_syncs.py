@@ -1,0 +1,610 @@
+"""List what makes a training step wait for the device: the operations, and the lines that cause them.
+
+    python -m diagnostics.audit_syncs --preset demo
+
+takes the flags of `vla.py` and runs that program's own training loop, `vla.train_loop_per_worker`, for a few steps on
+made-up batches of the run's shapes. Ray is not started: the little that the loop asks of it is answered here. What
+happens between two log steps is listed; the log window before it warms up. Exit status: 0 nothing found, 1 something,
+2 the audit could not run.
+
+With CUDA, PyTorch itself says what synchronises (`torch.cuda.set_sync_debug_mode`), in the whole step. Without, the
+loop runs on tensors that have a CUDA device and no storage, and every operation on its way through PyTorch's dispatcher
+is looked at. Autograd needs a driver for those, so there the backward is looked at on the meta device instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import linecache
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import vla
+from config import parse_args
+from pi05_loss import PolicyLoss
+from run_plan import Run, resolve
+from training_data import Dealt
+from util import Batch, NumpyToTorchCollate, Window
+
+aten = torch.ops.aten
+
+ROOT = Path(__file__).resolve().parent.parent
+# Operations pass through these; what causes one is the innermost line that is elsewhere.
+PASSED_THROUGH = (str(Path(torch.__file__).parent), __file__, warnings.__file__)
+# How PyTorch puts it (c10/cuda/CUDAFunctions.cpp). That its debug mode is a prototype is another warning.
+CUDA_WARNING = "called a synchronizing CUDA operation"
+COPIES = (aten._to_copy.default, aten.copy_.default)
+INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
+MASKS = (torch.bool, torch.uint8)
+# PyTorch's own marks of operations whose result, or its shape, the host has to learn from the device.
+VALUES_NEEDED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+# Optimizer steps of a log window. The loop runs two: one to warm up, one to audit.
+WINDOW_STEPS = 2
+
+
+class Line(NamedTuple):
+    """A place in a program: absolute path, line number, qualified name of the function."""
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        path = Path(self.file)
+        if "site-packages" in path.parts:
+            path = Path(*path.parts[path.parts.index("site-packages") + 1 :])
+        elif path.is_relative_to(ROOT):
+            path = path.relative_to(ROOT)
+        return f"{path}:{self.number}"
+
+    @property
+    def source(self) -> str:
+        return linecache.getline(self.file, self.number).strip()
+
+
+# The cause of what autograd runs by itself, where only it is on the stack.
+AUTOGRAD = Line("autograd", 0, "backward")
+
+
+class Sync(NamedTuple):
+    """An operation that waits for the device, the line that caused it, and how often in the audited steps."""
+
+    operation: str
+    where: Line
+    count: int
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was found, the most frequent first, and what was looked at.
+
+    Attributes:
+        steps, micro_steps: optimizer steps that were audited, and forwards in each.
+        seen, unseen: the parts of a step that were looked at, and those that were not, in words.
+    """
+
+    syncs: list[Sync]
+    steps: int
+    micro_steps: int
+    seen: str
+    unseen: str
+
+    def table(self) -> str:
+        """The result for people."""
+        window = f"in {self.steps} steps of {self.micro_steps} micro-batches between two log steps"
+        lines = [f"Looked at  {self.seen}", f"Not seen   {self.unseen}", ""]
+        if not self.syncs:
+            return "\n".join([*lines, f"Nothing waits for the device {window}."])
+        rows = [("times", "line", "function", "what", "source")]
+        rows += [(str(s.count), str(s.where), s.where.function, s.operation, s.where.source) for s in self.syncs]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)] + [0]
+        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        total = sum(sync.count for sync in self.syncs)
+        return "\n".join([*lines, "", f"The host waits for the device {total} times {window}."])
+
+
+def audit(run: Run) -> Audit:
+    """Run the training loop of a resolved run, on CUDA where there is one, and list what waits for the device.
+
+    With the run's policy, mode, precision, batch size and accumulation (at least 2), and one worker. Nothing is written
+    to the run's folder.
+
+    Raises:
+        RuntimeError, NotImplementedError: PyTorch's, if it cannot run the policy without CUDA.
+    """
+    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+        run = _shortened(run, folder)
+        if torch.cuda.is_available() and run.use_gpu:
+            return _audit_on(run, torch.device("cuda", torch.cuda.current_device()))
+        return _audit_without_cuda(run)
+
+
+def _shortened(run: Run, folder: str) -> Run:
+    """The run as the audit needs it: two log windows long, by one worker, into another folder."""
+    config = replace(
+        run.config,
+        output_dir=folder,
+        grad_accum=max(2, run.config.grad_accum),
+        log_freq=WINDOW_STEPS,
+        train=replace(run.config.train, max_nonfinite=sys.maxsize),
+        scaling=replace(run.config.scaling, num_workers=1),
+    )
+    stats = run.stats
+    if run.missing_stats:
+        # Finding them takes a pass over the data; here any will do.
+        made_up = {"q01": -1.0, "q10": -1.0, "min": -1.0, "mean": 0.0, "std": 1.0, "q90": 1.0, "q99": 1.0, "max": 1.0}
+        features = {**run.metas[0].features}
+        stats = {key: dict(run.metas[0].stats.get(key, {})) for key in {*run.metas[0].stats, *run.missing_stats}}
+        for key in run.missing_stats:
+            stats[key] |= {name: np.full(features[key].shape, value, np.float32) for name, value in made_up.items()}
+    return replace(run, config=config, steps=2 * WINDOW_STEPS, stats=stats, missing_stats={})
+
+
+# ---- what waits ---------------------------------------------------------------------------------------------------
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operation, and counts those that wait for the device, by the line that caused them."""
+
+    def __init__(self, device_type: str):
+        super().__init__()
+        self.device_type = device_type
+        self.recording = False
+        self._found: Counter[tuple[str, Line]] = Counter()
+
+    def record(self, operation: str) -> None:
+        if self.recording:
+            self._found[operation, _cause()] += 1
+
+    def syncs(self) -> list[Sync]:
+        return [Sync(operation, where, count) for (operation, where), count in self._found.most_common()]
+
+    def on_device(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device.type == self.device_type
+
+    def is_pinned(self, host: Tensor) -> bool:
+        return host.is_pinned()
+
+    def why(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+        """Why the host waits for the device in an operation, in words; None if it does not."""
+        if func in COPIES:
+            return self._why_copy(*self.copy_ends(func, args, kwargs))
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(self.on_device(leaf) for leaf in leaves):
+            return None
+        name, writes = func.overloadpacket, len(args) > 2
+        if func is aten._local_scalar_dense.default:
+            return "a value is read"
+        if name in INDEXING:
+            indices = [index for index in args[1] if index is not None]
+            masks = sum(index.dtype in MASKS for index in indices)
+            # One value, known to the host, written through one mask: PyTorch makes a masked fill of it.
+            fills = writes and len(indices) == 1 and args[2].numel() == 1 and not self.on_device(args[2])
+            if masks and not fills:
+                return "the true values of a mask are counted"
+            if fills:
+                return None
+        elif VALUES_NEEDED & set(func.tags):
+            return f"{name}: its result depends on values"
+        # Kernels take a number of the host's as an argument; these two copy it to the device first.
+        copied = name is aten.where or (name in INDEXING and writes)
+        if any(leaf.device.type == "cpu" and (leaf.ndim or copied) for leaf in leaves):
+            return f"{name}: a tensor of the host's is copied to the device"
+        return None
+
+    def copy_ends(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | torch.device, bool]:
+        """Of a copy: the source, the target (or its device, when it is made by the copy), whether it may not block."""
+        if func is aten.copy_.default:
+            return args[1], args[0], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+        return args[0], torch.device(kwargs.get("device") or args[0].device), bool(kwargs.get("non_blocking"))
+
+    def _why_copy(self, source: Tensor, target: Tensor | torch.device, asynchronous: bool) -> str | None:
+        device = target.device if isinstance(target, Tensor) else target
+        if self.on_device(source) and device.type == "cpu":
+            # The memory that `.to("cpu", non_blocking=True)` makes is pinned.
+            waits = not asynchronous or (isinstance(target, Tensor) and not self.is_pinned(target))
+            return "a copy from the device" if waits else None
+        if source.device.type == "cpu" and device.type == self.device_type:
+            if not self.is_pinned(source):
+                return "a copy to the device from memory that is not pinned"
+            return None if asynchronous else "a blocking copy to the device"
+        return None
+
+
+def _cause() -> Line:
+    """The innermost line on the stack that is neither PyTorch's nor this module's."""
+    # In a thread of autograd's that only runs kernels: the line of the main thread that waits for them.
+    for start in (sys._getframe(), sys._current_frames().get(threading.main_thread().ident or 0)):
+        frame: FrameType | None = start
+        while frame is not None:
+            if frame.f_code is _backward_on_meta.__code__:
+                return AUTOGRAD
+            if not frame.f_code.co_filename.startswith(PASSED_THROUGH):
+                return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
+            frame = frame.f_back
+    return Line("unknown", 0, "unknown")
+
+
+# ---- the loop, without Ray ----------------------------------------------------------------------------------------
+
+
+class _MadeUpShard:
+    """Stands in for Ray's shard of the dataset: the run's own columns, shapes and dtypes, one row over and over."""
+
+    def __init__(self, run: Run):
+        data = vla.build_dataset(run)
+        self._row = data.prepare(data.read(stream=(0, run.last_row)).example())
+        self._batches = run.steps * run.config.grad_accum
+        self._block_rows = run.block_rows
+
+    def iter_torch_batches(
+        self, *, batch_size: int, collate_fn: Callable[[dict[str, np.ndarray]], Batch], **_: Any
+    ) -> Iterator[Batch]:
+        dealt = Dealt(batch_size, self._block_rows, 0, 1)
+        for micro in range(self._batches):
+            rows = {key: np.repeat(value, batch_size, axis=0) for key, value in self._row.items()}
+            yield collate_fn({**rows, "position": dealt.rows(micro)})
+
+
+def _run_loop(
+    run: Run,
+    device: torch.device,
+    watch: _Watch,
+    *modes: contextlib.AbstractContextManager[Any],
+    stand_ins: Sequence[tuple[Any, str, Any]] = (),
+) -> None:
+    """Run the worker's loop on `device`, in `modes`, with `stand_ins` (owner, name, value) for what is not there.
+
+    `watch` records from the first log step to the second.
+    """
+    gather, windows = Window.gather, 0
+
+    def gather_unrecorded(window: Window, waited_s: float) -> dict[str, Any]:
+        nonlocal windows
+        watch.recording = False
+        metrics = gather(window, waited_s)
+        windows += 1
+        watch.recording = windows == 1
+        return metrics
+
+    shard = _MadeUpShard(run)
+    context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
+    replaced = (
+        (vla.ray, "get", lambda reference: reference),
+        (vla.ray.train, "get_context", lambda: context),
+        (vla.ray.train, "get_dataset_shard", lambda name: shard),
+        (vla, "get_device", lambda: device),
+        (vla, "log_to", lambda folder: None),
+        (vla, "report_checkpoint", lambda *_: None),
+        (vla, "export", lambda *_: None),
+        (Window, "gather", gather_unrecorded),
+        *stand_ins,
+    )
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        for mode in (*modes, watch):
+            stack.enter_context(mode)
+        vla.train_loop_per_worker({"run": run})  # type: ignore[dict-item]
+    if windows != 2:
+        raise RuntimeError(f"the loop came to {windows} log steps instead of 2: the audit does not fit vla.py any more")
+
+
+# ---- with CUDA ----------------------------------------------------------------------------------------------------
+
+
+class _CudaWatch(_Watch):
+    """Counts PyTorch's warnings of synchronisation; the operation that ran last says which it was.
+
+    A copy from memory that is not pinned is counted without a warning: asked not to block, it waits all the same.
+    """
+
+    _last = "the host waits"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.recording:
+            return func(*args, **kwargs)
+        why = self.why(func, args, kwargs)
+        self._last = why or f"{func.overloadpacket}: the host waits"
+        if why is not None and func in COPIES and self.copy_ends(func, args, kwargs)[2]:
+            self.record(why)
+        return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Have PyTorch warn, and take its warnings, from whichever thread; others pass."""
+
+        def take(message: Any, *rest: Any, **options: Any) -> None:
+            if CUDA_WARNING in str(message):
+                self.record(self._last)
+            else:
+                show(message, *rest, **options)
+
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("always", message=CUDA_WARNING)
+            show, warnings.showwarning = warnings.showwarning, take
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+
+    def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that waits without a warning, made to be counted."""
+
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            self.record("the host waits")
+            return function(*args, **kwargs)
+
+        return wait
+
+
+def _audit_on(run: Run, device: torch.device) -> Audit:
+    watch = _CudaWatch(device.type)
+    waits = ((torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize"))
+    with _kept_flags(), watch.listening():
+        stand_ins = [(owner, name, watch.recorded(getattr(owner, name))) for owner, name in waits]
+        _run_loop(run, device, watch, stand_ins=stand_ins)
+    return Audit(
+        watch.syncs(),
+        WINDOW_STEPS,
+        run.config.grad_accum,
+        f"the whole step on {torch.cuda.get_device_name(device) if device.type == 'cuda' else device}: data to the "
+        "device, noise, forward, backward, clipping, optimizer, log window",
+        "collectives between workers; kernels that wait without telling PyTorch",
+    )
+
+
+@contextlib.contextmanager
+def _kept_flags() -> Iterator[None]:
+    """Afterwards this process's flags are what they were before `enable_gpu_perf_flags`."""
+    cudnn = torch.backends.cudnn
+    precision, benchmark, tf32 = torch.get_float32_matmul_precision(), cudnn.benchmark, cudnn.allow_tf32
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(deterministic)
+        cudnn.benchmark, cudnn.allow_tf32 = benchmark, tf32
+
+
+# ---- without CUDA -------------------------------------------------------------------------------------------------
+
+
+class _PretendedWatch(_Watch):
+    """Runs operations that concern the device without storage, under a FakeTensorMode or on meta; the others as usual.
+
+    Where the host reads from the device it finds ones, and goes on.
+    """
+
+    def __init__(self, device_type: str):
+        super().__init__(device_type)
+        # The storages themselves: an address alone could come back as another's.
+        self._pinned: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        made_there = device is not None and torch.device(device).type == self.device_type
+        if not made_there and not any(self.on_device(leaf) for leaf in tree_leaves((args, kwargs))):
+            with unset_fake_temporarily():
+                return self._run_on_host(func, args, kwargs)
+        why = self.why(func, args, kwargs)
+        if why is not None:
+            self.record(why)
+        if func is aten.record_stream.default:
+            return None
+        if func in COPIES:
+            source, target, _ = self.copy_ends(func, args, kwargs)
+            if self.on_device(source) and not self.on_device(target) and not made_there:
+                return self._run_on_ones(func, args, kwargs)
+        elif why is not None and VALUES_NEEDED & set(func.tags):
+            result = self._run_on_ones(func, args, kwargs)
+            return tree_map(lambda t: self._empty_like(t) if isinstance(t, Tensor) else t, result)
+        # The stand-in for a generator on the device is one of the host's.
+        args, kwargs = tree_map(lambda leaf: None if isinstance(leaf, torch._C.Generator) else leaf, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _run_on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """As usual, but memory is pinned in name only: that takes a driver."""
+        if func is aten.is_pinned.default:
+            return self.is_pinned(args[0])
+        if func is aten._pin_memory.default:
+            result = args[0].clone()
+        elif kwargs.get("pin_memory"):
+            result = func(*args, **{**kwargs, "pin_memory": False})
+        else:
+            return func(*args, **kwargs)
+        self._pinned[result.untyped_storage()._cdata] = result.untyped_storage()
+        return result
+
+    def is_pinned(self, host: Tensor) -> bool:
+        return host.untyped_storage()._cdata in self._pinned
+
+    def _run_on_ones(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run on the host, on ones in place of the device's tensors; on zeros where they would be indices."""
+
+        def values(leaf: Any) -> Any:
+            if not self.on_device(leaf):
+                return leaf
+            is_index = func.overloadpacket in INDEXING and leaf.dtype is torch.int64
+            return torch.full(leaf.shape, 0 if is_index else 1, dtype=leaf.dtype)
+
+        with unset_fake_temporarily():
+            args, kwargs = tree_map(values, (args, kwargs))
+            return func(*args, **kwargs)
+
+    def _empty_like(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device_type)
+
+    def stand_ins(self) -> list[tuple[Any, str, Any]]:
+        """For what PyTorch cannot make, or does not run, without a driver."""
+        host_generator = torch.Generator
+
+        def show(tensor: Tensor, **_: Any) -> str:
+            if self.on_device(tensor):
+                self.record("values are printed")
+            return f"tensor(..., device='{tensor.device}')"
+
+        class Idle:
+            """A stream or an event: there is nothing to wait for."""
+
+            def __init__(self, *_: Any, **__: Any):
+                pass
+
+            def __enter__(self) -> None:
+                pass
+
+            def __exit__(self, *_: object) -> None:
+                pass
+
+            def do_nothing(self, *_: Any, **__: Any) -> None:
+                pass
+
+            record = record_event = wait = wait_event = wait_stream = do_nothing
+
+            def synchronize(self_) -> None:  # noqa: N805
+                self.record("the host waits")
+
+        return [
+            (torch, "Generator", lambda device="cpu": host_generator()),
+            (torch.cuda, "Stream", Idle),
+            (torch.cuda, "Event", Idle),
+            (torch.cuda, "stream", Idle),
+            (torch.cuda, "current_stream", Idle),
+            (torch.cuda, "synchronize", lambda device=None: self.record("the host waits")),
+            (torch.cuda, "is_bf16_supported", lambda *_: True),
+            (torch.cuda, "get_device_name", lambda *_: "pretended"),
+            (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+            # FakeTensor's own read nothing, or value by value.
+            (FakeTensor, "__repr__", show),
+            (FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()),
+        ]
+
+
+def _audit_without_cuda(run: Run) -> Audit:
+    train = run.config.train
+    # On any GPU of the last years `auto` means bf16.
+    precision = "fp32" if train.precision == "fp32" else "bf16"
+    built = _build_without_storage(replace(run, config=replace(run.config, train=replace(train, precision=precision))))
+    loss = built[0]
+    watch = _PretendedWatch("cuda")
+
+    def backward(_: Tensor) -> None:
+        for parameter in loss.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        _replace_tensors(loss, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda"))
+    stand_ins = [
+        *watch.stand_ins(),
+        (vla, "build_model", lambda *_: built),
+        (vla, "enable_gpu_perf_flags", lambda *_: None),
+        (Tensor, "backward", backward),
+    ]
+    _run_loop(run, torch.device("cuda", 0), watch, fake, stand_ins=stand_ins)
+    times = WINDOW_STEPS * run.config.grad_accum
+    in_backward = [sync._replace(count=sync.count * times) for sync in _backward_on_meta(run)]
+    return Audit(
+        [*watch.syncs(), *in_backward],
+        WINDOW_STEPS,
+        run.config.grad_accum,
+        "data to the device, noise, forward, clipping, optimizer and log window, on CUDA tensors without storage;\n"
+        "           the operations of one backward, on the meta device and in float32",
+        "the backward on CUDA; what kernels do inside; collectives between workers (run this where there is a GPU)",
+    )
+
+
+def _build_without_storage(run: Run) -> tuple[PolicyLoss, Any, torch.dtype | None]:
+    """`vla.build_model` on the meta device, or on the host for policies that load backbones while they are built."""
+    if not isinstance(run.policy_config, PI05Config):
+        return vla.build_model(run, torch.device("cpu"))
+    config = copy.deepcopy(run.policy_config)
+    config.device = "meta"
+    with torch.device("meta"):
+        built = vla.build_model(replace(run, policy_folder=None, policy_config=config), torch.device("meta"))
+    config.device = run.policy_config.device
+    return built
+
+
+def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Give a module other parameters and buffers; those that are shared stay shared."""
+    made: dict[Tensor, Tensor] = {}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
+                child._parameters[name] = made[parameter]  # type: ignore[assignment]
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = made.setdefault(buffer, make(buffer))
+
+
+def _backward_on_meta(run: Run) -> list[Sync]:
+    """What the operations of one backward wait for: run on the meta device, where autograd needs no driver."""
+    device = torch.device("meta")
+    run = replace(run, config=replace(run.config, train=replace(run.config.train, precision="fp32")))
+    loss, _, _ = _build_without_storage(run)
+    loss.to(device)
+    watch = _PretendedWatch(device.type)
+    collate = NumpyToTorchCollate(pin_memory=False)
+    host = next(_MadeUpShard(run).iter_torch_batches(batch_size=run.config.batch_size, collate_fn=collate))
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in watch.stand_ins():
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(watch)
+        on_meta = {key: value.to(device) for key, value in host.items()}
+        batch = next(vla.device_batches(run, [on_meta], device))
+        draws = vla.noise_for(run, 0, Dealt(run.config.batch_size, run.block_rows, 0, 1), device)
+        result = loss(batch, *draws(0))
+        watch.recording = True
+        result.backward()
+    return watch.syncs()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Audit the run that the flags describe, and print the result. Returns the exit status: see the module."""
+    try:
+        run = resolve(parse_args(sys.argv[1:] if argv is None else argv), gpus_found=torch.cuda.device_count())
+        found = audit(run)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (RuntimeError, NotImplementedError):
+        traceback.print_exc()
+        print("error: the audit could not run this policy", file=sys.stderr)
+        return 2
+    print(found.table())
+    return 1 if found.syncs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,376 @@
+"""Datasets that are not on this machine: S3 over HTTP (moto's server), and the Hub (a stand-in), both on loopback."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import pickle
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import boto3
+import pytest
+import s3fs
+from moto.server import ThreadedMotoServer
+
+import tiny_pi05
+import vla
+from lerobot_datasource import LeRobotDatasource, Reader, read_lerobot, read_slices
+from lerobot_metadata import load_metadata
+from tests.datasets import make_dataset
+from tests.test_lerobot_datasource import TOP, WINDOWS, assert_same_row, lerobot, rows_of
+
+ROOT = Path(__file__).resolve().parent.parent
+SECRET, TOKEN = "canary-secret-access-key", "hf_canaryTokenOfNobody"
+FRAMES = 54
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("object_storage")
+
+
+@pytest.fixture(scope="module")
+def local(folder):
+    """The dataset that is uploaded: several files of each kind."""
+    return make_dataset(folder / "dataset")
+
+
+@pytest.fixture(scope="module")
+def base(folder, local):
+    meta = load_metadata(local)
+    return tiny_pi05.make_tiny_base(
+        folder / "base",
+        features=meta.features,
+        tasks=list(meta.tasks.values()),
+        stats=meta.stats,
+        fps=meta.fps,
+        chunk_size=4,
+        width=32,
+        depth=2,
+        vision_width=32,
+    )
+
+
+def flags(base, output_dir, **changes):
+    options = {"policy.path": base, "output_dir": output_dir, "steps": 2, "batch_size": 4, **changes}
+    return [f"--{key}={value}" for key, value in options.items()]
+
+
+# ---- S3 ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def s3_server():
+    """moto's S3 over HTTP; yields its endpoint. All servers of a process serve the same buckets."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        yield "http://{}:{}".format(*server.get_host_and_port())
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def bucket(local):
+    """A bucket that holds the dataset as `arm/`, found by environment variables alone; yields an S3 client."""
+    with s3_server() as endpoint, pytest.MonkeyPatch.context() as environment:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            environment.delenv(name)
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "canary",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_ENDPOINT_URL": endpoint,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }.items():
+            environment.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="robots")
+        upload(client, local, "arm")
+        yield client
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture(scope="module")
+def cluster(bucket, request):
+    """A Ray cluster that starts after the bucket, so that its workers inherit the credentials."""
+    return request.getfixturevalue("ray_cluster")
+
+
+def upload(client, folder, prefix):
+    for path in folder.rglob("*"):
+        if path.is_file():
+            client.upload_file(str(path), "robots", f"{prefix}/{path.relative_to(folder).as_posix()}")
+
+
+@pytest.fixture
+def damaged(bucket, local, request):
+    """A second copy of the dataset, to be damaged; yields (URL, prefix)."""
+    prefix = request.node.name
+    upload(bucket, local, prefix)
+    return f"s3://robots/{prefix}", prefix
+
+
+def refused(argv, capsys):
+    """The program's message; it must refuse before Ray starts, and tell no secret."""
+    assert vla.main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "Traceback" not in err and SECRET not in err
+    return err
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])
+def test_every_row_on_s3_equals_lerobots_on_the_local_copy(cluster, local, windows):
+    meta, reference = load_metadata(local), lerobot(local, delta_timestamps=windows)
+    seen = []
+    for row in rows_of(read_lerobot("s3://robots/arm", delta_timestamps=windows, shuffle_seed=0, shuffle_window=16)):
+        seen.append(int(row["index"]))
+        assert_same_row(row, reference[seen[-1]], meta)
+    assert sorted(seen) == list(range(len(reference))) == list(range(FRAMES))
+
+
+def test_a_dry_run_on_s3(bucket, base, tmp_path, capsys):
+    assert vla.main([*flags(base, tmp_path / "out", **{"dataset.root": "s3://robots/arm/"}), "--dry_run"]) == 0
+    out, err = capsys.readouterr()
+    assert "Dataset      s3://robots/arm\n" in out and f"6 episodes, {FRAMES} frames at 10 fps" in out
+    assert SECRET not in out + err
+
+
+def test_credentials_do_not_travel(bucket):
+    """Workers find them in their own environment: what is sent to them holds none."""
+    source = LeRobotDatasource([load_metadata("s3://robots/arm")])
+    sent = pickle.dumps((source, [Reader.of(meta) for meta in source.metas]))
+    assert b"robots/arm" in sent and SECRET.encode() not in sent
+
+
+def test_a_missing_object(damaged, bucket, base, tmp_path, capsys):
+    url, prefix = damaged
+    file = load_metadata(url).video_files[TOP][1]
+    bucket.delete_object(Bucket="robots", Key=f"{prefix}/{file}")
+    message = refused(flags(base, tmp_path / "out", **{"dataset.root": url}), capsys)
+    assert f"dataset {url}: {file} is missing (needed by episodes [" in message
+    bucket.delete_object(Bucket="robots", Key=f"{prefix}/meta/tasks.parquet")
+    message = refused(flags(base, tmp_path / "out", **{"dataset.root": url}), capsys)
+    assert f"dataset {url}: meta/tasks.parquet is missing" in message
+
+
+@pytest.mark.parametrize("url", ["s3://nothing/arm", "s3://robots/leg"], ids=["bucket", "prefix"])
+def test_a_missing_bucket_or_prefix(bucket, base, tmp_path, capsys, url):
+    message = refused(flags(base, tmp_path / "out", **{"dataset.root": url}), capsys)
+    assert f"dataset {url}: no such folder; check the bucket, the path and the endpoint" in message
+
+
+@pytest.fixture
+def environment(bucket, monkeypatch):
+    """Environment variables for one test: file systems made before, with other ones, are forgotten."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield monkeypatch
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_wrong_endpoint(environment, base, tmp_path, capsys):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        environment.setenv("AWS_ENDPOINT_URL", endpoint)
+        message = refused(flags(base, tmp_path / "out", **{"dataset.root": "s3://robots/arm"}), capsys)
+    assert re.search(rf"dataset s3://robots/arm: cannot be read: .*{endpoint}.*; check credentials.*endpoint", message)
+
+
+def test_no_credentials(environment, base, tmp_path, capsys):
+    environment.delenv("AWS_ACCESS_KEY_ID")
+    environment.delenv("AWS_SECRET_ACCESS_KEY")
+    message = refused(flags(base, tmp_path / "out", **{"dataset.root": "s3://robots/arm"}), capsys)
+    assert re.search(r"dataset s3://robots/arm: cannot be read: NoCredentialsError: .*; check credentials", message)
+
+
+def read_directly(source):
+    """A source's rows without Ray, as its read tasks read them."""
+    for meta in source.metas:
+        meta.fs.invalidate_cache()
+    slices = [(s, source._parts(s)) for s in source.plan.slices(0, source.plan.rows_per_epoch)]
+    return list(read_slices([Reader.of(m) for m in source.metas], slices, 0, source._options(16)))
+
+
+def test_objects_that_vanish_after_the_start(damaged, bucket):
+    url, prefix = damaged
+    source = LeRobotDatasource([load_metadata(url)])
+    for file in (source.metas[0].video_files[TOP][1], source.metas[0].data_files[1]):
+        bucket.delete_object(Bucket="robots", Key=f"{prefix}/{file}")
+        with pytest.raises(FileNotFoundError, match=f"{url}: {file} is missing; copy it again"):
+            read_directly(source)
+
+
+def test_a_store_that_goes_away_after_the_start(environment):
+    """Its client's own error would say neither dataset nor file."""
+    with s3_server() as endpoint:
+        source = LeRobotDatasource(
+            [load_metadata("s3://robots/arm", storage_options={"client_kwargs": {"endpoint_url": endpoint}})]
+        )
+        assert sum(table.num_rows for table in read_directly(source)) == FRAMES
+    file = source.metas[0].data_files[0]
+    with pytest.raises(OSError, match=f"s3://robots/arm: {file}: cannot be read: .*{endpoint}.*; check the network"):
+        read_directly(source)
+
+
+# ---- the Hub -------------------------------------------------------------------------------------------------------
+
+
+class Hub(ThreadingHTTPServer):
+    """What `huggingface_hub` asks of the Hub for one gated dataset: its commits, its files, who may read it.
+
+    Attributes:
+        commits: commit hash by branch or tag. asked: "METHOD path" of each request that was let in.
+    """
+
+    def __init__(self, repo_id, folder, commits):
+        self.repo_id, self.folder, self.commits = repo_id, folder, commits
+        self.asked = []
+        super().__init__(("127.0.0.1", 0), HubRequest)
+
+    @property
+    def endpoint(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class HubRequest(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        hub, path = self.server, unquote(urlsplit(self.path).path)
+        of_repository = re.fullmatch(
+            rf"/(?:api/)?datasets/{hub.repo_id}(?:/(revision|tree|resolve)/([^/]+)(?:/(.+))?)?", path
+        )
+        if not of_repository:
+            return self.answer(401, error="RepoNotFound")
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self.answer(401, error="GatedRepo")
+        hub.asked.append(f"{self.command} {path}")
+        what, revision, file = of_repository.groups()
+        commit = hub.commits.get(revision or "main", revision)
+        if commit not in hub.commits.values():
+            return self.answer(404, error="RevisionNotFound")
+        files = sorted(f.relative_to(hub.folder).as_posix() for f in hub.folder.rglob("*") if f.is_file())
+        if what == "resolve":
+            if file not in files:
+                return self.answer(404, error="EntryNotFound")
+            data = (hub.folder / file).read_bytes()
+            return self.answer(200, data, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'})
+        if what == "tree":
+            sizes = [{"type": "file", "path": f, "size": (hub.folder / f).stat().st_size, "oid": f} for f in files]
+            return self.answer(200, json.dumps(sizes).encode())
+        info = {"id": hub.repo_id, "sha": commit, "private": False, "siblings": [{"rfilename": f} for f in files]}
+        return self.answer(200, json.dumps(info).encode())
+
+    def answer(self, status, data=b"", headers=None, error=None):
+        self.send_response(status)
+        for name, value in {**(headers or {}), **({"X-Error-Code": error} if error else {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+
+@pytest.fixture
+def hub(local):
+    server = Hub("somebody/arm", local, {"main": "a" * 40, "v3.0": "b" * 40})
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+# HF_ENDPOINT and HF_HUB_OFFLINE are read at import, hence a process of its own. It makes one call after the other.
+PROGRAM = """
+import json, os, sys
+import vla
+for argv, token in json.loads(sys.argv[1]):
+    os.environ.pop("HF_TOKEN", None)
+    if token:
+        os.environ["HF_TOKEN"] = token
+    for stream in (sys.stdout, sys.stderr):
+        print("=====", file=stream, flush=True)
+    print(vla.main(argv), flush=True)
+"""
+
+
+@pytest.fixture
+def short_folder():
+    """Ray puts Unix sockets into it, whose paths must be short."""
+    path = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.mark.ray
+def test_a_gated_dataset_of_the_hub(hub, base, tmp_path, short_folder):
+    """Downloaded once, pinned to a commit, with a token that goes to the Hub and nowhere else."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "AWS_"))}
+    environment |= {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(tmp_path / "hf"),
+        "RAY_TMPDIR": short_folder,
+        "PYTHONPATH": str(ROOT),
+    }
+    out = tmp_path / "out"
+    good = flags(base, out, **{"dataset.repo_id": hub.repo_id, "scaling.cpus_per_worker": 0.5})
+    calls = [
+        ([*good, "--dataset.repo_id=somebody/else", "--dry_run"], TOKEN),
+        ([*good, "--dataset.revision=v9", "--dry_run"], TOKEN),
+        ([*good, "--dry_run"], None),
+        (good, TOKEN),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(calls)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    plans, errors = (text.split("=====\n")[1:] for text in (done.stdout, done.stderr))
+    statuses = [int(plan.strip().splitlines()[-1]) for plan in plans]
+    assert statuses == [2, 2, 2, 0], done.stderr
+    assert "dataset somebody/else: not on the Hub, or private" in errors[0]
+    assert "dataset somebody/arm: no revision 'v9' on the Hub" in errors[1]
+    assert "dataset somebody/arm: gated (403)" in errors[2] and "set HF_TOKEN" in errors[2]
+
+    commit = hub.commits["v3.0"]  # as LeRobot: the tag of the format's version, where there is one
+    assert f"Dataset      {hub.repo_id} @ {commit[:12]}\n" in plans[3]
+    assert json.loads((out / "config.json").read_text())["dataset"]["revision"] == commit
+    assert (out / "pretrained_model/model.safetensors").is_file()
+    downloads = [request for request in hub.asked if request.startswith("GET") and "/resolve/" in request]
+    files = [path for path in hub.folder.rglob("*") if path.is_file()]
+    assert len(downloads) == len(set(downloads)) == len(files)
+    assert all(f"/resolve/{commit}/" in request for request in downloads)
+
+    assert TOKEN not in done.stdout + done.stderr
+    written = [path for place in (out, Path(short_folder)) for path in place.rglob("*") if path.is_file()]
+    assert len(written) > 20
+    assert [path for path in written if TOKEN.encode() in path.read_bytes()] == []
