@@ -15,7 +15,7 @@ is looked at. Autograd needs a driver for those, so there the backward is looked
 from __future__ import annotations
 
 import contextlib
-import copy
+import gc
 import linecache
 import sys
 import tempfile
@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import vla
 from config import parse_args
-from pi05_loss import PolicyLoss
+from pi05_loss import PolicyLoss, meta_policy
 from run_plan import Run, resolve
 from training_data import Dealt
 from util import Batch, NumpyToTorchCollate, Window
@@ -221,7 +221,7 @@ class _Watch(TorchDispatchMode):
         return args[0], torch.device(kwargs.get("device") or args[0].device), bool(kwargs.get("non_blocking"))
 
     def _why_copy(self, source: Tensor, target: Tensor | torch.device, asynchronous: bool) -> str | None:
-        device = target.device if isinstance(target, Tensor) else target
+        device = _device(target)
         if self.on_device(source) and device.type == "cpu":
             # The memory that `.to("cpu", non_blocking=True)` makes is pinned.
             waits = not asynchronous or (isinstance(target, Tensor) and not self.is_pinned(target))
@@ -231,6 +231,10 @@ class _Watch(TorchDispatchMode):
                 return "a copy to the device from memory that is not pinned"
             return None if asynchronous else "a blocking copy to the device"
         return None
+
+
+def _device(target: Tensor | torch.device) -> torch.device:
+    return target.device if isinstance(target, Tensor) else target
 
 
 def _cause() -> Line:
@@ -307,6 +311,8 @@ def _run_loop(
             stack.enter_context(mock.patch.object(owner, name, value))
         for mode in (*modes, watch):
             stack.enter_context(mode)
+        if gc.isenabled():
+            stack.callback(gc.enable)  # the loop turns it off for good
         vla.train_loop_per_worker({"run": run})  # type: ignore[dict-item]
     if windows != 2:
         raise RuntimeError(f"the loop came to {windows} log steps instead of 2: the audit does not fit vla.py any more")
@@ -417,11 +423,9 @@ class _PretendedWatch(_Watch):
         why = self.why(func, args, kwargs)
         if why is not None:
             self.record(why)
-        if func is aten.record_stream.default:
-            return None
         if func in COPIES:
             source, target, _ = self.copy_ends(func, args, kwargs)
-            if self.on_device(source) and not self.on_device(target) and not made_there:
+            if self.on_device(source) and _device(target).type == "cpu":
                 return self._run_on_ones(func, args, kwargs)
         elif why is not None and VALUES_NEEDED & set(func.tags):
             result = self._run_on_ones(func, args, kwargs)
@@ -501,6 +505,7 @@ class _PretendedWatch(_Watch):
             (torch.cuda, "is_bf16_supported", lambda *_: True),
             (torch.cuda, "get_device_name", lambda *_: "pretended"),
             (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+            (FakeTensor, "record_stream", lambda *_: None),
             # FakeTensor's own read nothing, or value by value.
             (FakeTensor, "__repr__", show),
             (FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()),
@@ -511,7 +516,9 @@ def _audit_without_cuda(run: Run) -> Audit:
     train = run.config.train
     # On any GPU of the last years `auto` means bf16.
     precision = "fp32" if train.precision == "fp32" else "bf16"
-    built = _build_without_storage(replace(run, config=replace(run.config, train=replace(train, precision=precision))))
+    scaling = replace(run.config.scaling, use_gpu=True)
+    run = replace(run, config=replace(run.config, train=replace(train, precision=precision), scaling=scaling))
+    built = _build_without_storage(run)
     loss = built[0]
     watch = _PretendedWatch("cuda")
 
@@ -542,37 +549,33 @@ def _audit_without_cuda(run: Run) -> Audit:
     )
 
 
-def _build_without_storage(run: Run) -> tuple[PolicyLoss, Any, torch.dtype | None]:
-    """`vla.build_model` on the meta device, or on the host for policies that load backbones while they are built."""
+def _build_without_storage(run: Run) -> tuple[PolicyLoss, torch.dtype | None]:
+    """`vla.build_model` on the meta device; not for policies that may load a backbone while they are built."""
     if not isinstance(run.policy_config, PI05Config):
         return vla.build_model(run, torch.device("cpu"))
-    config = copy.deepcopy(run.policy_config)
-    config.device = "meta"
-    with torch.device("meta"):
-        built = vla.build_model(replace(run, policy_folder=None, policy_config=config), torch.device("meta"))
-    config.device = run.policy_config.device
-    return built
+    with mock.patch.object(vla, "start_policy", lambda run: meta_policy(run.policy_config)):
+        return vla.build_model(run, torch.device("meta"))
 
 
 def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
     """Give a module other parameters and buffers; those that are shared stay shared."""
-    made: dict[Tensor, Tensor] = {}
-    for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None:
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
-                child._parameters[name] = made[parameter]  # type: ignore[assignment]
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                child._buffers[name] = made.setdefault(buffer, make(buffer))
+    made: dict[int, Any] = {}
+    for owners in ([child._parameters, child._buffers] for child in module.modules()):
+        for tensors in owners:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        new = make(tensor)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                    tensors[name] = made[id(tensor)]
 
 
 def _backward_on_meta(run: Run) -> list[Sync]:
     """What the operations of one backward wait for: run on the meta device, where autograd needs no driver."""
     device = torch.device("meta")
     run = replace(run, config=replace(run.config, train=replace(run.config.train, precision="fp32")))
-    loss, _, _ = _build_without_storage(run)
+    loss, _ = _build_without_storage(run)
     loss.to(device)
     watch = _PretendedWatch(device.type)
     collate = NumpyToTorchCollate(pin_memory=False)
@@ -582,7 +585,7 @@ def _backward_on_meta(run: Run) -> list[Sync]:
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(watch)
         on_meta = {key: value.to(device) for key, value in host.items()}
-        batch = next(vla.device_batches(run, [on_meta], device))
+        batch = next(vla.policy_batches(run, [on_meta]))
         draws = vla.noise_for(run, 0, Dealt(run.config.batch_size, run.block_rows, 0, 1), device)
         result = loss(batch, *draws(0))
         watch.recording = True
