@@ -560,6 +560,7 @@ def _build_without_storage(run: Run) -> tuple[PolicyLoss, torch.dtype | None]:
 def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
     """Give a module other parameters and buffers; those that are shared stay shared."""
     made: dict[int, Any] = {}
+    replaced = []  # kept, so that no other tensor gets the id of one of them
     for owners in ([child._parameters, child._buffers] for child in module.modules()):
         for tensors in owners:
             for name, tensor in tensors.items():
@@ -567,6 +568,7 @@ def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Non
                     if id(tensor) not in made:
                         new = make(tensor)
                         is_parameter = isinstance(tensor, nn.Parameter)
+                        replaced.append(tensor)
                         made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
                     tensors[name] = made[id(tensor)]
 

@@ -66,9 +66,7 @@ def ray_cluster():
     temp_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     with pytest.MonkeyPatch.context() as environment:
         # Workers find the top-level modules wherever pytest was started from.
-        environment.setenv(
-            "PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        )
+        environment.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
         ray.init(
             address="local",
             num_cpus=4,

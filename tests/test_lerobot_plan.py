@@ -8,9 +8,7 @@ from lerobot_plan import Episodes, StreamPlan, task_bounds
 
 def episodes(*lengths: int, dataset: int = 0) -> Episodes:
     length = np.array(lengths, np.int64)
-    return Episodes(
-        np.full(len(length), dataset, np.int32), np.arange(len(length)), np.cumsum(length) - length, length
-    )
+    return Episodes(np.full(len(length), dataset, np.int32), np.arange(len(length)), np.cumsum(length) - length, length)
 
 
 def read(plan: StreamPlan, first: int, last: int) -> list[tuple[int, int, int]]:
@@ -18,7 +16,9 @@ def read(plan: StreamPlan, first: int, last: int) -> list[tuple[int, int, int]]:
     rows = []
     for s in plan.slices(first, last):
         part, index = s.rows()
-        rows += [(s.epoch, int(plan.episodes.dataset_index[s.episode[p]]), int(i)) for p, i in zip(part, index, strict=True)]
+        rows += [
+            (s.epoch, int(plan.episodes.dataset_index[s.episode[p]]), int(i)) for p, i in zip(part, index, strict=True)
+        ]
     return rows
 
 

@@ -38,7 +38,8 @@ class Regression(nn.Module):
 def batches(n, size, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return [
-        {"x": torch.randn(size, 5, generator=generator), "y": torch.randn(size, 1, generator=generator)} for _ in range(n)
+        {"x": torch.randn(size, 5, generator=generator), "y": torch.randn(size, 1, generator=generator)}
+        for _ in range(n)
     ]
 
 
@@ -91,9 +92,7 @@ def test_the_step_is_plain_adamw_with_clipping_and_schedule():
 
 def test_accumulating_n_times_one_equals_one_times_n():
     small = batches(24, 2)
-    large = [
-        {k: torch.cat([b[k] for b in small[i : i + 4]]) for k in ("x", "y")} for i in range(0, 24, 4)
-    ]
+    large = [{k: torch.cat([b[k] for b in small[i : i + 4]]) for k in ("x", "y")} for i in range(0, 24, 4)]
     a, b = Regression(), Regression()
     run(a, small, steps=6, accum=4, size=2)
     run(b, large, steps=6, accum=1, size=8)
@@ -112,7 +111,14 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
     for step in range(3):
         noise, time = draws_for(step, 8)
         result = train_step(
-            model, optimizer, feed, step=step, grad_accum=1, draws=lambda m, d=(noise, time): d, autocast=None, device=CPU
+            model,
+            optimizer,
+            feed,
+            step=step,
+            grad_accum=1,
+            draws=lambda m, d=(noise, time): d,
+            autocast=None,
+            device=CPU,
         )
         window.add(result, samples=8)
         states.append({**copy.deepcopy(model.state_dict()), **copy.deepcopy(optimizer.state())})
