@@ -293,14 +293,19 @@ def _run_loop(
         watch.recording = windows == 1
         return metrics
 
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("vla.py's loop asks Ray for something that this audit has no answer to yet")
+
     shard = _MadeUpShard(run)
     context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
     replaced = (
+        (vla.ray, "init", refuse),
         (vla.ray, "get", lambda reference: reference),
         (vla.ray.train, "get_context", lambda: context),
         (vla.ray.train, "get_dataset_shard", lambda name: shard),
         (vla, "get_device", lambda: device),
         (vla, "log_to", lambda folder: None),
+        (vla, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
         (vla, "report_checkpoint", lambda *_: None),
         (vla, "export", lambda *_: None),
         (Window, "gather", gather_unrecorded),

@@ -8,8 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import lerobot_decode
-from lerobot_datasource import LeRobotDatasource, Reader, ReadOptions, read_lerobot, read_slices
+from lerobot_datasource import LeRobotDatasource, read_lerobot
 from lerobot_metadata import load_metadata
+from lerobot_rows import Reader, ReadOptions, read_slices
 from tests.datasets import make_dataset
 
 TOP, WRIST, STILL = "observation.images.top", "observation.images.wrist", "observation.images.still"

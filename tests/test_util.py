@@ -165,7 +165,7 @@ def test_optimizer_state_comes_back_by_name():
             feed,
             step=step,
             grad_accum=1,
-            draws=lambda m, d=draws_for(step, 4): d,
+            draws=lambda micro, step=step: draws_for(step, 4),
             autocast=None,
             device=CPU,
         )
