@@ -9,13 +9,9 @@ Legend: N rows of a block, B batch, T chunk, A action, S state, L tokens, H W C 
 """
 
 import copy
-import hashlib
 import json
 import logging
-import os
-import pickle
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -242,17 +238,12 @@ def _check_stats(config: PreTrainedConfig, features: Mapping[str, PolicyFeature]
                 )
 
 
-# The key and the decoded object of each Prepare that this process has unpickled.
-_prepared: dict[str, "Prepare"] = {}
-_prepared_lock = threading.Lock()
-
-
 class Prepare:
     """The preprocessor for blocks of rows, in Ray Data tasks on CPUs: all of it but images.
 
     LeRobot's own pipeline object runs on the block without its cameras, which pass through as they are
-    under the policy's names. Cheap to pickle into many tasks: a process decodes the pipeline (PaliGemma's
-    tokenizer is 17 MB) once and then recognises it by its digest.
+    under the policy's names. It can be pickled, but is not small (PaliGemma's tokenizer is 17 MB): see
+    `training_data.Deferred`.
 
     Args:
         preprocessor: from `make_processors`.
@@ -283,13 +274,6 @@ class Prepare:
         for step in self._pipeline.steps:
             step._current_transition = None  # what it remembers of the made-up row
             step.reset()
-        state = (self._pipeline, self._cameras, self._features, self._keep)
-        # An array, because Ray then shares its memory instead of copying it into every task.
-        self._payload = np.frombuffer(pickle.dumps(state, protocol=5), dtype=np.uint8)
-        self._digest = hashlib.sha256(self._payload).hexdigest()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restore_prepare, (self._digest, self._payload)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Prepare a block of frame rows for the policy.
@@ -366,20 +350,6 @@ class Prepare:
                     f"the preprocessor makes something else of '{key}' when images are processed apart; one of its "
                     f"steps {names} cannot be split"
                 )
-
-
-def _restore_prepare(digest: str, payload: np.ndarray) -> Prepare:
-    with _prepared_lock:
-        if digest not in _prepared:
-            # A task has a CPU or so: a pool of threads for every tokenizer on the node would only contend.
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-            prepare = object.__new__(Prepare)
-            prepare._digest, prepare._payload = digest, payload
-            # Sent from our own driver to our own workers, never read from a file.
-            state = pickle.loads(payload)
-            prepare._pipeline, prepare._cameras, prepare._features, prepare._keep = state
-            _prepared[digest] = prepare
-        return _prepared[digest]
 
 
 def _blank_row(column: np.ndarray) -> np.ndarray:

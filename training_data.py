@@ -7,6 +7,7 @@ costs each process ten seconds: what needs LeRobot is unpickled in the read task
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ class Deferred:
     def __call__(self, batch: Columns) -> Columns:
         function: Any = _opened.get(self._digest)
         if function is None:
+            # A task has a CPU or so: a pool of threads for every tokenizer on the node would only contend.
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
             function = _opened[self._digest] = pickle.loads(self._payload)
         return function(batch)
 

@@ -5,7 +5,6 @@ import json
 import logging
 import pickle
 import shutil
-import time
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from lerobot.policies.factory import make_pre_post_processors
 from lerobot.processor import NormalizerProcessorStep, ProcessorStep, RenameObservationsProcessorStep
 from lerobot.processor.tokenizer_processor import TokenizerProcessorStep
 
-import processors
 from policy import match_features, save_pretrained
 from processors import DeviceHalf, Prepare, make_processors, required_stats, to_float
 from tests.datasets import make_dataset
@@ -246,40 +244,6 @@ def test_a_pipeline_that_needs_images_is_refused(case):
 # --- pickling into tasks ----------------------------------------------------------------------------------
 
 
-def test_a_process_decodes_a_prepare_once(case, prepare, monkeypatch):
-    monkeypatch.setattr(processors, "_prepared", {})
-    buffers = []
-    data = pickle.dumps(prepare, protocol=5, buffer_callback=buffers.append)
-    assert len(data) < 1000  # the rest is one buffer, which Ray shares between tasks
-    loads, decoded = pickle.loads, []
-    monkeypatch.setattr(processors.pickle, "loads", lambda payload: decoded.append(1) or loads(payload))
-    first, second = (loads(data, buffers=buffers) for _ in range(2))
-    assert first is second is not prepare
-    assert len(decoded) == 1
-    columns = case.rows(INDICES)
-    found = first(columns)
-    for key, expected in prepare(columns).items():
-        np.testing.assert_array_equal(found[key], expected)
-    assert loads(pickle.dumps(first)) is first  # and it can travel on
-    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
-    other = Prepare(preprocessor, case.meta.camera_keys[:1], {}, case.config)
-    assert loads(pickle.dumps(other))._cameras != first._cameras
-
-
-def test_a_large_tokenizer_is_cheap_after_the_first_time(case):
-    config = make_config(1, vocabulary=[f"word{i}" for i in range(50_000)])
-    preprocessor, _ = make_processors(None, config, stats_of(case.meta, config), {})
-    prepare = Prepare(preprocessor, ["observation.images.0"], {}, config)
-    buffers = []
-    data = pickle.dumps(prepare, protocol=5, buffer_callback=buffers.append)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        pickle.loads(data, buffers=buffers)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds[1:]) < 1e-3 < seconds[0]
-
-
 def stats_of(meta, config):
     return {key: {k: np.asarray(v) for k, v in meta.stats[key].items()} for key in ("observation.state", "action")}
 
@@ -291,7 +255,6 @@ def test_nothing_of_a_block_travels_along(case):
     preprocessor({key: torch.from_numpy(v) if key != "task" else list(v) for key, v in columns.items()})
     used = Prepare(preprocessor, case.meta.camera_keys, {}, case.config)
     assert all(step._current_transition is None for step in pickle.loads(pickle.dumps(used))._pipeline.steps)
-    used(columns)
     assert abs(len(pickle.dumps(used)) - len(pickle.dumps(fresh))) < 200
 
 

@@ -1,0 +1,92 @@
+"""Who gets which rows, and what it costs to send the preprocessor around."""
+
+import itertools
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import training_data
+from training_data import Dealt, Deferred, stream_batches
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize(("batch", "block"), [(4, 4), (4, 2), (6, 1), (6, 3)])
+def test_every_row_goes_to_one_rank_and_global_batches_are_the_same_for_any_world(world, batch, block):
+    dealt = [Dealt(batch, block, rank, world) for rank in range(world)]
+    for micro in range(3):
+        together = np.concatenate([d.rows(micro) for d in dealt])
+        assert sorted(together) == list(range(micro * batch * world, (micro + 1) * batch * world))
+    # Whole blocks, dealt in turn: what Ray's split does with blocks of one size.
+    blocks = itertools.cycle(range(world))
+    owner = {first // block: next(blocks) for first in range(0, 3 * batch * world, block)}
+    for rank, d in enumerate(dealt):
+        assert all(owner[int(row) // block] == rank for micro in range(3) for row in d.rows(micro))
+
+
+class Shard:
+    """Stands in for Ray's iterator: executions, each a list of batches of stream positions."""
+
+    def __init__(self, *executions):
+        self.executions = iter(executions)
+
+    def iter_torch_batches(self, **_):
+        return ({"position": torch.tensor(rows)} for rows in next(self.executions, []))
+
+
+def read(shard, first=10, last=26):
+    dealt = Dealt(batch_size=2, block_rows=2, rank=1, world=2)
+    return [b["position"].tolist() for b in stream_batches(shard, dealt, first, last, collate=None)]
+
+
+def test_batches_are_checked_against_the_plan_over_several_executions():
+    assert read(Shard([[12, 13], [16, 17]], [[20, 21], [24, 25]])) == [[12, 13], [16, 17], [20, 21], [24, 25]]
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [[[10, 11]], [[12, 13], [12, 13]], [[13, 12]], [[12, 13], [20, 21]], [[12]]],
+    ids=["another rank's", "repeated", "reordered", "skipped", "short"],
+)
+def test_rows_that_the_plan_does_not_say_end_the_run(batches):
+    with pytest.raises(RuntimeError, match="rank 1: expected stream positions .* lost, repeated or reordered"):
+        read(Shard(batches))
+
+
+def test_data_that_ends_too_soon_is_no_hang():
+    with pytest.raises(RuntimeError, match="the data ended after 1 of 4 micro-batches"):
+        read(Shard([[12, 13]]))
+
+
+class Slow:
+    opened = 0
+
+    def __setstate__(self, state):
+        Slow.opened += 1
+
+    def __getstate__(self):
+        return {"large": bytes(10**6)}
+
+    def __call__(self, batch):
+        return {"twice": batch["a"] * 2}
+
+
+def test_a_deferred_function_is_opened_at_its_first_call_and_once(monkeypatch):
+    monkeypatch.setattr(training_data, "_opened", {})
+    monkeypatch.setattr(Slow, "opened", 0)
+    buffers = []
+    data = pickle.dumps(Deferred(Slow()), protocol=5, buffer_callback=buffers.append)
+    assert len(data) < 1000  # the rest is one buffer, which Ray shares between tasks
+    first, second = (pickle.loads(data, buffers=buffers) for _ in range(2))
+    assert Slow.opened == 0
+    assert first({"a": np.arange(3)})["twice"].tolist() == [0, 2, 4]
+    assert second({"a": np.arange(2)})["twice"].tolist() == [0, 2]
+    assert Slow.opened == 1
+
+
+def test_rays_own_processes_need_not_import_lerobot_or_torch():
+    code = "import training_data, sys; sys.exit(any(m in sys.modules for m in ('torch', 'lerobot', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
