@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import linecache
+import os
 import sys
 import tempfile
 import threading
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import numpy as np
@@ -49,7 +50,7 @@ aten = torch.ops.aten
 
 ROOT = Path(__file__).resolve().parent.parent
 # Operations pass through these; what causes one is the innermost line that is elsewhere.
-PASSED_THROUGH = (str(Path(torch.__file__).parent), __file__, warnings.__file__)
+PASSED_THROUGH = (f"{Path(torch.__file__).parent}{os.sep}", __file__, warnings.__file__)
 # How PyTorch puts it (c10/cuda/CUDAFunctions.cpp). That its debug mode is a prototype is another warning.
 CUDA_WARNING = "called a synchronizing CUDA operation"
 COPIES = (aten._to_copy.default, aten.copy_.default)
@@ -91,7 +92,7 @@ class Sync(NamedTuple):
 
     operation: str
     where: Line
-    count: int
+    times: int
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,10 @@ class Audit:
         if not self.syncs:
             return "\n".join([*lines, f"Nothing waits for the device {window}."])
         rows = [("times", "line", "function", "what", "source")]
-        rows += [(str(s.count), str(s.where), s.where.function, s.operation, s.where.source) for s in self.syncs]
+        rows += [(str(s.times), str(s.where), s.where.function, s.operation, s.where.source) for s in self.syncs]
         widths = [max(len(row[i]) for row in rows) for i in range(4)] + [0]
         lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        total = sum(sync.count for sync in self.syncs)
+        total = sum(sync.times for sync in self.syncs)
         return "\n".join([*lines, "", f"The host waits for the device {total} times {window}."])
 
 
@@ -153,7 +154,7 @@ def _shortened(run: Run, folder: str) -> Run:
     if run.missing_stats:
         # Finding them takes a pass over the data; here any will do.
         made_up = {"q01": -1.0, "q10": -1.0, "min": -1.0, "mean": 0.0, "std": 1.0, "q90": 1.0, "q99": 1.0, "max": 1.0}
-        features = {**run.metas[0].features}
+        features = run.metas[0].features
         stats = {key: dict(run.metas[0].stats.get(key, {})) for key in {*run.metas[0].stats, *run.missing_stats}}
         for key in run.missing_stats:
             stats[key] |= {name: np.full(features[key].shape, value, np.float32) for name, value in made_up.items()}
@@ -276,6 +277,7 @@ def _run_loop(
     run: Run,
     device: torch.device,
     watch: _Watch,
+    shard: _MadeUpShard,
     *modes: contextlib.AbstractContextManager[Any],
     stand_ins: Sequence[tuple[Any, str, Any]] = (),
 ) -> None:
@@ -296,7 +298,6 @@ def _run_loop(
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("vla.py's loop asks Ray for something that this audit has no answer to yet")
 
-    shard = _MadeUpShard(run)
     context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
     replaced = (
         (vla.ray, "init", refuse),
@@ -379,7 +380,7 @@ def _audit_on(run: Run, device: torch.device) -> Audit:
     waits = ((torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize"))
     with _kept_flags(), watch.listening():
         stand_ins = [(owner, name, watch.recorded(getattr(owner, name))) for owner, name in waits]
-        _run_loop(run, device, watch, stand_ins=stand_ins)
+        _run_loop(run, device, watch, _MadeUpShard(run), stand_ins=stand_ins)
     return Audit(
         watch.syncs(),
         WINDOW_STEPS,
@@ -421,7 +422,9 @@ class _PretendedWatch(_Watch):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
-        made_there = device is not None and torch.device(device).type == self.device_type
+        made_there = device is not None and torch.device(device).type in ("cuda", self.device_type)
+        if made_there:
+            kwargs["device"] = torch.device(self.device_type)
         if not made_there and not any(self.on_device(leaf) for leaf in tree_leaves((args, kwargs))):
             with unset_fake_temporarily():
                 return self._run_on_host(func, args, kwargs)
@@ -513,6 +516,7 @@ class _PretendedWatch(_Watch):
             (FakeTensor, "record_stream", lambda *_: None),
             # FakeTensor's own read nothing, or value by value.
             (FakeTensor, "__repr__", show),
+            (FakeTensor, "__format__", lambda t, spec: format(t if t.ndim else t.item(), spec)),
             (FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()),
         ]
 
@@ -541,9 +545,10 @@ def _audit_without_cuda(run: Run) -> Audit:
         (vla, "enable_gpu_perf_flags", lambda *_: None),
         (Tensor, "backward", backward),
     ]
-    _run_loop(run, torch.device("cuda", 0), watch, fake, stand_ins=stand_ins)
+    shard = _MadeUpShard(run)
+    _run_loop(run, torch.device("cuda", 0), watch, shard, fake, stand_ins=stand_ins)
     times = WINDOW_STEPS * run.config.grad_accum
-    in_backward = [sync._replace(count=sync.count * times) for sync in _backward_on_meta(run)]
+    in_backward = [sync._replace(times=sync.times * times) for sync in _backward_on_meta(run, shard)]
     return Audit(
         [*watch.syncs(), *in_backward],
         WINDOW_STEPS,
@@ -566,8 +571,8 @@ def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Non
     """Give a module other parameters and buffers; those that are shared stay shared."""
     made: dict[int, Any] = {}
     replaced = []  # kept, so that no other tensor gets the id of one of them
-    for owners in ([child._parameters, child._buffers] for child in module.modules()):
-        for tensors in owners:
+    for child in module.modules():
+        for tensors in cast(list[dict[str, Any]], [child._parameters, child._buffers]):
             for name, tensor in tensors.items():
                 if tensor is not None:
                     if id(tensor) not in made:
@@ -578,7 +583,7 @@ def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Non
                     tensors[name] = made[id(tensor)]
 
 
-def _backward_on_meta(run: Run) -> list[Sync]:
+def _backward_on_meta(run: Run, shard: _MadeUpShard) -> list[Sync]:
     """What the operations of one backward wait for: run on the meta device, where autograd needs no driver."""
     device = torch.device("meta")
     run = replace(run, config=replace(run.config, train=replace(run.config.train, precision="fp32")))
@@ -586,10 +591,11 @@ def _backward_on_meta(run: Run) -> list[Sync]:
     loss.to(device)
     watch = _PretendedWatch(device.type)
     collate = NumpyToTorchCollate(pin_memory=False)
-    host = next(_MadeUpShard(run).iter_torch_batches(batch_size=run.config.batch_size, collate_fn=collate))
+    host = next(shard.iter_torch_batches(batch_size=run.config.batch_size, collate_fn=collate))
     with contextlib.ExitStack() as stack:
         for owner, name, value in watch.stand_ins():
             stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(watch)
         on_meta = {key: value.to(device) for key, value in host.items()}
         batch = next(vla.policy_batches(run, [on_meta]))

@@ -65,7 +65,8 @@ def run(setting):
 
 @pytest.fixture
 def one_step(monkeypatch):
-    """One optimizer step, two micro-batches, between two log steps."""
+    """One optimizer step, two micro-batches, between two log steps; and no garbage collection, which takes longest."""
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
     monkeypatch.setattr(audit_syncs, "WINDOW_STEPS", 1)
 
 
@@ -84,7 +85,7 @@ def plant(monkeypatch, planted):
 def places(found):
     """{function: times}; all of it must be in this file."""
     assert {sync.where.file for sync in found.syncs} <= {__file__}, found.table()
-    return {sync.where.function.rsplit(".")[-1]: sync.count for sync in found.syncs}
+    return {sync.where.function.rsplit(".")[-1]: sync.times for sync in found.syncs}
 
 
 # --- our loop ---------------------------------------------------------------------------------------------
@@ -168,8 +169,6 @@ def test_host_batches_must_be_pinned(run, monkeypatch, one_step):
     monkeypatch.setattr(NumpyToTorchCollate, "__call__", lambda _, batch: collate(NumpyToTorchCollate(False), batch))
     found = audit_syncs.audit(run).syncs
     assert {(Path(sync.where.file).name, sync.where.function) for sync in found} == {
-        ("util.py", "cuda_prefetcher.<locals>.fetch.<locals>.<dictcomp>")
-    } or {(Path(sync.where.file).name, sync.where.function) for sync in found} == {
         ("util.py", "cuda_prefetcher.<locals>.fetch")
     }
     assert all("not pinned" in sync.operation for sync in found)
@@ -188,7 +187,7 @@ def test_lerobots_own_forward_waits_where_it_is_known_to(run, monkeypatch, one_s
         ("modeling_pi05.py", '"loss_per_dim": losses.mean(dim=[0, 1]).detach().cpu().numpy().tolist(),'),
         ("modeling_pi05.py", 'loss_dict["loss"] = loss.item()'),
     }
-    assert {sync.count for sync in found.syncs} == {2}
+    assert {sync.times for sync in found.syncs} == {2}
     assert "lerobot/policies/pi05/modeling_pi05.py:" in found.table()
 
 
@@ -200,11 +199,11 @@ def item(loss):
 
 
 def converted(loss):
-    float(loss)
+    float(loss.detach())
 
 
 def formatted(loss):
-    f"{loss:.3f}"
+    _ = f"{loss:.3f}"
 
 
 def as_list(loss):
@@ -285,7 +284,7 @@ def host_scalar_in_where(loss):
 
 
 def scaler_state(loss):
-    torch.amp.GradScaler("cuda").scale(loss).to("cpu")
+    (scaler := torch.amp.GradScaler("cuda")).scale(loss), scaler.get_scale()
 
 
 def printed(loss):
@@ -331,14 +330,14 @@ def test_a_planted_sync_is_found_with_its_line(planted, run, monkeypatch, one_st
     (found,) = audit_syncs.audit(run).syncs
     line = planted.__code__.co_firstlineno + 1
     assert found.where == (__file__, line, planted.__name__)
-    assert found.count == 2
+    assert found.times == 2
 
 
 def test_what_does_not_wait_is_not_reported(run, monkeypatch, one_step):
     def innocent(loss):
         values, mask = loss.detach().expand(3).clone(), torch.ones(3, dtype=torch.bool, device=loss.device)
         values[mask] = 0.0
-        values[1] = 2.0
+        torch.zeros(2, 3, device=loss.device)[1] = 2.0
         values[torch.zeros(2, dtype=torch.int64, device=loss.device)].sum()
         torch.where(mask, 0.0, values)
         values * torch.tensor(2.0)
@@ -391,7 +390,7 @@ def test_the_process_is_left_as_it_was(run, monkeypatch, one_step):
 # --- with CUDA --------------------------------------------------------------------------------------------
 
 
-def test_warnings_of_cuda_become_lines(run, monkeypatch, one_step):
+def test_warnings_of_cuda_become_lines(run, monkeypatch, one_step, tmp_path):
     """The way with CUDA, on the CPU: PyTorch's warning is given by hand where CUDA would give it."""
 
     def synchronise():
@@ -406,7 +405,7 @@ def test_warnings_of_cuda_become_lines(run, monkeypatch, one_step):
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     plant(monkeypatch, waits)
     with pytest.warns(UserWarning, match="something else"):
-        found = audit_syncs._audit_on(replace(run, config=replace(run.config, output_dir="unused")), CPU)
+        found = audit_syncs._audit_on(audit_syncs._shortened(run, str(tmp_path)), CPU)
     assert places(found) == {"synchronise": 2}
     assert modes == ["warn", 0]
 
@@ -420,12 +419,8 @@ def test_our_loop_is_clean_on_the_gpu(setting, mode, capsys):
     assert "Looked at  the whole step on NVIDIA" in printed
 
 
-# These wait without a warning of PyTorch's, or are of the host's.
-SILENT = (host_scalar_in_where,)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("planted", [p for p in PLANTED if p not in SILENT], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda function: function.__name__)
 def test_a_planted_sync_is_found_on_the_gpu(planted, setting, monkeypatch, one_step):
     run = resolve(parse_args(flags(setting)), gpus_found=1)
     plant(monkeypatch, planted)

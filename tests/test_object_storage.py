@@ -24,8 +24,9 @@ from moto.server import ThreadedMotoServer
 
 import tiny_pi05
 import vla
-from lerobot_datasource import LeRobotDatasource, Reader, read_lerobot, read_slices
+from lerobot_datasource import LeRobotDatasource, read_lerobot
 from lerobot_metadata import load_metadata
+from lerobot_rows import Reader, read_slices
 from tests.datasets import make_dataset
 from tests.test_lerobot_datasource import TOP, WINDOWS, assert_same_row, lerobot, rows_of
 
