@@ -148,6 +148,7 @@ class Config:
 
 # What each preset sets; any flag overrides. The GPU ones are sized by arithmetic (weights, Adam state, activations of
 # PI0.5 at 3 cameras) for the card's memory, a micro-batch that fits first, accumulation for a global batch near 64.
+GPU = {"scaling.use_gpu": "true", "steps": "30000"}
 PRESETS: dict[str, dict[str, str]] = {
     "demo": {
         "output_dir": "outputs/demo",
@@ -162,9 +163,9 @@ PRESETS: dict[str, dict[str, str]] = {
         "save_freq": "100",
         "dataset.eval_split": "0.1",
     },
-    "l4": {"train.mode": "expert", "batch_size": "4", "grad_accum": "4", "scaling.num_workers": "4"},
-    "a100": {"train.mode": "full", "batch_size": "4", "grad_accum": "2", "scaling.num_workers": "8"},
-    "h100": {"train.mode": "full", "batch_size": "8", "grad_accum": "1", "scaling.num_workers": "8"},
+    "l4": {**GPU, "train.mode": "expert", "batch_size": "4", "grad_accum": "4", "scaling.num_workers": "4"},
+    "a100": {**GPU, "train.mode": "full", "batch_size": "4", "grad_accum": "2", "scaling.num_workers": "8"},
+    "h100": {**GPU, "train.mode": "full", "batch_size": "8", "grad_accum": "1", "scaling.num_workers": "8"},
 }
 
 
@@ -236,6 +237,8 @@ def validate(config: Config) -> None:
             raise ValueError(f"--{name}={share}: must be between 0 and 1")
     if not 0 <= d.eval_split < 1:
         raise ValueError(f"--dataset.eval_split={d.eval_split}: a share of the episodes, at least 0 and below 1")
+    if d.episodes is not None and len(config.roots) > 1:
+        raise ValueError("--dataset.episodes with several roots: whose episodes? Give one root, or leave it out")
     if d.root and d.repo_id:
         raise ValueError("--dataset.root and --dataset.repo_id: give one of them")
     if not demo and not (d.root or d.repo_id):

@@ -63,6 +63,7 @@ from processors import (
 )
 
 __all__ = [
+    "check_weights",
     "DeviceHalf",
     "FeatureMatch",
     "FeatureRow",
@@ -155,13 +156,32 @@ def load_policy(folder: Path, config: PreTrainedConfig) -> PreTrainedPolicy:
     # Every weight is about to be loaded, so drawing 4 billion random ones first (a minute) is left out.
     with no_init_weights() if isinstance(config, PI05Config) else contextlib.nullcontext():
         policy = policy_class(config)
+    weights = _matching_weights(folder, policy)
+    for key, tensor in weights.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(f"{key} in {folder} holds values that are not finite; the file is damaged")
+    policy.load_state_dict(weights, strict=False)
+    return policy.eval()
+
+
+def check_weights(folder: Path, policy: PreTrainedPolicy) -> None:
+    """Refuse what `load_policy` would refuse of a folder's files, keys and shapes, in seconds. Runs on the driver.
+
+    Only the files' headers are read, so values that are not finite are left to `load_policy`.
+
+    Args:
+        policy: built for the folder's configuration, on any device; the meta device will do.
+    """
+    _matching_weights(Path(folder), policy)
+
+
+def _matching_weights(folder: Path, policy: PreTrainedPolicy) -> dict[str, Tensor]:
+    """All tensors of a pretrained folder under the policy's keys, mapped into memory and not read yet."""
     weights = _read_weights(folder)
     if isinstance(policy, PI05Policy):
         weights = _pi05_keys(policy, weights)
-    expected = policy.state_dict()
-    _check_weights(folder, config, weights, expected)
-    policy.load_state_dict(weights, strict=False)
-    return policy.eval()
+    _check_keys(folder, policy.config, weights, policy.state_dict(keep_vars=True))
+    return weights
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -212,12 +232,12 @@ def _pi05_keys(policy: PI05Policy, weights: dict[str, Tensor]) -> dict[str, Tens
     return {**renamed, **{key: tensor for key, tensor in prefixed(weights).items() if key in renamed}}
 
 
-def _check_weights(
+def _check_keys(
     folder: Path, config: PreTrainedConfig, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> None:
     # One tensor under two names is written once; loading either loads both.
-    loaded = {expected[key].data_ptr() for key in expected if key in weights}
-    missing = [key for key in expected if key not in weights and expected[key].data_ptr() not in loaded]
+    loaded = {id(expected[key]) for key in expected if key in weights}
+    missing = [key for key in expected if key not in weights and id(expected[key]) not in loaded]
     unexpected = [key for key in weights if key not in expected]
     shapes = [
         f"{key} (found {tuple(weights[key].shape)}, expected {tuple(expected[key].shape)})"
@@ -234,9 +254,6 @@ def _check_weights(
             f"the weights in {folder} are not of its '{config.type}' policy: {'; '.join(problems)}. Nothing "
             "was loaded. Check that config.json and weights belong together, and to this version of LeRobot"
         )
-    for key, tensor in weights.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(f"{key} in {folder} holds values that are not finite; the file is damaged")
 
 
 # --- match dataset and policy -----------------------------------------------------------------------------

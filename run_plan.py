@@ -30,7 +30,7 @@ from dataset_stats import complete_stats
 from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
 from lerobot_metadata import DatasetMetadata, fetch_dataset, load_metadata, select_episodes
 from pi05_loss import TrainableReport, choose_trainable, flops_per_sample, meta_policy
-from policy import FeatureMatch, fetch_pretrained, match_features
+from policy import FeatureMatch, check_weights, fetch_pretrained, match_features
 from processors import make_processors, required_stats
 
 Stats = dict[str, dict[str, np.ndarray]]
@@ -136,6 +136,11 @@ def resolve(config: Config, gpus_found: int) -> Run:
     metas = tuple(load_metadata(root) for root in roots)
 
     policy_config, folder, base_info = _resolve_policy(config, path_given)
+    if getattr(policy_config, "use_relative_actions", False):
+        raise ValueError(
+            f"policy {base_info['path']}: use_relative_actions needs statistics of relative actions, which are not "
+            "computed yet; choose a policy with absolute actions, or --policy.use_relative_actions=false"
+        )
     config = replace(config, policy_path=path_given, policy_revision=base_info["revision"])
     try:
         match = match_features(
@@ -147,7 +152,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
         )
     except ValueError as error:
         raise ValueError(f"dataset {metas[0].root} and policy {base_info['path']}: {error}") from error
-    parameters = _count_parameters(policy_config, cast(TrainMode, config.train.mode))
+    parameters = _check_policy(policy_config, folder, cast(TrainMode, config.train.mode))
     train, held_out = zip(*(_split_episodes(meta, config) for meta in metas), strict=True)
     rows = sum(int(meta.episode_length[e].sum()) for meta, e in zip(metas, train, strict=True))
     if config.global_batch_size > rows:
@@ -220,7 +225,8 @@ def _join_stats(stats: Sequence[Stats]) -> Stats:
     return aggregate_stats([{key: s[key] for key in shared} for s in stats])
 
 
-def _count_parameters(policy_config: PreTrainedConfig, mode: TrainMode) -> TrainableReport | None:
+def _check_policy(policy_config: PreTrainedConfig, folder: Path | None, mode: TrainMode) -> TrainableReport | None:
+    """Refuse weights that do not load, and count what there is and what trains, without any memory for it."""
     if not isinstance(policy_config, PI05Config):
         if mode != "full":
             raise ValueError(
@@ -228,7 +234,10 @@ def _count_parameters(policy_config: PreTrainedConfig, mode: TrainMode) -> Train
                 "--train.mode=full, or what the policy's own options (--policy.*) offer to freeze parts of it"
             )
         return None  # building others may download their backbones
-    return choose_trainable(meta_policy(policy_config), mode)
+    policy = meta_policy(policy_config)
+    if folder is not None:
+        check_weights(folder, policy)
+    return choose_trainable(policy, mode)
 
 
 def _resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:

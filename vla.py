@@ -363,6 +363,17 @@ def start_ray(run: Run) -> None:
     if not ray.is_initialized():
         # What workers have to say goes to the run's own log, which `follow_progress` shows.
         ray.init(logging_level=logging.WARNING, log_to_driver=False, include_dashboard=False)
+    scaling, found = run.config.scaling, ray.cluster_resources()
+    wanted = {"CPU": scaling.num_workers * scaling.cpus_per_worker + scaling.cpus_per_read_task}
+    if run.use_gpu:
+        wanted["GPU"] = scaling.num_workers
+    lacking = [f"{n:g} {kind}s, {found.get(kind, 0):g} found" for kind, n in wanted.items() if found.get(kind, 0) < n]
+    if lacking:
+        # Ray would wait for them without a word.
+        raise ValueError(
+            f"the cluster is too small for {scaling.num_workers} workers and one read task: needs {'; '.join(lacking)}; "
+            "lower --scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add nodes first"
+        )
 
 
 def make_trainer(run: Run) -> TorchTrainer:

@@ -54,6 +54,7 @@ def test_a_saved_config_comes_back_and_flags_change_it(tmp_path):
         ([*DATA, "--dataset.repo_id=a/b"], "--dataset.root and --dataset.repo_id"),
         ([*DATA, "--policy.type=pi05"], "--policy.path and --policy.type"),
         ([*DATA, "--steps=3", "--num_epochs=1"], "--steps and --num_epochs"),
+        ([*DATA, "--dataset.root=/a,/b", "--dataset.episodes=[1]"], "--dataset.episodes with several roots"),
         (DATA[1:], "which data"),
         ([DATA[0], DATA[2]], "which policy"),
         (DATA[:2], "where to"),

@@ -216,3 +216,9 @@ def test_resuming_with_another_batch_or_other_data_is_refused(setting, finished,
     assert "is 16, but the run was started with 8" in capsys.readouterr().err
     assert vla.main([f"--output_dir={finished}", "--resume", "--seed=3"]) == 2
     assert "seed: was 1000, is 3" in capsys.readouterr().err
+
+
+@pytest.mark.ray
+def test_a_cluster_that_is_too_small_is_said_and_not_waited_for(setting, finished, capsys):
+    assert vla.main(flags(setting, "large", **{"scaling.num_workers": 6, "scaling.cpus_per_worker": 1})) == 1
+    assert "needs 7 CPUs, 4 found" in capsys.readouterr().err
