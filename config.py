@@ -180,7 +180,10 @@ def parse_args(argv: Sequence[str]) -> Config:
     if names.get("resume") == "true":
         # What the run was started with stands; only flags given now change it.
         config_path, preset = str(_saved_config(names)), None
-    flags = [*PRESETS.get(preset or "", {}).items(), *given]
+    defaults = dict(PRESETS.get(preset or "", {}))
+    if "num_epochs" in names:
+        defaults.pop("steps", None)
+    flags = [*defaults.items(), *given]
     policy = {k.removeprefix("policy."): v for k, v in flags if k.startswith("policy.")}
     rest = [f"--{k}={v}" for k, v in flags if not k.startswith("policy.") and k != "config_path"]
     try:

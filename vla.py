@@ -371,8 +371,9 @@ def start_ray(run: Run) -> None:
     if lacking:
         # Ray would wait for them without a word.
         raise ValueError(
-            f"the cluster is too small for {scaling.num_workers} workers and one read task: needs {'; '.join(lacking)}; "
-            "lower --scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add nodes first"
+            f"the cluster is too small for {scaling.num_workers} workers and one read task: needs "
+            f"{'; '.join(lacking)}; lower --scaling.num_workers, --scaling.cpus_per_worker or "
+            "--scaling.cpus_per_read_task, or add nodes first"
         )
 
 

@@ -3,8 +3,9 @@
     python -m benchmarks.data [--rows 800] [--rounds 3] [--datasets av1_240x320x3,...] [--cores 2]
 
 Every contender gives batches of 8 rows with action windows of 50 as contiguous uint8 arrays in this process. They
-take turns, several rounds; medians are reported. `rows_per_s` is counted from the first batch on, `first_batch_s` is
-the time to it on a warm cluster. Results go to `benchmarks/results/data-<hardware>-<date>.json`; a table is printed.
+take turns, several rounds; medians are reported. `rows_per_s` is all rows over the whole time on a warm Ray cluster; a
+DataLoader's is counted from its first batch on, because it starts its processes anew each time. Results go to
+`benchmarks/results/data-<hardware>-<date>.json`; a table is printed.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import concurrent.futures
 import datetime
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ DATASETS: dict[str, dict[str, Any]] = {
 }
 RESULTS = Path(__file__).parent / "results"
 CACHE = Path(".cache/benchmarks")
+Contender = Callable[[], Iterator[dict[str, np.ndarray]]]
 
 
 def make(name: str, rows: int) -> Path:
@@ -63,6 +67,11 @@ def ours(root: Path, **options: Any) -> Iterator[dict[str, np.ndarray]]:
     yield from dataset.iter_batches(batch_size=BATCH, batch_format="numpy", prefetch_batches=2)
 
 
+def shuffled(root: Path, seeds: Iterator[int], **options: Any) -> Iterator[dict[str, np.ndarray]]:
+    """Every round another epoch."""
+    return ours(root, shuffle_seed=next(seeds), **options)
+
+
 def ray_read_lerobot(root: Path) -> Iterator[dict[str, np.ndarray]]:
     import ray
 
@@ -70,7 +79,9 @@ def ray_read_lerobot(root: Path) -> Iterator[dict[str, np.ndarray]]:
     dataset = ray.data.read_lerobot(str(root), delta_timestamps=windows, read_granularity="episode")
     for batch in dataset.iter_batches(batch_size=BATCH, batch_format="numpy", prefetch_batches=2):
         # Its tensors have no fixed shape and come out as objects.
-        yield {k: np.stack(v) if v.dtype == object and k not in ("task", "stats") else v for k, v in batch.items()}
+        yield {
+            k: np.stack(list(v)) if v.dtype == object and k not in ("task", "stats") else v for k, v in batch.items()
+        }
 
 
 def lerobot_loader(root: Path, backend: str, cores: int) -> Iterator[dict[str, np.ndarray]]:
@@ -117,14 +128,15 @@ def decoder_alone(root: Path, cores: int) -> float | None:
 # ---- measuring --------------------------------------------------------------------------------------------------
 
 
-def measure(batches: Callable[[], Iterator[dict[str, np.ndarray]]]) -> dict[str, float]:
+def measure(batches: Contender, from_first_batch: bool) -> dict[str, float]:
     """Read everything once. Every byte of every image is touched, so that nothing is counted that did not arrive."""
-    start = time.perf_counter()
+    begin = start = time.perf_counter()
     first = None
     rows = episodes = batches_seen = 0
     for batch in batches():
         if first is None:
             first = time.perf_counter() - start
+        if from_first_batch and not batches_seen:
             begin = time.perf_counter()
         else:
             rows += len(batch["index"])
@@ -174,7 +186,7 @@ def main() -> None:
 
     import ray
 
-    ray.init(num_cpus=options.cores, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(num_cpus=options.cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     seeds = iter(range(10**6))
@@ -187,32 +199,30 @@ def main() -> None:
     try:
         for name in options.datasets.split(","):
             root = make(name, options.rows)
-            contenders: dict[str, Callable[[], Iterator[dict[str, np.ndarray]]]] = {
-                "ours, in order": lambda root=root: ours(root),
-                "ours, shuffled": lambda root=root: ours(root, shuffle_seed=next(seeds)),
-                "ray.data.read_lerobot": lambda root=root: ray_read_lerobot(root),
-                "LeRobot DataLoader, pyav, shuffled": lambda root=root: lerobot_loader(root, "pyav", options.cores),
+            contenders: dict[str, Contender] = {
+                "ours, in order": partial(ours, root),
+                "ours, shuffled": partial(shuffled, root, seeds),
+                "ray.data.read_lerobot": partial(ray_read_lerobot, root),
+                "LeRobot DataLoader, pyav, shuffled": partial(lerobot_loader, root, "pyav", options.cores),
             }
             cameras = DATASETS[name]["cameras"]
             if len(cameras) > 1:
-                contenders["ours, shuffled, one camera"] = lambda root=root: ours(
-                    root, shuffle_seed=next(seeds), camera_keys=[CAMERAS[0]]
-                )
+                contenders["ours, shuffled, one camera"] = partial(shuffled, root, seeds, camera_keys=[CAMERAS[0]])
             if torchcodec_works():
-                contenders["LeRobot DataLoader, torchcodec, shuffled"] = lambda root=root: lerobot_loader(
-                    root, "torchcodec", options.cores
+                contenders["LeRobot DataLoader, torchcodec, shuffled"] = partial(
+                    lerobot_loader, root, "torchcodec", options.cores
                 )
             else:
                 print("torchcodec cannot be loaded (FFmpeg's libraries are missing): its comparison is left out")
             for label in ("ours, shuffled", "ray.data.read_lerobot"):
-                measure(contenders[label])  # warms the cluster's worker processes up
+                measure(contenders[label], from_first_batch=False)  # warms the cluster's worker processes up
             samples: dict[str, list[dict[str, float]]] = {label: [] for label in contenders}
             limits = []
             for _ in range(options.rounds):
                 limits.append(decoder_alone(root, options.cores))
                 for label, batches in contenders.items():
                     cpu = children_cpu_s()
-                    sample = measure(batches)
+                    sample = measure(batches, from_first_batch="DataLoader" in label)
                     sample["cpu_s_per_1000_rows"] = (children_cpu_s() - cpu) * 1000 / options.rows
                     samples[label].append(sample)
             results["datasets"][name] = summary(samples, limits)

@@ -17,6 +17,7 @@ def test_flags_come_after_the_preset_and_the_last_one_wins():
 def test_every_preset_is_valid():
     for name in PRESETS:
         assert parse_args(["--preset", name, *DATA]).preset == name
+        assert parse_args(["--preset", name, *DATA, "--num_epochs=2"]).steps is None
 
 
 def test_structured_values_and_the_policys_own_options():
