@@ -153,6 +153,7 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
         if done % config.save_freq == 0 or done == run.steps:
             progress = replace(progress, step=done, rows=done * config.global_batch_size)
             report_checkpoint(run, optimizer, progress, rank)
+    gc.enable()
     if rank == 0:
         export(run, optimizer)
 

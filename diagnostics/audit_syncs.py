@@ -76,7 +76,7 @@ class Line(NamedTuple):
             path = Path(*path.parts[path.parts.index("site-packages") + 1 :])
         elif path.is_relative_to(ROOT):
             path = path.relative_to(ROOT)
-        return f"{path}:{self.number}"
+        return f"{path}:{self.number}" if self.number else self.file
 
     @property
     def source(self) -> str:
@@ -418,6 +418,8 @@ class _PretendedWatch(_Watch):
         super().__init__(device_type)
         # The storages themselves: an address alone could come back as another's.
         self._pinned: dict[int, torch.UntypedStorage] = {}
+        # Where the host last got a value that was made up.
+        self.made_up: Line | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -460,6 +462,7 @@ class _PretendedWatch(_Watch):
 
     def _run_on_ones(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run on the host, on ones in place of the device's tensors; on zeros where they would be indices."""
+        self.made_up = _cause()
 
         def values(leaf: Any) -> Any:
             if not self.on_device(leaf):
@@ -546,7 +549,15 @@ def _audit_without_cuda(run: Run) -> Audit:
         (Tensor, "backward", backward),
     ]
     shard = _MadeUpShard(run)
-    _run_loop(run, torch.device("cuda", 0), watch, shard, fake, stand_ins=stand_ins)
+    try:
+        _run_loop(run, torch.device("cuda", 0), watch, shard, fake, stand_ins=stand_ins)
+    except RuntimeError as error:
+        if watch.made_up is None:
+            raise
+        raise RuntimeError(
+            f"{error}\nThe loop last read a value from the device at {watch.made_up}, `{watch.made_up.source}`, and "
+            "got one that is made up: if that misled it, this is a line that waits for the device"
+        ) from error
     times = WINDOW_STEPS * run.config.grad_accum
     in_backward = [sync._replace(times=sync.times * times) for sync in _backward_on_meta(run, shard)]
     return Audit(
@@ -608,8 +619,13 @@ def _backward_on_meta(run: Run, shard: _MadeUpShard) -> list[Sync]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Audit the run that the flags describe, and print the result. Returns the exit status: see the module."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+        vla.print_help()
+        return 0
     try:
-        run = resolve(parse_args(sys.argv[1:] if argv is None else argv), gpus_found=torch.cuda.device_count())
+        run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
         found = audit(run)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

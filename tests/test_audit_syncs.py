@@ -333,6 +333,32 @@ def test_a_planted_sync_is_found_with_its_line(planted, run, monkeypatch, one_st
     assert found.times == 2
 
 
+def test_a_loop_that_believes_what_was_made_up_is_told_where(setting, run, monkeypatch, one_step, capsys):
+    def refuses(loss):
+        if torch.isnan(loss):
+            raise RuntimeError("not a number")
+
+    plant(monkeypatch, refuses)
+    monkeypatch.setattr(audit_syncs, "resolve", lambda config, gpus_found: run)
+    assert audit_syncs.main(flags(setting)) == 2
+    line = refuses.__code__.co_firstlineno + 1
+    told = f"last read a value from the device at tests/test_audit_syncs.py:{line}, `if torch.isnan(loss):`"
+    assert told in capsys.readouterr().err
+
+
+def test_what_autograd_waits_for_by_itself_is_reported(run, monkeypatch, one_step):
+    original = PolicyLoss.forward
+
+    def forward(self, batch, noise, time):
+        loss = original(self, batch, noise, time)
+        return loss.expand(3)[torch.ones(3, dtype=torch.bool, device=loss.device)].sum()
+
+    monkeypatch.setattr(PolicyLoss, "forward", forward)
+    found = audit_syncs.audit(run)
+    assert {(sync.where.function, sync.times) for sync in found.syncs} == {(forward.__qualname__, 2), ("backward", 2)}
+    assert "  autograd  " in found.table()
+
+
 def test_what_does_not_wait_is_not_reported(run, monkeypatch, one_step):
     def innocent(loss):
         values, mask = loss.detach().expand(3).clone(), torch.ones(3, dtype=torch.bool, device=loss.device)
