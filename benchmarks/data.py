@@ -128,6 +128,12 @@ def decoder_alone(root: Path, cores: int) -> float | None:
 # ---- measuring --------------------------------------------------------------------------------------------------
 
 
+def touch(array: np.ndarray) -> None:
+    """Read every byte, at the speed of memory."""
+    flat = array.reshape(-1)
+    np.bitwise_xor.reduce(flat[: len(flat) // 8 * 8].view(np.uint64))
+
+
 def measure(batches: Contender, from_first_batch: bool) -> dict[str, float]:
     """Read everything once. Every byte of every image is touched, so that nothing is counted that did not arrive."""
     begin = start = time.perf_counter()
@@ -142,7 +148,7 @@ def measure(batches: Contender, from_first_batch: bool) -> dict[str, float]:
             rows += len(batch["index"])
         for key, value in batch.items():
             if key.startswith("observation.images") and np.asarray(value).ndim >= 4:
-                np.ascontiguousarray(value).sum(dtype=np.uint64)
+                touch(np.ascontiguousarray(value))
         episodes += len(np.unique(np.asarray(batch["episode_index"])))
         batches_seen += 1
     assert first is not None
