@@ -113,9 +113,13 @@ def resolve(config: Config, gpus_found: int) -> Run:
     """Find, read and check everything the run needs. Raises ValueError or FileNotFoundError saying what to do."""
     if config.scaling.use_gpu is None:
         config = replace(config, scaling=replace(config.scaling, use_gpu=gpus_found > 0))
-    # Workers have other working directories.
-    config = replace(config, output_dir=str(Path(config.output_dir or "").absolute()))
-    roots = config.roots
+    # Workers, and whoever resumes the run, have other working directories.
+    roots = [_absolute(root) for root in config.roots]
+    config = replace(
+        config,
+        output_dir=_absolute(config.output_dir or ""),
+        dataset=replace(config.dataset, root=",".join(roots) or None),
+    )
     if config.dataset.repo_id:
         path, commit = fetch_dataset(
             config.dataset.repo_id,
@@ -126,13 +130,15 @@ def resolve(config: Config, gpus_found: int) -> Run:
         config = replace(config, dataset=replace(config.dataset, revision=commit))
         roots = [path]
     path_given = config.policy_path
+    if path_given and Path(path_given).is_dir():
+        path_given = _absolute(path_given)
     if config.preset == "demo":
         from demo import prepare_demo
 
         root, base = prepare_demo(CACHE_DIR / "demo", roots[0] if roots else None)
         roots = roots or [str(root)]
         if not (path_given or config.policy_type):
-            path_given = str(base)
+            path_given = _absolute(base)
     metas = tuple(load_metadata(root) for root in roots)
 
     policy_config, folder, base_info = _resolve_policy(config, path_given)
@@ -196,6 +202,11 @@ def with_stats(run: Run) -> Run:
         return run
     completed = [complete_stats(meta, run.missing_stats, cache_dir=run.output_dir / "stats")[0] for meta in run.metas]
     return replace(run, stats=_join_stats(completed), missing_stats={})
+
+
+def _absolute(path: str | Path) -> str:
+    """Local paths made absolute; URIs as they are."""
+    return str(path) if "://" in str(path) else str(Path(path).absolute())
 
 
 def _missing_stats(metas: Sequence[DatasetMetadata], needed: dict[str, set[str]]) -> dict[str, set[str]]:

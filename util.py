@@ -41,6 +41,7 @@ class NumpyToTorchCollate:
 
     def __init__(self, pin_memory: bool):
         self.pin_memory = pin_memory
+        self._tried = False
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> Batch:
         """Columns (B, ...) of numbers to tensors of the same dtype and shape.
@@ -48,26 +49,25 @@ class NumpyToTorchCollate:
         Raises:
             ValueError: a column of Python objects; `prepare` must have turned them into numbers.
         """
+        if self.pin_memory and not self._tried:
+            self._try_pinning()
         tensors = {}
         for key, values in batch.items():
             if values.dtype == object:
                 raise ValueError(f"column {key!r} holds Python objects ({type(values.flat[0]).__name__}), not numbers")
-            target = torch.empty(
-                values.shape, dtype=_torch_dtype(values.dtype), pin_memory=self._can_pin(key) and values.nbytes > 0
-            )
+            pinned = self.pin_memory and key not in ROW_COLUMNS and values.nbytes > 0
+            target = torch.empty(values.shape, dtype=_torch_dtype(values.dtype), pin_memory=pinned)
             np.copyto(target.numpy(), values)
             tensors[key] = target
         return tensors
 
-    def _can_pin(self, key: str) -> bool:
-        if not self.pin_memory or key in ROW_COLUMNS:
-            return False
+    def _try_pinning(self) -> None:
+        self._tried = True
         try:
             torch.empty(1, pin_memory=True)
         except RuntimeError as error:
             self.pin_memory = False
             logger.warning("memory cannot be pinned (%s): copies to the GPU will block the host", error)
-        return self.pin_memory
 
 
 def _torch_dtype(dtype: np.dtype) -> torch.dtype:
