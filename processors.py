@@ -36,13 +36,14 @@ from lerobot.utils.feature_utils import dataset_to_policy_features
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+from util import ROW_COLUMNS
+
 logger = logging.getLogger(__name__)
 
 Stats = Mapping[str, Mapping[str, Any]]
 
 # PI0.5's `empty_cameras` are inputs that no dataset has.
 EMPTY_CAMERA = f"{OBS_IMAGES}.empty_camera_"
-BOOKKEEPING = ("index", "dataset_index", "position")
 # Beside LeRobot's own files: the tokenizer that its processor would otherwise fetch from the Hub by name.
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -262,7 +263,7 @@ class Prepare:
         rename_map: Mapping[str, str],
         config: PreTrainedConfig,
         *,
-        keep: Sequence[str] = BOOKKEEPING,
+        keep: Sequence[str] = ROW_COLUMNS,
     ):
         features = {**config.input_features, **config.output_features}
         self._cameras = {key: rename_map.get(key, key) for key in camera_keys}

@@ -25,7 +25,6 @@ import draccus
 import ray
 import ray.train
 import torch
-from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pretrained import PreTrainedPolicy
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
@@ -47,7 +46,7 @@ from checkpoint import (
 from config import CONFIG_NAME, PRESETS, Config, TrainMode, parse_args
 from evaluate import error_table, evaluate_run
 from pi05_loss import PolicyLoss, cast_frozen, check_batch, choose_trainable, sample_noise_and_time
-from policy import load_policy, save_pretrained
+from policy import load_policy, new_policy, save_pretrained
 from processors import DeviceHalf, Prepare, make_processors
 from progress import MetricsLog, follow_progress, log_to
 from run_plan import Run, describe, resolve, with_stats
@@ -179,7 +178,7 @@ def start_policy(run: Run) -> PreTrainedPolicy:
     if run.policy_folder is not None:
         return load_policy(run.policy_folder, run.policy_config)
     torch.manual_seed(run.config.seed)
-    return get_policy_class(run.policy_config.type)(run.policy_config)
+    return new_policy(run.policy_config)
 
 
 def build_optimizer(run: Run, loss: PolicyLoss) -> TrainableOptimizer:
