@@ -15,56 +15,39 @@ import logging
 import re
 import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import draccus
 import ray
 import ray.train
 import torch
-from lerobot.policies.pretrained import PreTrainedPolicy
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 from ray.train.torch import TorchTrainer, get_device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import (
-    Checkpoint,
-    Progress,
-    check_resumable,
-    latest_checkpoint,
-    load_checkpoint,
-    load_progress,
-    require_space,
-    save_checkpoint,
-    write_json,
-)
-from config import CONFIG_NAME, PRESETS, Config, TrainMode, parse_args
+from checkpoint import latest_checkpoint, load_progress, require_space, write_json
+from config import CONFIG_NAME, PRESETS, Config, parse_args
 from evaluate import error_table, evaluate_run
-from pi05_loss import PolicyLoss, cast_frozen, check_batch, choose_trainable, sample_noise_and_time
-from policy import load_policy, new_policy, save_pretrained
-from processors import DeviceHalf, Prepare, make_processors
+from processors import Prepare, make_processors
 from progress import MetricsLog, follow_progress, log_to
 from run_plan import Run, describe, resolve, with_stats
 from training_data import Dealt, Deferred, TrainingData, stream_batches
-from util import (
-    ROW_COLUMNS,
-    Batch,
-    Draws,
-    NumpyToTorchCollate,
-    TimedIterator,
-    TrainableOptimizer,
-    Window,
-    cuda_prefetcher,
-    enable_gpu_perf_flags,
-    make_trainable_optimizer,
-    peak_flops,
-    train_step,
-    warmup_cosine,
+from util import NumpyToTorchCollate, TimedIterator, Window, cuda_prefetcher, enable_gpu_perf_flags, train_step
+from worker import (
+    build_model,
+    build_optimizer,
+    check_finite,
+    check_same_run,
+    export,
+    flops_share,
+    noise_for,
+    policy_batches,
+    report_checkpoint,
+    restore,
 )
 
 logger = logging.getLogger(__name__)
@@ -155,146 +138,6 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     gc.enable()
     if rank == 0:
         export(run, optimizer)
-
-
-def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, torch.dtype | None]:
-    """The policy with its loss on `device`, what trains chosen; and the autocast dtype (None: fp32 throughout)."""
-    policy = start_policy(run)
-    choose_trainable(policy, cast(TrainMode, run.config.train.mode))
-    wanted = run.config.train.precision
-    bf16 = wanted == "bf16" or (wanted == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
-    if bf16:
-        cast_frozen(policy, torch.bfloat16)
-    preprocessor, _ = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
-    # Its device half: uint8 images become what the policy expects, on the device.
-    images = DeviceHalf(preprocessor, run.policy_config)
-    loss = PolicyLoss(policy, images=images, mask_padding=run.config.train.mask_padding).to(device)
-    loss.train()
-    return loss, torch.bfloat16 if bf16 else None
-
-
-def start_policy(run: Run) -> PreTrainedPolicy:
-    """The policy as the run starts from it, on the CPU: pretrained, or seeded random weights if that was asked for."""
-    if run.policy_folder is not None:
-        return load_policy(run.policy_folder, run.policy_config)
-    torch.manual_seed(run.config.seed)
-    return new_policy(run.policy_config)
-
-
-def build_optimizer(run: Run, loss: PolicyLoss) -> TrainableOptimizer:
-    """AdamW with the policy's own constants (LeRobot's preset) and the run's learning rate."""
-    config, preset = run.config, run.policy_config.get_optimizer_preset()
-    peak = config.lr or preset.lr
-    return make_trainable_optimizer(
-        loss.policy,
-        schedule=warmup_cosine(peak, peak * config.final_lr_frac, round(config.warmup_frac * run.steps), run.steps),
-        betas=preset.betas,
-        eps=preset.eps,
-        weight_decay=preset.weight_decay,
-        clip_norm=config.train.clip_norm or preset.grad_clip_norm,
-    )
-
-
-def restore(run: Run, optimizer: TrainableOptimizer) -> Progress:
-    """Load the newest sound checkpoint into the model and optimizer; a fresh start when there is none."""
-    newest = latest_checkpoint(run.checkpoints_dir)
-    if newest is None:
-        return Progress(0, 0, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
-    saved = load_checkpoint(newest)
-    check_same_run(run, saved.progress)
-    params = optimizer.named()
-    if params.keys() != saved.trainable.keys():
-        odd = sorted(params.keys() ^ saved.trainable.keys())[:5]
-        raise ValueError(f"checkpoint {newest} holds other parameters than what trains now, e.g. {odd}")
-    with torch.no_grad():
-        for name, value in saved.trainable.items():
-            params[name].copy_(value)
-    optimizer.load_state(saved.optimizer)
-    return saved.progress
-
-
-def check_same_run(run: Run, saved: Progress) -> None:
-    """Refuse to go on from a checkpoint of other data, another base policy or another global batch."""
-    check_resumable(saved, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
-
-
-def policy_batches(run: Run, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """What the policy sees: no row columns, which would cost a copy to the GPU. Checks the run's first batch."""
-    for number, batch in enumerate(batches):
-        inputs = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
-        if number == 0:
-            check_batch(inputs, run.policy_config)
-        yield inputs
-
-
-def noise_for(run: Run, step: int, dealt: Dealt, device: torch.device) -> Callable[[int], Draws]:
-    """Noise and time for this rank's rows of each micro-step.
-
-    Drawn for the whole global batch and indexed by a row's place in it, so the trajectory of a run does not depend on
-    how many workers share its batch.
-    """
-    config = run.config
-    noise, time = sample_noise_and_time(run.policy_config, config.global_batch_size, config.seed, step, device)
-    if noise is None or time is None:
-        # Other policies draw their own, from the default generators.
-        torch.manual_seed(config.seed * 1_000_003 + step * dealt.world + dealt.rank)
-        return lambda micro: (None, None)
-
-    def draws(micro: int) -> Draws:
-        blocks = [slice(a, a + dealt.block_rows) for a in dealt.block_starts(micro).tolist()]
-        return torch.cat([noise[rows] for rows in blocks]), torch.cat([time[rows] for rows in blocks])
-
-    return draws
-
-
-def flops_share(run: Run, world: int, device: torch.device) -> float | None:
-    """Model FLOP utilisation per sample/s of the whole run; None where the policy or the hardware is not known."""
-    peak = peak_flops(device)
-    return run.flops_per_sample / (world * peak) if run.flops_per_sample and peak else None
-
-
-def check_finite(run: Run, metrics: dict) -> None:
-    """End a run that keeps producing losses or gradients that are not finite."""
-    if metrics["nonfinite_steps"] > run.config.train.max_nonfinite:
-        raise RuntimeError(
-            f"{metrics['nonfinite_steps']} of the last {run.config.log_freq} steps had a loss or gradient that is not "
-            f"finite (more than --train.max_nonfinite={run.config.train.max_nonfinite}; they were skipped): lower "
-            "--lr, or look for bad values in the dataset's state and action columns"
-        )
-
-
-# ---- what a run leaves behind -------------------------------------------------------------------------------------
-
-
-def report_checkpoint(run: Run, optimizer: TrainableOptimizer, progress: Progress, rank: int) -> None:
-    """Rank 0 writes a checkpoint and hands it to Ray Train, which makes it visible and deletes old ones."""
-    name = f"step_{progress.step:08d}"
-    if rank != 0:
-        ray.train.report({"step": progress.step}, checkpoint_dir_name=name)
-        return
-    run.output_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".checkpoint-", dir=run.output_dir) as scratch:
-        folder = Path(scratch) / name
-        save_checkpoint(folder, Checkpoint(progress, optimizer.named(), optimizer.state()))
-        ray.train.report(
-            {"step": progress.step},
-            checkpoint=ray.train.Checkpoint.from_directory(folder),
-            checkpoint_dir_name=name,
-        )
-
-
-def export(run: Run, optimizer: TrainableOptimizer) -> None:
-    """`OUTPUT_DIR/pretrained_model`, as LeRobot loads it: the base with what trained put in, processors included.
-
-    The base is read anew, because what is frozen may have been rounded to bf16 for training.
-    """
-    policy = start_policy(run)
-    params = dict(policy.named_parameters())
-    with torch.no_grad():
-        for name, value in optimizer.named().items():
-            params[name].copy_(value)
-    pre, post = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
-    save_pretrained(policy, pre, post, run.output_dir / "pretrained_model")
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import vla
+import worker
 from config import parse_args
 from pi05_loss import PolicyLoss, meta_policy
 from run_plan import Run, resolve
@@ -571,11 +572,11 @@ def _audit_without_cuda(run: Run) -> Audit:
 
 
 def _build_without_storage(run: Run) -> tuple[PolicyLoss, torch.dtype | None]:
-    """`vla.build_model` on the meta device; not for policies that may load a backbone while they are built."""
+    """`worker.build_model` on the meta device; not for policies that may load a backbone while they are built."""
     if not isinstance(run.policy_config, PI05Config):
-        return vla.build_model(run, torch.device("cpu"))
-    with mock.patch.object(vla, "start_policy", lambda run: meta_policy(run.policy_config)):
-        return vla.build_model(run, torch.device("meta"))
+        return worker.build_model(run, torch.device("cpu"))
+    with mock.patch.object(worker, "start_policy", lambda run: meta_policy(run.policy_config)):
+        return worker.build_model(run, torch.device("meta"))
 
 
 def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
@@ -609,8 +610,8 @@ def _backward_on_meta(run: Run, shard: _MadeUpShard) -> list[Sync]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(watch)
         on_meta = {key: value.to(device) for key, value in host.items()}
-        batch = next(vla.policy_batches(run, [on_meta]))
-        draws = vla.noise_for(run, 0, Dealt(run.config.batch_size, run.block_rows, 0, 1), device)
+        batch = next(worker.policy_batches(run, [on_meta]))
+        draws = worker.noise_for(run, 0, Dealt(run.config.batch_size, run.block_rows, 0, 1), device)
         result = loss(batch, *draws(0))
         watch.recording = True
         result.backward()

@@ -11,6 +11,7 @@ import torch
 
 import tiny_pi05
 import vla
+import worker
 from config import parse_args
 from diagnostics import audit_syncs
 from lerobot_metadata import load_metadata
@@ -148,7 +149,7 @@ def test_every_part_of_the_step_is_looked_at(run, monkeypatch, one_step):
             yield batch
 
     monkeypatch.setattr(vla, "cuda_prefetcher", prefetched)
-    beside(vla, "sample_noise_and_time", beside_noise)
+    beside(worker, "sample_noise_and_time", beside_noise)
     beside(DeviceHalf, "forward", beside_images)
     beside(PolicyLoss, "forward", beside_forward)
     beside(TrainableOptimizer, "step", beside_optimizer)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import tiny_pi05
 import vla
+import worker
 from lerobot_metadata import load_metadata
 from run_plan import resolve
 from tests.datasets import make_dataset
@@ -112,7 +113,7 @@ def lerobot_loop(setting):
     )
     optimizer = config.get_optimizer_preset().build(policy.parameters())
     plan = run.reader()(stream=(0, run.last_row)).plan
-    schedule = vla.build_optimizer(run, vla.build_model(run, torch.device("cpu"))[0]).schedule
+    schedule = worker.build_optimizer(run, worker.build_model(run, torch.device("cpu"))[0]).schedule
     results = []
     for step in range(STEPS):
         noise, time = sample_noise_and_time(config, GLOBAL_BATCH, run.config.seed, step, "cpu")
