@@ -83,8 +83,10 @@ install_packages() {
     say "installing the packages of requirements.lock into .venv (once; about 6 GB on Linux, 2 GB on a Mac)"
     if install_uv "$python" && "$python" -m uv --version >/dev/null 2>&1; then
         # The lock constrains builds as well: what a source distribution is built with is hashed like the rest.
+        # Bytecode now, once: else every process compiles what it imports where Python may not write it
+        # (PYTHONDONTWRITEBYTECODE, a read-only image), and one process of a run imports some 8000 files.
         "$python" -m uv pip sync --python "$python" --require-hashes --build-constraints requirements.lock \
-            requirements.lock
+            --compile-bytecode requirements.lock
     else
         say "uv is not to be had; pip installs the same lock, more slowly"
         "$python" -m pip install --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
