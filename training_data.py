@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from checkpoint import latest_checkpoint, load_progress
+from checkpoint import load_progress, set_aside_damaged
 from lerobot_datasource import LeRobotDatasource, read_source
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class TrainingData:
     checkpoints_dir: Path
 
     def __call__(self) -> ray.data.Dataset:
-        newest = latest_checkpoint(self.checkpoints_dir)
+        newest = set_aside_damaged(self.checkpoints_dir)
         first_row = load_progress(newest).rows if newest else 0
         source = self.read(stream=(first_row, self.last_row))
         # One function with the read's own resources: Ray fuses it into the read tasks, so frames cross the object
