@@ -78,8 +78,22 @@ class ScalingOptions:
     cpus_per_worker: float = 1.0
     # CPUs (and decoder threads) of a read task.
     cpus_per_read_task: float = 1.0
-    # Worker groups started anew after failures before the run gives up.
+    # Worker groups started anew after failures before the run gives up. Preempted nodes do not count.
     max_failures: int = 3
+    # A training process that has not answered for so long is taken for dead. Longer than any pause that is not a
+    # fault: compiling kernels and loading weights keep it from answering for tens of seconds.
+    worker_timeout_s: float = 300.0
+    # A collective that takes so long ends with an error: a rank is stuck. Longer than the slowest batch or checkpoint
+    # that the other ranks may have to wait for.
+    collective_timeout_s: float = 900.0
+
+
+@dataclass
+class RunOptions:
+    """What a run writes down about itself."""
+
+    # Write which rows each micro-batch held, for `python -m diagnostics.check_rows OUTPUT_DIR`.
+    record_rows: bool = False
 
 
 @dataclass
@@ -89,6 +103,7 @@ class Config:
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     scaling: ScalingOptions = field(default_factory=ScalingOptions)
+    run: RunOptions = field(default_factory=RunOptions)
 
     # A pretrained policy: a folder or a Hub id (--policy.path), or a type to start from random weights (--policy.type).
     policy_path: str | None = None
@@ -114,8 +129,12 @@ class Config:
     warmup_frac: float = 0.033
     final_lr_frac: float = 0.1
     log_freq: int = 50
+    # Checkpoints: every so many steps, and at the first log step so many seconds after the last one. Kept are the
+    # newest, and as many more as asked for of those with the lowest training loss since the one before.
     save_freq: int = 1000
+    save_every_s: float | None = None
     keep_checkpoints: int = 2
+    keep_best: int = 0
     # {"observation.images.front": "observation.images.base_0_rgb"}: dataset key -> policy key.
     rename_map: dict[str, str] = field(default_factory=dict)
     # How far a video frame may lie from its row's timestamp, in seconds.
@@ -214,6 +233,7 @@ def validate(config: Config) -> None:
         "num_epochs": config.num_epochs,
         "log_freq": config.log_freq,
         "save_freq": config.save_freq,
+        "save_every_s": config.save_every_s,
         "keep_checkpoints": config.keep_checkpoints,
         "lr": config.lr,
         "tolerance_s": config.tolerance_s,
@@ -222,6 +242,8 @@ def validate(config: Config) -> None:
         "scaling.num_workers": s.num_workers,
         "scaling.cpus_per_worker": s.cpus_per_worker,
         "scaling.cpus_per_read_task": s.cpus_per_read_task,
+        "scaling.worker_timeout_s": s.worker_timeout_s,
+        "scaling.collective_timeout_s": s.collective_timeout_s,
     }
     for name, value in positive.items():
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -238,6 +260,8 @@ def validate(config: Config) -> None:
     for name, share in {"warmup_frac": config.warmup_frac, "final_lr_frac": config.final_lr_frac}.items():
         if not 0 <= share <= 1:
             raise ValueError(f"--{name}={share}: must be between 0 and 1")
+    if config.keep_best < 0:
+        raise ValueError(f"--keep_best={config.keep_best}: a number of checkpoints, 0 for none")
     if not 0 <= d.eval_split < 1:
         raise ValueError(f"--dataset.eval_split={d.eval_split}: a share of the episodes, at least 0 and below 1")
     if d.episodes is not None and len(config.roots) > 1:
@@ -296,7 +320,7 @@ def flag_names() -> list[str]:
     for key, value in asdict(Config()).items():
         if key.startswith("policy_"):
             continue
-        if key in ("dataset", "train", "scaling"):
+        if key in ("dataset", "train", "scaling", "run"):
             names += [f"{key}.{inner}" for inner in value]
         else:
             names.append(key)

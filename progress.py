@@ -1,4 +1,4 @@
-"""Shows a run's progress on the driver's terminal, from the metrics that the run writes."""
+"""What a run tells while it runs: metrics, warnings and rows into its folder, progress onto the driver's terminal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 from tqdm import tqdm
 
-METRICS_NAME = "metrics.jsonl"
-LOG_NAME = "run.log"
+from run_folder import LOG_NAME, METRICS_NAME, ROWS_NAME, attempts, read_lines
+
+if TYPE_CHECKING:
+    from run_plan import Run
+
 POLL_S = 0.5
 
 
@@ -23,30 +27,20 @@ class MetricsLog:
     """`metrics.jsonl`, a line per log step, written by rank 0. After a restart, lines past the checkpoint are void.
 
     Args:
-        output_dir: the run's folder. global_batch_size, rows_per_epoch: to count samples and epochs.
         resumed_step: optimizer steps that the checkpoint contains; later lines are removed.
         mfu_per_rate: model FLOP utilisation per sample/s; None where it is not known.
     """
 
-    def __init__(
-        self,
-        output_dir: Path,
-        global_batch_size: int,
-        rows_per_epoch: int,
-        resumed_step: int,
-        mfu_per_rate: float | None,
-    ):
-        self._mfu_per_rate = mfu_per_rate
-        self.path = output_dir / METRICS_NAME
-        self._global_batch_size = global_batch_size
-        self._rows_per_epoch = rows_per_epoch
-        kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= resumed_step]
+    def __init__(self, run: Run, resumed_step: int, mfu_per_rate: float | None):
+        self._run, self._mfu_per_rate = run, mfu_per_rate
+        self.path = run.output_dir / METRICS_NAME
+        kept = [line for line in read_lines(self.path) if json.loads(line)["step"] <= resumed_step]
         self.path.write_text("".join(line + "\n" for line in kept))
 
     def write(self, step: int, lr: float, metrics: dict[str, Any]) -> None:
         """Append a line for the window of steps that ends with `step`."""
-        samples = step * self._global_batch_size
-        epoch = round(samples / self._rows_per_epoch, 4)
+        samples = step * self._run.config.global_batch_size
+        epoch = round(samples / self._run.rows_per_epoch, 4)
         line = {
             **{"step": step, "epoch": epoch, "lr": lr},
             **metrics,
@@ -57,6 +51,35 @@ class MetricsLog:
         }
         with open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+class RowsLog:
+    """`rows/rank<r>.jsonl`: which rows this rank has trained on, for anybody to check (`diagnostics.check_rows`)."""
+
+    def __init__(self, output_dir: Path, rank: int, attempt: int):
+        path = output_dir / ROWS_NAME / f"rank{rank}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        # A line is in the file when `write` returns, whatever happens to the process afterwards.
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115  (as long as the process)
+        self._attempt = attempt
+
+    def write(self, step: int, epochs: np.ndarray, dataset_index: np.ndarray, index: np.ndarray) -> None:
+        """A micro-batch of optimizer step `step` (from 1). epochs, dataset_index, index: int (B,)."""
+        for epoch in np.unique(epochs).tolist():
+            of_it = epochs == epoch
+            rows = np.stack([dataset_index[of_it], index[of_it]], axis=1).tolist()
+            line = {"attempt": self._attempt, "epoch": epoch, "step": step, "rows": rows}
+            self._file.write(json.dumps(line) + "\n")
+
+
+def recorded_rows(output_dir: Path) -> Iterator[dict[str, Any]]:
+    """The lines that count: without those that a later attempt has trained anew."""
+    resumed_from = [line["resumed_from_step"] for line in attempts(output_dir)]
+    for path in sorted((output_dir / ROWS_NAME).glob("rank*.jsonl")):
+        for text in read_lines(path):
+            line = json.loads(text)
+            if line["step"] <= min(resumed_from[line["attempt"] + 1 :], default=line["step"]):
+                yield line
 
 
 def spilled_bytes() -> int:
@@ -99,17 +122,17 @@ def follow_progress(output_dir: Path, steps: int) -> Iterator[None]:
 def _follow(output_dir: Path, steps: int, stop: threading.Event) -> None:
     interactive = sys.stdout.isatty()
     # What an earlier attempt of a resumed run wrote is not news.
-    last_step = max([json.loads(line)["step"] for line in _lines(output_dir / METRICS_NAME)], default=0)
-    warnings_shown = len(_lines(output_dir / LOG_NAME))
+    last_step = max([json.loads(line)["step"] for line in read_lines(output_dir / METRICS_NAME)], default=0)
+    warnings_shown = len(read_lines(output_dir / LOG_NAME))
     with tqdm(
         total=steps, initial=last_step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
     ) as bar:
         while True:
             stopping = stop.is_set()
-            for text in _lines(output_dir / LOG_NAME)[warnings_shown:]:
+            for text in read_lines(output_dir / LOG_NAME)[warnings_shown:]:
                 tqdm.write(text, file=sys.stderr)
                 warnings_shown += 1
-            for text in _lines(output_dir / METRICS_NAME):
+            for text in read_lines(output_dir / METRICS_NAME):
                 line = json.loads(text)
                 if line["step"] <= last_step:
                     continue
@@ -125,14 +148,6 @@ def _follow(output_dir: Path, steps: int, stop: threading.Event) -> None:
             if stopping:
                 return
             stop.wait(POLL_S)
-
-
-def _lines(path: Path) -> list[str]:
-    """Whole lines of the file; one that is still being written is left for the next time."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    return text[: text.rfind("\n") + 1].splitlines()
 
 
 def _minutes(seconds: float) -> str:

@@ -326,11 +326,17 @@ class Window:
         self._sums += torch.stack([loss, result.skipped])
         self._norm = result.grad_norm
 
-    def gather(self, waited_s: float) -> dict[str, Any]:
-        """Everything of all ranks: one collective, one read. Every rank must call it. Times are the slowest rank's."""
+    def gather(self, waited_s: float, *asked: bool) -> tuple[dict[str, Any], list[bool]]:
+        """Everything of all ranks: one collective, one read. Every rank must call it. Times are the slowest rank's.
+
+        Args:
+            asked: what this rank would have all ranks do now, yes or no to each of some questions.
+        Returns:
+            The metrics, and for each question whether any rank said yes: the same on all ranks.
+        """
         elapsed = time.perf_counter() - self.started
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-        host = torch.tensor([self.steps, self.samples, elapsed, waited_s, peak], dtype=torch.float64)
+        host = torch.tensor([self.steps, self.samples, elapsed, waited_s, peak, *asked], dtype=torch.float64)
         mine = torch.cat([self._sums.double(), self._norm.double()[None], host.to(self.device)])
         if dist.is_initialized():
             ranks = torch.empty(dist.get_world_size() * len(mine), dtype=mine.dtype, device=self.device)
@@ -339,10 +345,10 @@ class Window:
             ranks = mine
         rows = ranks.view(-1, len(mine)).tolist()
         world = len(rows)
-        loss, skipped, norm, steps, samples, _, _, _ = (sum(column) for column in zip(*rows, strict=True))
+        loss, skipped, norm, steps, samples = (sum(column) for column in list(zip(*rows, strict=True))[:5])
         trained = steps - skipped
         elapsed_s = max(row[5] for row in rows)
-        return {
+        metrics = {
             "loss": loss / trained if trained else float("nan"),
             "grad_norm": norm / world,
             "nonfinite_steps": int(max(row[1] for row in rows)),
@@ -352,3 +358,4 @@ class Window:
             "data_wait_s": max(row[6] for row in rows) / max(self.steps, 1),
             "peak_memory_bytes": int(max(row[7] for row in rows)) or None,
         }
+        return metrics, [any(row[8 + i] for row in rows) for i in range(len(asked))]

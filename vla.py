@@ -12,41 +12,45 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import draccus
 import ray
 import ray.train
+import ray.train.collective
 import torch
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
-from ray.train.torch import TorchTrainer, get_device
+from ray.train.torch import TorchConfig, TorchTrainer, get_device
+from ray.train.v2._internal.constants import (
+    WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import latest_checkpoint, load_progress, require_space, write_json
-from config import CONFIG_NAME, PRESETS, Config, parse_args
+from checkpoint import latest_checkpoint, load_progress
+from config import Config, parse_args
 from evaluate import error_table, evaluate_run
 from processors import Prepare, make_processors
-from progress import MetricsLog, follow_progress, log_to
+from progress import MetricsLog, RowsLog, follow_progress, log_to
+from run_folder import claim_folder, prepare_folder, start_attempt, stop_requested, stopping_on_signals
 from run_plan import Run, describe, resolve, with_stats
 from training_data import Dealt, Deferred, TrainingData, stream_batches
 from util import NumpyToTorchCollate, TimedIterator, Window, cuda_prefetcher, enable_gpu_perf_flags, train_step
 from worker import (
+    CheckpointWriter,
     build_model,
     build_optimizer,
     check_finite,
-    check_same_run,
     export,
     flops_share,
     noise_for,
     policy_batches,
-    report_checkpoint,
     restore,
 )
 
@@ -88,30 +92,35 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     log_to(run.output_dir)
     enable_gpu_perf_flags(config.train.deterministic)
 
-    loss, autocast = build_model(run, device)
-    optimizer = build_optimizer(run, loss)
+    policy_loss, autocast = build_model(run, device)
+    optimizer = build_optimizer(run, policy_loss)
     progress = restore(run, optimizer)
-    model: nn.Module = loss
+    model: nn.Module = policy_loss
     if world > 1:
         # Nothing that trains is ever without a gradient (pi05_loss.choose_trainable), so DDP need not search.
         model = DistributedDataParallel(
-            loss,
+            policy_loss,
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,  # constants
         )
-    log = None
-    if rank == 0:
-        log = MetricsLog(
-            run.output_dir, config.global_batch_size, run.rows_per_epoch, progress.step, flops_share(run, world, device)
-        )
+    # Rank 0 counts for all: the others need not see its files.
+    attempt = ray.train.collective.broadcast_from_rank_zero(
+        start_attempt(run.output_dir, progress.step, world) if rank == 0 else None
+    )
+    log = MetricsLog(run, progress.step, flops_share(run, world, device)) if rank == 0 else None
+    rows_log = RowsLog(run.output_dir, rank, attempt) if config.run.record_rows else None
+    checkpoints = CheckpointWriter(run, optimizer, rank, attempt)
 
     shard = ray.train.get_dataset_shard("train")
     dealt = Dealt(config.batch_size, run.block_rows, rank, world)
     host_batches = stream_batches(shard, dealt, progress.rows, run.last_row, NumpyToTorchCollate(run.use_gpu))
-    batches = TimedIterator(policy_batches(run, cuda_prefetcher(host_batches, device)))
+    on_device = cuda_prefetcher(host_batches, device)
+    batches = TimedIterator(policy_batches(run, on_device, progress.step, rows_log))
     gc.disable()  # collected at log steps: in between it would stall the host at random
     window, waited_before = Window(device), 0.0
+    losses: list[float] = []
+    stop = preempted = False
     for step in range(progress.step, run.steps):
         result = train_step(
             model,
@@ -125,18 +134,31 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
         )
         window.add(result, samples=config.batch_size * config.grad_accum)
         done = step + 1
-        if done % config.log_freq == 0 or done == run.steps:
-            metrics = window.gather(batches.waited_s - waited_before)
+        save = done == run.steps or done % config.save_freq == 0
+        if done == run.steps or done % config.log_freq == 0:
+            # All that ranks must agree on rides on the one collective of a log step.
+            asked = (stop_requested(run.output_dir), checkpoints.due()) if rank == 0 else (False, False)
+            metrics, (stop, due) = window.gather(batches.waited_s - waited_before, *asked)
             window, waited_before = Window(device), batches.waited_s
             gc.collect()
             check_finite(run, metrics)
+            losses.append(metrics["loss"])
             if log is not None:
-                log.write(done, optimizer.schedule(step), metrics)
-        if done % config.save_freq == 0 or done == run.steps:
-            progress = replace(progress, step=done, rows=done * config.global_batch_size)
-            report_checkpoint(run, optimizer, progress, rank)
+                log.write(done, optimizer.schedule(step), {**metrics, "checkpoint_pause_s": checkpoints.paused_s()})
+            # A node is about to be taken away: once is enough, Ray Train starts the group anew when it is gone.
+            leaving = not preempted and ray.train.get_preemption_info() is not None
+            preempted |= leaving
+            save |= stop or due or leaving
+        if save:
+            loss = sum(losses) / len(losses) if losses else None
+            progress = replace(progress, step=done, rows=done * config.global_batch_size, loss=loss)
+            checkpoints.save(progress)
+            losses.clear()
+        if stop:
+            break
     gc.enable()
-    if rank == 0:
+    checkpoints.wait()
+    if rank == 0 and not stop:
         export(run, optimizer)
 
 
@@ -144,65 +166,49 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, resolve, train, evaluate. Returns the exit status: 0 done, 1 the run failed, 2 it could not start."""
+    """Parse, resolve, train, evaluate.
+
+    Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print_help()
         return 0
-    try:
-        run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
-        print(describe(run), flush=True)
-        if run.config.dry_run:
-            return 0
-        prepare_folder(run)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    started_ray = not ray.is_initialized()
-    try:
-        start_ray(run)
-        run = with_stats(run)
-        with follow_progress(run.output_dir, run.steps):
-            make_trainer(run).fit()
-        if any(len(episodes) for episodes in run.eval_episodes):
-            remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.use_gpu else 0)
-            errors = ray.get(remote.remote(run))
-            print(error_table(errors["trained"], errors.get("untrained")), flush=True)
-    except (TrainingFailedError, RayError, ValueError, OSError) as error:
-        print(f"error: {root_cause(error)}", file=sys.stderr)
-        return 1
-    finally:
-        if started_ray:
-            ray.shutdown()
+    with contextlib.ExitStack() as held:
+        try:
+            run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
+            print(describe(run), flush=True)
+            if run.config.dry_run:
+                return 0
+            held.enter_context(claim_folder(run))
+            prepare_folder(run)
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        try:
+            if not ray.is_initialized():
+                held.callback(ray.shutdown)
+            start_ray(run)
+            run = with_stats(run)
+            steps_done = fit(run)
+            if steps_done < run.steps:
+                print(f"Stopped      after step {steps_done} of {run.steps}; --resume goes on from there")
+                return 3
+            if any(len(episodes) for episodes in run.eval_episodes):
+                remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.use_gpu else 0)
+                errors = ray.get(remote.remote(run))
+                print(error_table(errors["trained"], errors.get("untrained")), flush=True)
+        except (TrainingFailedError, RayError, ValueError, OSError) as error:
+            print(f"error: {root_cause(error)}", file=sys.stderr)
+            return 1
     print(f"Policy       {run.output_dir / 'pretrained_model'}")
     return 0
-
-
-def prepare_folder(run: Run) -> None:
-    """Make the run's folder, or refuse one that holds another run. The demo's own folder is simply started over."""
-    folder, config = run.output_dir, run.config
-    if folder.exists() and not config.resume:
-        is_demo = config.preset == "demo" and folder == Path(PRESETS["demo"]["output_dir"]).absolute()
-        if not is_demo:
-            raise FileExistsError(
-                f"--output_dir={folder} exists: --resume goes on with the run it holds; otherwise choose another"
-            )
-        shutil.rmtree(folder)
-    newest = latest_checkpoint(run.checkpoints_dir)
-    if newest is not None:
-        check_same_run(run, load_progress(newest))
-    weights = (run.policy_folder or folder) / "model.safetensors"
-    # A checkpoint is what trains and Adam's two moments, fp32; it is written, then copied to where Ray keeps it.
-    checkpoint_bytes = 3 * 4 * run.parameters.trainable if run.parameters else 0
-    export_bytes = weights.stat().st_size if weights.is_file() else 0
-    require_space(folder, 2 * checkpoint_bytes + export_bytes, "a checkpoint and the trained policy")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / CONFIG_NAME, config.to_json())
 
 
 def start_ray(run: Run) -> None:
     """Join the cluster that RAY_ADDRESS or a head node on this machine names, or start one here."""
     ray.data.DataContext.get_current().enable_progress_bars = False
+    os.environ[WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR] = str(run.config.scaling.worker_timeout_s)
     if not ray.is_initialized():
         # What workers have to say goes to the run's own log, which `follow_progress` shows.
         ray.init(logging_level=logging.WARNING, log_to_driver=False, include_dashboard=False)
@@ -220,6 +226,15 @@ def start_ray(run: Run) -> None:
         )
 
 
+def fit(run: Run) -> int:
+    """Train; on SIGTERM or Ctrl-C until a checkpoint is taken. Returns the optimizer steps that are done."""
+    # In a thread of its own, because in the main thread Ray Train takes Ctrl-C for itself and loses what is done.
+    with follow_progress(run.output_dir, run.steps), stopping_on_signals(run.output_dir), ThreadPoolExecutor(1) as one:
+        one.submit(make_trainer(run).fit).result()
+    newest = latest_checkpoint(run.checkpoints_dir)
+    return load_progress(newest).step if newest is not None else 0
+
+
 def make_trainer(run: Run) -> TorchTrainer:
     scaling = run.config.scaling
     resources = {"CPU": scaling.cpus_per_worker, **({"GPU": 1.0} if run.use_gpu else {})}
@@ -229,6 +244,7 @@ def make_trainer(run: Run) -> TorchTrainer:
         datasets={"train": build_dataset(run)},
         # The plan's order is kept all the way: batches repeat exactly, and a position says which rows are done.
         dataset_config=ray.train.DataConfig(execution_options=ray.data.ExecutionOptions(preserve_order=True)),
+        torch_config=TorchConfig(timeout_s=round(scaling.collective_timeout_s)),
         scaling_config=ray.train.ScalingConfig(
             num_workers=scaling.num_workers,
             use_gpu=run.use_gpu,
@@ -238,7 +254,6 @@ def make_trainer(run: Run) -> TorchTrainer:
         run_config=ray.train.RunConfig(
             name=run.checkpoints_dir.name,
             storage_path=str(run.output_dir),
-            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=run.config.keep_checkpoints),
             failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
         ),
     )

@@ -288,13 +288,13 @@ def _run_loop(
     """
     gather, windows = Window.gather, 0
 
-    def gather_unrecorded(window: Window, waited_s: float) -> dict[str, Any]:
+    def gather_unrecorded(window: Window, waited_s: float, *asked: bool) -> tuple[dict[str, Any], list[bool]]:
         nonlocal windows
         watch.recording = False
-        metrics = gather(window, waited_s)
+        gathered = gather(window, waited_s, *asked)
         windows += 1
         watch.recording = windows == 1
-        return metrics
+        return gathered
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("vla.py's loop asks Ray for something that this audit has no answer to yet")
@@ -308,7 +308,10 @@ def _run_loop(
         (vla, "get_device", lambda: device),
         (vla, "log_to", lambda folder: None),
         (vla, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
-        (vla, "report_checkpoint", lambda *_: None),
+        (vla.ray.train, "get_preemption_info", lambda: None),
+        (vla.ray.train.collective, "broadcast_from_rank_zero", lambda value: value),
+        (vla, "start_attempt", lambda *_: 0),
+        (vla, "CheckpointWriter", mock.MagicMock()),
         (vla, "export", lambda *_: None),
         (Window, "gather", gather_unrecorded),
         *stand_ins,

@@ -125,7 +125,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
     for key, value in states[0].items():
         assert torch.equal(value, states[1][key]), key
     assert any(not torch.equal(value, states[2][key]) for key, value in states[1].items())
-    metrics = window.gather(waited_s=0.0)
+    metrics, _ = window.gather(0.0)
     assert metrics["nonfinite_steps"] == 1 and metrics["samples"] == 24
     assert np.isfinite(metrics["loss"])
 
@@ -143,7 +143,7 @@ def test_nothing_is_read_from_the_device_between_log_steps(monkeypatch):
         results, _ = run(model, data, steps=4, accum=1, size=8)
         for result in results:
             window.add(result, samples=8)
-    assert window.gather(waited_s=0.0)["samples"] == 32
+    assert window.gather(0.0)[0]["samples"] == 32
 
 
 def test_optimizer_state_comes_back_by_name():
@@ -258,10 +258,11 @@ def test_one_collective_and_one_read_per_log_step(monkeypatch, tmp_path):
         results, _ = run(Regression(), batches(3, 8), steps=3, accum=1, size=8)
         for result in results:
             window.add(result, samples=8)
-        metrics = window.gather(waited_s=1.5)
+        metrics, asked = window.gather(1.5, True, False)
         assert next(counts) == 1
         assert metrics["loss"] == pytest.approx(np.mean([r.loss.item() for r in results]), rel=1e-6)
         assert metrics["data_wait_s"] == pytest.approx(0.5)
+        assert asked == [True, False]
         assert metrics["grad_norm"] == pytest.approx(results[-1].grad_norm.item(), rel=1e-6)
     finally:
         dist.destroy_process_group()

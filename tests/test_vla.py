@@ -206,7 +206,7 @@ def test_the_runs_folder_holds_what_is_promised(setting, finished):
 def test_a_second_run_does_not_touch_the_first(setting, finished, capsys):
     before = sorted((p, p.stat().st_mtime_ns) for p in finished.rglob("*"))
     assert vla.main(flags(setting, "finished")) == 2
-    assert "exists: --resume goes on with the run it holds" in capsys.readouterr().err
+    assert "is not empty: --resume goes on with the run it holds" in capsys.readouterr().err
     assert sorted((p, p.stat().st_mtime_ns) for p in finished.rglob("*")) == before
 
 
