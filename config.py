@@ -66,8 +66,12 @@ class TrainOptions:
 class ScalingOptions:
     """What the run may use of the cluster."""
 
-    # Training processes, one GPU each where there are GPUs.
+    # Training processes, one GPU each where there are GPUs. `--scaling.num_workers 2,8`: as many as there is room for,
+    # at least 2 and at most 8; a step's rows stay those of 8 workers.
     num_workers: int = 1
+    min_workers: int | None = None
+    # How often to look whether there is room for more workers.
+    resize_interval_s: float = 60.0
     # Absent: as found.
     use_gpu: bool | None = None
     # Ray's name of a GPU type that workers need, e.g. "L4".
@@ -148,6 +152,12 @@ class Config:
     def global_batch_size(self) -> int:
         return self.batch_size * self.grad_accum * self.scaling.num_workers
 
+    @property
+    def rows_multiple(self) -> int:
+        """Rows that any number of workers this run may have can share evenly, in whole micro-batches."""
+        most = self.scaling.num_workers
+        return self.batch_size * math.lcm(*range(self.scaling.min_workers or most, most + 1))
+
     def resolve_steps(self, rows_per_epoch: int) -> int:
         """Optimizer steps of the run: `steps`, or `num_epochs` of the data; capped by MAX_TRAIN_STEPS."""
         if self.steps is not None:
@@ -203,6 +213,7 @@ def parse_args(argv: Sequence[str]) -> Config:
     if "num_epochs" in names:
         defaults.pop("steps", None)
     flags = [*defaults.items(), *given]
+    flags = [pair for name, value in flags for pair in _workers(name, value)]
     policy = {k.removeprefix("policy."): v for k, v in flags if k.startswith("policy.")}
     rest = [f"--{k}={v}" for k, v in flags if not k.startswith("policy.") and k != "config_path"]
     try:
@@ -242,6 +253,7 @@ def validate(config: Config) -> None:
         "scaling.num_workers": s.num_workers,
         "scaling.cpus_per_worker": s.cpus_per_worker,
         "scaling.cpus_per_read_task": s.cpus_per_read_task,
+        "scaling.resize_interval_s": s.resize_interval_s,
         "scaling.worker_timeout_s": s.worker_timeout_s,
         "scaling.collective_timeout_s": s.collective_timeout_s,
     }
@@ -282,6 +294,16 @@ def validate(config: Config) -> None:
         raise ValueError(
             f"--output_dir={config.output_dir}: must be a path (on a cluster, a mounted one that all nodes share)"
         )
+    if s.min_workers is not None:
+        if not 0 < s.min_workers <= s.num_workers:
+            raise ValueError(
+                f"--scaling.num_workers {s.min_workers},{s.num_workers}: the least and the most, in that order"
+            )
+        if config.rows_multiple > 2**31:
+            raise ValueError(
+                f"--scaling.num_workers {s.min_workers},{s.num_workers}: too many different numbers of workers to "
+                "share data evenly among any of them; choose a narrower range"
+            )
     if s.use_gpu is False and s.accelerator_type is not None:
         raise ValueError("--scaling.accelerator_type needs GPUs, but --scaling.use_gpu=false")
 
@@ -312,6 +334,14 @@ def _normalise(argv: Sequence[str]) -> list[tuple[str, str]]:
             hint = f"; did you mean --{close[0]}?" if close else "; --help lists them"
             raise ValueError(f"command line: unknown flag --{name}{hint}")
     return pairs
+
+
+def _workers(name: str, value: str) -> list[tuple[str, str]]:
+    """`--scaling.num_workers 2,8` to the two options that it is."""
+    if name != "scaling.num_workers":
+        return [(name, value)]
+    least, comma, most = value.rpartition(",")
+    return [("scaling.num_workers", most), ("scaling.min_workers", least if comma else "null")]
 
 
 def flag_names() -> list[str]:

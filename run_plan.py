@@ -83,9 +83,18 @@ class Run:
         return bool(self.config.scaling.use_gpu)
 
     @property
+    def batches_per_step(self) -> int:
+        """Micro-batches of an optimizer step, of all workers together."""
+        return self.config.grad_accum * self.config.scaling.num_workers
+
+    @property
     def last_row(self) -> int:
-        """Where the run's stream of rows ends."""
-        return self.steps * self.config.global_batch_size
+        """Where the run's stream of rows ends: with its last step, filled up so that workers get equally many blocks.
+
+        With a fixed number of workers they do anyway.
+        """
+        spare = self.config.scaling.num_workers * self.config.batch_size if self.config.scaling.min_workers else 0
+        return self.steps * self.config.global_batch_size + spare
 
     def reader(self) -> partial[LeRobotDatasource]:
         """The datasource of the training rows, but for `stream`: which positions of the run's stream."""
@@ -97,7 +106,7 @@ class Run:
             delta_timestamps=self.match.delta_timestamps,
             shuffle_seed=self.config.seed,
             shuffle_window=self.config.dataset.shuffle_window,
-            rows_multiple=self.config.global_batch_size,
+            rows_multiple=self.config.rows_multiple,
             block_rows=self.block_rows,
             tolerance_s=self.config.tolerance_s,
             num_cpus=self.config.scaling.cpus_per_read_task,
@@ -193,7 +202,10 @@ def resolve(config: Config, gpus_found: int) -> Run:
     if not missing:
         make_processors(folder, policy_config, run.stats, config.rename_map)  # a tokenizer out of reach is told now
     source = run.reader()(stream=(0, run.last_row))  # checks that all files are there and that the datasets agree
-    return replace(run, block_rows=block_rows(config.batch_size, source.row_bytes()), stream=source.plan.identity())
+    # Where workers come and go, a micro-batch is a block: any number of workers can then be dealt any number of them.
+    elastic = config.scaling.min_workers is not None
+    rows_of_block = config.batch_size if elastic else block_rows(config.batch_size, source.row_bytes())
+    return replace(run, block_rows=rows_of_block, stream=source.plan.identity())
 
 
 def with_stats(run: Run) -> Run:
@@ -357,15 +369,20 @@ def describe(run: Run) -> str:
     batch = config.global_batch_size
     lines += [
         f"Batch        {config.batch_size} rows x {config.grad_accum} micro-steps x {config.scaling.num_workers} "
-        f"workers = {batch} per step",
+        f"workers = {batch} per step" + (", with fewer workers too" if config.scaling.min_workers else ""),
         f"Steps        {run.steps} ({run.steps * batch / run.rows_per_epoch:.2f} epochs of {run.rows_per_epoch} rows, "
         f"{run.rows_per_epoch / batch:.1f} steps each); a line every {config.log_freq}",
         f"Checkpoints  every {config.save_freq} steps and at the end, the last {config.keep_checkpoints} kept, in "
         f"{run.checkpoints_dir}",
-        f"Hardware     {config.scaling.num_workers} {'GPU' if run.use_gpu else 'CPU'} workers, "
+        f"Hardware     {_workers(config)} {'GPU' if run.use_gpu else 'CPU'} workers, "
         f"{config.scaling.strategy}, {config.train.precision} precision",
     ]
     return "\n".join(lines)
+
+
+def _workers(config: Config) -> str:
+    least, most = config.scaling.min_workers, config.scaling.num_workers
+    return f"{least} to {most}" if least else str(most)
 
 
 def _size(shape: tuple[int, ...] | None) -> str:

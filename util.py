@@ -258,7 +258,7 @@ def warmup_cosine(peak: float, final: float, warmup_steps: int, steps: int) -> C
 
 
 class StepResult(NamedTuple):
-    """Of one optimizer step on this rank, on the device, not read: mean loss, gradient norm, 1.0 if skipped."""
+    """One optimizer step of this rank, on the device, not read: its part of the loss, gradient norm, 1.0 if skipped."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -275,6 +275,7 @@ def train_step(
     *,
     step: int,
     grad_accum: int,
+    mean_over: float,
     draws: Callable[[int], Draws],
     autocast: torch.dtype | None,
     device: torch.device,
@@ -285,6 +286,9 @@ def train_step(
         model: `forward(batch, noise, time)` gives a 0-d loss, the mean over the micro-batch; maybe wrapped in DDP.
         batches: yields this rank's micro-batches, on `device`.
         step: optimizer steps done before.
+        grad_accum: micro-batches of this rank in this step.
+        mean_over: micro-batches of the step over all ranks, by the number of ranks: what gradients are divided by,
+            before DDP takes their mean over the ranks. Differs from `grad_accum` where ranks have unequally many.
         draws: micro-step -> (noise, time) for its rows.
         autocast: bf16, or None for fp32.
     """
@@ -297,10 +301,10 @@ def train_step(
         with model.no_sync() if wait else contextlib.nullcontext():  # type: ignore[union-attr,operator]
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
                 loss = model(batch, noise, flow_time)
-            (loss / grad_accum).backward()
+            (loss / mean_over).backward()
         total += loss.detach()
     grad_norm, skipped = optimizer.step(step)
-    return StepResult(total / grad_accum, grad_norm, skipped)
+    return StepResult(total / mean_over, grad_norm, skipped)
 
 
 @dataclass

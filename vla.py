@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import draccus
 import ray
@@ -113,10 +114,10 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     checkpoints = CheckpointWriter(run, optimizer, rank, attempt)
 
     shard = ray.train.get_dataset_shard("train")
-    dealt = Dealt(config.batch_size, run.block_rows, rank, world)
-    host_batches = stream_batches(shard, dealt, progress.rows, run.last_row, NumpyToTorchCollate(run.use_gpu))
+    dealt = Dealt(config.batch_size, run.block_rows, rank, world, run.batches_per_step, progress.step)
+    host_batches = stream_batches(shard, dealt, progress.rows, run.steps, NumpyToTorchCollate(run.use_gpu))
     on_device = cuda_prefetcher(host_batches, device)
-    batches = TimedIterator(policy_batches(run, on_device, progress.step, rows_log))
+    batches = TimedIterator(policy_batches(run, on_device, dealt, rows_log))
     gc.disable()  # collected at log steps: in between it would stall the host at random
     window, waited_before = Window(device), 0.0
     losses: list[float] = []
@@ -127,12 +128,13 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
             optimizer,
             batches,
             step=step,
-            grad_accum=config.grad_accum,
+            grad_accum=len(dealt.micros(step)),
+            mean_over=run.batches_per_step / world,
             draws=noise_for(run, step, dealt, device),
             autocast=autocast,
             device=device,
         )
-        window.add(result, samples=config.batch_size * config.grad_accum)
+        window.add(result, samples=config.batch_size * len(dealt.micros(step)))
         done = step + 1
         save = done == run.steps or done % config.save_freq == 0
         if done == run.steps or done % config.log_freq == 0:
@@ -213,14 +215,15 @@ def start_ray(run: Run) -> None:
         # What workers have to say goes to the run's own log, which `follow_progress` shows.
         ray.init(logging_level=logging.WARNING, log_to_driver=False, include_dashboard=False)
     scaling, found = run.config.scaling, ray.cluster_resources()
-    wanted = {"CPU": scaling.num_workers * scaling.cpus_per_worker + scaling.cpus_per_read_task}
+    workers = scaling.min_workers or scaling.num_workers
+    wanted = {"CPU": workers * scaling.cpus_per_worker + scaling.cpus_per_read_task}
     if run.use_gpu:
-        wanted["GPU"] = scaling.num_workers
+        wanted["GPU"] = workers
     lacking = [f"{n:g} {kind}s, {found.get(kind, 0):g} found" for kind, n in wanted.items() if found.get(kind, 0) < n]
     if lacking:
         # Ray would wait for them without a word.
         raise ValueError(
-            f"the cluster is too small for {scaling.num_workers} workers and one read task: needs "
+            f"the cluster is too small for {workers} workers and one read task: needs "
             f"{'; '.join(lacking)}; lower --scaling.num_workers, --scaling.cpus_per_worker or "
             "--scaling.cpus_per_read_task, or add nodes first"
         )
@@ -237,6 +240,10 @@ def fit(run: Run) -> int:
 
 def make_trainer(run: Run) -> TorchTrainer:
     scaling = run.config.scaling
+    workers: dict[str, Any] = {"num_workers": scaling.num_workers}
+    if scaling.min_workers:
+        workers["num_workers"] = (scaling.min_workers, scaling.num_workers)
+        workers["elastic_resize_monitor_interval_s"] = scaling.resize_interval_s
     resources = {"CPU": scaling.cpus_per_worker, **({"GPU": 1.0} if run.use_gpu else {})}
     return TorchTrainer(
         train_loop_per_worker,
@@ -246,7 +253,7 @@ def make_trainer(run: Run) -> TorchTrainer:
         dataset_config=ray.train.DataConfig(execution_options=ray.data.ExecutionOptions(preserve_order=True)),
         torch_config=TorchConfig(timeout_s=round(scaling.collective_timeout_s)),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=scaling.num_workers,
+            **workers,
             use_gpu=run.use_gpu,
             resources_per_worker=resources,
             accelerator_type=scaling.accelerator_type,

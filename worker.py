@@ -104,17 +104,16 @@ def restore(run: Run, optimizer: TrainableOptimizer) -> Progress:
 
 
 def policy_batches(
-    run: Run, batches: Iterable[Batch], first_step: int = 0, rows_log: RowsLog | None = None
+    run: Run, batches: Iterable[Batch], dealt: Dealt, rows_log: RowsLog | None = None
 ) -> Iterator[Batch]:
     """What the policy sees: no row columns, which would cost a copy to the GPU. Checks the run's first batch.
 
-    `rows_log` is told the rows of each batch as it is taken, `first_step` optimizer steps having been done before.
+    `rows_log` is told the rows of each batch as it is taken.
     """
     for number, batch in enumerate(batches):
         if rows_log is not None:
             position, dataset_index, index = (batch[key].numpy() for key in ("position", "dataset_index", "index"))
-            step = first_step + number // run.config.grad_accum + 1
-            rows_log.write(step, position // run.rows_per_epoch, dataset_index, index)
+            rows_log.write(dealt.step_of(number) + 1, position // run.rows_per_epoch, dataset_index, index)
         inputs = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
         if number == 0:
             check_batch(inputs, run.policy_config)
@@ -134,8 +133,10 @@ def noise_for(run: Run, step: int, dealt: Dealt, device: torch.device) -> Callab
         torch.manual_seed(config.seed * 1_000_003 + step * dealt.world + dealt.rank)
         return lambda micro: (None, None)
 
-    def draws(micro: int) -> Draws:
-        blocks = [slice(a, a + dealt.block_rows) for a in dealt.block_starts(micro).tolist()]
+    def draws(nth: int) -> Draws:
+        # Block by block: indexing with a list of rows would have the host wait for the device.
+        starts = dealt.rows_of_step(step, nth)[:: dealt.block_rows].tolist()
+        blocks = [slice(a, a + dealt.block_rows) for a in starts]
         return torch.cat([noise[rows] for rows in blocks]), torch.cat([time[rows] for rows in blocks])
 
     return draws

@@ -268,7 +268,7 @@ class _MadeUpShard:
     def iter_torch_batches(
         self, *, batch_size: int, collate_fn: Callable[[dict[str, np.ndarray]], Batch], **_: Any
     ) -> Iterator[Batch]:
-        dealt = Dealt(batch_size, self._block_rows, 0, 1)
+        dealt = Dealt(batch_size, self._block_rows, 0, 1, 1)
         for micro in range(self._batches):
             rows = {key: np.repeat(value, batch_size, axis=0) for key, value in self._row.items()}
             yield collate_fn({**rows, "position": dealt.rows(micro)})
@@ -613,8 +613,9 @@ def _backward_on_meta(run: Run, shard: _MadeUpShard) -> list[Sync]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(watch)
         on_meta = {key: value.to(device) for key, value in host.items()}
-        batch = next(worker.policy_batches(run, [on_meta]))
-        draws = worker.noise_for(run, 0, Dealt(run.config.batch_size, run.block_rows, 0, 1), device)
+        dealt = Dealt(run.config.batch_size, run.block_rows, 0, 1, run.batches_per_step)
+        batch = next(worker.policy_batches(run, [on_meta], dealt))
+        draws = worker.noise_for(run, 0, dealt, device)
         result = loss(batch, *draws(0))
         watch.recording = True
         result.backward()

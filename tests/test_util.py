@@ -60,7 +60,17 @@ def run(model, data, steps, accum, size, schedule=lambda s: 1e-2, clip=1.0):
             return noise[rows], time[rows]
 
         results.append(
-            train_step(model, optimizer, feed, step=step, grad_accum=accum, draws=draws, autocast=None, device=CPU)
+            train_step(
+                model,
+                optimizer,
+                feed,
+                step=step,
+                grad_accum=accum,
+                mean_over=accum,
+                draws=draws,
+                autocast=None,
+                device=CPU,
+            )
         )
     return results, optimizer
 
@@ -116,6 +126,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
             feed,
             step=step,
             grad_accum=1,
+            mean_over=1,
             draws=lambda m, d=(noise, time): d,
             autocast=None,
             device=CPU,
@@ -165,6 +176,7 @@ def test_optimizer_state_comes_back_by_name():
             feed,
             step=step,
             grad_accum=1,
+            mean_over=1,
             draws=lambda micro, step=step: draws_for(step, 4),
             autocast=None,
             device=CPU,
