@@ -78,6 +78,8 @@ class ScalingOptions:
     cpus_per_worker: float = 1.0
     # CPUs (and decoder threads) of a read task.
     cpus_per_read_task: float = 1.0
+    # Free disk that every node must have under Ray's temporary directory (logs; objects that overflow memory).
+    free_disk_gb: float = 5.0
     # Worker groups started anew after failures before the run gives up.
     max_failures: int = 3
 
@@ -222,6 +224,7 @@ def validate(config: Config) -> None:
         "scaling.num_workers": s.num_workers,
         "scaling.cpus_per_worker": s.cpus_per_worker,
         "scaling.cpus_per_read_task": s.cpus_per_read_task,
+        "scaling.free_disk_gb": s.free_disk_gb,
     }
     for name, value in positive.items():
         if value is not None and not (value > 0 and math.isfinite(value)):
