@@ -169,3 +169,13 @@ def test_help_lists_every_target(checkout):
     targets = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
     listed = re.findall(r"^  make ([\w-]+) ", make(checkout).stdout, flags=re.MULTILINE)
     assert sorted(listed) == sorted(targets)
+
+
+def test_the_commands_of_contributing_exist():
+    targets = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`make ([\w-]+)", text)
+    assert len(set(named)) > 5 and set(named) <= set(targets)
+    files = set(re.findall(r"`([\w/-]+\.(?:py|txt|yaml)|[a-z]+/|[a-z]+/\w+\.py)`", text))
+    assert {"config.py", "ci/", "tests/test_configs.py"} <= files
+    assert [name for name in files if not (ROOT / name).exists()] == []
