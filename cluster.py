@@ -2,7 +2,8 @@
 
 On one machine nothing is sent and nothing can differ; there this module only looks at the machine's own disk.
 
-Every node imports this module to look at itself, so the driver's part imports torch and Ray Data where it uses them.
+Every node imports this module to look at itself, whatever it lacks: what is heavy or may be missing is imported where
+it is used.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import av
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -123,6 +123,8 @@ def node_needs(run: Run) -> Needs:
 def check_nodes(needs: Needs, output_dir: Path, nodes: Sequence[Node] | None = None) -> None:
     """Have each node look whether it has what the run needs, before any GPU is held.
 
+    Nodes that an autoscaler adds later are not looked at; they come from the same image as those of their kind.
+
     Args:
         output_dir: where the run writes. Must exist here, and be the same folder on all nodes.
         nodes: as `alive_nodes()`, the default.
@@ -188,9 +190,7 @@ def probe(needs: Needs, gpus: float, temp_dir: str) -> list[str]:
             continue
         if _public(found) != wanted:
             lacks.append(f"{name} is {found}, the driver has {wanted}; install requirements.lock on both")
-    for codec, names in DECODERS.items():
-        if not any(name in av.codecs_available for name in names):
-            lacks.append(f"PyAV cannot decode {codec} ({' or '.join(names)}); install av from requirements.lock there")
+    lacks += _decoder_problems()
     if needs.cuda is not None and gpus and (problem := _cuda_problem(needs.cuda)):
         lacks.append(problem)
     for path, whose in needs.paths.items():
@@ -203,6 +203,19 @@ def probe(needs: Needs, gpus: float, temp_dir: str) -> list[str]:
             "(--scaling.free_disk_gb); make room there"
         )
     return lacks
+
+
+def _decoder_problems() -> list[str]:
+    """What PyAV here cannot decode."""
+    try:
+        from av import codecs_available
+    except ImportError as error:
+        return [f"PyAV does not load ({error}); install av from requirements.lock there"]
+    return [
+        f"PyAV cannot decode {codec} ({' or '.join(names)}); install av from requirements.lock there"
+        for codec, names in DECODERS.items()
+        if not any(name in codecs_available for name in names)
+    ]
 
 
 def _cuda_problem(wanted: str) -> str | None:

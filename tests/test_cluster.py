@@ -6,12 +6,14 @@ import inspect
 import json
 import os
 import shutil
+import sys
 import tempfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import av
 import numpy as np
 import pytest
 import ray
@@ -93,9 +95,11 @@ def test_what_is_lacking_is_said(change, message, tmp_path, monkeypatch):
 
 
 def test_a_decoder_is_missed(monkeypatch, tmp_path):
-    monkeypatch.setattr(cluster.av, "codecs_available", {"h264", "hevc", "av1"})  # FFmpeg's own av1 needs a GPU
+    monkeypatch.setattr(av, "codecs_available", {"h264", "hevc", "av1"})  # FFmpeg's own av1 needs a GPU
     (lack,) = probe(NEEDS, gpus=0, temp_dir=str(tmp_path))
     assert "cannot decode AV1 (libdav1d or libaom-av1)" in lack
+    monkeypatch.setitem(sys.modules, "av", None)  # as where it is not installed, or its libraries are not found
+    assert "PyAV does not load" in probe(NEEDS, gpus=0, temp_dir=str(tmp_path))[0]
 
 
 @pytest.mark.parametrize(
