@@ -141,6 +141,25 @@ def test_a_runs_needs(tmp_path):
     assert node_needs(SimpleNamespace(**{**vars(run), "use_gpu": False})).cuda is None
 
 
+def test_nodes_look_for_a_file_that_only_the_real_output_folder_has(tmp_path, monkeypatch):
+    asked = []
+
+    def ask(nodes, needs):
+        asked.append(needs.paths)
+        assert all(Path(path).is_file() for path in needs.paths)
+        return {"n1": ["a", "b"], "n2": ["c"]}
+
+    monkeypatch.setattr(cluster, "_ask", ask)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match="2 of 3 nodes cannot take part:\n  node n1: a\n  node n1: b\n  node n2: c"
+        ):
+            check_nodes(NEEDS, tmp_path, [{}, {}, {}])
+    (first,), (second,) = asked
+    assert first != second and Path(first).parent == tmp_path, "no other run's marker will do"
+    assert list(tmp_path.iterdir()) == [], "the marker is taken away, whatever the nodes say"
+
+
 def node(cpus, gpus, store_gb):
     resources = {"CPU": cpus, "GPU": gpus, "object_store_memory": store_gb * 1e9, "memory": 2 * store_gb * 1e9}
     return {"Resources": {kind: n for kind, n in resources.items() if n}}
