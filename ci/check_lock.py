@@ -24,7 +24,7 @@ def requirement_lines(root: Path = ROOT) -> list[str]:
 
 def direct_pins(root: Path = ROOT) -> dict[str, str]:
     """{canonical name: version} of requirements.txt. Raises ValueError at a line that is no pin."""
-    pins = {}
+    pins: dict[str, str] = {}
     for line in requirement_lines(root):
         requirement = Requirement(line.partition("#")[0])
         exact = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
@@ -37,7 +37,7 @@ def direct_pins(root: Path = ROOT) -> dict[str, str]:
 def locked(root: Path = ROOT) -> dict[str, tuple[str, int, bool]]:
     """{canonical name: (version, number of hashes, whether requirements.txt asks for it)} of the lock."""
     blocks = re.split(r"^(?=[A-Za-z0-9])", (root / "requirements.lock").read_text(), flags=re.MULTILINE)[1:]
-    packages = {}
+    packages: dict[str, tuple[str, int, bool]] = {}
     for block in blocks:
         if (pin := re.match(r"([\w.-]+)==([^\s;]+)", block)) is None:
             raise ValueError(f"requirements.lock: not pinned: {block.splitlines()[0]}")
