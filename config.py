@@ -82,6 +82,8 @@ class ScalingOptions:
     cpus_per_worker: float = 1.0
     # CPUs (and decoder threads) of a read task.
     cpus_per_read_task: float = 1.0
+    # Free disk that every node must have under Ray's temporary directory (logs; objects that overflow memory).
+    free_disk_gb: float = 5.0
     # Worker groups started anew after failures before the run gives up. Preempted nodes do not count.
     max_failures: int = 3
     # A training process that has not answered for so long is taken for dead. Longer than any pause that is not a
@@ -256,6 +258,7 @@ def validate(config: Config) -> None:
         "scaling.resize_interval_s": s.resize_interval_s,
         "scaling.worker_timeout_s": s.worker_timeout_s,
         "scaling.collective_timeout_s": s.collective_timeout_s,
+        "scaling.free_disk_gb": s.free_disk_gb,
     }
     for name, value in positive.items():
         if value is not None and not (value > 0 and math.isfinite(value)):
