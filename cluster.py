@@ -49,6 +49,41 @@ Node = Mapping[str, Any]
 # ---- connecting ---------------------------------------------------------------------------------------------------
 
 
+def start(run: Run) -> DataLimits:
+    """Join or start the cluster of `run`, check that it is fit for it, and say what it is.
+
+    Raises:
+        ValueError: too few CPUs or GPUs, or a node that lacks something.
+    """
+    from ray.data import DataContext
+    from ray.train.v2._internal.constants import WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR
+
+    # Ray Train 2.60 takes this from the driver's environment only.
+    os.environ[WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR] = str(run.config.scaling.worker_timeout_s)
+    DataContext.get_current().enable_progress_bars = False
+    nodes = connect()
+    check_size(run)
+    check_nodes(node_needs(run), run.output_dir, nodes)
+    limits = data_limits(nodes, ray.get_runtime_context().get_temp_dir())
+    print("\n".join(limits.lines(nodes)), flush=True)
+    return limits
+
+
+def check_size(run: Run) -> None:
+    """Raises ValueError when the cluster has too little for the run, for which Ray would wait without a word."""
+    scaling, found = run.config.scaling, ray.cluster_resources()
+    workers = scaling.min_workers or scaling.num_workers
+    wanted = {"CPU": workers * scaling.cpus_per_worker + scaling.cpus_per_read_task}
+    if run.use_gpu:
+        wanted["GPU"] = workers
+    lacking = [f"{n:g} {kind}s, {found.get(kind, 0):g} found" for kind, n in wanted.items() if found.get(kind, 0) < n]
+    if lacking:
+        raise ValueError(
+            f"the cluster is too small for {workers} workers and one read task: needs {'; '.join(lacking)}; lower "
+            "--scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add nodes first"
+        )
+
+
 def connect() -> list[Node]:
     """Join the cluster that RAY_ADDRESS or a head node on this machine names, or start one here; its live nodes.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -28,12 +27,10 @@ import torch
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
-from ray.train.v2._internal.constants import (
-    WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR,
-)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import cluster
 from checkpoint import latest_checkpoint, load_progress
 from config import Config, parse_args
 from evaluate import error_table, evaluate_run
@@ -190,9 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if not ray.is_initialized():
                 held.callback(ray.shutdown)
-            start_ray(run)
+            limits = cluster.start(run)
             run = with_stats(run)
-            steps_done = fit(run)
+            steps_done = fit(run, limits.execution_options())
             if steps_done < run.steps:
                 print(f"Stopped      after step {steps_done} of {run.steps}; --resume goes on from there")
                 return 3
@@ -207,38 +204,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def start_ray(run: Run) -> None:
-    """Join the cluster that RAY_ADDRESS or a head node on this machine names, or start one here."""
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    os.environ[WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR] = str(run.config.scaling.worker_timeout_s)
-    if not ray.is_initialized():
-        # What workers have to say goes to the run's own log, which `follow_progress` shows.
-        ray.init(logging_level=logging.WARNING, log_to_driver=False, include_dashboard=False)
-    scaling, found = run.config.scaling, ray.cluster_resources()
-    workers = scaling.min_workers or scaling.num_workers
-    wanted = {"CPU": workers * scaling.cpus_per_worker + scaling.cpus_per_read_task}
-    if run.use_gpu:
-        wanted["GPU"] = workers
-    lacking = [f"{n:g} {kind}s, {found.get(kind, 0):g} found" for kind, n in wanted.items() if found.get(kind, 0) < n]
-    if lacking:
-        # Ray would wait for them without a word.
-        raise ValueError(
-            f"the cluster is too small for {workers} workers and one read task: needs "
-            f"{'; '.join(lacking)}; lower --scaling.num_workers, --scaling.cpus_per_worker or "
-            "--scaling.cpus_per_read_task, or add nodes first"
-        )
-
-
-def fit(run: Run) -> int:
+def fit(run: Run, data_options: ray.data.ExecutionOptions) -> int:
     """Train; on SIGTERM or Ctrl-C until a checkpoint is taken. Returns the optimizer steps that are done."""
     # In a thread of its own, because in the main thread Ray Train takes Ctrl-C for itself and loses what is done.
     with follow_progress(run.output_dir, run.steps), stopping_on_signals(run.output_dir), ThreadPoolExecutor(1) as one:
-        one.submit(make_trainer(run).fit).result()
+        one.submit(make_trainer(run, data_options).fit).result()
     newest = latest_checkpoint(run.checkpoints_dir)
     return load_progress(newest).step if newest is not None else 0
 
 
-def make_trainer(run: Run) -> TorchTrainer:
+def make_trainer(run: Run, data_options: ray.data.ExecutionOptions) -> TorchTrainer:
     scaling = run.config.scaling
     workers: dict[str, Any] = {"num_workers": scaling.num_workers}
     if scaling.min_workers:
@@ -249,8 +224,7 @@ def make_trainer(run: Run) -> TorchTrainer:
         train_loop_per_worker,
         train_loop_config={"run": ray.put(run)},  # a reference: the controller need not open it
         datasets={"train": build_dataset(run)},
-        # The plan's order is kept all the way: batches repeat exactly, and a position says which rows are done.
-        dataset_config=ray.train.DataConfig(execution_options=ray.data.ExecutionOptions(preserve_order=True)),
+        dataset_config=ray.train.DataConfig(execution_options=data_options),
         torch_config=TorchConfig(timeout_s=round(scaling.collective_timeout_s)),
         scaling_config=ray.train.ScalingConfig(
             **workers,
