@@ -372,6 +372,8 @@ def describe(run: Run) -> str:
         f"workers = {batch} per step" + (", with fewer workers too" if config.scaling.min_workers else ""),
         f"Steps        {run.steps} ({run.steps * batch / run.rows_per_epoch:.2f} epochs of {run.rows_per_epoch} rows, "
         f"{run.rows_per_epoch / batch:.1f} steps each); a line every {config.log_freq}",
+        f"             epochs follow each other without a gap: an epoch's last {run.rows_per_epoch % batch} rows share a "
+        "step with the next one's first",
         f"Checkpoints  every {config.save_freq} steps and at the end, the last {config.keep_checkpoints} kept, in "
         f"{run.checkpoints_dir}",
         f"Hardware     {_workers(config)} {'GPU' if run.use_gpu else 'CPU'} workers, "
