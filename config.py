@@ -40,6 +40,9 @@ class DatasetOptions:
     camera_keys: list[str] | None = None
     # A camera that the policy has and the dataset lacks: "error", or "mask" (the policy sees a masked image).
     missing_cameras: str = "error"
+    # [height, width] that frames are fitted into where they are decoded, so that fewer bytes travel: what the policy
+    # resizes them to anyway ([224, 224] for PI0.5). As stored when absent.
+    image_size: list[int] | None = None
     # Rows shuffled among themselves (bounded by memory); see lerobot_plan.py.
     shuffle_window: int = 512
 
@@ -240,6 +243,8 @@ def validate(config: Config) -> None:
             raise ValueError(f"--{name}={share}: must be between 0 and 1")
     if not 0 <= d.eval_split < 1:
         raise ValueError(f"--dataset.eval_split={d.eval_split}: a share of the episodes, at least 0 and below 1")
+    if d.image_size is not None and (len(d.image_size) != 2 or min(d.image_size) < 1):
+        raise ValueError(f"--dataset.image_size={d.image_size}: expected [height, width] in pixels")
     if d.episodes is not None and len(config.roots) > 1:
         raise ValueError("--dataset.episodes with several roots: whose episodes? Give one root, or leave it out")
     if d.root and d.repo_id:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class LeRobotDatasource(Datasource):
         episodes: per dataset, which episodes; None for all.
         camera_keys: cameras to decode; None for all.
         delta_timestamps: key -> offsets in seconds, as LeRobot.
+        image_size: (height, width) that cameras are fitted into; None for as stored.
         shuffle_seed: None for stored order.
         shuffle_window: rows shuffled among themselves, at most; fewer when a window would exceed TASK_BYTES.
         stream: (first, last) positions of the run's stream (see `lerobot_plan`); None for one epoch. Rows then also
@@ -76,6 +77,7 @@ class LeRobotDatasource(Datasource):
         episodes: Sequence[Sequence[int] | None] | None = None,
         camera_keys: Sequence[str] | None = None,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
+        image_size: Sequence[int] | None = None,
         shuffle_seed: int | None = None,
         shuffle_window: int = WINDOW_ROWS,
         stream: tuple[int, int] | None = None,
@@ -92,7 +94,8 @@ class LeRobotDatasource(Datasource):
         selected = [
             select_episodes(meta, None if episodes is None else episodes[i]) for i, meta in enumerate(self.metas)
         ]
-        features = _common_features(self.metas, camera_keys)
+        self._image_size = _checked_size(image_size)
+        features = _common_features(self.metas, camera_keys, self._image_size)
         if delta_timestamps and len({meta.fps for meta in self.metas}) > 1:
             raise ValueError(
                 f"datasets of different frame rates cannot be read together in windows: "
@@ -148,7 +151,7 @@ class LeRobotDatasource(Datasource):
         return tuple(name for name in names if name in wanted) or ("dataset_index",)
 
     def row_bytes(self) -> int:
-        """Bytes of one row in the object store, cameras at full size."""
+        """Bytes of one row in the object store."""
         total = 0
         for key in self.columns():
             feature = self._features.get(key)
@@ -228,6 +231,7 @@ class LeRobotDatasource(Datasource):
             tolerance_s=self._tolerance_s,
             block_rows=block_rows,
             threads=max(1, round(self.num_cpus)),
+            image_size=self._image_size,
         )
 
     def _parts(self, window: WindowSlice) -> list[Part]:
@@ -299,7 +303,17 @@ def resolve_delta_indices(
     return indices
 
 
-def _common_features(metas: Sequence[DatasetMetadata], camera_keys: Sequence[str] | None) -> dict[str, Feature]:
+def _checked_size(image_size: Sequence[int] | None) -> tuple[int, int] | None:
+    if image_size is None:
+        return None
+    if len(image_size) != 2 or any(int(n) != n or n < 1 for n in image_size):
+        raise ValueError(f"image_size is {list(image_size)}, expected (height, width) in pixels")
+    return int(image_size[0]), int(image_size[1])
+
+
+def _common_features(
+    metas: Sequence[DatasetMetadata], camera_keys: Sequence[str] | None, image_size: tuple[int, int] | None
+) -> dict[str, Feature]:
     """Features of a row: the chosen cameras and everything else; all datasets must agree on them."""
     if camera_keys is not None:
         for meta in metas:
@@ -318,7 +332,7 @@ def _common_features(metas: Sequence[DatasetMetadata], camera_keys: Sequence[str
                     raise ValueError(f"{meta.root}: camera {key!r} is a depth map, which is not supported yet")
                 logger.warning("%s: leaving out %r: depth maps are not supported yet", meta.root, key)
                 continue
-            kept[key] = feature
+            kept[key] = replace(feature, shape=(*image_size, 3)) if is_camera and image_size else feature
         if not chosen:
             chosen = kept
         differing = sorted(
@@ -340,6 +354,7 @@ def read_lerobot(
     episodes: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
     camera_keys: Sequence[str] | None = None,
     delta_timestamps: Mapping[str, Sequence[float]] | None = None,
+    image_size: Sequence[int] | None = None,
     shuffle_seed: int | None = None,
     shuffle_window: int = WINDOW_ROWS,
     tolerance_s: float = 1e-4,
@@ -355,6 +370,9 @@ def read_lerobot(
         camera_keys: decode only these cameras; None for all.
         delta_timestamps: offsets in seconds per key, e.g. ``{"action": [0.0, 1 / 30, 2 / 30]}``; the key's column then
             has a leading time axis, and `<key>_is_pad` marks offsets outside the episode, where the edge repeats.
+        image_size: (height, width) that frames are fitted into right after decoding, proportions kept, black around, as
+            PI0.5 does with its 224x224, within one level of uint8 (`lerobot_decode.resize_with_pad`). What enters the
+            object store is then 1.5 times less for cameras of 240x320, 6.1 times for 480x640. None: as stored.
         shuffle_seed: None for stored order; otherwise rows are shuffled (see `lerobot_plan`), the same way for the
             same seed.
         shuffle_window: rows shuffled among themselves.
@@ -390,6 +408,7 @@ def read_lerobot(
         episodes=per_root if episodes is not None else None,
         camera_keys=camera_keys,
         delta_timestamps=delta_timestamps,
+        image_size=image_size,
         shuffle_seed=shuffle_seed,
         shuffle_window=shuffle_window,
         num_tasks=override_num_blocks,

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from ray.data.extensions import ArrowTensorArray
 
-from lerobot_decode import VideoReader, decode_image
+from lerobot_decode import VideoReader, decode_image, resize_with_pad
 from lerobot_metadata import DatasetMetadata, Feature
 from lerobot_plan import WindowSlice
 from safe_parquet import open_parquet
@@ -75,6 +75,7 @@ class ReadOptions:
     tolerance_s: float
     block_rows: int
     threads: int
+    image_size: tuple[int, int] | None = None  # (height, width) that frames are fitted into; None: as stored
 
 
 @dataclass
@@ -334,8 +335,7 @@ def _fill_images(
         for i, frame in enumerate(frames):
             name = f"{where}: episode {e.part.episode_index} frame {frame}"
             pixels = decode_image(bytes_[i].as_py(), name=name, height=height, width=width)
-            for at in target[i]:
-                out[at] = pixels
+            _place(pixels, target[i], out)
 
 
 def _read_video(
@@ -366,8 +366,7 @@ def _read_video(
                 frames, target, out = _camera_targets(feature, e, total, options, columns)
 
                 def sink(i: int, rgb: np.ndarray, target: list[list[Any]] = target, out: np.ndarray = out) -> None:
-                    for at in target[i]:
-                        out[at] = rgb
+                    _place(rgb, target[i], out)
 
                 stamps = e.timestamps[frames - e.first]
                 video.read(e.part.videos[key][1] + stamps, sink)
@@ -390,11 +389,20 @@ def _naming_store_errors(name: str) -> Iterator[None]:
         ) from error
 
 
+def _place(pixels: np.ndarray, places: Sequence[Any], out: np.ndarray) -> None:
+    """Put a decoded frame where it belongs in the output, at the output's size."""
+    height, width = out.shape[-3:-1]
+    if pixels.shape[:2] != (height, width):
+        pixels = resize_with_pad(pixels, height, width)
+    for at in places:
+        out[at] = pixels
+
+
 def _camera_targets(
     feature: Feature, e: _Episode, total: int, options: ReadOptions, columns: dict[str, Any]
 ) -> tuple[np.ndarray, list[list[Any]], np.ndarray]:
     """Distinct frames to decode, ascending; where in the output each goes (maybe several places); the output."""
-    height, width = height_width(feature)
+    height, width = options.image_size or height_width(feature)
     if feature.key in options.delta_indices:
         deltas = options.delta_indices[feature.key]
         wanted = _windowed(e.frame, deltas, e.part.episode_length)[0]

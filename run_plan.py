@@ -19,6 +19,7 @@ from typing import Any, cast
 import draccus
 import numpy as np
 from draccus.utils import DraccusException
+from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.datasets.compute_stats import aggregate_stats
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
@@ -31,7 +32,7 @@ from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
 from lerobot_metadata import DatasetMetadata, fetch_dataset, load_metadata, select_episodes
 from pi05_loss import TrainableReport, choose_trainable, flops_per_sample, meta_policy
 from policy import FeatureMatch, check_weights, fetch_pretrained, match_features
-from processors import make_processors, required_stats
+from processors import make_processors, normalization_mode, required_stats
 
 Stats = dict[str, dict[str, np.ndarray]]
 # What LeRobot's `aggregate_stats` makes the statistics of several datasets from, besides quantiles.
@@ -95,6 +96,7 @@ class Run:
             episodes=[e.tolist() for e in self.train_episodes],
             camera_keys=self.match.camera_keys,
             delta_timestamps=self.match.delta_timestamps,
+            image_size=self.config.dataset.image_size,
             shuffle_seed=self.config.seed,
             shuffle_window=self.config.dataset.shuffle_window,
             rows_multiple=self.config.global_batch_size,
@@ -158,6 +160,8 @@ def resolve(config: Config, gpus_found: int) -> Run:
         )
     except ValueError as error:
         raise ValueError(f"dataset {metas[0].root} and policy {base_info['path']}: {error}") from error
+    if config.dataset.image_size is not None:
+        _check_image_size(policy_config, config.dataset.image_size)
     parameters = _check_policy(policy_config, folder, cast(TrainMode, config.train.mode))
     train, held_out = zip(*(_split_episodes(meta, config) for meta in metas), strict=True)
     rows = sum(int(meta.episode_length[e].sum()) for meta, e in zip(metas, train, strict=True))
@@ -297,6 +301,26 @@ def _policy_config(where: str, kind: str, folder: Path | None, options: list[str
         raise ValueError(f"{where}: {source}: {reason}") from error
 
 
+def _check_image_size(policy_config: PreTrainedConfig, image_size: list[int]) -> None:
+    """Refuse a size at which the policy would see other pixels than after its own resizing.
+
+    PI0 and its kin fit images, in [0, 1], into `image_resolution`, and leave those alone that have that size.
+    """
+    own = getattr(policy_config, "image_resolution", None)
+    if own is None:
+        raise ValueError(
+            f"--dataset.image_size={image_size}: a {policy_config.type} policy fits no images into a size as PI0.5 does "
+            "(centred, black around), so it would be trained on others than it gets on the robot; leave it out"
+        )
+    if tuple(image_size) != tuple(own):
+        raise ValueError(f"--dataset.image_size={image_size}: the policy sees {list(own)}; give that, or leave it out")
+    if normalization_mode(policy_config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY:
+        raise ValueError(
+            f"--dataset.image_size={image_size}: the policy normalises images before it resizes them, which cannot be "
+            "had in the other order; leave it out"
+        )
+
+
 def _selected_features(meta: DatasetMetadata, camera_keys: list[str] | None) -> dict[str, Any]:
     dropped = set(meta.camera_keys) - set(camera_keys) if camera_keys is not None else set()
     return {k: f for k, f in meta.features.items() if k not in dropped and not f.is_depth}
@@ -354,6 +378,8 @@ def describe(run: Run) -> str:
         )
     lines.append("Features     dataset -> policy")
     lines += [f"             {line}" for line in run.match.table()]
+    if config.dataset.image_size:
+        lines.append(f"Images       fitted into {_size(tuple(config.dataset.image_size))} where they are decoded")
     batch = config.global_batch_size
     lines += [
         f"Batch        {config.batch_size} rows x {config.grad_accum} micro-steps x {config.scaling.num_workers} "

@@ -223,6 +223,42 @@ def test_projection_and_limit_reach_the_source(ray_cluster, roots):
         dataset.take(1)
 
 
+@pytest.mark.parametrize("size", [(224, 224), (30, 70), (57, 31)])
+@pytest.mark.parametrize("name", ["rollover", "mixed"])
+def test_frames_are_fitted_as_lerobot_fits_them(roots, name, size):
+    import torch
+    from lerobot.policies.common.vla_utils import resize_with_pad_torch
+
+    meta = load_metadata(roots[name])
+    windows = {TOP: WINDOWS[TOP]}
+    source = LeRobotDatasource([meta], image_size=size, delta_timestamps=windows, shuffle_seed=0)
+    (rows,) = source.read_rows(range(12), 12)
+    assert {k: v.shape[1:] for k, v in rows.items()} == {
+        k: v.shape[1:] for k, v in source.example().items() if k != "position"
+    }
+    assert source.row_bytes() > sum(rows[k][0].nbytes for k in meta.camera_keys)
+    reference = lerobot(roots[name], delta_timestamps=windows)
+    for i in range(12):
+        item = reference[int(rows["index"][i])]
+        for key in meta.camera_keys:
+            image = item[key] if item[key].ndim == 4 else item[key][None]
+            image = image.float() / 255 if image.dtype == torch.uint8 else image
+            theirs = resize_with_pad_torch(image, *size).movedim(-3, -1).numpy() * 255
+            error = np.abs(rows[key][i].reshape(theirs.shape) - theirs)
+            assert error.max() <= 1 and error.mean() < 0.3, (key, error.max(), error.mean())
+            np.testing.assert_array_equal(rows[key][i].reshape(theirs.shape)[theirs == 0], 0)  # the black around
+
+
+def test_cameras_of_different_sizes_can_be_read_together_when_fitted(roots, tmp_path):
+    metas = [load_metadata(roots["rollover"])]
+    metas.append(load_metadata(make_dataset(tmp_path / "larger", cameras={TOP: (64, 64), WRIST: (96, 80)})))
+    with pytest.raises(ValueError, match=f"differ in .*{TOP}"):
+        LeRobotDatasource(metas)
+    source = LeRobotDatasource(metas, image_size=(32, 32), shuffle_seed=0)
+    (rows,) = source.read_rows(range(16), 16)
+    assert set(rows["dataset_index"]) == {0, 1} and rows[TOP].shape == (16, 32, 32, 3)
+
+
 def test_a_read_task_ships_only_its_own_episodes(tmp_path, roots):
     import pickle
 
@@ -337,5 +373,8 @@ def test_arguments_that_do_not_fit(roots):
         LeRobotDatasource([meta], delta_timestamps={"action": [0.0, 0.05]})
     with pytest.raises(ValueError, match="differ in"):
         LeRobotDatasource([meta, second])
+    for size in ((224,), (0, 224), (22.5, 224)):
+        with pytest.raises(ValueError, match=r"expected \(height, width\)"):
+            LeRobotDatasource([meta], image_size=size)
     with pytest.raises(ValueError, match="not among the roots"):
         read_lerobot(roots["rollover"], episodes={"elsewhere": [0]})
