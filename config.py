@@ -29,6 +29,9 @@ class DatasetOptions:
 
     # A LeRobot v3 dataset: a local folder, s3://..., gs://..., or several separated by commas.
     root: str | None = None
+    # Instead of root, datasets and their weights: {"s3://bucket/a": 3, "/data/b": 1}. Each gives every epoch rows in
+    # proportion to its weight, whatever its size; an epoch is as many rows as they hold together (lerobot_plan.py).
+    mixture: dict[str, float] = field(default_factory=dict)
     # A dataset on the Hugging Face Hub; its revision is pinned in the run's config.json.
     repo_id: str | None = None
     revision: str | None = None
@@ -126,7 +129,7 @@ class Config:
 
     @property
     def roots(self) -> list[str]:
-        return [part for part in (self.dataset.root or "").split(",") if part]
+        return list(self.dataset.mixture) or [part for part in (self.dataset.root or "").split(",") if part]
 
     @property
     def global_batch_size(self) -> int:
@@ -247,9 +250,12 @@ def validate(config: Config) -> None:
         raise ValueError(f"--dataset.image_size={d.image_size}: expected [height, width] in pixels")
     if d.episodes is not None and len(config.roots) > 1:
         raise ValueError("--dataset.episodes with several roots: whose episodes? Give one root, or leave it out")
-    if d.root and d.repo_id:
-        raise ValueError("--dataset.root and --dataset.repo_id: give one of them")
-    if not demo and not (d.root or d.repo_id):
+    for root, weight in d.mixture.items():
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"--dataset.mixture: the weight of {root} is {weight}; must be positive, or leave it out")
+    if sum(map(bool, (d.root, d.repo_id, d.mixture))) > 1:
+        raise ValueError("--dataset.root, --dataset.repo_id and --dataset.mixture: give one of them")
+    if not demo and not (d.root or d.repo_id or d.mixture):
         raise ValueError("which data? give --dataset.root PATH_OR_URI or --dataset.repo_id ID, or use --preset demo")
     if config.policy_path and config.policy_type:
         raise ValueError("--policy.path and --policy.type: give one of them (the pretrained policy knows its type)")

@@ -59,6 +59,7 @@ class LeRobotDatasource(Datasource):
         camera_keys: cameras to decode; None for all.
         delta_timestamps: key -> offsets in seconds, as LeRobot.
         image_size: (height, width) that cameras are fitted into; None for as stored.
+        weights: of the datasets in a mixture, see `lerobot_plan`; None to read every row once per epoch.
         shuffle_seed: None for stored order.
         shuffle_window: rows shuffled among themselves, at most; fewer when a window would exceed TASK_BYTES.
         stream: (first, last) positions of the run's stream (see `lerobot_plan`); None for one epoch. Rows then also
@@ -78,6 +79,7 @@ class LeRobotDatasource(Datasource):
         camera_keys: Sequence[str] | None = None,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
         image_size: Sequence[int] | None = None,
+        weights: Sequence[float] | None = None,
         shuffle_seed: int | None = None,
         shuffle_window: int = WINDOW_ROWS,
         stream: tuple[int, int] | None = None,
@@ -121,6 +123,7 @@ class LeRobotDatasource(Datasource):
             seed=shuffle_seed,
             segment_rows=SEGMENT_ROWS if shuffle_seed is not None else max(window, SEGMENT_ROWS),
             window_rows=window,
+            weights=weights,
         )
         self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
         self.block_rows = block_rows or max(1, min(window, BLOCK_BYTES // row_bytes))
@@ -349,7 +352,7 @@ def _common_features(
 
 
 def read_lerobot(
-    root: str | Path | Sequence[str | Path],
+    root: str | Path | Sequence[str | Path] | Mapping[str, float],
     *,
     episodes: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
     camera_keys: Sequence[str] | None = None,
@@ -365,7 +368,10 @@ def read_lerobot(
     """Read LeRobot v3 datasets as a Ray Dataset of frames.
 
     Args:
-        root: a path or URI (`s3://`, `gs://`, anything fsspec opens), or a list of them.
+        root: a path or URI (`s3://`, `gs://`, anything fsspec opens), a list of them, or a mixture, `{root: weight}`.
+            A mixture needs a `shuffle_seed` and gives as many rows as its datasets hold together, of each a number in
+            proportion to its weight, spread evenly: of a dataset with more than its natural share, all rows and some of
+            them again; of one with less, a part (training's further epochs go on with the rest: `--dataset.mixture`).
         episodes: which episodes; with several roots, `{root: episodes}`. None for all.
         camera_keys: decode only these cameras; None for all.
         delta_timestamps: offsets in seconds per key, e.g. ``{"action": [0.0, 1 / 30, 2 / 30]}``; the key's column then
@@ -390,7 +396,7 @@ def read_lerobot(
         ValueError, FileNotFoundError: here, for what the metadata and a listing of the files can tell; in the read
             task, naming file, episode and time, for damaged files or videos that disagree with the metadata.
     """
-    roots = [root] if isinstance(root, str | Path) else list(root)
+    roots: list[str | Path] = [root] if isinstance(root, str | Path) else list(root)
     metas = [load_metadata(r, storage_options=storage_options) for r in roots]
     per_root: list[Sequence[int] | None]
     if isinstance(episodes, Mapping):
@@ -409,6 +415,7 @@ def read_lerobot(
         camera_keys=camera_keys,
         delta_timestamps=delta_timestamps,
         image_size=image_size,
+        weights=list(root.values()) if isinstance(root, Mapping) else None,
         shuffle_seed=shuffle_seed,
         shuffle_window=shuffle_window,
         num_tasks=override_num_blocks,

@@ -97,6 +97,7 @@ class Run:
             camera_keys=self.match.camera_keys,
             delta_timestamps=self.match.delta_timestamps,
             image_size=self.config.dataset.image_size,
+            weights=list(self.config.dataset.mixture.values()) or None,
             shuffle_seed=self.config.seed,
             shuffle_window=self.config.dataset.shuffle_window,
             rows_multiple=self.config.global_batch_size,
@@ -117,10 +118,13 @@ def resolve(config: Config, gpus_found: int) -> Run:
         config = replace(config, scaling=replace(config.scaling, use_gpu=gpus_found > 0))
     # Workers, and whoever resumes the run, have other working directories.
     roots = [_absolute(root) for root in config.roots]
+    mixture = dict(zip(roots, config.dataset.mixture.values(), strict=False))
+    if len(mixture) < len(config.dataset.mixture):
+        raise ValueError(f"--dataset.mixture names a dataset twice: {list(config.dataset.mixture)}")
     config = replace(
         config,
         output_dir=_absolute(config.output_dir or ""),
-        dataset=replace(config.dataset, root=",".join(roots) or None),
+        dataset=replace(config.dataset, root=None if mixture else ",".join(roots) or None, mixture=mixture),
     )
     if config.dataset.repo_id:
         path, commit = fetch_dataset(
@@ -309,8 +313,8 @@ def _check_image_size(policy_config: PreTrainedConfig, image_size: list[int]) ->
     own = getattr(policy_config, "image_resolution", None)
     if own is None:
         raise ValueError(
-            f"--dataset.image_size={image_size}: a {policy_config.type} policy fits no images into a size as PI0.5 does "
-            "(centred, black around), so it would be trained on others than it gets on the robot; leave it out"
+            f"--dataset.image_size={image_size}: a {policy_config.type} policy fits no images into a size as PI0.5 "
+            "does (centred, black around), so it would be trained on others than it gets on the robot; leave it out"
         )
     if tuple(image_size) != tuple(own):
         raise ValueError(f"--dataset.image_size={image_size}: the policy sees {list(own)}; give that, or leave it out")
@@ -350,13 +354,16 @@ def describe(run: Run) -> str:
     """The plan, as text: datasets, policy, how features map, batch arithmetic, cadence."""
     config = run.config
     lines = []
-    for meta, train, held_out in zip(run.metas, run.train_episodes, run.eval_episodes, strict=True):
+    for number, (meta, train, held_out) in enumerate(
+        zip(run.metas, run.train_episodes, run.eval_episodes, strict=True)
+    ):
         lines += [
             f"Dataset      {config.dataset.repo_id or meta.root}" + _at(config.dataset.revision),
             f"             {meta.num_episodes} episodes, {meta.total_frames} frames at {meta.fps} fps"
             + (f", robot {meta.robot_type}" if meta.robot_type else ""),
             f"             trains on {len(train)} episodes, {int(meta.episode_length[train].sum())} frames; "
             f"{len(held_out)} held out",
+            *([_share(run, number)] if config.dataset.mixture else []),
             f"             {len(meta.tasks)} tasks: "
             + "; ".join(repr(t) for t in list(meta.tasks.values())[:4])
             + (" ..." if len(meta.tasks) > 4 else ""),
@@ -392,6 +399,16 @@ def describe(run: Run) -> str:
         f"{config.scaling.strategy}, {config.train.precision} precision",
     ]
     return "\n".join(lines)
+
+
+def _share(run: Run, number: int) -> str:
+    """What a mixture takes of a dataset."""
+    weights, rows = list(run.config.dataset.mixture.values()), run.stream["rows_per_source"][number]
+    own = int(run.metas[number].episode_length[run.train_episodes[number]].sum())
+    return (
+        f"             weight {weights[number]:g} of {sum(weights):g}: {rows} of an epoch's {run.rows_per_epoch} rows, "
+        f"{rows / own:.2f} times its frames"
+    )
 
 
 def _size(shape: tuple[int, ...] | None) -> str:

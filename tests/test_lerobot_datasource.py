@@ -128,6 +128,23 @@ def test_two_roots(ray_cluster, roots):
 
 
 @pytest.mark.ray
+def test_a_mixture_of_two_roots(ray_cluster, roots):
+    names = ["rollover", "second"]  # 54 and 12 rows
+    references = [lerobot(roots[n]) for n in names]
+    meta = load_metadata(roots["rollover"])
+    with pytest.raises(ValueError, match="a mixture has no stored order"):
+        read_lerobot({str(roots[n]): 1 for n in names})
+    weights = {str(roots["rollover"]): 1, str(roots["second"]): 2}
+    rows = list(rows_of(read_lerobot(weights, shuffle_seed=0, shuffle_window=16)))
+    found = Counter((int(r["dataset_index"]), int(r["index"])) for r in rows)
+    assert len(rows) == 66 and sum(n for (d, _), n in found.items() if d == 0) == 22
+    assert {n for (d, _), n in found.items() if d == 0} == {1}
+    assert [found[1, i] for i in range(12)].count(4) == 44 - 3 * 12  # 3 or 4 times each
+    for row in rows:
+        assert_same_row(row, references[int(row["dataset_index"])][int(row["index"])], meta)
+
+
+@pytest.mark.ray
 def test_a_stream_over_epochs_and_executions_keeps_its_order(ray_cluster, roots):
     """Blocks come whole and in the plan's order, dealt to two consumers in turn, over several executions."""
     import ray

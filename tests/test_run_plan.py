@@ -1,5 +1,8 @@
 """What a run is resolved to, as far as the data is concerned. Without Ray."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
 
@@ -85,3 +88,48 @@ def test_a_policy_that_fits_images_otherwise(setting):
         folder, root, _ = setting
         flags = [f"--dataset.root={root}", "--policy.type=smolvla", "--train.mode=full", f"--output_dir={folder / 'o'}"]
         resolve(parse_args([*flags, "--batch_size=2", "--dataset.image_size=[512, 512]"]), gpus_found=0)
+
+
+# ---- mixtures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def second(setting):
+    """A dataset of 12 rows beside the other's 54."""
+    return make_dataset(
+        setting[0] / "second", cameras={"observation.images.top": (48, 64)}, episodes=(4, 8), seed=1, tasks=("wait",)
+    )
+
+
+def mixture_flag(weights):
+    return f"--dataset.mixture={json.dumps({str(root): weight for root, weight in weights.items()})}"
+
+
+def test_a_mixture_of_datasets(setting, second, monkeypatch):
+    from lerobot.datasets.compute_stats import aggregate_stats
+
+    folder, root, _ = setting
+    monkeypatch.chdir(folder)
+    run = plan(setting, mixture_flag({root: 1, "second": 2}), root=False)
+    assert run.config.dataset.mixture == {str(root): 1, str(second): 2}  # whoever resumes it stands elsewhere
+    assert run.rows_per_epoch == 66 and run.stream["rows_per_source"] == [22, 44]
+    assert "weight 2 of 3: 44 of an epoch's 66 rows, 3.67 times its frames" in describe(run)
+    source = run.reader()(stream=(0, run.last_row))
+    (batch,) = source.read_rows(range(66), 66)
+    assert np.bincount(batch["dataset_index"]).tolist() == [22, 44]
+    assert set(batch["task"][batch["dataset_index"] == 1]) == {"wait"}
+    expected = aggregate_stats([load_metadata(r).stats for r in (root, second)])
+    for key in ("action", "observation.state"):
+        np.testing.assert_array_equal(run.stats[key]["q01"], expected[key]["q01"])
+    # What a run is saved as, it is resumed as.
+    (folder / "out").mkdir(exist_ok=True)
+    (folder / "out" / "config.json").write_text(json.dumps(run.config.to_json()))
+    again = resolve(parse_args(["--resume", f"--output_dir={folder / 'out'}"]), gpus_found=0)
+    assert again.stream == run.stream
+    assert plan(setting, mixture_flag({root: 1, second: 1}), root=False).stream != run.stream
+
+
+def test_a_dataset_that_is_named_twice(setting, monkeypatch):
+    monkeypatch.chdir(setting[0])
+    with pytest.raises(ValueError, match="--dataset.mixture names a dataset twice"):
+        plan(setting, mixture_flag({setting[1]: 1, "dataset": 2}), root=False)
