@@ -1,18 +1,19 @@
 """LeRobot v3 datasets as a Ray Data source: metadata -> plan -> read tasks -> decoded Arrow blocks.
 
 Rows are those of ``LeRobotDataset.__getitem__`` (pyav backend, ``return_uint8=True``), except that camera columns are
-uint8 (H, W, 3), `index` is absolute, and there is one more column, `dataset_index`. A read task is given a few window
-slices of the plan (`lerobot_plan.py`), decodes exactly the frames they name, each video forward, straight into the
-arrays that become Arrow blocks, and emits them as fixed-shape tensors that come out of Ray zero-copy.
+uint8 (H, W, 3), depth maps float32 (H, W, 1), `index` is absolute, and there is one more column, `dataset_index`. A
+read task is given a few window slices of the plan (`lerobot_plan.py`), decodes exactly the frames they name, each video
+forward, straight into the arrays that become Arrow blocks, and emits them as fixed-shape tensors that come out of Ray
+zero-copy.
 
 Knows nothing of torch, policies or training.
 """
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
-from lerobot_metadata import DatasetMetadata, Feature, check_files, load_metadata, select_episodes
+from lerobot_metadata import CAMERA_DTYPES, DatasetMetadata, Feature, check_files, load_metadata, select_episodes
 from lerobot_plan import Episodes, StreamPlan, WindowSlice, task_bounds
 from lerobot_rows import (
     IS_PAD,
@@ -32,11 +33,9 @@ from lerobot_rows import (
     Reader,
     ReadOptions,
     column_to_numpy,
-    height_width,
+    frame_of,
     read_slices,
 )
-
-logger = logging.getLogger(__name__)
 
 # Rows walked through in one go. LeRobot encodes a key frame every other frame, so a jump costs little, but opening a
 # place in a video and its parquet row group is worth some frames.
@@ -161,8 +160,12 @@ class LeRobotDatasource(Datasource):
             if feature is None:
                 total += 16
                 continue
-            count = int(np.prod(feature.shape)) * len(self._delta_indices.get(key, (0,)))
-            total += count * (1 if feature.dtype in ("video", "image") else 4)
+            if feature.dtype in CAMERA_DTYPES:
+                shape, dtype = frame_of(feature, self._image_size)
+                size = math.prod(shape) * dtype.itemsize
+            else:
+                size = math.prod(feature.shape) * 4
+            total += size * len(self._delta_indices.get(key, (0,)))
         return max(total, 1)
 
     def estimate_inmemory_data_size(self) -> int:
@@ -180,8 +183,9 @@ class LeRobotDatasource(Datasource):
                 row[key] = (
                     np.array(["a"], object) if key not in ("dataset_index", "position") else np.zeros(1, np.int64)
                 )
-            elif feature.dtype in ("video", "image"):
-                row[key] = np.zeros((1, *window, *height_width(feature), 3), np.uint8)
+            elif feature.dtype in CAMERA_DTYPES:
+                shape, dtype = frame_of(feature, self._image_size)
+                row[key] = np.zeros((1, *window, *shape), dtype)
             else:
                 kind = np.dtype(feature.dtype)
                 kind = np.dtype(np.float32 if kind.kind == "f" else bool if kind.kind == "b" else np.int64)
@@ -208,7 +212,7 @@ class LeRobotDatasource(Datasource):
         else:
             bounds = task_bounds(first, last, self._task_rows, self.block_rows)
         options = self._options(self.block_rows)
-        shared = ray.put([Reader.of(meta) for meta in self.metas])
+        shared = ray.put([Reader.of(meta, self.columns()) for meta in self.metas])
         row_bytes, limit = self.row_bytes(), per_task_row_limit
         tasks = []
         for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
@@ -220,7 +224,7 @@ class LeRobotDatasource(Datasource):
 
     def read_rows(self, positions: Sequence[int], batch_size: int) -> Iterator[dict[str, np.ndarray]]:
         """Rows at chosen stream positions, decoded in this process, as numpy batches. Ray is not needed."""
-        readers = [Reader.of(meta) for meta in self.metas]
+        readers = [Reader.of(meta, self.columns()) for meta in self.metas]
         for first in range(0, len(positions), batch_size):
             slices = [s for p in positions[first : first + batch_size] for s in self.plan.slices(int(p), int(p) + 1)]
             options = self._options(block_rows=batch_size)
@@ -314,6 +318,11 @@ def _checked_size(image_size: Sequence[int] | None) -> tuple[int, int] | None:
     return int(image_size[0]), int(image_size[1])
 
 
+def _array_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[Any, Any]:
+    """What columns of several datasets must agree in to be one."""
+    return frame_of(feature, image_size) if feature.dtype in CAMERA_DTYPES else (feature.shape, feature.dtype)
+
+
 def _common_features(
     metas: Sequence[DatasetMetadata], camera_keys: Sequence[str] | None, image_size: tuple[int, int] | None
 ) -> dict[str, Feature]:
@@ -330,18 +339,13 @@ def _common_features(
             is_camera = key in meta.camera_keys
             if is_camera and camera_keys is not None and key not in camera_keys:
                 continue
-            if is_camera and feature.is_depth:
-                if camera_keys is not None:
-                    raise ValueError(f"{meta.root}: camera {key!r} is a depth map, which is not supported yet")
-                logger.warning("%s: leaving out %r: depth maps are not supported yet", meta.root, key)
-                continue
-            kept[key] = replace(feature, shape=(*image_size, 3)) if is_camera and image_size else feature
+            kept[key] = feature
         if not chosen:
             chosen = kept
         differing = sorted(
             k
             for k in chosen.keys() | kept.keys()
-            if k not in chosen or k not in kept or (chosen[k].dtype, chosen[k].shape) != (kept[k].dtype, kept[k].shape)
+            if k not in chosen or k not in kept or _array_of(chosen[k], image_size) != _array_of(kept[k], image_size)
         )
         if differing:
             raise ValueError(
@@ -388,9 +392,10 @@ def read_lerobot(
         num_cpus: CPUs that a read task holds; it decodes with as many threads.
 
     Returns:
-        One row per frame. Cameras: uint8 (H, W, 3), or (T, H, W, 3) when windowed. Numbers: float32 or int64, shaped as
-        in `meta/info.json` (shape (1,) is a scalar). `task`: the instruction. `index`: the row's place in its dataset;
-        `(dataset_index, index)` is unique. Depth maps are left out, with a warning.
+        One row per frame. Cameras: uint8 (H, W, 3), or (T, H, W, 3) when windowed. Depth maps: float32 (H, W, 1),
+        millimetres, at their stored size. Numbers: float32 or int64, shaped as in `meta/info.json` (shape (1,) is a
+        scalar). LeRobot's language columns: JSON text of their lists. `task`: the instruction. `index`: the row's place
+        in its dataset; `(dataset_index, index)` names a frame.
 
     Raises:
         ValueError, FileNotFoundError: here, for what the metadata and a listing of the files can tell; in the read
