@@ -25,6 +25,7 @@ from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
+from config import DatasetOptions
 from lerobot_metadata import CAMERA_DTYPES, DatasetMetadata, Feature, check_files, load_metadata, select_episodes
 from lerobot_plan import Episodes, StreamPlan, WindowSlice, task_bounds
 from lerobot_rows import (
@@ -40,8 +41,6 @@ from lerobot_rows import (
 # Rows walked through in one go. LeRobot encodes a key frame every other frame, so a jump costs little, but opening a
 # place in a video and its parquet row group is worth some frames.
 SEGMENT_ROWS = 32
-# Rows shuffled among themselves: window / segment = places of the dataset that a window mixes.
-WINDOW_ROWS = 512
 # A read task holds its decoded rows in memory: bound them.
 TASK_BYTES = 192 * 2**20
 BLOCK_BYTES = 32 * 2**20
@@ -80,7 +79,7 @@ class LeRobotDatasource(Datasource):
         image_size: Sequence[int] | None = None,
         weights: Sequence[float] | None = None,
         shuffle_seed: int | None = None,
-        shuffle_window: int = WINDOW_ROWS,
+        shuffle_window: int = DatasetOptions.shuffle_window,
         stream: tuple[int, int] | None = None,
         rows_multiple: int = 1,
         block_rows: int | None = None,
@@ -167,6 +166,13 @@ class LeRobotDatasource(Datasource):
                 size = math.prod(feature.shape) * 4
             total += size * len(self._delta_indices.get(key, (0,)))
         return max(total, 1)
+
+    def row_frames(self) -> int:
+        """Camera frames in one row."""
+        cameras = [key for key in self.columns() if key in self._features]
+        return sum(
+            len(self._delta_indices.get(key, (0,))) for key in cameras if self._features[key].dtype in CAMERA_DTYPES
+        )
 
     def estimate_inmemory_data_size(self) -> int:
         return self.row_bytes() * (self._stream[1] - self._stream[0])
@@ -363,7 +369,7 @@ def read_lerobot(
     delta_timestamps: Mapping[str, Sequence[float]] | None = None,
     image_size: Sequence[int] | None = None,
     shuffle_seed: int | None = None,
-    shuffle_window: int = WINDOW_ROWS,
+    shuffle_window: int = DatasetOptions.shuffle_window,
     tolerance_s: float = 1e-4,
     storage_options: dict[str, Any] | None = None,
     override_num_blocks: int | None = None,

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class MetricsLog:
     Args:
         output_dir: the run's folder. global_batch_size, rows_per_epoch: to count samples and epochs.
         resumed_step: optimizer steps that the checkpoint contains; later lines are removed.
-        mfu_per_rate: model FLOP utilisation per sample/s; None where it is not known.
+        per_sample: what a sample amounts to, by the name of its rate; None where it is not known.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class MetricsLog:
         global_batch_size: int,
         rows_per_epoch: int,
         resumed_step: int,
-        mfu_per_rate: float | None,
+        per_sample: Mapping[str, float | None],
     ):
-        self._mfu_per_rate = mfu_per_rate
+        self._per_sample = dict(per_sample)
         self.path = output_dir / METRICS_NAME
         self._global_batch_size = global_batch_size
         self._rows_per_epoch = rows_per_epoch
@@ -52,7 +52,7 @@ class MetricsLog:
             **metrics,
             "samples": samples,
             # Of the whole step, waiting for data included.
-            "mfu": None if self._mfu_per_rate is None else self._mfu_per_rate * metrics["samples_per_s"],
+            **{k: None if v is None else v * metrics["samples_per_s"] for k, v in self._per_sample.items()},
             "spilled_bytes": spilled_bytes(),
         }
         with open(self.path, "a") as file:
@@ -116,7 +116,11 @@ def _follow(output_dir: Path, steps: int, stop: threading.Event) -> None:
                 bar.update(line["step"] - last_step)
                 last_step = line["step"]
                 share = line["data_wait_s"] / line["step_s"] if line["step_s"] else 0.0
-                told = f"loss {line['loss']:.4f}, {line['samples_per_s']:.1f} samples/s, {share:.0%} waiting for data"
+                told = (
+                    f"loss {line['loss']:.4f}, {line['samples_per_s']:.1f} samples/s "
+                    f"({line['frames_per_s']:.0f} frames, {line['decoded_bytes_per_s'] / 1e6:.1f} MB), "
+                    f"{share:.0%} waiting for data"
+                )
                 if interactive:
                     bar.set_postfix_str(told)
                 else:

@@ -52,6 +52,7 @@ class Run:
         stats: normalisation statistics; `missing_stats` are still to be computed.
         rows_per_epoch: frames of the training episodes. steps: optimizer updates of the whole run.
         block_rows: rows of a block of training data. stream: identity of the run's stream of rows.
+        decoded: of a row, by the names of their rates in metrics.jsonl: camera frames, and bytes out of the read task.
     """
 
     config: Config
@@ -70,6 +71,7 @@ class Run:
     flops_per_sample: int | None = None
     block_rows: int = 1
     stream: dict[str, Any] = field(default_factory=dict)
+    decoded: dict[str, int] = field(default_factory=dict)
 
     @property
     def output_dir(self) -> Path:
@@ -201,7 +203,12 @@ def resolve(config: Config, gpus_found: int) -> Run:
     if not missing:
         make_processors(folder, policy_config, run.stats, config.rename_map)  # a tokenizer out of reach is told now
     source = run.reader()(stream=(0, run.last_row))  # checks that all files are there and that the datasets agree
-    return replace(run, block_rows=block_rows(config.batch_size, source.row_bytes()), stream=source.plan.identity())
+    return replace(
+        run,
+        block_rows=block_rows(config.batch_size, source.row_bytes()),
+        stream=source.plan.identity(),
+        decoded={"frames_per_s": source.row_frames(), "decoded_bytes_per_s": source.row_bytes()},
+    )
 
 
 def with_stats(run: Run) -> Run:

@@ -119,9 +119,8 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
         )
     log = None
     if rank == 0:
-        log = MetricsLog(
-            run.output_dir, config.global_batch_size, run.rows_per_epoch, progress.step, flops_share(run, world, device)
-        )
+        per_sample = {"mfu": flops_share(run, world, device), **run.decoded}
+        log = MetricsLog(run.output_dir, config.global_batch_size, run.rows_per_epoch, progress.step, per_sample)
 
     shard = ray.train.get_dataset_shard("train")
     dealt = Dealt(config.batch_size, run.block_rows, rank, world)

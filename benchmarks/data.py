@@ -21,12 +21,15 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from lerobot_plan import StreamPlan
 
 BATCH, WINDOW, FPS, EPISODE_ROWS = 8, 50, 30, 100
 CAMERAS = ("observation.images.top", "observation.images.left", "observation.images.right")
@@ -123,6 +126,45 @@ def decoder_alone(root: Path, cores: int) -> float | None:
         start = time.perf_counter()
         frames = sum(pool.map(decode_file, videos))
         return frames / cameras / (time.perf_counter() - start)
+
+
+# ---- how well a batch is mixed ----------------------------------------------------------------------------------
+
+
+def distinct_episodes(plan: StreamPlan, batch_rows: int, batches: int) -> float:
+    """Episodes in a batch of consecutive stream rows, on average over the run's first `batches`. Pure."""
+    episodes = np.concatenate([s.episode[s.rows()[0]] for s in plan.slices(0, batches * batch_rows)])
+    return float(np.mean([len(np.unique(batch)) for batch in episodes.reshape(batches, batch_rows)]))
+
+
+def distinct_episodes_at_random(length: np.ndarray, batch_rows: int) -> float:
+    """What `distinct_episodes` is expected to be when rows are drawn from all of an epoch: episodes of `length` (E,).
+
+    An episode of n of the N rows is absent from a batch of B with probability C(N - n, B) / C(N, B).
+    """
+    total = int(length.sum())
+    drawn = np.arange(batch_rows)
+    left = np.maximum(total - length[:, None] - drawn, 0) / (total - drawn)
+    return float((1 - left.prod(axis=1)).sum())
+
+
+def mixing(windows: Sequence[int], episodes: int, rows: int) -> dict[str, Any]:
+    """Distinct episodes per batch for several `shuffle_window`s, of a dataset of equal episodes."""
+    from lerobot_datasource import SEGMENT_ROWS
+    from lerobot_plan import Episodes, StreamPlan
+
+    number, length = np.arange(episodes), np.full(episodes, rows)
+    drawn_from = Episodes(np.zeros(episodes, np.int32), number, number * rows, length)
+    found: dict[str, Any] = {"episodes": episodes, "rows_of_each": rows, "batches": {}}
+    for batch in (8, 32, 64):
+        plans = {
+            w: StreamPlan(drawn_from, seed=0, segment_rows=SEGMENT_ROWS, window_rows=w) for w in windows if w >= batch
+        }
+        found["batches"][batch] = {
+            "global_shuffle": distinct_episodes_at_random(length, batch),
+            "by_window": {w: distinct_episodes(plan, batch, 500) for w, plan in plans.items()},
+        }
+    return found
 
 
 # ---- measuring --------------------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ def test_frames_fitted_while_decoding_reach_the_policy_as_after_its_own_resizing
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=level)
     assert (found[0] - expected[0]).abs().mean() < 0.3 * level
     assert not torch.equal(found[0], expected[0])  # the float path is another one: something was compared
+    assert small.decoded == {"frames_per_s": 1, "decoded_bytes_per_s": fitted.row_bytes()}
     assert whole.row_bytes() - fitted.row_bytes() == 48 * 64 * 3 - 56 * 56 * 3
 
 
