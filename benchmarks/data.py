@@ -180,7 +180,7 @@ def measure(batches: Contender, from_first_batch: bool) -> dict[str, float]:
     """Read everything once. Every byte of every image is touched, so that nothing is counted that did not arrive."""
     begin = start = time.perf_counter()
     first = None
-    rows = episodes = batches_seen = 0
+    rows = episodes = batches_seen = images = image_bytes = 0
     for batch in batches():
         if first is None:
             first = time.perf_counter() - start
@@ -190,7 +190,10 @@ def measure(batches: Contender, from_first_batch: bool) -> dict[str, float]:
             rows += len(batch["index"])
         for key, value in batch.items():
             if key.startswith("observation.images") and np.asarray(value).ndim >= 4:
-                touch(np.ascontiguousarray(value))
+                value = np.ascontiguousarray(value)
+                touch(value)
+                image_bytes += value.nbytes
+                images += len(value)
         episodes += len(np.unique(np.asarray(batch["episode_index"])))
         batches_seen += 1
     assert first is not None
@@ -198,6 +201,7 @@ def measure(batches: Contender, from_first_batch: bool) -> dict[str, float]:
         "rows_per_s": rows / (time.perf_counter() - begin),
         "first_batch_s": first,
         "episodes_per_batch": episodes / batches_seen,
+        "bytes_per_image": image_bytes / max(images, 1),
     }
 
 
@@ -243,7 +247,9 @@ def main() -> None:
         "hardware": hardware(),
         "settings": {**vars(options), "batch": BATCH, "window": WINDOW},
         "datasets": {},
+        "mixing": mixing([64, 128, 256, 512, 1024, 2048, 4096], episodes=1000, rows=300),
     }
+    print(mixing_table(results["mixing"]), flush=True)
     try:
         for name in options.datasets.split(","):
             root = make(name, options.rows)
@@ -254,6 +260,7 @@ def main() -> None:
                 "LeRobot DataLoader, pyav, shuffled": partial(lerobot_loader, root, "pyav", options.cores),
             }
             cameras = DATASETS[name]["cameras"]
+            contenders["ours, shuffled, fitted to 224x224"] = partial(shuffled, root, seeds, image_size=(224, 224))
             if len(cameras) > 1:
                 contenders["ours, shuffled, one camera"] = partial(shuffled, root, seeds, camera_keys=[CAMERAS[0]])
             if torchcodec_works():
@@ -283,6 +290,16 @@ def main() -> None:
     path = RESULTS / f"data-{options.cores}cpu-{results['date']}.json"
     path.write_text(json.dumps(results, indent=2) + "\n")
     print(f"written to {path}")
+
+
+def mixing_table(found: dict[str, Any]) -> str:
+    windows = list(found["batches"][8]["by_window"])
+    lines = [f"\nDistinct episodes in a batch, of {found['episodes']} episodes of {found['rows_of_each']} rows"]
+    lines.append(f"  {'shuffle_window':18}" + "".join(f"{w:8}" for w in windows) + f"{'all rows':>12}")
+    for batch, counts in found["batches"].items():
+        cells = "".join(f"{counts['by_window'].get(w, float('nan')):8.1f}" for w in windows)
+        lines.append(f"  a batch of {batch:<7}" + cells + f"{counts['global_shuffle']:12.1f}")
+    return "\n".join(lines)
 
 
 def torchcodec_works() -> bool:

@@ -97,6 +97,25 @@ def test_bad_arguments():
         StreamPlan(episodes(3), seed=0, segment_rows=1, window_rows=8, weights=[1, 1])
 
 
+def test_the_mixing_statistic():
+    from benchmarks.data import distinct_episodes, distinct_episodes_at_random
+
+    lengths = [50] * 20 + [5, 1, 200]
+    everything = episodes(*lengths)
+    expected = distinct_episodes_at_random(np.array(lengths), 16)
+    rng, owner = np.random.default_rng(0), np.repeat(np.arange(len(lengths)), lengths)
+    drawn = [len(np.unique(owner[rng.permutation(len(owner))[:16]])) for _ in range(4000)]
+    assert expected == pytest.approx(np.mean(drawn), rel=0.01)
+
+    def measured(segment, window):
+        plan = StreamPlan(everything, seed=0, segment_rows=segment, window_rows=window)
+        return distinct_episodes(plan, 16, 10 * plan.rows_per_epoch // 16)
+
+    assert measured(1, 10**6) == pytest.approx(expected, rel=0.02)  # single rows, all shuffled: a global shuffle
+    assert 1 <= measured(8, 16) < measured(8, 64) < measured(8, 256) < expected
+    assert measured(8, 64) < measured(4, 64)
+
+
 # ---- mixtures -------------------------------------------------------------------------------------------------------
 
 LENGTHS = [(40, 25, 35), (7, 3), (300,)]  # of three datasets: 100, 10 and 300 rows
