@@ -122,7 +122,8 @@ class Config:
     log_freq: int = 50
     save_freq: int = 1000
     keep_checkpoints: int = 2
-    # {"observation.images.front": "observation.images.base_0_rgb"}: dataset key -> policy key.
+    # {"observation.images.front": "observation.images.base_0_rgb"}: dataset key -> policy key. With several datasets it
+    # may name features of any of them.
     rename_map: dict[str, str] = field(default_factory=dict)
     # How far a video frame may lie from its row's timestamp, in seconds.
     tolerance_s: float = 1e-4

@@ -170,7 +170,7 @@ def _read_tabular(
     for (dataset_index, file), members in by_file.items():
         reader = readers[dataset_index]
         stored = [k for k in options.columns if k in reader.features and reader.features[k].dtype != "video"]
-        read_keys = list(dict.fromkeys([*BOOKKEEPING, *stored]))
+        read_keys = list(dict.fromkeys([*BOOKKEEPING, *(reader.features[key].key for key in stored)]))
         table = _read_rows(reader, file, members, read_keys)
         bookkeeping = {k: _numeric(table.column(k), (1,), f"{reader.root}: {file}: column {k}") for k in BOOKKEEPING}
         rows = [np.arange(e.table_row + e.first, e.table_row + e.last) for e in members]
@@ -180,11 +180,11 @@ def _read_tabular(
             e.timestamps = bookkeeping["timestamp"][row].astype(np.float64)
         for key in stored:
             feature = reader.features[key]
-            where = f"{reader.root}: {file}: column {key}"
+            where = f"{reader.root}: {file}: column {feature.key}"
             if feature.dtype == "image":
-                _fill_images(table.column(key), feature, members, total, options, columns, where)
+                _fill_images(table.column(feature.key), key, feature, members, total, options, columns, where)
                 continue
-            values = _values(table.column(key), feature, where)
+            values = _values(table.column(feature.key), feature, where)
             for e in members:
                 _fill(columns, key, values, e, total, options)
         names = reader.tasks
@@ -331,6 +331,7 @@ def _fill(
 
 def _fill_images(
     column: pa.ChunkedArray,
+    key: str,
     feature: Feature,
     members: list[_Episode],
     total: int,
@@ -341,7 +342,7 @@ def _fill_images(
     height, width = height_width(feature)
     unit = feature.info.get("depth_unit")
     for e in members:
-        frames, target, out = _camera_targets(feature, e, total, options, columns)
+        frames, target, out = _camera_targets(key, feature, e, total, options, columns)
         bytes_ = column.take(pa.array(e.table_row + frames)).combine_chunks().field("bytes")
         for i, frame in enumerate(frames):
             name = f"{where}: episode {e.part.episode_index} frame {frame}"
@@ -379,7 +380,7 @@ def _read_video(
         ):
             for e in members:
                 video.name = f"{reader.root}: {file} (camera {key}, episode {e.part.episode_index})"
-                frames, target, out = _camera_targets(feature, e, total, options, columns)
+                frames, target, out = _camera_targets(key, feature, e, total, options, columns)
 
                 def sink(i: int, pixels: np.ndarray, target: list[list[Any]] = target, out: np.ndarray = out) -> None:
                     _place(pixels, target[i], out)
@@ -415,18 +416,18 @@ def _place(pixels: np.ndarray, places: Sequence[Any], out: np.ndarray) -> None:
 
 
 def _camera_targets(
-    feature: Feature, e: _Episode, total: int, options: ReadOptions, columns: dict[str, Any]
+    key: str, feature: Feature, e: _Episode, total: int, options: ReadOptions, columns: dict[str, Any]
 ) -> tuple[np.ndarray, list[list[Any]], np.ndarray]:
     """Distinct frames to decode, ascending; where in the output each goes (maybe several places); the output."""
     shape, dtype = frame_of(feature, options.image_size)
-    if feature.key in options.delta_indices:
-        deltas = options.delta_indices[feature.key]
+    if key in options.delta_indices:
+        deltas = options.delta_indices[key]
         wanted = _windowed(e.frame, deltas, e.part.episode_length)[0]
-        out = _out(columns, feature.key, total, (len(deltas), *shape), dtype)
+        out = _out(columns, key, total, (len(deltas), *shape), dtype)
         places: list[tuple[int, ...]] = [(int(p), t) for p in e.position for t in range(len(deltas))]
     else:
         wanted = e.frame
-        out = _out(columns, feature.key, total, shape, dtype)
+        out = _out(columns, key, total, shape, dtype)
         places = [(int(p),) for p in e.position]
     frames, inverse = np.unique(wanted.ravel(), return_inverse=True)
     target: list[list[Any]] = [[] for _ in frames]

@@ -10,7 +10,7 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,22 @@ from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.datasets.compute_stats import aggregate_stats
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.utils.constants import OBS_PREFIX
 
 import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from checkpoint import file_digest
 from config import CACHE_DIR, Config, MissingCameras, TrainMode
 from dataset_stats import complete_stats
 from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
-from lerobot_metadata import DatasetMetadata, fetch_dataset, load_metadata, select_episodes
+from lerobot_metadata import (
+    CAMERA_DTYPES,
+    DatasetMetadata,
+    Feature,
+    fetch_dataset,
+    load_metadata,
+    rename_features,
+    select_episodes,
+)
 from pi05_loss import TrainableReport, choose_trainable, flops_per_sample, meta_policy
 from policy import FeatureMatch, check_weights, fetch_pretrained, match_features
 from processors import make_processors, normalization_mode, required_stats
@@ -147,7 +156,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
         roots = roots or [str(root)]
         if not (path_given or config.policy_type):
             path_given = _absolute(base)
-    metas = tuple(load_metadata(root) for root in roots)
+    metas = _named_alike([load_metadata(root) for root in roots], config.rename_map)
 
     policy_config, folder, base_info = _resolve_policy(config, path_given)
     if getattr(policy_config, "use_relative_actions", False):
@@ -160,7 +169,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
         match = match_features(
             policy_config,
             _selected_features(metas[0], config.dataset.camera_keys),
-            config.rename_map,
+            _names_of_first(metas, config.rename_map),
             missing_cameras=cast(MissingCameras, config.dataset.missing_cameras),
             fps=metas[0].fps,
         )
@@ -168,6 +177,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
         raise ValueError(f"dataset {metas[0].root} and policy {base_info['path']}: {error}") from error
     if config.dataset.image_size is not None:
         _check_image_size(policy_config, config.dataset.image_size)
+    _check_alike(metas, match, config.rename_map)
     parameters = _check_policy(policy_config, folder, cast(TrainMode, config.train.mode))
     train, held_out = zip(*(_split_episodes(meta, config) for meta in metas), strict=True)
     rows = sum(int(meta.episode_length[e].sum()) for meta, e in zip(metas, train, strict=True))
@@ -222,6 +232,50 @@ def with_stats(run: Run) -> Run:
 def _absolute(path: str | Path) -> str:
     """Local paths made absolute; URIs as they are."""
     return str(path) if "://" in str(path) else str(Path(path).absolute())
+
+
+def _named_alike(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> tuple[DatasetMetadata, ...]:
+    """The datasets with features called as the first calls those that --rename_map gives the same name."""
+    first = {rename_map.get(key, key): key for key in metas[0].features}
+    renamed = []
+    for meta in metas[1:]:
+        names = {key: first.get(rename_map.get(key, key), key) for key in meta.features if key.startswith(OBS_PREFIX)}
+        renamed.append(rename_features(meta, {key: name for key, name in names.items() if key != name}))
+    return metas[0], *renamed
+
+
+def _names_of_first(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> dict[str, str]:
+    """The rename map without what only other datasets than the first have."""
+    elsewhere = {feature.key for meta in metas[1:] for feature in meta.features.values()} - metas[0].features.keys()
+    return {key: name for key, name in rename_map.items() if key not in elsewhere}
+
+
+def _check_alike(metas: Sequence[DatasetMetadata], match: FeatureMatch, rename_map: Mapping[str, str]) -> None:
+    """Refuse datasets that lack what the policy gets of the first, and say which renaming would do."""
+    first = metas[0]
+    for meta in metas[1:]:
+        lacking = [key for key in match.dataset_keys if key not in meta.features]
+        if not lacking:
+            continue
+        names = {}
+        for key in lacking:
+            for other, feature in meta.features.items():
+                if other not in first.features and other not in names and _same_kind(first.features[key], feature):
+                    names[feature.key] = rename_map.get(key, key)
+                    break
+        hint = "convert it, or leave it out"
+        if len(names) == len(lacking):
+            hint = f"if these are the same, --rename_map='{json.dumps({**rename_map, **names})}'"
+        raise ValueError(
+            f"datasets {first.root} and {meta.root} cannot be trained on together: the second lacks {lacking} of the "
+            f"first; its features are {sorted(meta.features)}; {hint}"
+        )
+
+
+def _same_kind(a: Feature, b: Feature) -> bool:
+    if a.dtype in CAMERA_DTYPES and b.dtype in CAMERA_DTYPES:
+        return a.is_depth == b.is_depth
+    return (a.dtype, a.shape) == (b.dtype, b.shape)
 
 
 def _missing_stats(metas: Sequence[DatasetMetadata], needed: dict[str, set[str]]) -> dict[str, set[str]]:

@@ -1,8 +1,10 @@
 """What a run is resolved to, as far as the data is concerned. Without Ray."""
 
 import json
+import shutil
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -134,3 +136,57 @@ def test_a_dataset_that_is_named_twice(setting, monkeypatch):
     monkeypatch.chdir(setting[0])
     with pytest.raises(ValueError, match="--dataset.mixture names a dataset twice"):
         plan(setting, mixture_flag({setting[1]: 1, "dataset": 2}), root=False)
+
+
+@pytest.fixture(scope="module")
+def other_names(second):
+    """The second dataset, whose camera and state are called otherwise."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    root = shutil.copytree(second, second.with_name("other_names"))
+    renamed = {"observation.images.top": "observation.images.head", "observation.state": "observation.joints"}
+    for path in [root / "meta/info.json", root / "meta/stats.json"]:
+        text = path.read_text()
+        for key, name in renamed.items():
+            text = text.replace(f'"{key}"', f'"{name}"')
+        path.write_text(text)
+    for path in root.rglob("*.parquet"):
+        table = pq.read_table(path)
+        columns = table.column_names
+        for key, name in renamed.items():
+            columns = [column.replace(key, name) for column in columns]
+        pq.write_table(table.rename_columns(columns), path)
+    (root / "videos/observation.images.top").rename(root / "videos/observation.images.head")
+    assert len(LeRobotDataset("local/other", root=root, video_backend="pyav")[3]["observation.joints"]) == 4
+    return root
+
+
+def test_datasets_whose_features_have_other_names(setting, second, other_names):
+    root = setting[1]
+    names = {"observation.images.head": "observation.images.top", "observation.joints": "observation.state"}
+    with pytest.raises(ValueError, match="the second lacks .*observation.state") as error:
+        plan(setting, mixture_flag({root: 1, other_names: 2}), root=False)
+    assert str(root) in str(error.value) and str(other_names) in str(error.value)
+    suggested = json.loads(str(error.value).split("--rename_map='")[1].removesuffix("'"))
+    assert suggested == names  # what it says is what does
+
+    rows = []
+    for other, flags in ((second, []), (other_names, [f"--rename_map={json.dumps(suggested)}"])):
+        run = plan(setting, mixture_flag({root: 1, other: 2}), *flags, root=False)
+        source = run.reader()(stream=(0, run.last_row))
+        pre, _ = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
+        prepare = Prepare(pre, run.match.camera_keys, run.config.rename_map, run.policy_config)
+        rows.append(prepare(next(iter(source.read_rows(range(20), 20)))))
+        assert run.match.camera_keys == ("observation.images.top",)
+    assert rows[0].keys() == rows[1].keys() and set(rows[0]["dataset_index"]) == {0, 1}
+    for key, values in rows[0].items():
+        np.testing.assert_array_equal(rows[1][key], values, err_msg=key)
+
+
+def test_names_that_do_not_go_together(setting, other_names):
+    root = setting[1]
+    wrong = {"observation.images.head": "observation.images.top", "observation.joints": "observation.images.top"}
+    with pytest.raises(ValueError, match="would all be called 'observation.images.top'"):
+        plan(setting, mixture_flag({root: 1, other_names: 2}), f"--rename_map={json.dumps(wrong)}", root=False)
+    with pytest.raises(ValueError, match='has "observation.nowhere": "observation.state", and the dataset'):
+        plan(setting, f"--rename_map={json.dumps({'observation.nowhere': 'observation.state'})}")
