@@ -356,7 +356,8 @@ def _common_features(
         if differing:
             raise ValueError(
                 f"{meta.root} and {metas[0].root} cannot be read together: they differ in {differing}; "
-                "choose the cameras they share with camera_keys, or convert one of them"
+                "choose the cameras they share with camera_keys, bring cameras to one size with image_size, or convert "
+                "one of them"
             )
     return chosen
 

@@ -112,7 +112,7 @@ class StreamPlan:
         if segment_rows < 1 or window_rows < 1:
             raise ValueError(f"segment_rows ({segment_rows}) and window_rows ({window_rows}) must be positive")
         if weights is not None and seed is None:
-            raise ValueError("a mixture has no stored order: its rows are drawn at random; give a seed")
+            raise ValueError("a mixture has no stored order: its rows are drawn at random; give a shuffle seed")
         self.episodes = episodes
         self.seed = seed
         self.segment_rows = segment_rows
@@ -276,7 +276,7 @@ def apportion(rows: int, weights: Sequence[float]) -> list[int]:
         counts[i] += 1
     if 0 in counts:
         raise ValueError(
-            f"mixture weights {list(weights)}: of the {rows} rows of an epoch, none would come from dataset "
+            f"mixture weights {list(weights)}: of the {rows} rows of an epoch, none would come from dataset_index "
             f"{counts.index(0)}; raise its weight or leave it out"
         )
     return counts

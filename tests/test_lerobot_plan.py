@@ -91,7 +91,7 @@ def test_bad_arguments():
         StreamPlan(episodes(), seed=0, segment_rows=4, window_rows=8)
     with pytest.raises(ValueError, match="must be positive"):
         StreamPlan(episodes(3), seed=0, segment_rows=0, window_rows=8)
-    with pytest.raises(ValueError, match="a mixture has no stored order.*give a seed"):
+    with pytest.raises(ValueError, match="a mixture has no stored order.*give a shuffle seed"):
         StreamPlan(episodes(3), seed=None, segment_rows=1, window_rows=8, weights=[1])
     with pytest.raises(ValueError, match="2 weights for 1 datasets"):
         StreamPlan(episodes(3), seed=0, segment_rows=1, window_rows=8, weights=[1, 1])
@@ -205,5 +205,5 @@ def test_shares_that_cannot_be():
     for weights in ([1, 0], [1, -1], [1, float("nan")], [1, float("inf")]):
         with pytest.raises(ValueError, match="expected positive numbers"):
             apportion(10, weights)
-    with pytest.raises(ValueError, match="none would come from dataset 1"):
+    with pytest.raises(ValueError, match="none would come from dataset_index 1"):
         apportion(10, [1, 1e-6])
