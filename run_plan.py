@@ -257,12 +257,11 @@ def _check_alike(metas: Sequence[DatasetMetadata], match: FeatureMatch, rename_m
         lacking = [key for key in match.dataset_keys if key not in meta.features]
         if not lacking:
             continue
-        names = {}
+        names: dict[str, str] = {}
+        spare = [key for key in meta.features if key not in first.features]
         for key in lacking:
-            for other, feature in meta.features.items():
-                if other not in first.features and other not in names and _same_kind(first.features[key], feature):
-                    names[feature.key] = rename_map.get(key, key)
-                    break
+            alike = [k for k in spare if k not in names and _same_kind(first.features[key], meta.features[k])]
+            names |= dict.fromkeys(alike[:1], rename_map.get(key, key))
         hint = "convert it, or leave it out"
         if len(names) == len(lacking):
             hint = f"if these are the same, --rename_map='{json.dumps({**rename_map, **names})}'"
