@@ -29,6 +29,9 @@ class DatasetOptions:
 
     # A LeRobot v3 dataset: a local folder, s3://..., gs://..., or several separated by commas.
     root: str | None = None
+    # Instead of root, datasets and their weights: {"s3://bucket/a": 3, "/data/b": 1}. Each gives every epoch rows in
+    # proportion to its weight, whatever its size; an epoch is as many rows as they hold together (lerobot_plan.py).
+    mixture: dict[str, float] = field(default_factory=dict)
     # A dataset on the Hugging Face Hub; its revision is pinned in the run's config.json.
     repo_id: str | None = None
     revision: str | None = None
@@ -40,6 +43,9 @@ class DatasetOptions:
     camera_keys: list[str] | None = None
     # A camera that the policy has and the dataset lacks: "error", or "mask" (the policy sees a masked image).
     missing_cameras: str = "error"
+    # [height, width] that frames are fitted into where they are decoded, so that fewer bytes travel: what the policy
+    # resizes them to anyway ([224, 224] for PI0.5). As stored when absent.
+    image_size: list[int] | None = None
     # Rows shuffled among themselves (bounded by memory); see lerobot_plan.py.
     shuffle_window: int = 512
 
@@ -141,14 +147,15 @@ class Config:
     save_every_s: float | None = None
     keep_checkpoints: int = 2
     keep_best: int = 0
-    # {"observation.images.front": "observation.images.base_0_rgb"}: dataset key -> policy key.
+    # {"observation.images.front": "observation.images.base_0_rgb"}: dataset key -> policy key. With several datasets it
+    # may name features of any of them.
     rename_map: dict[str, str] = field(default_factory=dict)
     # How far a video frame may lie from its row's timestamp, in seconds.
     tolerance_s: float = 1e-4
 
     @property
     def roots(self) -> list[str]:
-        return [part for part in (self.dataset.root or "").split(",") if part]
+        return list(self.dataset.mixture) or [part for part in (self.dataset.root or "").split(",") if part]
 
     @property
     def global_batch_size(self) -> int:
@@ -279,11 +286,16 @@ def validate(config: Config) -> None:
         raise ValueError(f"--keep_best={config.keep_best}: a number of checkpoints, 0 for none")
     if not 0 <= d.eval_split < 1:
         raise ValueError(f"--dataset.eval_split={d.eval_split}: a share of the episodes, at least 0 and below 1")
+    if d.image_size is not None and (len(d.image_size) != 2 or min(d.image_size) < 1):
+        raise ValueError(f"--dataset.image_size={d.image_size}: expected [height, width] in pixels")
     if d.episodes is not None and len(config.roots) > 1:
         raise ValueError("--dataset.episodes with several roots: whose episodes? Give one root, or leave it out")
-    if d.root and d.repo_id:
-        raise ValueError("--dataset.root and --dataset.repo_id: give one of them")
-    if not demo and not (d.root or d.repo_id):
+    for root, weight in d.mixture.items():
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"--dataset.mixture: the weight of {root} is {weight}; must be positive, or leave it out")
+    if sum(map(bool, (d.root, d.repo_id, d.mixture))) > 1:
+        raise ValueError("--dataset.root, --dataset.repo_id and --dataset.mixture: give one of them")
+    if not demo and not (d.root or d.repo_id or d.mixture):
         raise ValueError("which data? give --dataset.root PATH_OR_URI or --dataset.repo_id ID, or use --preset demo")
     if config.policy_path and config.policy_type:
         raise ValueError("--policy.path and --policy.type: give one of them (the pretrained policy knows its type)")

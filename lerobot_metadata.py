@@ -14,8 +14,8 @@ import math
 import os
 import re
 import string
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Feature:
     """One column of a frame row, as `meta/info.json` declares it.
 
     Attributes:
+        key: what the dataset's files call it; a row may call it otherwise (`rename_features`).
         dtype: one of `DTYPES`.
         shape: of one frame's value; `(1,)` is a scalar. Cameras: in the order of `names`.
         names: of the dimensions (vectors: of the entries), or None.
@@ -201,6 +202,30 @@ def load_metadata(root: str | Path, *, storage_options: dict | None = None) -> D
         video_files=video_files,
         episode_video_file=video_file,
         episode_video_start_s=video_start_s,
+    )
+
+
+def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
+    """The dataset with the features `{key: name}` under other names; its files are read as before.
+
+    Raises:
+        ValueError: two features would have the same name.
+    """
+
+    def renamed[T](values: Mapping[str, T]) -> dict[str, T]:
+        return {names.get(key, key): value for key, value in values.items()}
+
+    for name in names.values():
+        same = [key for key in meta.features if names.get(key, key) == name]
+        if len(same) > 1:
+            raise ValueError(f"dataset {meta.root}: {same} would all be called {name!r}")
+    return replace(
+        meta,
+        features=renamed(meta.features),
+        stats=renamed(meta.stats),
+        video_files=renamed(meta.video_files),
+        episode_video_file=renamed(meta.episode_video_file),
+        episode_video_start_s=renamed(meta.episode_video_start_s),
     )
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,11 @@ class MetricsLog:
 
     Args:
         resumed_step: optimizer steps that the checkpoint contains; later lines are removed.
-        mfu_per_rate: model FLOP utilisation per sample/s; None where it is not known.
+        per_sample: what a sample amounts to, by the name of its rate; None where it is not known.
     """
 
-    def __init__(self, run: Run, resumed_step: int, mfu_per_rate: float | None):
-        self._run, self._mfu_per_rate = run, mfu_per_rate
+    def __init__(self, run: Run, resumed_step: int, per_sample: Mapping[str, float | None]):
+        self._run, self._per_sample = run, dict(per_sample)
         self.path = run.output_dir / METRICS_NAME
         kept = [line for line in read_lines(self.path) if json.loads(line)["step"] <= resumed_step]
         self.path.write_text("".join(line + "\n" for line in kept))
@@ -46,7 +46,7 @@ class MetricsLog:
             **metrics,
             "samples": samples,
             # Of the whole step, waiting for data included.
-            "mfu": None if self._mfu_per_rate is None else self._mfu_per_rate * metrics["samples_per_s"],
+            **{k: None if v is None else v * metrics["samples_per_s"] for k, v in self._per_sample.items()},
             "spilled_bytes": spilled_bytes(),
         }
         with open(self.path, "a") as file:
@@ -139,7 +139,11 @@ def _follow(output_dir: Path, steps: int, stop: threading.Event) -> None:
                 bar.update(line["step"] - last_step)
                 last_step = line["step"]
                 share = line["data_wait_s"] / line["step_s"] if line["step_s"] else 0.0
-                told = f"loss {line['loss']:.4f}, {line['samples_per_s']:.1f} samples/s, {share:.0%} waiting for data"
+                told = (
+                    f"loss {line['loss']:.4f}, {line['samples_per_s']:.1f} samples/s "
+                    f"({line['frames_per_s']:.0f} frames, {line['decoded_bytes_per_s'] / 1e6:.1f} MB), "
+                    f"{share:.0%} waiting for data"
+                )
                 if interactive:
                     bar.set_postfix_str(told)
                 else:

@@ -106,7 +106,8 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     attempt = ray.train.collective.broadcast_from_rank_zero(
         start_attempt(run.output_dir, progress.step, world) if rank == 0 else None
     )
-    log = MetricsLog(run, progress.step, flops_share(run, world, device)) if rank == 0 else None
+    per_sample = {"mfu": flops_share(run, world, device), **run.decoded}
+    log = MetricsLog(run, progress.step, per_sample) if rank == 0 else None
     rows_log = RowsLog(run.output_dir, rank, attempt) if config.run.record_rows else None
     checkpoints = CheckpointWriter(run, optimizer, rank, attempt)
 

@@ -9,6 +9,7 @@ contains is checked. Exit status: 0 each row once; 1 rows are missing, doubled o
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -26,13 +27,17 @@ Row = tuple[int, int]  # dataset_index, index
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch of a run: how many of its rows were trained, and which were not as they should be.
+    """What was trained up to the end of an epoch, or to the newest checkpoint within it.
 
-    A row of the stream's last, unfinished epoch is not missing.
+    Attributes:
+        number: from 0. trained: rows of this epoch. whole: whether the checkpoint contains all of it.
+        missing, doubled: rows trained less or more often than they should have been by now. unknown: rows that the
+            dataset does not have.
     """
 
     number: int
     trained: int
+    whole: bool
     missing: list[Row]
     doubled: list[Row]
     unknown: list[Row]
@@ -43,7 +48,11 @@ class Epoch:
 
 
 def check_rows(run: Run) -> list[Epoch]:
-    """Compare what was recorded with what there is. Raises ValueError when nothing was recorded."""
+    """Compare what was recorded with what there is. Raises ValueError when nothing was recorded.
+
+    By the end of its n-th epoch a run has trained each row n times. Of a mixture, a dataset of N rows that gives m of
+    them to each epoch has had each of its rows n * m // N times, or once more while its own epoch is under way.
+    """
     if not (run.output_dir / ROWS_NAME).is_dir():
         raise ValueError(f"{run.output_dir}: no {ROWS_NAME}/: rows are recorded with --run.record_rows")
     newest = latest_checkpoint(run.checkpoints_dir)
@@ -54,23 +63,31 @@ def check_rows(run: Run) -> list[Epoch]:
     for line in recorded_rows(run.output_dir):
         if line["step"] <= progress.step:
             seen[line["epoch"]].update((d, i) for d, i in line["rows"])
-    there = {
-        (d, i)
+    there = [
+        [
+            (d, i)
+            for e in episodes.tolist()
+            for i in range(meta.episode_start[e], meta.episode_start[e] + meta.episode_length[e])
+        ]
         for d, (meta, episodes) in enumerate(zip(run.metas, run.train_episodes, strict=True))
-        for e in episodes.tolist()
-        for i in range(meta.episode_start[e], meta.episode_start[e] + meta.episode_length[e])
-    }
-    epochs = []
+    ]
+    per_epoch = run.stream["rows_per_source"] if run.config.dataset.mixture else [len(rows) for rows in there]
+    counts, epochs = Counter[Row](), []
     for number in range(-(-progress.rows // run.rows_per_epoch)):
-        counts = seen.pop(number, Counter())
+        counts += seen[number]
         whole = (number + 1) * run.rows_per_epoch <= progress.rows
-        due = run.rows_per_epoch if whole else progress.rows - number * run.rows_per_epoch
-        # Of an unfinished epoch it is not told here which rows are due, only how many.
-        missing = sorted(there - counts.keys()) if whole or len(counts) < due else []
-        doubled = sorted(row for row, count in counts.items() if count > 1)
-        epochs.append(Epoch(number, sum(counts.values()), missing, doubled, sorted(counts.keys() - there)))
-    for number, counts in sorted(seen.items()):
-        epochs.append(Epoch(number, sum(counts.values()), [], [], sorted(counts)))
+        missing, doubled = [], []
+        for rows, share in zip(there, per_epoch, strict=True):
+            # Of an epoch that is under way, it is not told here which of its rows are due.
+            least = (number + whole) * share // len(rows)
+            most = -(-(number + 1) * share // len(rows))
+            missing += [row for row in rows if counts[row] < least]
+            doubled += [row for row in rows if counts[row] > most]
+        unknown = sorted(seen[number].keys() - set(itertools.chain(*there)))
+        epochs.append(Epoch(number, sum(seen[number].values()), whole, missing, doubled, unknown))
+    due = progress.rows - sum(epoch.trained for epoch in epochs)
+    if due and all(epoch.ok for epoch in epochs):
+        raise ValueError(f"{run.output_dir}: {due} rows more than recorded are in {newest.name}: were files removed?")
     return epochs
 
 
@@ -90,11 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     starts = attempts(folder)
     print(f"{folder}: {len(starts)} starts, resumed from steps {[line['resumed_from_step'] for line in starts]}")
     for epoch in epochs:
-        told = f"epoch {epoch.number}: {epoch.trained} rows trained of {run.rows_per_epoch}"
+        told = f"epoch {epoch.number}: {epoch.trained} of {run.rows_per_epoch} rows trained"
         for name, rows in (("missing", epoch.missing), ("doubled", epoch.doubled), ("not of the data", epoch.unknown)):
             if rows:
                 told += f"; {len(rows)} {name}, e.g. (dataset_index, index) {rows[:3]}"
-        print(told if not epoch.ok else f"{told}, each once")
+        print(f"{told}, as often as due" if epoch.ok else told)
     return 0 if all(epoch.ok for epoch in epochs) else 1
 
 
