@@ -19,6 +19,7 @@ from lerobot_decode import VideoReader, decode_image
 from lerobot_metadata import DatasetMetadata, Feature
 from lerobot_plan import WindowSlice
 from safe_parquet import open_parquet
+from storage import StorageError
 
 IS_PAD = "_is_pad"
 BOOKKEEPING = ("index", "episode_index", "frame_index", "timestamp", "task_index")
@@ -61,7 +62,7 @@ class Reader:
         if "file" in self.fs.protocol:
             return path
         try:
-            return self.fs.open(path, "rb", block_size=4 * 2**20)
+            return self.fs.open(path, "rb")
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.root}: {relative} is missing; copy it again") from error
 
@@ -375,19 +376,11 @@ def _read_video(
 
 @contextlib.contextmanager
 def _naming_store_errors(name: str) -> Iterator[None]:
-    """Say what was being read when the network, or the object store, refused."""
+    """Say what was being read when the object store refused, or did not answer."""
     try:
         yield
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        # Each store has its own exceptions for credentials and connections.
-        if type(error).__module__ == "builtins" and not isinstance(error, OSError):
-            raise
-        raise OSError(
-            f"{name}: cannot be read: {type(error).__name__}: {error}; check the network, and this node's credentials, "
-            "permissions and endpoint (environment variables of the object store)"
-        ) from error
+    except StorageError as error:
+        raise StorageError(f"{name}: {error}") from error
 
 
 def _camera_targets(

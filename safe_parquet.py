@@ -14,6 +14,8 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from storage import StorageError
+
 # What LeRobot writes: Hugging Face's fixed-shape arrays, and JSON text inside the language columns.
 _ARROW_EXTENSIONS = re.compile(r"datasets\.features\.features\.Array[2-5]DExtensionType|arrow\.json")
 
@@ -31,6 +33,7 @@ def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None =
         name: what errors call the file; None is `path`.
     Raises:
         FileNotFoundError: there is no such file.
+        StorageError: the object store refused or did not answer.
         ValueError: not a parquet file, corrupt (also when that is found while reading inside the `with`), or
             it holds an extension type that LeRobot does not write.
     """
@@ -49,6 +52,8 @@ def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None =
                     )
             file.seek(0)
             yield pq.ParquetFile(file)
+    except StorageError:
+        raise
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{name} cannot be read as a parquet file ({reason}); copy it again") from error

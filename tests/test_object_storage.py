@@ -27,6 +27,7 @@ import vla
 from lerobot_datasource import LeRobotDatasource, read_lerobot
 from lerobot_metadata import load_metadata
 from lerobot_rows import Reader, read_slices
+from storage import StoragePolicy
 from tests.datasets import make_dataset
 from tests.test_lerobot_datasource import TOP, WINDOWS, assert_same_row, lerobot, rows_of
 
@@ -190,8 +191,12 @@ def test_a_wrong_endpoint(environment, base, tmp_path, capsys):
         unused.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
         environment.setenv("AWS_ENDPOINT_URL", endpoint)
-        message = refused(flags(base, tmp_path / "out", **{"dataset.root": "s3://robots/arm"}), capsys)
-    assert re.search(rf"dataset s3://robots/arm: cannot be read: .*{endpoint}.*; check credentials.*endpoint", message)
+        message = refused(
+            flags(base, tmp_path / "out", **{"dataset.root": "s3://robots/arm", "dataset.read_timeout_s": 8}), capsys
+        )
+    assert re.search(
+        rf"dataset s3://robots/arm: cannot be read: .*{endpoint}.*; .* check the network, the endp", message
+    )
 
 
 def test_no_credentials(environment, base, tmp_path, capsys):
@@ -222,11 +227,17 @@ def test_a_store_that_goes_away_after_the_start(environment):
     """Its client's own error would say neither dataset nor file."""
     with s3_server() as endpoint:
         source = LeRobotDatasource(
-            [load_metadata("s3://robots/arm", storage_options={"client_kwargs": {"endpoint_url": endpoint}})]
+            [
+                load_metadata(
+                    "s3://robots/arm",
+                    storage_policy=StoragePolicy(timeout_s=2),
+                    storage_options={"client_kwargs": {"endpoint_url": endpoint}},
+                )
+            ]
         )
         assert sum(table.num_rows for table in read_directly(source)) == FRAMES
     file = source.metas[0].data_files[0]
-    with pytest.raises(OSError, match=f"s3://robots/arm: {file}: cannot be read: .*{endpoint}.*; check the network"):
+    with pytest.raises(OSError, match=f"s3://robots/arm: {file}: cannot be read: .*{endpoint}.*gave up after 2 s.*check the net"):
         read_directly(source)
 
 
