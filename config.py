@@ -25,6 +25,8 @@ CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
 # Object stores: time for one request with its retries. Long enough to sit out an overload or a restart of the store
 # (half a minute to a minute), short enough that a run whose store is gone says so while somebody is still looking.
 READ_TIMEOUT_S = 120.0
+# The very first request has less: a store that does not answer at all is more often a wrong name than an outage.
+FIRST_ANSWER_TIMEOUT_S = 15.0
 # A few of LeRobot's larger datasets, on the local disk that a cloud machine with a GPU usually has.
 CACHE_SIZE_GB = 100.0
 

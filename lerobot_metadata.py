@@ -25,9 +25,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from fsspec.implementations.local import LocalFileSystem
 
+from config import FIRST_ANSWER_TIMEOUT_S
 from hub import download_snapshot, resolve_commit
 from safe_parquet import open_parquet
-from storage import STALL_SHARE, RemoteFileSystem, StorageError, StoragePolicy, connect
+from storage import RemoteFileSystem, StorageError, StoragePolicy, connect
 
 INFO_PATH = "meta/info.json"
 STATS_PATH = "meta/stats.json"
@@ -318,8 +319,7 @@ def _open_root(
     except (ImportError, ValueError) as error:
         raise ValueError(f"dataset {root}: {error}; expected a local folder, s3://, gs:// or memory://") from error
     base = base.rstrip("/")
-    # A store that does not answer at all is more often a wrong name than an outage: say so sooner.
-    fs = found.within(policy.timeout_s * STALL_SHARE) if isinstance(found, RemoteFileSystem) else found
+    fs = found.within(FIRST_ANSWER_TIMEOUT_S) if isinstance(found, RemoteFileSystem) else found
     try:
         if not fs.exists(f"{base}/{INFO_PATH}"):
             if not fs.exists(base):

@@ -291,7 +291,7 @@ def test_a_place_that_may_not_be_read(root, monkeypatch):
         raise PermissionError("Access Denied")
 
     monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.cat_file", refuse)
-    refuses(root, "cannot be read: PermissionError: Access Denied; check credentials", PermissionError)
+    refuses(root, "cannot be read: PermissionError: Access Denied; check its permissions", PermissionError)
 
 
 @pytest.mark.parametrize(
