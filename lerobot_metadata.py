@@ -517,7 +517,9 @@ def _read_episodes(fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any
     wanted = [*index_columns, *start_columns, "tasks"]
 
     pattern = re.compile(re.escape(f"{base}/{EPISODES_DIR}/") + r"[^/]+/[^/]+\.parquet")
-    found = sorted(path for path in fs.find(f"{base}/{EPISODES_DIR}") if pattern.fullmatch(path))
+    # Of local folders no more than the two levels there are: links may lead round and round. Stores have no folders.
+    depth = {"maxdepth": 2} if isinstance(fs, LocalFileSystem) else {}
+    found = sorted(path for path in fs.find(f"{base}/{EPISODES_DIR}", **depth) if pattern.fullmatch(path))
     paths = [path[len(base) + 1 :] for path in found]
     if not paths:
         raise FileNotFoundError(f"{EPISODES_DIR}/chunk-*/file-*.parquet is missing; copy the dataset again")
