@@ -35,6 +35,7 @@ from lerobot_rows import (
     height_width,
     read_slices,
 )
+from storage import StoragePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -344,6 +345,7 @@ def read_lerobot(
     shuffle_window: int = WINDOW_ROWS,
     tolerance_s: float = 1e-4,
     storage_options: dict[str, Any] | None = None,
+    storage_policy: StoragePolicy | None = None,
     override_num_blocks: int | None = None,
     num_cpus: float = 1,
 ) -> Dataset:
@@ -360,6 +362,7 @@ def read_lerobot(
         shuffle_window: rows shuffled among themselves.
         tolerance_s: how far a video frame may lie from its row's timestamp, in seconds.
         storage_options: for fsspec (endpoint, credentials); the environment is used when None.
+        storage_policy: for object stores: how long a request may take, and a local cache (`storage.StoragePolicy`).
         override_num_blocks: number of read tasks; chosen by memory when None.
         num_cpus: CPUs that a read task holds; it decodes with as many threads.
 
@@ -373,7 +376,7 @@ def read_lerobot(
             task, naming file, episode and time, for damaged files or videos that disagree with the metadata.
     """
     roots = [root] if isinstance(root, str | Path) else list(root)
-    metas = [load_metadata(r, storage_options=storage_options) for r in roots]
+    metas = [load_metadata(r, storage_options=storage_options, storage_policy=storage_policy) for r in roots]
     per_root: list[Sequence[int] | None]
     if isinstance(episodes, Mapping):
         unknown = sorted(set(map(str, episodes)) - set(map(str, roots)))

@@ -28,7 +28,7 @@ from fsspec.implementations.local import LocalFileSystem
 from config import FIRST_ANSWER_TIMEOUT_S
 from hub import download_snapshot, resolve_commit
 from safe_parquet import open_parquet
-from storage import RemoteFileSystem, StorageError, StoragePolicy, connect
+from storage import RemoteFileSystem, StorageError, StoragePolicy, connect, naming_file
 
 INFO_PATH = "meta/info.json"
 STATS_PATH = "meta/stats.json"
@@ -366,7 +366,8 @@ def _shorten(items: Sequence[Any], limit: int = 10) -> str:
 def _read_json(fs: fsspec.AbstractFileSystem, base: str, path: str) -> dict[str, Any]:
     _check_inside(fs, base, [path])
     try:
-        value = json.loads(fs.cat_file(f"{base}/{path}"))
+        with naming_file(path):
+            value = json.loads(fs.cat_file(f"{base}/{path}"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing") from None
     except (ValueError, RecursionError) as error:

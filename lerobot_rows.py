@@ -6,7 +6,6 @@ output. Knows nothing of Ray's plans, shuffling or training.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from lerobot_decode import VideoReader, decode_image
 from lerobot_metadata import DatasetMetadata, Feature
 from lerobot_plan import WindowSlice
 from safe_parquet import open_parquet
-from storage import StorageError
+from storage import naming_file
 
 IS_PAD = "_is_pad"
 BOOKKEEPING = ("index", "episode_index", "frame_index", "timestamp", "task_index")
@@ -199,7 +198,7 @@ def _read_tabular(
 def _read_rows(reader: Reader, file: str, members: list[_Episode], keys: list[str]) -> pa.Table:
     """The row groups that hold the members' rows, as one table; sets each member's `table_row`."""
     name = f"{reader.root}: {file}"
-    with _naming_store_errors(name), open_parquet(reader.fs, reader.path(file), name=name) as parquet:
+    with open_parquet(reader.fs, reader.path(file), name=name) as parquet:
         missing = [k for k in keys if k not in parquet.schema_arrow.names]
         if missing:
             raise ValueError(f"{reader.root}: {file}: columns {missing} are missing; meta/info.json promises them")
@@ -351,7 +350,7 @@ def _read_video(
     for file, members in by_file.items():
         name = f"{reader.root}: {file} (camera {key}, episodes {[e.part.episode_index for e in members]})"
         with (
-            _naming_store_errors(name),
+            naming_file(name),
             VideoReader(
                 reader.open_video(file),
                 name=name,
@@ -372,15 +371,6 @@ def _read_video(
 
                 stamps = e.timestamps[frames - e.first]
                 video.read(e.part.videos[key][1] + stamps, sink)
-
-
-@contextlib.contextmanager
-def _naming_store_errors(name: str) -> Iterator[None]:
-    """Say what was being read when the object store refused, or did not answer."""
-    try:
-        yield
-    except StorageError as error:
-        raise StorageError(f"{name}: {error}") from error
 
 
 def _camera_targets(

@@ -14,7 +14,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage import StorageError
+from storage import StorageError, naming_file
 
 # What LeRobot writes: Hugging Face's fixed-shape arrays, and JSON text inside the language columns.
 _ARROW_EXTENSIONS = re.compile(r"datasets\.features\.features\.Array[2-5]DExtensionType|arrow\.json")
@@ -39,11 +39,12 @@ def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None =
     """
     name = name or path
     try:
-        file = fs.open(path, "rb")
+        with naming_file(name):
+            file = fs.open(path, "rb")
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{name} is missing; copy it again") from error
     try:
-        with file:
+        with file, naming_file(name):
             for extension in _extension_names_in_footer(_read_footer(file)):
                 if not _ARROW_EXTENSIONS.fullmatch(extension):
                     raise ValueError(

@@ -44,6 +44,15 @@ class StorageError(OSError):
     """A store refused or did not answer. Says nothing about what the file holds; the message tells what to do."""
 
 
+@contextlib.contextmanager
+def naming_file(name: str) -> Iterator[None]:
+    """Put the file's name before a `StorageError` from inside the block."""
+    try:
+        yield
+    except StorageError as error:
+        raise StorageError(f"{name}: {error}") from error
+
+
 @dataclass(frozen=True)
 class StoragePolicy:
     """How files in object stores are read.
@@ -178,7 +187,7 @@ def _explained(error: Exception, elapsed_s: float) -> StorageError:
     if _may_pass(error):
         return StorageError(
             f"cannot be read: {words}; gave up after {elapsed_s:.0f} s of retries: check the network, the endpoint and "
-            "that the store is not overloaded, and go on with --resume (--dataset.read_timeout_s waits longer)"
+            "that the store is not overloaded (a run goes on with --resume; --dataset.read_timeout_s waits longer)"
         )
     return StorageError(
         f"cannot be read: {words}; check credentials, permissions and endpoint (environment variables of the object "

@@ -188,7 +188,7 @@ def test_a_store_that_fails_for_good_in_the_middle(bucket, proxied, fault, kind)
     meta = replace(meta, fs=meta.fs.within(2))
     source = LeRobotDatasource([meta])
     file = meta.data_files[1] if kind == "data" else meta.video_files[TOP][1]
-    faults.choose = lambda request: fault if request.path.endswith(file) and request.method == "GET" else None
+    faults.choose = lambda request: fault if request in faults.of(file) else None
     remedy = {
         "503": "Service Unavailable; gave up after [12] s of retries: check the network",
         "stall": "no answer; gave up after [23] s of retries: check the network",
@@ -199,6 +199,15 @@ def test_a_store_that_fails_for_good_in_the_middle(bucket, proxied, fault, kind)
         read_directly(source)
     assert time.monotonic() - started < 20
     assert len(faults.of(file)) == 1 if fault == "403" else len(faults.of(file)) >= 1
+
+
+def test_metadata_that_may_not_be_read(bucket, proxied):
+    faults, options = proxied
+    for file in ("meta/stats.json", "meta/episodes/chunk-000/file-000.parquet"):
+        faults.choose = lambda request, file=file: "403" if request in faults.of(file) else None
+        with pytest.raises(StorageError, match=f"^dataset s3://robots/arm: {file}: cannot be read: PermissionError: "):
+            load_metadata("s3://robots/arm", storage_options=options, storage_policy=PATIENT)
+        assert len(faults.of(file)) == 1
 
 
 def test_a_second_reading_is_served_from_the_cache(bucket, proxied, local, tmp_path):
@@ -304,7 +313,7 @@ def test_a_wrong_endpoint(environment, base, tmp_path, capsys):
         endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
         environment.setenv("AWS_ENDPOINT_URL", endpoint)
         message = refused(
-            flags(base, tmp_path / "out", **{"dataset.root": "s3://robots/arm", "dataset.read_timeout_s": 8}), capsys
+            flags(base, tmp_path / "out", **{"dataset.root": "s3://robots/arm", "dataset.read_timeout_s": 4}), capsys
         )
     assert re.search(
         rf"dataset s3://robots/arm: cannot be read: .*{endpoint}.*; .* check the network, the endp", message
