@@ -22,6 +22,14 @@ MissingCameras = Literal["error", "mask"]
 PRECISIONS = ("auto", "fp32", "bf16")
 CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
 
+# Object stores: time for one request with its retries. Long enough to sit out an overload or a restart of the store
+# (half a minute to a minute), short enough that a run whose store is gone says so while somebody is still looking.
+READ_TIMEOUT_S = 120.0
+# The very first request has less: a store that does not answer at all is more often a wrong name than an outage.
+FIRST_ANSWER_TIMEOUT_S = 15.0
+# A few of LeRobot's larger datasets, on the local disk that a cloud machine with a GPU usually has.
+CACHE_SIZE_GB = 100.0
+
 
 @dataclass
 class DatasetOptions:
@@ -48,6 +56,11 @@ class DatasetOptions:
     image_size: list[int] | None = None
     # Rows shuffled among themselves (bounded by memory); see lerobot_plan.py.
     shuffle_window: int = 512
+    # Object stores (storage.py): seconds for one request with its retries; a folder on each node's own disk that keeps
+    # what was read, and how much of it (worth it where a node's share of the dataset fits and is read more than once).
+    read_timeout_s: float = READ_TIMEOUT_S
+    cache_dir: str | None = None
+    cache_size_gb: float = CACHE_SIZE_GB
 
 
 @dataclass
@@ -258,6 +271,8 @@ def validate(config: Config) -> None:
         "lr": config.lr,
         "tolerance_s": config.tolerance_s,
         "dataset.shuffle_window": d.shuffle_window,
+        "dataset.read_timeout_s": d.read_timeout_s,
+        "dataset.cache_size_gb": d.cache_size_gb,
         "train.clip_norm": t.clip_norm,
         "scaling.num_workers": s.num_workers,
         "scaling.cpus_per_worker": s.cpus_per_worker,

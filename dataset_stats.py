@@ -236,7 +236,7 @@ def _compute(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray) -> St
     try:
         batches = list(dataset.iter_batches(batch_size=None, batch_format="numpy"))
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ValueError | FileNotFoundError):
+        if isinstance(error.cause, ValueError | OSError):
             raise type(error.cause)(f"dataset {meta.root}: {error.cause}") from None
         raise
     stats = aggregate_episode_stats({name: np.concatenate([b[name] for b in batches]) for name in batches[0]})

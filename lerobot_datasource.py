@@ -37,6 +37,7 @@ from lerobot_rows import (
     frame_of,
     read_slices,
 )
+from storage import StoragePolicy
 
 # Rows walked through in one go. LeRobot encodes a key frame every other frame, so a jump costs little, but opening a
 # place in a video and its parquet row group is worth some frames.
@@ -373,6 +374,7 @@ def read_lerobot(
     shuffle_window: int = DatasetOptions.shuffle_window,
     tolerance_s: float = 1e-4,
     storage_options: dict[str, Any] | None = None,
+    storage_policy: StoragePolicy | None = None,
     override_num_blocks: int | None = None,
     num_cpus: float = 1,
 ) -> Dataset:
@@ -395,6 +397,7 @@ def read_lerobot(
         shuffle_window: rows shuffled among themselves.
         tolerance_s: how far a video frame may lie from its row's timestamp, in seconds.
         storage_options: for fsspec (endpoint, credentials); the environment is used when None.
+        storage_policy: for object stores: how long a request may take, and a local cache (`storage.StoragePolicy`).
         override_num_blocks: number of read tasks; chosen by memory when None.
         num_cpus: CPUs that a read task holds; it decodes with as many threads.
 
@@ -409,7 +412,7 @@ def read_lerobot(
             task, naming file, episode and time, for damaged files or videos that disagree with the metadata.
     """
     roots: list[str | Path] = [root] if isinstance(root, str | Path) else list(root)
-    metas = [load_metadata(r, storage_options=storage_options) for r in roots]
+    metas = [load_metadata(r, storage_options=storage_options, storage_policy=storage_policy) for r in roots]
     per_root: list[Sequence[int] | None]
     if isinstance(episodes, Mapping):
         unknown = sorted(set(map(str, episodes)) - set(map(str, roots)))

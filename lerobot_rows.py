@@ -6,7 +6,6 @@ output. Knows nothing of Ray's plans, shuffling or training.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from lerobot_decode import VideoReader, decode_depth_image, decode_image, depth_
 from lerobot_metadata import DatasetMetadata, Feature
 from lerobot_plan import WindowSlice
 from safe_parquet import open_parquet
+from storage import naming_file
 
 IS_PAD = "_is_pad"
 BOOKKEEPING = ("index", "episode_index", "frame_index", "timestamp", "task_index")
@@ -69,7 +69,7 @@ class Reader:
         if "file" in self.fs.protocol:
             return path
         try:
-            return self.fs.open(path, "rb", block_size=4 * 2**20)
+            return self.fs.open(path, "rb")
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.root}: {relative} is missing; copy it again") from error
 
@@ -207,7 +207,7 @@ def _read_tabular(
 def _read_rows(reader: Reader, file: str, members: list[_Episode], keys: list[str]) -> pa.Table:
     """The row groups that hold the members' rows, as one table; sets each member's `table_row`."""
     name = f"{reader.root}: {file}"
-    with _naming_store_errors(name), open_parquet(reader.fs, reader.path(file), name=name) as parquet:
+    with open_parquet(reader.fs, reader.path(file), name=name) as parquet:
         missing = [k for k in keys if k not in parquet.schema_arrow.names]
         if missing:
             raise ValueError(f"{reader.root}: {file}: columns {missing} are missing; meta/info.json promises them")
@@ -366,7 +366,7 @@ def _read_video(
     for file, members in by_file.items():
         name = f"{reader.root}: {file} (camera {key}, episodes {[e.part.episode_index for e in members]})"
         with (
-            _naming_store_errors(name),
+            naming_file(name),
             VideoReader(
                 reader.open_video(file),
                 name=name,
@@ -387,23 +387,6 @@ def _read_video(
 
                 stamps = e.timestamps[frames - e.first]
                 video.read(e.part.videos[key][1] + stamps, sink)
-
-
-@contextlib.contextmanager
-def _naming_store_errors(name: str) -> Iterator[None]:
-    """Say what was being read when the network, or the object store, refused."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        # Each store has its own exceptions for credentials and connections.
-        if type(error).__module__ == "builtins" and not isinstance(error, OSError):
-            raise
-        raise OSError(
-            f"{name}: cannot be read: {type(error).__name__}: {error}; check the network, and this node's credentials, "
-            "permissions and endpoint (environment variables of the object store)"
-        ) from error
 
 
 def _place(pixels: np.ndarray, places: Sequence[Any], out: np.ndarray) -> None:

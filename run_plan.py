@@ -42,6 +42,7 @@ from lerobot_metadata import (
 from pi05_loss import TrainableReport, choose_trainable, flops_per_sample, meta_policy
 from policy import FeatureMatch, check_weights, fetch_pretrained, match_features
 from processors import make_processors, normalization_mode, required_stats
+from storage import StoragePolicy
 
 Stats = dict[str, dict[str, np.ndarray]]
 # What LeRobot's `aggregate_stats` makes the statistics of several datasets from, besides quantiles.
@@ -165,7 +166,9 @@ def resolve(config: Config, gpus_found: int) -> Run:
         roots = roots or [str(root)]
         if not (path_given or config.policy_type):
             path_given = _absolute(base)
-    metas = _named_alike([load_metadata(root) for root in roots], config.rename_map)
+    d = config.dataset
+    policy = StoragePolicy(d.read_timeout_s, _absolute(d.cache_dir) if d.cache_dir else None, d.cache_size_gb)
+    metas = _named_alike([load_metadata(root, storage_policy=policy) for root in roots], config.rename_map)
 
     policy_config, folder, base_info = _resolve_policy(config, path_given)
     if getattr(policy_config, "use_relative_actions", False):
