@@ -26,6 +26,7 @@ class MetricsLog:
         output_dir: the run's folder. global_batch_size, rows_per_epoch: to count samples and epochs.
         resumed_step: optimizer steps that the checkpoint contains; later lines are removed.
         mfu_per_rate: model FLOP utilisation per sample/s; None where it is not known.
+        tokens_per_sample: positions that the policy computes for a row; None where it is not known.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class MetricsLog:
         rows_per_epoch: int,
         resumed_step: int,
         mfu_per_rate: float | None,
+        tokens_per_sample: int | None,
     ):
         self._mfu_per_rate = mfu_per_rate
+        self._tokens_per_sample = tokens_per_sample
         self.path = output_dir / METRICS_NAME
         self._global_batch_size = global_batch_size
         self._rows_per_epoch = rows_per_epoch
@@ -51,6 +54,7 @@ class MetricsLog:
             **{"step": step, "epoch": epoch, "lr": lr},
             **metrics,
             "samples": samples,
+            "tokens": None if self._tokens_per_sample is None else self._tokens_per_sample * samples,
             # Of the whole step, waiting for data included.
             "mfu": None if self._mfu_per_rate is None else self._mfu_per_rate * metrics["samples_per_s"],
             "spilled_bytes": spilled_bytes(),

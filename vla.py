@@ -103,7 +103,12 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     log = None
     if rank == 0:
         log = MetricsLog(
-            run.output_dir, config.global_batch_size, run.rows_per_epoch, progress.step, flops_share(run, world, device)
+            run.output_dir,
+            config.global_batch_size,
+            run.rows_per_epoch,
+            progress.step,
+            flops_share(run, world, device),
+            run.tokens_per_sample,
         )
 
     shard = ray.train.get_dataset_shard("train")
@@ -129,7 +134,7 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
             metrics = window.gather(batches.waited_s - waited_before)
             window, waited_before = Window(device), batches.waited_s
             gc.collect()
-            check_finite(run, metrics)
+            check_finite(run, metrics, done)
             if log is not None:
                 log.write(done, optimizer.schedule(step), metrics)
         if done % config.save_freq == 0 or done == run.steps:
