@@ -19,6 +19,7 @@ import draccus
 CONFIG_NAME = "config.json"
 TrainMode = Literal["heads", "expert", "full"]
 MissingCameras = Literal["error", "mask"]
+Attention = Literal["eager", "sdpa"]
 PRECISIONS = ("auto", "fp32", "bf16")
 CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
 
@@ -73,6 +74,16 @@ class TrainOptions:
     precision: str = "auto"
     # Leave padded action steps out of the loss. LeRobot's PI0.5 and openpi count them, so the default does.
     mask_padding: bool = False
+    # PI0.5: draws of noise and time per row. More than one is another estimator of the same loss: images and language
+    # are computed once for all of them, so each costs little and lowers the variance, but rows are still batch_size.
+    noise_draws: int = 1
+    # PI0.5: how attention is computed. "sdpa": PyTorch's fused kernels; "eager": as LeRobot writes it, the same up to
+    # rounding, with the attention weights in memory.
+    attention: str = "sdpa"
+    # PI0.5: keep only what enters each layer and compute the layer again in backward. Same result, less memory, slower.
+    activation_checkpointing: bool = False
+    # PI0.5: torch.compile the layers, on GPUs where that works. The same up to rounding; the first steps take minutes.
+    compile: bool = False
     # Bitwise repeatable: deterministic kernels only.
     deterministic: bool = False
     # End the run when more steps than this had a loss or gradient that is not finite (such steps are skipped).
@@ -274,6 +285,7 @@ def validate(config: Config) -> None:
         "dataset.read_timeout_s": d.read_timeout_s,
         "dataset.cache_size_gb": d.cache_size_gb,
         "train.clip_norm": t.clip_norm,
+        "train.noise_draws": t.noise_draws,
         "scaling.num_workers": s.num_workers,
         "scaling.cpus_per_worker": s.cpus_per_worker,
         "scaling.cpus_per_read_task": s.cpus_per_read_task,
@@ -288,6 +300,7 @@ def validate(config: Config) -> None:
     choices: dict[str, tuple[str, Sequence[str]]] = {
         "train.mode": (t.mode, get_args(TrainMode)),
         "train.precision": (t.precision, PRECISIONS),
+        "train.attention": (t.attention, get_args(Attention)),
         "scaling.strategy": (s.strategy, ("ddp",)),
         "dataset.missing_cameras": (d.missing_cameras, get_args(MissingCameras)),
     }

@@ -141,7 +141,7 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
             metrics, (stop, due) = window.gather(batches.waited_s - waited_before, *asked)
             window, waited_before = Window(device), batches.waited_s
             gc.collect()
-            check_finite(run, metrics)
+            check_finite(run, metrics, done)
             losses.append(metrics["loss"])
             if log is not None:
                 log.write(done, optimizer.schedule(step), {**metrics, "checkpoint_pause_s": checkpoints.paused_s()})
