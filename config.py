@@ -116,6 +116,8 @@ class Config:
     log_freq: int = 50
     save_freq: int = 1000
     keep_checkpoints: int = 2
+    # What a GPU costs per hour, in any currency: the report then says what 1000 samples cost.
+    price_per_gpu_hour: float | None = None
     # {"observation.images.front": "observation.images.base_0_rgb"}: dataset key -> policy key.
     rename_map: dict[str, str] = field(default_factory=dict)
     # How far a video frame may lie from its row's timestamp, in seconds.
@@ -215,6 +217,7 @@ def validate(config: Config) -> None:
         "log_freq": config.log_freq,
         "save_freq": config.save_freq,
         "keep_checkpoints": config.keep_checkpoints,
+        "price_per_gpu_hour": config.price_per_gpu_hour,
         "lr": config.lr,
         "tolerance_s": config.tolerance_s,
         "dataset.shuffle_window": d.shuffle_window,
