@@ -171,6 +171,8 @@ class Config:
     save_every_s: float | None = None
     keep_checkpoints: int = 2
     keep_best: int = 0
+    # What a GPU costs per hour, in any currency: the report then says what 1000 samples cost.
+    price_per_gpu_hour: float | None = None
     # {"observation.images.front": "observation.images.base_0_rgb"}: dataset key -> policy key. With several datasets it
     # may name features of any of them.
     rename_map: dict[str, str] = field(default_factory=dict)
@@ -279,6 +281,7 @@ def validate(config: Config) -> None:
         "save_freq": config.save_freq,
         "save_every_s": config.save_every_s,
         "keep_checkpoints": config.keep_checkpoints,
+        "price_per_gpu_hour": config.price_per_gpu_hour,
         "lr": config.lr,
         "tolerance_s": config.tolerance_s,
         "dataset.shuffle_window": d.shuffle_window,
