@@ -19,6 +19,7 @@ import draccus
 CONFIG_NAME = "config.json"
 TrainMode = Literal["heads", "expert", "full"]
 MissingCameras = Literal["error", "mask"]
+OnError = Literal["stop", "skip"]
 Attention = Literal["eager", "sdpa"]
 PRECISIONS = ("auto", "fp32", "bf16")
 CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
@@ -55,6 +56,9 @@ class DatasetOptions:
     # [height, width] that frames are fitted into where they are decoded, so that fewer bytes travel: what the policy
     # resizes them to anyway ([224, 224] for PI0.5). As stored when absent.
     image_size: list[int] | None = None
+    # An episode that cannot be read: "stop" the run, or "skip" it: its rows then keep their places in the batches but
+    # do not count in the loss, and OUTPUT_DIR/skipped.jsonl names it.
+    on_error: str = "stop"
     # Rows shuffled among themselves (bounded by memory); see lerobot_plan.py.
     shuffle_window: int = 512
     # Object stores (storage.py): seconds for one request with its retries; a folder on each node's own disk that keeps
@@ -306,6 +310,7 @@ def validate(config: Config) -> None:
         "train.attention": (t.attention, get_args(Attention)),
         "scaling.strategy": (s.strategy, ("ddp",)),
         "dataset.missing_cameras": (d.missing_cameras, get_args(MissingCameras)),
+        "dataset.on_error": (d.on_error, get_args(OnError)),
     }
     for name, (found, known) in choices.items():
         if found not in known:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 logger = logging.getLogger(__name__)
 
 # Columns that say which rows a batch holds. They stay on the host.
-ROW_COLUMNS = ("dataset_index", "index", "position")
+ROW_COLUMNS = ("dataset_index", "index", "position", "is_skipped")
 
 Batch = dict[str, Tensor]
 
