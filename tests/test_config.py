@@ -52,6 +52,7 @@ def test_a_saved_config_comes_back_and_flags_change_it(tmp_path):
         ([*DATA, "--scaling.strategy=magic"], "--scaling.strategy=magic"),
         ([*DATA, "--warmup_frac=2"], "--warmup_frac=2"),
         ([*DATA, "--dataset.eval_split=1"], "--dataset.eval_split=1"),
+        ([*DATA, "--dataset.read_timeout_s=0"], "--dataset.read_timeout_s=0.0: must be positive"),
         ([*DATA, "--dataset.repo_id=a/b"], "--dataset.root and --dataset.repo_id"),
         ([*DATA, "--policy.type=pi05"], "--policy.path and --policy.type"),
         ([*DATA, "--steps=3", "--num_epochs=1"], "--steps and --num_epochs"),
