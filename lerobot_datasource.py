@@ -196,10 +196,10 @@ class LeRobotDatasource(Datasource):
                 row[key] = np.zeros((1, len(self._delta_indices[key.removesuffix(IS_PAD)])), bool)
             elif key == IS_SKIPPED:
                 row[key] = np.zeros(1, bool)
+            elif key in ("dataset_index", "position"):
+                row[key] = np.zeros(1, np.int32 if key == "dataset_index" else np.int64)
             elif feature is None or feature.dtype in ("string", "language"):
-                row[key] = (
-                    np.array(["a"], object) if key not in ("dataset_index", "position") else np.zeros(1, np.int64)
-                )
+                row[key] = np.array(["a"], object)
             elif feature.dtype in CAMERA_DTYPES:
                 shape, dtype = frame_of(feature, self._image_size)
                 row[key] = np.zeros((1, *window, *shape), dtype)

@@ -54,8 +54,12 @@ def claim_folder(run: Run) -> Iterator[None]:
         raise FileExistsError(
             f"--output_dir={run.output_dir}: a run is going on there; wait until it ends, or choose another folder"
         ) from error
-    with lock:
+    try:
         yield
+    finally:
+        lock.release()
+        if not _contents(run.output_dir):  # a run that was refused leaves nothing
+            shutil.rmtree(run.output_dir, ignore_errors=True)
 
 
 def prepare_folder(run: Run) -> None:
