@@ -63,7 +63,7 @@ class TrainOptions:
     attention: str = "sdpa"
     # PI0.5: keep only what enters each layer and compute the layer again in backward. Same result, less memory, slower.
     activation_checkpointing: bool = False
-    # PI0.5: torch.compile the layers, on GPUs where that works. The same up to rounding; the first steps take minutes.
+    # PI0.5: torch.compile the layers, on GPUs where that works. The same up to rounding; the first step compiles.
     compile: bool = False
     # Bitwise repeatable: deterministic kernels only.
     deterministic: bool = False
