@@ -86,7 +86,7 @@ class TrainOptions:
     attention: str = "sdpa"
     # PI0.5: keep only what enters each layer and compute the layer again in backward. Same result, less memory, slower.
     activation_checkpointing: bool = False
-    # PI0.5: torch.compile the layers, on GPUs where that works. The same up to rounding; the first steps take minutes.
+    # PI0.5: torch.compile the layers, on GPUs where that works. The same up to rounding; the first step compiles.
     compile: bool = False
     # Bitwise repeatable: deterministic kernels only.
     deterministic: bool = False
@@ -214,8 +214,8 @@ class Config:
         return asdict(self)
 
 
-# What each preset sets; any flag overrides. The GPU ones are sized by arithmetic (weights, Adam state, activations of
-# PI0.5 at 3 cameras) for the card's memory, a micro-batch that fits first, accumulation for a global batch near 64.
+# What each preset sets; any flag overrides. The GPU ones are sized by what --dry_run says of PI0.5's memory with 3
+# cameras: a micro-batch that fits with some GiB to spare first, then accumulation for a global batch near 64.
 GPU = {"scaling.use_gpu": "true", "steps": "30000"}
 PRESETS: dict[str, dict[str, str]] = {
     "demo": {
@@ -233,7 +233,7 @@ PRESETS: dict[str, dict[str, str]] = {
     },
     "l4": {**GPU, "train.mode": "expert", "batch_size": "4", "grad_accum": "4", "scaling.num_workers": "4"},
     "a100": {**GPU, "train.mode": "full", "batch_size": "4", "grad_accum": "2", "scaling.num_workers": "8"},
-    "h100": {**GPU, "train.mode": "full", "batch_size": "8", "grad_accum": "1", "scaling.num_workers": "8"},
+    "h100": {**GPU, "train.mode": "full", "batch_size": "4", "grad_accum": "2", "scaling.num_workers": "8"},
 }
 
 
