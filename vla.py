@@ -15,9 +15,10 @@ import logging
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import draccus
 import ray
@@ -32,11 +33,22 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpoint import latest_checkpoint, load_progress, require_space, write_json
 from config import CONFIG_NAME, PRESETS, Config, parse_args
 from evaluate import error_table, evaluate_run
+from pi05_loss import PolicyLoss
 from processors import Prepare, make_processors
 from progress import MetricsLog, follow_progress, log_to
 from run_plan import Run, describe, resolve, with_stats
 from training_data import Dealt, Deferred, TrainingData, stream_batches
-from util import NumpyToTorchCollate, TimedIterator, Window, cuda_prefetcher, enable_gpu_perf_flags, train_step
+from util import (
+    UNWATCHED,
+    Clock,
+    NumpyToTorchCollate,
+    TimedIterator,
+    TrainableOptimizer,
+    Window,
+    cuda_prefetcher,
+    enable_gpu_perf_flags,
+    train_step,
+)
 from worker import (
     build_model,
     build_optimizer,
@@ -79,8 +91,19 @@ def build_dataset(run: Run) -> TrainingData:
 
 
 def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
-    """Train from the newest checkpoint to the end of the run. Runs in every training process."""
+    """Train to the end of the run and export the policy. Runs in every training process."""
     run = ray.get(loop_config["run"])
+    optimizer = train(run)
+    if ray.train.get_context().get_world_rank() == 0:
+        export(run, optimizer)
+
+
+def train(
+    run: Run,
+    clock: Clock = UNWATCHED,
+    make_optimizer: Callable[[Run, PolicyLoss], TrainableOptimizer] = build_optimizer,
+) -> TrainableOptimizer:
+    """Train from the newest checkpoint to the end of the run; `clock` is told what happens when."""
     config = run.config
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
@@ -89,16 +112,17 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     enable_gpu_perf_flags(config.train.deterministic)
 
     loss, autocast = build_model(run, device)
-    optimizer = build_optimizer(run, loss)
+    optimizer = make_optimizer(run, loss)
     progress = restore(run, optimizer)
     model: nn.Module = loss
     if world > 1:
-        # Nothing that trains is ever without a gradient (pi05_loss.choose_trainable), so DDP need not search.
         model = DistributedDataParallel(
             loss,
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,  # constants
+            # Of PI0.5, nothing that trains is ever without a gradient (pi05_loss.choose_trainable).
+            find_unused_parameters=config.scaling.find_unused_parameters,
         )
     log = None
     if rank == 0:
@@ -106,13 +130,11 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
             run.output_dir, config.global_batch_size, run.rows_per_epoch, progress.step, flops_share(run, world, device)
         )
 
-    shard = ray.train.get_dataset_shard("train")
     dealt = Dealt(config.batch_size, run.block_rows, rank, world)
-    host_batches = stream_batches(shard, dealt, progress.rows, run.last_row, NumpyToTorchCollate(run.use_gpu))
-    batches = TimedIterator(policy_batches(run, cuda_prefetcher(host_batches, device)))
+    batches = feed(run, dealt, progress.rows, device, NumpyToTorchCollate(run.use_gpu), clock)
     gc.disable()  # collected at log steps: in between it would stall the host at random
     window, waited_before = Window(device), 0.0
-    for step in range(progress.step, run.steps):
+    for step in clock.steps(range(progress.step, run.steps), model):
         result = train_step(
             model,
             optimizer,
@@ -122,7 +144,9 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
             draws=noise_for(run, step, dealt, device),
             autocast=autocast,
             device=device,
+            clock=clock,
         )
+        clock.mark("metrics")
         window.add(result, samples=config.batch_size * config.grad_accum)
         done = step + 1
         if done % config.log_freq == 0 or done == run.steps:
@@ -133,11 +157,19 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
             if log is not None:
                 log.write(done, optimizer.schedule(step), metrics)
         if done % config.save_freq == 0 or done == run.steps:
+            clock.mark("checkpoint")
             progress = replace(progress, step=done, rows=done * config.global_batch_size)
             report_checkpoint(run, optimizer, progress, rank)
     gc.enable()
-    if rank == 0:
-        export(run, optimizer)
+    return optimizer
+
+
+def feed(
+    run: Run, dealt: Dealt, first_row: int, device: torch.device, collate: NumpyToTorchCollate, clock: Clock = UNWATCHED
+) -> TimedIterator:
+    """This rank's micro-batches on its device, from a position of the stream to the run's end."""
+    host_batches = stream_batches(ray.train.get_dataset_shard("train"), dealt, first_row, run.last_row, collate)
+    return TimedIterator(policy_batches(run, cuda_prefetcher(host_batches, device, clock)))
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------
@@ -220,12 +252,15 @@ def start_ray(run: Run) -> None:
         )
 
 
-def make_trainer(run: Run) -> TorchTrainer:
+def make_trainer(
+    run: Run, loop: Callable[[dict[str, Any]], None] = train_loop_per_worker, **loop_config: Any
+) -> TorchTrainer:
+    """The worker group and the data that it pulls. `loop` runs in every worker, with `loop_config` and the run."""
     scaling = run.config.scaling
     resources = {"CPU": scaling.cpus_per_worker, **({"GPU": 1.0} if run.use_gpu else {})}
     return TorchTrainer(
-        train_loop_per_worker,
-        train_loop_config={"run": ray.put(run)},  # a reference: the controller need not open it
+        loop,
+        train_loop_config={"run": ray.put(run), **loop_config},  # a reference: the controller need not open it
         datasets={"train": build_dataset(run)},
         # The plan's order is kept all the way: batches repeat exactly, and a position says which rows are done.
         dataset_config=ray.train.DataConfig(execution_options=ray.data.ExecutionOptions(preserve_order=True)),
