@@ -253,7 +253,10 @@ def start_ray(run: Run) -> None:
 
 
 def make_trainer(
-    run: Run, loop: Callable[[dict[str, Any]], None] = train_loop_per_worker, **loop_config: Any
+    run: Run,
+    loop: Callable[[dict[str, Any]], None] = train_loop_per_worker,
+    data: TrainingData | None = None,
+    **loop_config: Any,
 ) -> TorchTrainer:
     """The worker group and the data that it pulls. `loop` runs in every worker, with `loop_config` and the run."""
     scaling = run.config.scaling
@@ -261,7 +264,7 @@ def make_trainer(
     return TorchTrainer(
         loop,
         train_loop_config={"run": ray.put(run), **loop_config},  # a reference: the controller need not open it
-        datasets={"train": build_dataset(run)},
+        datasets={"train": data or build_dataset(run)},
         # The plan's order is kept all the way: batches repeat exactly, and a position says which rows are done.
         dataset_config=ray.train.DataConfig(execution_options=ray.data.ExecutionOptions(preserve_order=True)),
         scaling_config=ray.train.ScalingConfig(

@@ -57,7 +57,8 @@ from run_plan import Run, resolve, with_stats
 from util import UNWATCHED, Clock, Phase, TrainableOptimizer
 from worker import build_optimizer, flops_share
 
-Pass = Literal["warmup", "untouched", "timed", "synchronized", "communication", "traced", "checkpoint"]
+Pass = Literal["warmup", "traced", "untouched", "timed", "synchronized", "communication", "checkpoint"]
+MEASURED: tuple[Pass, ...] = ("untouched", "timed", "synchronized")
 
 # A pass is at least so many blocks: their spread is what a difference between two runs is judged by.
 MIN_BLOCKS = 5
@@ -120,16 +121,17 @@ class Settings(Record):
 
     def passes(self, world: int) -> list[Pass]:
         """What each step of the run serves. The passes take turns in going first, so that none gains by a drift."""
-        names: list[Pass] = ["untouched", "timed", *(["synchronized"] if self.sync else [])]  # type: ignore[list-item]
+        names = MEASURED if self.sync else MEASURED[:2]
+        # Early, while data is still being read ahead.
+        traced = min(TRACED_STEPS, self.warmup - 1) if self.trace else 0
         plan: list[Pass] = ["warmup"] * self.warmup
+        plan[self.warmup - traced - 1 : -1] = ["traced"] * traced
         for turn in range(self.steps // self.block_steps):
             first = turn % len(names)
             for name in names[first:] + names[:first]:
                 plan += [name] * self.block_steps
         if world > 1:
             plan += ["communication"] * COMMUNICATION_STEPS
-        if self.trace:
-            plan += ["traced"] * TRACED_STEPS
         if self.checkpoint:
             plan += ["checkpoint"]
         return plan
@@ -203,29 +205,26 @@ class StepClock(Clock):
         self._profiler: torch.profiler.profile | None = None
         self._ranges = contextlib.ExitStack()
         self._communication: list[tuple[float, float]] = []
-        self.block_step_s: dict[Pass, list[float]] = {"warmup": [], "untouched": [], "timed": [], "synchronized": []}
+        self.block_step_s: dict[Pass, list[float]] = {}
 
     def steps(self, numbers: range, model: nn.Module) -> Iterator[int]:
         if self._device.type == "cuda":
             self._stream = torch.cuda.current_stream(self._device)
         started = time.perf_counter()
+        # The run is longer than what is measured: its data keeps flowing as in training.
         for done, (number, name) in enumerate(zip(numbers, self._passes, strict=False), start=1):
             self._pass = name
-            if self._pass == "traced" and self._profiler is None and self._trace_path is not None:
-                self._profiler = torch.profiler.profile()
-                self._profiler.start()
-            elif self._pass == "communication":
+            self._trace(name == "traced")
+            if name == "communication":
                 self._ask_for_communication(model)
             self.mark("other")
             yield number
             self._end_step(model)
-            if done % self._block_steps == 0 and self._pass in self.block_step_s:
+            if done % self._block_steps == 0:
                 now = time.perf_counter()
-                self.block_step_s[self._pass].append((now - started) / self._block_steps)
+                if name in MEASURED:
+                    self.block_step_s.setdefault(name, []).append((now - started) / self._block_steps)
                 started = now
-        if self._profiler is not None:
-            self._profiler.stop()
-            self._profiler.export_chrome_trace(str(self._trace_path))
 
     def mark(self, phase: Phase) -> None:
         if self._pass in self._marked:
@@ -233,6 +232,16 @@ class StepClock(Clock):
         elif self._profiler is not None:
             self._ranges.close()
             self._ranges.enter_context(torch.profiler.record_function(phase))
+
+    def _trace(self, wanted: bool) -> None:
+        """Have PyTorch's profiler run, or end it and write what it saw."""
+        if wanted and self._profiler is None and self._trace_path is not None:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        elif not wanted and self._profiler is not None:
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(self._trace_path))
+            self._profiler = None
 
     def _note(self, phase: Phase | None) -> None:
         event = side = None
@@ -375,7 +384,7 @@ class PhaseSummary(Record):
 
 
 class StepReport(Report):
-    """What `profile_step` found. `step_s`: each pass's mean step by block, of the slowest rank in that block."""
+    """What `profile_step` found. `step_s`: each pass's mean step by block, over ranks, which wait for each other."""
 
     tool: Literal["profile_step"] = "profile_step"
     settings: Settings
@@ -406,7 +415,7 @@ class StepReport(Report):
 
 def summarise(run: Run, settings: Settings, ranks: Sequence[RankProfile]) -> StepReport:
     passes = ranks[0].block_step_s
-    step_s = {name: np.max([r.block_step_s[name] for r in ranks], axis=0).tolist() for name in passes}
+    step_s = {name: np.mean([r.block_step_s[name] for r in ranks], axis=0).tolist() for name in passes}
     whole = float(np.mean([sum(map(sum, r.timed.exposed.values())) for r in ranks]))
     phases: dict[Phase, PhaseSummary] = {}
     for phase in ranks[0].timed.full:
@@ -455,17 +464,13 @@ def table(report: StepReport) -> str:
         lines.append(f"{phase:20}{p.full.columns()}{1e3 * p.exposed.mean:11.2f}{p.share:8.1%}{slowest}")
     adds = sum(p.exposed.mean for p in report.phases.values())
     lines += [f"{'sum':20}{1e3 * (adds + report.hidden_s):11.2f}{'':22}{1e3 * adds:11.2f}{1:8.1%}", ""]
-    timed_s, untouched_s = float(np.mean(report.step_s["timed"])), report.untouched_s
-    how = "events" if where == "GPU" else "clocks"
     lines.append(
-        f"{1e3 * untouched_s:.1f} ms untouched, {1e3 * timed_s:.1f} ms with {how} ({timed_s / untouched_s - 1:+.1%}); "
-        f"phases sum to {1e3 * (adds + report.hidden_s):.1f} ms: {1e3 * report.hidden_s:.1f} ms hidden by overlap"
+        f"{1e3 * report.untouched_s:.1f} ms untouched, {_beside_untouched(report, 'timed')} with "
+        f"{'events' if where == 'GPU' else 'clocks'}; phases sum to {1e3 * (adds + report.hidden_s):.1f} ms: "
+        f"{1e3 * report.hidden_s:.1f} ms hidden by overlap"
     )
-    if synchronized := report.step_s.get("synchronized"):
-        lines.append(
-            f"{1e3 * float(np.mean(synchronized)):.1f} ms with a synchronize at every phase "
-            f"({float(np.mean(synchronized)) / untouched_s - 1:+.1%})"
-        )
+    if "synchronized" in report.step_s:
+        lines.append(f"{_beside_untouched(report, 'synchronized')} with a synchronize at every phase")
     seen = [r.communication for r in report.ranks if r.communication is not None]
     if seen:
         total, hidden = (float(np.mean([x for c in seen for x in values])) for values in _both(seen))
@@ -486,6 +491,16 @@ def table(report: StepReport) -> str:
             f"--save_freq={config['save_freq']}"
         )
     return "\n".join([*lines, "", *advice(report)])
+
+
+def _beside_untouched(report: StepReport, name: Pass) -> str:
+    """A pass's step, and by how much it is longer than an untouched one, with the 95 % interval of that."""
+    blocks, untouched = report.step_s[name], report.step_s["untouched"]
+    mean = f"{1e3 * float(np.mean(blocks)):.1f} ms"
+    if len(blocks) < 2:
+        return mean
+    _, low, high = judge(untouched, blocks)
+    return f"{mean} ({low - 1:+.1%} to {high - 1:+.1%})"
 
 
 def _both(seen: Sequence[Communication]) -> tuple[list[list[float]], list[list[float]]]:
@@ -609,14 +624,14 @@ def _differences(a: StepReport, b: StepReport) -> list[tuple[str, Any, Any]]:
 
 
 def watched_run(run: Run, settings: Settings) -> Run:
-    """The run, as long as the plan wants it: blocks end with log steps, and only the last step saves."""
-    steps = len(settings.passes(run.config.scaling.num_workers))
-    if not settings.checkpoint:
-        steps += 1  # the loop saves at its last step, which then never comes
+    """The run with blocks that end with log steps, longer than the plan, and no checkpoint but where that has one."""
+    planned = len(settings.passes(run.config.scaling.num_workers))
+    save = planned if settings.checkpoint else planned + 1
+    steps = max(run.steps, planned + 1)
     scaling = replace(run.config.scaling, find_unused_parameters=settings.find_unused_params, max_failures=0)
     train = replace(run.config.train, max_nonfinite=sys.maxsize)
     config = replace(
-        run.config, log_freq=settings.block_steps, save_freq=steps, steps=steps, scaling=scaling, train=train
+        run.config, log_freq=settings.block_steps, save_freq=save, steps=steps, scaling=scaling, train=train
     )
     return replace(run, config=config, steps=steps)
 

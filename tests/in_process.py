@@ -51,19 +51,23 @@ def resolved(setting, **changes):
 
 
 class Shard:
-    """Stands in for Ray's shard of the dataset: the run's own columns, one row over and over, in the plan's order."""
+    """Stands in for Ray's shard of the dataset: the run's own columns, one row over and over, in the plan's order.
 
-    def __init__(self, run, before_batch=lambda: None):
+    `before_batch` is called before each batch; `batch_columns(micro, rows)` adds columns to it.
+    """
+
+    def __init__(self, run, before_batch=lambda: None, batch_columns=lambda micro, rows: {}):
         data = vla.build_dataset(run)
         self._row = data.prepare(data.read(stream=(0, run.last_row)).example())
-        self._run, self._before_batch = run, before_batch
+        self._run, self._before_batch, self._batch_columns = run, before_batch, batch_columns
 
     def iter_torch_batches(self, *, batch_size, collate_fn, **_):
         dealt = Dealt(batch_size, self._run.block_rows, 0, 1)
         for micro in range(self._run.last_row // batch_size):
             self._before_batch()
             rows = {key: np.repeat(value, batch_size, axis=0) for key, value in self._row.items()}
-            yield collate_fn({**rows, "position": dealt.rows(micro)})
+            position = dealt.rows(micro)
+            yield collate_fn({**rows, "position": position, **self._batch_columns(micro, len(position))})
 
 
 @contextlib.contextmanager
@@ -72,6 +76,7 @@ def without_ray(shard, device=None):
     context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
     replaced = (
         (ray, "get", lambda reference: reference),
+        (ray, "put", lambda value: value),
         (ray.train, "get_context", lambda: context),
         (ray.train, "get_dataset_shard", lambda name: shard),
         (vla, "get_device", lambda: device or torch.device("cpu")),

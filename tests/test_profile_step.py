@@ -82,7 +82,6 @@ def test_phases_sum_to_the_step(report):
     assert set(report.phases) == set(PHASES) - {"copy", "checkpoint"}
     assert sum(p.share for p in report.phases.values()) == pytest.approx(1)
     assert {name: len(blocks) for name, blocks in rank.block_step_s.items()} == {
-        "warmup": 1,
         "untouched": 3,
         "timed": 3,
         "synchronized": 3,
@@ -187,8 +186,13 @@ def test_watching_changes_nothing(run, tmp_path):
     watched = profile_step.watched_run(run, settings)
     watched = replace(watched, config=replace(watched.config, output_dir=str(tmp_path)))
     clock = profile_step.StepClock(settings.passes(1), settings.block_steps, torch.device("cpu"))
+
+    class AsLong(util.Clock):
+        def steps(self, numbers, model):
+            return numbers[: len(settings.passes(1))]
+
     trained = []
-    for one in (clock, util.UNWATCHED):
+    for one in (clock, AsLong()):
         with in_process.without_ray(in_process.Shard(watched)):
             trained.append(vla.train(watched, one).named())
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
@@ -203,7 +207,11 @@ def test_passes_alternate_and_take_turns_in_going_first(run):
     assert plan[4:64] == [name for name in blocks for _ in range(4)]
     assert blocks[:6] == ["untouched", "timed", "synchronized", "timed", "synchronized", "untouched"]
     assert plan[64:] == ["communication"] * 6 + ["checkpoint"]
-    assert profile_step.watched_run(long, settings).config.log_freq == 4
+    watched = profile_step.watched_run(long, settings)
+    assert (watched.config.log_freq, watched.config.save_freq, watched.steps) == (4, 65, 66)
+    tracing = settings.model_copy(update={"trace": True, "checkpoint": False})
+    assert tracing.passes(world=2)[:5] == ["traced"] * 3 + ["warmup", "untouched"]
+    assert profile_step.watched_run(replace(long, steps=10**6), tracing).steps == 10**6
 
 
 # --- options ----------------------------------------------------------------------------------------------
@@ -308,7 +316,7 @@ def test_the_slowest_rank_is_named(run, report):
     other = rank.model_copy(update={"rank": 1, "block_step_s": slow, "timed": times})
     both = profile_step.summarise(run, report.settings, [rank, other])
     assert both.world_size == 2
-    assert both.untouched_s == pytest.approx(3 * report.untouched_s)
+    assert both.untouched_s == pytest.approx(2 * report.untouched_s)  # the mean of 1 and 3
     assert both.phases["backward"].slowest_rank == 1
     assert both.phases["backward"].slowest_rank_mean == pytest.approx(2 * report.phases["backward"].full.mean)
     assert f"1: {2e3 * report.phases['backward'].full.mean:.2f} ms" in profile_step.table(both)
