@@ -133,6 +133,8 @@ def train(
     dealt = Dealt(config.batch_size, run.block_rows, rank, world)
     batches = feed(run, dealt, progress.rows, device, NumpyToTorchCollate(run.use_gpu), clock)
     gc.disable()  # collected at log steps: in between it would stall the host at random
+    gc.collect()
+    gc.freeze()  # nor does a log step look again through all that libraries and model are made of: half a second
     window, waited_before = Window(device), 0.0
     for step in clock.steps(range(progress.step, run.steps), model):
         result = train_step(
@@ -160,6 +162,7 @@ def train(
             clock.mark("checkpoint")
             progress = replace(progress, step=done, rows=done * config.global_batch_size)
             report_checkpoint(run, optimizer, progress, rank)
+    gc.unfreeze()
     gc.enable()
     return optimizer
 

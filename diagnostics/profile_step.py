@@ -51,6 +51,7 @@ from torch.nn.parallel import DistributedDataParallel
 import vla
 from config import parse_args
 from diagnostics.report import Environment, Options, Record, Report, Spread, count, scratch_run, truth
+from diagnostics.step_page import page
 from pi05_loss import PolicyLoss
 from progress import LOG_NAME
 from run_plan import Run, resolve, with_stats
@@ -705,6 +706,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.profile_step_json:
         report.write(options.profile_step_json)
         print(f"written to {options.profile_step_json}")
+    if options.profile_html:
+        options.profile_html.parent.mkdir(parents=True, exist_ok=True)
+        options.profile_html.write_text(page(report, table(report)))
+        print(f"page written to {options.profile_html}")
     if options.profile_trace:
         print(f"trace written to {options.profile_trace}: open it in https://ui.perfetto.dev")
     return 0

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 import util
 import vla
 import worker
-from diagnostics import profile_step
+from diagnostics import profile_step, step_page
 from diagnostics.profile_step import Settings, StepReport, judge, parse_options
 from pi05_loss import PolicyLoss
 from run_plan import Run
@@ -376,3 +377,35 @@ def test_the_trace_is_on_one_clock(tmp_path):
         ("process_name", None),
         ("task at 1000000004.0", 1e9 + 4),
     ]
+
+
+def test_the_page_shows_every_step(report, tmp_path):
+    page = profile_step.page(report, profile_step.table(report))
+    parsed = ElementTree.fromstring(page.removeprefix("<!doctype html>").replace('<meta charset="utf-8">', ""))
+    bar, line = parsed.iter("svg")
+    shares = [float(rectangle.get("width")) for rectangle in bar.iter("rect")]
+    assert sum(shares) == pytest.approx(960, abs=0.1)
+    assert len(list(line.iter("rect"))) == len(report.phases) * report.settings.steps
+    assert set(step_page.COLOURS) == set(PHASES)
+    assert "ms untouched" in "".join(parsed.itertext())
+
+
+@pytest.mark.gpu
+def test_events_agree_with_synchronizing(tmp_path_factory, tmp_path):
+    """What events say a phase adds is what a synchronize around it says, where nothing overlaps within it."""
+    setting = in_process.make_setting(tmp_path_factory.mktemp("gpu"))
+    run = in_process.resolved(setting, **{"scaling.use_gpu": "true", "batch_size": 4})
+    options = ["--profile_steps=20", "--profile_warmup=5", "--profile_sync", "--profile_checkpoint=false"]
+    settings = Settings.of(parse_options(options)[0], run)
+    watched = profile_step.watched_run(run, settings)
+    watched = replace(watched, config=replace(watched.config, output_dir=str(tmp_path)))
+    with in_process.without_ray(in_process.Shard(watched), torch.device("cuda", 0)):
+        profile_step.profile_loop({"run": watched, "settings": settings})
+    (rank,) = [profile_step.RankProfile.model_validate_json((tmp_path / "profile-0.json").read_bytes())]
+    for phase in ("forward", "backward"):
+        events, waited = (np.median(times.exposed[phase]) for times in (rank.timed, rank.synchronized))
+        # A synchronize costs time, and ends what the host had prepared ahead.
+        assert 0.3 * waited < events < 1.2 * waited
+    assert "copy" in rank.timed.full and rank.peak_allocated_bytes > 0
+    total = sum(map(sum, rank.timed.exposed.values())) / settings.steps
+    assert total == pytest.approx(np.mean(rank.block_step_s["timed"]), rel=0.05)
