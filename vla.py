@@ -27,12 +27,11 @@ import torch
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 from ray.train.torch import TorchTrainer, get_device
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint import latest_checkpoint, load_progress, require_space, write_json
 from config import CONFIG_NAME, PRESETS, Config, parse_args
 from evaluate import error_table, evaluate_run
+from parallel import spread
 from pi05_loss import PolicyLoss
 from processors import Prepare, make_processors
 from progress import MetricsLog, follow_progress, log_to
@@ -112,18 +111,10 @@ def train(
     enable_gpu_perf_flags(config.train.deterministic)
 
     loss, autocast = build_model(run, device)
+    # Of PI0.5, nothing that trains is ever without a gradient (pi05_loss.choose_trainable).
+    model = spread(loss, "ddp", device, world, config.scaling.find_unused_parameters)
     optimizer = make_optimizer(run, loss)
     progress = restore(run, optimizer)
-    model: nn.Module = loss
-    if world > 1:
-        model = DistributedDataParallel(
-            loss,
-            device_ids=[device] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # constants
-            # Of PI0.5, nothing that trains is ever without a gradient (pi05_loss.choose_trainable).
-            find_unused_parameters=config.scaling.find_unused_parameters,
-        )
     log = None
     if rank == 0:
         log = MetricsLog(

@@ -32,10 +32,10 @@ from torch import Tensor
 
 import vla
 from config import parse_args
-from diagnostics.report import Environment, Options, Record, Report, count, scratch_run, truth
+from diagnostics.report import Environment, Options, Record, Report, count, host_batches, scratch_run, truth
 from run_plan import Run, resolve, with_stats
 from training_data import Dealt
-from util import UNWATCHED, Batch, Clock, NumpyToTorchCollate, TrainableOptimizer, cuda_prefetcher, train_step
+from util import UNWATCHED, Clock, TrainableOptimizer, cuda_prefetcher, train_step
 from worker import build_model, build_optimizer, noise_for, policy_batches
 
 # `sometimes`: without a gradient in some batches. `zero`: a gradient always, and never another than zero.
@@ -115,7 +115,7 @@ def find_unused(run: Run, batches: int) -> UnusedReport:
     loss, autocast = build_model(run, device)
     inspector = _Inspector(**vars(build_optimizer(run, loss)))
     dealt = Dealt(run.config.batch_size, run.block_rows, 0, 1)
-    feed = policy_batches(run, cuda_prefetcher(_host_batches(run, dealt, batches), device))
+    feed = policy_batches(run, cuda_prefetcher(host_batches(run, dealt, batches), device))
     for step in range(batches):
         draws = noise_for(run, step, dealt, device)
         train_step(loss, inspector, feed, step=step, grad_accum=1, draws=draws, autocast=autocast, device=device)
@@ -137,15 +137,6 @@ def find_unused(run: Run, batches: int) -> UnusedReport:
             for n, p in loss.policy.named_parameters()
         ],
     )
-
-
-def _host_batches(run: Run, dealt: Dealt, batches: int) -> Iterator[Batch]:
-    """The first batches of the run's stream, read and prepared by the functions of its read tasks."""
-    data, collate = vla.build_dataset(run), NumpyToTorchCollate(run.use_gpu)
-    source = data.read(stream=(0, run.last_row))
-    for micro in range(batches):
-        for rows in source.read_rows(dealt.rows(micro).tolist(), run.config.batch_size):
-            yield collate(data.prepare(rows))
 
 
 # ---- for people ---------------------------------------------------------------------------------------------------

@@ -21,7 +21,10 @@ import psutil
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+import vla
 from run_plan import Run
+from training_data import Dealt
+from util import Batch, NumpyToTorchCollate
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "ray", "lerobot", "transformers", "numpy", "av", "pyarrow")
@@ -76,6 +79,15 @@ def scratch_run(run: Run) -> Iterator[Run]:
         yield replace(run, config=replace(run.config, output_dir=f"{folder}/run", resume=False))
     finally:
         shutil.rmtree(folder)
+
+
+def host_batches(run: Run, dealt: Dealt, batches: int) -> Iterator[Batch]:
+    """A rank's first batches, read and prepared in this process by the functions of the run's read tasks."""
+    data, collate = vla.build_dataset(run), NumpyToTorchCollate(run.use_gpu)
+    source = data.read(stream=(0, run.last_row))
+    for micro in range(batches):
+        for rows in source.read_rows(dealt.rows(micro).tolist(), run.config.batch_size):
+            yield collate(data.prepare(rows))
 
 
 # ---- results ------------------------------------------------------------------------------------------------------
