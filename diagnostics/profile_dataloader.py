@@ -278,9 +278,10 @@ class _CopyClock(Clock):
     def mark(self, phase: Phase) -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        if phase == "copy":
+        # There are only those of `cuda_prefetcher`: where a copy begins and where it ends.
+        if self._start is None:
             self._start = event
-        elif self._start is not None:
+        else:
             self._events.append((self._start, event))
             self._start = None
 

@@ -33,6 +33,7 @@ import resource
 import sys
 import time
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -293,20 +294,20 @@ class StepClock(Clock):
 
 def _phases(marks: Sequence[_Mark]) -> tuple[dict[Phase, float], dict[Phase, float]]:
     """A step's seconds by phase: exposed and full, see `Times`."""
-    exposed: dict[Phase, float] = {}
-    full: dict[Phase, float] = {}
+    exposed: dict[Phase, float] = defaultdict(float)
+    elsewhere: dict[Phase, float] = defaultdict(float)  # on the host, or on another stream
     for mark, following in zip(marks[:-1], marks[1:], strict=True):
         assert mark.phase is not None
         on_host = following.host_s - mark.host_s
-        adds = on_host
         if mark.event is not None and following.event is not None:
-            adds = 1e-3 * mark.event.elapsed_time(following.event)
-        takes = max(adds, on_host) if mark.phase == "data_wait" else adds
+            exposed[mark.phase] += 1e-3 * mark.event.elapsed_time(following.event)
+        else:
+            exposed[mark.phase] += on_host
         if mark.side is not None and following.side is not None:
-            takes = max(adds, 1e-3 * mark.side.elapsed_time(following.side))
-        exposed[mark.phase] = exposed.get(mark.phase, 0.0) + adds
-        full[mark.phase] = full.get(mark.phase, 0.0) + takes
-    return exposed, full
+            elsewhere[mark.phase] += 1e-3 * mark.side.elapsed_time(following.side)
+        elif mark.phase == "data_wait":
+            elsewhere[mark.phase] += on_host
+    return dict(exposed), {phase: max(seconds, elsewhere[phase]) for phase, seconds in exposed.items()}
 
 
 def profile_loop(loop_config: dict[str, Any]) -> None:

@@ -56,7 +56,9 @@ def two(rank, run, folder):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel")
-    run = in_process.resolved(in_process.make_setting(folder), **{"scaling.num_workers": 2, "steps": 23, "lr": 1e-3, "warmup_frac": 0})
+    run = in_process.resolved(
+        in_process.make_setting(folder), **{"scaling.num_workers": 2, "steps": 23, "lr": 1e-3, "warmup_frac": 0}
+    )
     torch.multiprocessing.spawn(two, args=(run, folder), nprocs=2)
     return run, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

@@ -390,6 +390,35 @@ def test_the_page_shows_every_step(report, tmp_path):
     assert "ms untouched" in "".join(parsed.itertext())
 
 
+class At:
+    """A CUDA event of a known time, in seconds."""
+
+    def __init__(self, at_s):
+        self.at_s = at_s
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.at_s - self.at_s)
+
+
+def test_what_is_hidden_on_a_gpu_is_told_from_what_is_waited_for():
+    """The GPU is busy until 1.4 s, while the host waits for a batch and another stream copies it."""
+    marks = [
+        # phase, when the host was there, when the computing stream was, when the copying stream was
+        ("other", 0.0, 0.0, None),
+        ("data_wait", 0.1, 1.4, None),
+        ("copy", 1.1, 1.4, 1.1),
+        ("copy", 1.1, 1.4, 1.5),
+        ("forward", 1.1, 1.5, None),
+        (None, 1.2, 3.5, None),
+    ]
+    exposed, full = profile_step._phases(
+        [profile_step._Mark(p, host, At(gpu), None if side is None else At(side)) for p, host, gpu, side in marks]
+    )
+    assert exposed == pytest.approx({"other": 1.4, "data_wait": 0.0, "copy": 0.1, "forward": 2.0})
+    assert full == pytest.approx({"other": 1.4, "data_wait": 1.0, "copy": 0.4, "forward": 2.0})
+    assert sum(exposed.values()) == pytest.approx(3.5)
+
+
 @pytest.mark.gpu
 def test_events_agree_with_synchronizing(tmp_path_factory, tmp_path):
     """What events say a phase adds is what a synchronize around it says, where nothing overlaps within it."""
