@@ -6,11 +6,11 @@ SHELL := /bin/sh
 PYTHON := .venv/bin/python
 # Written last, so a set-up that broke off half way has none and is done again.
 STAMP := .venv/.complete
-MYPY_TARGETS := $(wildcard *.py diagnostics benchmarks)
+MYPY_TARGETS := $(wildcard *.py ci/*.py diagnostics benchmarks)
 # Extra arguments for the target's command: make test ARGS="-k lock"
 ARGS ?=
 
-.PHONY: help setup demo test test-faults lint format lock demo-clean
+.PHONY: help setup demo test test-faults lint format lock notebook smoke demo-clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,12 @@ format: $(STAMP) ## what ruff can mend by itself
 lock: $(STAMP) ## compile requirements.lock (ARGS=--upgrade for newer indirect packages)
 	$(PYTHON) -m uv pip compile --quiet --universal --python-version "$$(cat .python-version)" --generate-hashes \
 		--custom-compile-command "make lock" $(ARGS) --output-file requirements.lock requirements.txt
+
+notebook: $(STAMP) ## README.ipynb from top to bottom, a few steps, into outputs/smoke_notebook
+	@PYTHON=$(PYTHON) bash ci/smoke_notebook.sh
+
+smoke: $(STAMP) ## a few steps by `python vla.py` and by `ray job submit`, into outputs/smoke_job
+	@PYTHON=$(PYTHON) bash ci/smoke_job.sh
 
 demo-clean: ## remove what the demo wrote
 	rm -rf outputs/demo .cache/demo

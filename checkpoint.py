@@ -4,11 +4,12 @@ A checkpoint folder::
 
     trainable.safetensors    the parameters that train, by their names in the policy
     optimizer.safetensors    Adam's state, `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`
-    state.json               step, rows trained, the stream they were drawn from, the base policy, checksums
+    state.json               step, rows trained, the stream they were drawn from, the base policy, sizes and checksums
 
-Nothing is pickled. torch is imported where tensors are read or written, because processes of Ray that only look for
-progress should not have to load it. Randomness needs no state: noise, times and row order are functions of (seed,
-step) or of (seed, position). Knows nothing of how a step is computed.
+It appears under its name in one rename, when everything in it has reached the disk. Nothing is pickled. torch is
+imported where tensors are read or written, because processes of Ray that only look for progress should not have to
+load it. Randomness needs no state: noise, times and row order are functions of (seed, step) or of (seed, position).
+Knows nothing of how a step is computed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
-FORMAT = 1
-PREFIX = "step_"
+FORMAT = 2
+PREFIX, DAMAGED, PARTIAL = "step_", "damaged_", ".partial_"
 # Left free on the disk after a checkpoint, for logs and everybody else.
 SPARE_BYTES = 256 * 2**20
 
@@ -42,7 +43,8 @@ class Progress:
     """How far a run is, and what it is a run of.
 
     step: optimizer steps done. rows: stream positions [0, rows) have been trained. stream: `StreamPlan.identity()`.
-    base: the pretrained policy (path, revision, digest of its weights). mode: what trains.
+    base: the pretrained policy (path, revision, digest of its weights). mode: what trains. loss: mean training loss
+    since the checkpoint before; None when no step of it was logged.
     """
 
     step: int
@@ -51,6 +53,7 @@ class Progress:
     base: dict[str, Any]
     mode: str
     global_batch_size: int
+    loss: float | None = None
 
 
 @dataclass
@@ -61,7 +64,7 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint into `folder` (made if absent). `state.json` comes last: without it, it is none.
+    """Write a checkpoint that is at `folder` whole, or not at all: also when the machine stops in the middle.
 
     Raises:
         OSError: the disk is full; says how much was needed. Nothing half-written is left.
@@ -71,48 +74,96 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     tensors = {TRAINABLE: checkpoint.trainable, OPTIMIZER: checkpoint.optimizer}
     needed = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
     require_space(folder.parent, needed, "a checkpoint")
-    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(PARTIAL + folder.name)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     try:
-        digests = {}
+        files = {}
         for name, group in tensors.items():
-            save_file({k: t.detach().cpu().contiguous() for k, t in group.items()}, folder / name)
-            digests[name] = file_digest(folder / name)
-        state = {"format": FORMAT, "sha256": digests, "progress": asdict(checkpoint.progress)}
-        write_json(folder / STATE, state)
-    except (OSError, SafetensorError) as error:
+            save_file({k: t.detach().cpu().contiguous() for k, t in group.items()}, partial / name)
+            files[name] = {"bytes": (partial / name).stat().st_size, "sha256": file_digest(partial / name)}
+        state = {"format": FORMAT, "files": files, "progress": asdict(checkpoint.progress)}
+        write_json(partial / STATE, {**state, "sha256": _digest(state)})
+        for path in (*partial.iterdir(), partial):
+            _to_disk(path)
+        # One of that name is of an attempt that was thought to have failed before it was written.
         shutil.rmtree(folder, ignore_errors=True)
+        os.rename(partial, folder)
+        _to_disk(folder.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
         raise OSError(f"checkpoint not written to {folder} ({needed / 1e9:.2f} GB needed): {error}") from error
 
 
 def load_progress(folder: Path) -> Progress:
-    """Only `state.json`. Raises ValueError when it is missing or damaged."""
+    """Only `state.json`. Raises ValueError when it is missing or damaged, or files are not of the size written."""
     return Progress(**_state(folder)["progress"])
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Read and verify. Raises ValueError naming the file that is missing, damaged or not what was written."""
+    """Read what `set_aside_damaged` or `latest_checkpoint` found. Raises ValueError naming what cannot be read."""
     from safetensors.torch import load_file
 
-    state = _state(folder)
-    _verify(folder, state)
-    return Checkpoint(Progress(**state["progress"]), load_file(folder / TRAINABLE), load_file(folder / OPTIMIZER))
+    progress = load_progress(folder)
+    try:
+        return Checkpoint(progress, load_file(folder / TRAINABLE), load_file(folder / OPTIMIZER))
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"checkpoint {folder}: cannot be read: {error}") from error
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder` that is whole; None when there is none.
-
-    One that is not (a crash while writing, a damaged disk) is reported and the one before is taken.
-    """
-    if not folder.is_dir():
-        return None
-    for path in sorted((p for p in folder.iterdir() if p.name.startswith(PREFIX)), reverse=True):
+    """The newest checkpoint in `folder` whose files are there; None when there is none. Reads no weights."""
+    for path in _newest_first(folder):
         try:
-            state = _state(path)
-            _verify(path, state)
+            _state(path)
             return path
         except ValueError as error:
             logger.warning("%s; taking the one before", error)
     return None
+
+
+def set_aside_damaged(folder: Path) -> Path | None:
+    """The newest checkpoint that is what was written, by its checksums; None when there is none.
+
+    A damaged one (a failing disk, somebody's hand) is reported and renamed to `damaged_...`, so that whoever looks for
+    the newest afterwards finds the same one without reading all its bytes. What a crash left half-written is removed.
+    To be called by one process, while nobody writes.
+    """
+    if folder.is_dir():
+        for path in folder.glob(PARTIAL + "*"):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in _newest_first(folder):
+        try:
+            _verify(path, _state(path))
+            return path
+        except ValueError as error:
+            logger.warning("%s; it is set aside as %s and the one before is taken", error, DAMAGED + path.name)
+            shutil.rmtree(folder / (DAMAGED + path.name), ignore_errors=True)
+            os.rename(path, folder / (DAMAGED + path.name))
+    return None
+
+
+def prune(folder: Path, keep: int, keep_best: int) -> None:
+    """Delete all but the newest `keep` checkpoints and the `keep_best` with the lowest loss.
+
+    What cannot be deleted is reported and stays.
+    """
+    paths = _newest_first(folder)
+    losses = {}
+    for path in paths[keep:]:
+        try:
+            loss = load_progress(path).loss
+        except ValueError:
+            continue  # neither good nor known to be bad: left for a person to look at
+        losses[path] = float("inf") if loss is None or loss != loss else loss
+    for path in sorted(losses, key=lambda path: losses[path])[keep_best:]:
+        # In one rename out of sight: half a checkpoint must not be taken for one.
+        doomed = path.with_name(PARTIAL + path.name)
+        try:
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            logger.warning("old checkpoint %s could not be deleted (%s); training goes on", path, error)
 
 
 def check_resumable(
@@ -168,20 +219,42 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(scratch, path)
 
 
+def _newest_first(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if path.name.startswith(PREFIX)), reverse=True)
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
 def _state(folder: Path) -> dict[str, Any]:
     path = folder / STATE
     try:
         state = json.loads(path.read_text())
         if state["format"] != FORMAT:
             raise ValueError(f"format {state['format']}, this version reads {FORMAT}")
+        if state.pop("sha256") != _digest(state):
+            raise ValueError("its checksum is another")
         Progress(**state["progress"])
-        return state
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"checkpoint {folder}: {STATE} is missing or damaged ({error})") from error
+    for name in (TRAINABLE, OPTIMIZER):
+        if not (folder / name).is_file() or (folder / name).stat().st_size != state["files"][name]["bytes"]:
+            raise ValueError(f"checkpoint {folder}: {name} is missing or truncated")
+    return state
 
 
 def _verify(folder: Path, state: Mapping[str, Any]) -> None:
-    for name in (TRAINABLE, OPTIMIZER):
-        path = folder / name
-        if not path.is_file() or file_digest(path) != state["sha256"].get(name):
-            raise ValueError(f"checkpoint {folder}: {name} is missing, truncated or changed since it was written")
+    for name, written in state["files"].items():
+        if file_digest(folder / name) != written["sha256"]:
+            raise ValueError(f"checkpoint {folder}: {name} has changed since it was written")
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -22,6 +22,14 @@ MissingCameras = Literal["error", "mask"]
 PRECISIONS = ("auto", "fp32", "bf16")
 CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
 
+# Object stores: time for one request with its retries. Long enough to sit out an overload or a restart of the store
+# (half a minute to a minute), short enough that a run whose store is gone says so while somebody is still looking.
+READ_TIMEOUT_S = 120.0
+# The very first request has less: a store that does not answer at all is more often a wrong name than an outage.
+FIRST_ANSWER_TIMEOUT_S = 15.0
+# A few of LeRobot's larger datasets, on the local disk that a cloud machine with a GPU usually has.
+CACHE_SIZE_GB = 100.0
+
 
 @dataclass
 class DatasetOptions:
@@ -29,6 +37,9 @@ class DatasetOptions:
 
     # A LeRobot v3 dataset: a local folder, s3://..., gs://..., or several separated by commas.
     root: str | None = None
+    # Instead of root, datasets and their weights: {"s3://bucket/a": 3, "/data/b": 1}. Each gives every epoch rows in
+    # proportion to its weight, whatever its size; an epoch is as many rows as they hold together (lerobot_plan.py).
+    mixture: dict[str, float] = field(default_factory=dict)
     # A dataset on the Hugging Face Hub; its revision is pinned in the run's config.json.
     repo_id: str | None = None
     revision: str | None = None
@@ -40,8 +51,16 @@ class DatasetOptions:
     camera_keys: list[str] | None = None
     # A camera that the policy has and the dataset lacks: "error", or "mask" (the policy sees a masked image).
     missing_cameras: str = "error"
+    # [height, width] that frames are fitted into where they are decoded, so that fewer bytes travel: what the policy
+    # resizes them to anyway ([224, 224] for PI0.5). As stored when absent.
+    image_size: list[int] | None = None
     # Rows shuffled among themselves (bounded by memory); see lerobot_plan.py.
     shuffle_window: int = 512
+    # Object stores (storage.py): seconds for one request with its retries; a folder on each node's own disk that keeps
+    # what was read, and how much of it (worth it where a node's share of the dataset fits and is read more than once).
+    read_timeout_s: float = READ_TIMEOUT_S
+    cache_dir: str | None = None
+    cache_size_gb: float = CACHE_SIZE_GB
 
 
 @dataclass
@@ -66,8 +85,12 @@ class TrainOptions:
 class ScalingOptions:
     """What the run may use of the cluster."""
 
-    # Training processes, one GPU each where there are GPUs.
+    # Training processes, one GPU each where there are GPUs. `--scaling.num_workers 2,8`: as many as there is room for,
+    # at least 2 and at most 8; a step's rows stay those of 8 workers.
     num_workers: int = 1
+    min_workers: int | None = None
+    # How often to look whether there is room for more workers.
+    resize_interval_s: float = 60.0
     # Absent: as found.
     use_gpu: bool | None = None
     # Ray's name of a GPU type that workers need, e.g. "L4".
@@ -81,8 +104,24 @@ class ScalingOptions:
     cpus_per_worker: float = 1.0
     # CPUs (and decoder threads) of a read task.
     cpus_per_read_task: float = 1.0
-    # Worker groups started anew after failures before the run gives up.
+    # Free disk that every node must have under Ray's temporary directory (logs; objects that overflow memory).
+    free_disk_gb: float = 5.0
+    # Worker groups started anew after failures before the run gives up. Preempted nodes do not count.
     max_failures: int = 3
+    # A training process that has not answered for so long is taken for dead. Longer than any pause that is not a
+    # fault: compiling kernels and loading weights keep it from answering for tens of seconds.
+    worker_timeout_s: float = 300.0
+    # A collective that takes so long ends with an error: a rank is stuck. Longer than the slowest batch or checkpoint
+    # that the other ranks may have to wait for.
+    collective_timeout_s: float = 900.0
+
+
+@dataclass
+class RunOptions:
+    """What a run writes down about itself."""
+
+    # Write which rows each micro-batch held, for `python -m diagnostics.check_rows OUTPUT_DIR`.
+    record_rows: bool = False
 
 
 @dataclass
@@ -92,6 +131,7 @@ class Config:
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     scaling: ScalingOptions = field(default_factory=ScalingOptions)
+    run: RunOptions = field(default_factory=RunOptions)
 
     # A pretrained policy: a folder or a Hub id (--policy.path), or a type to start from random weights (--policy.type).
     policy_path: str | None = None
@@ -117,20 +157,31 @@ class Config:
     warmup_frac: float = 0.033
     final_lr_frac: float = 0.1
     log_freq: int = 50
+    # Checkpoints: every so many steps, and at the first log step so many seconds after the last one. Kept are the
+    # newest, and as many more as asked for of those with the lowest training loss since the one before.
     save_freq: int = 1000
+    save_every_s: float | None = None
     keep_checkpoints: int = 2
-    # {"observation.images.front": "observation.images.base_0_rgb"}: dataset key -> policy key.
+    keep_best: int = 0
+    # {"observation.images.front": "observation.images.base_0_rgb"}: dataset key -> policy key. With several datasets it
+    # may name features of any of them.
     rename_map: dict[str, str] = field(default_factory=dict)
     # How far a video frame may lie from its row's timestamp, in seconds.
     tolerance_s: float = 1e-4
 
     @property
     def roots(self) -> list[str]:
-        return [part for part in (self.dataset.root or "").split(",") if part]
+        return list(self.dataset.mixture) or [part for part in (self.dataset.root or "").split(",") if part]
 
     @property
     def global_batch_size(self) -> int:
         return self.batch_size * self.grad_accum * self.scaling.num_workers
+
+    @property
+    def rows_multiple(self) -> int:
+        """Rows that any number of workers this run may have can share evenly, in whole micro-batches."""
+        most = self.scaling.num_workers
+        return self.batch_size * math.lcm(*range(self.scaling.min_workers or most, most + 1))
 
     def resolve_steps(self, rows_per_epoch: int) -> int:
         """Optimizer steps of the run: `steps`, or `num_epochs` of the data; capped by MAX_TRAIN_STEPS."""
@@ -187,6 +238,7 @@ def parse_args(argv: Sequence[str]) -> Config:
     if "num_epochs" in names:
         defaults.pop("steps", None)
     flags = [*defaults.items(), *given]
+    flags = [pair for name, value in flags for pair in _workers(name, value)]
     policy = {k.removeprefix("policy."): v for k, v in flags if k.startswith("policy.")}
     rest = [f"--{k}={v}" for k, v in flags if not k.startswith("policy.") and k != "config_path"]
     try:
@@ -217,14 +269,21 @@ def validate(config: Config) -> None:
         "num_epochs": config.num_epochs,
         "log_freq": config.log_freq,
         "save_freq": config.save_freq,
+        "save_every_s": config.save_every_s,
         "keep_checkpoints": config.keep_checkpoints,
         "lr": config.lr,
         "tolerance_s": config.tolerance_s,
         "dataset.shuffle_window": d.shuffle_window,
+        "dataset.read_timeout_s": d.read_timeout_s,
+        "dataset.cache_size_gb": d.cache_size_gb,
         "train.clip_norm": t.clip_norm,
         "scaling.num_workers": s.num_workers,
         "scaling.cpus_per_worker": s.cpus_per_worker,
         "scaling.cpus_per_read_task": s.cpus_per_read_task,
+        "scaling.resize_interval_s": s.resize_interval_s,
+        "scaling.worker_timeout_s": s.worker_timeout_s,
+        "scaling.collective_timeout_s": s.collective_timeout_s,
+        "scaling.free_disk_gb": s.free_disk_gb,
     }
     for name, value in positive.items():
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -241,13 +300,20 @@ def validate(config: Config) -> None:
     for name, share in {"warmup_frac": config.warmup_frac, "final_lr_frac": config.final_lr_frac}.items():
         if not 0 <= share <= 1:
             raise ValueError(f"--{name}={share}: must be between 0 and 1")
+    if config.keep_best < 0:
+        raise ValueError(f"--keep_best={config.keep_best}: a number of checkpoints, 0 for none")
     if not 0 <= d.eval_split < 1:
         raise ValueError(f"--dataset.eval_split={d.eval_split}: a share of the episodes, at least 0 and below 1")
+    if d.image_size is not None and (len(d.image_size) != 2 or min(d.image_size) < 1):
+        raise ValueError(f"--dataset.image_size={d.image_size}: expected [height, width] in pixels")
     if d.episodes is not None and len(config.roots) > 1:
         raise ValueError("--dataset.episodes with several roots: whose episodes? Give one root, or leave it out")
-    if d.root and d.repo_id:
-        raise ValueError("--dataset.root and --dataset.repo_id: give one of them")
-    if not demo and not (d.root or d.repo_id):
+    for root, weight in d.mixture.items():
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"--dataset.mixture: the weight of {root} is {weight}; must be positive, or leave it out")
+    if sum(map(bool, (d.root, d.repo_id, d.mixture))) > 1:
+        raise ValueError("--dataset.root, --dataset.repo_id and --dataset.mixture: give one of them")
+    if not demo and not (d.root or d.repo_id or d.mixture):
         raise ValueError("which data? give --dataset.root PATH_OR_URI or --dataset.repo_id ID, or use --preset demo")
     if config.policy_path and config.policy_type:
         raise ValueError("--policy.path and --policy.type: give one of them (the pretrained policy knows its type)")
@@ -261,6 +327,16 @@ def validate(config: Config) -> None:
         raise ValueError(
             f"--output_dir={config.output_dir}: must be a path (on a cluster, a mounted one that all nodes share)"
         )
+    if s.min_workers is not None:
+        if not 0 < s.min_workers <= s.num_workers:
+            raise ValueError(
+                f"--scaling.num_workers {s.min_workers},{s.num_workers}: the least and the most, in that order"
+            )
+        if config.rows_multiple > 2**31:
+            raise ValueError(
+                f"--scaling.num_workers {s.min_workers},{s.num_workers}: too many different numbers of workers to "
+                "share data evenly among any of them; choose a narrower range"
+            )
     if s.use_gpu is False and s.accelerator_type is not None:
         raise ValueError("--scaling.accelerator_type needs GPUs, but --scaling.use_gpu=false")
 
@@ -293,13 +369,21 @@ def _normalise(argv: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
+def _workers(name: str, value: str) -> list[tuple[str, str]]:
+    """`--scaling.num_workers 2,8` to the two options that it is."""
+    if name != "scaling.num_workers":
+        return [(name, value)]
+    least, comma, most = value.rpartition(",")
+    return [("scaling.num_workers", most), ("scaling.min_workers", least if comma else "null")]
+
+
 def flag_names() -> list[str]:
     """All flags but the policy's own."""
     names = []
     for key, value in asdict(Config()).items():
         if key.startswith("policy_"):
             continue
-        if key in ("dataset", "train", "scaling"):
+        if key in ("dataset", "train", "scaling", "run"):
             names += [f"{key}.{inner}" for inner in value]
         else:
             names.append(key)

@@ -236,10 +236,11 @@ def _compute(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray) -> St
     try:
         batches = list(dataset.iter_batches(batch_size=None, batch_format="numpy"))
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ValueError | FileNotFoundError):
+        if isinstance(error.cause, ValueError | OSError):
             raise type(error.cause)(f"dataset {meta.root}: {error.cause}") from None
         raise
-    return aggregate_episode_stats({name: np.concatenate([b[name] for b in batches]) for name in batches[0]})
+    stats = aggregate_episode_stats({name: np.concatenate([b[name] for b in batches]) for name in batches[0]})
+    return {key: stats[feature.key] for key, feature in zip(keys, features, strict=True)}
 
 
 def _to_array(column: pa.ChunkedArray, shape: tuple[int, ...], key: str, path: str) -> np.ndarray:
@@ -271,7 +272,7 @@ def _digest(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray) -> str
         "format": _CACHE_FORMAT,
         "lerobot": lerobot.__version__,
         "root": meta.base,
-        "features": {key: [meta.features[key].dtype, meta.features[key].shape] for key in keys},
+        "features": {key: [f.key, f.dtype, f.shape] for key, f in meta.features.items() if key in keys},
         "data_files": meta.data_files,
         "listing": _listing(meta),
     }

@@ -205,6 +205,7 @@ def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
         episodes=[held_out.tolist() for held_out in run.eval_episodes],
         camera_keys=run.match.camera_keys,
         delta_timestamps=run.match.delta_timestamps,
+        image_size=run.config.dataset.image_size,
         tolerance_s=run.config.tolerance_s,
     )
     batches = list(source.read_rows(evenly_spaced(source.plan.rows_per_epoch, frames).tolist(), EVAL_BATCH))

@@ -1,16 +1,17 @@
 """LeRobot v3 datasets as a Ray Data source: metadata -> plan -> read tasks -> decoded Arrow blocks.
 
 Rows are those of ``LeRobotDataset.__getitem__`` (pyav backend, ``return_uint8=True``), except that camera columns are
-uint8 (H, W, 3), `index` is absolute, and there is one more column, `dataset_index`. A read task is given a few window
-slices of the plan (`lerobot_plan.py`), decodes exactly the frames they name, each video forward, straight into the
-arrays that become Arrow blocks, and emits them as fixed-shape tensors that come out of Ray zero-copy.
+uint8 (H, W, 3), depth maps float32 (H, W, 1), `index` is absolute, and there is one more column, `dataset_index`. A
+read task is given a few window slices of the plan (`lerobot_plan.py`), decodes exactly the frames they name, each video
+forward, straight into the arrays that become Arrow blocks, and emits them as fixed-shape tensors that come out of Ray
+zero-copy.
 
 Knows nothing of torch, policies or training.
 """
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,8 @@ from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
-from lerobot_metadata import DatasetMetadata, Feature, check_files, load_metadata, select_episodes
+from config import DatasetOptions
+from lerobot_metadata import CAMERA_DTYPES, DatasetMetadata, Feature, check_files, load_metadata, select_episodes
 from lerobot_plan import Episodes, StreamPlan, WindowSlice, task_bounds
 from lerobot_rows import (
     IS_PAD,
@@ -32,17 +34,14 @@ from lerobot_rows import (
     Reader,
     ReadOptions,
     column_to_numpy,
-    height_width,
+    frame_of,
     read_slices,
 )
-
-logger = logging.getLogger(__name__)
+from storage import StoragePolicy
 
 # Rows walked through in one go. LeRobot encodes a key frame every other frame, so a jump costs little, but opening a
 # place in a video and its parquet row group is worth some frames.
 SEGMENT_ROWS = 32
-# Rows shuffled among themselves: window / segment = places of the dataset that a window mixes.
-WINDOW_ROWS = 512
 # A read task holds its decoded rows in memory: bound them.
 TASK_BYTES = 192 * 2**20
 BLOCK_BYTES = 32 * 2**20
@@ -58,6 +57,8 @@ class LeRobotDatasource(Datasource):
         episodes: per dataset, which episodes; None for all.
         camera_keys: cameras to decode; None for all.
         delta_timestamps: key -> offsets in seconds, as LeRobot.
+        image_size: (height, width) that cameras are fitted into; None for as stored.
+        weights: of the datasets in a mixture, see `lerobot_plan`; None to read every row once per epoch.
         shuffle_seed: None for stored order.
         shuffle_window: rows shuffled among themselves, at most; fewer when a window would exceed TASK_BYTES.
         stream: (first, last) positions of the run's stream (see `lerobot_plan`); None for one epoch. Rows then also
@@ -76,8 +77,10 @@ class LeRobotDatasource(Datasource):
         episodes: Sequence[Sequence[int] | None] | None = None,
         camera_keys: Sequence[str] | None = None,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
+        image_size: Sequence[int] | None = None,
+        weights: Sequence[float] | None = None,
         shuffle_seed: int | None = None,
-        shuffle_window: int = WINDOW_ROWS,
+        shuffle_window: int = DatasetOptions.shuffle_window,
         stream: tuple[int, int] | None = None,
         rows_multiple: int = 1,
         block_rows: int | None = None,
@@ -92,7 +95,8 @@ class LeRobotDatasource(Datasource):
         selected = [
             select_episodes(meta, None if episodes is None else episodes[i]) for i, meta in enumerate(self.metas)
         ]
-        features = _common_features(self.metas, camera_keys)
+        self._image_size = _checked_size(image_size)
+        features = _common_features(self.metas, camera_keys, self._image_size)
         if delta_timestamps and len({meta.fps for meta in self.metas}) > 1:
             raise ValueError(
                 f"datasets of different frame rates cannot be read together in windows: "
@@ -118,6 +122,7 @@ class LeRobotDatasource(Datasource):
             seed=shuffle_seed,
             segment_rows=SEGMENT_ROWS if shuffle_seed is not None else max(window, SEGMENT_ROWS),
             window_rows=window,
+            weights=weights,
         )
         self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
         self.block_rows = block_rows or max(1, min(window, BLOCK_BYTES // row_bytes))
@@ -148,16 +153,27 @@ class LeRobotDatasource(Datasource):
         return tuple(name for name in names if name in wanted) or ("dataset_index",)
 
     def row_bytes(self) -> int:
-        """Bytes of one row in the object store, cameras at full size."""
+        """Bytes of one row in the object store."""
         total = 0
         for key in self.columns():
             feature = self._features.get(key)
             if feature is None:
                 total += 16
                 continue
-            count = int(np.prod(feature.shape)) * len(self._delta_indices.get(key, (0,)))
-            total += count * (1 if feature.dtype in ("video", "image") else 4)
+            if feature.dtype in CAMERA_DTYPES:
+                shape, dtype = frame_of(feature, self._image_size)
+                size = math.prod(shape) * dtype.itemsize
+            else:
+                size = math.prod(feature.shape) * 4
+            total += size * len(self._delta_indices.get(key, (0,)))
         return max(total, 1)
+
+    def row_frames(self) -> int:
+        """Camera frames in one row."""
+        cameras = [key for key in self.columns() if key in self._features]
+        return sum(
+            len(self._delta_indices.get(key, (0,))) for key in cameras if self._features[key].dtype in CAMERA_DTYPES
+        )
 
     def estimate_inmemory_data_size(self) -> int:
         return self.row_bytes() * (self._stream[1] - self._stream[0])
@@ -174,8 +190,9 @@ class LeRobotDatasource(Datasource):
                 row[key] = (
                     np.array(["a"], object) if key not in ("dataset_index", "position") else np.zeros(1, np.int64)
                 )
-            elif feature.dtype in ("video", "image"):
-                row[key] = np.zeros((1, *window, *height_width(feature), 3), np.uint8)
+            elif feature.dtype in CAMERA_DTYPES:
+                shape, dtype = frame_of(feature, self._image_size)
+                row[key] = np.zeros((1, *window, *shape), dtype)
             else:
                 kind = np.dtype(feature.dtype)
                 kind = np.dtype(np.float32 if kind.kind == "f" else bool if kind.kind == "b" else np.int64)
@@ -202,7 +219,7 @@ class LeRobotDatasource(Datasource):
         else:
             bounds = task_bounds(first, last, self._task_rows, self.block_rows)
         options = self._options(self.block_rows)
-        shared = ray.put([Reader.of(meta) for meta in self.metas])
+        shared = ray.put([Reader.of(meta, self.columns()) for meta in self.metas])
         row_bytes, limit = self.row_bytes(), per_task_row_limit
         tasks = []
         for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
@@ -214,7 +231,7 @@ class LeRobotDatasource(Datasource):
 
     def read_rows(self, positions: Sequence[int], batch_size: int) -> Iterator[dict[str, np.ndarray]]:
         """Rows at chosen stream positions, decoded in this process, as numpy batches. Ray is not needed."""
-        readers = [Reader.of(meta) for meta in self.metas]
+        readers = [Reader.of(meta, self.columns()) for meta in self.metas]
         for first in range(0, len(positions), batch_size):
             slices = [s for p in positions[first : first + batch_size] for s in self.plan.slices(int(p), int(p) + 1)]
             options = self._options(block_rows=batch_size)
@@ -228,6 +245,7 @@ class LeRobotDatasource(Datasource):
             tolerance_s=self._tolerance_s,
             block_rows=block_rows,
             threads=max(1, round(self.num_cpus)),
+            image_size=self._image_size,
         )
 
     def _parts(self, window: WindowSlice) -> list[Part]:
@@ -299,7 +317,22 @@ def resolve_delta_indices(
     return indices
 
 
-def _common_features(metas: Sequence[DatasetMetadata], camera_keys: Sequence[str] | None) -> dict[str, Feature]:
+def _checked_size(image_size: Sequence[int] | None) -> tuple[int, int] | None:
+    if image_size is None:
+        return None
+    if len(image_size) != 2 or any(int(n) != n or n < 1 for n in image_size):
+        raise ValueError(f"image_size is {list(image_size)}, expected (height, width) in pixels")
+    return int(image_size[0]), int(image_size[1])
+
+
+def _array_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[Any, Any]:
+    """What columns of several datasets must agree in to be one."""
+    return frame_of(feature, image_size) if feature.dtype in CAMERA_DTYPES else (feature.shape, feature.dtype)
+
+
+def _common_features(
+    metas: Sequence[DatasetMetadata], camera_keys: Sequence[str] | None, image_size: tuple[int, int] | None
+) -> dict[str, Feature]:
     """Features of a row: the chosen cameras and everything else; all datasets must agree on them."""
     if camera_keys is not None:
         for meta in metas:
@@ -313,67 +346,73 @@ def _common_features(metas: Sequence[DatasetMetadata], camera_keys: Sequence[str
             is_camera = key in meta.camera_keys
             if is_camera and camera_keys is not None and key not in camera_keys:
                 continue
-            if is_camera and feature.is_depth:
-                if camera_keys is not None:
-                    raise ValueError(f"{meta.root}: camera {key!r} is a depth map, which is not supported yet")
-                logger.warning("%s: leaving out %r: depth maps are not supported yet", meta.root, key)
-                continue
             kept[key] = feature
         if not chosen:
             chosen = kept
         differing = sorted(
             k
             for k in chosen.keys() | kept.keys()
-            if k not in chosen or k not in kept or (chosen[k].dtype, chosen[k].shape) != (kept[k].dtype, kept[k].shape)
+            if k not in chosen or k not in kept or _array_of(chosen[k], image_size) != _array_of(kept[k], image_size)
         )
         if differing:
             raise ValueError(
                 f"{meta.root} and {metas[0].root} cannot be read together: they differ in {differing}; "
-                "choose the cameras they share with camera_keys, or convert one of them"
+                "choose the cameras they share with camera_keys, bring cameras to one size with image_size, or convert "
+                "one of them"
             )
     return chosen
 
 
 def read_lerobot(
-    root: str | Path | Sequence[str | Path],
+    root: str | Path | Sequence[str | Path] | Mapping[str, float],
     *,
     episodes: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
     camera_keys: Sequence[str] | None = None,
     delta_timestamps: Mapping[str, Sequence[float]] | None = None,
+    image_size: Sequence[int] | None = None,
     shuffle_seed: int | None = None,
-    shuffle_window: int = WINDOW_ROWS,
+    shuffle_window: int = DatasetOptions.shuffle_window,
     tolerance_s: float = 1e-4,
     storage_options: dict[str, Any] | None = None,
+    storage_policy: StoragePolicy | None = None,
     override_num_blocks: int | None = None,
     num_cpus: float = 1,
 ) -> Dataset:
     """Read LeRobot v3 datasets as a Ray Dataset of frames.
 
     Args:
-        root: a path or URI (`s3://`, `gs://`, anything fsspec opens), or a list of them.
+        root: a path or URI (`s3://`, `gs://`, anything fsspec opens), a list of them, or a mixture, `{root: weight}`.
+            A mixture needs a `shuffle_seed` and gives as many rows as its datasets hold together, of each a number in
+            proportion to its weight, spread evenly: of a dataset with more than its natural share, all rows and some of
+            them again; of one with less, a part (training's further epochs go on with the rest: `--dataset.mixture`).
         episodes: which episodes; with several roots, `{root: episodes}`. None for all.
         camera_keys: decode only these cameras; None for all.
         delta_timestamps: offsets in seconds per key, e.g. ``{"action": [0.0, 1 / 30, 2 / 30]}``; the key's column then
             has a leading time axis, and `<key>_is_pad` marks offsets outside the episode, where the edge repeats.
+        image_size: (height, width) that frames are fitted into right after decoding, proportions kept, black around, as
+            PI0.5 does with its 224x224, within one level of uint8 (`lerobot_decode.resize_with_pad`). What enters the
+            object store is then 1.5 times less for cameras of 240x320, 6.1 times for 480x640. None: as stored.
         shuffle_seed: None for stored order; otherwise rows are shuffled (see `lerobot_plan`), the same way for the
             same seed.
         shuffle_window: rows shuffled among themselves.
         tolerance_s: how far a video frame may lie from its row's timestamp, in seconds.
         storage_options: for fsspec (endpoint, credentials); the environment is used when None.
+        storage_policy: for object stores: how long a request may take, and a local cache (`storage.StoragePolicy`).
         override_num_blocks: number of read tasks; chosen by memory when None.
         num_cpus: CPUs that a read task holds; it decodes with as many threads.
 
     Returns:
-        One row per frame. Cameras: uint8 (H, W, 3), or (T, H, W, 3) when windowed. Numbers: float32 or int64, shaped as
-        in `meta/info.json` (shape (1,) is a scalar). `task`: the instruction. `index`: the row's place in its dataset;
-        `(dataset_index, index)` is unique. Depth maps are left out, with a warning.
+        One row per frame. Cameras: uint8 (H, W, 3), or (T, H, W, 3) when windowed. Depth maps: float32 (H, W, 1),
+        millimetres, at their stored size. Numbers: float32 or int64, shaped as in `meta/info.json` (shape (1,) is a
+        scalar). LeRobot's language columns: JSON text of their lists. `task`: the instruction. `index`: the row's place
+        in its dataset; `(dataset_index, index)` names a frame.
 
     Raises:
         ValueError, FileNotFoundError: here, for what the metadata and a listing of the files can tell; in the read
             task, naming file, episode and time, for damaged files or videos that disagree with the metadata.
     """
-    roots = [root] if isinstance(root, str | Path) else list(root)
-    metas = [load_metadata(r, storage_options=storage_options) for r in roots]
+    roots: list[str | Path] = [root] if isinstance(root, str | Path) else list(root)
+    metas = [load_metadata(r, storage_options=storage_options, storage_policy=storage_policy) for r in roots]
     per_root: list[Sequence[int] | None]
     if isinstance(episodes, Mapping):
         unknown = sorted(set(map(str, episodes)) - set(map(str, roots)))
@@ -390,6 +429,8 @@ def read_lerobot(
         episodes=per_root if episodes is not None else None,
         camera_keys=camera_keys,
         delta_timestamps=delta_timestamps,
+        image_size=image_size,
+        weights=list(root.values()) if isinstance(root, Mapping) else None,
         shuffle_seed=shuffle_seed,
         shuffle_window=shuffle_window,
         num_tasks=override_num_blocks,

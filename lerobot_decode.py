@@ -1,13 +1,14 @@
-"""Pixels: video frames and encoded images into caller-owned uint8 arrays. Knows PyAV and PIL, not Ray or torch."""
+"""Pixels: video frames and encoded images into caller-owned arrays. Knows PyAV, PIL and OpenCV, not Ray or torch."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 import av
+import cv2
 import numpy as np
 from av.video.reformatter import VideoReformatter
 from PIL import Image
@@ -26,15 +27,26 @@ class VideoReader:
         fps: frames per second of the dataset.
         tolerance_s: how far a frame may lie from its row's timestamp, as in LeRobot.
         threads: codec threads, one per CPU that the task holds.
+        depth_mm: of a depth map, `depth_table`; None for RGB.
     """
 
     def __init__(
-        self, source: Any, *, name: str, height: int, width: int, fps: float, tolerance_s: float, threads: int
+        self,
+        source: Any,
+        *,
+        name: str,
+        height: int,
+        width: int,
+        fps: float,
+        tolerance_s: float,
+        threads: int,
+        depth_mm: np.ndarray | None = None,
     ):
         self.name = name
         self.shape = (height, width)
         self._fps = fps
         self._tolerance_s = tolerance_s
+        self._depth_mm = depth_mm
         try:
             self._container = av.open(source)
             self._stream = self._container.streams.video[0]
@@ -57,17 +69,17 @@ class VideoReader:
         self._container.close()
 
     def read(self, timestamps_s: np.ndarray, sink: Callable[[int, np.ndarray], None]) -> None:
-        """Decode the frames at `timestamps_s` (float64, ascending, (n,)) and hand each to `sink(i, rgb)`.
+        """Decode the frames at `timestamps_s` (float64, ascending, (n,)) and hand each to `sink(i, pixels)`.
 
-        `rgb` is uint8 (H, W, 3), a view that is valid only during the call. Pixels are those of LeRobot's pyav
-        backend.
+        `pixels` are uint8 (H, W, 3), or float32 (H, W, 1) of a depth map, and valid only during the call. They are
+        those of LeRobot's pyav backend.
 
         Raises:
             ValueError: a frame is missing or farther than the tolerance from its timestamp; names the file and time.
         """
         try:
             for i, wanted_s in enumerate(timestamps_s):
-                sink(i, self._rgb(self._frame_at(float(wanted_s))))
+                sink(i, self._pixels(self._frame_at(float(wanted_s))))
         except av.FFmpegError as error:
             raise ValueError(
                 f"{self.name}: decoding failed near {self._now_s:.3f} s ({error}); the file is damaged or truncated: "
@@ -109,8 +121,12 @@ class VideoReader:
                 return float(frame.pts * self._stream.time_base), frame
         return None
 
-    def _rgb(self, frame: av.VideoFrame) -> np.ndarray:
+    def _pixels(self, frame: av.VideoFrame) -> np.ndarray:
         self._check_size(frame.height, frame.width)
+        if self._depth_mm is not None:
+            plane = self._reformatter.reformat(frame, format="gray12le").planes[0]
+            codes = np.frombuffer(plane, "<u2").reshape(frame.height, plane.line_size // 2)[:, : frame.width, None]
+            return self._depth_mm.take(codes, mode="clip")
         plane = self._reformatter.reformat(frame, format="rgb24").planes[0]
         rows = np.frombuffer(plane, np.uint8).reshape(frame.height, plane.line_size)
         return rows[:, : frame.width * 3].reshape(frame.height, frame.width, 3)
@@ -123,12 +139,60 @@ class VideoReader:
             )
 
 
+def depth_table(info: Mapping[str, Any], *, name: str) -> np.ndarray:
+    """What the 12-bit codes of a depth video stand for: float32 (4096,), millimetres, by LeRobot's own function.
+
+    Runs on the driver (it imports LeRobot). `info` is the feature's in meta/info.json.
+
+    Raises:
+        ValueError: the range of depths in `info` makes no sense.
+    """
+    import torch
+    from lerobot.configs.video import DepthEncoderConfig
+    from lerobot.datasets.depth_utils import dequantize_depth
+
+    codes = torch.arange(4096).reshape(1, 64, 64)
+    try:
+        config = DepthEncoderConfig.from_video_info(dict(info))
+        scale = {key: getattr(config, key) for key in ("depth_min", "depth_max", "shift", "use_log")}
+        table = np.asarray(dequantize_depth(codes, **scale)).ravel()
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ValueError(
+            f"{name}: the depths that info states make no sense ({error}); repair meta/info.json"
+        ) from error
+    if not np.isfinite(table).all():
+        raise ValueError(f"{name}: the depths that info states are not finite: {scale}; repair meta/info.json")
+    return table
+
+
+def decode_depth_image(data: bytes | None, unit: str | None, *, name: str, height: int, width: int) -> np.ndarray:
+    """One encoded depth map (TIFF, PNG of 16 bits) to float32 (H, W, 1), as LeRobot's, which gives millimetres.
+
+    `unit` is what the dataset says its maps are in, "m" or "mm"; None leaves the values as they are.
+
+    Raises:
+        ValueError: as `decode_image`; values that are neither uint16 nor float32.
+    """
+    depth = _open_image(data, name, height, width)
+    if depth.dtype.kind + str(depth.dtype.itemsize) not in ("u2", "f4") or depth.shape != (height, width):
+        raise ValueError(f"{name}: expected a depth map of uint16 or float32, found {depth.dtype} {depth.shape}")
+    depth = depth.astype(np.float32)[..., None]
+    return depth * np.float32(1000) if unit == "m" else depth
+
+
 def decode_image(data: bytes | None, *, name: str, height: int, width: int) -> np.ndarray:
     """One encoded image (PNG, JPEG, ...) to uint8 (H, W, 3). Same pixels as LeRobot's image columns x 255.
 
     Raises:
         ValueError: missing or damaged bytes, or another size than (height, width).
     """
+    pixels = _open_image(data, name, height, width)
+    if pixels.dtype != np.uint8 or pixels.shape != (height, width, 3):
+        raise ValueError(f"{name}: expected 8-bit RGB, found {pixels.dtype} {pixels.shape}")
+    return pixels
+
+
+def _open_image(data: bytes | None, name: str, height: int, width: int) -> np.ndarray:
     if data is None:
         raise ValueError(
             f"{name}: the image is not embedded in the parquet file; save the dataset with embedded images"
@@ -137,9 +201,24 @@ def decode_image(data: bytes | None, *, name: str, height: int, width: int) -> n
         image = Image.open(io.BytesIO(data))
         if image.size != (width, height):
             raise ValueError(f"{name}: image is {image.size[1]}x{image.size[0]}, the metadata says {height}x{width}")
-        pixels = np.asarray(image)
+        return np.asarray(image)
     except (OSError, SyntaxError) as error:
         raise ValueError(f"{name}: damaged image ({error})") from error
-    if pixels.dtype != np.uint8 or pixels.shape != (height, width, 3):
-        raise ValueError(f"{name}: expected 8-bit RGB, found {pixels.dtype} {pixels.shape}")
-    return pixels
+
+
+def resize_with_pad(rgb: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Fit uint8 (H, W, 3) into (height, width, 3): proportions kept, centred, black around, as PI0.5 does.
+
+    Bilinear without antialiasing, as LeRobot's `resize_with_pad_torch` on float images: every value is within one
+    level (1/255) of its, a fifth of a level on average, most of which is the rounding to uint8.
+    """
+    ratio = max(rgb.shape[1] / width, rgb.shape[0] / height)
+    inner = int(rgb.shape[0] / ratio), int(rgb.shape[1] / ratio)
+    if not all(inner):
+        raise ValueError(f"a frame of {rgb.shape[0]}x{rgb.shape[1]} pixels vanishes in {height}x{width}")
+    top, left = (height - inner[0]) // 2, (width - inner[1]) // 2
+    canvas = np.zeros((height, width, 3), np.uint8)
+    canvas[top : top + inner[0], left : left + inner[1]] = cv2.resize(
+        rgb, (inner[1], inner[0]), interpolation=cv2.INTER_LINEAR
+    )
+    return canvas

@@ -14,8 +14,8 @@ import math
 import os
 import re
 import string
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from fsspec.implementations.local import LocalFileSystem
 
+from config import FIRST_ANSWER_TIMEOUT_S
 from hub import download_snapshot, resolve_commit
 from safe_parquet import open_parquet
+from storage import RemoteFileSystem, StorageError, StoragePolicy, connect, naming_file
 
 INFO_PATH = "meta/info.json"
 STATS_PATH = "meta/stats.json"
@@ -57,6 +59,7 @@ class Feature:
     """One column of a frame row, as `meta/info.json` declares it.
 
     Attributes:
+        key: what the dataset's files call it; a row may call it otherwise (`rename_features`).
         dtype: one of `DTYPES`.
         shape: of one frame's value; `(1,)` is a scalar. Cameras: in the order of `names`.
         names: of the dimensions (vectors: of the entries), or None.
@@ -136,7 +139,9 @@ class DatasetMetadata:
         return [key for key, feature in self.features.items() if feature.dtype in CAMERA_DTYPES]
 
 
-def load_metadata(root: str | Path, *, storage_options: dict | None = None) -> DatasetMetadata:
+def load_metadata(
+    root: str | Path, *, storage_options: dict | None = None, storage_policy: StoragePolicy | None = None
+) -> DatasetMetadata:
     """Read and check the metadata of the LeRobot v3 dataset at `root`. Runs on the driver.
 
     Reads `meta/` only; `check_files` tells whether the files it names are there.
@@ -144,13 +149,14 @@ def load_metadata(root: str | Path, *, storage_options: dict | None = None) -> D
     Args:
         root: a local folder, or a URL that fsspec knows (`s3://`, `gs://`, `memory://`, …).
         storage_options: passed to fsspec's file system.
+        storage_policy: how long requests to an object store may take, and whether blocks of files are cached.
     Raises:
         FileNotFoundError: no such place, not a LeRobot dataset, or a file of `meta/` is missing.
         ValueError: another version than v3.0 (with the conversion command), or a file of `meta/` that is
             corrupt, contradicts another, or points outside the root.
         OSError: the place cannot be read (credentials, permissions, network).
     """
-    fs, base, root = _open_root(root, storage_options)
+    fs, base, root = _open_root(root, storage_options, storage_policy or StoragePolicy())
     with _naming_dataset(root):
         info = _read_json(fs, base, INFO_PATH)
         version = _check_version(info, root)
@@ -201,6 +207,30 @@ def load_metadata(root: str | Path, *, storage_options: dict | None = None) -> D
         video_files=video_files,
         episode_video_file=video_file,
         episode_video_start_s=video_start_s,
+    )
+
+
+def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
+    """The dataset with the features `{key: name}` under other names; its files are read as before.
+
+    Raises:
+        ValueError: two features would have the same name.
+    """
+
+    def renamed[T](values: Mapping[str, T]) -> dict[str, T]:
+        return {names.get(key, key): value for key, value in values.items()}
+
+    for name in names.values():
+        same = [key for key in meta.features if names.get(key, key) == name]
+        if len(same) > 1:
+            raise ValueError(f"dataset {meta.root}: {same} would all be called {name!r}")
+    return replace(
+        meta,
+        features=renamed(meta.features),
+        stats=renamed(meta.stats),
+        video_files=renamed(meta.video_files),
+        episode_video_file=renamed(meta.episode_video_file),
+        episode_video_start_s=renamed(meta.episode_video_start_s),
     )
 
 
@@ -305,13 +335,16 @@ def fetch_dataset(
 # --- opening the root, errors -------------------------------------------------------------------------------
 
 
-def _open_root(root: str | Path, storage_options: dict | None) -> tuple[fsspec.AbstractFileSystem, str, str]:
+def _open_root(
+    root: str | Path, storage_options: dict | None, policy: StoragePolicy
+) -> tuple[fsspec.AbstractFileSystem, str, str]:
     root = str(root).rstrip("/") or "/"
     try:
-        fs, base = fsspec.core.url_to_fs(root, **(storage_options or {}))
+        found, base = connect(root, policy, storage_options)
     except (ImportError, ValueError) as error:
         raise ValueError(f"dataset {root}: {error}; expected a local folder, s3://, gs:// or memory://") from error
     base = base.rstrip("/")
+    fs = found.within(FIRST_ANSWER_TIMEOUT_S) if isinstance(found, RemoteFileSystem) else found
     try:
         if not fs.exists(f"{base}/{INFO_PATH}"):
             if not fs.exists(base):
@@ -319,24 +352,22 @@ def _open_root(root: str | Path, storage_options: dict | None) -> tuple[fsspec.A
                 raise FileNotFoundError(f"dataset {root}: no such folder; check the {where}")
             if not fs.isdir(base):
                 raise FileNotFoundError(f"dataset {root}: is a file; give the folder that holds meta/, data/, …")
-            found = sorted(str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(base, detail=False))
+            names = sorted(str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(base, detail=False))
             raise FileNotFoundError(
-                f"dataset {root}: not a LeRobot dataset: {INFO_PATH} is missing (found {_shorten(found)}); "
+                f"dataset {root}: not a LeRobot dataset: {INFO_PATH} is missing (found {_shorten(names)}); "
                 "give the folder that holds meta/, data/ and videos/"
             )
     except FileNotFoundError:
         raise
-    except Exception as error:  # each store has its own exceptions for credentials and connections
+    except OSError as error:
         raise _unreachable(root, error) from error
-    return fs, base, root
+    return found, base, root
 
 
-def _unreachable(root: str, error: Exception) -> OSError:
-    kind = PermissionError if isinstance(error, PermissionError) else OSError
-    return kind(
-        f"dataset {root}: cannot be read: {type(error).__name__}: {error}; check credentials, permissions "
-        "and endpoint (environment variables of the object store)"
-    )
+def _unreachable(root: str, error: OSError) -> OSError:
+    if isinstance(error, StorageError):
+        return StorageError(f"dataset {root}: {error}")
+    return type(error)(f"dataset {root}: cannot be read: {type(error).__name__}: {error}; check its permissions")
 
 
 @contextlib.contextmanager
@@ -360,7 +391,8 @@ def _shorten(items: Sequence[Any], limit: int = 10) -> str:
 def _read_json(fs: fsspec.AbstractFileSystem, base: str, path: str) -> dict[str, Any]:
     _check_inside(fs, base, [path])
     try:
-        value = json.loads(fs.cat_file(f"{base}/{path}"))
+        with naming_file(path):
+            value = json.loads(fs.cat_file(f"{base}/{path}"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing") from None
     except (ValueError, RecursionError) as error:
@@ -511,7 +543,9 @@ def _read_episodes(fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any
     wanted = [*index_columns, *start_columns, "tasks"]
 
     pattern = re.compile(re.escape(f"{base}/{EPISODES_DIR}/") + r"[^/]+/[^/]+\.parquet")
-    found = sorted(path for path in fs.find(f"{base}/{EPISODES_DIR}") if pattern.fullmatch(path))
+    # Of local folders no more than the two levels there are: links may lead round and round. Stores have no folders.
+    depth = {"maxdepth": 2} if isinstance(fs, LocalFileSystem) else {}
+    found = sorted(path for path in fs.find(f"{base}/{EPISODES_DIR}", **depth) if pattern.fullmatch(path))
     paths = [path[len(base) + 1 :] for path in found]
     if not paths:
         raise FileNotFoundError(f"{EPISODES_DIR}/chunk-*/file-*.parquet is missing; copy the dataset again")
@@ -751,6 +785,6 @@ def _list_sizes(meta: DatasetMetadata, folder: str) -> dict[str, int]:
         found = meta.fs.find(path, maxdepth=1, detail=True)
     except FileNotFoundError:
         return {}
-    except Exception as error:  # each store has its own exceptions for credentials and connections
+    except OSError as error:
         raise _unreachable(meta.root, error) from error
     return {name.rpartition("/")[2]: int(entry.get("size") or 0) for name, entry in found.items()}

@@ -6,8 +6,8 @@ output. Knows nothing of Ray's plans, shuffling or training.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,11 @@ import numpy as np
 import pyarrow as pa
 from ray.data.extensions import ArrowTensorArray
 
-from lerobot_decode import VideoReader, decode_image
+from lerobot_decode import VideoReader, decode_depth_image, decode_image, depth_table, resize_with_pad
 from lerobot_metadata import DatasetMetadata, Feature
 from lerobot_plan import WindowSlice
 from safe_parquet import open_parquet
+from storage import naming_file
 
 IS_PAD = "_is_pad"
 BOOKKEEPING = ("index", "episode_index", "frame_index", "timestamp", "task_index")
@@ -47,10 +48,17 @@ class Reader:
     fps: int
     features: dict[str, Feature]
     tasks: dict[int, str]
+    depth_mm: dict[str, np.ndarray]  # of depth videos: millimetres by code
 
     @classmethod
-    def of(cls, meta: DatasetMetadata) -> Reader:
-        return cls(meta.root, meta.fs, meta.base, meta.fps, meta.features, meta.tasks)
+    def of(cls, meta: DatasetMetadata, columns: Collection[str] | None = None) -> Reader:
+        """`columns`: those that will be read; None for all."""
+        depth_mm = {
+            key: depth_table(feature.info, name=f"{meta.root}: camera {key}")
+            for key, feature in meta.features.items()
+            if feature.is_depth and feature.dtype == "video" and (columns is None or key in columns)
+        }
+        return cls(meta.root, meta.fs, meta.base, meta.fps, meta.features, meta.tasks, depth_mm)
 
     def path(self, relative: str) -> str:
         return f"{self.base}/{relative}"
@@ -61,7 +69,7 @@ class Reader:
         if "file" in self.fs.protocol:
             return path
         try:
-            return self.fs.open(path, "rb", block_size=4 * 2**20)
+            return self.fs.open(path, "rb")
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.root}: {relative} is missing; copy it again") from error
 
@@ -75,6 +83,7 @@ class ReadOptions:
     tolerance_s: float
     block_rows: int
     threads: int
+    image_size: tuple[int, int] | None = None  # (height, width) that frames are fitted into; None: as stored
 
 
 @dataclass
@@ -161,7 +170,7 @@ def _read_tabular(
     for (dataset_index, file), members in by_file.items():
         reader = readers[dataset_index]
         stored = [k for k in options.columns if k in reader.features and reader.features[k].dtype != "video"]
-        read_keys = list(dict.fromkeys([*BOOKKEEPING, *stored]))
+        read_keys = list(dict.fromkeys([*BOOKKEEPING, *(reader.features[key].key for key in stored)]))
         table = _read_rows(reader, file, members, read_keys)
         bookkeeping = {k: _numeric(table.column(k), (1,), f"{reader.root}: {file}: column {k}") for k in BOOKKEEPING}
         rows = [np.arange(e.table_row + e.first, e.table_row + e.last) for e in members]
@@ -171,11 +180,11 @@ def _read_tabular(
             e.timestamps = bookkeeping["timestamp"][row].astype(np.float64)
         for key in stored:
             feature = reader.features[key]
-            where = f"{reader.root}: {file}: column {key}"
+            where = f"{reader.root}: {file}: column {feature.key}"
             if feature.dtype == "image":
-                _fill_images(table.column(key), feature, members, total, options, columns, where)
+                _fill_images(table.column(feature.key), key, feature, members, total, options, columns, where)
                 continue
-            values = _values(table.column(key), feature, where)
+            values = _values(table.column(feature.key), feature, where)
             for e in members:
                 _fill(columns, key, values, e, total, options)
         names = reader.tasks
@@ -198,7 +207,7 @@ def _read_tabular(
 def _read_rows(reader: Reader, file: str, members: list[_Episode], keys: list[str]) -> pa.Table:
     """The row groups that hold the members' rows, as one table; sets each member's `table_row`."""
     name = f"{reader.root}: {file}"
-    with _naming_store_errors(name), open_parquet(reader.fs, reader.path(file), name=name) as parquet:
+    with open_parquet(reader.fs, reader.path(file), name=name) as parquet:
         missing = [k for k in keys if k not in parquet.schema_arrow.names]
         if missing:
             raise ValueError(f"{reader.root}: {file}: columns {missing} are missing; meta/info.json promises them")
@@ -306,8 +315,10 @@ def _fill(
 ) -> None:
     """Scatter an episode's rows of one column to their places in the output."""
     if isinstance(values, pa.ChunkedArray):
-        picked = np.empty(len(e.frame), object)
-        picked[:] = values.take(pa.array(e.table_row + e.frame)).to_pylist()
+        picked = values.take(pa.array(e.table_row + e.frame)).to_pylist()
+        if not pa.types.is_string(values.type):
+            # Language columns: the types of LeRobot's lists of structs differ from file to file, as their content does.
+            picked = [json.dumps(value) for value in picked]
         _out(columns, key, total, (), np.dtype(object))[e.position] = picked
         return
     if key in options.delta_indices:
@@ -320,6 +331,7 @@ def _fill(
 
 def _fill_images(
     column: pa.ChunkedArray,
+    key: str,
     feature: Feature,
     members: list[_Episode],
     total: int,
@@ -328,14 +340,18 @@ def _fill_images(
     where: str,
 ) -> None:
     height, width = height_width(feature)
+    unit = feature.info.get("depth_unit")
     for e in members:
-        frames, target, out = _camera_targets(feature, e, total, options, columns)
+        frames, target, out = _camera_targets(key, feature, e, total, options, columns)
         bytes_ = column.take(pa.array(e.table_row + frames)).combine_chunks().field("bytes")
         for i, frame in enumerate(frames):
             name = f"{where}: episode {e.part.episode_index} frame {frame}"
-            pixels = decode_image(bytes_[i].as_py(), name=name, height=height, width=width)
-            for at in target[i]:
-                out[at] = pixels
+            data = bytes_[i].as_py()
+            if feature.is_depth:
+                pixels = decode_depth_image(data, unit, name=name, height=height, width=width)
+            else:
+                pixels = decode_image(data, name=name, height=height, width=width)
+            _place(pixels, target[i], out)
 
 
 def _read_video(
@@ -350,7 +366,7 @@ def _read_video(
     for file, members in by_file.items():
         name = f"{reader.root}: {file} (camera {key}, episodes {[e.part.episode_index for e in members]})"
         with (
-            _naming_store_errors(name),
+            naming_file(name),
             VideoReader(
                 reader.open_video(file),
                 name=name,
@@ -359,50 +375,42 @@ def _read_video(
                 fps=reader.fps,
                 tolerance_s=options.tolerance_s,
                 threads=options.threads,
+                depth_mm=reader.depth_mm.get(key),
             ) as video,
         ):
             for e in members:
                 video.name = f"{reader.root}: {file} (camera {key}, episode {e.part.episode_index})"
-                frames, target, out = _camera_targets(feature, e, total, options, columns)
+                frames, target, out = _camera_targets(key, feature, e, total, options, columns)
 
-                def sink(i: int, rgb: np.ndarray, target: list[list[Any]] = target, out: np.ndarray = out) -> None:
-                    for at in target[i]:
-                        out[at] = rgb
+                def sink(i: int, pixels: np.ndarray, target: list[list[Any]] = target, out: np.ndarray = out) -> None:
+                    _place(pixels, target[i], out)
 
                 stamps = e.timestamps[frames - e.first]
                 video.read(e.part.videos[key][1] + stamps, sink)
 
 
-@contextlib.contextmanager
-def _naming_store_errors(name: str) -> Iterator[None]:
-    """Say what was being read when the network, or the object store, refused."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        # Each store has its own exceptions for credentials and connections.
-        if type(error).__module__ == "builtins" and not isinstance(error, OSError):
-            raise
-        raise OSError(
-            f"{name}: cannot be read: {type(error).__name__}: {error}; check the network, and this node's credentials, "
-            "permissions and endpoint (environment variables of the object store)"
-        ) from error
+def _place(pixels: np.ndarray, places: Sequence[Any], out: np.ndarray) -> None:
+    """Put a decoded frame where it belongs in the output, at the output's size."""
+    height, width = out.shape[-3:-1]
+    if pixels.shape[:2] != (height, width):
+        pixels = resize_with_pad(pixels, height, width)
+    for at in places:
+        out[at] = pixels
 
 
 def _camera_targets(
-    feature: Feature, e: _Episode, total: int, options: ReadOptions, columns: dict[str, Any]
+    key: str, feature: Feature, e: _Episode, total: int, options: ReadOptions, columns: dict[str, Any]
 ) -> tuple[np.ndarray, list[list[Any]], np.ndarray]:
     """Distinct frames to decode, ascending; where in the output each goes (maybe several places); the output."""
-    height, width = height_width(feature)
-    if feature.key in options.delta_indices:
-        deltas = options.delta_indices[feature.key]
+    shape, dtype = frame_of(feature, options.image_size)
+    if key in options.delta_indices:
+        deltas = options.delta_indices[key]
         wanted = _windowed(e.frame, deltas, e.part.episode_length)[0]
-        out = _out(columns, feature.key, total, (len(deltas), height, width, 3), np.dtype(np.uint8))
+        out = _out(columns, key, total, (len(deltas), *shape), dtype)
         places: list[tuple[int, ...]] = [(int(p), t) for p in e.position for t in range(len(deltas))]
     else:
         wanted = e.frame
-        out = _out(columns, feature.key, total, (height, width, 3), np.dtype(np.uint8))
+        out = _out(columns, key, total, shape, dtype)
         places = [(int(p),) for p in e.position]
     frames, inverse = np.unique(wanted.ravel(), return_inverse=True)
     target: list[list[Any]] = [[] for _ in frames]
@@ -411,9 +419,17 @@ def _camera_targets(
     return frames, target, out
 
 
+def frame_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[tuple[int, int, int], np.dtype]:
+    """A camera's frame in a row: uint8 (H, W, 3), fitted into `image_size` if given; a depth map float32 (H, W, 1)."""
+    if feature.is_depth:
+        return (*height_width(feature), 1), np.dtype(np.float32)
+    return (*(image_size or height_width(feature)), 3), np.dtype(np.uint8)
+
+
 def height_width(feature: Feature) -> tuple[int, int]:
-    """LeRobot states (H, W, 3), or (3, H, W) with names saying so."""
-    if feature.shape[0] == 3 and feature.shape[-1] != 3:
+    """LeRobot states (H, W, C), or (C, H, W) with names saying so; C is 3, of a depth map 1."""
+    channels = 1 if feature.is_depth else 3
+    if feature.shape[0] == channels and feature.shape[-1] != channels:
         return feature.shape[1], feature.shape[2]
     return feature.shape[0], feature.shape[1]
 

@@ -1,4 +1,4 @@
-"""Shows a run's progress on the driver's terminal, from the metrics that the run writes."""
+"""What a run tells while it runs: metrics, warnings and rows into its folder, progress onto the driver's terminal."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 from tqdm import tqdm
 
-METRICS_NAME = "metrics.jsonl"
-LOG_NAME = "run.log"
+from run_folder import LOG_NAME, METRICS_NAME, ROWS_NAME, attempts, read_lines
+
+if TYPE_CHECKING:
+    from run_plan import Run
+
 POLL_S = 0.5
 
 
@@ -23,40 +27,59 @@ class MetricsLog:
     """`metrics.jsonl`, a line per log step, written by rank 0. After a restart, lines past the checkpoint are void.
 
     Args:
-        output_dir: the run's folder. global_batch_size, rows_per_epoch: to count samples and epochs.
         resumed_step: optimizer steps that the checkpoint contains; later lines are removed.
-        mfu_per_rate: model FLOP utilisation per sample/s; None where it is not known.
+        per_sample: what a sample amounts to, by the name of its rate; None where it is not known.
     """
 
-    def __init__(
-        self,
-        output_dir: Path,
-        global_batch_size: int,
-        rows_per_epoch: int,
-        resumed_step: int,
-        mfu_per_rate: float | None,
-    ):
-        self._mfu_per_rate = mfu_per_rate
-        self.path = output_dir / METRICS_NAME
-        self._global_batch_size = global_batch_size
-        self._rows_per_epoch = rows_per_epoch
-        kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= resumed_step]
+    def __init__(self, run: Run, resumed_step: int, per_sample: Mapping[str, float | None]):
+        self._run, self._per_sample = run, dict(per_sample)
+        self.path = run.output_dir / METRICS_NAME
+        kept = [line for line in read_lines(self.path) if json.loads(line)["step"] <= resumed_step]
         self.path.write_text("".join(line + "\n" for line in kept))
 
     def write(self, step: int, lr: float, metrics: dict[str, Any]) -> None:
         """Append a line for the window of steps that ends with `step`."""
-        samples = step * self._global_batch_size
-        epoch = round(samples / self._rows_per_epoch, 4)
+        samples = step * self._run.config.global_batch_size
+        epoch = round(samples / self._run.rows_per_epoch, 4)
         line = {
             **{"step": step, "epoch": epoch, "lr": lr},
             **metrics,
             "samples": samples,
             # Of the whole step, waiting for data included.
-            "mfu": None if self._mfu_per_rate is None else self._mfu_per_rate * metrics["samples_per_s"],
+            **{k: None if v is None else v * metrics["samples_per_s"] for k, v in self._per_sample.items()},
             "spilled_bytes": spilled_bytes(),
         }
         with open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+class RowsLog:
+    """`rows/rank<r>.jsonl`: which rows this rank has trained on, for anybody to check (`diagnostics.check_rows`)."""
+
+    def __init__(self, output_dir: Path, rank: int, attempt: int):
+        path = output_dir / ROWS_NAME / f"rank{rank}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        # A line is in the file when `write` returns, whatever happens to the process afterwards.
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115  (as long as the process)
+        self._attempt = attempt
+
+    def write(self, step: int, epochs: np.ndarray, dataset_index: np.ndarray, index: np.ndarray) -> None:
+        """A micro-batch of optimizer step `step` (from 1). epochs, dataset_index, index: int (B,)."""
+        for epoch in np.unique(epochs).tolist():
+            of_it = epochs == epoch
+            rows = np.stack([dataset_index[of_it], index[of_it]], axis=1).tolist()
+            line = {"attempt": self._attempt, "epoch": epoch, "step": step, "rows": rows}
+            self._file.write(json.dumps(line) + "\n")
+
+
+def recorded_rows(output_dir: Path) -> Iterator[dict[str, Any]]:
+    """The lines that count: without those that a later attempt has trained anew."""
+    resumed_from = [line["resumed_from_step"] for line in attempts(output_dir)]
+    for path in sorted((output_dir / ROWS_NAME).glob("rank*.jsonl")):
+        for text in read_lines(path):
+            line = json.loads(text)
+            if line["step"] <= min(resumed_from[line["attempt"] + 1 :], default=line["step"]):
+                yield line
 
 
 def spilled_bytes() -> int:
@@ -104,24 +127,28 @@ def follow_progress(output_dir: Path, steps: int) -> Iterator[None]:
 def _follow(output_dir: Path, steps: int, stop: threading.Event) -> None:
     interactive = sys.stdout.isatty()
     # What an earlier attempt of a resumed run wrote is not news.
-    last_step = max([json.loads(line)["step"] for line in _lines(output_dir / METRICS_NAME)], default=0)
-    warnings_shown = len(_lines(output_dir / LOG_NAME))
+    last_step = max([json.loads(line)["step"] for line in read_lines(output_dir / METRICS_NAME)], default=0)
+    warnings_shown = len(read_lines(output_dir / LOG_NAME))
     with tqdm(
         total=steps, initial=last_step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
     ) as bar:
         while True:
             stopping = stop.is_set()
-            for text in _lines(output_dir / LOG_NAME)[warnings_shown:]:
+            for text in read_lines(output_dir / LOG_NAME)[warnings_shown:]:
                 tqdm.write(text, file=sys.stderr)
                 warnings_shown += 1
-            for text in _lines(output_dir / METRICS_NAME):
+            for text in read_lines(output_dir / METRICS_NAME):
                 line = json.loads(text)
                 if line["step"] <= last_step:
                     continue
                 bar.update(line["step"] - last_step)
                 last_step = line["step"]
                 share = line["data_wait_s"] / line["step_s"] if line["step_s"] else 0.0
-                told = f"loss {line['loss']:.4f}, {line['samples_per_s']:.1f} samples/s, {share:.0%} waiting for data"
+                told = (
+                    f"loss {line['loss']:.4f}, {line['samples_per_s']:.1f} samples/s "
+                    f"({line['frames_per_s']:.0f} frames, {line['decoded_bytes_per_s'] / 1e6:.1f} MB), "
+                    f"{share:.0%} waiting for data"
+                )
                 if interactive:
                     bar.set_postfix_str(told)
                 else:
@@ -130,14 +157,6 @@ def _follow(output_dir: Path, steps: int, stop: threading.Event) -> None:
             if stopping:
                 return
             stop.wait(POLL_S)
-
-
-def _lines(path: Path) -> list[str]:
-    """Whole lines of the file; one that is still being written is left for the next time."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    return text[: text.rfind("\n") + 1].splitlines()
 
 
 def _minutes(seconds: float) -> str:

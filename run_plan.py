@@ -10,7 +10,7 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,19 +19,30 @@ from typing import Any, cast
 import draccus
 import numpy as np
 from draccus.utils import DraccusException
+from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.datasets.compute_stats import aggregate_stats
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.utils.constants import OBS_PREFIX
 
 import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from checkpoint import file_digest
 from config import CACHE_DIR, Config, MissingCameras, TrainMode
 from dataset_stats import complete_stats
 from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
-from lerobot_metadata import DatasetMetadata, fetch_dataset, load_metadata, select_episodes
+from lerobot_metadata import (
+    CAMERA_DTYPES,
+    DatasetMetadata,
+    Feature,
+    fetch_dataset,
+    load_metadata,
+    rename_features,
+    select_episodes,
+)
 from pi05_loss import TrainableReport, choose_trainable, flops_per_sample, meta_policy
 from policy import FeatureMatch, check_weights, fetch_pretrained, match_features
-from processors import make_processors, required_stats
+from processors import make_processors, normalization_mode, required_stats
+from storage import StoragePolicy
 
 Stats = dict[str, dict[str, np.ndarray]]
 # What LeRobot's `aggregate_stats` makes the statistics of several datasets from, besides quantiles.
@@ -51,6 +62,7 @@ class Run:
         stats: normalisation statistics; `missing_stats` are still to be computed.
         rows_per_epoch: frames of the training episodes. steps: optimizer updates of the whole run.
         block_rows: rows of a block of training data. stream: identity of the run's stream of rows.
+        decoded: of a row, by the names of their rates in metrics.jsonl: camera frames, and bytes out of the read task.
     """
 
     config: Config
@@ -69,6 +81,7 @@ class Run:
     flops_per_sample: int | None = None
     block_rows: int = 1
     stream: dict[str, Any] = field(default_factory=dict)
+    decoded: dict[str, int] = field(default_factory=dict)
 
     @property
     def output_dir(self) -> Path:
@@ -83,9 +96,18 @@ class Run:
         return bool(self.config.scaling.use_gpu)
 
     @property
+    def batches_per_step(self) -> int:
+        """Micro-batches of an optimizer step, of all workers together."""
+        return self.config.grad_accum * self.config.scaling.num_workers
+
+    @property
     def last_row(self) -> int:
-        """Where the run's stream of rows ends."""
-        return self.steps * self.config.global_batch_size
+        """Where the run's stream of rows ends: with its last step, filled up so that workers get equally many blocks.
+
+        With a fixed number of workers they do anyway.
+        """
+        spare = self.config.scaling.num_workers * self.config.batch_size if self.config.scaling.min_workers else 0
+        return self.steps * self.config.global_batch_size + spare
 
     def reader(self) -> partial[LeRobotDatasource]:
         """The datasource of the training rows, but for `stream`: which positions of the run's stream."""
@@ -95,9 +117,11 @@ class Run:
             episodes=[e.tolist() for e in self.train_episodes],
             camera_keys=self.match.camera_keys,
             delta_timestamps=self.match.delta_timestamps,
+            image_size=self.config.dataset.image_size,
+            weights=list(self.config.dataset.mixture.values()) or None,
             shuffle_seed=self.config.seed,
             shuffle_window=self.config.dataset.shuffle_window,
-            rows_multiple=self.config.global_batch_size,
+            rows_multiple=self.config.rows_multiple,
             block_rows=self.block_rows,
             tolerance_s=self.config.tolerance_s,
             num_cpus=self.config.scaling.cpus_per_read_task,
@@ -115,10 +139,13 @@ def resolve(config: Config, gpus_found: int) -> Run:
         config = replace(config, scaling=replace(config.scaling, use_gpu=gpus_found > 0))
     # Workers, and whoever resumes the run, have other working directories.
     roots = [_absolute(root) for root in config.roots]
+    mixture = dict(zip(roots, config.dataset.mixture.values(), strict=False))
+    if len(mixture) < len(config.dataset.mixture):
+        raise ValueError(f"--dataset.mixture names a dataset twice: {list(config.dataset.mixture)}")
     config = replace(
         config,
         output_dir=_absolute(config.output_dir or ""),
-        dataset=replace(config.dataset, root=",".join(roots) or None),
+        dataset=replace(config.dataset, root=None if mixture else ",".join(roots) or None, mixture=mixture),
     )
     if config.dataset.repo_id:
         path, commit = fetch_dataset(
@@ -139,7 +166,9 @@ def resolve(config: Config, gpus_found: int) -> Run:
         roots = roots or [str(root)]
         if not (path_given or config.policy_type):
             path_given = _absolute(base)
-    metas = tuple(load_metadata(root) for root in roots)
+    d = config.dataset
+    policy = StoragePolicy(d.read_timeout_s, _absolute(d.cache_dir) if d.cache_dir else None, d.cache_size_gb)
+    metas = _named_alike([load_metadata(root, storage_policy=policy) for root in roots], config.rename_map)
 
     policy_config, folder, base_info = _resolve_policy(config, path_given)
     if getattr(policy_config, "use_relative_actions", False):
@@ -152,12 +181,15 @@ def resolve(config: Config, gpus_found: int) -> Run:
         match = match_features(
             policy_config,
             _selected_features(metas[0], config.dataset.camera_keys),
-            config.rename_map,
+            _names_of_first(metas, config.rename_map),
             missing_cameras=cast(MissingCameras, config.dataset.missing_cameras),
             fps=metas[0].fps,
         )
     except ValueError as error:
         raise ValueError(f"dataset {metas[0].root} and policy {base_info['path']}: {error}") from error
+    if config.dataset.image_size is not None:
+        _check_image_size(policy_config, config.dataset.image_size)
+    _check_alike(metas, match, config.rename_map)
     parameters = _check_policy(policy_config, folder, cast(TrainMode, config.train.mode))
     train, held_out = zip(*(_split_episodes(meta, config) for meta in metas), strict=True)
     rows = sum(int(meta.episode_length[e].sum()) for meta, e in zip(metas, train, strict=True))
@@ -193,7 +225,15 @@ def resolve(config: Config, gpus_found: int) -> Run:
     if not missing:
         make_processors(folder, policy_config, run.stats, config.rename_map)  # a tokenizer out of reach is told now
     source = run.reader()(stream=(0, run.last_row))  # checks that all files are there and that the datasets agree
-    return replace(run, block_rows=block_rows(config.batch_size, source.row_bytes()), stream=source.plan.identity())
+    # Where workers come and go, a micro-batch is a block: any number of workers can then be dealt any number of them.
+    elastic = config.scaling.min_workers is not None
+    rows_of_block = config.batch_size if elastic else block_rows(config.batch_size, source.row_bytes())
+    return replace(
+        run,
+        block_rows=rows_of_block,
+        stream=source.plan.identity(),
+        decoded={"frames_per_s": source.row_frames(), "decoded_bytes_per_s": source.row_bytes()},
+    )
 
 
 def with_stats(run: Run) -> Run:
@@ -207,6 +247,49 @@ def with_stats(run: Run) -> Run:
 def _absolute(path: str | Path) -> str:
     """Local paths made absolute; URIs as they are."""
     return str(path) if "://" in str(path) else str(Path(path).absolute())
+
+
+def _named_alike(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> tuple[DatasetMetadata, ...]:
+    """The datasets with features called as the first calls those that --rename_map gives the same name."""
+    first = {rename_map.get(key, key): key for key in metas[0].features}
+    renamed = []
+    for meta in metas[1:]:
+        names = {key: first.get(rename_map.get(key, key), key) for key in meta.features if key.startswith(OBS_PREFIX)}
+        renamed.append(rename_features(meta, {key: name for key, name in names.items() if key != name}))
+    return metas[0], *renamed
+
+
+def _names_of_first(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> dict[str, str]:
+    """The rename map without what only other datasets than the first have."""
+    elsewhere = {feature.key for meta in metas[1:] for feature in meta.features.values()} - metas[0].features.keys()
+    return {key: name for key, name in rename_map.items() if key not in elsewhere}
+
+
+def _check_alike(metas: Sequence[DatasetMetadata], match: FeatureMatch, rename_map: Mapping[str, str]) -> None:
+    """Refuse datasets that lack what the policy gets of the first, and say which renaming would do."""
+    first = metas[0]
+    for meta in metas[1:]:
+        lacking = [key for key in match.dataset_keys if key not in meta.features]
+        if not lacking:
+            continue
+        names: dict[str, str] = {}
+        spare = [key for key in meta.features if key not in first.features]
+        for key in lacking:
+            alike = [k for k in spare if k not in names and _same_kind(first.features[key], meta.features[k])]
+            names |= dict.fromkeys(alike[:1], rename_map.get(key, key))
+        hint = "convert it, or leave it out"
+        if len(names) == len(lacking):
+            hint = f"if these are the same, --rename_map='{json.dumps({**rename_map, **names})}'"
+        raise ValueError(
+            f"datasets {first.root} and {meta.root} cannot be trained on together: the second lacks {lacking} of the "
+            f"first; its features are {sorted(meta.features)}; {hint}"
+        )
+
+
+def _same_kind(a: Feature, b: Feature) -> bool:
+    if a.dtype in CAMERA_DTYPES and b.dtype in CAMERA_DTYPES:
+        return a.is_depth == b.is_depth
+    return (a.dtype, a.shape) == (b.dtype, b.shape)
 
 
 def _missing_stats(metas: Sequence[DatasetMetadata], needed: dict[str, set[str]]) -> dict[str, set[str]]:
@@ -297,6 +380,26 @@ def _policy_config(where: str, kind: str, folder: Path | None, options: list[str
         raise ValueError(f"{where}: {source}: {reason}") from error
 
 
+def _check_image_size(policy_config: PreTrainedConfig, image_size: list[int]) -> None:
+    """Refuse a size at which the policy would see other pixels than after its own resizing.
+
+    PI0 and its kin fit images, in [0, 1], into `image_resolution`, and leave those alone that have that size.
+    """
+    own = getattr(policy_config, "image_resolution", None)
+    if own is None:
+        raise ValueError(
+            f"--dataset.image_size={image_size}: a {policy_config.type} policy fits no images into a size as PI0.5 "
+            "does (centred, black around), so it would be trained on others than it gets on the robot; leave it out"
+        )
+    if tuple(image_size) != tuple(own):
+        raise ValueError(f"--dataset.image_size={image_size}: the policy sees {list(own)}; give that, or leave it out")
+    if normalization_mode(policy_config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY:
+        raise ValueError(
+            f"--dataset.image_size={image_size}: the policy normalises images before it resizes them, which cannot be "
+            "had in the other order; leave it out"
+        )
+
+
 def _selected_features(meta: DatasetMetadata, camera_keys: list[str] | None) -> dict[str, Any]:
     dropped = set(meta.camera_keys) - set(camera_keys) if camera_keys is not None else set()
     return {k: f for k, f in meta.features.items() if k not in dropped and not f.is_depth}
@@ -326,13 +429,16 @@ def describe(run: Run) -> str:
     """The plan, as text: datasets, policy, how features map, batch arithmetic, cadence."""
     config = run.config
     lines = []
-    for meta, train, held_out in zip(run.metas, run.train_episodes, run.eval_episodes, strict=True):
+    for number, (meta, train, held_out) in enumerate(
+        zip(run.metas, run.train_episodes, run.eval_episodes, strict=True)
+    ):
         lines += [
             f"Dataset      {config.dataset.repo_id or meta.root}" + _at(config.dataset.revision),
             f"             {meta.num_episodes} episodes, {meta.total_frames} frames at {meta.fps} fps"
             + (f", robot {meta.robot_type}" if meta.robot_type else ""),
             f"             trains on {len(train)} episodes, {int(meta.episode_length[train].sum())} frames; "
             f"{len(held_out)} held out",
+            *([_share(run, number)] if config.dataset.mixture else []),
             f"             {len(meta.tasks)} tasks: "
             + "; ".join(repr(t) for t in list(meta.tasks.values())[:4])
             + (" ..." if len(meta.tasks) > 4 else ""),
@@ -354,18 +460,37 @@ def describe(run: Run) -> str:
         )
     lines.append("Features     dataset -> policy")
     lines += [f"             {line}" for line in run.match.table()]
+    if config.dataset.image_size:
+        lines.append(f"Images       fitted into {_size(tuple(config.dataset.image_size))} where they are decoded")
     batch = config.global_batch_size
     lines += [
         f"Batch        {config.batch_size} rows x {config.grad_accum} micro-steps x {config.scaling.num_workers} "
-        f"workers = {batch} per step",
+        f"workers = {batch} per step" + (", with fewer workers too" if config.scaling.min_workers else ""),
         f"Steps        {run.steps} ({run.steps * batch / run.rows_per_epoch:.2f} epochs of {run.rows_per_epoch} rows, "
         f"{run.rows_per_epoch / batch:.1f} steps each); a line every {config.log_freq}",
+        f"             epochs follow each other without a gap: the last {run.rows_per_epoch % batch} rows of one share "
+        "a step with the first of the next",
         f"Checkpoints  every {config.save_freq} steps and at the end, the last {config.keep_checkpoints} kept, in "
         f"{run.checkpoints_dir}",
-        f"Hardware     {config.scaling.num_workers} {'GPU' if run.use_gpu else 'CPU'} workers, "
+        f"Hardware     {_workers(config)} {'GPU' if run.use_gpu else 'CPU'} workers, "
         f"{config.scaling.strategy}, {config.train.precision} precision",
     ]
     return "\n".join(lines)
+
+
+def _workers(config: Config) -> str:
+    least, most = config.scaling.min_workers, config.scaling.num_workers
+    return f"{least} to {most}" if least else str(most)
+
+
+def _share(run: Run, number: int) -> str:
+    """What a mixture takes of a dataset."""
+    weights, rows = list(run.config.dataset.mixture.values()), run.stream["rows_per_source"][number]
+    own = int(run.metas[number].episode_length[run.train_episodes[number]].sum())
+    return (
+        f"             weight {weights[number]:g} of {sum(weights):g}: {rows} of an epoch's {run.rows_per_epoch} rows, "
+        f"{rows / own:.2f} times its frames"
+    )
 
 
 def _size(shape: tuple[int, ...] | None) -> str:

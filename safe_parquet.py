@@ -14,6 +14,8 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from storage import StorageError, naming_file
+
 # What LeRobot writes: Hugging Face's fixed-shape arrays, and JSON text inside the language columns.
 _ARROW_EXTENSIONS = re.compile(r"datasets\.features\.features\.Array[2-5]DExtensionType|arrow\.json")
 
@@ -31,16 +33,18 @@ def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None =
         name: what errors call the file; None is `path`.
     Raises:
         FileNotFoundError: there is no such file.
+        StorageError: the object store refused or did not answer.
         ValueError: not a parquet file, corrupt (also when that is found while reading inside the `with`), or
             it holds an extension type that LeRobot does not write.
     """
     name = name or path
     try:
-        file = fs.open(path, "rb")
+        with naming_file(name):
+            file = fs.open(path, "rb")
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{name} is missing; copy it again") from error
     try:
-        with file:
+        with file, naming_file(name):
             for extension in _extension_names_in_footer(_read_footer(file)):
                 if not _ARROW_EXTENSIONS.fullmatch(extension):
                     raise ValueError(
@@ -49,6 +53,8 @@ def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None =
                     )
             file.seek(0)
             yield pq.ParquetFile(file)
+    except StorageError:
+        raise
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{name} cannot be read as a parquet file ({reason}); copy it again") from error

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from checkpoint import latest_checkpoint, load_progress
+from checkpoint import load_progress, set_aside_damaged
 from lerobot_datasource import LeRobotDatasource, read_source
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class TrainingData:
     checkpoints_dir: Path
 
     def __call__(self) -> ray.data.Dataset:
-        newest = latest_checkpoint(self.checkpoints_dir)
+        newest = set_aside_damaged(self.checkpoints_dir)
         first_row = load_progress(newest).rows if newest else 0
         source = self.read(stream=(first_row, self.last_row))
         # One function with the read's own resources: Ray fuses it into the read tasks, so frames cross the object
@@ -88,14 +88,38 @@ _opened: dict[str, Any] = {}
 class Dealt:
     """Which rows of the stream a rank gets: blocks are dealt to the ranks in turn.
 
-    A global micro-batch is thus the next `batch_size x world` rows of the stream, whatever the number of ranks.
-    `block_rows` divides `batch_size`.
+    An optimizer step is the next `batches_per_step x batch_size` rows of the stream, whatever the number of ranks. Its
+    micro-batches need not be a multiple of the ranks, provided that a block is a micro-batch; otherwise `block_rows`
+    divides `batch_size`, and a micro-batch of all ranks together is the next `batch_size x world` rows.
+
+    Attributes:
+        batches_per_step: micro-batches of an optimizer step, of all ranks together; at least `world`.
+        first_step: optimizer steps done when the ranks were started; rows and micro-batches are counted from there.
     """
 
     batch_size: int
     block_rows: int
     rank: int
     world: int
+    batches_per_step: int
+    first_step: int = 0
+
+    def __post_init__(self) -> None:
+        even = self.batches_per_step % self.world == 0
+        if self.batches_per_step < self.world or not (even or self.block_rows == self.batch_size):
+            raise ValueError(
+                f"{self.batches_per_step} micro-batches of {self.batch_size // self.block_rows} blocks cannot be dealt "
+                f"to {self.world} ranks"
+            )
+
+    def micros(self, step: int) -> range:
+        """This rank's micro-batches of optimizer step `step` (steps done before it)."""
+        start = (step - self.first_step) * self.batches_per_step - self.rank
+        return range(-(-start // self.world), -(-(start + self.batches_per_step) // self.world))
+
+    def step_of(self, micro: int) -> int:
+        """The optimizer step that this rank's `micro`-th batch belongs to."""
+        return self.first_step + (micro * self.world + self.rank) // self.batches_per_step
 
     def block_starts(self, micro: int) -> np.ndarray:
         """Where the blocks of this rank's `micro`-th batch start, in rows: int64 (blocks per batch,)."""
@@ -106,18 +130,23 @@ class Dealt:
         """This rank's `micro`-th batch: its rows, int64 (batch_size,)."""
         return (self.block_starts(micro)[:, None] + np.arange(self.block_rows)).ravel()
 
+    def rows_of_step(self, step: int, nth: int) -> np.ndarray:
+        """This rank's `nth` micro-batch of a step: its rows' places among the step's, int64 (batch_size,)."""
+        before = (step - self.first_step) * self.batches_per_step * self.batch_size
+        return self.rows(self.micros(step)[nth]) - before
+
 
 def stream_batches(
-    shard: ray.data.DataIterator, dealt: Dealt, first_row: int, last_row: int, collate: NumpyToTorchCollate
+    shard: ray.data.DataIterator, dealt: Dealt, first_row: int, steps: int, collate: NumpyToTorchCollate
 ) -> Iterator[Batch]:
     """This rank's micro-batches in CPU memory, each checked to be exactly the rows that the plan says.
 
-    Runs in a training process. Stream positions [first_row, last_row) are read, over all ranks.
+    Runs in a training process. Stops with optimizer step `steps`. `first_row`: stream position where the ranks start.
 
     Raises:
         RuntimeError: the rows are not those of the plan (out of step with the checkpoint, lost or repeated).
     """
-    count = (last_row - first_row) // (dealt.batch_size * dealt.world)
+    count = dealt.micros(steps - 1).stop
     micro = 0
     while micro < count:
         # A long stream is several executions of the dataset (LeRobotDatasource).
@@ -133,6 +162,8 @@ def stream_batches(
                 )
             micro += 1
             yield batch
+            if micro == count:
+                return  # what follows only fills up the ranks' equal shares
         if micro == executed:
             raise RuntimeError(
                 f"rank {dealt.rank}: the data ended after {micro} of {count} micro-batches; this is a fault in the plan"

@@ -293,7 +293,7 @@ def warmup_cosine(peak: float, final: float, warmup_steps: int, steps: int) -> C
 
 
 class StepResult(NamedTuple):
-    """Of one optimizer step on this rank, on the device, not read: mean loss, gradient norm, 1.0 if skipped."""
+    """One optimizer step of this rank, on the device, not read: its part of the loss, gradient norm, 1.0 if skipped."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -310,6 +310,7 @@ def train_step(
     *,
     step: int,
     grad_accum: int,
+    mean_over: float,
     draws: Callable[[int], Draws],
     autocast: torch.dtype | None,
     device: torch.device,
@@ -321,6 +322,9 @@ def train_step(
         model: `forward(batch, noise, time)` gives a 0-d loss, the mean over the micro-batch; maybe wrapped in DDP.
         batches: yields this rank's micro-batches, on `device`.
         step: optimizer steps done before.
+        grad_accum: micro-batches of this rank in this step.
+        mean_over: micro-batches of the step over all ranks, by the number of ranks: what gradients are divided by,
+            before DDP takes their mean over the ranks. Differs from `grad_accum` where ranks have unequally many.
         draws: micro-step -> (noise, time) for its rows.
         autocast: bf16, or None for fp32.
         clock: is told what happens when.
@@ -337,10 +341,10 @@ def train_step(
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
                 loss = model(batch, noise, flow_time)
             clock.mark("backward")
-            (loss / grad_accum).backward()
+            (loss / mean_over).backward()
         total += loss.detach()
     grad_norm, skipped = optimizer.step(step, clock)
-    return StepResult(total / grad_accum, grad_norm, skipped)
+    return StepResult(total / mean_over, grad_norm, skipped)
 
 
 @dataclass
@@ -366,11 +370,17 @@ class Window:
         self._sums += torch.stack([loss, result.skipped])
         self._norm = result.grad_norm
 
-    def gather(self, waited_s: float) -> dict[str, Any]:
-        """Everything of all ranks: one collective, one read. Every rank must call it. Times are the slowest rank's."""
+    def gather(self, waited_s: float, *asked: bool) -> tuple[dict[str, Any], list[bool]]:
+        """Everything of all ranks: one collective, one read. Every rank must call it. Times are the slowest rank's.
+
+        Args:
+            asked: what this rank would have all ranks do now, yes or no to each of some questions.
+        Returns:
+            The metrics, and for each question whether any rank said yes: the same on all ranks.
+        """
         elapsed = time.perf_counter() - self.started
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-        host = torch.tensor([self.steps, self.samples, elapsed, waited_s, peak], dtype=torch.float64)
+        host = torch.tensor([self.steps, self.samples, elapsed, waited_s, peak, *asked], dtype=torch.float64)
         mine = torch.cat([self._sums.double(), self._norm.double()[None], host.to(self.device)])
         if dist.is_initialized():
             ranks = torch.empty(dist.get_world_size() * len(mine), dtype=mine.dtype, device=self.device)
@@ -379,10 +389,10 @@ class Window:
             ranks = mine
         rows = ranks.view(-1, len(mine)).tolist()
         world = len(rows)
-        loss, skipped, norm, steps, samples, _, _, _ = (sum(column) for column in zip(*rows, strict=True))
+        loss, skipped, norm, steps, samples = (sum(column) for column in list(zip(*rows, strict=True))[:5])
         trained = steps - skipped
         elapsed_s = max(row[5] for row in rows)
-        return {
+        metrics = {
             "loss": loss / trained if trained else float("nan"),
             "grad_norm": norm / world,
             "nonfinite_steps": int(max(row[1] for row in rows)),
@@ -392,3 +402,4 @@ class Window:
             "data_wait_s": max(row[6] for row in rows) / max(self.steps, 1),
             "peak_memory_bytes": int(max(row[7] for row in rows)) or None,
         }
+        return metrics, [any(row[8 + i] for row in rows) for i in range(len(asked))]

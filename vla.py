@@ -13,28 +13,30 @@ import contextlib
 import gc
 import logging
 import re
-import shutil
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import draccus
 import ray
 import ray.train
+import ray.train.collective
 import torch
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
-from ray.train.torch import TorchTrainer, get_device
+from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
-from checkpoint import latest_checkpoint, load_progress, require_space, write_json
-from config import CONFIG_NAME, PRESETS, Config, parse_args
+import cluster
+from checkpoint import latest_checkpoint, load_progress
+from config import Config, parse_args
 from evaluate import error_table, evaluate_run
 from parallel import spread
 from pi05_loss import PolicyLoss
 from processors import Prepare, make_processors
-from progress import MetricsLog, follow_progress, log_to
+from progress import MetricsLog, RowsLog, follow_progress, log_to
+from run_folder import claim_folder, prepare_folder, start_attempt, stop_requested, stopping_on_signals
 from run_plan import Run, describe, resolve, with_stats
 from training_data import Dealt, Deferred, TrainingData, stream_batches
 from util import (
@@ -49,15 +51,14 @@ from util import (
     train_step,
 )
 from worker import (
+    CheckpointWriter,
     build_model,
     build_optimizer,
     check_finite,
-    check_same_run,
     export,
     flops_share,
     noise_for,
     policy_batches,
-    report_checkpoint,
     restore,
 )
 
@@ -92,17 +93,20 @@ def build_dataset(run: Run) -> TrainingData:
 def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     """Train to the end of the run and export the policy. Runs in every training process."""
     run = ray.get(loop_config["run"])
-    optimizer = train(run)
-    if ray.train.get_context().get_world_rank() == 0:
-        export(run, optimizer)
+    trained = train(run)
+    if trained is not None and ray.train.get_context().get_world_rank() == 0:
+        export(run, trained)
 
 
 def train(
     run: Run,
     clock: Clock = UNWATCHED,
     make_optimizer: Callable[[Run, PolicyLoss], TrainableOptimizer] = build_optimizer,
-) -> TrainableOptimizer:
-    """Train from the newest checkpoint to the end of the run; `clock` is told what happens when."""
+) -> TrainableOptimizer | None:
+    """Train from the newest checkpoint to the end of the run; None if the run was asked to stop before.
+
+    `clock` is told what happens when.
+    """
     config = run.config
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
@@ -110,159 +114,161 @@ def train(
     log_to(run.output_dir)
     enable_gpu_perf_flags(config.train.deterministic)
 
-    loss, autocast = build_model(run, device)
+    policy_loss, autocast = build_model(run, device)
     # Of PI0.5, nothing that trains is ever without a gradient (pi05_loss.choose_trainable).
-    model = spread(loss, "ddp", device, world, config.scaling.find_unused_parameters)
-    optimizer = make_optimizer(run, loss)
+    model = spread(policy_loss, "ddp", device, world, config.scaling.find_unused_parameters)
+    optimizer = make_optimizer(run, policy_loss)
     progress = restore(run, optimizer)
-    log = None
-    if rank == 0:
-        log = MetricsLog(
-            run.output_dir, config.global_batch_size, run.rows_per_epoch, progress.step, flops_share(run, world, device)
-        )
+    # Rank 0 counts for all: the others need not see its files.
+    attempt = ray.train.collective.broadcast_from_rank_zero(
+        start_attempt(run.output_dir, progress.step, world) if rank == 0 else None
+    )
+    per_sample = {"mfu": flops_share(run, world, device), **run.decoded}
+    log = MetricsLog(run, progress.step, per_sample) if rank == 0 else None
+    rows_log = RowsLog(run.output_dir, rank, attempt) if config.run.record_rows else None
+    checkpoints = CheckpointWriter(run, optimizer, rank, attempt)
 
-    dealt = Dealt(config.batch_size, run.block_rows, rank, world)
-    batches = feed(run, dealt, progress.rows, device, NumpyToTorchCollate(run.use_gpu), clock)
+    dealt = Dealt(config.batch_size, run.block_rows, rank, world, run.batches_per_step, progress.step)
+    batches = feed(run, dealt, progress.rows, device, NumpyToTorchCollate(run.use_gpu), rows_log, clock)
     gc.disable()  # collected at log steps: in between it would stall the host at random
     gc.collect()
     gc.freeze()  # nor does a log step look again through all that libraries and model are made of: half a second
     window, waited_before = Window(device), 0.0
+    losses: list[float] = []
+    stop = preempted = False
     for step in clock.steps(range(progress.step, run.steps), model):
         result = train_step(
             model,
             optimizer,
             batches,
             step=step,
-            grad_accum=config.grad_accum,
+            grad_accum=len(dealt.micros(step)),
+            mean_over=run.batches_per_step / world,
             draws=noise_for(run, step, dealt, device),
             autocast=autocast,
             device=device,
             clock=clock,
         )
         clock.mark("metrics")
-        window.add(result, samples=config.batch_size * config.grad_accum)
+        window.add(result, samples=config.batch_size * len(dealt.micros(step)))
         done = step + 1
-        if done % config.log_freq == 0 or done == run.steps:
-            metrics = window.gather(batches.waited_s - waited_before)
+        save = done == run.steps or done % config.save_freq == 0
+        if done == run.steps or done % config.log_freq == 0:
+            # All that ranks must agree on rides on the one collective of a log step.
+            asked = (stop_requested(run.output_dir), checkpoints.due()) if rank == 0 else (False, False)
+            metrics, (stop, due) = window.gather(batches.waited_s - waited_before, *asked)
             window, waited_before = Window(device), batches.waited_s
             gc.collect()
             check_finite(run, metrics)
+            losses.append(metrics["loss"])
             if log is not None:
-                log.write(done, optimizer.schedule(step), metrics)
-        if done % config.save_freq == 0 or done == run.steps:
+                log.write(done, optimizer.schedule(step), {**metrics, "checkpoint_pause_s": checkpoints.paused_s()})
+            # A node is about to be taken away: once is enough, Ray Train starts the group anew when it is gone.
+            leaving = not preempted and ray.train.get_preemption_info() is not None
+            preempted |= leaving
+            save |= stop or due or leaving
+        if save:
             clock.mark("checkpoint")
-            progress = replace(progress, step=done, rows=done * config.global_batch_size)
-            report_checkpoint(run, optimizer, progress, rank)
+            loss = sum(losses) / len(losses) if losses else None
+            progress = replace(progress, step=done, rows=done * config.global_batch_size, loss=loss)
+            checkpoints.save(progress)
+            losses.clear()
+        if stop:
+            break
     gc.unfreeze()
     gc.enable()
-    return optimizer
+    checkpoints.wait()
+    return None if stop else optimizer
 
 
 def feed(
-    run: Run, dealt: Dealt, first_row: int, device: torch.device, collate: NumpyToTorchCollate, clock: Clock = UNWATCHED
+    run: Run,
+    dealt: Dealt,
+    first_row: int,
+    device: torch.device,
+    collate: NumpyToTorchCollate,
+    rows_log: RowsLog | None = None,
+    clock: Clock = UNWATCHED,
 ) -> TimedIterator:
     """This rank's micro-batches on its device, from a position of the stream to the run's end."""
-    host_batches = stream_batches(ray.train.get_dataset_shard("train"), dealt, first_row, run.last_row, collate)
-    return TimedIterator(policy_batches(run, cuda_prefetcher(host_batches, device, clock)))
+    host_batches = stream_batches(ray.train.get_dataset_shard("train"), dealt, first_row, run.steps, collate)
+    return TimedIterator(policy_batches(run, cuda_prefetcher(host_batches, device, clock), dealt, rows_log))
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, resolve, train, evaluate. Returns the exit status: 0 done, 1 the run failed, 2 it could not start."""
+    """Parse, resolve, train, evaluate.
+
+    Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print_help()
         return 0
-    try:
-        run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
-        print(describe(run), flush=True)
-        if run.config.dry_run:
-            return 0
-        prepare_folder(run)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    started_ray = not ray.is_initialized()
-    try:
-        start_ray(run)
-        run = with_stats(run)
-        with follow_progress(run.output_dir, run.steps):
-            make_trainer(run).fit()
-        if any(len(episodes) for episodes in run.eval_episodes):
-            remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.use_gpu else 0)
-            errors = ray.get(remote.remote(run))
-            print(error_table(errors["trained"], errors.get("untrained")), flush=True)
-    except (TrainingFailedError, RayError, ValueError, OSError) as error:
-        print(f"error: {root_cause(error)}", file=sys.stderr)
-        return 1
-    finally:
-        if started_ray:
-            ray.shutdown()
+    with contextlib.ExitStack() as held:
+        try:
+            run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
+            print(describe(run), flush=True)
+            if run.config.dry_run:
+                return 0
+            held.enter_context(claim_folder(run))
+            prepare_folder(run)
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        try:
+            if not ray.is_initialized():
+                held.callback(ray.shutdown)
+            limits = cluster.start(run)
+            run = with_stats(run)
+            steps_done = fit(run, limits.execution_options())
+            if steps_done < run.steps:
+                print(f"Stopped      after step {steps_done} of {run.steps}; --resume goes on from there")
+                return 3
+            if any(len(episodes) for episodes in run.eval_episodes):
+                remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.use_gpu else 0)
+                errors = ray.get(remote.remote(run))
+                print(error_table(errors["trained"], errors.get("untrained")), flush=True)
+        except (TrainingFailedError, RayError, ValueError, OSError) as error:
+            print(f"error: {root_cause(error)}", file=sys.stderr)
+            return 1
     print(f"Policy       {run.output_dir / 'pretrained_model'}")
     return 0
 
 
-def prepare_folder(run: Run) -> None:
-    """Make the run's folder, or refuse one that holds another run. The demo's own folder is simply started over."""
-    folder, config = run.output_dir, run.config
-    if folder.exists() and not config.resume:
-        is_demo = config.preset == "demo" and folder == Path(PRESETS["demo"]["output_dir"]).absolute()
-        if not is_demo:
-            raise FileExistsError(
-                f"--output_dir={folder} exists: --resume goes on with the run it holds; otherwise choose another"
-            )
-        shutil.rmtree(folder)
+def fit(run: Run, data_options: ray.data.ExecutionOptions) -> int:
+    """Train; on SIGTERM or Ctrl-C until a checkpoint is taken. Returns the optimizer steps that are done."""
+    # In a thread of its own, because in the main thread Ray Train takes Ctrl-C for itself and loses what is done.
+    with follow_progress(run.output_dir, run.steps), stopping_on_signals(run.output_dir), ThreadPoolExecutor(1) as one:
+        one.submit(make_trainer(run, data_options).fit).result()
     newest = latest_checkpoint(run.checkpoints_dir)
-    if newest is not None:
-        check_same_run(run, load_progress(newest))
-    weights = (run.policy_folder or folder) / "model.safetensors"
-    # A checkpoint is what trains and Adam's two moments, fp32; it is written, then copied to where Ray keeps it.
-    checkpoint_bytes = 3 * 4 * run.parameters.trainable if run.parameters else 0
-    export_bytes = weights.stat().st_size if weights.is_file() else 0
-    require_space(folder, 2 * checkpoint_bytes + export_bytes, "a checkpoint and the trained policy")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / CONFIG_NAME, config.to_json())
-
-
-def start_ray(run: Run) -> None:
-    """Join the cluster that RAY_ADDRESS or a head node on this machine names, or start one here."""
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    if not ray.is_initialized():
-        # What workers have to say goes to the run's own log, which `follow_progress` shows.
-        ray.init(logging_level=logging.WARNING, log_to_driver=False, include_dashboard=False)
-    scaling, found = run.config.scaling, ray.cluster_resources()
-    wanted = {"CPU": scaling.num_workers * scaling.cpus_per_worker + scaling.cpus_per_read_task}
-    if run.use_gpu:
-        wanted["GPU"] = scaling.num_workers
-    lacking = [f"{n:g} {kind}s, {found.get(kind, 0):g} found" for kind, n in wanted.items() if found.get(kind, 0) < n]
-    if lacking:
-        # Ray would wait for them without a word.
-        raise ValueError(
-            f"the cluster is too small for {scaling.num_workers} workers and one read task: needs "
-            f"{'; '.join(lacking)}; lower --scaling.num_workers, --scaling.cpus_per_worker or "
-            "--scaling.cpus_per_read_task, or add nodes first"
-        )
+    return load_progress(newest).step if newest is not None else 0
 
 
 def make_trainer(
     run: Run,
+    data_options: ray.data.ExecutionOptions,
     loop: Callable[[dict[str, Any]], None] = train_loop_per_worker,
     data: TrainingData | None = None,
     **loop_config: Any,
 ) -> TorchTrainer:
     """The worker group and the data that it pulls. `loop` runs in every worker, with `loop_config` and the run."""
     scaling = run.config.scaling
+    workers: dict[str, Any] = {"num_workers": scaling.num_workers}
+    if scaling.min_workers:
+        workers["num_workers"] = (scaling.min_workers, scaling.num_workers)
+        workers["elastic_resize_monitor_interval_s"] = scaling.resize_interval_s
     resources = {"CPU": scaling.cpus_per_worker, **({"GPU": 1.0} if run.use_gpu else {})}
     return TorchTrainer(
         loop,
         train_loop_config={"run": ray.put(run), **loop_config},  # a reference: the controller need not open it
         datasets={"train": data or build_dataset(run)},
-        # The plan's order is kept all the way: batches repeat exactly, and a position says which rows are done.
-        dataset_config=ray.train.DataConfig(execution_options=ray.data.ExecutionOptions(preserve_order=True)),
+        dataset_config=ray.train.DataConfig(execution_options=data_options),
+        torch_config=TorchConfig(timeout_s=round(scaling.collective_timeout_s)),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=scaling.num_workers,
+            **workers,
             use_gpu=run.use_gpu,
             resources_per_worker=resources,
             accelerator_type=scaling.accelerator_type,
@@ -270,7 +276,6 @@ def make_trainer(
         run_config=ray.train.RunConfig(
             name=run.checkpoints_dir.name,
             storage_path=str(run.output_dir),
-            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=run.config.keep_checkpoints),
             failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
         ),
     )

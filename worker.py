@@ -4,20 +4,31 @@ what it leaves behind. `vla.train_loop_per_worker` is the loop that calls these.
 
 from __future__ import annotations
 
-import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import cast
 
 import ray.train
 import torch
 from lerobot.policies.pretrained import PreTrainedPolicy
+from ray.train import CheckpointUploadMode
 
-from checkpoint import Checkpoint, Progress, check_resumable, latest_checkpoint, load_checkpoint, save_checkpoint
+from checkpoint import (
+    Checkpoint,
+    Progress,
+    latest_checkpoint,
+    load_checkpoint,
+    prune,
+    save_checkpoint,
+)
 from config import TrainMode
 from pi05_loss import PolicyLoss, cast_frozen, check_batch, choose_trainable, sample_noise_and_time
 from policy import load_policy, new_policy, save_pretrained
 from processors import DeviceHalf, make_processors
+from progress import RowsLog
+from run_folder import attempts, check_same_run
 from run_plan import Run
 from training_data import Dealt
 from util import (
@@ -89,17 +100,20 @@ def restore(run: Run, optimizer: TrainableOptimizer) -> Progress:
     return saved.progress
 
 
-def check_same_run(run: Run, saved: Progress) -> None:
-    """Refuse to go on from a checkpoint of other data, another base policy or another global batch."""
-    check_resumable(saved, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
-
-
 # ---- what a step needs ---------------------------------------------------------------------------------------------
 
 
-def policy_batches(run: Run, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """What the policy sees: no row columns, which would cost a copy to the GPU. Checks the run's first batch."""
+def policy_batches(
+    run: Run, batches: Iterable[Batch], dealt: Dealt, rows_log: RowsLog | None = None
+) -> Iterator[Batch]:
+    """What the policy sees: no row columns, which would cost a copy to the GPU. Checks the run's first batch.
+
+    `rows_log` is told the rows of each batch as it is taken.
+    """
     for number, batch in enumerate(batches):
+        if rows_log is not None:
+            position, dataset_index, index = (batch[key].numpy() for key in ("position", "dataset_index", "index"))
+            rows_log.write(dealt.step_of(number) + 1, position // run.rows_per_epoch, dataset_index, index)
         inputs = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
         if number == 0:
             check_batch(inputs, run.policy_config)
@@ -119,8 +133,10 @@ def noise_for(run: Run, step: int, dealt: Dealt, device: torch.device) -> Callab
         torch.manual_seed(config.seed * 1_000_003 + step * dealt.world + dealt.rank)
         return lambda micro: (None, None)
 
-    def draws(micro: int) -> Draws:
-        blocks = [slice(a, a + dealt.block_rows) for a in dealt.block_starts(micro).tolist()]
+    def draws(nth: int) -> Draws:
+        # Block by block: indexing with a list of rows would have the host wait for the device.
+        starts = dealt.rows_of_step(step, nth)[:: dealt.block_rows].tolist()
+        blocks = [slice(a, a + dealt.block_rows) for a in starts]
         return torch.cat([noise[rows] for rows in blocks]), torch.cat([time[rows] for rows in blocks])
 
     return draws
@@ -145,21 +161,80 @@ def check_finite(run: Run, metrics: dict) -> None:
 # ---- what a run leaves behind -------------------------------------------------------------------------------------
 
 
-def report_checkpoint(run: Run, optimizer: TrainableOptimizer, progress: Progress, rank: int) -> None:
-    """Rank 0 writes a checkpoint and hands it to Ray Train, which makes it visible and deletes old ones."""
-    name = f"step_{progress.step:08d}"
-    if rank != 0:
-        ray.train.report({"step": progress.step}, checkpoint_dir_name=name)
-        return
-    run.output_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".checkpoint-", dir=run.output_dir) as scratch:
-        folder = Path(scratch) / name
-        save_checkpoint(folder, Checkpoint(progress, optimizer.named(), optimizer.state()))
-        ray.train.report(
-            {"step": progress.step},
-            checkpoint=ray.train.Checkpoint.from_directory(folder),
-            checkpoint_dir_name=name,
-        )
+class CheckpointWriter:
+    """Takes checkpoints while training goes on: the step waits for a copy in host memory, not for the disk.
+
+    Rank 0 copies what a checkpoint holds; a thread of Ray Train's writes it into the run's folder and then reports it.
+    One is in flight at a time: the next one waits for it, so host memory holds one copy (12 bytes for each parameter
+    that trains).
+
+    Args:
+        attempt: number of this start of the worker group. A writer whose attempt is over refuses to write.
+    """
+
+    def __init__(self, run: Run, optimizer: TrainableOptimizer, rank: int, attempt: int):
+        self._run, self._optimizer, self._rank, self._attempt = run, optimizer, rank, attempt
+        self._idle = threading.Event()
+        self._idle.set()
+        self._last = time.monotonic()
+        self._paused_s = 0.0
+
+    def due(self) -> bool:
+        """Whether --save_every_s has gone by since the last one, by this rank's clock."""
+        every_s = self._run.config.save_every_s
+        return every_s is not None and time.monotonic() - self._last >= every_s
+
+    def paused_s(self) -> float:
+        """Seconds that training has waited for checkpoints since this was last asked."""
+        paused_s, self._paused_s = self._paused_s, 0.0
+        return paused_s
+
+    def save(self, progress: Progress) -> None:
+        """Take a checkpoint of this moment. Every rank must call it."""
+        started = time.monotonic()
+        name = f"step_{progress.step:08d}"
+        if self._rank != 0:
+            ray.train.report({"step": progress.step}, checkpoint_dir_name=name)
+        else:
+            self.wait()
+            self._idle.clear()
+            taken = Checkpoint(progress, _copied(self._optimizer.named()), _copied(self._optimizer.state()))
+            ray.train.report(
+                {"step": progress.step},
+                # Not what is uploaded: `_write` makes that from memory, straight in its place.
+                checkpoint=ray.train.Checkpoint.from_directory(self._run.checkpoints_dir),
+                checkpoint_dir_name=name,
+                checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+                checkpoint_upload_fn=partial(self._write, taken),
+                delete_local_checkpoint_after_upload=False,
+            )
+        self._last = time.monotonic()
+        self._paused_s += self._last - started
+
+    def wait(self) -> None:
+        """Until nothing is being written. An error while writing ends the attempt by way of Ray Train."""
+        self._idle.wait()
+
+    def _write(self, taken: Checkpoint, _: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+        run = self._run
+        try:
+            if len(attempts(run.output_dir)) != self._attempt + 1:
+                raise RuntimeError(f"{run.output_dir}: another process goes on with this run; {name} is not written")
+            save_checkpoint(run.checkpoints_dir / name, taken)
+            prune(run.checkpoints_dir, run.config.keep_checkpoints, run.config.keep_best)
+        finally:
+            self._idle.set()
+        return ray.train.Checkpoint.from_directory(run.checkpoints_dir / name)
+
+
+def _copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same in host memory, where further steps do not change them."""
+    copies = {name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for name, t in tensors.items()}
+    for name, tensor in tensors.items():
+        copies[name].copy_(tensor, non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return copies
 
 
 def export(run: Run, optimizer: TrainableOptimizer) -> None:

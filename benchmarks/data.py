@@ -21,12 +21,15 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from lerobot_plan import StreamPlan
 
 BATCH, WINDOW, FPS, EPISODE_ROWS = 8, 50, 30, 100
 CAMERAS = ("observation.images.top", "observation.images.left", "observation.images.right")
@@ -125,6 +128,45 @@ def decoder_alone(root: Path, cores: int) -> float | None:
         return frames / cameras / (time.perf_counter() - start)
 
 
+# ---- how well a batch is mixed ----------------------------------------------------------------------------------
+
+
+def distinct_episodes(plan: StreamPlan, batch_rows: int, batches: int) -> float:
+    """Episodes in a batch of consecutive stream rows, on average over the run's first `batches`. Pure."""
+    episodes = np.concatenate([s.episode[s.rows()[0]] for s in plan.slices(0, batches * batch_rows)])
+    return float(np.mean([len(np.unique(batch)) for batch in episodes.reshape(batches, batch_rows)]))
+
+
+def distinct_episodes_at_random(length: np.ndarray, batch_rows: int) -> float:
+    """What `distinct_episodes` is expected to be when rows are drawn from all of an epoch: episodes of `length` (E,).
+
+    An episode of n of the N rows is absent from a batch of B with probability C(N - n, B) / C(N, B).
+    """
+    total = int(length.sum())
+    drawn = np.arange(batch_rows)
+    left = np.maximum(total - length[:, None] - drawn, 0) / (total - drawn)
+    return float((1 - left.prod(axis=1)).sum())
+
+
+def mixing(windows: Sequence[int], episodes: int, rows: int) -> dict[str, Any]:
+    """Distinct episodes per batch for several `shuffle_window`s, of a dataset of equal episodes."""
+    from lerobot_datasource import SEGMENT_ROWS
+    from lerobot_plan import Episodes, StreamPlan
+
+    number, length = np.arange(episodes), np.full(episodes, rows)
+    drawn_from = Episodes(np.zeros(episodes, np.int32), number, number * rows, length)
+    found: dict[str, Any] = {"episodes": episodes, "rows_of_each": rows, "batches": {}}
+    for batch in (8, 32, 64):
+        plans = {
+            w: StreamPlan(drawn_from, seed=0, segment_rows=SEGMENT_ROWS, window_rows=w) for w in windows if w >= batch
+        }
+        found["batches"][batch] = {
+            "global_shuffle": distinct_episodes_at_random(length, batch),
+            "by_window": {w: distinct_episodes(plan, batch, 500) for w, plan in plans.items()},
+        }
+    return found
+
+
 # ---- measuring --------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +180,7 @@ def measure(batches: Contender, from_first_batch: bool) -> dict[str, float]:
     """Read everything once. Every byte of every image is touched, so that nothing is counted that did not arrive."""
     begin = start = time.perf_counter()
     first = None
-    rows = episodes = batches_seen = 0
+    rows = episodes = batches_seen = images = image_bytes = 0
     for batch in batches():
         if first is None:
             first = time.perf_counter() - start
@@ -148,7 +190,10 @@ def measure(batches: Contender, from_first_batch: bool) -> dict[str, float]:
             rows += len(batch["index"])
         for key, value in batch.items():
             if key.startswith("observation.images") and np.asarray(value).ndim >= 4:
-                touch(np.ascontiguousarray(value))
+                value = np.ascontiguousarray(value)
+                touch(value)
+                image_bytes += value.nbytes
+                images += len(value)
         episodes += len(np.unique(np.asarray(batch["episode_index"])))
         batches_seen += 1
     assert first is not None
@@ -156,6 +201,7 @@ def measure(batches: Contender, from_first_batch: bool) -> dict[str, float]:
         "rows_per_s": rows / (time.perf_counter() - begin),
         "first_batch_s": first,
         "episodes_per_batch": episodes / batches_seen,
+        "bytes_per_image": image_bytes / max(images, 1),
     }
 
 
@@ -201,7 +247,9 @@ def main() -> None:
         "hardware": hardware(),
         "settings": {**vars(options), "batch": BATCH, "window": WINDOW},
         "datasets": {},
+        "mixing": mixing([64, 128, 256, 512, 1024, 2048, 4096], episodes=1000, rows=300),
     }
+    print(mixing_table(results["mixing"]), flush=True)
     try:
         for name in options.datasets.split(","):
             root = make(name, options.rows)
@@ -212,6 +260,7 @@ def main() -> None:
                 "LeRobot DataLoader, pyav, shuffled": partial(lerobot_loader, root, "pyav", options.cores),
             }
             cameras = DATASETS[name]["cameras"]
+            contenders["ours, shuffled, fitted to 224x224"] = partial(shuffled, root, seeds, image_size=(224, 224))
             if len(cameras) > 1:
                 contenders["ours, shuffled, one camera"] = partial(shuffled, root, seeds, camera_keys=[CAMERAS[0]])
             if torchcodec_works():
@@ -241,6 +290,16 @@ def main() -> None:
     path = RESULTS / f"data-{options.cores}cpu-{results['date']}.json"
     path.write_text(json.dumps(results, indent=2) + "\n")
     print(f"written to {path}")
+
+
+def mixing_table(found: dict[str, Any]) -> str:
+    windows = list(found["batches"][8]["by_window"])
+    lines = [f"\nDistinct episodes in a batch, of {found['episodes']} episodes of {found['rows_of_each']} rows"]
+    lines.append(f"  {'shuffle_window':18}" + "".join(f"{w:8}" for w in windows) + f"{'all rows':>12}")
+    for batch, counts in found["batches"].items():
+        cells = "".join(f"{counts['by_window'].get(w, float('nan')):8.1f}" for w in windows)
+        lines.append(f"  a batch of {batch:<7}" + cells + f"{counts['global_shuffle']:12.1f}")
+    return "\n".join(lines)
 
 
 def torchcodec_works() -> bool:

@@ -268,7 +268,7 @@ class _MadeUpShard:
     def iter_torch_batches(
         self, *, batch_size: int, collate_fn: Callable[[dict[str, np.ndarray]], Batch], **_: Any
     ) -> Iterator[Batch]:
-        dealt = Dealt(batch_size, self._block_rows, 0, 1)
+        dealt = Dealt(batch_size, self._block_rows, 0, 1, 1)
         for micro in range(self._batches):
             rows = {key: np.repeat(value, batch_size, axis=0) for key, value in self._row.items()}
             yield collate_fn({**rows, "position": dealt.rows(micro)})
@@ -288,13 +288,13 @@ def _run_loop(
     """
     gather, windows = Window.gather, 0
 
-    def gather_unrecorded(window: Window, waited_s: float) -> dict[str, Any]:
+    def gather_unrecorded(window: Window, waited_s: float, *asked: bool) -> tuple[dict[str, Any], list[bool]]:
         nonlocal windows
         watch.recording = False
-        metrics = gather(window, waited_s)
+        gathered = gather(window, waited_s, *asked)
         windows += 1
         watch.recording = windows == 1
-        return metrics
+        return gathered
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("vla.py's loop asks Ray for something that this audit has no answer to yet")
@@ -308,7 +308,10 @@ def _run_loop(
         (vla, "get_device", lambda: device),
         (vla, "log_to", lambda folder: None),
         (vla, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
-        (vla, "report_checkpoint", lambda *_: None),
+        (vla.ray.train, "get_preemption_info", lambda: None),
+        (vla.ray.train.collective, "broadcast_from_rank_zero", lambda value: value),
+        (vla, "start_attempt", lambda *_: 0),
+        (vla, "CheckpointWriter", mock.MagicMock()),
         (vla, "export", lambda *_: None),
         (Window, "gather", gather_unrecorded),
         *stand_ins,
@@ -610,8 +613,9 @@ def _backward_on_meta(run: Run, shard: _MadeUpShard) -> list[Sync]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(watch)
         on_meta = {key: value.to(device) for key, value in host.items()}
-        batch = next(worker.policy_batches(run, [on_meta]))
-        draws = worker.noise_for(run, 0, Dealt(run.config.batch_size, run.block_rows, 0, 1), device)
+        dealt = Dealt(run.config.batch_size, run.block_rows, 0, 1, run.batches_per_step)
+        batch = next(worker.policy_batches(run, [on_meta], dealt))
+        draws = worker.noise_for(run, 0, dealt, device)
         result = loss(batch, *draws(0))
         watch.recording = True
         result.backward()

@@ -22,7 +22,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -35,6 +34,7 @@ from ray.train import TrainingFailedError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import cluster
 import vla
 from config import parse_args
 from diagnostics.report import Environment, Options, Record, Report, count, host_batches, scratch_run
@@ -158,9 +158,9 @@ def compare(
     run: Run, strategies: Sequence[Strategy], steps: int, rank: int, world: int, device: torch.device
 ) -> RankStrategies:
     """Every strategy in turn; all ranks of the process group call it alike."""
-    dealt = Dealt(run.config.batch_size, run.block_rows, rank, world)
+    dealt = Dealt(run.config.batch_size, run.block_rows, rank, world, run.batches_per_step)
     host = host_batches(run, dealt, BATCHES)
-    batches = list(policy_batches(run, cuda_prefetcher(host, device)))
+    batches = list(policy_batches(run, cuda_prefetcher(host, device), dealt))
     spreadings = []
     for strategy in strategies:
         spreadings.append(_measure(run, strategy, steps, batches, dealt, device))
@@ -185,6 +185,7 @@ def _measure(
             feed,
             step=step,
             grad_accum=run.config.grad_accum,
+            mean_over=run.config.grad_accum,
             draws=noise_for(run, step, dealt, device),
             autocast=autocast,
             device=device,
@@ -231,13 +232,9 @@ def profile(run: Run, options: Namespace) -> StrategiesReport:
     started_ray = not ray.is_initialized()
     try:
         with scratch_run(run) as scratch:
-            scratch = replace(
-                scratch, config=replace(scratch.config, scaling=replace(run.config.scaling, max_failures=0))
-            )
-            scratch.output_dir.mkdir()
-            vla.start_ray(scratch)
+            limits = cluster.start(scratch)
             scratch = with_stats(scratch)
-            vla.make_trainer(scratch, compare_loop, options=options).fit()
+            vla.make_trainer(scratch, limits.execution_options(), compare_loop, options=options).fit()
             ranks = [
                 RankStrategies.model_validate_json(_rank_path(scratch, rank).read_bytes())
                 for rank in range(run.config.scaling.num_workers)

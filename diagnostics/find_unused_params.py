@@ -20,7 +20,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +30,7 @@ from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from ray.exceptions import RayError
 from torch import Tensor
 
+import cluster
 import vla
 from config import parse_args
 from diagnostics.report import Environment, Options, Record, Report, count, host_batches, scratch_run, truth
@@ -114,11 +115,23 @@ def find_unused(run: Run, batches: int) -> UnusedReport:
     device = torch.device("cuda" if run.use_gpu else "cpu")
     loss, autocast = build_model(run, device)
     inspector = _Inspector(**vars(build_optimizer(run, loss)))
-    dealt = Dealt(run.config.batch_size, run.block_rows, 0, 1)
-    feed = policy_batches(run, cuda_prefetcher(host_batches(run, dealt, batches), device))
+    # One worker, one micro-batch a step.
+    alone = replace(run.config.scaling, num_workers=1, min_workers=None)
+    run = replace(run, config=replace(run.config, grad_accum=1, scaling=alone))
+    dealt = Dealt(run.config.batch_size, run.block_rows, 0, 1, 1)
+    feed = policy_batches(run, cuda_prefetcher(host_batches(run, dealt, batches), device), dealt)
     for step in range(batches):
-        draws = noise_for(run, step, dealt, device)
-        train_step(loss, inspector, feed, step=step, grad_accum=1, draws=draws, autocast=autocast, device=device)
+        train_step(
+            loss,
+            inspector,
+            feed,
+            step=step,
+            grad_accum=1,
+            mean_over=1,
+            draws=noise_for(run, step, dealt, device),
+            autocast=autocast,
+            device=device,
+        )
     missing, zero = inspector.missing, inspector.zero
 
     def fate(name: str, trains: bool) -> Fate:
@@ -224,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Finding them takes a pass over the data.
             with scratch_run(run) as scratch:
                 started_ray = not ray.is_initialized()
-                vla.start_ray(scratch)
+                cluster.start(scratch)
                 run = with_stats(scratch)
     except (ValueError, OSError, RayError) as error:
         print(f"error: {vla.root_cause(error)}", file=sys.stderr)

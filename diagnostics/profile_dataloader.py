@@ -36,6 +36,7 @@ import torch
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 
+import cluster
 import lerobot_rows
 import vla
 from config import parse_args
@@ -49,11 +50,12 @@ from training_data import Dealt, Deferred, TrainingData
 from util import Batch, Clock, NumpyToTorchCollate, Phase
 
 Columns = dict[str, np.ndarray]
-Stage = Literal["read", "decode", "convert", "shuffle", "prepare", "transfer", "collate", "other"]
+Stage = Literal["read", "decode", "convert", "resize", "shuffle", "prepare", "transfer", "collate", "other"]
 EXPLAINED: dict[Stage, str] = {
     "read": "parquet columns",
     "decode": "video and image files to frames",
     "convert": "frames to RGB",
+    "resize": "where --dataset.image_size says so",
     "shuffle": "rows to their places",
     "prepare": "normalise, tokenise",
     "transfer": "to Arrow, into the object store and out",
@@ -68,11 +70,13 @@ FUNCTIONS: tuple[tuple[Any, str, Stage], ...] = (
     (lerobot_rows, "_fill", "shuffle"),
     (lerobot_rows, "_fill_images", "shuffle"),
     (lerobot_rows, "decode_image", "decode"),
+    (lerobot_rows, "decode_depth_image", "decode"),
     (lerobot_rows, "_read_video", "shuffle"),
     (lerobot_rows, "_to_table", "transfer"),
     (VideoReader, "__init__", "decode"),
     (VideoReader, "_frame_at", "decode"),
-    (VideoReader, "_rgb", "convert"),
+    (VideoReader, "_pixels", "convert"),
+    (lerobot_rows, "resize_with_pad", "resize"),
     (Prepare, "__call__", "prepare"),
     (NumpyToTorchCollate, "__call__", "collate"),
 )
@@ -301,8 +305,8 @@ def pull_loop(loop_config: dict[str, Any]) -> None:
     device = vla.get_device()
     vla.log_to(run.output_dir)
     collate, clock = _StampReader(run.use_gpu), _CopyClock()
-    dealt = Dealt(run.config.batch_size, run.block_rows, rank, world)
-    batches = vla.feed(run, dealt, 0, device, collate, clock)
+    dealt = Dealt(run.config.batch_size, run.block_rows, rank, world, run.batches_per_step)
+    batches = vla.feed(run, dealt, 0, device, collate, clock=clock)
     fetch_s: list[float] = []
     warm_at_s, before = time.time(), 0.0
     for _ in batches:
@@ -427,7 +431,7 @@ class StoreWatch:
 def pulled_run(run: Run, options: Namespace) -> Run:
     """The run, as long as the batches that are wanted."""
     steps = options.profile_warmup + options.profile_batches
-    config = replace(run.config, grad_accum=1, steps=steps, scaling=replace(run.config.scaling, max_failures=0))
+    config = replace(run.config, grad_accum=1, steps=steps)
     return replace(run, config=config, steps=steps)
 
 
@@ -437,13 +441,14 @@ def profile(run: Run, options: Namespace) -> LoaderReport:
     try:
         with scratch_run(run) as scratch:
             pulled = pulled_run(scratch, options)
-            pulled.output_dir.mkdir()
-            vla.start_ray(pulled)
+            limits = cluster.start(pulled)
             pulled = with_stats(pulled)
             data_cpus = _data_cpus(pulled)
             data = vla.build_dataset(pulled)
             stamped = replace(data, prepare=Deferred(Stamped(data.prepare)))
-            trainer = vla.make_trainer(pulled, pull_loop, stamped, warmup=options.profile_warmup)
+            trainer = vla.make_trainer(
+                pulled, limits.execution_options(), pull_loop, stamped, warmup=options.profile_warmup
+            )
             with StoreWatch() as store:
                 trainer.fit()
             ranks = [

@@ -49,12 +49,13 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import cluster
 import vla
 from config import parse_args
 from diagnostics.report import Environment, Options, Record, Report, Spread, count, scratch_run, truth
 from diagnostics.step_page import page
 from pi05_loss import PolicyLoss
-from progress import LOG_NAME
+from run_folder import LOG_NAME, prepare_folder
 from run_plan import Run, resolve, with_stats
 from util import UNWATCHED, Clock, Phase, TrainableOptimizer
 from worker import build_optimizer, flops_share
@@ -489,8 +490,8 @@ def table(report: StepReport) -> str:
     if checkpoint_s := max((r.checkpoint_s or 0.0 for r in report.ranks), default=0.0):
         per_step = checkpoint_s / config["save_freq"]
         lines.append(
-            f"a checkpoint takes {1e3 * checkpoint_s:.1f} ms: {1e3 * per_step:.2f} ms a step, at one in "
-            f"--save_freq={config['save_freq']}"
+            f"a checkpoint holds training up for {1e3 * checkpoint_s:.1f} ms: {1e3 * per_step:.2f} ms a step, at one "
+            f"in --save_freq={config['save_freq']}"
         )
     return "\n".join([*lines, "", *advice(report)])
 
@@ -630,10 +631,16 @@ def watched_run(run: Run, settings: Settings) -> Run:
     planned = len(settings.passes(run.config.scaling.num_workers))
     save = planned if settings.checkpoint else planned + 1
     steps = max(run.steps, planned + 1)
-    scaling = replace(run.config.scaling, find_unused_parameters=settings.find_unused_params, max_failures=0)
+    scaling = replace(run.config.scaling, find_unused_parameters=settings.find_unused_params)
     train = replace(run.config.train, max_nonfinite=sys.maxsize)
     config = replace(
-        run.config, log_freq=settings.block_steps, save_freq=save, steps=steps, scaling=scaling, train=train
+        run.config,
+        log_freq=settings.block_steps,
+        save_freq=save,
+        save_every_s=None,
+        steps=steps,
+        scaling=scaling,
+        train=train,
     )
     return replace(run, config=config, steps=steps)
 
@@ -644,10 +651,10 @@ def profile(run: Run, settings: Settings, trace_path: Path | None = None) -> Ste
     try:
         with scratch_run(run) as scratch:
             watched = watched_run(scratch, settings)
-            vla.prepare_folder(watched)
-            vla.start_ray(watched)
+            prepare_folder(watched)
+            limits = cluster.start(watched)
             watched = with_stats(watched)
-            vla.make_trainer(watched, profile_loop, settings=settings).fit()
+            vla.make_trainer(watched, limits.execution_options(), profile_loop, settings=settings).fit()
             ranks = [
                 RankProfile.model_validate_json(_rank_path(watched, rank).read_bytes())
                 for rank in range(run.config.scaling.num_workers)

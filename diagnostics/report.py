@@ -72,11 +72,15 @@ def count(text: str) -> int:
 
 @contextlib.contextmanager
 def scratch_run(run: Run) -> Iterator[Run]:
-    """The run with another folder, beside its own so that all nodes share it too, and gone afterwards."""
+    """The run with another folder, beside its own so that all nodes share it too, and gone afterwards.
+
+    It starts from the beginning, on as many workers as it may have at most, and nothing is tried twice.
+    """
     run.output_dir.parent.mkdir(parents=True, exist_ok=True)
     folder = tempfile.mkdtemp(prefix=f".{run.output_dir.name}-", dir=run.output_dir.parent)
+    scaling = replace(run.config.scaling, min_workers=None, max_failures=0)
     try:
-        yield replace(run, config=replace(run.config, output_dir=f"{folder}/run", resume=False))
+        yield replace(run, config=replace(run.config, output_dir=folder, resume=False, scaling=scaling))
     finally:
         shutil.rmtree(folder)
 

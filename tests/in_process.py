@@ -7,6 +7,7 @@ from unittest import mock
 
 import numpy as np
 import ray
+import ray.train.collective
 import torch
 
 import tiny_pi05
@@ -62,7 +63,7 @@ class Shard:
         self._run, self._before_batch, self._batch_columns = run, before_batch, batch_columns
 
     def iter_torch_batches(self, *, batch_size, collate_fn, **_):
-        dealt = Dealt(batch_size, self._run.block_rows, 0, 1)
+        dealt = Dealt(batch_size, self._run.block_rows, 0, 1, 1)
         for micro in range(self._run.last_row // batch_size):
             self._before_batch()
             rows = {key: np.repeat(value, batch_size, axis=0) for key, value in self._row.items()}
@@ -70,9 +71,28 @@ class Shard:
             yield collate_fn({**rows, "position": position, **self._batch_columns(micro, len(position))})
 
 
+class NoCheckpoints:
+    """Stands in for `worker.CheckpointWriter`."""
+
+    def __init__(self, *_):
+        pass
+
+    def due(self):
+        return False
+
+    def paused_s(self):
+        return 0.0
+
+    def save(self, progress):
+        pass
+
+    def wait(self):
+        pass
+
+
 @contextlib.contextmanager
-def without_ray(shard, device=None):
-    """What the loop asks of Ray is answered here; checkpoints are not written."""
+def without_ray(shard, device=None, writer=NoCheckpoints):
+    """What the loop asks of Ray is answered here; checkpoints are not written, or by `writer`."""
     context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
     replaced = (
         (ray, "get", lambda reference: reference),
@@ -82,7 +102,10 @@ def without_ray(shard, device=None):
         (vla, "get_device", lambda: device or torch.device("cpu")),
         (vla, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
         (vla, "log_to", lambda folder: None),
-        (vla, "report_checkpoint", lambda *_: None),
+        (ray.train, "get_preemption_info", lambda: None),
+        (ray.train.collective, "broadcast_from_rank_zero", lambda value: value),
+        (vla, "start_attempt", lambda *_: 0),
+        (vla, "CheckpointWriter", writer),
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(gc, "collect", lambda *_: 0))  # takes longer than everything else

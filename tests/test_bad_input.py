@@ -75,7 +75,7 @@ def run(root, base, tmp_path, capsys, monkeypatch):
     def refuse(run):
         raise AssertionError("Ray was started")
 
-    monkeypatch.setattr(vla, "start_ray", refuse)
+    monkeypatch.setattr(vla.cluster, "start", refuse)
 
     def go(*more, **changes):
         before = ray.is_initialized()

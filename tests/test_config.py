@@ -26,6 +26,8 @@ def test_structured_values_and_the_policys_own_options():
     )
     assert config.dataset.episodes == [1, 2]
     assert config.rename_map == {"a": "b"}
+    mixed = parse_args([*DATA[1:], '--dataset.mixture={"s3://a/b": 2, "/c": 0.5}'])
+    assert mixed.roots == ["s3://a/b", "/c"] and mixed.dataset.mixture["/c"] == 0.5
     assert config.policy_path == "/p" and config.policy_options == ["--chunk_size=10"]
     assert config.lr == 1e-4
 
@@ -52,7 +54,11 @@ def test_a_saved_config_comes_back_and_flags_change_it(tmp_path):
         ([*DATA, "--scaling.strategy=magic"], "--scaling.strategy=magic"),
         ([*DATA, "--warmup_frac=2"], "--warmup_frac=2"),
         ([*DATA, "--dataset.eval_split=1"], "--dataset.eval_split=1"),
-        ([*DATA, "--dataset.repo_id=a/b"], "--dataset.root and --dataset.repo_id"),
+        ([*DATA, "--dataset.repo_id=a/b"], "--dataset.root, --dataset.repo_id and --dataset.mixture"),
+        ([*DATA, '--dataset.mixture={"/a": 1}'], "--dataset.root, --dataset.repo_id and --dataset.mixture"),
+        ([*DATA[1:], '--dataset.mixture={"/a": 1, "/b": 0}'], "the weight of /b is 0"),
+        ([*DATA[1:], '--dataset.mixture={"/a": 1, "/b": 1}', "--dataset.episodes=[1]"], "with several roots"),
+        ([*DATA, "--dataset.image_size=[224]"], "expected .height, width."),
         ([*DATA, "--policy.type=pi05"], "--policy.path and --policy.type"),
         ([*DATA, "--steps=3", "--num_epochs=1"], "--steps and --num_epochs"),
         ([*DATA, "--dataset.root=/a,/b", "--dataset.episodes=[1]"], "--dataset.episodes with several roots"),

@@ -11,7 +11,7 @@ import pytest
 
 import dataset_stats
 from dataset_stats import STATISTICS, aggregate_episode_stats, complete_stats, file_episode_stats
-from lerobot_metadata import load_metadata
+from lerobot_metadata import load_metadata, rename_features
 from tests.datasets import make_dataset
 
 # Of one frame, shorter and longer than each other, in several parquet files.
@@ -139,11 +139,14 @@ def test_without_stats_json(original, root, ray_cluster):
     (root / "meta/stats.json").unlink()
     meta = load_metadata(root)
     assert meta.stats == {}
-    stats, computed = complete_stats(meta, {"action": set(STATISTICS)}, cache_dir=None)
-    assert computed == sorted(f"action/{name}" for name in STATISTICS)
-    wanted = load_metadata(original).stats["action"]
+    meta = rename_features(meta, {"observation.state": "observation.joints"})  # not so in its files
+    required = {"action": set(STATISTICS), "observation.joints": {"mean"}}
+    stats, computed = complete_stats(meta, required, cache_dir=None)
+    assert computed == [*sorted(f"action/{name}" for name in STATISTICS), "observation.joints/mean"]
+    wanted = load_metadata(original).stats
     for name in STATISTICS:
-        np.testing.assert_array_equal(stats["action"][name], wanted[name])
+        np.testing.assert_array_equal(stats["action"][name], wanted["action"][name])
+    np.testing.assert_array_equal(stats["observation.joints"]["mean"], wanted["observation.state"]["mean"])
 
 
 @pytest.mark.ray

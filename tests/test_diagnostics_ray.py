@@ -63,7 +63,7 @@ def test_the_data_engine_of_two_workers(step_json, argv, capsys):
     assert [len(rank.fetch_s) for rank in report.ranks] == [40, 40]
     assert 0 < report.rows <= 2 * 40 * 2
     assert report.spilled_bytes == 0 and report.object_store_peak_bytes > 0
-    assert all(seconds > 0 for seconds in report.stages.values())
+    assert all(seconds > 0 for stage, seconds in report.stages.items() if stage != "resize")
     printed = capsys.readouterr().out
     assert "The step, never waiting, takes" in printed and "CPUs for data per worker would balance them" in printed
     assert sorted(entry.name for entry in argv[1].iterdir()) == ["base", "dataset"]

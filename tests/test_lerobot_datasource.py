@@ -1,9 +1,11 @@
 """Rows against `LeRobotDataset`, through Ray Data, and what happens when files are not what they should be."""
 
+import json
 import shutil
 from collections import Counter
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -128,6 +130,23 @@ def test_two_roots(ray_cluster, roots):
 
 
 @pytest.mark.ray
+def test_a_mixture_of_two_roots(ray_cluster, roots):
+    names = ["rollover", "second"]  # 54 and 12 rows
+    references = [lerobot(roots[n]) for n in names]
+    meta = load_metadata(roots["rollover"])
+    with pytest.raises(ValueError, match="a mixture has no stored order"):
+        read_lerobot({str(roots[n]): 1 for n in names})
+    weights = {str(roots["rollover"]): 1, str(roots["second"]): 2}
+    rows = list(rows_of(read_lerobot(weights, shuffle_seed=0, shuffle_window=16)))
+    found = Counter((int(r["dataset_index"]), int(r["index"])) for r in rows)
+    assert len(rows) == 66 and sum(n for (d, _), n in found.items() if d == 0) == 22
+    assert {n for (d, _), n in found.items() if d == 0} == {1}
+    assert [found[1, i] for i in range(12)].count(4) == 44 - 3 * 12  # 3 or 4 times each
+    for row in rows:
+        assert_same_row(row, references[int(row["dataset_index"])][int(row["index"])], meta)
+
+
+@pytest.mark.ray
 def test_a_stream_over_epochs_and_executions_keeps_its_order(ray_cluster, roots):
     """Blocks come whole and in the plan's order, dealt to two consumers in turn, over several executions."""
     import ray
@@ -223,6 +242,42 @@ def test_projection_and_limit_reach_the_source(ray_cluster, roots):
         dataset.take(1)
 
 
+@pytest.mark.parametrize("size", [(224, 224), (30, 70), (57, 31)])
+@pytest.mark.parametrize("name", ["rollover", "mixed"])
+def test_frames_are_fitted_as_lerobot_fits_them(roots, name, size):
+    import torch
+    from lerobot.policies.common.vla_utils import resize_with_pad_torch
+
+    meta = load_metadata(roots[name])
+    windows = {TOP: WINDOWS[TOP]}
+    source = LeRobotDatasource([meta], image_size=size, delta_timestamps=windows, shuffle_seed=0)
+    (rows,) = source.read_rows(range(12), 12)
+    assert {k: v.shape[1:] for k, v in rows.items()} == {
+        k: v.shape[1:] for k, v in source.example().items() if k != "position"
+    }
+    assert source.row_bytes() > sum(rows[k][0].nbytes for k in meta.camera_keys)
+    reference = lerobot(roots[name], delta_timestamps=windows)
+    for i in range(12):
+        item = reference[int(rows["index"][i])]
+        for key in meta.camera_keys:
+            image = item[key] if item[key].ndim == 4 else item[key][None]
+            image = image.float() / 255 if image.dtype == torch.uint8 else image
+            theirs = resize_with_pad_torch(image, *size).movedim(-3, -1).numpy() * 255
+            error = np.abs(rows[key][i].reshape(theirs.shape) - theirs)
+            assert error.max() <= 1 and error.mean() < 0.3, (key, error.max(), error.mean())
+            np.testing.assert_array_equal(rows[key][i].reshape(theirs.shape)[theirs == 0], 0)  # the black around
+
+
+def test_cameras_of_different_sizes_can_be_read_together_when_fitted(roots, tmp_path):
+    metas = [load_metadata(roots["rollover"])]
+    metas.append(load_metadata(make_dataset(tmp_path / "larger", cameras={TOP: (64, 64), WRIST: (96, 80)})))
+    with pytest.raises(ValueError, match=f"differ in .*{TOP}"):
+        LeRobotDatasource(metas)
+    source = LeRobotDatasource(metas, image_size=(32, 32), shuffle_seed=0)
+    (rows,) = source.read_rows(range(16), 16)
+    assert set(rows["dataset_index"]) == {0, 1} and rows[TOP].shape == (16, 32, 32, 3)
+
+
 def test_a_read_task_ships_only_its_own_episodes(tmp_path, roots):
     import pickle
 
@@ -232,6 +287,110 @@ def test_a_read_task_ships_only_its_own_episodes(tmp_path, roots):
     slices = [(s, source._parts(s)) for s in source.plan.slices(0, 54)]
     options = ReadOptions(source.columns(), source._delta_indices, 1e-4, 16, 1)
     assert len(pickle.dumps(_ReadSlices(None, slices, 0, options))) < 100_000
+
+
+DEPTHS = {  # camera: how it is stored, and as what it was recorded
+    "observation.images.depth_video": ("video", np.uint16),
+    "observation.images.depth_mm": ("image", np.uint16),
+    "observation.images.depth_m": ("image", np.float32),
+}
+
+
+@pytest.fixture(scope="module")
+def depth_root(tmp_path_factory):
+    """LeRobot's three ways to hold depth maps: 12-bit video, uint16 millimetres and float32 metres in TIFF."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    root = tmp_path_factory.mktemp("depth") / "depth"
+    names = ["height", "width", "channels"]
+    features = {
+        key: {"dtype": dtype, "shape": (64, 80, 1), "names": names, "info": {"is_depth_map": True}}
+        for key, (dtype, _) in DEPTHS.items()
+    }
+    features["action"] = {"dtype": "float32", "shape": (2,), "names": ["a", "b"]}
+    dataset = LeRobotDataset.create("local/depth", fps=FPS, features=features, root=root, use_videos=True)
+    rng = np.random.default_rng(0)
+    for _ in range(2):
+        for _ in range(5):
+            mm = rng.integers(0, 12_000, (8, 10)).repeat(8, axis=0).repeat(8, axis=1)[..., None].astype(np.uint16)
+            frame = {key: mm if kind is np.uint16 else (mm / 1000).astype(kind) for key, (_, kind) in DEPTHS.items()}
+            dataset.add_frame({**frame, "action": np.zeros(2, np.float32), "task": "look"})
+        dataset.save_episode(parallel_encoding=False)
+    dataset.finalize()
+    return root
+
+
+@pytest.mark.parametrize("windows", [None, {key: [-0.1, 0.0] for key in DEPTHS}], ids=["plain", "windows"])
+def test_depth_maps_are_lerobots(depth_root, windows):
+    reference = lerobot(depth_root, delta_timestamps=windows)
+    source = LeRobotDatasource([load_metadata(depth_root)], delta_timestamps=windows, image_size=(16, 16))
+    (rows,) = source.read_rows(range(10), 10)
+    assert {k: (v.dtype, v.shape[1:]) for k, v in rows.items() if k in DEPTHS} == {
+        k: (v.dtype, v.shape[1:]) for k, v in source.example().items() if k in DEPTHS
+    }
+    assert source.row_bytes() >= sum(rows[key][0].nbytes for key in DEPTHS)
+    for i in range(10):
+        for key in DEPTHS:
+            theirs = np.moveaxis(reference[i][key].numpy(), -3, -1)
+            assert rows[key].dtype == theirs.dtype == np.float32 and theirs.max() > 1000  # millimetres
+            np.testing.assert_array_equal(rows[key][i], theirs, err_msg=key)
+
+
+def test_depth_ranges_are_lerobots_and_must_make_sense():
+    import torch
+    from lerobot.datasets.depth_utils import dequantize_depth
+
+    codes = torch.arange(4096).reshape(1, 64, 64)
+    stated = {"depth_min": 0.3, "depth_max": 2.7, "shift": 1.1, "use_log": False}
+    table = lerobot_decode.depth_table({f"video.{k}": v for k, v in stated.items()}, name="x")
+    np.testing.assert_array_equal(table, dequantize_depth(codes, **stated).numpy().ravel())
+    assert not np.array_equal(table, lerobot_decode.depth_table({}, name="x"))
+    for wrong in ({"video.depth_min": -9.0}, {"video.depth_min": "near"}, {"video.depth_max": float("nan")}):
+        with pytest.raises(ValueError, match="camera x: the depths that info states"):
+            lerobot_decode.depth_table({"is_depth_map": True, **wrong}, name="camera x")
+
+
+def test_a_depth_image_that_is_none(depth_root, tmp_path):
+    import io
+
+    from PIL import Image
+
+    root = shutil.copytree(depth_root, tmp_path / "depth")
+    file = io.BytesIO()
+    Image.new("RGB", (80, 64)).save(file, "png")
+    rewrite(root, lambda c: c["observation.images.depth_mm"].__setitem__(3, {"bytes": file.getvalue(), "path": None}))
+    with pytest.raises(ValueError, match="episode 0 frame 3: expected a depth map of uint16 or float32"):
+        read_directly(LeRobotDatasource([load_metadata(root)]))
+
+
+def test_language_columns_pass_through_as_json(roots, tmp_path):
+    """LeRobot's annotations, written as its own writer does: Arrow infers each file's types from its content."""
+    from lerobot.datasets.language import language_feature_info
+
+    root = shutil.copytree(roots["rollover"], tmp_path / "annotated")
+    info = json.loads((root / "meta/info.json").read_text())
+    info["features"] |= language_feature_info()
+    (root / "meta/info.json").write_text(json.dumps(info))
+    say = {"type": "function", "function": {"name": "say", "arguments": {"text": "here"}}}
+    event = {"role": "user", "content": "what is it?", "style": "vqa", "camera": TOP, "tool_calls": None}
+    lasting = {**event, "style": "plan", "camera": None, "timestamp": 0.5}
+    events = [[], [event], [{**event, "content": None, "tool_calls": [say]}, event]]
+    for number, path in enumerate(sorted((root / "data").rglob("*.parquet"))):
+        table = pq.read_table(path)
+        column = [events[i % 3] if number else [] for i in table["index"].to_pylist()]
+        table = table.append_column("language_events", pa.array(column))
+        pq.write_table(table.append_column("language_persistent", pa.array([[lasting]] * len(table))), path)
+    assert number > 0  # files of different types
+    source = LeRobotDatasource([load_metadata(root)], camera_keys=[], shuffle_seed=0)
+    tables = read_directly(source)
+    assert len({table.schema for table in tables}) == 1
+    reference = lerobot(root)
+    for row in pa.concat_tables(tables).to_pylist():
+        for key in ("language_events", "language_persistent"):
+            assert json.loads(row[key]) == reference[row["index"]][key], key
+    assert source.example()["language_events"].dtype == object
+    with pytest.raises(ValueError, match="cannot window 'language_events', a language column"):
+        LeRobotDatasource([load_metadata(root)], delta_timestamps={"language_events": [0.0]})
 
 
 # ---- files that are not what they should be ------------------------------------------------------------------------
@@ -281,8 +440,6 @@ def test_a_video_of_another_size(copy):
 
 def rewrite(root, change):
     """Rewrite a data file's table with `change(columns)`."""
-    import pyarrow as pa
-
     path = sorted((root / "data").rglob("*.parquet"))[0]
     table = pq.read_table(path)
     columns = {n: table.column(n).to_pylist() for n in table.column_names}
@@ -337,5 +494,8 @@ def test_arguments_that_do_not_fit(roots):
         LeRobotDatasource([meta], delta_timestamps={"action": [0.0, 0.05]})
     with pytest.raises(ValueError, match="differ in"):
         LeRobotDatasource([meta, second])
+    for size in ((224,), (0, 224), (22.5, 224)):
+        with pytest.raises(ValueError, match=r"expected \(height, width\)"):
+            LeRobotDatasource([meta], image_size=size)
     with pytest.raises(ValueError, match="not among the roots"):
         read_lerobot(roots["rollover"], episodes={"elsewhere": [0]})

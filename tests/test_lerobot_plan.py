@@ -1,9 +1,12 @@
 """The plan against an exhaustive oracle: every row of every epoch once, whatever the cuts."""
 
+import pickle
+from collections import Counter
+
 import numpy as np
 import pytest
 
-from lerobot_plan import Episodes, StreamPlan, task_bounds
+from lerobot_plan import Dealer, Episodes, StreamPlan, apportion, task_bounds
 
 
 def episodes(*lengths: int, dataset: int = 0) -> Episodes:
@@ -88,3 +91,119 @@ def test_bad_arguments():
         StreamPlan(episodes(), seed=0, segment_rows=4, window_rows=8)
     with pytest.raises(ValueError, match="must be positive"):
         StreamPlan(episodes(3), seed=0, segment_rows=0, window_rows=8)
+    with pytest.raises(ValueError, match="a mixture has no stored order.*give a shuffle seed"):
+        StreamPlan(episodes(3), seed=None, segment_rows=1, window_rows=8, weights=[1])
+    with pytest.raises(ValueError, match="2 weights for 1 datasets"):
+        StreamPlan(episodes(3), seed=0, segment_rows=1, window_rows=8, weights=[1, 1])
+
+
+def test_the_mixing_statistic():
+    from benchmarks.data import distinct_episodes, distinct_episodes_at_random
+
+    lengths = [50] * 20 + [5, 1, 200]
+    everything = episodes(*lengths)
+    expected = distinct_episodes_at_random(np.array(lengths), 16)
+    rng, owner = np.random.default_rng(0), np.repeat(np.arange(len(lengths)), lengths)
+    drawn = [len(np.unique(owner[rng.permutation(len(owner))[:16]])) for _ in range(4000)]
+    assert expected == pytest.approx(np.mean(drawn), rel=0.01)
+
+    def measured(segment, window):
+        plan = StreamPlan(everything, seed=0, segment_rows=segment, window_rows=window)
+        return distinct_episodes(plan, 16, 10 * plan.rows_per_epoch // 16)
+
+    assert measured(1, 10**6) == pytest.approx(expected, rel=0.02)  # single rows, all shuffled: a global shuffle
+    assert 1 <= measured(8, 16) < measured(8, 64) < measured(8, 256) < expected
+    assert measured(8, 64) < measured(4, 64)
+
+
+# ---- mixtures -------------------------------------------------------------------------------------------------------
+
+LENGTHS = [(40, 25, 35), (7, 3), (300,)]  # of three datasets: 100, 10 and 300 rows
+
+
+def mixture(weights, seed=0, window=64):
+    parts = [episodes(*lengths, dataset=d) for d, lengths in enumerate(LENGTHS)]
+    together = Episodes(*(np.concatenate([getattr(p, name) for p in parts]) for name in Episodes.__annotations__))
+    return StreamPlan(together, seed=seed, segment_rows=8, window_rows=window, weights=weights)
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1), (100, 10, 300), (5, 0.1, 0.7), (1, 100, 100)])
+def test_a_mixture_gives_each_dataset_its_share_of_every_epoch(weights):
+    plan = mixture(weights)
+    assert plan.rows_per_epoch == 410
+    for epoch in range(4):
+        rows = read(plan, epoch * 410, (epoch + 1) * 410)
+        found = Counter(d for _, d, _ in rows)
+        assert {e for e, _, _ in rows} == {epoch}
+        assert [found[d] for d in range(3)] == plan.rows_per_source
+        np.testing.assert_allclose(plan.rows_per_source, 410 * np.array(weights) / sum(weights), atol=1)
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1), (5, 0.1, 0.7), (2, 9, 1)])
+def test_every_frame_of_a_dataset_is_seen_as_often_as_any_other(weights):
+    """At the end of every window no frame is ahead of another of its dataset by more than one."""
+    plan = mixture(weights)
+    seen = {(d, i): 0 for d, lengths in enumerate(LENGTHS) for i in range(sum(lengths))}
+    position = 0
+    for window in plan.slices(0, 7 * plan.rows_per_epoch):
+        for part, index in zip(*window.rows(), strict=True):
+            seen[int(plan.episodes.dataset_index[window.episode[part]]), int(index)] += 1
+        position += window.hi - window.lo
+        for dataset in range(3):
+            counts = [n for (d, _), n in seen.items() if d == dataset]
+            assert max(counts) - min(counts) <= 1
+    assert position == sum(seen.values()) == 7 * 410
+
+
+def test_natural_weights_give_every_row_once_per_epoch():
+    rows = read(mixture([100, 10, 300]), 0, 820)
+    for epoch in range(2):
+        assert len(set(rows[epoch * 410 : (epoch + 1) * 410])) == 410
+
+
+def test_every_window_mixes_in_proportion():
+    plan = mixture((2, 1, 1), window=64)
+    for window in plan.slices(0, 820):
+        found = Counter(plan.episodes.dataset_index[window.episode[window.rows()[0]]].tolist())
+        length = window.hi - window.lo
+        for dataset, share in enumerate((0.5, 0.25, 0.25)):
+            assert abs(found[dataset] - share * length) < 2
+    # Within a window rows are permuted together: a batch is not one dataset's rows, then another's.
+    first = [d for _, d, _ in read(plan, 0, 64)]
+    assert len({tuple(sorted(set(first[i : i + 16]))) for i in range(0, 64, 16)} - {(0, 1, 2)}) <= 1
+
+
+@pytest.mark.parametrize("cut", [1, 7, 64, 100])
+def test_a_mixture_read_on_from_anywhere_and_from_another_process(cut):
+    plan = mixture((5, 0.1, 0.7))
+    whole = read(plan, 0, 820)
+    copy = pickle.loads(pickle.dumps(plan))
+    assert [row for a in range(0, 820, cut) for row in read(copy, a, min(a + cut, 820))] == whole
+    assert read(mixture((5, 0.1, 0.7), seed=1), 0, 820) != whole
+    assert read(mixture((5, 0.1, 0.7)), 410 * 10**9, 410 * 10**9 + 5) != whole[:5]  # far away is as near
+
+
+def test_weights_are_part_of_the_identity():
+    assert mixture((1, 1, 1)).identity() == mixture((2, 2, 2)).identity()
+    assert mixture((1, 1, 1)).identity() != mixture((1, 1, 2)).identity() != mixture(None).identity()
+
+
+@pytest.mark.parametrize("counts", [(10,), (7, 1), (5, 5, 5), (1, 100, 3, 29), (1,) * 30, (64, 32, 16, 8, 4, 2, 1)])
+def test_dealing_goes_on_by_one_row_and_keeps_to_the_shares(counts):
+    dealer, total = Dealer(counts), sum(counts)
+    before = [0] * len(counts)
+    for position in range(total + 1):
+        now = dealer.dealt(position)
+        assert sum(now) == position and all(0 <= b - a <= 1 for a, b in zip(before, now, strict=True))
+        assert np.abs(np.array(now) - np.array(counts) * position / total).max() < max(1, np.log2(len(counts)))
+        before = now
+    assert before == list(counts)
+
+
+def test_shares_that_cannot_be():
+    assert apportion(10, [1, 1, 1]) == [4, 3, 3]
+    for weights in ([1, 0], [1, -1], [1, float("nan")], [1, float("inf")]):
+        with pytest.raises(ValueError, match="expected positive numbers"):
+            apportion(10, weights)
+    with pytest.raises(ValueError, match="none would come from dataset_index 1"):
+        apportion(10, [1, 1e-6])

@@ -28,9 +28,9 @@ def two(rank, run, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     found = {"result": compare_strategies.compare(run, STRATEGIES, 20, rank, 2, CPU).model_dump()}
-    dealt = compare_strategies.Dealt(run.config.batch_size, run.block_rows, rank, 2)
+    dealt = compare_strategies.Dealt(run.config.batch_size, run.block_rows, rank, 2, run.batches_per_step)
     (host,) = compare_strategies.host_batches(run, dealt, 1)
-    (batch,) = worker.policy_batches(run, [host])
+    (batch,) = worker.policy_batches(run, [host], dealt)
     for strategy in ("fsdp2", "fsdp2_reshard"):
         loss, _ = worker.build_model(run, CPU)
         total = sum(p.numel() for p in loss.parameters() if p.requires_grad)

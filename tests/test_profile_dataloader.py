@@ -23,8 +23,13 @@ def _clean_environment(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return in_process.resolved(in_process.make_setting(tmp_path_factory.mktemp("loader")))
+def setting(tmp_path_factory):
+    return in_process.make_setting(tmp_path_factory.mktemp("loader"))
+
+
+@pytest.fixture(scope="module")
+def run(setting):
+    return in_process.resolved(setting)
 
 
 STORE = argparse.Namespace(peak_bytes=5 * 2**20, spilled_bytes=0)
@@ -101,8 +106,9 @@ def test_rates_of_ranks_add_up_over_the_time_until_the_last_is_done(run):
     assert "5 MiB at most, 0 MiB spilled" in printed
 
 
-def test_the_stages_are_those_of_the_read_tasks(run):
+def test_the_stages_are_those_of_the_read_tasks(setting):
     """All of the CPU's time is in one stage or another, and each stage has some."""
+    run = in_process.resolved(setting, **{"dataset.image_size": "[56,56]"})
     data = vla.build_dataset(run)
     with in_process.without_ray(None):
         before = time.process_time()

@@ -147,16 +147,21 @@ def test_a_starved_loop_is_diagnosed_as_such_and_a_slow_model_likewise(run, tmp_
     assert said.startswith("Forward and backward are")
 
 
-def test_a_checkpoint_is_timed_apart(run, tmp_path, monkeypatch):
+def test_a_checkpoint_is_timed_apart(run, tmp_path):
     calls = []
+
+    class Writer(in_process.NoCheckpoints):
+        def save(self, progress):
+            calls.append(progress.step)
+            time.sleep(0.1)
+
     settings = Settings.of(parse_options(["--profile_steps=2", "--profile_warmup=1"])[0], run)
     watched = profile_step.watched_run(run, settings)
     watched = replace(watched, config=replace(watched.config, output_dir=str(tmp_path)))
-    with in_process.without_ray(in_process.Shard(watched)):
-        monkeypatch.setattr(vla, "report_checkpoint", lambda *args: calls.append(time.sleep(0.1)))
+    with in_process.without_ray(in_process.Shard(watched), writer=Writer):
         profile_step.profile_loop({"run": watched, "settings": settings})
     rank = profile_step.RankProfile.model_validate_json((tmp_path / "profile-0.json").read_bytes())
-    assert len(calls) == 1
+    assert calls == [1 + 2 + 2 + 1]
     assert rank.checkpoint_s >= 0.1
     assert "checkpoint" not in rank.timed.exposed
 

@@ -10,43 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from ci.check_lock import differences, direct_pins, locked, requirement_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 SETUP_FILES = ("Makefile", "requirements.lock", ".python-version", "ci/setup.sh")
 
 
-def requirement_lines():
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
-    return [line for line in lines if line.strip() and not line.startswith("#")]
-
-
-def direct_pins():
-    """{canonical name: version} of requirements.txt."""
-    pins = {}
-    for line in requirement_lines():
-        requirement = Requirement(line.partition("#")[0])
-        (specifier,) = requirement.specifier
-        assert specifier.operator == "==", f"not pinned: {line}"
-        pins[canonicalize_name(requirement.name)] = specifier.version
-    return pins
-
-
-def locked():
-    """{canonical name: (version, number of hashes, whether requirements.txt asks for it)} of the lock."""
-    blocks = re.split(r"^(?=[A-Za-z0-9])", (ROOT / "requirements.lock").read_text(), flags=re.MULTILINE)[1:]
-    packages = {}
-    for block in blocks:
-        name, version = re.match(r"([\w.-]+)==([^\s;]+)", block).groups()
-        hashes = re.findall(r"--hash=sha256:[0-9a-f]{64}\b", block)
-        packages[canonicalize_name(name)] = version, len(hashes), "-r requirements.txt" in block
-    return packages
-
-
 def test_the_lock_holds_exactly_the_pins_of_requirements():
-    direct = {name: version for name, (version, _, asked_for) in locked().items() if asked_for}
-    assert direct == direct_pins(), "requirements.txt was edited: run `make lock`"
+    assert differences() == [], "requirements.txt was edited: run `make lock`"
 
 
 def test_everything_in_the_lock_has_a_hash():
@@ -196,3 +169,13 @@ def test_help_lists_every_target(checkout):
     targets = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
     listed = re.findall(r"^  make ([\w-]+) ", make(checkout).stdout, flags=re.MULTILINE)
     assert sorted(listed) == sorted(targets)
+
+
+def test_the_commands_of_contributing_exist():
+    targets = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`make ([\w-]+)", text)
+    assert len(set(named)) > 5 and set(named) <= set(targets)
+    files = set(re.findall(r"`([\w/-]+\.(?:py|txt|yaml)|[a-z]+/|[a-z]+/\w+\.py)`", text))
+    assert {"config.py", "ci/", "tests/test_configs.py"} <= files
+    assert [name for name in files if not (ROOT / name).exists()] == []

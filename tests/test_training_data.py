@@ -16,7 +16,7 @@ from training_data import Dealt, Deferred, stream_batches
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize(("batch", "block"), [(4, 4), (4, 2), (6, 1), (6, 3)])
 def test_every_row_goes_to_one_rank_and_global_batches_are_the_same_for_any_world(world, batch, block):
-    dealt = [Dealt(batch, block, rank, world) for rank in range(world)]
+    dealt = [Dealt(batch, block, rank, world, batches_per_step=world) for rank in range(world)]
     for micro in range(3):
         together = np.concatenate([d.rows(micro) for d in dealt])
         assert sorted(together) == list(range(micro * batch * world, (micro + 1) * batch * world))
@@ -25,6 +25,32 @@ def test_every_row_goes_to_one_rank_and_global_batches_are_the_same_for_any_worl
     owner = {first // block: next(blocks) for first in range(0, 3 * batch * world, block)}
     for rank, d in enumerate(dealt):
         assert all(owner[int(row) // block] == rank for micro in range(3) for row in d.rows(micro))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6])
+def test_a_step_has_the_same_rows_however_many_ranks_share_it(world):
+    batch, per_step, first = 2, 6, 10
+    dealt = [Dealt(batch, batch, rank, world, per_step, first) for rank in range(world)]
+    taken = [0] * world
+    for step in range(first, first + 7):
+        rows = []
+        for rank, d in enumerate(dealt):
+            micros = d.micros(step)
+            assert micros.start == taken[rank] and len(micros) >= 1
+            taken[rank] = micros.stop
+            for nth, micro in enumerate(micros):
+                assert d.step_of(micro) == step
+                inside = d.rows_of_step(step, nth)
+                assert np.array_equal(inside + (step - first) * per_step * batch, d.rows(micro))
+                rows += inside.tolist()
+        assert sorted(rows) == list(range(per_step * batch))
+
+
+def test_what_cannot_be_dealt_is_refused():
+    with pytest.raises(ValueError, match="4 micro-batches of 2 blocks cannot be dealt to 3 ranks"):
+        Dealt(batch_size=4, block_rows=2, rank=0, world=3, batches_per_step=4)
+    with pytest.raises(ValueError, match="2 micro-batches of 1 blocks cannot be dealt to 3 ranks"):
+        Dealt(batch_size=4, block_rows=4, rank=0, world=3, batches_per_step=2)
 
 
 class Shard:
@@ -37,9 +63,9 @@ class Shard:
         return ({"position": torch.tensor(rows)} for rows in next(self.executions, []))
 
 
-def read(shard, first=10, last=26):
-    dealt = Dealt(batch_size=2, block_rows=2, rank=1, world=2)
-    return [b["position"].tolist() for b in stream_batches(shard, dealt, first, last, collate=None)]
+def read(shard, first=10, steps=4):
+    dealt = Dealt(batch_size=2, block_rows=2, rank=1, world=2, batches_per_step=2)
+    return [b["position"].tolist() for b in stream_batches(shard, dealt, first, steps, collate=None)]
 
 
 def test_batches_are_checked_against_the_plan_over_several_executions():

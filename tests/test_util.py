@@ -60,7 +60,17 @@ def run(model, data, steps, accum, size, schedule=lambda s: 1e-2, clip=1.0):
             return noise[rows], time[rows]
 
         results.append(
-            train_step(model, optimizer, feed, step=step, grad_accum=accum, draws=draws, autocast=None, device=CPU)
+            train_step(
+                model,
+                optimizer,
+                feed,
+                step=step,
+                grad_accum=accum,
+                mean_over=accum,
+                draws=draws,
+                autocast=None,
+                device=CPU,
+            )
         )
     return results, optimizer
 
@@ -116,6 +126,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
             feed,
             step=step,
             grad_accum=1,
+            mean_over=1,
             draws=lambda m, d=(noise, time): d,
             autocast=None,
             device=CPU,
@@ -125,7 +136,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
     for key, value in states[0].items():
         assert torch.equal(value, states[1][key]), key
     assert any(not torch.equal(value, states[2][key]) for key, value in states[1].items())
-    metrics = window.gather(waited_s=0.0)
+    metrics, _ = window.gather(0.0)
     assert metrics["nonfinite_steps"] == 1 and metrics["samples"] == 24
     assert np.isfinite(metrics["loss"])
 
@@ -143,7 +154,7 @@ def test_nothing_is_read_from_the_device_between_log_steps(monkeypatch):
         results, _ = run(model, data, steps=4, accum=1, size=8)
         for result in results:
             window.add(result, samples=8)
-    assert window.gather(waited_s=0.0)["samples"] == 32
+    assert window.gather(0.0)[0]["samples"] == 32
 
 
 def test_optimizer_state_comes_back_by_name():
@@ -165,6 +176,7 @@ def test_optimizer_state_comes_back_by_name():
             feed,
             step=step,
             grad_accum=1,
+            mean_over=1,
             draws=lambda micro, step=step: draws_for(step, 4),
             autocast=None,
             device=CPU,
@@ -258,10 +270,11 @@ def test_one_collective_and_one_read_per_log_step(monkeypatch, tmp_path):
         results, _ = run(Regression(), batches(3, 8), steps=3, accum=1, size=8)
         for result in results:
             window.add(result, samples=8)
-        metrics = window.gather(waited_s=1.5)
+        metrics, asked = window.gather(1.5, True, False)
         assert next(counts) == 1
         assert metrics["loss"] == pytest.approx(np.mean([r.loss.item() for r in results]), rel=1e-6)
         assert metrics["data_wait_s"] == pytest.approx(0.5)
+        assert asked == [True, False]
         assert metrics["grad_norm"] == pytest.approx(results[-1].grad_norm.item(), rel=1e-6)
     finally:
         dist.destroy_process_group()

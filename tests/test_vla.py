@@ -192,6 +192,8 @@ def test_the_runs_folder_holds_what_is_promised(setting, finished):
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     for line in lines:
         assert {"epoch", "loss", "lr", "grad_norm", "samples", "samples_per_s", "step_s", "data_wait_s"} <= line.keys()
+        assert line["frames_per_s"] == pytest.approx(2 * line["samples_per_s"])  # two cameras
+        assert line["decoded_bytes_per_s"] > 3 * (48 * 64 + 96 * 80) * line["samples_per_s"]
         assert line["mfu"] is None and line["spilled_bytes"] == 0  # a CPU has no peak rate here, and nothing spills
     assert lines[-1]["samples"] == 32 and lines[-1]["epoch"] == pytest.approx(32 / 54, abs=1e-3)
     config = json.loads((finished / "config.json").read_text())
@@ -206,7 +208,7 @@ def test_the_runs_folder_holds_what_is_promised(setting, finished):
 def test_a_second_run_does_not_touch_the_first(setting, finished, capsys):
     before = sorted((p, p.stat().st_mtime_ns) for p in finished.rglob("*"))
     assert vla.main(flags(setting, "finished")) == 2
-    assert "exists: --resume goes on with the run it holds" in capsys.readouterr().err
+    assert "is not empty: --resume goes on with the run it holds" in capsys.readouterr().err
     assert sorted((p, p.stat().st_mtime_ns) for p in finished.rglob("*")) == before
 
 

@@ -1,0 +1,348 @@
+"""A run on a cluster of several nodes: what is sent there, and whether each node has what the run needs.
+
+On one machine nothing is sent and nothing can differ; there this module only looks at the machine's own disk.
+
+Every node imports this module to look at itself, whatever it lacks: what is heavy or may be missing is imported where
+it is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+if TYPE_CHECKING:
+    from ray.data import ExecutionOptions
+
+    from run_plan import Run
+
+PROJECT = Path(__file__).resolve().parent
+# Patterns as in .gitignore, the last that matches counts: nothing goes but the folder itself and the code that a node
+# runs. Data, outputs, caches and whatever secrets lie there stay.
+EXCLUDES = ("/*", "!/.", "!/*.py", "!/diagnostics", "/diagnostics/*", "!/diagnostics/*.py")
+# Where two versions would disagree about pickles, rows or weights.
+PACKAGES = ("ray", "torch", "lerobot", "transformers", "numpy", "pyarrow", "av")
+# What LeRobot writes videos in, and the decoders of PyAV (in FFmpeg's names) that can read it; any of them does.
+DECODERS = {"AV1": ("libdav1d", "libaom-av1"), "H.264": ("h264",), "HEVC": ("hevc",)}
+# A worker process that is still starting; a node that takes longer would hold up the run itself.
+ANSWER_S = 120.0
+# Share of the object store that Ray Data may fill. The rest is for blocks that the training processes still read.
+DATA_SHARE = 0.5
+
+Node = Mapping[str, Any]
+
+
+# ---- connecting ---------------------------------------------------------------------------------------------------
+
+
+def start(run: Run) -> DataLimits:
+    """Join or start the cluster of `run`, check that it is fit for it, and say what it is.
+
+    Raises:
+        ValueError: too few CPUs or GPUs, or a node that lacks something.
+    """
+    from ray.data import DataContext
+    from ray.train.v2._internal.constants import WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR
+
+    # Ray Train 2.60 takes this from the driver's environment only.
+    os.environ[WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR] = str(run.config.scaling.worker_timeout_s)
+    DataContext.get_current().enable_progress_bars = False
+    nodes = connect()
+    check_size(run)
+    check_nodes(node_needs(run), run.output_dir, nodes)
+    limits = data_limits(nodes, ray.get_runtime_context().get_temp_dir())
+    print("\n".join(limits.lines(nodes)), flush=True)
+    return limits
+
+
+def check_size(run: Run) -> None:
+    """Raises ValueError when the cluster has too little for the run, for which Ray would wait without a word."""
+    scaling, found = run.config.scaling, ray.cluster_resources()
+    workers = scaling.min_workers or scaling.num_workers
+    wanted = {"CPU": workers * scaling.cpus_per_worker + scaling.cpus_per_read_task}
+    if run.use_gpu:
+        wanted["GPU"] = workers
+    lacking = [f"{n:g} {kind}s, {found.get(kind, 0):g} found" for kind, n in wanted.items() if found.get(kind, 0) < n]
+    if lacking:
+        raise ValueError(
+            f"the cluster is too small for {workers} workers and one read task: needs {'; '.join(lacking)}; lower "
+            "--scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add nodes first"
+        )
+
+
+def connect() -> list[Node]:
+    """Join the cluster that RAY_ADDRESS or a head node on this machine names, or start one here; its live nodes.
+
+    Where there are several nodes, the code goes along (`runtime_env`). A connection that exists already is kept.
+    """
+    if not ray.is_initialized():
+        # What workers have to say goes to the run's own log, which `follow_progress` shows.
+        options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "include_dashboard": False}
+        ray.init(**options)
+        code = runtime_env()
+        if code and len(alive_nodes()) > 1:
+            # Only a connection knows how many nodes there are, and only a new one can carry code.
+            address = ray.get_runtime_context().gcs_address
+            ray.shutdown()
+            ray.init(address=address, runtime_env=code, **options)
+    return alive_nodes()
+
+
+def alive_nodes() -> list[Node]:
+    """Ray's records of the nodes that live, the head among them."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def runtime_env() -> dict[str, Any]:
+    """Ray's description of what workers get: this project's code as their working directory.
+
+    Empty in a submitted job that has a working directory already (`ray job submit --working-dir`): Ray allows one.
+    Holds no environment variables: their values would show in Ray's logs and dashboard, and tokens are among them.
+    """
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
+    if (job.get("runtime_env") or {}).get("working_dir"):
+        return {}
+    return {"working_dir": str(PROJECT), "excludes": list(EXCLUDES)}
+
+
+# ---- every node has what is needed --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What every node must have.
+
+    Attributes:
+        packages: installed packages and their versions.
+        paths: what must exist, and whose it is: {path: words for a message}.
+        cuda: the CUDA version that torch was built for, e.g. "13.0"; needed on nodes with GPUs. None: no GPUs needed.
+        free_bytes: free disk under Ray's temporary directory, where objects are spilled to and logs are written.
+    """
+
+    packages: Mapping[str, str]
+    paths: Mapping[str, str]
+    cuda: str | None
+    free_bytes: int
+
+
+def node_needs(run: Run) -> Needs:
+    """What `run` needs on every node: the driver's versions, and the paths that the driver uses."""
+    import torch
+
+    hub = "; for what comes from the Hub, HF_HOME says where it lies"
+    paths = {meta.root: f"the dataset (--dataset.root{hub})" for meta in run.metas if "://" not in meta.root}
+    if run.policy_folder is not None:
+        paths[str(run.policy_folder)] = f"the policy (--policy.path{hub})"
+    return Needs(
+        packages={name: _public(importlib.metadata.version(name)) for name in PACKAGES},
+        paths=paths,
+        cuda=torch.version.cuda if run.use_gpu else None,
+        free_bytes=round(run.config.scaling.free_disk_gb * 1e9),
+    )
+
+
+def check_nodes(needs: Needs, output_dir: Path, nodes: Sequence[Node] | None = None) -> None:
+    """Have each node look whether it has what the run needs, before any GPU is held.
+
+    Nodes that an autoscaler adds later are not looked at; they come from the same image as those of their kind.
+
+    Args:
+        output_dir: where the run writes. Must exist here, and be the same folder on all nodes.
+        nodes: as `alive_nodes()`, the default.
+    Raises:
+        ValueError: naming every node that lacks something, what it lacks, and what to do.
+    """
+    nodes = alive_nodes() if nodes is None else nodes
+    with _marker(output_dir) as marker:
+        seen = replace(needs, paths={**needs.paths, marker: f"{output_dir} (--output_dir)"})
+        lacks = _ask(nodes, seen)
+    if lacks:
+        raise ValueError(
+            f"{len(lacks)} of {len(nodes)} nodes cannot take part:\n"
+            + "\n".join(f"  node {node}: {one}" for node, found in lacks.items() for one in found)
+        )
+
+
+def _ask(nodes: Sequence[Node], needs: Needs) -> dict[str, list[str]]:
+    """{node: what it lacks}, of those that lack something."""
+    if len(nodes) == 1:
+        # The driver's own machine: no process need be started to look at it.
+        found = probe(needs, nodes[0]["Resources"].get("GPU", 0), ray.get_runtime_context().get_temp_dir())
+        return {_name(nodes[0]): found} if found else {}
+    task = ray.remote(num_cpus=0, max_retries=0)(probe_here)
+    answers = {
+        _name(node): task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(needs, node["Resources"].get("GPU", 0))
+        for node in nodes
+    }
+    ray.wait(list(answers.values()), num_returns=len(answers), timeout=ANSWER_S)
+    lacks = {}
+    for name, answer in answers.items():
+        try:
+            found = ray.get(answer, timeout=0)
+        except GetTimeoutError:
+            found = [f"gave no answer in {ANSWER_S:g} s; look at it with `ray status` and in its logs, or take it out"]
+        except RayError as error:
+            found = [f"cannot run this project's code: {str(error).strip().splitlines()[-1]}"]
+        if found:
+            lacks[name] = found
+    return lacks
+
+
+def probe_here(needs: Needs, gpus: float) -> list[str]:
+    """`probe`, as a Ray task."""
+    return probe(needs, gpus, ray.get_runtime_context().get_temp_dir())
+
+
+def probe(needs: Needs, gpus: float, temp_dir: str) -> list[str]:
+    """What this machine lacks, a sentence each. Imports nothing heavy: versions come from installed metadata.
+
+    Args:
+        gpus: how many GPUs Ray counts here.
+        temp_dir: Ray's temporary directory here.
+    """
+    lacks = []
+    for name, wanted in needs.packages.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            lacks.append(f"{name} is not installed, the driver has {wanted}; install requirements.lock there")
+            continue
+        if _public(found) != wanted:
+            lacks.append(f"{name} is {found}, the driver has {wanted}; install requirements.lock on both")
+    lacks += _decoder_problems()
+    if needs.cuda is not None and gpus and (problem := _cuda_problem(needs.cuda)):
+        lacks.append(problem)
+    for path, whose in needs.paths.items():
+        if not Path(path).exists():
+            lacks.append(f"does not see {whose}: no {path}; put it on storage that all nodes share, at the same path")
+    free = shutil.disk_usage(temp_dir).free
+    if free < needs.free_bytes:
+        lacks.append(
+            f"{free / 1e9:.1f} GB free in {temp_dir}, needs {needs.free_bytes / 1e9:.1f} GB "
+            "(--scaling.free_disk_gb); make room there"
+        )
+    return lacks
+
+
+def _decoder_problems() -> list[str]:
+    """What PyAV here cannot decode."""
+    try:
+        from av import codecs_available
+    except ImportError as error:
+        return [f"PyAV does not load ({error}); install av from requirements.lock there"]
+    return [
+        f"PyAV cannot decode {codec} ({' or '.join(names)}); install av from requirements.lock there"
+        for codec, names in DECODERS.items()
+        if not any(name in codecs_available for name in names)
+    ]
+
+
+def _cuda_problem(wanted: str) -> str | None:
+    """Why the NVIDIA driver here cannot serve a torch that was built for CUDA `wanted`; None when it can.
+
+    Asks the driver's library itself: Ray hides the GPUs from a task that holds none, and torch takes seconds to import.
+    Within a major version every driver will do (CUDA's minor version compatibility).
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "Ray counts GPUs here, but there is no NVIDIA driver (libcuda.so.1); start the container with GPU access"
+    version = ctypes.c_int()
+    if (status := driver.cuDriverGetVersion(ctypes.byref(version))) != 0:
+        return f"the NVIDIA driver does not answer (CUDA error {status}); look at nvidia-smi there"
+    major, minor = version.value // 1000, version.value % 1000 // 10
+    if major < int(wanted.partition(".")[0]):
+        return f"the NVIDIA driver serves CUDA {major}.{minor}, torch was built for {wanted}; update the driver there"
+    return None
+
+
+@contextmanager
+def _marker(folder: Path) -> Iterator[str]:
+    """A file in `folder` while nodes look for it: a folder of the same name elsewhere does not have it."""
+    marker = folder / f".seen-from-all-nodes-{uuid.uuid4().hex}"
+    marker.touch()
+    try:
+        yield str(marker)
+    finally:
+        marker.unlink(missing_ok=True)
+
+
+def _name(node: Node) -> str:
+    return f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+
+
+def _public(version: str) -> str:
+    """Without the build's own label: 2.11.0+cu130 and 2.11.0 agree about everything that is sent."""
+    return version.partition("+")[0]
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DataLimits:
+    """How much of the cluster's shared memory the data may fill.
+
+    Attributes:
+        store_bytes: object stores of the nodes that run tasks. Ray sizes each by its node's memory and /dev/shm.
+        idle_bytes: object stores of nodes without CPUs for tasks, such as a head that only runs the driver. No block is
+            made there, so what Ray Data adds up must leave them out: it would have the others spill instead.
+        spill_dir: where objects go that do not fit; on the node that this process runs on.
+    """
+
+    store_bytes: int
+    idle_bytes: int
+    spill_dir: Path
+
+    @property
+    def data_bytes(self) -> int:
+        """What Ray Data may hold; above it, read tasks wait (backpressure)."""
+        return round(DATA_SHARE * self.store_bytes)
+
+    def execution_options(self) -> ExecutionOptions:
+        """For `ray.train.DataConfig`. A share and not a number, so that nodes which join later add theirs.
+
+        The plan's order is kept all the way: batches repeat exactly, and a position says which rows are done.
+        """
+        from ray.data import DataContext, ExecutionOptions, ExecutionResources
+
+        DataContext.get_current().override_object_store_memory_limit_fraction = DATA_SHARE
+        idle = ExecutionResources(object_store_memory=DATA_SHARE * self.idle_bytes)
+        return ExecutionOptions(preserve_order=True, exclude_resources=idle)
+
+    def lines(self, nodes: Sequence[Node]) -> list[str]:
+        """The cluster, as lines of the plan."""
+        total = {kind: sum(node["Resources"].get(kind, 0) for node in nodes) for kind in ("CPU", "GPU", "memory")}
+        free = shutil.disk_usage(self.spill_dir).free
+        return [
+            f"Cluster      {len(nodes)} node{'s' * (len(nodes) != 1)}, {total['CPU']:g} CPUs, {total['GPU']:g} GPUs, "
+            f"{total['memory'] / 1e9:.1f} GB for processes",
+            f"Object store {self.store_bytes / 1e9:.1f} GB; data in flight may fill {self.data_bytes / 1e9:.1f} GB, "
+            "then reading waits",
+            f"             should it overflow, it spills to {self.spill_dir} ({free / 1e9:.0f} GB free)",
+        ]
+
+
+def data_limits(nodes: Sequence[Node], spill_dir: str | Path) -> DataLimits:
+    """Limits for a cluster of `nodes` (as `alive_nodes()`)."""
+    stores: dict[bool, float] = {True: 0, False: 0}
+    for node in nodes:
+        resources = node["Resources"]
+        stores[resources.get("CPU", 0) > 0] += resources.get("object_store_memory", 0)
+    return DataLimits(round(stores[True]), round(stores[False]), Path(spill_dir))

@@ -1,0 +1,119 @@
+"""Check from outside that a run has trained every frame of each epoch exactly once, whatever happened to it.
+
+    python -m diagnostics.check_rows OUTPUT_DIR
+
+The run must have been started with `--run.record_rows`. What its training processes wrote down, row by row, is compared
+with the frames that the dataset's metadata say there are. Of a run that is not at its end, what its newest checkpoint
+contains is checked. Exit status: 0 each row once; 1 rows are missing, doubled or not of the dataset; 2 cannot be told.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint import latest_checkpoint, load_progress
+from config import parse_args
+from progress import recorded_rows
+from run_folder import ROWS_NAME, attempts
+from run_plan import Run, resolve
+
+Row = tuple[int, int]  # dataset_index, index
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What was trained up to the end of an epoch, or to the newest checkpoint within it.
+
+    Attributes:
+        number: from 0. trained: rows of this epoch. whole: whether the checkpoint contains all of it.
+        missing, doubled: rows trained less or more often than they should have been by now. unknown: rows that the
+            dataset does not have.
+    """
+
+    number: int
+    trained: int
+    whole: bool
+    missing: list[Row]
+    doubled: list[Row]
+    unknown: list[Row]
+
+    @property
+    def ok(self) -> bool:
+        return not (self.missing or self.doubled or self.unknown)
+
+
+def check_rows(run: Run) -> list[Epoch]:
+    """Compare what was recorded with what there is. Raises ValueError when nothing was recorded.
+
+    By the end of its n-th epoch a run has trained each row n times. Of a mixture, a dataset of N rows that gives m of
+    them to each epoch has had each of its rows n * m // N times, or once more while its own epoch is under way.
+    """
+    if not (run.output_dir / ROWS_NAME).is_dir():
+        raise ValueError(f"{run.output_dir}: no {ROWS_NAME}/: rows are recorded with --run.record_rows")
+    newest = latest_checkpoint(run.checkpoints_dir)
+    if newest is None:
+        raise ValueError(f"{run.output_dir}: no checkpoint yet, so nothing is trained for good")
+    progress = load_progress(newest)
+    seen: dict[int, Counter[Row]] = defaultdict(Counter)
+    for line in recorded_rows(run.output_dir):
+        if line["step"] <= progress.step:
+            seen[line["epoch"]].update((d, i) for d, i in line["rows"])
+    there = [
+        [
+            (d, i)
+            for e in episodes.tolist()
+            for i in range(meta.episode_start[e], meta.episode_start[e] + meta.episode_length[e])
+        ]
+        for d, (meta, episodes) in enumerate(zip(run.metas, run.train_episodes, strict=True))
+    ]
+    per_epoch = run.stream["rows_per_source"] if run.config.dataset.mixture else [len(rows) for rows in there]
+    counts, epochs = Counter[Row](), []
+    for number in range(-(-progress.rows // run.rows_per_epoch)):
+        counts += seen[number]
+        whole = (number + 1) * run.rows_per_epoch <= progress.rows
+        missing, doubled = [], []
+        for rows, share in zip(there, per_epoch, strict=True):
+            # Of an epoch that is under way, it is not told here which of its rows are due.
+            least = (number + whole) * share // len(rows)
+            most = -(-(number + 1) * share // len(rows))
+            missing += [row for row in rows if counts[row] < least]
+            doubled += [row for row in rows if counts[row] > most]
+        unknown = sorted(seen[number].keys() - set(itertools.chain(*there)))
+        epochs.append(Epoch(number, sum(seen[number].values()), whole, missing, doubled, unknown))
+    due = progress.rows - sum(epoch.trained for epoch in epochs)
+    if due and all(epoch.ok for epoch in epochs):
+        raise ValueError(f"{run.output_dir}: {due} rows more than recorded are in {newest.name}: were files removed?")
+    return epochs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the check's result. Returns the exit status: see the module."""
+    argv = sys.argv[1:] if argv is None else argv
+    if len(argv) != 1 or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if argv and argv[0] in ("-h", "--help") else 2
+    folder = Path(argv[0]).absolute()
+    try:
+        run = resolve(parse_args([f"--output_dir={folder}", "--resume"]), gpus_found=0)
+        epochs = check_rows(run)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    starts = attempts(folder)
+    print(f"{folder}: {len(starts)} starts, resumed from steps {[line['resumed_from_step'] for line in starts]}")
+    for epoch in epochs:
+        told = f"epoch {epoch.number}: {epoch.trained} of {run.rows_per_epoch} rows trained"
+        for name, rows in (("missing", epoch.missing), ("doubled", epoch.doubled), ("not of the data", epoch.unknown)):
+            if rows:
+                told += f"; {len(rows)} {name}, e.g. (dataset_index, index) {rows[:3]}"
+        print(f"{told}, as often as due" if epoch.ok else told)
+    return 0 if all(epoch.ok for epoch in epochs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""A run's folder on the path that all nodes share: who holds it, how often it was started, how it is asked to stop.
+
+Files of `OUTPUT_DIR`::
+
+    config.json           the run's options; `--resume` reads them
+    .lock                 held by the process that drives the run
+    attempts.jsonl        a line per start of the worker group: {"attempt": 1, "resumed_from_step": 10, "world_size": 2}
+    metrics.jsonl         a line per log step
+    run.log               warnings of the training processes
+    rows/rank<r>.jsonl    with --run.record_rows, a line per micro-batch and epoch:
+                          {"attempt": 0, "epoch": 0, "step": 12, "rows": [[dataset_index, index], ...]}
+    checkpoints/          see checkpoint.py
+    pretrained_model/     the trained policy, as LeRobot loads it
+    stop                  whoever makes this file asks the run to take a checkpoint and end at its next log step
+
+Lines of an attempt past the step that the next one resumed from are void.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock, Timeout
+
+from checkpoint import Progress, check_resumable, latest_checkpoint, load_progress, require_space, write_json
+from config import CONFIG_NAME, PRESETS
+
+if TYPE_CHECKING:
+    from run_plan import Run
+
+ATTEMPTS_NAME, METRICS_NAME, LOG_NAME, ROWS_NAME = "attempts.jsonl", "metrics.jsonl", "run.log", "rows"
+LOCK_NAME, STOP_NAME = ".lock", "stop"
+# Ray Train's own list of checkpoints, beside them.
+RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
+
+
+@contextlib.contextmanager
+def claim_folder(run: Run) -> Iterator[None]:
+    """Hold the run's folder while the block runs. Raises FileExistsError when another process does, on any machine."""
+    run.output_dir.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(run.output_dir / LOCK_NAME)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise FileExistsError(
+            f"--output_dir={run.output_dir}: a run is going on there; wait until it ends, or choose another folder"
+        ) from error
+    with lock:
+        yield
+
+
+def prepare_folder(run: Run) -> None:
+    """Make the run's folder, or refuse one that holds another run. The demo's own folder is simply started over."""
+    folder, config = run.output_dir, run.config
+    found = [path for path in folder.iterdir() if path.name != LOCK_NAME]
+    if found and not config.resume:
+        is_demo = config.preset == "demo" and folder == Path(PRESETS["demo"]["output_dir"]).absolute()
+        if not is_demo:
+            raise FileExistsError(
+                f"--output_dir={folder} is not empty: --resume goes on with the run it holds; otherwise choose another"
+            )
+        for path in found:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    newest = latest_checkpoint(run.checkpoints_dir)
+    if newest is not None:
+        check_same_run(run, load_progress(newest))
+    # What was asked of an earlier process; and Ray Train's own list, which must not outlive it: which checkpoints there
+    # are is what the folder says.
+    (folder / STOP_NAME).unlink(missing_ok=True)
+    (run.checkpoints_dir / RAY_TRAIN_SNAPSHOT).unlink(missing_ok=True)
+    weights = (run.policy_folder or folder) / "model.safetensors"
+    # A checkpoint is what trains and Adam's two moments, fp32; there is one more while an old one is still there.
+    checkpoint_bytes = 3 * 4 * run.parameters.trainable if run.parameters else 0
+    export_bytes = weights.stat().st_size if weights.is_file() else 0
+    require_space(folder, 2 * checkpoint_bytes + export_bytes, "two checkpoints and the trained policy")
+    run.checkpoints_dir.mkdir(exist_ok=True)
+    write_json(folder / CONFIG_NAME, config.to_json())
+
+
+def check_same_run(run: Run, saved: Progress) -> None:
+    """Refuse to go on from a checkpoint of other data, another base policy or another global batch."""
+    check_resumable(saved, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
+
+
+def start_attempt(output_dir: Path, resumed_from_step: int, world_size: int) -> int:
+    """Add a line to `attempts.jsonl`; returns the attempt's number. Called by rank 0 when the worker group starts."""
+    number = len(attempts(output_dir))
+    line = {"attempt": number, "resumed_from_step": resumed_from_step, "world_size": world_size}
+    with open(output_dir / ATTEMPTS_NAME, "a") as file:
+        file.write(json.dumps(line) + "\n")
+    return number
+
+
+def attempts(output_dir: Path) -> list[dict[str, int]]:
+    """The lines of `attempts.jsonl`, oldest first."""
+    return [json.loads(line) for line in read_lines(output_dir / ATTEMPTS_NAME)]
+
+
+def stop_requested(output_dir: Path) -> bool:
+    return (output_dir / STOP_NAME).exists()
+
+
+@contextlib.contextmanager
+def stopping_on_signals(output_dir: Path) -> Iterator[list[int]]:
+    """While the block runs, SIGTERM and Ctrl-C ask the run to take a checkpoint and end; a second one does not wait.
+
+    Must be entered in the main thread. Yields the list of signals received so far.
+    """
+    received: list[int] = []
+
+    def ask(number: int, frame: object) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise SystemExit(128 + number)
+        (output_dir / STOP_NAME).touch()
+        print("stopping: a checkpoint is taken at the next log step; once more to end now", file=sys.stderr, flush=True)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def read_lines(path: Path) -> list[str]:
+    """Whole lines of the file; one that is still being written is left for the next time."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return text[: text.rfind("\n") + 1].splitlines()

@@ -1,0 +1,213 @@
+"""Object stores on loopback, and a proxy that makes them fail: real HTTP, no network, nothing to install."""
+
+import contextlib
+import http.client
+import json
+import logging
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+
+@contextlib.contextmanager
+def serving(server: ThreadingHTTPServer) -> Iterator[str]:
+    """Run the server in a thread; yields its URL."""
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield "http://{}:{}".format(*server.server_address[:2])
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = -1  # head and body in one go
+
+    def log_message(self, *args):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def answer(self, status, data=b"", headers=None):
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        if "Content-Length" not in (headers or {}):
+            self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+
+# ---- stores --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[str]:
+    """moto's S3; yields its endpoint. All servers of a process serve the same buckets."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        yield "http://{}:{}".format(*server.get_host_and_port())
+    finally:
+        server.stop()
+
+
+class GoogleStorage(ThreadingHTTPServer):
+    """What gcsfs asks of Google Cloud Storage's JSON API to read: one bucket, whose objects are a folder's files.
+
+    https://cloud.google.com/storage/docs/json_api/v1 (objects: get, list; buckets: get).
+    """
+
+    def __init__(self, bucket: str, folder: Path):
+        self.bucket, self.folder = bucket, folder
+        super().__init__(("127.0.0.1", 0), GoogleStorageRequest)
+
+
+class GoogleStorageRequest(Handler):
+    def do_GET(self):
+        url = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        found = re.fullmatch(r"(?:/download)?/storage/v1/b/([^/]+)(/o)?(?:/([^/]+))?", url.path)
+        if not found or found[1] != self.server.bucket:
+            return self.not_found()
+        if not found[2]:
+            return self.json({"kind": "storage#bucket", "name": found[1]})
+        if not found[3]:
+            return self.json(self.listing(query.get("prefix", ""), query.get("delimiter", "")))
+        name = unquote(found[3])
+        file = self.server.folder / name
+        if not file.is_file():
+            return self.not_found()
+        if query.get("alt") != "media":
+            return self.json(self.metadata(name))
+        data = file.read_bytes()
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if not asked:
+            return self.answer(200, data)
+        first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
+        return self.answer(206, data[first : last + 1], {"Content-Range": f"bytes {first}-{last}/{len(data)}"})
+
+    def metadata(self, name):
+        status = (self.server.folder / name).stat()
+        return {
+            "kind": "storage#object",
+            "bucket": self.server.bucket,
+            "name": name,
+            "size": str(status.st_size),
+            "generation": str(status.st_mtime_ns),
+        }
+
+    def listing(self, prefix, delimiter):
+        files = (path for path in sorted(self.server.folder.rglob("*")) if path.is_file())
+        names = [name for file in files if (name := file.relative_to(self.server.folder).as_posix()).startswith(prefix)]
+        inner = {name: name[len(prefix) :].partition(delimiter)[0] + delimiter for name in names} if delimiter else {}
+        folders = {prefix + part for name, part in inner.items() if prefix + part != name + delimiter}
+        items = [self.metadata(n) for n in names if not any(n.startswith(folder) for folder in folders)]
+        return {"kind": "storage#objects", "items": items, "prefixes": sorted(folders)}
+
+    def json(self, value):
+        self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def not_found(self):
+        self.answer(404, b'{"error": {"code": 404, "message": "Not Found"}}')
+
+
+# ---- a way to a store that fails -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Request:
+    """A request that came by: its number among those for the same URL and range, and how much was sent back."""
+
+    method: str
+    url: str
+    range: str
+    attempt: int
+    sent_bytes: int = 0
+
+    @property
+    def path(self) -> str:
+        return urlsplit(self.url).path
+
+
+@dataclass
+class Faults:
+    """What the proxy does to a request: `choose(request)` gives one of None, "503", "reset", "cut", "stall", "403"."""
+
+    choose: Callable[[Request], str | None] = lambda request: None
+    delay_s: float = 0.0
+    requests: list[Request] = field(default_factory=list)
+
+    def of(self, file: str) -> list[Request]:
+        """The requests for a file's content."""
+        return [r for r in self.requests if r.path.endswith(file) and r.method == "GET"]
+
+
+class Proxy(ThreadingHTTPServer):
+    """Passes requests on to `upstream`, as `faults` lets it."""
+
+    def __init__(self, upstream: str, faults: Faults):
+        self.upstream, self.faults = urlsplit(upstream).netloc, faults
+        self.closing, self.lock = threading.Event(), threading.Lock()
+        super().__init__(("127.0.0.1", 0), ProxyRequest)
+
+    def shutdown(self):
+        self.closing.set()
+        super().shutdown()
+
+    def handle_error(self, request, client_address):
+        pass  # clients hang up on stalled connections
+
+
+class ProxyRequest(Handler):
+    def do_GET(self):
+        faults, wanted = self.server.faults, self.headers.get("Range", "")
+        with self.server.lock:
+            same = [r for r in faults.requests if (r.method, r.url, r.range) == (self.command, self.path, wanted)]
+            request = Request(self.command, self.path, wanted, len(same) + 1)
+            faults.requests.append(request)
+        fault = faults.choose(request)
+        time.sleep(faults.delay_s)
+        if fault == "stall":
+            self.server.closing.wait(60)
+        if fault in ("stall", "reset"):
+            return self.reset()
+        if fault in ("503", "403"):
+            return self.answer(int(fault), b"")
+        connection = http.client.HTTPConnection(self.server.upstream, timeout=30)
+        connection.request(self.command, self.path, headers=dict(self.headers.items()))
+        response = connection.getresponse()
+        data = response.read()
+        connection.close()
+        headers = {k: v for k, v in response.getheaders() if k.lower() not in ("connection", "date", "server")}
+        if fault == "cut":
+            data = data[: len(data) // 2]
+        request.sent_bytes = len(data) if self.command == "GET" else 0
+        self.answer(response.status, data, headers)
+        if fault == "cut":
+            self.wfile.flush()
+            self.reset()
+
+    def reset(self):
+        """Close at once with a reset, as a load balancer that goes away."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        self.wfile.close = lambda: None
+        self.connection.close()

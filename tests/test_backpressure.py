@@ -1,0 +1,62 @@
+"""A slow consumer: the object store fills up to its limit and no further. With a control that does spill."""
+
+import os
+import shutil
+import tempfile
+import time
+
+import pytest
+import ray
+
+from lerobot_datasource import LeRobotDatasource, read_source
+from lerobot_metadata import load_metadata
+from progress import spilled_bytes
+from tests.conftest import ROOT
+from tests.datasets import make_dataset
+
+STORE_BYTES = 100 * 10**6
+ROWS, SIZE = 240, (480, 640)  # 221 MB of frames
+TOP = "observation.images.top"
+
+
+@pytest.fixture(scope="module")
+def small_cluster():
+    """A Ray cluster of its own, whose object store holds less than half of what is read."""
+    temp_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+        ray.init(
+            address="local",
+            num_cpus=2,
+            object_store_memory=STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=temp_dir,
+        )
+    yield
+    ray.shutdown()
+    shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+@pytest.mark.ray
+def test_a_slow_consumer_makes_nothing_spill(small_cluster, tmp_path):
+    root = make_dataset(
+        tmp_path / "d", episodes=(30, 30), cameras={TOP: SIZE}, vcodec="h264", video_files_size_in_mb=100
+    )
+
+    def rows():
+        """Four epochs, in read tasks of 16 rows and blocks of 8."""
+        stream = {"shuffle_seed": 0, "shuffle_window": 16, "stream": (0, ROWS), "block_rows": 8}
+        return read_source(LeRobotDatasource([load_metadata(root)], **stream))
+
+    assert ROWS * SIZE[0] * SIZE[1] * 3 > 2 * STORE_BYTES
+    positions = []
+    for batch in rows().iter_batches(batch_size=8, batch_format="numpy", prefetch_batches=1):
+        positions += batch["position"].tolist()
+        time.sleep(0.15)  # the read tasks are several times as fast
+    assert sorted(positions) == list(range(ROWS))
+    assert spilled_bytes() == 0
+
+    kept = rows().materialize()  # the same rows with nothing that holds them back
+    assert kept.count() == ROWS
+    assert spilled_bytes() > 0

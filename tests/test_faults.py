@@ -1,0 +1,290 @@
+"""Runs that are broken on purpose: the real program on a small dataset, and what `check_rows` says of it afterwards."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+
+import psutil
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+import tiny_pi05
+import vla
+from diagnostics import check_rows
+from lerobot_metadata import load_metadata
+from progress import recorded_rows
+from run_folder import attempts
+from tests import planted
+from tests.datasets import make_dataset
+from tests.planted import Fault
+
+STEPS, SAVE_FREQ = 20, 4
+pytestmark = [pytest.mark.ray, pytest.mark.faults]
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    root = make_dataset(folder / "dataset", episodes=(12, 7, 15, 1, 10, 9))
+    meta = load_metadata(root)
+    base = tiny_pi05.make_tiny_base(
+        folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10, chunk_size=8
+    )
+    return folder, root, base
+
+
+def flags(setting, name, **changes):
+    folder, root, base = setting
+    options = {
+        "dataset.root": root,
+        "policy.path": base,
+        "output_dir": folder / name,
+        "scaling.num_workers": 2,
+        "scaling.cpus_per_worker": 0.5,
+        "scaling.max_failures": 0,
+        "batch_size": 3,
+        "steps": STEPS,  # 2.2 epochs of 54 rows
+        "log_freq": 1,
+        "save_freq": SAVE_FREQ,
+        "lr": 1e-3,
+        "train.mode": "full",
+        "train.deterministic": "true",
+        "run.record_rows": "true",
+        **changes,
+    }
+    return [f"--{k}={v}" for k, v in options.items()]
+
+
+def run_with(argv, *faults):
+    """The program, with faults in its training processes. Returns its exit status."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vla, "train_loop_per_worker", partial(planted.loop, faults=faults))
+        return vla.main(argv)
+
+
+def assert_every_row_once(folder):
+    assert check_rows.main([str(folder)]) == 0
+
+
+def assert_same_weights(folder, other):
+    expected = load_file(other / "pretrained_model" / "model.safetensors")
+    found = load_file(folder / "pretrained_model" / "model.safetensors")
+    assert expected.keys() == found.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def resumed_from(folder):
+    return [line["resumed_from_step"] for line in attempts(folder)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(setting, ray_cluster):
+    assert vla.main(flags(setting, "undisturbed")) == 0
+    folder = setting[0] / "undisturbed"
+    assert_every_row_once(folder)
+    return folder
+
+
+def test_a_killed_worker(setting, undisturbed):
+    argv = flags(setting, "killed", **{"scaling.max_failures": 1})
+    assert run_with(argv, Fault("kill", step=10)) == 0
+    folder = setting[0] / "killed"
+    assert resumed_from(folder) == [0, 8]  # the steps since the last checkpoint are lost, and no more
+    assert_every_row_once(folder)
+    assert_same_weights(folder, undisturbed)
+
+
+def test_check_rows_sees_what_is_missing_and_what_is_doubled(undisturbed, tmp_path, capsys):
+    folder = shutil.copytree(undisturbed, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "output_dir": str(folder)}))
+    path = folder / "rows" / "rank0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    gone, kept = lines[0]["rows"].pop(), lines[1]["rows"][0]
+    lines[0]["rows"].append(kept)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    capsys.readouterr()
+    assert check_rows.main([str(folder)]) == 1
+    told = capsys.readouterr().out
+    assert f"1 missing, e.g. (dataset_index, index) [({gone[0]}, {gone[1]})]" in told
+    assert f"1 doubled, e.g. (dataset_index, index) [({kept[0]}, {kept[1]})]" in told
+    # A last line that a crash has cut off does not count, nor do lines that a later attempt has trained anew.
+    path.write_text(path.read_text() + '{"attempt": 0, "ep')
+    with open(folder / "attempts.jsonl", "a") as file:
+        file.write('{"attempt": 1, "resumed_from_step": 8, "world_size": 2}\n')
+    assert {line["step"] for line in recorded_rows(folder)} == set(range(1, 9))
+
+
+@pytest.mark.slow
+def test_five_killed_workers(setting, undisturbed):
+    rng = random.Random(7)
+    # Each kill comes after the first step of its attempt and before the run's last.
+    faults, first = [], 0
+    for attempt in range(5):
+        step = rng.randrange(first + 1, min(first + SAVE_FREQ + 3, STEPS))
+        faults.append(Fault("kill", step=step, rank=rng.randrange(2), attempt=attempt))
+        first = step // SAVE_FREQ * SAVE_FREQ
+    assert run_with(flags(setting, "five", **{"scaling.max_failures": 5}), *faults) == 0
+    folder = setting[0] / "five"
+    assert len(attempts(folder)) == 6
+    for fault, start in zip(faults, resumed_from(folder)[1:], strict=True):
+        assert fault.step - SAVE_FREQ * 2 < start <= fault.step
+    assert_every_row_once(folder)
+    assert_same_weights(folder, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_killed_data_task(setting, undisturbed):
+    killed = []
+    over = threading.Event()
+
+    def kill_readers():
+        while len(killed) < 2 and not over.is_set():
+            for process in psutil.process_iter(["cmdline"]):
+                if "ray::ReadLeRobot" in " ".join(process.info["cmdline"] or []) and process.pid not in killed:
+                    process.kill()
+                    killed.append(process.pid)
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=kill_readers)
+    thread.start()
+    try:
+        assert vla.main(flags(setting, "reader", **{"scaling.max_failures": 2})) == 0
+    finally:
+        over.set()
+        thread.join()
+    assert killed
+    assert_every_row_once(setting[0] / "reader")
+    assert_same_weights(setting[0] / "reader", undisturbed)
+
+
+@pytest.mark.slow
+def test_a_frozen_worker(setting, undisturbed):
+    changes = {"scaling.max_failures": 1, "scaling.worker_timeout_s": 5}
+    assert run_with(flags(setting, "frozen", **changes), Fault("freeze", step=10)) == 0
+    folder = setting[0] / "frozen"
+    assert resumed_from(folder) == [0, 8]
+    assert_every_row_once(folder)
+    assert_same_weights(folder, undisturbed)
+
+
+@pytest.mark.slow
+def test_the_loss_of_one_rank_is_nan(setting, undisturbed):
+    assert run_with(flags(setting, "nan"), Fault("nan", step=5)) == 0
+    folder = setting[0] / "nan"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["nonfinite_steps"] for line in lines] == [int(line["step"] == 6) for line in lines]
+    for name, value in load_file(folder / "pretrained_model" / "model.safetensors").items():
+        assert torch.isfinite(value).all(), name
+    assert_every_row_once(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 3])
+def test_resumed_with_another_number_of_workers(setting, undisturbed, workers, tmp_path):
+    name = f"workers{workers}"
+    assert run_with(flags(setting, name), Fault("kill", step=10)) == 1
+    folder = setting[0] / name
+    changes = [f"--scaling.num_workers={workers}", f"--batch_size={6 // workers}"]
+    assert vla.main([f"--output_dir={folder}", "--resume", *changes]) == 0
+    assert [line["world_size"] for line in attempts(folder)] == [2, workers]
+    assert resumed_from(folder) == [0, 8]
+    assert_every_row_once(folder)
+
+
+DRIVER = """
+import os, sys
+from functools import partial
+import vla
+from tests import planted
+faults = [planted.Fault(**fault, driver_pid=os.getpid()) for fault in eval(sys.argv[1])]
+vla.train_loop_per_worker = partial(planted.loop, faults=faults)
+sys.exit(vla.main(sys.argv[2:]))
+"""
+
+
+def started(argv, *faults):
+    """The program in a process of its own, joining the tests' cluster."""
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-c", DRIVER, repr(list(faults)), *map(str, argv)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_step(folder, step):
+    path = folder / "metrics.jsonl"
+    while not (path.exists() and f'"step": {step},' in path.read_text()):
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_signal_takes_a_checkpoint_and_ends_the_run(setting, undisturbed):
+    folder = setting[0] / "signalled"
+    changes = {"steps": 2000, "save_freq": 1000}  # it would not be done by itself
+    process = started(flags(setting, "signalled", **changes))
+    wait_for_step(folder, 5)
+    process.send_signal(signal.SIGTERM)
+    told, _ = process.communicate(timeout=200)
+    assert process.returncode == 3, told
+    assert "--resume goes on from there" in told
+    stopped_at = int((folder / "metrics.jsonl").read_text().splitlines()[-1].split(",")[0].split(":")[1])
+    assert [path.name for path in (folder / "checkpoints").glob("step_*")] == [f"step_{stopped_at:08d}"]
+    assert not (folder / "pretrained_model").exists()
+    assert_every_row_once(folder)
+
+
+@pytest.mark.slow
+def test_killed_between_writing_a_checkpoint_and_its_commit(setting, undisturbed):
+    folder = setting[0] / "commit"
+    process = started(flags(setting, "commit"), {"action": "die_at_commit", "step": 9, "rank": 0})
+    process.communicate(timeout=200)
+    assert process.returncode == -signal.SIGKILL
+    checkpoints = folder / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir() if "00000012" in path.name] == [".partial_step_00000012"]
+    assert vla.main([f"--output_dir={folder}", "--resume"]) == 0
+    assert resumed_from(folder) == [0, 8]
+    assert not list(checkpoints.glob(".partial*"))
+    assert_every_row_once(folder)
+    assert_same_weights(folder, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_corrupt_newest_checkpoint(setting, undisturbed, capsys):
+    name = "corrupt"
+    assert run_with(flags(setting, name), Fault("kill", step=10)) == 1
+    folder = setting[0] / name
+    path = folder / "checkpoints" / "step_00000008" / "trainable.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    assert vla.main([f"--output_dir={folder}", "--resume"]) == 0
+    assert resumed_from(folder) == [0, 4]
+    assert (folder / "checkpoints" / "damaged_step_00000008").is_dir()
+    assert_every_row_once(folder)
+    assert_same_weights(folder, undisturbed)
+
+
+def test_a_second_run_in_the_same_folder(setting, undisturbed, capsys):
+    script = (
+        "import sys, time; from pathlib import Path; from types import SimpleNamespace as S; import run_folder\n"
+        "with run_folder.claim_folder(S(output_dir=Path(sys.argv[1]))): print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(undisturbed)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        before = sorted((p, p.stat().st_size) for p in undisturbed.rglob("*"))
+        assert vla.main([f"--output_dir={undisturbed}", "--resume"]) == 2
+        assert "a run is going on there; wait until it ends" in capsys.readouterr().err
+        assert sorted((p, p.stat().st_size) for p in undisturbed.rglob("*")) == before
+    finally:
+        holder.communicate()

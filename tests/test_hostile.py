@@ -1,0 +1,284 @@
+"""Datasets made to hurt, and anything at all: read rightly, or refused with an error that names what is wrong.
+
+The generated cases are a few hundred here; `python -m benchmarks.nightly` runs the same tests with 10 000 and more.
+"""
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lerobot_datasource import LeRobotDatasource
+from lerobot_metadata import load_metadata
+from lerobot_plan import Episodes, StreamPlan
+from lerobot_rows import Reader, read_slices
+from tests.datasets import make_dataset
+
+LENGTHS = (6, 4, 9)
+TOP, WRIST = "observation.images.top", "observation.images.wrist"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("hostile") / "original", episodes=LENGTHS)
+
+
+@pytest.fixture
+def root(original, tmp_path):
+    """A copy to break."""
+    return Path(shutil.copytree(original, tmp_path / "dataset"))
+
+
+def read_all(root):
+    source = LeRobotDatasource([load_metadata(root)])
+    slices = [(s, source._parts(s)) for s in source.plan.slices(0, sum(LENGTHS))]
+    return list(read_slices([Reader.of(m) for m in source.metas], slices, 0, source._options(64)))
+
+
+# ---- videos --------------------------------------------------------------------------------------------------------
+
+
+def h264_that_claims(width, height):
+    """An H.264 stream of one picture whose header gives it this size, in multiples of 16 (ITU-T H.264, 7.3.2)."""
+
+    def golomb(value):
+        binary = bin(value + 1)[2:]
+        return "0" * (len(binary) - 1) + binary
+
+    def unit(kind, bits):
+        bits += "1"
+        bits += "0" * (-len(bits) % 8)
+        data = int(bits, 2).to_bytes(len(bits) // 8)
+        for zeros in (b"\0\0\0", b"\0\0\1", b"\0\0\2", b"\0\0\3"):
+            data = data.replace(zeros, zeros[:2] + b"\3" + zeros[2:])
+        return b"\0\0\0\1" + bytes([kind]) + data
+
+    size = golomb(width // 16 - 1) + golomb(height // 16 - 1)
+    sequence = f"{66:08b}{0:08b}{51:08b}" + golomb(0) * 2 + golomb(2) + golomb(1) + "0" + size + "1" + "0" * 3
+    picture = golomb(0) * 2 + "00" + golomb(0) * 3 + "000" + golomb(0) * 3 + "000"
+    picture_data = golomb(0) + golomb(7) + golomb(0) + "0000" + golomb(0) + "00" + golomb(0) + "0" * 400
+    return unit(0x67, sequence) + unit(0x68, picture) + unit(0x65, picture_data)
+
+
+@pytest.mark.parametrize(("width", "height"), [(100_000, 100_000), (16_000, 16_000)])
+def test_a_video_that_claims_to_be_huge(root, width, height):
+    """Refused by its header: nothing of that size is allocated."""
+    import resource
+
+    file = load_metadata(root).video_files[TOP][0]
+    (root / file).write_bytes(h264_that_claims(width, height))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(
+        ValueError, match=f"{root}: {file} .*episodes.*(not a readable video|frames are ({height}x{width}|0x0))"
+    ):
+        read_all(root)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000  # kB
+
+
+@pytest.mark.parametrize("box", ["stsz", "stts", "stsc", "stco"])
+def test_a_video_that_claims_more_frames_than_can_be(original, root, box):
+    """A count of 2**32 - 1 in a table of the mp4 (ISO/IEC 14496-12, 8.6 and 8.7): an error, or the frames as before."""
+    file = load_metadata(root).video_files[TOP][0]
+    data = bytearray((root / file).read_bytes())
+    at = data.index(box.encode()) + 4 + 4 + (4 if box == "stsz" else 0)
+    struct.pack_into(">I", data, at, 2**32 - 1)
+    (root / file).write_bytes(bytes(data))
+    if box == "stco":  # FFmpeg takes the places that there are
+        assert read_all(root) == read_all(original)
+    else:
+        with pytest.raises(ValueError, match=f"{root}: {file} .*copy"):
+            read_all(root)
+
+
+# ---- links ---------------------------------------------------------------------------------------------------------
+
+
+def test_folders_that_contain_themselves(root):
+    """Two of them in each folder: a search that followed them would not end."""
+    for folder in ("meta/episodes", "meta/episodes/chunk-000", "data", "data/chunk-000", f"videos/{TOP}/chunk-000"):
+        for name in ("again", "and-again"):
+            (root / folder / name).symlink_to("..", target_is_directory=True)
+    assert sum(table.num_rows for table in read_all(root)) == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("kind", ["video", "data", "meta/info.json", "meta/episodes/chunk-000/file-000.parquet"])
+def test_files_that_link_to_themselves(root, kind):
+    meta = load_metadata(root)
+    file = {"video": meta.video_files[TOP][0], "data": meta.data_files[0]}.get(kind, kind)
+    (root / file).unlink()
+    (root / file).symlink_to(root / file)
+    with pytest.raises(
+        (ValueError, OSError), match=f"{root}.*(Too many levels of symbolic links|is empty|is missing|not a LeRobot)"
+    ):
+        read_all(root)
+
+
+def test_a_type_that_could_run_code_in_a_data_file(root):
+    """Found in the read task, where the file is first opened."""
+    file = load_metadata(root).data_files[0]
+    table = pq.read_table(root / file)
+    field = table.schema.field("action").with_metadata({"ARROW:extension:name": "ray.data.arrow_tensor_v2"})
+    at = table.schema.get_field_index("action")
+    pq.write_table(table.cast(table.schema.set(at, field)), root / file)
+    with pytest.raises(ValueError, match=f"{root}: {file} holds the Arrow extension type 'ray.data.arrow_tensor_v2'"):
+        read_all(root)
+
+
+# ---- anything at all -----------------------------------------------------------------------------------------------
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+template_pieces = st.lists(
+    st.sampled_from(
+        ["data", "videos", "/", "..", ".", "\\", "\0", "~", "%2e", "s3://", "{", "}", "{{", "}}", "{}", "{0}"]
+        + ["{chunk_index}", "{chunk_index:03d}", "{file_index:03d}", "{file_index:012d}", "{file_index!r}"]
+        + ["{video_key}", "{episode_index:06d}", "{episode_chunk}", "{chunk_index.real}", "{x}", ".parquet", "\n"]
+    )
+    | st.text(max_size=3),
+    max_size=8,
+).map("".join)
+
+
+@st.composite
+def mutations(draw):
+    """Where in info.json, and what instead; or templates."""
+    if draw(st.booleans()):
+        return ("template", draw(st.sampled_from(["data_path", "video_path"])), draw(template_pieces))
+    return (
+        draw(st.sampled_from(["replace", "delete", "insert"])),
+        draw(st.lists(st.integers(0, 30), min_size=1, max_size=4)),
+        draw(json_values),
+    )
+
+
+def mutate(info, mutation):
+    kind, where, value = mutation
+    if kind == "template":
+        info[where] = value
+        return
+    target = info
+    for step in where[:-1]:
+        items = list(target) if isinstance(target, dict) else range(len(target))
+        child = target[items[step % len(items)]] if len(items) else None
+        if not isinstance(child, dict | list) or not child:
+            break
+        target = child
+    keys = list(target) if isinstance(target, dict) else list(range(len(target)))
+    key = keys[where[-1] % len(keys)]
+    if kind == "delete":
+        del target[key]
+    elif kind == "insert" and isinstance(target, dict):
+        target[str(value)[:8]] = value
+    else:
+        target[key] = value
+
+
+@pytest.fixture(scope="module")
+def mutable(original, tmp_path_factory):
+    """The metadata alone, to be overwritten again and again."""
+    return Path(shutil.copytree(original / "meta", tmp_path_factory.mktemp("mutable") / "d" / "meta")).parent
+
+
+def read_or_refused(root):
+    """A result inside the root, or an error of the two kinds that names the dataset."""
+    try:
+        meta = load_metadata(root)
+    except (ValueError, FileNotFoundError) as error:
+        assert str(root) in str(error)
+        return
+    for path in [*meta.data_files, *(path for files in meta.video_files.values() for path in files)]:
+        assert Path(os.path.realpath(root / path)).is_relative_to(os.path.realpath(root))
+    assert meta.num_episodes == len(meta.episode_length) == len(LENGTHS)
+    assert (meta.episode_length > 0).all() and meta.total_frames == sum(LENGTHS)
+
+
+def overwrite(original, mutable, name, content):
+    """Only `name` differs from the original."""
+    for path in (original / "meta").rglob("*"):
+        if path.is_file():
+            shutil.copyfile(path, mutable / path.relative_to(original))
+    (mutable / name).write_bytes(content)
+
+
+@given(st.sampled_from(["info", "stats"]), st.lists(mutations(), min_size=1, max_size=3))
+def test_any_json_is_read_or_refused(original, mutable, name, changes):
+    content = json.loads((original / f"meta/{name}.json").read_text())
+    for change in changes:
+        mutate(content, change)
+    overwrite(original, mutable, f"meta/{name}.json", json.dumps(content).encode())
+    read_or_refused(mutable)
+
+
+parquet_values = st.lists(
+    st.none() | st.integers(-(2**63), 2**63 - 1) | st.integers(0, 5), min_size=3, max_size=3
+) | st.lists(st.none() | st.floats() | st.text(max_size=5) | st.lists(st.text(max_size=3), max_size=2), max_size=5)
+
+
+@given(st.sampled_from(["tasks", "episodes/chunk-000/file-000"]), st.integers(0, 30), parquet_values)
+def test_any_column_is_read_or_refused(original, mutable, name, column, values):
+    name = f"meta/{name}.parquet"
+    table = pq.read_table(original / name)
+    column %= table.num_columns
+    try:
+        array = pa.array(values)
+        values_of_others = {n: table[n].to_pylist()[: len(array)] for n in table.column_names}
+        changed = pa.table({**values_of_others, table.column_names[column]: array})
+    except (pa.ArrowException, OverflowError):
+        return  # no such table can be written
+    target = pa.BufferOutputStream()
+    pq.write_table(changed, target)
+    overwrite(original, mutable, name, target.getvalue().to_pybytes())
+    read_or_refused(mutable)
+
+
+damages = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4)
+
+
+@given(st.sampled_from(["tasks", "episodes/chunk-000/file-000"]), damages, st.none() | st.integers(0, 10**6))
+def test_any_bytes_are_read_or_refused(original, mutable, name, changes, cut):
+    name = f"meta/{name}.parquet"
+    data = bytearray((original / name).read_bytes())
+    for at, value in changes:
+        data[at % len(data)] = value
+    overwrite(original, mutable, name, bytes(data if cut is None else data[: cut % len(data)]))
+    read_or_refused(mutable)
+
+
+@st.composite
+def plans(draw):
+    """A plan over some episodes, and three places in its stream, in order."""
+    length = np.array(draw(st.lists(st.integers(1, 60), min_size=1, max_size=12)), np.int64)
+    episodes = Episodes(np.zeros(len(length), np.int32), np.arange(len(length)), np.cumsum(length) - length, length)
+    plan = StreamPlan(
+        episodes,
+        seed=draw(st.none() | st.integers(0, 2**32)),
+        segment_rows=draw(st.integers(1, 80)),
+        window_rows=draw(st.integers(1, 200)),
+    )
+    return plan, sorted(draw(st.lists(st.integers(0, 3 * plan.rows_per_epoch), min_size=3, max_size=3)))
+
+
+def stream(plan, first, last):
+    """`index` of the rows at stream positions [first, last)."""
+    rows = [s.rows() for s in plan.slices(first, last)]
+    return np.concatenate([np.zeros(0, np.int64), *(index for _, index in rows)]).tolist()
+
+
+@given(plans())
+def test_any_plan_gives_every_row_once_from_wherever_it_is_read(drawn):
+    plan, (a, b, c) = drawn
+    count = plan.rows_per_epoch
+    assert stream(plan, a, b) + stream(plan, b, c) == stream(plan, a, c)
+    epoch = b // count * count
+    assert sorted(stream(plan, epoch, epoch + count)) == list(range(count))

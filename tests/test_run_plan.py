@@ -1,0 +1,192 @@
+"""What a run is resolved to, as far as the data is concerned. Without Ray."""
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import tiny_pi05
+from config import parse_args
+from lerobot_metadata import load_metadata
+from pi05_loss import check_batch
+from policy import load_policy
+from processors import DeviceHalf, Prepare, make_processors
+from run_plan import describe, resolve
+from tests.datasets import make_dataset
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    """A dataset and a tiny base policy for it, which sees 56x56."""
+    folder = tmp_path_factory.mktemp("run_plan")
+    root = make_dataset(folder / "dataset", cameras={"observation.images.top": (48, 64)})
+    meta = load_metadata(root)
+    base = tiny_pi05.make_tiny_base(
+        folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10, chunk_size=8
+    )
+    return folder, root, base
+
+
+def plan(setting, *flags, root=True):
+    folder, dataset, base = setting
+    options = [f"--policy.path={base}", f"--output_dir={folder / 'out'}", "--batch_size=4", "--steps=5"]
+    options += [f"--dataset.root={dataset}"] if root else []
+    return resolve(parse_args([*options, *flags]), gpus_found=0)
+
+
+def policy_images(run, rows):
+    """The images that reach the policy's vision tower, float32 (N, 3, H, W); and what came out of the read task."""
+    source = run.reader()(stream=(0, run.last_row))
+    (batch,) = source.read_rows(rows, len(rows))
+    (camera,) = run.match.camera_keys
+    assert batch[camera].shape[1:] == source.example()[camera].shape[1:]
+    pre, _ = make_processors(run.policy_folder, run.policy_config, run.stats, {})
+    prepared = Prepare(pre, run.match.camera_keys, {}, run.policy_config)(batch)
+    inputs = {k: torch.from_numpy(v.copy()) for k, v in prepared.items()}
+    check_batch(inputs, run.policy_config)
+    policy = load_policy(run.policy_folder, run.policy_config)
+    return policy._preprocess_images(DeviceHalf(pre, run.policy_config)(inputs))[0], source
+
+
+def test_frames_fitted_while_decoding_reach_the_policy_as_after_its_own_resizing(setting, monkeypatch):
+    from lerobot.policies.pi05 import modeling_pi05
+
+    rows = [0, 7, 19, 33]
+    expected, whole = policy_images(plan(setting), rows)
+    small = plan(setting, "--dataset.image_size=[56, 56]")
+    assert "56x56" in describe(small)
+    # Nothing is left for the policy to resize.
+    monkeypatch.setattr(modeling_pi05, "resize_with_pad_torch", None)
+    found, fitted = policy_images(small, rows)
+    assert len(found) == len(expected) == 1
+    level = 2 / 255  # of uint8, in the policy's [-1, 1]
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=level)
+    assert (found[0] - expected[0]).abs().mean() < 0.3 * level
+    assert not torch.equal(found[0], expected[0])  # the float path is another one: something was compared
+    assert small.decoded == {"frames_per_s": 1, "decoded_bytes_per_s": fitted.row_bytes()}
+    assert whole.row_bytes() - fitted.row_bytes() == 48 * 64 * 3 - 56 * 56 * 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dataset.image_size=[28, 28]"], r"the policy sees \[56, 56\]; give that"),
+        (["--dataset.image_size=[56]"], r"--dataset.image_size=\[56\]"),
+        (
+            ["--dataset.image_size=[56, 56]", '--policy.normalization_mapping={"VISUAL": "MEAN_STD"}'],
+            "normalises images before it resizes them",
+        ),
+    ],
+)
+def test_sizes_at_which_the_policy_would_see_something_else(setting, flags, message):
+    with pytest.raises(ValueError, match=message):
+        plan(setting, *flags)
+
+
+def test_a_policy_that_fits_images_otherwise(setting):
+    with pytest.raises(ValueError, match="a smolvla policy fits no images into a size"):
+        folder, root, _ = setting
+        flags = [f"--dataset.root={root}", "--policy.type=smolvla", "--train.mode=full", f"--output_dir={folder / 'o'}"]
+        resolve(parse_args([*flags, "--batch_size=2", "--dataset.image_size=[512, 512]"]), gpus_found=0)
+
+
+# ---- mixtures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def second(setting):
+    """A dataset of 12 rows beside the other's 54."""
+    return make_dataset(
+        setting[0] / "second", cameras={"observation.images.top": (48, 64)}, episodes=(4, 8), seed=1, tasks=("wait",)
+    )
+
+
+def mixture_flag(weights):
+    return f"--dataset.mixture={json.dumps({str(root): weight for root, weight in weights.items()})}"
+
+
+def test_a_mixture_of_datasets(setting, second, monkeypatch):
+    from lerobot.datasets.compute_stats import aggregate_stats
+
+    folder, root, _ = setting
+    monkeypatch.chdir(folder)
+    run = plan(setting, mixture_flag({root: 1, "second": 2}), root=False)
+    assert run.config.dataset.mixture == {str(root): 1, str(second): 2}  # whoever resumes it stands elsewhere
+    assert run.rows_per_epoch == 66 and run.stream["rows_per_source"] == [22, 44]
+    assert "weight 2 of 3: 44 of an epoch's 66 rows, 3.67 times its frames" in describe(run)
+    source = run.reader()(stream=(0, run.last_row))
+    (batch,) = source.read_rows(range(66), 66)
+    assert np.bincount(batch["dataset_index"]).tolist() == [22, 44]
+    assert set(batch["task"][batch["dataset_index"] == 1]) == {"wait"}
+    expected = aggregate_stats([load_metadata(r).stats for r in (root, second)])
+    for key in ("action", "observation.state"):
+        np.testing.assert_array_equal(run.stats[key]["q01"], expected[key]["q01"])
+    # What a run is saved as, it is resumed as.
+    (folder / "out").mkdir(exist_ok=True)
+    (folder / "out" / "config.json").write_text(json.dumps(run.config.to_json()))
+    again = resolve(parse_args(["--resume", f"--output_dir={folder / 'out'}"]), gpus_found=0)
+    assert again.stream == run.stream
+    assert plan(setting, mixture_flag({root: 1, second: 1}), root=False).stream != run.stream
+
+
+def test_a_dataset_that_is_named_twice(setting, monkeypatch):
+    monkeypatch.chdir(setting[0])
+    with pytest.raises(ValueError, match="--dataset.mixture names a dataset twice"):
+        plan(setting, mixture_flag({setting[1]: 1, "dataset": 2}), root=False)
+
+
+@pytest.fixture(scope="module")
+def other_names(second):
+    """The second dataset, whose camera and state are called otherwise."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    root = shutil.copytree(second, second.with_name("other_names"))
+    renamed = {"observation.images.top": "observation.images.head", "observation.state": "observation.joints"}
+    for path in [root / "meta/info.json", root / "meta/stats.json"]:
+        text = path.read_text()
+        for key, name in renamed.items():
+            text = text.replace(f'"{key}"', f'"{name}"')
+        path.write_text(text)
+    for path in root.rglob("*.parquet"):
+        table = pq.read_table(path)
+        columns = table.column_names
+        for key, name in renamed.items():
+            columns = [column.replace(key, name) for column in columns]
+        pq.write_table(table.rename_columns(columns), path)
+    (root / "videos/observation.images.top").rename(root / "videos/observation.images.head")
+    assert len(LeRobotDataset("local/other", root=root, video_backend="pyav")[3]["observation.joints"]) == 4
+    return root
+
+
+def test_datasets_whose_features_have_other_names(setting, second, other_names):
+    root = setting[1]
+    names = {"observation.images.head": "observation.images.top", "observation.joints": "observation.state"}
+    with pytest.raises(ValueError, match="the second lacks .*observation.state") as error:
+        plan(setting, mixture_flag({root: 1, other_names: 2}), root=False)
+    assert str(root) in str(error.value) and str(other_names) in str(error.value)
+    suggested = json.loads(str(error.value).split("--rename_map='")[1].removesuffix("'"))
+    assert suggested == names  # what it says is what does
+
+    rows = []
+    for other, flags in ((second, []), (other_names, [f"--rename_map={json.dumps(suggested)}"])):
+        run = plan(setting, mixture_flag({root: 1, other: 2}), *flags, root=False)
+        source = run.reader()(stream=(0, run.last_row))
+        pre, _ = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
+        prepare = Prepare(pre, run.match.camera_keys, run.config.rename_map, run.policy_config)
+        rows.append(prepare(next(iter(source.read_rows(range(20), 20)))))
+        assert run.match.camera_keys == ("observation.images.top",)
+    assert rows[0].keys() == rows[1].keys() and set(rows[0]["dataset_index"]) == {0, 1}
+    for key, values in rows[0].items():
+        np.testing.assert_array_equal(rows[1][key], values, err_msg=key)
+
+
+def test_names_that_do_not_go_together(setting, other_names):
+    root = setting[1]
+    wrong = {"observation.images.head": "observation.images.top", "observation.joints": "observation.images.top"}
+    with pytest.raises(ValueError, match="would all be called 'observation.images.top'"):
+        plan(setting, mixture_flag({root: 1, other_names: 2}), f"--rename_map={json.dumps(wrong)}", root=False)
+    with pytest.raises(ValueError, match='has "observation.nowhere": "observation.state", and the dataset'):
+        plan(setting, f"--rename_map={json.dumps({'observation.nowhere': 'observation.state'})}")
