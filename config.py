@@ -19,6 +19,8 @@ import draccus
 CONFIG_NAME = "config.json"
 TrainMode = Literal["heads", "expert", "full"]
 MissingCameras = Literal["error", "mask"]
+OnError = Literal["stop", "skip"]
+Attention = Literal["eager", "sdpa"]
 PRECISIONS = ("auto", "fp32", "bf16")
 CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
 
@@ -54,6 +56,9 @@ class DatasetOptions:
     # [height, width] that frames are fitted into where they are decoded, so that fewer bytes travel: what the policy
     # resizes them to anyway ([224, 224] for PI0.5). As stored when absent.
     image_size: list[int] | None = None
+    # An episode that cannot be read: "stop" the run, or "skip" it: its rows then keep their places in the batches but
+    # do not count in the loss, and OUTPUT_DIR/skipped.jsonl names it.
+    on_error: str = "stop"
     # Rows shuffled among themselves (bounded by memory); see lerobot_plan.py.
     shuffle_window: int = 512
     # Object stores (storage.py): seconds for one request with its retries; a folder on each node's own disk that keeps
@@ -73,6 +78,16 @@ class TrainOptions:
     precision: str = "auto"
     # Leave padded action steps out of the loss. LeRobot's PI0.5 and openpi count them, so the default does.
     mask_padding: bool = False
+    # PI0.5: draws of noise and time per row. More than one is another estimator of the same loss: images and language
+    # are computed once for all of them, so each costs little and lowers the variance, but rows are still batch_size.
+    noise_draws: int = 1
+    # PI0.5: how attention is computed. "sdpa": PyTorch's fused kernels; "eager": as LeRobot writes it, the same up to
+    # rounding, with the attention weights in memory.
+    attention: str = "sdpa"
+    # PI0.5: keep only what enters each layer and compute the layer again in backward. Same result, less memory, slower.
+    activation_checkpointing: bool = False
+    # PI0.5: torch.compile the layers, on GPUs where that works. The same up to rounding; the first steps take minutes.
+    compile: bool = False
     # Bitwise repeatable: deterministic kernels only.
     deterministic: bool = False
     # End the run when more steps than this had a loss or gradient that is not finite (such steps are skipped).
@@ -163,6 +178,8 @@ class Config:
     save_every_s: float | None = None
     keep_checkpoints: int = 2
     keep_best: int = 0
+    # What a GPU costs per hour, in any currency: the report then says what 1000 samples cost.
+    price_per_gpu_hour: float | None = None
     # {"observation.images.front": "observation.images.base_0_rgb"}: dataset key -> policy key. With several datasets it
     # may name features of any of them.
     rename_map: dict[str, str] = field(default_factory=dict)
@@ -271,12 +288,14 @@ def validate(config: Config) -> None:
         "save_freq": config.save_freq,
         "save_every_s": config.save_every_s,
         "keep_checkpoints": config.keep_checkpoints,
+        "price_per_gpu_hour": config.price_per_gpu_hour,
         "lr": config.lr,
         "tolerance_s": config.tolerance_s,
         "dataset.shuffle_window": d.shuffle_window,
         "dataset.read_timeout_s": d.read_timeout_s,
         "dataset.cache_size_gb": d.cache_size_gb,
         "train.clip_norm": t.clip_norm,
+        "train.noise_draws": t.noise_draws,
         "scaling.num_workers": s.num_workers,
         "scaling.cpus_per_worker": s.cpus_per_worker,
         "scaling.cpus_per_read_task": s.cpus_per_read_task,
@@ -291,8 +310,10 @@ def validate(config: Config) -> None:
     choices: dict[str, tuple[str, Sequence[str]]] = {
         "train.mode": (t.mode, get_args(TrainMode)),
         "train.precision": (t.precision, PRECISIONS),
+        "train.attention": (t.attention, get_args(Attention)),
         "scaling.strategy": (s.strategy, ("ddp",)),
         "dataset.missing_cameras": (d.missing_cameras, get_args(MissingCameras)),
+        "dataset.on_error": (d.on_error, get_args(OnError)),
     }
     for name, (found, known) in choices.items():
         if found not in known:

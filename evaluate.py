@@ -28,6 +28,8 @@ from run_plan import Run
 EVAL_FRAMES, EVAL_BATCH = 192, 32
 TASK = "task"
 ACTION_IS_PAD = f"{ACTION}_is_pad"
+# Where an example comes from.
+PLACE = ("dataset_index", "episode_index", "frame_index")
 
 
 def other_instructions(instructions: Iterable[str]) -> dict[str, str]:
@@ -73,22 +75,25 @@ def open_loop_errors(
     Returns:
         `{"frames": n, "mean_action": e, "policy": e, "other_instruction": e or None}`, where each e is
         `{"mse": float, "mae": [A floats]}`: the squared error averaged over all actions that are not padding and their
-        dimensions, and the absolute error of each dimension. All of it JSON.
+        dimensions, and the absolute error of each dimension. Besides, `"by_task": {instruction: {"frames": n,
+        "mean_action": e, "policy": e}}`, and `"examples"`, the first frame of every batch: `{"task": str, "recorded":
+        T x A, "predicted": T x A, "is_pad": T}` and its place in the dataset. All of it JSON.
     Raises:
         ValueError: no frames; chunks of another shape than recorded; an instruction that `other_instruction` lacks.
     """
     device = next(policy.parameters()).device
     options = {} if num_steps is None else {"num_steps": num_steps}
     sums = {name: _ErrorSum() for name in ("mean_action", "policy", "other_instruction")}
+    by_task: dict[str, dict[str, _ErrorSum]] = {}
+    examples = []
     was_training = policy.training
     policy.eval()
     try:
         for number, batch in enumerate(batches):
             recorded = np.asarray(batch[ACTION], np.float64)
             counted = ~np.asarray(batch[ACTION_IS_PAD], bool)
-            sums["mean_action"].add(
-                np.broadcast_to(np.asarray(mean_action, np.float64), recorded.shape), recorded, counted
-            )
+            constant = np.broadcast_to(np.asarray(mean_action, np.float64), recorded.shape)
+            sums["mean_action"].add(constant, recorded, counted)
             instructions = [str(task) for task in batch[TASK]]
             spoken = {"policy": instructions}
             if other_instruction:
@@ -96,12 +101,37 @@ def open_loop_errors(
             for name, tasks in spoken.items():
                 observation = _observation(preprocessor, batch, tasks, device)
                 chunk = _predict(policy, observation, (seed, number), options)
-                sums[name].add(postprocessor(chunk).double().cpu().numpy(), recorded, counted)
+                predicted = postprocessor(chunk).double().cpu().numpy()
+                sums[name].add(predicted, recorded, counted)
+                if name != "policy":
+                    continue
+                for task in dict.fromkeys(instructions):
+                    rows = [i for i, told in enumerate(instructions) if told == task]
+                    of_task = by_task.setdefault(task, {"mean_action": _ErrorSum(), "policy": _ErrorSum()})
+                    of_task["mean_action"].add(constant[rows], recorded[rows], counted[rows])
+                    of_task["policy"].add(predicted[rows], recorded[rows], counted[rows])
+                examples.append(
+                    {
+                        TASK: instructions[0],
+                        **{key: int(batch[key][0]) for key in PLACE if key in batch},
+                        "recorded": recorded[0].tolist(),
+                        "predicted": predicted[0].tolist(),
+                        "is_pad": (~counted[0]).tolist(),
+                    }
+                )
     finally:
         policy.train(was_training)
     if not sums["policy"].frames:
         raise ValueError("there are no frames to evaluate on: hold out at least one episode (--dataset.eval_split)")
-    return {"frames": sums["policy"].frames} | {name: total.mean() for name, total in sums.items()}
+    return {
+        "frames": sums["policy"].frames,
+        **{name: total.mean() for name, total in sums.items()},
+        "by_task": {
+            task: {"frames": of_task["policy"].frames, **{name: total.mean() for name, total in of_task.items()}}
+            for task, of_task in by_task.items()
+        },
+        "examples": examples,
+    }
 
 
 def _look_up(other_instruction: Mapping[str, str], task: str) -> str:

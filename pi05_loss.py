@@ -12,17 +12,18 @@ derives from it) it calls LeRobot's own layers in an order of its own; loss and 
 * A camera that is not in the batch is masked out of every attention in LeRobot: here its tokens do not exist.
 * Nothing is read back from the device and nothing is copied to it: noise and times come in as arguments,
   masks are made from the batch on the device, and no dictionary of Python numbers is built.
+* Attention weights need not be stored: PyTorch's fused attention gives the same result (`attention`).
 
-Everything here runs in the training worker. Legend: B batch, T chunk, A action, L language tokens, P prefix
-tokens.
+Everything here runs in the training worker. Legend: B batch, K draws of noise and time per row, T chunk, A action,
+L language tokens, P prefix tokens.
 """
 
 import copy
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -43,11 +44,11 @@ from lerobot.utils.constants import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import CONFIG_MAPPING
 from transformers.models.gemma.modeling_gemma import eager_attention_forward, rotate_half
 
+from config import Attention, TrainMode
 from processors import DeviceHalf, normalization_mode
-
-TrainMode = Literal["heads", "expert", "full"]
 
 HEAD_MODULES = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
 
@@ -264,8 +265,8 @@ class PolicyLoss(nn.Module):
 
     For PI0.5 loss and gradients are those of `PI05Policy.forward` with the same noise and time. Gradients
     flow into images and language only if something there trains, which is decided at construction:
-    `choose_trainable` first. With `gradient_checkpointing` in PI0.5's configuration, each layer and the image
-    encoding are recomputed in backward. Other policies: their own `forward`, whose loss is its first result.
+    `choose_trainable` first. Other policies: their own `forward`, whose loss is its first result; the options
+    below that are for PI0.5 are refused.
 
     Args:
         policy: the policy, in train mode or not; PI0.5 has no dropout.
@@ -273,35 +274,60 @@ class PolicyLoss(nn.Module):
         mask_padding: leave padded action steps (`action_is_pad`) out of PI0.5's loss. They become zeros and
             still count in the mean's denominator, so that the loss of a batch is the mean of its
             micro-batches' losses. Off: they count as any other step, as in LeRobot's PI0.5 and openpi.
+        attention: PI0.5's language model and expert attend as LeRobot computes it, or by PyTorch's
+            `scaled_dot_product_attention`: equal up to rounding, without the weights in memory.
+        checkpointing: keep only what enters each of PI0.5's layers, and compute the layer again in backward. The
+            same numbers from less memory. Also on if PI0.5's configuration asks for `gradient_checkpointing`.
+        compile: what to make of a layer's function before it is used, e.g. a `compiling.Compiler`.
     """
 
-    def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None, mask_padding: bool = False):
+    def __init__(
+        self,
+        policy: PreTrainedPolicy,
+        *,
+        images: DeviceHalf | None = None,
+        mask_padding: bool = False,
+        attention: Attention = "eager",
+        checkpointing: bool = False,
+        compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ):
         super().__init__()
         config = policy.config
         if images is None:
             if normalization_mode(config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY:
                 raise ValueError(f"this '{config.type}' policy normalises images: give a DeviceHalf as `images`")
             images = DeviceHalf(None, config)
-        if mask_padding and not isinstance(policy, PI05Policy):
-            raise ValueError(f"mask_padding is for PI0.5; this policy is of type '{config.type}'")
+        self._is_pi05 = isinstance(policy, PI05Policy)
+        if not self._is_pi05:
+            given = {"mask_padding": mask_padding, "checkpointing": checkpointing, "compile": compile is not None}
+            for name, on in given.items():
+                if on:
+                    raise ValueError(f"{name} is for PI0.5; this policy is of type '{config.type}'")
         self.policy = policy
         self.images = images
         self.mask_padding = mask_padding
-        self._is_pi05 = isinstance(policy, PI05Policy)
+        self.attention = attention
         if self._is_pi05:
             paligemma = policy.model.paligemma_with_expert.paligemma
             self._prefix_trains = any(parameter.requires_grad for parameter in paligemma.parameters())
+            self._checkpointing = checkpointing or config.gradient_checkpointing
+            layers: list[Callable[..., Any]] = [_vision_layer, _prefix_layer, _suffix_layer]
+            self._vision_layer, self._prefix_layer, self._suffix_layer = map(compile, layers) if compile else layers
 
     def forward(self, batch: Mapping[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
         """Compute the mean loss of a batch as a 0-d float32 tensor on the device.
 
         Args:
             batch: as `check_batch` describes it, on the device of the policy. For `mask_padding` also
-                `action_is_pad` bool (B, T).
-            noise, time: for PI0.5, rows of what `sample_noise_and_time` returns: float32 (B, T,
-                max_action_dim) and float32 (B,). Other policies draw their own.
+                `action_is_pad` bool (B, T). Optional: `row_weight` float32 (B,), what a row's loss is multiplied
+                by; the mean's denominator stays the number of rows.
+            noise, time: for PI0.5, rows of what `sample_noise_and_time` returns: float32 (B*K, T,
+                max_action_dim) and float32 (B*K,), the K draws of a row one after the other. Images and language
+                are computed once for all K, and the loss is the mean over the draws: another estimator of the
+                same expectation than K = 1, with less variance per row. Other policies draw their own.
         Raises:
-            ValueError: PI0.5 without noise or time, or without any camera in the batch.
+            ValueError: PI0.5 without noise or time, with draws that are no multiple of the rows, or without any
+                camera in the batch.
         """
         batch = self.images(batch)
         if not self._is_pi05:
@@ -309,6 +335,10 @@ class PolicyLoss(nn.Module):
         if noise is None or time is None:
             raise ValueError("PI0.5's loss needs noise and time; sample_noise_and_time draws them")
         actions = self.policy.prepare_action(batch)
+        draws, rest = divmod(len(time), len(actions))
+        if rest or not draws:
+            raise ValueError(f"{len(time)} draws of noise and time for {len(actions)} rows: not the same for each row")
+        actions = _repeat_rows(actions, draws)
         mix = time[:, None, None]
         noisy_actions = mix * noise + (1 - mix) * actions
         with torch.set_grad_enabled(self._prefix_trains and torch.is_grad_enabled()):
@@ -317,7 +347,9 @@ class PolicyLoss(nn.Module):
         losses = F.mse_loss(noise - actions, velocity, reduction="none")
         losses = losses[:, :, : self.policy.config.output_features[ACTION].shape[0]]
         if self.mask_padding:
-            losses = losses.masked_fill(batch["action_is_pad"].unsqueeze(-1), 0.0)
+            losses = losses.masked_fill(_repeat_rows(batch["action_is_pad"], draws).unsqueeze(-1), 0.0)
+        if "row_weight" in batch:
+            losses = losses * _repeat_rows(batch["row_weight"], draws)[:, None, None]
         return losses.mean()
 
     def _run_prefix(self, batch: Mapping[str, Tensor]) -> _Prefix:
@@ -332,7 +364,7 @@ class PolicyLoss(nn.Module):
         images = self.policy._preprocess_images(batch)[0][: len(cameras)]
         rows = len(images[0])
         # One call for all cameras: the vision tower sees them as one batch of C*B images.
-        embedded = self._run(vlm.embed_image, torch.cat(images))
+        embedded = self._embed_images(torch.cat(images))
         embedded = embedded.unflatten(0, (len(cameras), rows)).transpose(0, 1).flatten(1, 2)
         words = vlm.embed_language_tokens(batch[OBS_LANGUAGE_TOKENS])
         hidden = torch.cat([embedded, words], dim=1)
@@ -344,14 +376,23 @@ class PolicyLoss(nn.Module):
         rotation = self._rotation(hidden, torch.cumsum(counts, dim=1) - 1)
         keys_values = []
         for layer in language_model.layers[:-1]:
-            hidden, key, value = self._run(_prefix_layer, layer, hidden, rotation, bias)
+            hidden, key, value = self._run(self._prefix_layer, layer, hidden, rotation, bias, self.attention)
             keys_values.append((key, value))
         normed, _ = layernorm_forward(language_model.layers[-1].input_layernorm, hidden)
         keys_values.append(_keys_values(language_model.layers[-1].self_attn, normed, rotation))
         return _Prefix(keys_values, bias, counts.sum(dim=1, keepdim=True))
 
+    def _embed_images(self, images: Tensor) -> Tensor:
+        """LeRobot's `embed_image`, layer by layer: float32 (N, 3, H, W) to (N, tokens, width)."""
+        paligemma = self.policy.model.paligemma_with_expert.paligemma.model
+        vision = paligemma.vision_tower.vision_model
+        hidden = vision.embeddings(images)
+        for layer in vision.encoder.layers:
+            hidden = self._run(self._vision_layer, layer, hidden)
+        return paligemma.multi_modal_projector(vision.post_layernorm(hidden)).to(images.dtype)
+
     def _run_suffix(self, noisy_actions: Tensor, time: Tensor, prefix: _Prefix) -> Tensor:
-        """The action expert: noisy actions float32 (B, T, max_action_dim) to velocities of the same shape."""
+        """The action expert: noisy actions float32 (B*K, T, max_action_dim) to velocities of the same shape."""
         core = self.policy.model
         expert = core.paligemma_with_expert.gemma_expert.model
         config = self.policy.config
@@ -363,11 +404,12 @@ class PolicyLoss(nn.Module):
         if expert.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16:
             hidden = hidden.to(torch.bfloat16)
 
-        steps = hidden.shape[1]
-        rotation = self._rotation(hidden, prefix.length + torch.arange(steps, device=hidden.device))
-        bias = F.pad(prefix.bias, (0, steps))  # action steps all see each other
+        steps, draws = hidden.shape[1], len(time) // len(prefix.length)
+        positions = prefix.length + torch.arange(steps, device=hidden.device)
+        rotation = self._rotation(hidden, _repeat_rows(positions, draws))
+        bias = _repeat_rows(F.pad(prefix.bias, (0, steps)), draws)  # action steps all see each other
         for layer, (key, value) in zip(expert.layers, prefix.keys_values, strict=True):
-            hidden = self._run(_suffix_layer, layer, hidden, condition, rotation, bias, key, value)
+            hidden = self._run(self._suffix_layer, layer, hidden, condition, rotation, bias, key, value, self.attention)
         hidden, _ = layernorm_forward(expert.norm, hidden, condition)
         return core.action_out_proj(hidden.to(torch.float32))
 
@@ -381,19 +423,24 @@ class PolicyLoss(nn.Module):
         return cosines.unsqueeze(1), sines.unsqueeze(1)
 
     def _run(self, function: Any, *arguments: Any) -> Any:
-        """Call; with gradient checkpointing, keep only the arguments and call again in backward."""
-        if self.policy.config.gradient_checkpointing and torch.is_grad_enabled():
+        """Call; with checkpointing, keep only the arguments and call again in backward."""
+        if self._checkpointing and torch.is_grad_enabled():
             return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
         return function(*arguments)
 
 
+def _vision_layer(layer: nn.Module, hidden: Tensor) -> Tensor:
+    """A layer of the vision tower: hidden (N, tokens, width) to hidden."""
+    return layer(hidden, attention_mask=None)
+
+
 def _prefix_layer(
-    layer: nn.Module, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor
+    layer: nn.Module, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor, attention: Attention
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A layer of the language model: hidden (B, P, width) to hidden, and its keys and values."""
     normed, gate = layernorm_forward(layer.input_layernorm, hidden)
     key, value = _keys_values(layer.self_attn, normed, rotation)
-    attended = _attend(layer.self_attn, normed, rotation, key, value, bias)
+    attended = _attend(layer.self_attn, normed, rotation, key, value, bias, attention)
     return _finish_layer(layer, hidden, attended, gate, None), key, value
 
 
@@ -405,26 +452,50 @@ def _suffix_layer(
     bias: Tensor,
     prefix_key: Tensor,
     prefix_value: Tensor,
+    attention: Attention,
 ) -> Tensor:
-    """A layer of the action expert: hidden (B, T, width) to hidden, attending to prefix and action steps."""
+    """A layer of the action expert: hidden (B*K, T, width) to hidden, attending to prefix (B rows) and action steps."""
     normed, gate = layernorm_forward(layer.input_layernorm, hidden, condition)
     key, value = _keys_values(layer.self_attn, normed, rotation)
-    key, value = torch.cat([prefix_key, key], dim=2), torch.cat([prefix_value, value], dim=2)
-    attended = _attend(layer.self_attn, normed, rotation, key, value, bias)
+    draws = len(hidden) // len(prefix_key)
+    key = torch.cat([_repeat_rows(prefix_key, draws), key], dim=2)
+    value = torch.cat([_repeat_rows(prefix_value, draws), value], dim=2)
+    attended = _attend(layer.self_attn, normed, rotation, key, value, bias, attention)
     return _finish_layer(layer, hidden, attended, gate, condition)
 
 
-def _keys_values(attention: Any, normed: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return _rotate(_heads(attention.k_proj, normed, attention), rotation), _heads(attention.v_proj, normed, attention)
+def _repeat_rows(rows: Tensor, times: int) -> Tensor:
+    """Each row (of the first dimension) `times` times in a row; without a copy if that is once."""
+    return rows.unsqueeze(1).expand(-1, times, *rows.shape[1:]).flatten(0, 1)
+
+
+def _keys_values(module: Any, normed: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return _rotate(_heads(module.k_proj, normed, module), rotation), _heads(module.v_proj, normed, module)
 
 
 def _attend(
-    attention: Any, normed: Tensor, rotation: tuple[Tensor, Tensor], key: Tensor, value: Tensor, bias: Tensor
+    module: Any,
+    normed: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    attention: Attention,
 ) -> Tensor:
-    """LeRobot's attention of `normed` (B, tokens, width) to keys and values: (B, tokens, heads * head_dim)."""
-    query = _rotate(_heads(attention.q_proj, normed, attention), rotation)
-    attended, _ = eager_attention_forward(attention, query, key, value, bias, attention.scaling)
-    return attended.flatten(2)
+    """Attention of `normed` (B, tokens, width) to keys and values: (B, tokens, heads * head_dim)."""
+    query = _rotate(_heads(module.q_proj, normed, module), rotation)
+    if attention == "eager":
+        attended, _ = eager_attention_forward(module, query, key, value, bias, module.scaling)
+        return attended.flatten(2)
+    # The fused kernels that take a mask want as many heads of keys as of queries: views of the same, not copies.
+    key, value = (_repeat_heads(heads, module.num_key_value_groups) for heads in (key, value))
+    attended = F.scaled_dot_product_attention(query, key, value, bias.to(query.dtype), scale=module.scaling)
+    return attended.transpose(1, 2).flatten(2)
+
+
+def _repeat_heads(heads: Tensor, groups: int) -> Tensor:
+    """(B, KV heads, tokens, head_dim) with each head `groups` times; of one head, all views."""
+    return heads.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2)
 
 
 def _finish_layer(
@@ -439,9 +510,9 @@ def _finish_layer(
     return _gated_residual(hidden, layer.mlp(normed), gate)
 
 
-def _heads(projection: nn.Module, normed: Tensor, attention: Any) -> Tensor:
+def _heads(projection: nn.Module, normed: Tensor, module: Any) -> Tensor:
     """Project (B, tokens, width) to (B, heads, tokens, head_dim)."""
-    return projection(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+    return projection(normed).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
 
 
 def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -460,7 +531,9 @@ def meta_policy(config: PI05Config) -> PI05Policy:
         return get_policy_class(config.type)(config)
 
 
-def flops_per_sample(policy: PreTrainedPolicy | PreTrainedConfig, cameras: int, mode: TrainMode) -> int | None:
+def flops_per_sample(
+    policy: PreTrainedPolicy | PreTrainedConfig, cameras: int, mode: TrainMode, draws: int = 1
+) -> int | None:
     """Count the floating point operations of one sample's forward and backward through `PolicyLoss`.
 
     Multiplications and additions of matrix products, convolutions and attention, as torch's
@@ -471,25 +544,57 @@ def flops_per_sample(policy: PreTrainedPolicy | PreTrainedConfig, cameras: int, 
         policy: any policy, or its configuration.
         cameras: cameras in a batch, at least 1.
         mode: as for `choose_trainable`.
+        draws: of noise and time per row.
     Returns:
         The count, or None for policies other than PI0.5.
     """
-    config = copy.deepcopy(policy if isinstance(policy, PreTrainedConfig) else policy.config)
+    config = policy if isinstance(policy, PreTrainedConfig) else policy.config
     if not isinstance(config, PI05Config):
         return None
-    config.gradient_checkpointing = config.compile_model = False
+    config = with_cameras(config, cameras)
+    counted = meta_policy(config)
+    choose_trainable(counted, mode)
+    inputs = empty_inputs(config, 1, draws, "meta")
+    with FlopCounterMode(display=False) as counter:
+        PolicyLoss(counted, images=DeviceHalf(None, config))(*inputs).backward()
+    return counter.get_total_flops()
+
+
+def tokens_per_sample(config: PreTrainedConfig, cameras: int, draws: int = 1) -> int | None:
+    """Positions that PI0.5 computes for a row: image patches, language with its padding, action steps of each draw.
+
+    None for other policies.
+    """
+    if not isinstance(config, PI05Config):
+        return None
+    # LeRobot 0.6.1 leaves SigLIP's patches as transformers has them; the tiny policy chooses its own.
+    patch = getattr(config, "patch_size", CONFIG_MAPPING["paligemma"]().vision_config.patch_size)
+    patches = (config.image_resolution[0] // patch) * (config.image_resolution[1] // patch)
+    return cameras * patches + config.tokenizer_max_length + draws * config.chunk_size
+
+
+def with_cameras(config: PI05Config, cameras: int) -> PI05Config:
+    """A copy of a PI0.5's configuration for so many cameras, with no options that recompute or compile."""
+    config = copy.deepcopy(config)
     image = PolicyFeature(FeatureType.VISUAL, (3, *config.image_resolution))
     config.input_features = {f"{OBS_IMAGES}.{i}": image for i in range(cameras)}
     config.empty_cameras = 0
-    counted = meta_policy(config)
-    choose_trainable(counted, mode)
-    with torch.device("meta"):
-        tokens = (1, config.tokenizer_max_length)
-        batch = {key: torch.empty(1, *image.shape) for key in config.input_features if key.startswith(OBS_IMAGES)}
+    config.gradient_checkpointing = config.compile_model = False
+    return config
+
+
+def empty_inputs(
+    config: PI05Config, rows: int, draws: int, device: torch.device | str
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """What PI0.5's loss takes, uninitialised: a batch of B rows, noise (B*K, T, max_action_dim) and time (B*K,)."""
+    with torch.device(device):
+        tokens = (rows, config.tokenizer_max_length)
+        batch = {key: torch.empty(rows, *image.shape) for key, image in config.image_features.items()}
         batch[OBS_LANGUAGE_TOKENS] = torch.empty(tokens, dtype=torch.int64)
         batch[OBS_LANGUAGE_ATTENTION_MASK] = torch.empty(tokens, dtype=torch.bool)
-        batch[ACTION] = noise = torch.empty(1, config.chunk_size, config.max_action_dim)
-        time = torch.empty(1)
-    with FlopCounterMode(display=False) as counter:
-        PolicyLoss(counted, images=DeviceHalf(None, config))(batch, noise, time).backward()
-    return counter.get_total_flops()
+        batch[ACTION] = torch.empty(rows, config.chunk_size, config.output_features[ACTION].shape[0])
+        return (
+            batch,
+            torch.empty(rows * draws, config.chunk_size, config.max_action_dim),
+            torch.empty(rows * draws),
+        )

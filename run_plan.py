@@ -27,7 +27,7 @@ from lerobot.utils.constants import OBS_PREFIX
 
 import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from checkpoint import file_digest
-from config import CACHE_DIR, Config, MissingCameras, TrainMode
+from config import CACHE_DIR, Attention, Config, MissingCameras, OnError, TrainMode, TrainOptions
 from dataset_stats import complete_stats
 from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
 from lerobot_metadata import (
@@ -39,9 +39,11 @@ from lerobot_metadata import (
     rename_features,
     select_episodes,
 )
-from pi05_loss import TrainableReport, choose_trainable, flops_per_sample, meta_policy
+from pi05_loss import TrainableReport, choose_trainable, flops_per_sample, meta_policy, tokens_per_sample
 from policy import FeatureMatch, check_weights, fetch_pretrained, match_features
 from processors import make_processors, normalization_mode, required_stats
+from run_folder import SKIPPED_NAME
+from step_memory import StepMemory, step_memory
 from storage import StoragePolicy
 
 Stats = dict[str, dict[str, np.ndarray]]
@@ -57,7 +59,7 @@ class Run:
         train_episodes, eval_episodes: per dataset, int64 arrays; disjoint.
         policy_folder: a LeRobot pretrained folder, or None to start from random weights.
         parameters: how many there are and which train; None for policies other than PI0.5, which are not built here.
-        flops_per_sample: forward and backward of a row, counted.
+        flops_per_sample: forward and backward of a row, counted. tokens_per_sample: positions computed for it.
         base: which weights the run starts from (path, revision, digest).
         stats: normalisation statistics; `missing_stats` are still to be computed.
         rows_per_epoch: frames of the training episodes. steps: optimizer updates of the whole run.
@@ -79,6 +81,7 @@ class Run:
     steps: int
     parameters: TrainableReport | None = None
     flops_per_sample: int | None = None
+    tokens_per_sample: int | None = None
     block_rows: int = 1
     stream: dict[str, Any] = field(default_factory=dict)
     decoded: dict[str, int] = field(default_factory=dict)
@@ -125,6 +128,8 @@ class Run:
             block_rows=self.block_rows,
             tolerance_s=self.config.tolerance_s,
             num_cpus=self.config.scaling.cpus_per_read_task,
+            on_error=cast(OnError, self.config.dataset.on_error),
+            skip_log=self.output_dir / SKIPPED_NAME,
         )
 
 
@@ -176,6 +181,11 @@ def resolve(config: Config, gpus_found: int) -> Run:
             f"policy {base_info['path']}: use_relative_actions needs statistics of relative actions, which are not "
             "computed yet; choose a policy with absolute actions, or --policy.use_relative_actions=false"
         )
+    if config.dataset.on_error == "skip" and not isinstance(policy_config, PI05Config):
+        raise ValueError(
+            f"policy {base_info['path']}: --dataset.on_error=skip needs a loss that can leave rows out, as PI0.5's "
+            f"can; this is a '{policy_config.type}': use --dataset.on_error=stop"
+        )
     config = replace(config, policy_path=path_given, policy_revision=base_info["revision"])
     try:
         match = match_features(
@@ -190,7 +200,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
     if config.dataset.image_size is not None:
         _check_image_size(policy_config, config.dataset.image_size)
     _check_alike(metas, match, config.rename_map)
-    parameters = _check_policy(policy_config, folder, cast(TrainMode, config.train.mode))
+    parameters = _check_policy(policy_config, folder, config.train)
     train, held_out = zip(*(_split_episodes(meta, config) for meta in metas), strict=True)
     rows = sum(int(meta.episode_length[e].sum()) for meta, e in zip(metas, train, strict=True))
     if config.global_batch_size > rows:
@@ -220,7 +230,10 @@ def resolve(config: Config, gpus_found: int) -> Run:
         parameters=parameters,
         flops_per_sample=None
         if parameters is None
-        else flops_per_sample(policy_config, len(match.camera_keys), cast(TrainMode, config.train.mode)),
+        else flops_per_sample(
+            policy_config, len(match.camera_keys), cast(TrainMode, config.train.mode), config.train.noise_draws
+        ),
+        tokens_per_sample=tokens_per_sample(policy_config, len(match.camera_keys), config.train.noise_draws),
     )
     if not missing:
         make_processors(folder, policy_config, run.stats, config.rename_map)  # a tokenizer out of reach is told now
@@ -319,19 +332,26 @@ def _join_stats(stats: Sequence[Stats]) -> Stats:
     return aggregate_stats([{key: s[key] for key in shared} for s in stats])
 
 
-def _check_policy(policy_config: PreTrainedConfig, folder: Path | None, mode: TrainMode) -> TrainableReport | None:
+def _check_policy(policy_config: PreTrainedConfig, folder: Path | None, train: TrainOptions) -> TrainableReport | None:
     """Refuse weights that do not load, and count what there is and what trains, without any memory for it."""
     if not isinstance(policy_config, PI05Config):
-        if mode != "full":
+        if train.mode != "full":
             raise ValueError(
-                f"--train.mode={mode} names parts of PI0.5, and the policy is of type {policy_config.type}; use "
+                f"--train.mode={train.mode} names parts of PI0.5, and the policy is of type {policy_config.type}; use "
                 "--train.mode=full, or what the policy's own options (--policy.*) offer to freeze parts of it"
             )
+        for name in ("mask_padding", "noise_draws", "activation_checkpointing", "compile"):
+            value, default = getattr(train, name), getattr(TrainOptions(), name)
+            if value != default:
+                raise ValueError(
+                    f"--train.{name}={value} is for PI0.5, and the policy is of type {policy_config.type}: leave it "
+                    "out, or look for the like among the policy's own options (--policy.*)"
+                )
         return None  # building others may download their backbones
     policy = meta_policy(policy_config)
     if folder is not None:
         check_weights(folder, policy)
-    return choose_trainable(policy, mode)
+    return choose_trainable(policy, cast(TrainMode, train.mode))
 
 
 def _resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:
@@ -475,6 +495,8 @@ def describe(run: Run) -> str:
         f"Hardware     {_workers(config)} {'GPU' if run.use_gpu else 'CPU'} workers, "
         f"{config.scaling.strategy}, {config.train.precision} precision",
     ]
+    if config.dry_run and isinstance(run.policy_config, PI05Config):
+        lines.append(f"Memory       per worker {_memory(run, run.policy_config)}")
     return "\n".join(lines)
 
 
@@ -490,6 +512,22 @@ def _share(run: Run, number: int) -> str:
     return (
         f"             weight {weights[number]:g} of {sum(weights):g}: {rows} of an epoch's {run.rows_per_epoch} rows, "
         f"{rows / own:.2f} times its frames"
+    )
+
+
+def _memory(run: Run, policy_config: PI05Config) -> StepMemory:
+    config, train = run.config, run.config.train
+    return step_memory(
+        policy_config,
+        cast(TrainMode, train.mode),
+        cameras=len(run.match.camera_keys),
+        batch_size=config.batch_size,
+        grad_accum=config.grad_accum,
+        draws=train.noise_draws,
+        # Every GPU that can hold a VLA knows bf16.
+        bf16=train.precision == "bf16" or (train.precision == "auto" and run.use_gpu),
+        attention=cast(Attention, train.attention),
+        checkpointing=train.activation_checkpointing,
     )
 
 

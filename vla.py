@@ -36,6 +36,7 @@ from parallel import spread
 from pi05_loss import PolicyLoss
 from processors import Prepare, make_processors
 from progress import MetricsLog, RowsLog, follow_progress, log_to
+from report import keep_report, record_run
 from run_folder import claim_folder, prepare_folder, start_attempt, stop_requested, stopping_on_signals
 from run_plan import Run, describe, resolve, with_stats
 from training_data import Dealt, Deferred, TrainingData, stream_batches
@@ -159,7 +160,7 @@ def train(
             metrics, (stop, due) = window.gather(batches.waited_s - waited_before, *asked)
             window, waited_before = Window(device), batches.waited_s
             gc.collect()
-            check_finite(run, metrics)
+            check_finite(run, metrics, done)
             losses.append(metrics["loss"])
             if log is not None:
                 log.write(done, optimizer.schedule(step), {**metrics, "checkpoint_pause_s": checkpoints.paused_s()})
@@ -223,6 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 held.callback(ray.shutdown)
             limits = cluster.start(run)
             run = with_stats(run)
+            record_run(run, describe(run), ray.cluster_resources())
+            held.enter_context(keep_report(run.output_dir))
             steps_done = fit(run, limits.execution_options())
             if steps_done < run.steps:
                 print(f"Stopped      after step {steps_done} of {run.steps}; --resume goes on from there")
@@ -234,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (TrainingFailedError, RayError, ValueError, OSError) as error:
             print(f"error: {root_cause(error)}", file=sys.stderr)
             return 1
-    print(f"Policy       {run.output_dir / 'pretrained_model'}")
+    print(f"Policy       {run.output_dir / 'pretrained_model'}\nReport       {run.output_dir / 'report.html'}")
     return 0
 
 

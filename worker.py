@@ -4,12 +4,14 @@ what it leaves behind. `vla.train_loop_per_worker` is the loop that calls these.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import cast
 
+import numpy as np
 import ray.train
 import torch
 from lerobot.policies.pretrained import PreTrainedPolicy
@@ -23,7 +25,8 @@ from checkpoint import (
     prune,
     save_checkpoint,
 )
-from config import TrainMode
+from compiling import Compiler, why_not
+from config import Attention, TrainMode
 from pi05_loss import PolicyLoss, cast_frozen, check_batch, choose_trainable, sample_noise_and_time
 from policy import load_policy, new_policy, save_pretrained
 from processors import DeviceHalf, make_processors
@@ -41,21 +44,37 @@ from util import (
     warmup_cosine,
 )
 
+logger = logging.getLogger(__name__)
+
 # ---- what a run starts from ---------------------------------------------------------------------------------------
 
 
 def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, torch.dtype | None]:
     """The policy with its loss on `device`, what trains chosen; and the autocast dtype (None: fp32 throughout)."""
-    policy = start_policy(run)
-    choose_trainable(policy, cast(TrainMode, run.config.train.mode))
-    wanted = run.config.train.precision
-    bf16 = wanted == "bf16" or (wanted == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported())
+    policy, train = start_policy(run), run.config.train
+    choose_trainable(policy, cast(TrainMode, train.mode))
+    bf16 = train.precision == "bf16" or (
+        train.precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
+    )
     if bf16:
         cast_frozen(policy, torch.bfloat16)
     preprocessor, _ = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
     # Its device half: uint8 images become what the policy expects, on the device.
     images = DeviceHalf(preprocessor, run.policy_config)
-    loss = PolicyLoss(policy, images=images, mask_padding=run.config.train.mask_padding).to(device)
+    compiler = None
+    if train.compile:
+        if reason := why_not(device):
+            logger.warning("--train.compile does nothing: %s", reason)
+        else:
+            compiler = Compiler()
+    loss = PolicyLoss(
+        policy,
+        images=images,
+        mask_padding=train.mask_padding,
+        attention=cast(Attention, train.attention),
+        checkpointing=train.activation_checkpointing,
+        compile=compiler,
+    ).to(device)
     loss.train()
     return loss, torch.bfloat16 if bf16 else None
 
@@ -112,8 +131,10 @@ def policy_batches(
     """
     for number, batch in enumerate(batches):
         if rows_log is not None:
-            position, dataset_index, index = (batch[key].numpy() for key in ("position", "dataset_index", "index"))
-            rows_log.write(dealt.step_of(number) + 1, position // run.rows_per_epoch, dataset_index, index)
+            rows = {key: batch[key].numpy() for key in ROW_COLUMNS if key in batch}
+            skipped = rows.get("is_skipped", np.zeros(len(rows["index"]), bool))
+            epochs = rows["position"] // run.rows_per_epoch
+            rows_log.write(dealt.step_of(number) + 1, epochs, rows["dataset_index"], rows["index"], skipped)
         inputs = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
         if number == 0:
             check_batch(inputs, run.policy_config)
@@ -124,10 +145,11 @@ def noise_for(run: Run, step: int, dealt: Dealt, device: torch.device) -> Callab
     """Noise and time for this rank's rows of each micro-step.
 
     Drawn for the whole global batch and indexed by a row's place in it, so the trajectory of a run does not depend on
-    how many workers share its batch.
+    how many workers share its batch. A row's draws follow each other.
     """
-    config = run.config
-    noise, time = sample_noise_and_time(run.policy_config, config.global_batch_size, config.seed, step, device)
+    config, per_row = run.config, run.config.train.noise_draws
+    rows = config.global_batch_size * per_row
+    noise, time = sample_noise_and_time(run.policy_config, rows, config.seed, step, device)
     if noise is None or time is None:
         # Other policies draw their own, from the default generators.
         torch.manual_seed(config.seed * 1_000_003 + step * dealt.world + dealt.rank)
@@ -136,8 +158,8 @@ def noise_for(run: Run, step: int, dealt: Dealt, device: torch.device) -> Callab
     def draws(nth: int) -> Draws:
         # Block by block: indexing with a list of rows would have the host wait for the device.
         starts = dealt.rows_of_step(step, nth)[:: dealt.block_rows].tolist()
-        blocks = [slice(a, a + dealt.block_rows) for a in starts]
-        return torch.cat([noise[rows] for rows in blocks]), torch.cat([time[rows] for rows in blocks])
+        blocks = [slice(start * per_row, (start + dealt.block_rows) * per_row) for start in starts]
+        return torch.cat([noise[block] for block in blocks]), torch.cat([time[block] for block in blocks])
 
     return draws
 
@@ -148,14 +170,45 @@ def flops_share(run: Run, world: int, device: torch.device) -> float | None:
     return run.flops_per_sample / (world * peak) if run.flops_per_sample and peak else None
 
 
-def check_finite(run: Run, metrics: dict) -> None:
-    """End a run that keeps producing losses or gradients that are not finite."""
-    if metrics["nonfinite_steps"] > run.config.train.max_nonfinite:
-        raise RuntimeError(
-            f"{metrics['nonfinite_steps']} of the last {run.config.log_freq} steps had a loss or gradient that is not "
-            f"finite (more than --train.max_nonfinite={run.config.train.max_nonfinite}; they were skipped): lower "
-            "--lr, or look for bad values in the dataset's state and action columns"
-        )
+def check_finite(run: Run, metrics: dict, done: int) -> None:
+    """End a run that keeps producing losses or gradients that are not finite, and say what it was trained on.
+
+    Args:
+        metrics: of the window of steps that ends with the `done`-th.
+    """
+    if metrics["nonfinite_steps"] <= run.config.train.max_nonfinite:
+        return
+    steps = metrics["samples"] // run.config.global_batch_size
+    rows = "; ".join(
+        f"{root}: " + ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+        for root, runs in rows_of_steps(run, done - steps, done).items()
+    )
+    raise RuntimeError(
+        f"{metrics['nonfinite_steps']} of the last {steps} steps had a loss or gradient that is not finite (more than "
+        f"--train.max_nonfinite={run.config.train.max_nonfinite}; they were skipped): lower --lr, or look for bad "
+        f"values in the state and action columns of what these steps were trained on, by `index`: {rows}"
+    )
+
+
+def rows_of_steps(run: Run, first: int, last: int) -> dict[str, list[tuple[int, int]]]:
+    """The rows of optimizer steps [first, last), over all ranks: for each dataset's root, runs of `index`, inclusive.
+
+    Computed from the plan alone, which is what every batch was checked against.
+    """
+    batch = run.config.global_batch_size
+    plan = run.reader()(stream=(first * batch, last * batch)).plan
+    found: dict[int, set[int]] = {}
+    for window in plan.slices(first * batch, last * batch):
+        part, index = window.rows()
+        datasets = plan.episodes.dataset_index[window.episode[part]]
+        for dataset, row in zip(datasets.tolist(), index.tolist(), strict=True):
+            found.setdefault(dataset, set()).add(row)
+    runs = {}
+    for dataset, rows in sorted(found.items()):
+        index = np.array(sorted(rows))
+        pieces = np.split(index, np.flatnonzero(np.diff(index) > 1) + 1)
+        runs[run.metas[dataset].root] = [(int(piece[0]), int(piece[-1])) for piece in pieces]
+    return runs
 
 
 # ---- what a run leaves behind -------------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ def test_a_saved_config_comes_back_and_flags_change_it(tmp_path):
         ([*DATA, "--batch_size=0"], "--batch_size=0: must be positive"),
         ([*DATA, "--lr=nan"], "--lr=nan: must be positive"),
         ([*DATA, "--train.mode=all"], "--train.mode=all: expected one of heads, expert, full"),
+        ([*DATA, "--train.noise_draws=0"], "--train.noise_draws=0: must be positive"),
+        ([*DATA, "--train.attention=flash"], "--train.attention=flash: expected one of eager, sdpa"),
         ([*DATA, "--scaling.strategy=magic"], "--scaling.strategy=magic"),
         ([*DATA, "--warmup_frac=2"], "--warmup_frac=2"),
         ([*DATA, "--dataset.eval_split=1"], "--dataset.eval_split=1"),

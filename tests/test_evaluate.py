@@ -52,12 +52,14 @@ def make_batches(sizes=(4, 3)):
     return batches
 
 
-def by_hand(loaded, told):
+def by_hand(loaded, told, only=TASKS):
     """Row by row, step by step, dimension by dimension; `told` maps a row's instruction to the one to give."""
     policy, preprocessor, postprocessor = loaded
     squared, absolute, count = 0.0, np.zeros(ACTION), 0
     for batch in make_batches():
         for i in range(len(batch["index"])):
+            if batch["task"][i] not in only:
+                continue
             if told is None:
                 chunk = np.tile(MEAN, (CHUNK, 1))
             else:
@@ -91,11 +93,24 @@ def test_errors_are_those_of_a_loop_by_hand(loaded, without_noise):
         "other_instruction": by_hand(loaded, other.__getitem__),
     }
     assert errors.pop("frames") == ROWS
+    by_task, examples = errors.pop("by_task"), errors.pop("examples")
     assert errors.keys() == expected.keys()
     for name in expected:
         assert errors[name]["mse"] == pytest.approx(expected[name]["mse"], rel=1e-4), name
         assert errors[name]["mae"] == pytest.approx(expected[name]["mae"], rel=1e-4), name
     assert errors["policy"]["mse"] != pytest.approx(errors["other_instruction"]["mse"], rel=1e-3)
+
+    assert {task: of_task["frames"] for task, of_task in by_task.items()} == {TASKS[0]: 4, TASKS[1]: 3}
+    for task in TASKS:
+        for name, told in (("mean_action", None), ("policy", lambda task: task)):
+            alone = by_hand(loaded, told, only=[task])
+            assert by_task[task][name]["mse"] == pytest.approx(alone["mse"], rel=1e-4)
+            assert by_task[task][name]["mae"] == pytest.approx(alone["mae"], rel=1e-4)
+    for example, batch in zip(examples, make_batches(), strict=True):
+        assert example["task"] == batch["task"][0] and example["is_pad"] == batch["action_is_pad"][0].tolist()
+        assert example["recorded"] == batch["action"][0].tolist()
+        assert np.shape(example["predicted"]) == (CHUNK, ACTION)
+    assert json.loads(json.dumps(examples)) == examples
 
 
 def test_a_seed_is_a_result_and_leaves_no_trace(loaded):

@@ -2,11 +2,13 @@
 
 import copy
 import os
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.common.flow_matching import sample_time_beta
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
@@ -23,6 +25,7 @@ from pi05_loss import (
     flops_per_sample,
     meta_policy,
     sample_noise_and_time,
+    tokens_per_sample,
 )
 from tests.tiny import ACTION_DIM, make_batch, make_config, make_policy, reference
 
@@ -57,13 +60,13 @@ CAMERAS = pytest.mark.parametrize("cameras, missing", [(1, ()), (2, ()), (3, ())
 LANGUAGE = pytest.mark.parametrize("padded_language", [False, True])
 
 
-def loss_and_gradients(policy, mode, batch, noise, time):
+def loss_and_gradients(policy, mode, batch, noise, time, **options):
     """Ours, and LeRobot's forward with plain autograd."""
     choose_trainable(policy, mode)
     theirs = reference(policy, noise, time)
     expected, _ = theirs.forward(batch)
     expected.backward()
-    loss = PolicyLoss(policy)(batch, noise, time)
+    loss = PolicyLoss(policy, **options)(batch, noise, time)
     loss.backward()
     return loss, gradients(policy), expected, gradients(theirs)
 
@@ -104,6 +107,100 @@ def test_loss_and_gradient_are_lerobots_in_float32(mode, cameras, missing, padde
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     whole = [torch.cat([gradient.flatten() for gradient in side.values()]) for side in (found, wanted)]
     assert relative_error(*whole) <= 1e-6
+
+
+@pytest.mark.parametrize("mode", MODES)
+@CAMERAS
+def test_fused_attention_is_lerobots(mode, cameras, missing, in_float64):
+    policy = make_policy(cameras).double()
+    arguments = to_float64(*make_batch(policy, missing=missing))
+    loss, found, expected, wanted = loss_and_gradients(policy, mode, *arguments, attention="sdpa")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-14)
+    errors = gradient_errors(found, wanted)
+    assert max(errors.values()) <= 1e-12, sorted(errors.items(), key=lambda item: -item[1])[:3]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fused_attention_is_lerobots_in_float32(mode):
+    policy = make_policy(2)
+    loss, found, expected, wanted = loss_and_gradients(policy, mode, *make_batch(policy), attention="sdpa")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    whole = [torch.cat([gradient.flatten() for gradient in side.values()]) for side in (found, wanted)]
+    assert relative_error(*whole) <= 1e-6
+
+
+def test_fused_attention_in_bfloat16_is_no_further_from_float32(monkeypatch):
+    """Over several batches: LeRobot's attention rounds the scores to bfloat16, the fused one does not."""
+    policy = make_policy(2)
+    choose_trainable(policy, "full")
+    errors = {}
+    for attention in ("eager", "sdpa"):
+        errors[attention] = 0.0
+        for seed in range(4):
+            arguments, found = make_batch(policy, 8, seed=seed), []
+            for bf16 in (True, False):
+                policy.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                    loss = PolicyLoss(policy, attention=attention)(*arguments)
+                loss.backward()
+                found.append(torch.cat([gradient.flatten() for gradient in gradients(policy).values()]))
+            errors[attention] += relative_error(*found) / 4
+    assert errors["sdpa"] <= 1.05 * errors["eager"] < 0.1
+
+
+def test_fused_attention_stores_no_attention_weights():
+    policy = make_policy(1)
+    choose_trainable(policy, "full")
+    batch, noise, time = make_batch(policy)
+    tokens = batch["observation.language.tokens"].shape[1] + 4  # the camera's 28 x 28 pixels are 4 patches
+
+    def weights(attention):
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)), lambda t: t):
+            PolicyLoss(policy, attention=attention)(batch, noise, time)
+        return [shape for shape in shapes if shape[-2:] == (tokens, tokens)]
+
+    assert weights("eager") and not weights("sdpa")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_loss_of_several_draws_is_the_mean_of_lerobots_losses(mode):
+    draws = 3
+    policy = make_policy(2)
+    choose_trainable(policy, mode)
+    batch, _, _ = make_batch(policy)
+    noise, time = sample_noise_and_time(policy.config, 4 * draws, 0, 0, "cpu")
+    calls = []
+    key = policy.model.paligemma_with_expert.paligemma.model.language_model.layers[0].self_attn.k_proj
+    hook = key.register_forward_hook(lambda *_: calls.append(1))
+    loss = PolicyLoss(policy)(batch, noise, time)
+    loss.backward()
+    assert len(calls) == 1  # images and language once for all draws
+    hook.remove()
+    losses, wanted = [], {}
+    for draw in range(draws):
+        theirs = reference(policy, noise[draw::draws], time[draw::draws])
+        theirs.zero_grad()
+        expected, _ = theirs.forward(batch)
+        expected.backward()
+        losses.append(expected.item())
+        for name, gradient in gradients(theirs).items():
+            wanted[name] = wanted.get(name, 0) + gradient / draws
+    assert loss.item() == pytest.approx(np.mean(losses), rel=1e-6)
+    assert len(set(losses)) == draws
+    whole = [torch.cat([g.flatten() for g in side.values()]) for side in (gradients(policy), wanted)]
+    assert relative_error(*whole) <= 1e-6
+
+
+def test_several_draws_leave_padded_steps_out_as_one_does():
+    policy = make_policy(1)
+    batch, _, _ = make_batch(policy)
+    noise, time = sample_noise_and_time(policy.config, 8, 0, 0, "cpu")
+    module = PolicyLoss(policy, mask_padding=True)
+    one_by_one = [module(batch, noise[draw::2], time[draw::2]).item() for draw in range(2)]
+    assert module(batch, noise, time).item() == pytest.approx(np.mean(one_by_one), rel=1e-6)
+    with pytest.raises(ValueError, match="7 draws of noise and time for 4 rows"):
+        module(batch, noise[:7], time[:7])
 
 
 def test_uint8_images_are_what_lerobot_makes_of_them():
@@ -166,31 +263,50 @@ def test_bfloat16_policy_is_lerobots_to_its_precision():
 
 
 @pytest.mark.parametrize("mode", ["expert", "full"])
-def test_gradient_checkpointing_changes_nothing_but_memory(mode):
-    policy = make_policy(2)
+@pytest.mark.parametrize("asked_by", ["us", "the policy"])
+def test_checkpointing_changes_nothing_but_memory(mode, asked_by):
+    policy = make_policy(2, gradient_checkpointing=asked_by == "the policy")
     choose_trainable(policy, mode)
     batch, noise, time = make_batch(policy)
+    vlm = policy.model.paligemma_with_expert
+    layers = [
+        *vlm.paligemma.model.vision_tower.vision_model.encoder.layers,
+        *vlm.paligemma.model.language_model.layers[:-1],
+        *vlm.gemma_expert.model.layers,
+    ]
 
-    def run(checkpointing):
-        policy.config.gradient_checkpointing = checkpointing
+    def run(module):
         policy.zero_grad()
-        saved = 0
+        saved, calls = 0, Counter()
 
         def count(tensor):
             nonlocal saved
             saved += tensor.numel()
             return tensor
 
+        hooks = [
+            layer.mlp.register_forward_pre_hook(lambda *_, number=number: calls.update([number]))
+            for number, layer in enumerate(layers)
+        ]
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            loss = PolicyLoss(policy)(batch, noise, time)
+            loss = module(batch, noise, time)
         loss.backward()
-        return loss.item(), copy.deepcopy(gradients(policy)), saved
+        for hook in hooks:
+            hook.remove()
+        return loss.item(), copy.deepcopy(gradients(policy)), saved, calls
 
-    plain, checkpointed = run(False), run(True)
+    checkpointed = run(PolicyLoss(policy, checkpointing=asked_by == "us"))
+    policy.config.gradient_checkpointing = False
+    plain = run(PolicyLoss(policy))
     assert checkpointed[0] == plain[0]
     for name, expected in plain[1].items():
         assert torch.equal(checkpointed[1][name], expected), name
     assert checkpointed[2] < plain[2] / 2
+    assert set(plain[3].values()) == {1}
+    # What trains is computed twice: not more often, as checkpoints within checkpoints would.
+    again = {number for number, times in checkpointed[3].items() if times == 2}
+    assert set(checkpointed[3].values()) <= {1, 2}
+    assert again == set(range(len(layers)) if mode == "full" else range(len(layers) - 3, len(layers)))
 
 
 def test_masked_padding_leaves_padded_steps_out():
@@ -215,7 +331,6 @@ def test_masked_padding_leaves_padded_steps_out():
 
 
 def test_other_policies_use_their_own_forward():
-    from lerobot.policies.act.configuration_act import ACTConfig
     from lerobot.policies.act.modeling_act import ACTPolicy
 
     from processors import DeviceHalf
@@ -371,7 +486,30 @@ def test_flops_are_counted_and_less_than_lerobots():
     ours = {mode: flops_per_sample(policy, 3, mode) for mode in MODES}
     assert 0 < ours["heads"] < ours["expert"] < 0.7 * lerobots("expert")
     assert ours["expert"] < 0.5 * ours["full"] < ours["full"] < lerobots("full")
+    one, two, three = (flops_per_sample(policy, 3, "expert", draws) for draws in (1, 2, 3))
+    assert one < two < 1.5 * one and three - two == two - one  # the prefix is counted once
     assert flops_per_sample(policy, 1, "full") < flops_per_sample(policy.config, 3, "full") == ours["full"]
+
+
+@pytest.mark.parametrize("cameras", [1, 3])
+def test_tokens_are_those_of_lerobots_sequence(cameras):
+    policy = make_policy(cameras)
+    batch, noise, time = make_batch(policy)
+    lengths = []
+    theirs = reference(policy, noise, time)
+    joint = theirs.model.paligemma_with_expert
+    forward = joint.forward
+
+    def note(**arguments):
+        lengths.append(arguments["position_ids"].shape[1])
+        return forward(**arguments)
+
+    joint.forward = note
+    theirs.forward(batch)
+    assert lengths == [tokens_per_sample(policy.config, cameras)]
+    assert tokens_per_sample(policy.config, cameras, 3) == lengths[0] + 2 * policy.config.chunk_size
+    assert tokens_per_sample(real_config(), 3) == 3 * 256 + 200 + 50
+    assert tokens_per_sample(ACTConfig(), 3) is None
 
 
 def test_flops_of_the_real_policy():
@@ -555,3 +693,21 @@ def test_pi05_needs_noise_and_time():
     policy = make_policy(1)
     with pytest.raises(ValueError, match="sample_noise_and_time"):
         PolicyLoss(policy)(make_batch(policy)[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_weight_zero_count_for_nothing_but_the_denominator(mode, in_float64):
+    policy = make_policy(2).double()
+    batch, noise, time = to_float64(*make_batch(policy))
+    kept = torch.tensor([True, False, True, False])
+    part = {key: value[kept] for key, value in batch.items()}
+    _, _, expected, wanted = loss_and_gradients(policy, mode, part, noise[kept], time[kept])
+    weighted = {**batch, "row_weight": kept.double()}
+    # What is in the other rows does not matter.
+    weighted["action"] = torch.where(kept[:, None, None], batch["action"], 1e6)
+    policy.zero_grad()
+    loss = PolicyLoss(policy)(weighted, noise, time)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item() / 2, rel=1e-12)
+    errors = gradient_errors(gradients(policy), {name: gradient / 2 for name, gradient in wanted.items()})
+    assert max(errors.values()) <= 1e-12

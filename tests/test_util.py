@@ -15,6 +15,7 @@ from util import (
     Window,
     cuda_prefetcher,
     make_trainable_optimizer,
+    peak_flops,
     train_step,
     warmup_cosine,
 )
@@ -249,6 +250,31 @@ def test_prefetched_batches_arrive_whole_on_the_gpu():
         assert batch["a"].is_cuda and not batch["index"].is_cuda
         product = batch["a"] @ torch.ones(1024, 64, device=device)  # keeps the stream busy while the next is copied
         assert (product == i * 1024).all().item()
+
+
+@pytest.mark.parametrize(
+    "name, tera",
+    [
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000", None),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_peak_rates_go_by_the_whole_name(name, tera, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = peak_flops(torch.device("cuda", 0))
+    assert found is None if tera is None else found == pytest.approx(tera * 1e12)
+    assert peak_flops(CPU) is None
 
 
 def test_one_collective_and_one_read_per_log_step(monkeypatch, tmp_path):

@@ -1,0 +1,608 @@
+"""How fast a training step is: the naive loop, LeRobot's own update, and ours, on one device in turn.
+
+    python -m benchmarks.step [--modes heads,expert,full] [--batch_sizes 1,2,4,8] [--rounds 3] [--live]
+
+On a GPU PI0.5 has its real size, without one it is the tiny one; weights are random. The contenders:
+
+* naive: the loop of the Anyscale template before its speed-up. float32 images copied synchronously from memory that is
+  not pinned, `.item()` after every micro-batch, GradScaler, parameters listed anew for clipping, plain AdamW.
+* lerobot: `lerobot_train.update_policy` of the installed LeRobot with its optimizer preset, through accelerate, fed
+  with pinned uint8 images. On a GPU in the bfloat16 that its documentation recommends (weights and Adam's state too).
+  Its preprocessor, which reads the state back from the device, is left out: tokens come ready made.
+* ours: `util.train_step` with `cuda_prefetcher`, as the training loop calls it; one log step included.
+
+All are fed by the same rows, stored in the form in which each one's loader delivers them. Naive and ours accumulate to
+at least `--global_batch` rows per step; LeRobot cannot. Batch sizes grow until memory is full. MFU counts the
+operations that the mode needs, whoever computes more. `--live` feeds ours by the live data engine as well. Results go
+to `benchmarks/results/step-<hardware>-<date>.json`; a table is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.policies.factory import get_policy_class
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.policies.pi05.modeling_pi05 import PI05Policy
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.data import hardware
+from config import Attention, Config, TrainMode
+from pi05_loss import PolicyLoss, cast_frozen, choose_trainable, flops_per_sample, sample_noise_and_time
+from processors import DeviceHalf, to_float
+from step_memory import step_memory
+from tiny_pi05 import TinyPI05Config
+from util import (
+    NumpyToTorchCollate,
+    TimedIterator,
+    Window,
+    cuda_prefetcher,
+    enable_gpu_perf_flags,
+    make_trainable_optimizer,
+    peak_flops,
+    train_step,
+)
+
+Columns = dict[str, np.ndarray]
+Draws = tuple[torch.Tensor, torch.Tensor]
+
+CAMERAS, STATE_DIM, ACTION_DIM = 3, 8, 7
+STORED_BATCHES = 4
+WARM_UP_STEPS = 2
+MIN_STEPS, MAX_STEPS = 3, 300
+LOSS_STEPS = 50
+LIVE_ROWS = 400
+LR = 1e-4
+RESULTS = Path(__file__).parent / "results"
+# Calls of CUDA's in which the host waits. A copy from memory that is not pinned is one of them.
+WAITS = re.compile(r"cuda(Stream|Device|Event)Synchronize|cudaMemcpy(Async)?")
+
+
+def policy_config(device: torch.device) -> PI05Config:
+    """PI0.5 at its real size on a GPU, tiny on a CPU."""
+    make, side = (PI05Config, 224) if device.type == "cuda" else (TinyPI05Config, 56)
+    image = PolicyFeature(FeatureType.VISUAL, (3, side, side))
+    return make(
+        input_features={
+            **{f"observation.images.{i}": image for i in range(CAMERAS)},
+            "observation.state": PolicyFeature(FeatureType.STATE, (STATE_DIM,)),
+        },
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (ACTION_DIM,))},
+        device=device.type,
+    )
+
+
+def make_policy(config: PI05Config, mode: TrainMode, device: torch.device) -> PI05Policy:
+    """The same random weights every time."""
+    torch.manual_seed(0)
+    with device:
+        policy = get_policy_class(config.type)(config)
+    choose_trainable(policy, mode)
+    return policy.train()
+
+
+def prepared_rows(config: PI05Config, rows: int, seed: int) -> Columns:
+    """A batch as the data engine hands it over: uint8 cameras (B, H, W, 3), tokens with padding, action chunks."""
+    random = np.random.default_rng(seed)
+    tokens = (rows, config.tokenizer_max_length)
+    vocabulary = getattr(config, "vocab_size", 257_152)
+    columns: Columns = {
+        key: random.integers(0, 256, (rows, *image.shape[1:], 3), np.uint8)
+        for key, image in config.image_features.items()
+    }
+    columns["observation.language.tokens"] = random.integers(0, vocabulary, tokens)
+    lengths = random.integers(tokens[1] // 4, tokens[1] // 2, (rows, 1))
+    columns["observation.language.attention_mask"] = np.arange(tokens[1]) < lengths
+    columns["action"] = random.standard_normal((rows, config.chunk_size, ACTION_DIM), np.float32)
+    return columns
+
+
+# ---- contenders: each holds a policy, and takes one optimizer step at a time ----------------------------------------
+
+
+class Naive:
+    def __init__(self, config: PI05Config, mode: TrainMode, device: torch.device, bf16: bool):
+        self.policy, self.device = make_policy(config, mode, device), device
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.policy.parameters() if p.requires_grad],
+            lr=LR,
+            betas=config.optimizer_betas,
+            eps=config.optimizer_eps,
+            weight_decay=config.optimizer_weight_decay,
+        )
+        self.clip_norm = config.optimizer_grad_clip_norm
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=device.type == "cuda")
+
+    def stored(self, columns: Columns) -> Any:
+        """float32 images in the loader's own, pageable memory."""
+        return {
+            key: to_float(torch.from_numpy(value)).numpy() if value.dtype == np.uint8 else value
+            for key, value in columns.items()
+        }
+
+    def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches
+
+    def step(self, batches: Iterator[Any], accum: int, number: int) -> float:
+        total = 0.0
+        for _ in range(accum):
+            batch = {key: torch.tensor(value).to(self.device) for key, value in next(batches).items()}
+            with self.autocast:
+                loss, _ = self.policy.forward(batch)
+            self.scaler.scale(loss / accum).backward()
+            total += loss.item()
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_([p for p in self.policy.parameters() if p.requires_grad], self.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return total / accum
+
+    def finish(self) -> None:
+        pass
+
+
+class LeRobot:
+    def __init__(self, config: PI05Config, mode: TrainMode, device: torch.device, bf16: bool):
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+        from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
+
+        config.dtype = "bfloat16" if bf16 else "float32"
+        policy = make_policy(config, mode, device)
+        preset = config.get_optimizer_preset()
+        preset.lr, self.clip_norm, self.device = LR, preset.grad_clip_norm, device
+        AcceleratorState._reset_state(reset_partial_state=True)  # it would keep the first one's precision
+        self.accelerator = Accelerator(
+            step_scheduler_with_optimizer=False, mixed_precision="bf16" if bf16 else "no", cpu=device.type == "cpu"
+        )
+        trained = [p for p in policy.parameters() if p.requires_grad]
+        self.policy, self.optimizer = self.accelerator.prepare(policy, preset.build(trained))
+        names = ("loss", "grad_norm", "lr", "update_s", "gpu_mem_gb")
+        self.metrics = MetricsTracker(1, 1, 1, {name: AverageMeter(name) for name in names})
+
+    def stored(self, columns: Columns) -> Any:
+        """uint8 (B, 3, H, W) in pinned memory, as LeRobot's dataset and a DataLoader give it."""
+        tensors = {
+            key: torch.from_numpy(value.transpose(0, 3, 1, 2).copy() if value.dtype == np.uint8 else value)
+            for key, value in columns.items()
+        }
+        pin = self.device.type == "cuda"
+        return {key: value.pin_memory() if pin else value for key, value in tensors.items()}
+
+    def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        from accelerate.utils import send_to_device
+
+        for batch in batches:
+            yield send_to_device(batch, self.device)
+
+    def step(self, batches: Iterator[Any], accum: int, number: int) -> float:
+        from lerobot.scripts.lerobot_train import update_policy
+
+        # As lerobot_train's loop does before its preprocessor.
+        batch = {k: v.to(torch.float32) / 255.0 if v.dtype == torch.uint8 else v for k, v in next(batches).items()}
+        update_policy(self.metrics, self.policy, batch, self.optimizer, self.clip_norm, self.accelerator)
+        return self.metrics.loss.val
+
+    def finish(self) -> None:
+        pass
+
+
+class Ours:
+    def __init__(self, config: PI05Config, mode: TrainMode, device: torch.device, bf16: bool):
+        policy = make_policy(config, mode, device)
+        if bf16:
+            cast_frozen(policy, torch.bfloat16)
+        attention = cast(Attention, Config().train.attention)
+        self.loss = PolicyLoss(policy, images=DeviceHalf(None, config), attention=attention).to(device)
+        preset = config.get_optimizer_preset()
+        self.optimizer = make_trainable_optimizer(
+            policy,
+            schedule=lambda step: LR,
+            betas=preset.betas,
+            eps=preset.eps,
+            weight_decay=preset.weight_decay,
+            clip_norm=preset.grad_clip_norm,
+        )
+        self.config, self.device = config, device
+        self.autocast = torch.bfloat16 if bf16 else None
+        self.collate = NumpyToTorchCollate(pin_memory=device.type == "cuda")
+        self.window = Window(device)
+
+    def stored(self, columns: Columns) -> Any:
+        return self.collate(columns)
+
+    def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return cuda_prefetcher(batches, self.device)
+
+    def draws(self, rows: int, number: int) -> Draws:
+        noise, flow_time = sample_noise_and_time(self.config, rows, 0, number, self.device)
+        assert noise is not None and flow_time is not None
+        return noise, flow_time
+
+    def step(self, batches: Iterator[Any], accum: int, number: int) -> torch.Tensor:
+        first = next(batches)
+        rows = len(first["action"])
+        noise, flow_time = self.draws(rows * accum, number)
+        result = train_step(
+            self.loss,
+            self.optimizer,
+            itertools.chain([first], batches),
+            step=number,
+            grad_accum=accum,
+            mean_over=accum,
+            draws=lambda micro: (
+                noise[micro * rows : (micro + 1) * rows],
+                flow_time[micro * rows : (micro + 1) * rows],
+            ),
+            autocast=self.autocast,
+            device=self.device,
+        )
+        self.window.add(result, rows * accum)
+        return result.loss
+
+    def finish(self) -> None:
+        self.window.gather(0.0)
+        self.window = Window(self.device)
+
+
+CONTENDERS: dict[str, Callable[..., Any]] = {"naive": Naive, "lerobot": LeRobot, "ours": Ours}
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(contender: Any, columns: list[Columns], accum: int, seconds: float, device: torch.device) -> dict[str, Any]:
+    """Steps of one contender at one batch size, timed as a whole; then one more to see where the host waits."""
+    rows = len(columns[0]["action"])
+    batches = contender.feed(itertools.cycle([contender.stored(c) for c in columns]))
+    numbers = itertools.count()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(WARM_UP_STEPS):
+        contender.step(batches, accum, next(numbers))
+    synchronize(device)
+    start = time.perf_counter()
+    contender.step(batches, accum, next(numbers))
+    synchronize(device)
+    steps = min(max(MIN_STEPS, math.ceil(seconds / (time.perf_counter() - start))), MAX_STEPS)
+    contender.finish()
+
+    start = time.perf_counter()
+    for _ in range(steps):
+        contender.step(batches, accum, next(numbers))
+    contender.finish()
+    synchronize(device)
+    step_s = (time.perf_counter() - start) / steps
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    reads = HostReads()
+    with reads:
+        contender.step(batches, accum, next(numbers))
+    return {
+        "rows_per_step": rows * accum,
+        "steps": steps,
+        "step_s": step_s,
+        "ms_per_sample": step_s / (rows * accum) * 1000,
+        "samples_per_s": rows * accum / step_s,
+        "host_reads_per_step": reads.count,
+        "host_blocked_s_per_step": host_blocked_s(lambda: contender.step(batches, accum, next(numbers)), device),
+        "peak_memory_bytes": peak,
+    }
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what the host reads of tensors: single values (`.item()`, `float()`, `if tensor`), copies from CUDA."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        copied = func is torch.ops.aten._to_copy.default and args[0].is_cuda and not result.is_cuda
+        self.count += copied or func is torch.ops.aten._local_scalar_dense.default
+        return result
+
+
+def host_blocked_s(step: Callable[[], Any], device: torch.device) -> float | None:
+    """Seconds of one step in which the host waits inside CUDA calls; None without CUDA."""
+    if device.type != "cuda":
+        return None
+    synchronize(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, record_function("the step"):
+        step()
+    events = profiler.events() or []
+    span = next(event.time_range for event in events if event.name == "the step" and event.cpu_time_total > 0)
+    waits = [e.time_range for e in events if WAITS.fullmatch(e.name) and span.start <= e.time_range.start < span.end]
+    return sum(wait.end - wait.start for wait in waits) / 1e6
+
+
+def compare(options: argparse.Namespace, device: torch.device, bf16: bool, rows: int) -> dict[TrainMode, Any]:
+    """Each contender at each batch size, in turn, `rounds` times: {mode: {contender: {batch size: samples}}}."""
+    found: dict[TrainMode, Any] = {}
+    for mode in cast(list[TrainMode], options.modes.split(",")):
+        cells: dict[str, dict[int, list[dict[str, Any]]]] = {name: {} for name in CONTENDERS}
+        too_large: dict[str, int] = {}
+        for _, name in itertools.product(range(options.rounds), CONTENDERS):
+            contender = CONTENDERS[name](policy_config(device), mode, device, bf16)
+            for size in map(int, options.batch_sizes.split(",")):
+                if size >= too_large.get(name, size + 1):
+                    break
+                columns = [prepared_rows(policy_config(device), size, seed) for seed in range(STORED_BATCHES)]
+                accum = 1 if name == "lerobot" else max(1, rows // size)
+                try:
+                    sample = measure(contender, columns, accum, options.seconds, device)
+                except torch.OutOfMemoryError:
+                    too_large[name] = size
+                    print(f"{mode}, {name}: a micro-batch of {size} does not fit", flush=True)
+                    break
+                cells[name].setdefault(size, []).append(sample)
+                print(f"{mode}, {name}, {size} x {accum}: {sample['ms_per_sample']:.2f} ms/sample", flush=True)
+            del contender
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        found[mode] = cells
+    return found
+
+
+def summary(cells: dict[str, Any], mode: TrainMode, device: torch.device) -> dict[str, Any]:
+    """Medians over the rounds, MFU, and how many times faster ours is."""
+    flops, peak = flops_per_sample(policy_config(device), CAMERAS, mode), peak_flops(device)
+    medians: dict[str, dict[str, Any]] = {}
+    for name, sizes in cells.items():
+        medians[name] = {}
+        for size, samples in sizes.items():
+            keys = [key for key, value in samples[0].items() if value is not None]
+            median = {key: statistics.median(sample[key] for sample in samples) for key in keys}
+            median["mfu"] = flops * median["samples_per_s"] / peak if flops and peak else None
+            medians[name][str(size)] = {**median, "samples": samples}
+    best = {name: min(sizes.values(), key=lambda s: s["ms_per_sample"]) for name, sizes in medians.items() if sizes}
+    ratios = {}
+    if "ours" in best:
+        for peer in best.keys() - {"ours"}:
+            ratios[f"{peer}, each at its best"] = best[peer]["ms_per_sample"] / best["ours"]["ms_per_sample"]
+            for size in medians[peer].keys() & medians["ours"].keys():
+                same = medians[peer][size]["ms_per_sample"] / medians["ours"][size]["ms_per_sample"]
+                ratios[f"{peer}, both at {size}"] = same
+        if smallest := next(iter(medians["naive"].values()), None):
+            ratios["naive at its smallest"] = smallest["ms_per_sample"] / best["ours"]["ms_per_sample"]
+    return {"flops_per_sample": flops, "ours_is_faster_than": dict(sorted(ratios.items())), "contenders": medians}
+
+
+def losses(mode: TrainMode, device: torch.device, bf16: bool, rows: int) -> dict[str, Any]:
+    """The losses of LeRobot's update and of ours over the same rows, noise and times, from the same weights."""
+    columns = [prepared_rows(policy_config(device), rows, seed) for seed in range(STORED_BATCHES)]
+    curves: dict[str, list[float]] = {}
+    for name in ("lerobot", "ours"):
+        contender = CONTENDERS[name](policy_config(device), mode, device, bf16)
+        batches = contender.feed(itertools.cycle([contender.stored(c) for c in columns]))
+        found = []
+        for step in range(LOSS_STEPS):
+            if name == "lerobot":
+                noise, flow_time = sample_noise_and_time(policy_config(device), rows, 0, step, device)
+                core = contender.accelerator.unwrap_model(contender.policy).model
+                core.sample_noise = lambda *_, value=noise: value
+                core.sample_time = lambda *_, value=flow_time: value
+            found.append(contender.step(batches, 1, step))
+        curves[name] = [float(value) for value in found]
+        del contender
+        gc.collect()
+    apart = [abs(a - b) / abs(b) for a, b in zip(curves["ours"], curves["lerobot"], strict=True)]
+    return {
+        "mode": mode,
+        "precision": "bf16" if bf16 else "fp32",
+        "steps": LOSS_STEPS,
+        "largest_relative_difference": max(apart),
+        **curves,
+    }
+
+
+def memory_estimate(cells: dict[str, Any], mode: TrainMode, device: torch.device, rows: int) -> dict[str, Any] | None:
+    """What `--dry_run` says ours needs at its largest batch size, beside what it took."""
+    if device.type != "cuda" or not cells["ours"]:
+        return None
+    size = max(cells["ours"])
+    estimate = step_memory(
+        policy_config(device),
+        mode,
+        cameras=CAMERAS,
+        batch_size=size,
+        grad_accum=max(1, rows // size),
+        draws=1,
+        bf16=True,
+        attention=cast(Attention, Config().train.attention),
+        checkpointing=False,
+    )
+    measured = max(sample["peak_memory_bytes"] for sample in cells["ours"][size])
+    return {"batch_size": size, "estimated_bytes": estimate.peak, "measured_bytes": measured}
+
+
+# ---- the live data engine -------------------------------------------------------------------------------------------
+
+
+def live(mode: TrainMode, device: torch.device, bf16: bool, size: int, accum: int, seconds: float) -> dict[str, Any]:
+    """Ours, fed by Ray Data from videos: decoded, prepared, collated and prefetched while it trains. One process."""
+    import ray
+
+    import vla
+    from benchmarks.data import make
+    from config import parse_args
+    from lerobot_metadata import load_metadata
+    from run_plan import resolve
+    from tiny_pi05 import make_tiny_base
+    from training_data import Dealt, stream_batches
+    from worker import policy_batches
+
+    cpus = os.cpu_count() or 1
+    ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    root = make("av1_240x320x3", LIVE_ROWS)
+    meta = load_metadata(root)
+    with tempfile.TemporaryDirectory(prefix="step-") as folder:
+        # Its tokenizer needs no download. Its policy is used on a CPU only.
+        chunk = policy_config(device).chunk_size
+        tasks = list(meta.tasks.values())
+        base = make_tiny_base(
+            Path(folder) / "base", features=meta.features, tasks=tasks, stats=meta.stats, fps=meta.fps, chunk_size=chunk
+        )
+        flags: dict[str, Any] = {
+            "dataset.root": root,
+            "policy.path": base,
+            "output_dir": Path(folder) / "run",
+            "train.mode": mode,
+        }
+        flags |= {"batch_size": size, "grad_accum": accum, "steps": 100_000}
+        run = resolve(parse_args([f"--{key}={value}" for key, value in flags.items()]), torch.cuda.device_count())
+        config = policy_config(device)
+        config.input_features = run.policy_config.input_features
+        config.output_features = run.policy_config.output_features
+        contender = Ours(config, mode, device, bf16)
+        missing = config.tokenizer_max_length - run.policy_config.tokenizer_max_length
+
+        def longer(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            """Prompts padded to the length of the policy that is measured."""
+            names = ("observation.language.tokens", "observation.language.attention_mask")
+            return {k: torch.nn.functional.pad(v, (0, missing)) if k in names else v for k, v in batch.items()}
+
+        dataset = vla.build_dataset(run)()
+        dataset.context.execution_options.preserve_order = True
+        dealt = Dealt(size, run.block_rows, 0, 1, run.batches_per_step)
+        host = stream_batches(dataset.iterator(), dealt, 0, run.steps, contender.collate)
+        batches = TimedIterator(map(longer, policy_batches(run, contender.feed(host), dealt)))
+        for number in range(WARM_UP_STEPS):
+            contender.step(batches, accum, number)
+        contender.finish()
+        synchronize(device)
+        waited, start, steps = batches.waited_s, time.perf_counter(), 0
+        while time.perf_counter() - start < seconds or steps < MIN_STEPS:
+            contender.step(batches, accum, WARM_UP_STEPS + steps)
+            steps += 1
+        contender.finish()
+        synchronize(device)
+        elapsed = time.perf_counter() - start
+        ray.shutdown()
+    return {
+        "cpus": cpus,
+        "batch_size": size,
+        "accum": accum,
+        "steps": steps,
+        "samples_per_s": steps * size * accum / elapsed,
+        "host_waits_for_data": (batches.waited_s - waited) / elapsed,
+    }
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    found = {**hardware(), "threads": torch.get_num_threads()}
+    if device.type == "cuda":
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+        found |= {"gpu": torch.cuda.get_device_name(device), "driver": driver, "cuda": torch.version.cuda}
+    return found
+
+
+def revision() -> str:
+    """The commit that was measured; with a + when files differ from it."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or "unknown"
+    changed = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    return commit + ("+" if changed else "")
+
+
+def table(mode: str, result: dict[str, Any]) -> str:
+    lines = [f"\n{mode}: {result['flops_per_sample'] / 1e9:,.2f} GFLOP per sample"]
+    head = ("", "batch", "ms/sample", "samples/s", "MFU", "host reads", "host blocked", "memory")
+    lines.append(f"  {head[0]:10}" + "".join(f"{column:>14}" for column in head[1:]))
+    for name, sizes in result["contenders"].items():
+        for size, r in sizes.items():
+            accum = round(r["rows_per_step"] / int(size))
+            blocked, memory = r.get("host_blocked_s_per_step"), r.get("peak_memory_bytes")
+            cells = (
+                f"{size} x {accum}",
+                f"{r['ms_per_sample']:.2f}",
+                f"{r['samples_per_s']:.1f}",
+                "-" if r["mfu"] is None else f"{r['mfu']:.1%}",
+                f"{r['host_reads_per_step']:.0f}",
+                "-" if blocked is None else f"{blocked / r['step_s']:.0%}",
+                "-" if memory is None else f"{memory / 2**30:.1f} GiB",
+            )
+            lines.append(f"  {name:10}" + "".join(f"{cell:>14}" for cell in cells))
+    lines += [f"  ours is {ratio:.2f}x as fast as {peer}" for peer, ratio in result["ours_is_faster_than"].items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    parser.add_argument("--modes", default="heads,expert,full")
+    parser.add_argument("--batch_sizes", default="1,2,4,8,16,32,64,128" if device.type == "cuda" else "1,8")
+    parser.add_argument("--global_batch", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3.0, help="how long one measurement takes, about")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of PyTorch on the CPU")
+    parser.add_argument("--live", action="store_true", help="feed ours by the live data engine as well")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    enable_gpu_perf_flags()
+    bf16, rows = device.type == "cuda", options.global_batch
+
+    name = torch.cuda.get_device_name(device) if bf16 else f"{torch.get_num_threads()}cpu"
+    results: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "revision": revision(),
+        "hardware": machine(device),
+        "policy": type(policy_config(device)).__name__,
+        "settings": vars(options),
+        "modes": {},
+    }
+    measured = compare(options, device, bf16, rows)
+    for mode, cells in measured.items():
+        result = summary(cells, mode, device)
+        result["memory_estimate"] = memory_estimate(cells, mode, device, rows)
+        if options.live:
+            best = min(result["contenders"]["ours"].items(), key=lambda item: item[1]["ms_per_sample"])
+            accum = round(best[1]["rows_per_step"] / int(best[0]))
+            fed = live(mode, device, bf16, int(best[0]), accum, 10 * options.seconds)
+            result["live"] = {**fed, "of_stored_rate": fed["samples_per_s"] / best[1]["samples_per_s"]}
+            print(f"{mode}, live: {result['live']}")
+        results["modes"][mode] = result
+        print(table(mode, result), flush=True)
+    # Where weights, gradients and Adam's state fit twice over; in LeRobot's bfloat16 as well on a GPU.
+    compared: TrainMode = "expert" if bf16 else "full"
+    results["losses"] = [losses(compared, device, low, rows) for low in ((False, True) if bf16 else (False,))]
+    for curve in results["losses"]:
+        worst = curve["largest_relative_difference"]
+        print(f"losses over {LOSS_STEPS} steps, {compared}, {curve['precision']}: apart by at most {worst:.1e}")
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"step-{re.sub('[^a-z0-9]+', '-', name.lower())}-{results['date']}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

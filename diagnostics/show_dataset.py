@@ -1,0 +1,42 @@
+"""Look at any LeRobot v3 dataset before training on it: one self-contained page, and warnings on the terminal.
+
+    python -m diagnostics.show_dataset ROOT [--output FILE]
+
+The page shows every camera at a few moments of an episode, state and action curves, how long the episodes are, what
+they are told to do, and the ranges that a policy's input is normalised by. It warns of what training would suffer from;
+`dataset_look.py` says what is looked for, and how much of a large dataset is read. Exit status: 0, with warnings too; 2
+when there is no such dataset or it cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dataset_look import look_at
+from lerobot_metadata import load_metadata
+from report import write_dataset_page
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", help="a local folder, s3://, gs://")
+    parser.add_argument("--output", type=Path, default=Path("dataset.html"), help="the page (default: %(default)s)")
+    options = parser.parse_args(argv)
+    try:
+        look = look_at(load_metadata(options.root))
+        page = write_dataset_page(look, options.output)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for finding in look.findings:
+        print(f"warning [{finding.kind}] {finding.text}")
+    print(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
+    print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,429 @@
+"""The report of a run: the numbers in it are the run's, whatever is missing is said, and a browser shows it."""
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import dataset_look
+import progress
+import report
+import tiny_pi05
+from checkpoint import write_json
+from config import CONFIG_NAME, parse_args
+from evaluate import open_loop_errors
+from lerobot_metadata import load_metadata
+from progress import MetricsLog
+from report import keep_report, record_run, write_report
+from run_plan import describe, resolve
+from tests.datasets import make_dataset
+from tests.pages import check_page
+
+HOSTILE = "<script>alert('task')</script> & more"
+TASKS = (HOSTILE, "go to the blue bin")
+LOG_FREQ, STEPS, CHUNK, ACTIONS = 5, 60, 8, 3
+MEAN = np.array([0.5, -0.25, 1.0])
+
+
+class Shifted(torch.nn.Module):
+    """A policy that predicts what was recorded plus 0.1, which it finds in the state."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def predict_action_chunk(self, observation):
+        return observation["observation.state"].reshape(-1, CHUNK, ACTIONS) + 0.1
+
+
+def evaluated():
+    rng = np.random.default_rng(0)
+    batches = []
+    for number in range(4):
+        recorded = np.cumsum(rng.normal(size=(2, CHUNK, ACTIONS)), axis=1).astype(np.float32)
+        batches.append(
+            {
+                "observation.state": recorded.reshape(2, -1),
+                "action": recorded,
+                "action_is_pad": np.arange(CHUNK)[None] >= np.array([[CHUNK], [CHUNK - 3]]),
+                "task": np.array(TASKS, object),
+                "dataset_index": np.zeros(2, np.int64),
+                "episode_index": np.full(2, number),
+                "frame_index": np.array([10 * number, 3]),
+            }
+        )
+    told = dict(zip(TASKS, reversed(TASKS), strict=True))
+    return open_loop_errors(
+        Shifted(), lambda row: row, lambda chunk: chunk, batches, mean_action=MEAN, other_instruction=told
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run that failed twice, written by the code that writes a run's folder."""
+    folder = tmp_path_factory.mktemp("report")
+    root = make_dataset(
+        folder / "data",
+        episodes=(12, 9, 12, 10),
+        tasks=TASKS,
+        cameras={},
+        image_cameras={"observation.images.top": (48, 64)},
+    )
+    meta = load_metadata(root)
+    base = tiny_pi05.make_tiny_base(
+        folder / "base", features=meta.features, tasks=list(TASKS), stats=meta.stats, fps=10, chunk_size=CHUNK
+    )
+    flags = {
+        "dataset.root": root,
+        "dataset.eval_split": 0.1,
+        "policy.path": base,
+        "output_dir": folder / "run <b>",
+        "scaling.num_workers": 4,
+        "batch_size": 2,
+        "steps": STEPS,
+        "train.mode": "full",
+        "price_per_gpu_hour": 3.6,
+    }
+    run = resolve(parse_args([f"--{k}={v}" for k, v in flags.items()]), gpus_found=4)
+    run.output_dir.mkdir()
+    write_json(run.output_dir / CONFIG_NAME, run.config.to_json())
+    record_run(
+        run, describe(run), {"CPU": 32.0, "GPU": 4.0, "memory": 2**36, "node:10.0.0.1": 1, "accelerator_type:L4": 1}
+    )
+    write_metrics(run.output_dir)
+    write_json(run.output_dir / "evaluation.json", {"trained": evaluated(), "untrained": evaluated()})
+    starts = [(1, 0, 4), (2, 20, 4), (3, 40, 3)]
+    write_lines(
+        run.output_dir / "attempts.jsonl",
+        [{"attempt": n, "resumed_from_step": step, "world_size": world} for n, step, world in starts],
+    )
+    write_lines(run.output_dir / "skipped.jsonl", [{"episode_index": 7, "frame_index": 3, "reason": HOSTILE}])
+    return run.output_dir
+
+
+def write_metrics(folder, mfu_per_rate=0.01):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "spilled_bytes", lambda: 3 * 2**30)
+        config = SimpleNamespace(global_batch_size=8)
+        run = SimpleNamespace(output_dir=folder, config=config, rows_per_epoch=43, tokens_per_sample=None)
+        log = MetricsLog(run, 0, {"mfu": mfu_per_rate})
+        for step in range(LOG_FREQ, STEPS + 1, LOG_FREQ):
+            log.write(
+                step,
+                1e-3 / step,
+                {
+                    "loss": 2 / step,
+                    "grad_norm": 100 / step**2,
+                    "nonfinite_steps": 0,
+                    "samples": 8 * LOG_FREQ,
+                    "samples_per_s": 4.0,
+                    "step_s": 2.0,
+                    "data_wait_s": 0.5,
+                    "peak_memory_bytes": 5 * 2**30,
+                },
+            )
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def folder(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / finished.name)
+
+
+def read(folder, looks=()):
+    """The report; without the dataset half, which is the same in every test and takes a second."""
+    return check_page(write_report(folder, looks).read_text())
+
+
+@pytest.fixture(scope="module")
+def page(finished):
+    """The whole report of the run."""
+    return check_page(write_report(finished).read_text())
+
+
+CHARTS = {
+    "Loss": "loss",
+    "Learning rate": "learning rate",
+    "Gradient norm before clipping": "gradient norm",
+    "Throughput": "samples / s",
+    "Waiting for data": "share of the step / %",
+    "Model FLOP utilisation": "of the peak / %",
+    "Peak GPU memory": "GiB",
+    "Spilled to disk since the cluster started": "GiB",
+}
+
+
+def test_every_measurement_is_a_chart_with_axes_and_units(page):
+    said = {label.partition(" over steps")[0]: label for label in (svg["aria-label"] for svg in page.all("svg"))}
+    for title, unit in CHARTS.items():
+        assert unit in said[title] and unit in page.text, title
+    assert "from 0.4 to 0.03333" in said["Loss"]
+    assert "from 25 to 25" in said["Waiting for data"]
+    assert "from 4 to 4" in said["Model FLOP utilisation"]
+    assert (
+        "from 5 to 5" in said["Peak GPU memory"] and "from 3 to 3" in said["Spilled to disk since the cluster started"]
+    )
+    assert "not measured" not in page.text
+
+
+def test_the_summary_is_the_runs(page):
+    for part in (
+        "run <b>",
+        f"All {STEPS} steps done.",
+        "4 episodes, 43 frames at 10 fps, robot test_arm; trains on 2 episodes, 2 held out",
+        "tiny_pi05 from",
+        "2 rows × 1 micro-steps × 4 workers = 8 a step",
+        "4 GPU workers; cluster of 1 node: 32 CPUs, 4 GPUs (L4), 64 GiB of memory",
+        f"torch {torch.__version__.partition('+')[0]}",
+        "2 min 00 s in training steps, 480 samples",
+        # 4 GPUs at 3.6 an hour are 0.004 a second; a thousand samples take 250 s.
+        "1 per 1000 samples, at 3.6 per GPU hour and 4 GPUs",
+    ):
+        assert part in page.text, part
+    assert "waiting for data 25%" in page.text and "Dashed lines" in page.text
+
+
+def test_held_out_errors_and_chunks_are_the_evaluations(page, finished):
+    trained = json.loads((finished / "evaluation.json").read_text())["trained"]
+    assert trained["policy"]["mse"] == pytest.approx(0.01, rel=1e-4)
+    assert f"trained 0.01 {trained['policy']['mse'] / trained['mean_action']['mse']:.3g}" in page.text
+    for i in range(ACTIONS):
+        assert f"motor_{i} 0.1 {trained['mean_action']['mae'][i]:.3g}" in page.text
+    assert f"{HOSTILE} 4 0.01" in page.text and f"{TASKS[1]} 4 0.01" in page.text
+    assert "Predicted and recorded actions of motor_0, motor_1, motor_2" in [a["aria-label"] for a in page.all("svg")]
+    assert "recorded predicted" in page.text and "episode 3 3.0 s" in page.text
+
+
+def test_what_was_survived_and_skipped_is_listed(page):
+    assert "The training processes were started 3 times." in page.text
+    assert "1 0 4 2 20 4 3 40 3" in page.text
+    assert f"1 skipped episode_index frame_index reason 7 3 {HOSTILE}" in page.text
+
+
+def test_the_dataset_is_part_of_the_report(page):
+    assert len(page.all("img")) == dataset_look.MOMENTS
+    assert all(base64.b64decode(i["src"].partition("base64,")[2])[:2] == b"\xff\xd8" for i in page.all("img"))
+    assert any("Histogram of episode lengths: 4 episodes" in svg["aria-label"] for svg in page.all("svg"))
+
+
+LEFT_OUT = {
+    "metrics.jsonl": "Nothing has been logged yet",
+    "evaluation.json": "is measured at the end of the run",
+    "run.json": "does not say where the dataset is",
+    "config.json": "There is no config.json",
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_is_missing_is_a_sentence(folder, name):
+    (folder / name).unlink()
+    assert LEFT_OUT[name] in read(folder, None if name == "run.json" else ()).text
+
+
+def test_an_empty_folder_has_a_report(tmp_path):
+    text = read(tmp_path).text
+    assert "No step has been logged yet." in text
+    for name in set(LEFT_OUT) - {"evaluation.json"}:
+        assert LEFT_OUT[name] in text
+    assert "No episodes are held out" in text
+    assert "is not recorded in this folder" in text and "No row was skipped." in text
+
+
+def test_a_run_on_cpus_has_no_gpu_figures(folder):
+    config = json.loads((folder / CONFIG_NAME).read_text())
+    config["scaling"]["use_gpu"] = False
+    write_json(folder / CONFIG_NAME, config)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    write_lines(folder / "metrics.jsonl", [line | {"mfu": None, "peak_memory_bytes": None} for line in lines])
+    text = read(folder).text
+    assert "Peak GPU memory: not measured in this run." in text
+    assert "Model FLOP utilisation: not measured in this run." in text
+    assert "the run has a price per GPU hour and no GPU" in text
+
+
+def test_losses_that_are_not_finite_and_half_a_line_are_survived(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[-1]["loss"] = float("nan")
+    write_lines(folder / "metrics.jsonl", lines)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 65, "lo')
+    page = read(folder)
+    assert "All 60 steps done." in page.text
+    assert "from 0.4 to 0.03636" in page.all("svg")[0]["aria-label"]
+
+
+def test_an_evaluation_of_before_tasks_were_kept(folder):
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    for errors in evaluation.values():
+        del errors["by_task"], errors["examples"]
+    write_json(folder / "evaluation.json", evaluation)
+    text = read(folder).text
+    assert "Errors by task were not recorded" in text and "No predicted chunks were kept" in text
+
+
+def test_a_dataset_that_is_gone_is_said(folder):
+    facts = json.loads((folder / "run.json").read_text())
+    facts["datasets"][0]["root"] = str(folder / "gone")
+    write_json(folder / "run.json", facts)
+    page = read(folder, looks=None)
+    assert "could not be looked at" in page.text and "no such folder" in page.text
+    assert "Loss over steps" in page.all("svg")[0]["aria-label"]
+
+
+def test_the_report_is_written_at_the_start_at_checkpoints_and_at_the_end(folder, monkeypatch):
+    monkeypatch.setattr(report, "POLL_S", 0.01)
+    written = []
+    monkeypatch.setattr(report, "write_report", lambda folder, looks: written.append(checkpoints(folder)))
+
+    def checkpoints(folder):
+        return sorted(path.name for path in folder.glob("checkpoints/*"))
+
+    def wait_for(count):
+        deadline = report.threading.Event()
+        for _ in range(3000):
+            if len(written) >= count:
+                return
+            deadline.wait(0.01)
+        raise AssertionError(f"written {len(written)} times, expected {count}")
+
+    with pytest.raises(RuntimeError, match="worker"), keep_report(folder):
+        wait_for(1)
+        (folder / "checkpoints" / "step_00000010").mkdir(parents=True)
+        wait_for(2)
+        raise RuntimeError("a worker died")
+    assert written == [[], ["step_00000010"], ["step_00000010"]]
+
+
+def test_a_report_that_fails_is_a_warning_and_not_the_runs_end(folder, caplog):
+    (folder / "report.html").unlink(missing_ok=True)
+    metrics = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text("not json\n")
+    with keep_report(folder):
+        pass
+    assert "report.html could not be written: JSONDecodeError" in caplog.text
+    assert not (folder / "report.html").exists()
+    (folder / "metrics.jsonl").write_text(metrics)
+    with keep_report(folder):
+        pass
+    assert len(check_page((folder / "report.html").read_text()).all("img")) == dataset_look.MOMENTS
+
+
+def test_readers_see_the_old_page_or_the_new(folder, monkeypatch):
+    write_report(folder, [])
+    before = (folder / "report.html").read_text()
+    seen = []
+    replace = report.os.replace
+    monkeypatch.setattr(
+        report.os, "replace", lambda a, b: (seen.append((folder / "report.html").read_text()), replace(a, b))
+    )
+    (folder / "metrics.jsonl").unlink()
+    write_report(folder, [])
+    assert seen == [before] and (folder / "report.html").read_text() != before
+    assert [path.name for path in folder.glob(".*")] == []
+
+
+def test_the_command_writes_it_anew(folder, tmp_path, capsys):
+    assert report.main([str(folder)]) == 0
+    assert Path(capsys.readouterr().out.strip()) == folder / "report.html"
+    assert report.main([str(tmp_path / "nowhere")]) == 2
+    assert "holds no run" in capsys.readouterr().err
+
+
+# ---- in a browser -----------------------------------------------------------------------------------------------
+
+# Shows a page in a frame as wide as the screen to be tested (a window is never narrower than 500), and writes what is
+# seen of it into the document.
+PROBE = """<!doctype html><body><iframe style="width: %(width)dpx; height: 900px; border: 0"></iframe><script>
+const frame = document.querySelector("iframe");
+const bytes = Uint8Array.from(atob("%(page)s"), c => c.charCodeAt(0));
+frame.onload = () => {
+  const page = frame.contentDocument, view = frame.contentWindow;
+  page.querySelectorAll("details").forEach(d => { d.open = true; });
+  const svgs = [...page.querySelectorAll("svg")];
+  const texts = svgs.flatMap(s => [...s.querySelectorAll("text")].filter(t => t.textContent.trim()));
+  const size = t => parseFloat(view.getComputedStyle(t).fontSize) * t.getScreenCTM().a;
+  const focusable = [...page.querySelectorAll("a[href], summary, [tabindex='0']")];
+  const seen = {
+    width: view.innerWidth,
+    overflow: page.documentElement.scrollWidth - view.innerWidth,
+    svgs: svgs.map(s => s.getBoundingClientRect()).map(r => [r.width, r.height, r.right]),
+    texts: texts.length,
+    smallest: Math.min(...texts.map(t => size(t) || 99)),
+    images: [...page.images].map(i => i.naturalWidth),
+    paper: view.getComputedStyle(page.body).backgroundColor,
+    inks: [...new Set(texts.map(t => view.getComputedStyle(t).fill))],
+    unreachable: focusable.filter(e => (e.focus(), page.activeElement !== e)).map(e => e.outerHTML.slice(0, 80)),
+    outline: (focusable[1].focus({focusVisible: true}), view.getComputedStyle(focusable[1]).outlineStyle),
+  };
+  document.body.innerHTML = "";
+  document.body.textContent = "SEEN" + JSON.stringify(seen) + "SEEN";
+};
+frame.srcdoc = new TextDecoder().decode(bytes);
+</script></body>"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """`browser(html, scheme)`: the document after it ran, and what the console said."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+
+    def show(path, scheme="light"):
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+        options += [f"--blink-settings=preferredColorScheme={1 if scheme == 'light' else 0}", "--window-size=1400,900"]
+        found = subprocess.run(
+            [chromium, *options, "--virtual-time-budget=4000", f"file://{path}"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return found.stdout, [line for line in found.stderr.splitlines() if "CONSOLE" in line]
+
+    return show
+
+
+def luminance(colour):
+    levels = [int(level) / 255 for level in re.findall(r"\d+", colour)[:3]]
+    linear = [level / 12.92 if level <= 0.04045 else ((level + 0.055) / 1.055) ** 2.4 for level in levels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.slow
+def test_the_console_is_heard(browser, tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text('<svg><path d="M nan nan"/></svg>')
+    assert browser(path)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_it(browser, folder, tmp_path, width, scheme):
+    page = write_report(folder)
+    probe = tmp_path / "probe.html"
+    probe.write_text(PROBE % {"width": width, "page": base64.b64encode(page.read_bytes()).decode()})
+    document, console = browser(probe, scheme)
+    assert console == [] and browser(page, scheme)[1] == []
+    seen = json.loads(document.split("SEEN")[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    assert seen["width"] == width and seen["overflow"] <= 0
+    assert len(seen["svgs"]) >= len(CHARTS) + 4
+    assert all(w >= min(300, width - 80) and h >= 80 and right <= width for w, h, right in seen["svgs"])
+    assert seen["texts"] > 50 and seen["smallest"] >= 9
+    assert len(seen["images"]) == dataset_look.MOMENTS and min(seen["images"]) == 64
+    assert seen["unreachable"] == [] and seen["outline"] == "solid"
+    paper = luminance(seen["paper"])
+    assert (paper > 0.9) if scheme == "light" else (paper < 0.02)
+    for ink in seen["inks"]:
+        light, dark = sorted((luminance(ink), paper), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, ink  # WCAG 2.2, 1.4.3

@@ -1,0 +1,259 @@
+"""Faults planted in a dataset that LeRobot's writer made are found, and nothing else is."""
+
+import io
+import json
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+import dataset_look
+from dataset_look import look_at, ranges_of, sample_episodes
+from diagnostics.show_dataset import main
+from lerobot_metadata import load_metadata
+from tests.datasets import make_dataset
+from tests.pages import check_page
+
+EPISODES = (12, 9, 12, 10)
+VIDEO, IMAGES = "observation.images.top", "observation.images.side"
+SIZE = (32, 48)
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clean")
+    return make_dataset(folder / "data", episodes=EPISODES, cameras={VIDEO: SIZE}, image_cameras={IMAGES: SIZE})
+
+
+@pytest.fixture
+def copy(clean, tmp_path):
+    return shutil.copytree(clean, tmp_path / "copy")
+
+
+def edit_rows(root, column, change):
+    """Rewrite a column: `change(values, episode_index, frame_index)` edits an array of the whole dataset in place."""
+    paths = sorted(root.glob("data/*/*.parquet"))
+    tables = [pq.read_table(path) for path in paths]
+    whole = pa.concat_tables(tables)
+    values = np.array(whole[column].to_pylist(), dtype=object if column == IMAGES else None)
+    change(values, whole["episode_index"].to_numpy(), whole["frame_index"].to_numpy())
+    first = 0
+    for path, table in zip(paths, tables, strict=True):
+        at = table.schema.get_field_index(column)
+        part = pa.array(values[first : first + len(table)].tolist(), table.schema.field(at).type)
+        pq.write_table(table.set_column(at, table.schema.field(at), part), path)
+        first += len(table)
+
+
+def edit_json(path, change):
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def png(pixels):
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return {"bytes": buffer.getvalue(), "path": "frame.png"}
+
+
+def lose_quantiles(root):
+    edit_json(root / "meta" / "stats.json", lambda stats: [stats["action"].pop(name) for name in ("q01", "q99")])
+
+
+def hold_a_joint(root):
+    edit_rows(root, "observation.state", lambda state, episode, frame: state[:, 2].fill(0.5))
+
+
+def knock_an_action(root):
+    def change(action, episode, frame):
+        action[(episode == 1) & (frame == 4), 1] += 1_000
+
+    edit_rows(root, "action", change)
+
+
+def drop_frames(root):
+    def change(time_s, episode, frame):
+        time_s[(episode == 2) & (frame >= 6)] += 0.3
+
+    edit_rows(root, "timestamp", change)
+    # The video would have been written with the same times.
+    info = json.loads((root / "meta" / "info.json").read_text())
+    del info["features"][VIDEO]
+    (root / "meta" / "info.json").write_text(json.dumps(info))
+
+
+def repeat_an_episode(root):
+    def change(values, episode, frame):
+        values[episode == 2] = values[episode == 0]
+
+    edit_rows(root, "observation.state", change)
+    edit_rows(root, "action", change)
+
+
+def cover_a_camera(root):
+    noise = np.random.default_rng(0).integers(0, 12, (99, *SIZE, 3), dtype=np.uint8)
+    edit_rows(root, IMAGES, lambda images, *_: images.__setitem__(slice(None), [png(n) for n in noise[: len(images)]]))
+
+
+def freeze_a_camera(root):
+    def change(images, episode, frame):
+        for number in np.unique(episode):
+            images[episode == number] = images[(episode == number) & (frame == 0)][0]
+
+    edit_rows(root, IMAGES, change)
+
+
+def break_an_image(root):
+    def change(images, episode, frame):
+        images[0] = {"bytes": images[0]["bytes"][:40], "path": "frame.png"}
+        images[frame == 0] = images[0]
+
+    edit_rows(root, IMAGES, change)
+
+
+def break_a_number(root):
+    edit_rows(root, "action", lambda action, episode, frame: action.__setitem__((3, 0), np.nan))
+
+
+def lose_a_video(root):
+    for path in root.glob(f"videos/{VIDEO}/*/*.mp4"):
+        path.unlink()
+
+
+PLANTED = {
+    "quantiles": (lose_quantiles, "action"),
+    "constant": (hold_a_joint, "observation.state: joint_2 never changes"),
+    "jumps": (knock_an_action, "motor_1 jumps 2 times"),
+    "gaps": (drop_frames, "1 timestamps in episode 2"),
+    "duplicates": (repeat_an_episode, "episodes 0, 2"),
+    "dark": (cover_a_camera, IMAGES),
+    "frozen": (freeze_a_camera, IMAGES),
+}
+DAMAGED = {"image": (break_an_image, IMAGES), "number": (break_a_number, "episode 0"), "video": (lose_a_video, VIDEO)}
+
+
+def test_a_clean_dataset_has_no_findings(clean):
+    look = look_at(load_metadata(clean))
+    assert look.findings == []
+    assert look.rows == sum(EPISODES) and look.episodes.tolist() == [0, 1, 2, 3]
+    assert {key: image.shape for key, image in look.sheet[0].images.items()} == dict.fromkeys(
+        (VIDEO, IMAGES), (*SIZE, 3)
+    )
+    assert len(look.sheet) == dataset_look.MOMENTS
+    assert look.task_counts == [("go to the red bin", 2), ("go to the blue bin", 2)]
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_planted_fault_is_found_and_nothing_else(copy, kind):
+    plant, named = PLANTED[kind]
+    plant(copy)
+    (finding,) = look_at(load_metadata(copy)).findings
+    assert finding.kind == kind
+    assert named in finding.text
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_what_is_damaged_is_said_and_the_rest_is_shown(copy, what, tmp_path, capsys):
+    plant, named = DAMAGED[what]
+    plant(copy)
+    assert main([str(copy), "--output", str(tmp_path / "page.html")]) == 0
+    (warning, summary, _) = capsys.readouterr().out.splitlines()
+    assert warning.startswith("warning [damaged]") and named in warning
+    assert summary.startswith("1 warning;")
+    page = check_page((tmp_path / "page.html").read_text())
+    shown = [image["alt"] for image in page.all("img")]
+    assert len(shown) == dataset_look.MOMENTS * (2 if what == "number" else 1)
+
+
+def test_the_curves_are_what_lerobot_reads(clean):
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    look = look_at(load_metadata(clean))
+    dataset = LeRobotDataset("local/data", root=clean, episodes=[look.shown], video_backend="pyav")
+    rows = dataset.hf_dataset.with_format("numpy")[:]
+    assert set(look.curves) == {"observation.state", "action"}
+    for key, values in look.curves.items():
+        np.testing.assert_array_equal(values, rows[key])
+    np.testing.assert_allclose(look.time_s, rows["timestamp"])
+
+
+def test_an_outlier_is_marked_in_chart_and_table(copy, tmp_path):
+    edit_json(copy / "meta" / "stats.json", lambda stats: stats["action"]["max"].__setitem__(1, 1234.5))
+    found = ranges_of(load_metadata(copy), "action")
+    assert [r.outliers for r in found] == [False, True, False]
+    low, high = found[0].q01, found[0].q99
+    assert found[0].scaled(low) == -1 and found[0].scaled(high) == pytest.approx(1)
+    assert main([str(copy), "--output", str(tmp_path / "page.html")]) == 0
+    page = check_page((tmp_path / "page.html").read_text())
+    assert "motor_1 outlier" in page.text and "1234" in page.text
+    assert f"{found[1].scaled(1234.5):.3g}" in page.text  # beside its mark, at the edge of the chart
+
+
+def test_a_strangers_text_stays_text(copy, tmp_path):
+    task, name = "<script>alert(1)</script>", '"><img src=x onerror=alert(2)> $\\frac{$ \x01'
+    tasks = copy / "meta" / "tasks.parquet"
+    table = pq.read_table(tasks)
+    column = next(c for c in table.column_names if c != "task_index")
+    old = table[column].to_pylist()
+    new = [task if text == old[0] else text for text in old]
+    at = table.schema.get_field_index(column)
+    pq.write_table(table.set_column(at, column, pa.array(new)), tasks)
+    for path in copy.glob("meta/episodes/*/*.parquet"):
+        episodes = pq.read_table(path)
+        at = episodes.schema.get_field_index("tasks")
+        told = [[task if text == old[0] else text for text in texts] for texts in episodes["tasks"].to_pylist()]
+        pq.write_table(episodes.set_column(at, "tasks", pa.array(told)), path)
+    edit_json(
+        copy / "meta" / "info.json", lambda info: info["features"]["action"].update(names=[name, "x_cm", "z.deg"])
+    )
+    assert main([str(copy), "--output", str(tmp_path / "page.html")]) == 0
+    page = check_page((tmp_path / "page.html").read_text())
+    assert task in page.text and "onerror=alert(2)" in page.text
+    assert "x_cm (cm)" in page.text and "z.deg (deg)" in page.text
+    assert len(page.all("img")) == 2 * dataset_look.MOMENTS
+
+
+def test_the_page_holds_every_part(clean, tmp_path, capsys):
+    assert main([str(clean), "--output", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out.startswith("no warnings; looked at every row")
+    page = check_page((tmp_path / "page.html").read_text())
+    said = [svg["aria-label"] for svg in page.all("svg")]
+    for part in ("observation.state over time", "action over time", "Histogram of episode lengths", "ranges of action"):
+        assert any(part in label for label in said), part
+    assert len(page.all("img")) == 2 * dataset_look.MOMENTS
+    assert "No warnings." in page.text and "length of the episode / s" in page.text
+
+
+def test_a_bad_root_ends_with_status_2(tmp_path, capsys):
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert f"error: dataset {tmp_path / 'nowhere'}: no such folder" in capsys.readouterr().err
+
+
+def test_a_dataset_without_cameras_or_statistics(tmp_path):
+    root = make_dataset(tmp_path / "data", episodes=(5, 1), cameras={})
+    (root / "meta" / "stats.json").unlink()
+    look = look_at(load_metadata(root))
+    assert [finding.kind for finding in look.findings] == ["quantiles"]
+    assert main([str(root), "--output", str(tmp_path / "page.html")]) == 0
+    page = check_page((tmp_path / "page.html").read_text())
+    assert "The dataset has no cameras." in page.text and "has no ranges" in page.text
+
+
+def test_a_large_dataset_is_sampled_and_the_page_says_so(clean, monkeypatch, tmp_path):
+    lengths = np.full(1_000_000, 400)
+    chosen = sample_episodes(lengths, 20_000)
+    assert lengths[chosen].sum() <= 20_000 and chosen[0] == 0 and chosen[-1] == 999_999
+    assert np.ptp(np.diff(chosen)) <= 1
+    assert sample_episodes(np.array([10**7]), 20_000).tolist() == [0]
+
+    monkeypatch.setattr(dataset_look, "SAMPLE_ROWS", 25)
+    monkeypatch.setattr(dataset_look, "EPISODE_ROWS", 10)
+    look = look_at(load_metadata(clean))
+    assert look.episodes.tolist() == [0, 3] and look.rows == 20
+    assert "20 of 43 rows" in look.sample and "2 of 4 episodes" in look.sample
+    assert main([str(clean), "--output", str(tmp_path / "page.html")]) == 0
+    assert look.sample in check_page((tmp_path / "page.html").read_text()).text

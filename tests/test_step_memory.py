@@ -1,0 +1,114 @@
+"""The estimate of a step's memory against what a real tiny policy takes."""
+
+import functools
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from pi05_loss import PolicyLoss, cast_frozen, choose_trainable
+from step_memory import step_memory
+from tests.tiny import make_batch, make_config, make_policy
+from util import make_trainable_optimizer, train_step
+
+CPU = torch.device("cpu")
+ROWS = 16
+CASES = pytest.mark.parametrize(
+    "mode, attention, checkpointing, bf16, accum",
+    [
+        ("expert", "eager", False, True, 2),
+        ("full", "sdpa", False, False, 2),
+        ("full", "eager", True, False, 1),
+    ],
+)
+
+
+def build(mode, attention, checkpointing, bf16):
+    policy = make_policy(2)
+    choose_trainable(policy, mode)
+    if bf16:
+        cast_frozen(policy, torch.bfloat16)
+    loss = PolicyLoss(policy, attention=attention, checkpointing=checkpointing)
+    optimizer = make_trainable_optimizer(
+        policy, schedule=lambda step: 1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01, clip_norm=1.0
+    )
+    return loss, optimizer
+
+
+@functools.cache
+def estimate(mode, attention, checkpointing, bf16, accum):
+    return step_memory(
+        make_config(2),
+        mode,
+        cameras=2,
+        batch_size=ROWS,
+        grad_accum=accum,
+        draws=1,
+        bf16=bf16,
+        attention=attention,
+        checkpointing=checkpointing,
+    )
+
+
+def storages(tensors):
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+@CASES
+def test_every_part_is_what_a_real_step_holds(mode, attention, checkpointing, bf16, accum):
+    loss, optimizer = build(mode, attention, checkpointing, bf16)
+    found = estimate(mode, attention, checkpointing, bf16, accum)
+    batch, noise, time = make_batch(loss.policy, ROWS)
+    own = [*loss.parameters(), *loss.buffers()]
+    assert found.weights == sum(tensor.nbytes for tensor in own)
+
+    saved = {}
+
+    def keep(tensor):
+        saved.update(storages([tensor]))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", enabled=bf16):
+        result = loss(batch, noise, time)
+    for known in storages([*own, *batch.values(), noise, time]):
+        saved.pop(known, None)
+    assert found.saved == pytest.approx(sum(saved.values()), rel=0.01)
+
+    result.backward()
+    assert found.gradients == sum(p.grad.nbytes for p in loss.parameters() if p.grad is not None)
+    optimizer.step(0)
+    assert found.optimizer == sum(tensor.nbytes for tensor in optimizer.state().values())
+
+
+@CASES
+def test_the_peak_is_what_pytorchs_profiler_sees(mode, attention, checkpointing, bf16, accum):
+    loss, optimizer = build(mode, attention, checkpointing, bf16)
+    found = estimate(mode, attention, checkpointing, bf16, accum)
+    batch, noise, time = make_batch(loss.policy, ROWS)
+
+    def step(number):
+        train_step(
+            loss,
+            optimizer,
+            iter([batch] * accum),
+            step=number,
+            grad_accum=accum,
+            mean_over=accum,
+            draws=lambda micro: (noise, time),
+            autocast=torch.bfloat16 if bf16 else None,
+            device=CPU,
+        )
+
+    step(0)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        step(1)
+    events = sorted(
+        (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"),
+        key=lambda event: event.start_ns(),
+    )
+    now = peak = 0
+    for event in events:
+        now += event.nbytes()
+        peak = max(peak, now)
+    held = found.weights + found.optimizer + sum(tensor.nbytes for tensor in (*batch.values(), noise, time))
+    assert found.peak - held == pytest.approx(peak, rel=0.05)
