@@ -112,6 +112,9 @@ class ScalingOptions:
     accelerator_type: str | None = None
     # How parameters are spread over workers. ddp: a copy on each.
     strategy: str = "ddp"
+    # For policies of which a batch may leave something that trains without a gradient: DDP then searches, every step.
+    # `python -m diagnostics.find_unused_params` tells whether there is any; PI0.5 has none.
+    find_unused_parameters: bool = False
     # CPUs that each training process holds; what is left of a node decodes.
     cpus_per_worker: float = 1.0
     # CPUs (and decoder threads) of a read task.

@@ -87,14 +87,19 @@ def recorded_rows(output_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def spilled_bytes() -> int:
-    """Bytes that the cluster's object stores have written to disk since it started.
+    """Bytes that the cluster's object stores have written to disk since it started."""
+    return object_store().spilled_bytes_total
 
-    Ray 2.60 offers them only through this private call, which its own benchmarks use.
+
+def object_store() -> Any:
+    """Ray's account of the cluster's object stores: `object_store_bytes_used`, `spilled_bytes_total`, ...
+
+    Ray 2.60 offers it only through this private call, which its own benchmarks use.
     """
     from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
     state = get_state_from_address(ray.get_runtime_context().gcs_address)
-    return get_memory_info_reply(state).store_stats.spilled_bytes_total
+    return get_memory_info_reply(state).store_stats
 
 
 def log_to(output_dir: Path) -> None:
