@@ -198,7 +198,8 @@ def table(report: LoaderReport) -> str:
     ]
     total = sum(report.stages.values())
     for stage, seconds in report.stages.items():
-        lines.append(f"{stage:14}{seconds:20.3f}{seconds / total:8.1%}   {EXPLAINED[stage]}".rstrip())
+        if seconds:
+            lines.append(f"{stage:14}{seconds:20.3f}{seconds / total:8.1%}   {EXPLAINED[stage]}".rstrip())
     busy = total * report.rows_per_s / 1000
     return "\n".join(
         [

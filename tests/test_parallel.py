@@ -15,6 +15,9 @@ from diagnostics.report import Environment
 from parallel import spread
 from tests import in_process
 
+# Two processes that import LeRobot and train 23 steps three times: 35 CPU seconds.
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 STRATEGIES = ("ddp", "fsdp2", "fsdp2_reshard")
 
