@@ -67,7 +67,7 @@ def flags(setting, name, **changes):
 def run_with(argv, *faults):
     """The program, with faults in its training processes. Returns its exit status."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vla, "train_loop_per_worker", partial(planted.loop, faults=faults))
+        patch.setattr(vla, "make_trainer", partial(vla.make_trainer, loop=partial(planted.loop, faults=faults)))
         return vla.main(argv)
 
 
@@ -228,7 +228,7 @@ from functools import partial
 import vla
 from tests import planted
 faults = [planted.Fault(**fault, driver_pid=os.getpid()) for fault in eval(sys.argv[1])]
-vla.train_loop_per_worker = partial(planted.loop, faults=faults)
+vla.make_trainer = partial(vla.make_trainer, loop=partial(planted.loop, faults=faults))
 sys.exit(vla.main(sys.argv[2:]))
 """
 
@@ -297,7 +297,8 @@ def test_a_corrupt_newest_checkpoint(setting, undisturbed, capsys):
 def test_a_second_run_in_the_same_folder(setting, undisturbed, capsys):
     script = (
         "import sys, time; from pathlib import Path; from types import SimpleNamespace as S; import run_folder\n"
-        "with run_folder.claim_folder(S(output_dir=Path(sys.argv[1]))): print('held', flush=True); sys.stdin.read()"
+        "run = S(output_dir=Path(sys.argv[1]), config=S(resume=True, preset=None))\n"
+        "with run_folder.claim_folder(run): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(undisturbed)]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -426,7 +426,7 @@ def stop_here(run):
 
 calls, train = json.loads(sys.argv[1])
 if not train:
-    vla.start_ray = stop_here
+    vla.cluster.start = stop_here
 for argv, token in calls:
     os.environ.pop("HF_TOKEN", None)
     if token:

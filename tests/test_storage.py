@@ -25,10 +25,10 @@ DATA = random.Random(0).randbytes(SIZE)
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
-    """{protocol: endpoint} of two stores that hold `robots/arm/file`."""
+    """{protocol: endpoint} of two stores that hold `robots/hand/file`."""
     folder = tmp_path_factory.mktemp("store")
-    (folder / "arm").mkdir()
-    (folder / "arm/file").write_bytes(DATA)
+    (folder / "hand").mkdir()
+    (folder / "hand/file").write_bytes(DATA)
     with s3_server() as s3, serving(GoogleStorage("robots", folder)) as google, pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "GCSFS_", "CLOUDSDK_"))]:
             patch.delenv(name)
@@ -39,7 +39,7 @@ def stores(tmp_path_factory):
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
         client = boto3.client("s3", endpoint_url=s3)
         client.create_bucket(Bucket="robots")
-        client.put_object(Bucket="robots", Key="arm/file", Body=DATA)
+        client.put_object(Bucket="robots", Key="hand/file", Body=DATA)
         yield {"s3": s3, "gs": google}
 
 
@@ -55,7 +55,7 @@ def store(request, stores, monkeypatch):
         options = {"s3": {"endpoint_url": endpoint}, "gs": {"endpoint_url": endpoint, "token": "anon"}}[request.param]
 
         def connected(**policy):
-            fs, path = connect(f"{request.param}://robots/arm/file", StoragePolicy(**policy), options)
+            fs, path = connect(f"{request.param}://robots/hand/file", StoragePolicy(**policy), options)
             return fs, path
 
         def impatient(timeout_s):
