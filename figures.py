@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def example_chunk(example: Mapping[str, Any], fps: float) -> Chunk:
         np.where(padded, np.nan, np.asarray(example[k], np.float64)) for k in ("recorded", "predicted")
     )
     known = "episode_index" in example
-    title = f"episode {example['episode_index']}\n{example['frame_index'] / fps:.1f} s" if known else ""
+    title = f"episode {example['episode_index']}, {example['frame_index'] / fps:.1f} s" if known else ""
     return Chunk(title, recorded, predicted)
 
 
@@ -129,9 +129,14 @@ def line_chart(
             axes.axvline(mark, color=RED, linewidth=1, linestyle=(0, (3, 3)))
         if from_zero:
             axes.set_ylim(0, None if any(np.nanmax(y, initial=0) > 0 for _, y in lines.values()) else 1)
-        if not log:
+        if log:
+            # Plain numbers: matplotlib's own labels here are formulas.
+            low, high = axes.get_ylim()
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if high < 30 * low else (1,)))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        else:
             axes.yaxis.set_major_locator(MaxNLocator(5))
-            axes.yaxis.set_major_formatter(_short_number)
+        axes.yaxis.set_major_formatter(_short_number)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.set_xlabel(plain(xlabel))
         axes.set_ylabel(plain(ylabel))

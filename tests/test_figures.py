@@ -83,10 +83,19 @@ def test_a_dimension_without_a_range_is_named_and_left_empty():
     assert figures.ranges(scaled[:1], ["flat"], limit=5).axes[0].lines[0].get_xdata().size == 0
 
 
+@pytest.mark.parametrize("high", [2.5, 9.0, 4e5])
+def test_a_log_axis_is_labelled_with_plain_numbers(high):
+    figure = figures.line_chart({"loss": ([1, 2], [high, 1.1])}, xlabel="step", ylabel="loss", log=True)
+    figure.canvas.draw()
+    axis, limits = figure.axes[0].yaxis, figure.axes[0].get_ylim()
+    labels = [label.get_text() for label in axis.get_ticklabels() + axis.get_minorticklabels() if label.get_text()]
+    assert 1 <= sum(limits[0] <= float(label) <= limits[1] for label in labels) <= 8
+
+
 def test_padded_steps_of_an_example_are_not_drawn():
     example = {"recorded": [[1], [2]], "predicted": [[3], [4]], "is_pad": [False, True]}
     chunk = figures.example_chunk(example | {"episode_index": 7, "frame_index": 15}, fps=10)
-    assert chunk.title == "episode 7\n1.5 s"
+    assert chunk.title == "episode 7, 1.5 s"
     assert np.array_equal(chunk.recorded, [[1], [np.nan]], equal_nan=True)
     assert np.array_equal(chunk.predicted, [[3], [np.nan]], equal_nan=True)
     assert figures.example_chunk(example, fps=10).title == ""
