@@ -323,8 +323,10 @@ class DataLimits:
         from ray.data import DataContext, ExecutionOptions, ExecutionResources
 
         DataContext.get_current().override_object_store_memory_limit_fraction = DATA_SHARE
-        idle = ExecutionResources(object_store_memory=DATA_SHARE * self.idle_bytes)
-        return ExecutionOptions(preserve_order=True, exclude_resources=idle)
+        options = ExecutionOptions(preserve_order=True)
+        if self.idle_bytes:
+            options.exclude_resources = ExecutionResources(object_store_memory=DATA_SHARE * self.idle_bytes)
+        return options
 
     def lines(self, nodes: Sequence[Node]) -> list[str]:
         """The cluster, as lines of the plan."""

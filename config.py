@@ -19,6 +19,7 @@ import draccus
 CONFIG_NAME = "config.json"
 TrainMode = Literal["heads", "expert", "full"]
 MissingCameras = Literal["error", "mask"]
+OnError = Literal["stop", "skip"]
 Attention = Literal["eager", "sdpa"]
 PRECISIONS = ("auto", "fp32", "bf16")
 CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
@@ -55,6 +56,9 @@ class DatasetOptions:
     # [height, width] that frames are fitted into where they are decoded, so that fewer bytes travel: what the policy
     # resizes them to anyway ([224, 224] for PI0.5). As stored when absent.
     image_size: list[int] | None = None
+    # An episode that cannot be read: "stop" the run, or "skip" it: its rows then keep their places in the batches but
+    # do not count in the loss, and OUTPUT_DIR/skipped.jsonl names it.
+    on_error: str = "stop"
     # Rows shuffled among themselves (bounded by memory); see lerobot_plan.py.
     shuffle_window: int = 512
     # Object stores (storage.py): seconds for one request with its retries; a folder on each node's own disk that keeps
@@ -82,7 +86,7 @@ class TrainOptions:
     attention: str = "sdpa"
     # PI0.5: keep only what enters each layer and compute the layer again in backward. Same result, less memory, slower.
     activation_checkpointing: bool = False
-    # PI0.5: torch.compile the layers, on GPUs where that works. The same up to rounding; the first steps take minutes.
+    # PI0.5: torch.compile the layers, on GPUs where that works. The same up to rounding; the first step compiles.
     compile: bool = False
     # Bitwise repeatable: deterministic kernels only.
     deterministic: bool = False
@@ -108,6 +112,9 @@ class ScalingOptions:
     accelerator_type: str | None = None
     # How parameters are spread over workers. ddp: a copy on each.
     strategy: str = "ddp"
+    # For policies of which a batch may leave something that trains without a gradient: DDP then searches, every step.
+    # `python -m diagnostics.find_unused_params` tells whether there is any; PI0.5 has none.
+    find_unused_parameters: bool = False
     # CPUs that each training process holds; what is left of a node decodes.
     cpus_per_worker: float = 1.0
     # CPUs (and decoder threads) of a read task.
@@ -210,8 +217,8 @@ class Config:
         return asdict(self)
 
 
-# What each preset sets; any flag overrides. The GPU ones are sized by arithmetic (weights, Adam state, activations of
-# PI0.5 at 3 cameras) for the card's memory, a micro-batch that fits first, accumulation for a global batch near 64.
+# What each preset sets; any flag overrides. The GPU ones are sized by what --dry_run says of PI0.5's memory with 3
+# cameras: a micro-batch that fits with some GiB to spare first, then accumulation for a global batch near 64.
 GPU = {"scaling.use_gpu": "true", "steps": "30000"}
 PRESETS: dict[str, dict[str, str]] = {
     "demo": {
@@ -229,7 +236,7 @@ PRESETS: dict[str, dict[str, str]] = {
     },
     "l4": {**GPU, "train.mode": "expert", "batch_size": "4", "grad_accum": "4", "scaling.num_workers": "4"},
     "a100": {**GPU, "train.mode": "full", "batch_size": "4", "grad_accum": "2", "scaling.num_workers": "8"},
-    "h100": {**GPU, "train.mode": "full", "batch_size": "8", "grad_accum": "1", "scaling.num_workers": "8"},
+    "h100": {**GPU, "train.mode": "full", "batch_size": "4", "grad_accum": "2", "scaling.num_workers": "8"},
 }
 
 
@@ -306,6 +313,7 @@ def validate(config: Config) -> None:
         "train.attention": (t.attention, get_args(Attention)),
         "scaling.strategy": (s.strategy, ("ddp",)),
         "dataset.missing_cameras": (d.missing_cameras, get_args(MissingCameras)),
+        "dataset.on_error": (d.on_error, get_args(OnError)),
     }
     for name, (found, known) in choices.items():
         if found not in known:

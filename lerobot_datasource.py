@@ -25,11 +25,12 @@ from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
-from config import DatasetOptions
+from config import DatasetOptions, OnError
 from lerobot_metadata import CAMERA_DTYPES, DatasetMetadata, Feature, check_files, load_metadata, select_episodes
 from lerobot_plan import Episodes, StreamPlan, WindowSlice, task_bounds
 from lerobot_rows import (
     IS_PAD,
+    IS_SKIPPED,
     Part,
     Reader,
     ReadOptions,
@@ -68,6 +69,9 @@ class LeRobotDatasource(Datasource):
         block_rows: rows per block; None to choose by BLOCK_BYTES.
         num_tasks: read tasks per execution; None to choose by TASK_BYTES.
         num_cpus: CPUs that a read task holds; it decodes with as many threads.
+        on_error: "stop": an episode that cannot be read (damaged, missing, not what the metadata says) ends the task
+            with an error. "skip": its rows are blank, and true in one more column, `is_skipped`.
+        skip_log: a file that gets a JSON line for each episode that a task had to skip; all nodes must see it.
     """
 
     def __init__(
@@ -87,8 +91,11 @@ class LeRobotDatasource(Datasource):
         num_tasks: int | None = None,
         tolerance_s: float = 1e-4,
         num_cpus: float = 1,
+        on_error: OnError = "stop",
+        skip_log: Path | None = None,
     ):
         super().__init__()
+        self._skips, self._skip_log = on_error == "skip", skip_log
         self.num_cpus = num_cpus
         self._projection_map: dict[str, str] | None = None
         self.metas = tuple(metas)
@@ -145,7 +152,8 @@ class LeRobotDatasource(Datasource):
         """Columns of a row, in order, after projection."""
         names = list(self._features)
         names += [key + IS_PAD for key in self._delta_indices]
-        names += ["task", "dataset_index"] + (["position"] if self._with_position else [])
+        names += ["task", "dataset_index"]
+        names += ["position"] * self._with_position + [IS_SKIPPED] * self._skips
         wanted = self._projection_map
         if wanted is None:
             return tuple(names)
@@ -186,10 +194,12 @@ class LeRobotDatasource(Datasource):
             window = (len(self._delta_indices[key]),) if key in self._delta_indices else ()
             if key.endswith(IS_PAD) and key.removesuffix(IS_PAD) in self._delta_indices:
                 row[key] = np.zeros((1, len(self._delta_indices[key.removesuffix(IS_PAD)])), bool)
+            elif key == IS_SKIPPED:
+                row[key] = np.zeros(1, bool)
+            elif key in ("dataset_index", "position"):
+                row[key] = np.zeros(1, np.int32 if key == "dataset_index" else np.int64)
             elif feature is None or feature.dtype in ("string", "language"):
-                row[key] = (
-                    np.array(["a"], object) if key not in ("dataset_index", "position") else np.zeros(1, np.int64)
-                )
+                row[key] = np.array(["a"], object)
             elif feature.dtype in CAMERA_DTYPES:
                 shape, dtype = frame_of(feature, self._image_size)
                 row[key] = np.zeros((1, *window, *shape), dtype)
@@ -246,6 +256,8 @@ class LeRobotDatasource(Datasource):
             block_rows=block_rows,
             threads=max(1, round(self.num_cpus)),
             image_size=self._image_size,
+            blank=self.example() if self._skips else None,
+            skip_log=self._skip_log,
         )
 
     def _parts(self, window: WindowSlice) -> list[Part]:
@@ -377,6 +389,7 @@ def read_lerobot(
     storage_policy: StoragePolicy | None = None,
     override_num_blocks: int | None = None,
     num_cpus: float = 1,
+    on_error: OnError = "stop",
 ) -> Dataset:
     """Read LeRobot v3 datasets as a Ray Dataset of frames.
 
@@ -400,6 +413,8 @@ def read_lerobot(
         storage_policy: for object stores: how long a request may take, and a local cache (`storage.StoragePolicy`).
         override_num_blocks: number of read tasks; chosen by memory when None.
         num_cpus: CPUs that a read task holds; it decodes with as many threads.
+        on_error: "stop": an episode that cannot be read ends the job with an error that names it. "skip": its rows are
+            blank, and true in one more column, `is_skipped`; a warning in Ray's logs says why.
 
     Returns:
         One row per frame. Cameras: uint8 (H, W, 3), or (T, H, W, 3) when windowed. Depth maps: float32 (H, W, 1),
@@ -436,6 +451,7 @@ def read_lerobot(
         num_tasks=override_num_blocks,
         tolerance_s=tolerance_s,
         num_cpus=num_cpus,
+        on_error=on_error,
     )
     return read_source(source)
 

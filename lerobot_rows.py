@@ -6,9 +6,12 @@ output. Knows nothing of Ray's plans, shuffling or training.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +24,9 @@ from lerobot_plan import WindowSlice
 from safe_parquet import open_parquet
 from storage import naming_file
 
-IS_PAD = "_is_pad"
+logger = logging.getLogger(__name__)
+
+IS_PAD, IS_SKIPPED = "_is_pad", "is_skipped"
 BOOKKEEPING = ("index", "episode_index", "frame_index", "timestamp", "task_index")
 
 
@@ -84,6 +89,9 @@ class ReadOptions:
     block_rows: int
     threads: int
     image_size: tuple[int, int] | None = None  # (height, width) that frames are fitted into; None: as stored
+    # One made-up row, batched, for the rows of episodes that cannot be read; None: an error ends the task.
+    blank: dict[str, np.ndarray] | None = None
+    skip_log: Path | None = None  # gets a JSON line for each episode that could not be read
 
 
 @dataclass
@@ -110,6 +118,18 @@ def read_slices(
     Runs in a Ray Data read task. Memory: the task's rows, once, plus one frame and the parquet row groups touched.
     """
     episodes, total = _group_by_episode(slices)
+    if options.blank is None:
+        columns = _decode(readers, episodes, total, options)
+    else:
+        columns = _decode_what_can_be_read(readers, episodes, total, options, options.blank)
+    if "position" in options.columns:
+        columns["position"] = np.arange(first_position, first_position + total)
+    for first in range(0, total, options.block_rows):
+        yield _to_table(columns, options.columns, first, min(first + options.block_rows, total))
+
+
+def _decode(readers: Sequence[Reader], episodes: list[_Episode], total: int, options: ReadOptions) -> dict[str, Any]:
+    """All columns but `position`, `total` rows each."""
     columns: dict[str, Any] = {}
     _read_tabular(readers, episodes, total, options, columns)
     for key in options.columns:
@@ -118,10 +138,43 @@ def read_slices(
             if feature is not None and feature.dtype == "video":
                 mine = [e for e in episodes if e.part.dataset_index == dataset_index]
                 _read_video(reader, key, mine, total, options, columns)
-    if "position" in options.columns:
-        columns["position"] = np.arange(first_position, first_position + total)
-    for first in range(0, total, options.block_rows):
-        yield _to_table(columns, options.columns, first, min(first + options.block_rows, total))
+    if IS_SKIPPED in options.columns:
+        columns[IS_SKIPPED] = np.zeros(total, bool)
+    return columns
+
+
+def _decode_what_can_be_read(
+    readers: Sequence[Reader], episodes: list[_Episode], total: int, options: ReadOptions, blank: dict[str, np.ndarray]
+) -> dict[str, Any]:
+    """As `_decode`; but rows of an episode that is damaged are blank, and `is_skipped`.
+
+    Only what is wrong with the data is skipped: an object store that does not answer ends the task, as ever.
+    """
+    with contextlib.suppress(ValueError, FileNotFoundError):
+        return _decode(readers, episodes, total, options)
+    columns: dict[str, Any] = {key: np.repeat(value, total, axis=0) for key, value in blank.items()}
+    for e in episodes:
+        alone = replace(e, position=np.arange(len(e.frame)))
+        try:
+            found = _decode(readers, [alone], len(e.frame), options)
+        except (ValueError, FileNotFoundError) as error:
+            found = {
+                "index": e.part.episode_start + e.frame,
+                "dataset_index": e.part.dataset_index,
+                IS_SKIPPED: True,
+            }
+            _tell_skipped(readers[e.part.dataset_index], e, error, options.skip_log)
+        for key, values in found.items():
+            columns[key][e.position] = values
+    return columns
+
+
+def _tell_skipped(reader: Reader, e: _Episode, error: Exception, log: Path | None) -> None:
+    logger.warning("%s: episode %d is skipped: %s", reader.root, e.part.episode_index, error)
+    if log is not None:
+        line = {"root": reader.root, "episode_index": e.part.episode_index, "rows": len(e.frame), "error": str(error)}
+        with open(log, "a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def _group_by_episode(

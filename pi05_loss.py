@@ -319,7 +319,8 @@ class PolicyLoss(nn.Module):
 
         Args:
             batch: as `check_batch` describes it, on the device of the policy. For `mask_padding` also
-                `action_is_pad` bool (B, T).
+                `action_is_pad` bool (B, T). Optional: `row_weight` float32 (B,), what a row's loss is multiplied
+                by; the mean's denominator stays the number of rows.
             noise, time: for PI0.5, rows of what `sample_noise_and_time` returns: float32 (B*K, T,
                 max_action_dim) and float32 (B*K,), the K draws of a row one after the other. Images and language
                 are computed once for all K, and the loss is the mean over the draws: another estimator of the
@@ -347,6 +348,8 @@ class PolicyLoss(nn.Module):
         losses = losses[:, :, : self.policy.config.output_features[ACTION].shape[0]]
         if self.mask_padding:
             losses = losses.masked_fill(_repeat_rows(batch["action_is_pad"], draws).unsqueeze(-1), 0.0)
+        if "row_weight" in batch:
+            losses = losses * _repeat_rows(batch["row_weight"], draws)[:, None, None]
         return losses.mean()
 
     def _run_prefix(self, batch: Mapping[str, Tensor]) -> _Prefix:

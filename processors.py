@@ -287,7 +287,7 @@ class Prepare:
             The same rows, numbers of fixed shape only: cameras, the same memory under the policy's names;
             the policy's other features, normalised, and their `_is_pad`; what the pipeline added
             (`observation.language.tokens` int64 (N, L), `observation.language.attention_mask` bool (N, L));
-            the columns to keep.
+            the columns to keep; with `is_skipped`, also `row_weight` float32 (N,), 0.0 where it is true.
         Raises:
             ValueError: a camera is missing or not uint8 (..., H, W, 3); an instruction is not a string.
         """
@@ -304,6 +304,8 @@ class Prepare:
         prepared = self._run(rest if rows else {key: _blank_row(value) for key, value in rest.items()})
         columns = {name: batch[key] for key, name in self._cameras.items()}
         columns |= {key: value[:rows] for key, value in prepared.items()}
+        if "is_skipped" in batch:
+            columns["row_weight"] = (~batch["is_skipped"]).astype(np.float32)
         return columns | {key: batch[key] for key in self._keep if key in batch}
 
     def _run(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ import numpy as np
 import ray
 from tqdm import tqdm
 
-from run_folder import LOG_NAME, METRICS_NAME, ROWS_NAME, attempts, read_lines
+from run_folder import LOG_NAME, METRICS_NAME, ROWS_NAME, SKIPPED_NAME, attempts, read_lines
 
 if TYPE_CHECKING:
     from run_plan import Run
@@ -64,12 +64,15 @@ class RowsLog:
         self._file = open(path, "a", buffering=1)  # noqa: SIM115  (as long as the process)
         self._attempt = attempt
 
-    def write(self, step: int, epochs: np.ndarray, dataset_index: np.ndarray, index: np.ndarray) -> None:
-        """A micro-batch of optimizer step `step` (from 1). epochs, dataset_index, index: int (B,)."""
+    def write(
+        self, step: int, epochs: np.ndarray, dataset_index: np.ndarray, index: np.ndarray, is_skipped: np.ndarray
+    ) -> None:
+        """A micro-batch of optimizer step `step` (from 1). epochs, dataset_index, index: int (B,); is_skipped: bool."""
         for epoch in np.unique(epochs).tolist():
-            of_it = epochs == epoch
-            rows = np.stack([dataset_index[of_it], index[of_it]], axis=1).tolist()
-            line = {"attempt": self._attempt, "epoch": epoch, "step": step, "rows": rows}
+            line = {"attempt": self._attempt, "epoch": epoch, "step": step}
+            for name, chosen in (("rows", ~is_skipped), ("skipped", is_skipped)):
+                of_it = (epochs == epoch) & chosen
+                line[name] = np.stack([dataset_index[of_it], index[of_it]], axis=1).tolist()
             self._file.write(json.dumps(line) + "\n")
 
 
@@ -84,14 +87,19 @@ def recorded_rows(output_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def spilled_bytes() -> int:
-    """Bytes that the cluster's object stores have written to disk since it started.
+    """Bytes that the cluster's object stores have written to disk since it started."""
+    return object_store().spilled_bytes_total
 
-    Ray 2.60 offers them only through this private call, which its own benchmarks use.
+
+def object_store() -> Any:
+    """Ray's account of the cluster's object stores: `object_store_bytes_used`, `spilled_bytes_total`, ...
+
+    Ray 2.60 offers it only through this private call, which its own benchmarks use.
     """
     from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
     state = get_state_from_address(ray.get_runtime_context().gcs_address)
-    return get_memory_info_reply(state).store_stats.spilled_bytes_total
+    return get_memory_info_reply(state).store_stats
 
 
 def log_to(output_dir: Path) -> None:
@@ -125,6 +133,7 @@ def _follow(output_dir: Path, steps: int, stop: threading.Event) -> None:
     # What an earlier attempt of a resumed run wrote is not news.
     last_step = max([json.loads(line)["step"] for line in read_lines(output_dir / METRICS_NAME)], default=0)
     warnings_shown = len(read_lines(output_dir / LOG_NAME))
+    skipped: set[tuple[str, int]] = set()
     with tqdm(
         total=steps, initial=last_step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
     ) as bar:
@@ -133,6 +142,13 @@ def _follow(output_dir: Path, steps: int, stop: threading.Event) -> None:
             for text in read_lines(output_dir / LOG_NAME)[warnings_shown:]:
                 tqdm.write(text, file=sys.stderr)
                 warnings_shown += 1
+            for line in map(json.loads, read_lines(output_dir / SKIPPED_NAME)):
+                episode = (line["root"], line["episode_index"])
+                if episode not in skipped:
+                    skipped.add(episode)
+                    tqdm.write(
+                        f"WARNING {episode[0]}: episode {episode[1]} is skipped: {line['error']}", file=sys.stderr
+                    )
             for text in read_lines(output_dir / METRICS_NAME):
                 line = json.loads(text)
                 if line["step"] <= last_step:

@@ -31,13 +31,13 @@ from config import CONFIG_NAME
 from dataset_look import ACTION, OUTLIER, Look, dimension_names, look_at, scaled_ranges
 from figures import Chunk, plain
 from lerobot_metadata import load_metadata
-from progress import METRICS_NAME
+from run_folder import METRICS_NAME, SKIPPED_NAME, attempts, read_lines
 
 if TYPE_CHECKING:
     from run_plan import Run
 
 REPORT_NAME, RUN_NAME = "report.html", "run.json"
-EVALUATION_NAME, ATTEMPTS_NAME, SKIPPED_NAME = "evaluation.json", "attempts.jsonl", "skipped.jsonl"
+EVALUATION_NAME = "evaluation.json"
 PACKAGES = ("ray", "lerobot", "torch", "av")
 POLL_S = 2.0
 # A page stays readable, and small, whatever the run and the dataset are.
@@ -169,9 +169,9 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
     """The page of a run, as text."""
     config = _read_json(output_dir / CONFIG_NAME) or {}
     facts = _read_json(output_dir / RUN_NAME) or {}
-    metrics = _columns(_read_lines(output_dir / METRICS_NAME))
+    metrics = _columns([json.loads(line) for line in read_lines(output_dir / METRICS_NAME)])
     evaluation = _read_json(output_dir / EVALUATION_NAME)
-    attempts = _read_lines(output_dir / ATTEMPTS_NAME)
+    starts = attempts(output_dir)
     names = facts.get("action_names")
     total = facts.get("steps") or config.get("steps")
     done = int(metrics["step"][-1]) if metrics else 0
@@ -184,11 +184,11 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
         missing=[
             name for name, found in ((RUN_NAME, facts), (CONFIG_NAME, config), (METRICS_NAME, metrics)) if not found
         ],
-        charts=_training_charts(metrics, attempts),
+        charts=_training_charts(metrics, starts),
         metrics=_metrics_table(metrics),
         held_out=None if evaluation is None else _held_out(evaluation, names, facts),
         held_out_expected=bool((config.get("dataset") or {}).get("eval_split")),
-        attempts=attempts,
+        attempts=starts,
         skipped=_skipped(output_dir),
         looks=looks,
         plan=facts.get("plan"),
@@ -289,7 +289,7 @@ def _cost(config: Mapping[str, Any], samples_per_s: float) -> float | None:
     return price * scaling["num_workers"] / 3600 / samples_per_s * 1000
 
 
-def _training_charts(metrics: Metrics, attempts: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def _training_charts(metrics: Metrics, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Everything that is logged, over steps; what has no value anywhere is a sentence instead."""
     if not metrics:
         return []
@@ -297,7 +297,7 @@ def _training_charts(metrics: Metrics, attempts: Sequence[Mapping[str, Any]]) ->
     gib = {name: metrics[name] / 2**30 for name in ("peak_memory_bytes", "spilled_bytes") if name in metrics}
     mfu = {"mfu": metrics["mfu"] * 100} if "mfu" in metrics else {}
     known = metrics | wait | gib | mfu
-    restarts = [a["resumed_from_step"] for a in attempts[1:]]
+    restarts = [a["resumed_from_step"] for a in starts[1:]]
     charts = []
     for key, title, axis, zero in (
         ("loss", "Loss", "loss", False),
@@ -387,7 +387,7 @@ def _chunk_figures(examples: list[dict[str, Any]], names: list[str], facts: Mapp
 
 def _skipped(output_dir: Path) -> dict[str, Any] | None:
     """Rows that could not be read and were left out, or None when nothing says so."""
-    lines = _read_lines(output_dir / SKIPPED_NAME)
+    lines = [json.loads(line) for line in read_lines(output_dir / SKIPPED_NAME)]
     if not lines:
         return None
     keys = list(dict.fromkeys(key for line in lines for key in line))
@@ -471,14 +471,6 @@ def _draw_look(look: Look) -> dict[str, Any]:
 
 def _read_json(path: Path) -> Any | None:
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSON-lines file; one that is still being written is left for the next time."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _columns(lines: Sequence[Mapping[str, Any]]) -> Metrics:

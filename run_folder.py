@@ -7,6 +7,7 @@ Files of `OUTPUT_DIR`::
     attempts.jsonl        a line per start of the worker group: {"attempt": 1, "resumed_from_step": 10, "world_size": 2}
     metrics.jsonl         a line per log step
     run.log               warnings of the training processes
+    skipped.jsonl         with --dataset.on_error=skip, a line for each episode that a read task had to skip
     rows/rank<r>.jsonl    with --run.record_rows, a line per micro-batch and epoch:
                           {"attempt": 0, "epoch": 0, "step": 12, "rows": [[dataset_index, index], ...]}
     checkpoints/          see checkpoint.py
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from run_plan import Run
 
 ATTEMPTS_NAME, METRICS_NAME, LOG_NAME, ROWS_NAME = "attempts.jsonl", "metrics.jsonl", "run.log", "rows"
-LOCK_NAME, STOP_NAME = ".lock", "stop"
+LOCK_NAME, STOP_NAME, SKIPPED_NAME = ".lock", "stop", "skipped.jsonl"
 # Ray Train's own list of checkpoints, beside them.
 RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
@@ -44,6 +45,7 @@ RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 @contextlib.contextmanager
 def claim_folder(run: Run) -> Iterator[None]:
     """Hold the run's folder while the block runs. Raises FileExistsError when another process does, on any machine."""
+    _check_free(run)  # before so much as a lock is put there
     run.output_dir.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run.output_dir / LOCK_NAME)
     try:
@@ -52,21 +54,20 @@ def claim_folder(run: Run) -> Iterator[None]:
         raise FileExistsError(
             f"--output_dir={run.output_dir}: a run is going on there; wait until it ends, or choose another folder"
         ) from error
-    with lock:
+    try:
         yield
+    finally:
+        lock.release()
+        if not _contents(run.output_dir):  # a run that was refused leaves nothing
+            shutil.rmtree(run.output_dir, ignore_errors=True)
 
 
 def prepare_folder(run: Run) -> None:
     """Make the run's folder, or refuse one that holds another run. The demo's own folder is simply started over."""
-    folder, config = run.output_dir, run.config
-    found = [path for path in folder.iterdir() if path.name != LOCK_NAME]
-    if found and not config.resume:
-        is_demo = config.preset == "demo" and folder == Path(PRESETS["demo"]["output_dir"]).absolute()
-        if not is_demo:
-            raise FileExistsError(
-                f"--output_dir={folder} is not empty: --resume goes on with the run it holds; otherwise choose another"
-            )
-        for path in found:
+    folder = run.output_dir
+    _check_free(run)
+    if not run.config.resume:
+        for path in _contents(folder):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     newest = latest_checkpoint(run.checkpoints_dir)
     if newest is not None:
@@ -81,7 +82,20 @@ def prepare_folder(run: Run) -> None:
     export_bytes = weights.stat().st_size if weights.is_file() else 0
     require_space(folder, 2 * checkpoint_bytes + export_bytes, "two checkpoints and the trained policy")
     run.checkpoints_dir.mkdir(exist_ok=True)
-    write_json(folder / CONFIG_NAME, config.to_json())
+    write_json(folder / CONFIG_NAME, run.config.to_json())
+
+
+def _check_free(run: Run) -> None:
+    is_demo = run.config.preset == "demo" and run.output_dir == Path(PRESETS["demo"]["output_dir"]).absolute()
+    if _contents(run.output_dir) and not (run.config.resume or is_demo):
+        raise FileExistsError(
+            f"--output_dir={run.output_dir} is not empty: --resume goes on with the run it holds; otherwise choose "
+            "another"
+        )
+
+
+def _contents(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name != LOCK_NAME] if folder.exists() else []
 
 
 def check_same_run(run: Run, saved: Progress) -> None:

@@ -27,7 +27,7 @@ from lerobot.utils.constants import OBS_PREFIX
 
 import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from checkpoint import file_digest
-from config import CACHE_DIR, Attention, Config, MissingCameras, TrainMode, TrainOptions
+from config import CACHE_DIR, Attention, Config, MissingCameras, OnError, TrainMode, TrainOptions
 from dataset_stats import complete_stats
 from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
 from lerobot_metadata import (
@@ -42,6 +42,7 @@ from lerobot_metadata import (
 from pi05_loss import TrainableReport, choose_trainable, flops_per_sample, meta_policy, tokens_per_sample
 from policy import FeatureMatch, check_weights, fetch_pretrained, match_features
 from processors import make_processors, normalization_mode, required_stats
+from run_folder import SKIPPED_NAME
 from step_memory import StepMemory, step_memory
 from storage import StoragePolicy
 
@@ -127,6 +128,8 @@ class Run:
             block_rows=self.block_rows,
             tolerance_s=self.config.tolerance_s,
             num_cpus=self.config.scaling.cpus_per_read_task,
+            on_error=cast(OnError, self.config.dataset.on_error),
+            skip_log=self.output_dir / SKIPPED_NAME,
         )
 
 
@@ -177,6 +180,11 @@ def resolve(config: Config, gpus_found: int) -> Run:
         raise ValueError(
             f"policy {base_info['path']}: use_relative_actions needs statistics of relative actions, which are not "
             "computed yet; choose a policy with absolute actions, or --policy.use_relative_actions=false"
+        )
+    if config.dataset.on_error == "skip" and not isinstance(policy_config, PI05Config):
+        raise ValueError(
+            f"policy {base_info['path']}: --dataset.on_error=skip needs a loss that can leave rows out, as PI0.5's "
+            f"can; this is a '{policy_config.type}': use --dataset.on_error=stop"
         )
     config = replace(config, policy_path=path_given, policy_revision=base_info["revision"])
     try:

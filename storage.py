@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -248,6 +248,11 @@ class RemoteFile(io.RawIOBase):
         self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence])
         return self._at
 
+    def read(self, size: int | None = -1) -> bytes:
+        # Never more memory than there are bytes: lengths may come from a damaged file.
+        left = max(0, self.size - self._at)
+        return super().read(left if size is None or size < 0 else min(size, left)) or b""
+
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         first, last = self._at // BLOCK_BYTES, -(-min(self._at + len(view), self.size) // BLOCK_BYTES)
@@ -266,13 +271,12 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
     def _block(self, number: int, wanted: int) -> bytes:
-        """Block `number`; when it must be fetched, with the missing ones after it, up to block `wanted`."""
+        """Block `number`; when it must be fetched, with those after it, up to block `wanted`."""
         block = self._blocks.pop(number, None)
         if block is None and self.fs.cache is not None and self._identity is not None:
             block = self.fs.cache.get(self._key(number), self._end(number) - number * BLOCK_BYTES)
         if block is None:
-            limit = min(wanted, number + min(KEPT_BLOCKS, MAX_REQUEST_BYTES // BLOCK_BYTES))
-            last = next((n for n in range(number + 1, limit) if n in self._blocks), limit)
+            last = min(wanted, number + min(KEPT_BLOCKS, MAX_REQUEST_BYTES // BLOCK_BYTES))
             data = self._fetch(number * BLOCK_BYTES, self._end(last - 1))
             for n in range(number, last):
                 self._keep(n, data[(n - number) * BLOCK_BYTES :][:BLOCK_BYTES])
@@ -314,6 +318,7 @@ class BlockCache:
     lost power may keep a file's length and not its bytes.
     """
 
+    SUFFIX = ".block"  # nothing else in the folder is touched
     LEDGER = "ledger"  # bytes stored, never too few; its lock is the cache's
     SCRATCH = "scratch"  # the block being written
     FREED_SHARE = 0.1  # dropped at once, so that the folder is not searched for every block
@@ -323,7 +328,7 @@ class BlockCache:
 
     def get(self, key: str, length: int) -> bytes | None:
         """A block of `length` bytes, or None."""
-        path = self.folder / key
+        path = self._path(key)
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -344,35 +349,40 @@ class BlockCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with self._ledger() as ledger:
-                stored = int(ledger.read() or 0) + size
-                if stored > self.limit_bytes:
-                    stored = self._drop(self.limit_bytes * (1 - self.FREED_SHARE) - size) + size
-                ledger.seek(0)
-                ledger.truncate()
-                ledger.write(str(stored))
-                ledger.flush()
+                known = os.pread(ledger, 20, 0)
+                stored = int(known) if known.isdigit() else self._drop(self.limit_bytes)
+                if stored + size > self.limit_bytes:
+                    stored = self._drop(self.limit_bytes * (1 - self.FREED_SHARE) - size)
+                os.pwrite(ledger, b"%020d" % (stored + size), 0)
                 scratch = self.folder / self.SCRATCH
                 with open(scratch, "wb") as file:
                     file.write(block)
                     file.write(zlib.crc32(block).to_bytes(4))
-                os.replace(scratch, self.folder / key)
+                os.replace(scratch, self._path(key))
         except OSError as error:
             raise OSError(
                 f"cache folder {self.folder}: {error}; choose another --dataset.cache_dir, lower "
                 "--dataset.cache_size_gb, or leave both out"
             ) from error
 
+    def _path(self, key: str) -> Path:
+        return self.folder / (key + self.SUFFIX)
+
     @contextlib.contextmanager
-    def _ledger(self) -> Iterator[IO[str]]:
-        with open(os.open(self.folder / self.LEDGER, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # let go when the file is closed, or its process dies
-            yield file
+    def _ledger(self) -> Iterator[int]:
+        """The ledger's file descriptor, locked."""
+        descriptor = os.open(self.folder / self.LEDGER, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield descriptor
+        finally:
+            os.close(descriptor)  # lets go of the lock, as the end of the process would
 
     def _drop(self, goal_bytes: float) -> int:
         """Delete blocks until `goal_bytes` are left; returns the bytes that are. Under the ledger's lock."""
         found = []
         for entry in os.scandir(self.folder):
-            if entry.name not in (self.LEDGER, self.SCRATCH):
+            if entry.name.endswith(self.SUFFIX):
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat()
                     found.append((status.st_mtime, status.st_size, entry.path))

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +24,37 @@ from torch.nn.parallel import DistributedDataParallel
 logger = logging.getLogger(__name__)
 
 # Columns that say which rows a batch holds. They stay on the host.
-ROW_COLUMNS = ("dataset_index", "index", "position")
+ROW_COLUMNS = ("dataset_index", "index", "position", "is_skipped")
 
 Batch = dict[str, Tensor]
+
+# What a training process may be doing, each moment one thing. `other`: whatever no mark names, such as drawing noise.
+Phase = Literal[
+    "data_wait",
+    "copy",
+    "forward",
+    "backward",
+    "clip",
+    "optimizer",
+    "zero_grad_schedule",
+    "metrics",
+    "checkpoint",
+    "other",
+]
+
+
+class Clock:
+    """Is told what a training process does next. This one does not listen; that of diagnostics/profile_step.py does."""
+
+    def steps(self, numbers: range, model: nn.Module) -> Iterable[int]:
+        """The steps to run. Each lasts until the next is asked for, and begins with the phase `other`."""
+        return numbers
+
+    def mark(self, phase: Phase) -> None:
+        """A phase begins, and lasts until the next one."""
+
+
+UNWATCHED = Clock()
 
 
 class NumpyToTorchCollate:
@@ -75,7 +103,7 @@ def _torch_dtype(dtype: np.dtype) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
-def cuda_prefetcher(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+def cuda_prefetcher(batches: Iterable[Batch], device: torch.device, clock: Clock = UNWATCHED) -> Iterator[Batch]:
     """Batches on `device`, the next one copied on a side stream while this one is computed with.
 
     Row columns stay on the host. Without a GPU the batches pass through as they are.
@@ -91,7 +119,10 @@ def cuda_prefetcher(batches: Iterable[Batch], device: torch.device) -> Iterator[
         if batch is None:
             return None
         with torch.cuda.stream(stream):
-            return {k: v if k in ROW_COLUMNS else v.to(device, non_blocking=True) for k, v in batch.items()}
+            clock.mark("copy")
+            copied = {k: v if k in ROW_COLUMNS else v.to(device, non_blocking=True) for k, v in batch.items()}
+            clock.mark("copy")  # ends here on this stream; the one that computes may have to wait for it
+        return copied
 
     upcoming = fetch()
     while upcoming is not None:
@@ -178,20 +209,24 @@ class TrainableOptimizer:
         """What trains, by name."""
         return {name: param.detach() for name, param in zip(self.names, self.params, strict=True)}
 
-    def step(self, number: int) -> tuple[Tensor, Tensor]:
+    def step(self, number: int, clock: Clock = UNWATCHED) -> tuple[Tensor, Tensor]:
         """Clip, update, clear gradients. `number`: optimizer steps done before this one (sets the learning rate).
 
         Returns:
             Gradient norm before clipping, and 1.0 if the step was skipped; both 0-d float32 on the device.
         """
+        clock.mark("clip")
         norm = torch.nn.utils.clip_grad_norm_(self.params, self.clip_norm, foreach=True)
         skipped = (~torch.isfinite(norm)).to(torch.float32)
         # The protocol that torch.amp.GradScaler uses with fused optimizers.
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        clock.mark("zero_grad_schedule")
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(number)
+        clock.mark("optimizer")
         self.optimizer.step()
+        clock.mark("zero_grad_schedule")
         self.optimizer.zero_grad(set_to_none=True)
         return norm.detach(), skipped
 
@@ -283,6 +318,7 @@ def train_step(
     draws: Callable[[int], Draws],
     autocast: torch.dtype | None,
     device: torch.device,
+    clock: Clock = UNWATCHED,
 ) -> StepResult:
     """One optimizer step: `grad_accum` forwards and backwards, clip, update. Nothing is read from the device.
 
@@ -295,19 +331,23 @@ def train_step(
             before DDP takes their mean over the ranks. Differs from `grad_accum` where ranks have unequally many.
         draws: micro-step -> (noise, time) for its rows.
         autocast: bf16, or None for fp32.
+        clock: is told what happens when.
     """
     total = torch.zeros((), device=device)
     for micro in range(grad_accum):
+        clock.mark("data_wait")
         batch = next(batches)
+        clock.mark("forward")
         noise, flow_time = draws(micro)
         # Gradients travel between workers once per step, with the last micro-batch.
         wait = isinstance(model, DistributedDataParallel) and micro + 1 < grad_accum
         with model.no_sync() if wait else contextlib.nullcontext():  # type: ignore[union-attr,operator]
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
                 loss = model(batch, noise, flow_time)
+            clock.mark("backward")
             (loss / mean_over).backward()
         total += loss.detach()
-    grad_norm, skipped = optimizer.step(step)
+    grad_norm, skipped = optimizer.step(step, clock)
     return StepResult(total / mean_over, grad_norm, skipped)
 
 

@@ -14,7 +14,7 @@ import gc
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -27,20 +27,30 @@ import torch
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import cluster
 from checkpoint import latest_checkpoint, load_progress
 from config import Config, parse_args
 from evaluate import error_table, evaluate_run
+from parallel import spread
+from pi05_loss import PolicyLoss
 from processors import Prepare, make_processors
 from progress import MetricsLog, RowsLog, follow_progress, log_to
 from report import keep_report, record_run
 from run_folder import claim_folder, prepare_folder, start_attempt, stop_requested, stopping_on_signals
 from run_plan import Run, describe, resolve, with_stats
 from training_data import Dealt, Deferred, TrainingData, stream_batches
-from util import NumpyToTorchCollate, TimedIterator, Window, cuda_prefetcher, enable_gpu_perf_flags, train_step
+from util import (
+    UNWATCHED,
+    Clock,
+    NumpyToTorchCollate,
+    TimedIterator,
+    TrainableOptimizer,
+    Window,
+    cuda_prefetcher,
+    enable_gpu_perf_flags,
+    train_step,
+)
 from worker import (
     CheckpointWriter,
     build_model,
@@ -82,8 +92,22 @@ def build_dataset(run: Run) -> TrainingData:
 
 
 def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
-    """Train from the newest checkpoint to the end of the run. Runs in every training process."""
+    """Train to the end of the run and export the policy. Runs in every training process."""
     run = ray.get(loop_config["run"])
+    trained = train(run)
+    if trained is not None and ray.train.get_context().get_world_rank() == 0:
+        export(run, trained)
+
+
+def train(
+    run: Run,
+    clock: Clock = UNWATCHED,
+    make_optimizer: Callable[[Run, PolicyLoss], TrainableOptimizer] = build_optimizer,
+) -> TrainableOptimizer | None:
+    """Train from the newest checkpoint to the end of the run; None if the run was asked to stop before.
+
+    `clock` is told what happens when.
+    """
     config = run.config
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
@@ -92,17 +116,10 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     enable_gpu_perf_flags(config.train.deterministic)
 
     policy_loss, autocast = build_model(run, device)
-    optimizer = build_optimizer(run, policy_loss)
+    # Of PI0.5, nothing that trains is ever without a gradient (pi05_loss.choose_trainable).
+    model = spread(policy_loss, "ddp", device, world, config.scaling.find_unused_parameters)
+    optimizer = make_optimizer(run, policy_loss)
     progress = restore(run, optimizer)
-    model: nn.Module = policy_loss
-    if world > 1:
-        # Nothing that trains is ever without a gradient (pi05_loss.choose_trainable), so DDP need not search.
-        model = DistributedDataParallel(
-            policy_loss,
-            device_ids=[device] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # constants
-        )
     # Rank 0 counts for all: the others need not see its files.
     attempt = ray.train.collective.broadcast_from_rank_zero(
         start_attempt(run.output_dir, progress.step, world) if rank == 0 else None
@@ -112,16 +129,15 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     rows_log = RowsLog(run.output_dir, rank, attempt) if config.run.record_rows else None
     checkpoints = CheckpointWriter(run, optimizer, rank, attempt)
 
-    shard = ray.train.get_dataset_shard("train")
     dealt = Dealt(config.batch_size, run.block_rows, rank, world, run.batches_per_step, progress.step)
-    host_batches = stream_batches(shard, dealt, progress.rows, run.steps, NumpyToTorchCollate(run.use_gpu))
-    on_device = cuda_prefetcher(host_batches, device)
-    batches = TimedIterator(policy_batches(run, on_device, dealt, rows_log))
+    batches = feed(run, dealt, progress.rows, device, NumpyToTorchCollate(run.use_gpu), rows_log, clock)
     gc.disable()  # collected at log steps: in between it would stall the host at random
+    gc.collect()
+    gc.freeze()  # nor does a log step look again through all that libraries and model are made of: half a second
     window, waited_before = Window(device), 0.0
     losses: list[float] = []
     stop = preempted = False
-    for step in range(progress.step, run.steps):
+    for step in clock.steps(range(progress.step, run.steps), model):
         result = train_step(
             model,
             optimizer,
@@ -132,7 +148,9 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
             draws=noise_for(run, step, dealt, device),
             autocast=autocast,
             device=device,
+            clock=clock,
         )
+        clock.mark("metrics")
         window.add(result, samples=config.batch_size * len(dealt.micros(step)))
         done = step + 1
         save = done == run.steps or done % config.save_freq == 0
@@ -151,16 +169,31 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
             preempted |= leaving
             save |= stop or due or leaving
         if save:
+            clock.mark("checkpoint")
             loss = sum(losses) / len(losses) if losses else None
             progress = replace(progress, step=done, rows=done * config.global_batch_size, loss=loss)
             checkpoints.save(progress)
             losses.clear()
         if stop:
             break
+    gc.unfreeze()
     gc.enable()
     checkpoints.wait()
-    if rank == 0 and not stop:
-        export(run, optimizer)
+    return None if stop else optimizer
+
+
+def feed(
+    run: Run,
+    dealt: Dealt,
+    first_row: int,
+    device: torch.device,
+    collate: NumpyToTorchCollate,
+    rows_log: RowsLog | None = None,
+    clock: Clock = UNWATCHED,
+) -> TimedIterator:
+    """This rank's micro-batches on its device, from a position of the stream to the run's end."""
+    host_batches = stream_batches(ray.train.get_dataset_shard("train"), dealt, first_row, run.steps, collate)
+    return TimedIterator(policy_batches(run, cuda_prefetcher(host_batches, device, clock), dealt, rows_log))
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------
@@ -217,7 +250,14 @@ def fit(run: Run, data_options: ray.data.ExecutionOptions) -> int:
     return load_progress(newest).step if newest is not None else 0
 
 
-def make_trainer(run: Run, data_options: ray.data.ExecutionOptions) -> TorchTrainer:
+def make_trainer(
+    run: Run,
+    data_options: ray.data.ExecutionOptions,
+    loop: Callable[[dict[str, Any]], None] = train_loop_per_worker,
+    data: TrainingData | None = None,
+    **loop_config: Any,
+) -> TorchTrainer:
+    """The worker group and the data that it pulls. `loop` runs in every worker, with `loop_config` and the run."""
     scaling = run.config.scaling
     workers: dict[str, Any] = {"num_workers": scaling.num_workers}
     if scaling.min_workers:
@@ -225,9 +265,9 @@ def make_trainer(run: Run, data_options: ray.data.ExecutionOptions) -> TorchTrai
         workers["elastic_resize_monitor_interval_s"] = scaling.resize_interval_s
     resources = {"CPU": scaling.cpus_per_worker, **({"GPU": 1.0} if run.use_gpu else {})}
     return TorchTrainer(
-        train_loop_per_worker,
-        train_loop_config={"run": ray.put(run)},  # a reference: the controller need not open it
-        datasets={"train": build_dataset(run)},
+        loop,
+        train_loop_config={"run": ray.put(run), **loop_config},  # a reference: the controller need not open it
+        datasets={"train": data or build_dataset(run)},
         dataset_config=ray.train.DataConfig(execution_options=data_options),
         torch_config=TorchConfig(timeout_s=round(scaling.collective_timeout_s)),
         scaling_config=ray.train.ScalingConfig(

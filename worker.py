@@ -131,8 +131,10 @@ def policy_batches(
     """
     for number, batch in enumerate(batches):
         if rows_log is not None:
-            position, dataset_index, index = (batch[key].numpy() for key in ("position", "dataset_index", "index"))
-            rows_log.write(dealt.step_of(number) + 1, position // run.rows_per_epoch, dataset_index, index)
+            rows = {key: batch[key].numpy() for key in ROW_COLUMNS if key in batch}
+            skipped = rows.get("is_skipped", np.zeros(len(rows["index"]), bool))
+            epochs = rows["position"] // run.rows_per_epoch
+            rows_log.write(dealt.step_of(number) + 1, epochs, rows["dataset_index"], rows["index"], skipped)
         inputs = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
         if number == 0:
             check_batch(inputs, run.policy_config)

@@ -571,7 +571,7 @@ def main() -> None:
     enable_gpu_perf_flags()
     bf16, rows = device.type == "cuda", options.global_batch
 
-    name = torch.cuda.get_device_name(device) if bf16 else f"{torch.get_num_threads()}cpu"
+    name = torch.cuda.get_device_name(device) if bf16 else f"{os.cpu_count()}cpu"
     results: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "revision": revision(),

@@ -30,13 +30,15 @@ class Epoch:
     """What was trained up to the end of an epoch, or to the newest checkpoint within it.
 
     Attributes:
-        number: from 0. trained: rows of this epoch. whole: whether the checkpoint contains all of it.
+        number: from 0. trained: rows of this epoch. skipped: rows whose turn came but that could not be read
+            (--dataset.on_error=skip). whole: whether the checkpoint contains all of it.
         missing, doubled: rows trained less or more often than they should have been by now. unknown: rows that the
             dataset does not have.
     """
 
     number: int
     trained: int
+    skipped: int
     whole: bool
     missing: list[Row]
     doubled: list[Row]
@@ -60,9 +62,11 @@ def check_rows(run: Run) -> list[Epoch]:
         raise ValueError(f"{run.output_dir}: no checkpoint yet, so nothing is trained for good")
     progress = load_progress(newest)
     seen: dict[int, Counter[Row]] = defaultdict(Counter)
+    skipped: Counter[int] = Counter()
     for line in recorded_rows(run.output_dir):
         if line["step"] <= progress.step:
-            seen[line["epoch"]].update((d, i) for d, i in line["rows"])
+            seen[line["epoch"]].update((d, i) for d, i in line["rows"] + line["skipped"])
+            skipped[line["epoch"]] += len(line["skipped"])
     there = [
         [
             (d, i)
@@ -84,8 +88,9 @@ def check_rows(run: Run) -> list[Epoch]:
             missing += [row for row in rows if counts[row] < least]
             doubled += [row for row in rows if counts[row] > most]
         unknown = sorted(seen[number].keys() - set(itertools.chain(*there)))
-        epochs.append(Epoch(number, sum(seen[number].values()), whole, missing, doubled, unknown))
-    due = progress.rows - sum(epoch.trained for epoch in epochs)
+        trained = seen[number].total() - skipped[number]
+        epochs.append(Epoch(number, trained, skipped[number], whole, missing, doubled, unknown))
+    due = progress.rows - sum(epoch.trained + epoch.skipped for epoch in epochs)
     if due and all(epoch.ok for epoch in epochs):
         raise ValueError(f"{run.output_dir}: {due} rows more than recorded are in {newest.name}: were files removed?")
     return epochs
@@ -108,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{folder}: {len(starts)} starts, resumed from steps {[line['resumed_from_step'] for line in starts]}")
     for epoch in epochs:
         told = f"epoch {epoch.number}: {epoch.trained} of {run.rows_per_epoch} rows trained"
+        if epoch.skipped:
+            told += f", {epoch.skipped} skipped because they cannot be read"
         for name, rows in (("missing", epoch.missing), ("doubled", epoch.doubled), ("not of the data", epoch.unknown)):
             if rows:
                 told += f"; {len(rows)} {name}, e.g. (dataset_index, index) {rows[:3]}"

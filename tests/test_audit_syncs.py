@@ -143,8 +143,8 @@ def test_every_part_of_the_step_is_looked_at(run, monkeypatch, one_step):
 
     prefetcher = vla.cuda_prefetcher
 
-    def prefetched(batches, device):
-        for batch in prefetcher(batches, device):
+    def prefetched(batches, device, *rest):
+        for batch in prefetcher(batches, device, *rest):
             beside_copies((), batch)
             yield batch
 

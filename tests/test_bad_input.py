@@ -393,11 +393,11 @@ def test_no_disk_space_for_a_checkpoint(refused, run, base, tmp_path, monkeypatc
 
     full(1e6)
     message = refused()
-    assert f"no space for a checkpoint and the trained policy in {tmp_path / 'out'}" in message
+    assert f"no space for two checkpoints and the trained policy in {tmp_path / 'out'}" in message
     assert "0.00 GB free; make room or choose another --output_dir" in message
     # Room for the policy and what else is on the disk, but not for what Adam remembers of it.
     full(SPARE_BYTES + 1.5 * (base / "model.safetensors").stat().st_size)
-    assert "no space for a checkpoint" in refused(**{"train.mode": "full"})
+    assert "no space for two checkpoints" in refused(**{"train.mode": "full"})
 
 
 def test_a_folder_that_exists(run, tmp_path):
@@ -405,7 +405,7 @@ def test_a_folder_that_exists(run, tmp_path):
     (tmp_path / "out/precious").write_text("mine")
     status, _, err = run()
     assert status == 2
-    assert f"--output_dir={tmp_path / 'out'} exists: --resume goes on with the run it holds" in err
+    assert f"--output_dir={tmp_path / 'out'} is not empty: --resume goes on with the run it holds" in err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
 
 

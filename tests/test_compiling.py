@@ -161,3 +161,15 @@ def test_where_compiling_is_not_tried(monkeypatch):
     assert why_not(gpu) == "Triton, which it needs, is not installed or does not work here"
     monkeypatch.setattr(compiling, "has_triton", lambda: True)
     assert why_not(gpu) is None
+
+
+@pytest.mark.slow
+def test_inductors_code_trains_alike():
+    """With the compiler of C++ that PyTorch's code generator calls on a CPU: a minute or two."""
+    policy = make_policy(2)
+    choose_trainable(policy, "full")
+    plain = copy.deepcopy(policy)
+    compiler = Compiler()
+    found = train(policy, PolicyLoss(policy, attention="sdpa", compile=compiler), 3)
+    assert not compiler.failed
+    assert found == pytest.approx(train(plain, PolicyLoss(plain, attention="sdpa"), 3), rel=1e-4)

@@ -61,6 +61,7 @@ def test_a_saved_config_comes_back_and_flags_change_it(tmp_path):
         ([*DATA[1:], '--dataset.mixture={"/a": 1, "/b": 0}'], "the weight of /b is 0"),
         ([*DATA[1:], '--dataset.mixture={"/a": 1, "/b": 1}', "--dataset.episodes=[1]"], "with several roots"),
         ([*DATA, "--dataset.image_size=[224]"], "expected .height, width."),
+        ([*DATA, "--dataset.read_timeout_s=0"], "--dataset.read_timeout_s=0.0: must be positive"),
         ([*DATA, "--policy.type=pi05"], "--policy.path and --policy.type"),
         ([*DATA, "--steps=3", "--num_epochs=1"], "--steps and --num_epochs"),
         ([*DATA, "--dataset.root=/a,/b", "--dataset.episodes=[1]"], "--dataset.episodes with several roots"),

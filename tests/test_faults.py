@@ -202,6 +202,26 @@ def test_resumed_with_another_number_of_workers(setting, undisturbed, workers, t
     assert_every_row_once(folder)
 
 
+@pytest.mark.slow
+def test_a_truncated_mp4_is_skipped(setting, undisturbed, capsys):
+    root = shutil.copytree(setting[1], setting[0] / "damaged")
+    meta = load_metadata(root)
+    camera = meta.video_keys[0]
+    path = root / meta.video_files[camera][meta.episode_video_file[camera][2]]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    changes = {"dataset.root": root, "dataset.on_error": "skip"}
+    assert vla.main(flags(setting, "skipped", **changes)) == 0
+    assert f"WARNING {root}: episode 2 is skipped: " in capsys.readouterr().err
+    folder = setting[0] / "skipped"
+    assert_every_row_once(folder)
+    assert "skipped because they cannot be read" in capsys.readouterr().out
+    recorded = list(recorded_rows(folder))
+    skipped = {index for line in recorded for _, index in line["skipped"]}
+    first = int(meta.episode_start[2])
+    assert set(range(first, first + int(meta.episode_length[2]))) <= skipped
+    assert not skipped & {index for line in recorded for _, index in line["rows"]}
+
+
 DRIVER = """
 import os, sys
 from functools import partial
@@ -213,9 +233,10 @@ sys.exit(vla.main(sys.argv[2:]))
 """
 
 
-def started(argv, *faults):
-    """The program in a process of its own, joining the tests' cluster."""
-    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": os.getcwd()}
+def started(argv, *faults, address=None):
+    """The program in a process of its own, joining the tests' cluster or another."""
+    address = address or ray.get_runtime_context().gcs_address
+    environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.getcwd()}
     command = [sys.executable, "-c", DRIVER, repr(list(faults)), *map(str, argv)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

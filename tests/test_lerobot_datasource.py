@@ -499,3 +499,45 @@ def test_arguments_that_do_not_fit(roots):
             LeRobotDatasource([meta], image_size=size)
     with pytest.raises(ValueError, match="not among the roots"):
         read_lerobot(roots["rollover"], episodes={"elsewhere": [0]})
+
+
+@pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])
+def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tmp_path, windows):
+    root = make_dataset(tmp_path / "damaged")
+    meta = load_metadata(root)
+    sound = next(LeRobotDatasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
+    number = 2
+    damaged = root / meta.video_files[TOP][meta.episode_video_file[TOP][number]]
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    gone = np.isin(
+        sound["episode_index"], np.flatnonzero(meta.episode_video_file[TOP] == meta.episode_video_file[TOP][number])
+    )
+    assert 0 < gone.sum() < 54
+
+    log = tmp_path / "skipped.jsonl"
+    source = LeRobotDatasource([meta], delta_timestamps=windows, on_error="skip", skip_log=log)
+    found = next(source.read_rows(range(54), 54))
+    assert found.keys() == sound.keys() | {"is_skipped"}
+    np.testing.assert_array_equal(found["is_skipped"], gone)
+    for key, expected in sound.items():
+        assert found[key].dtype == expected.dtype and found[key].shape == expected.shape, key
+        np.testing.assert_array_equal(found[key][~gone], expected[~gone], err_msg=key)
+    # Whose turn it was is known all the same.
+    np.testing.assert_array_equal(found["index"], sound["index"])
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {line["episode_index"] for line in lines} == set(sound["episode_index"][gone].tolist())
+    assert all("again" in line["error"] and line["root"] == str(root) for line in lines)
+
+    with pytest.raises(ValueError, match="again"):
+        next(LeRobotDatasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
+
+
+def test_a_store_that_does_not_answer_is_no_reason_to_skip(tmp_path, monkeypatch):
+    meta = load_metadata(make_dataset(tmp_path / "sound", episodes=(4, 5)))
+
+    def refuses(*_):
+        raise ConnectionError("503")
+
+    monkeypatch.setattr(Reader, "open_video", refuses)
+    with pytest.raises(OSError, match="503"):
+        next(LeRobotDatasource([meta], on_error="skip").read_rows(range(9), 9))

@@ -693,3 +693,21 @@ def test_pi05_needs_noise_and_time():
     policy = make_policy(1)
     with pytest.raises(ValueError, match="sample_noise_and_time"):
         PolicyLoss(policy)(make_batch(policy)[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_weight_zero_count_for_nothing_but_the_denominator(mode, in_float64):
+    policy = make_policy(2).double()
+    batch, noise, time = to_float64(*make_batch(policy))
+    kept = torch.tensor([True, False, True, False])
+    part = {key: value[kept] for key, value in batch.items()}
+    _, _, expected, wanted = loss_and_gradients(policy, mode, part, noise[kept], time[kept])
+    weighted = {**batch, "row_weight": kept.double()}
+    # What is in the other rows does not matter.
+    weighted["action"] = torch.where(kept[:, None, None], batch["action"], 1e6)
+    policy.zero_grad()
+    loss = PolicyLoss(policy)(weighted, noise, time)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item() / 2, rel=1e-12)
+    errors = gradient_errors(gradients(policy), {name: gradient / 2 for name, gradient in wanted.items()})
+    assert max(errors.values()) <= 1e-12

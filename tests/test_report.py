@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,7 +111,9 @@ def finished(tmp_path_factory):
 def write_metrics(folder, mfu_per_rate=0.01):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "spilled_bytes", lambda: 3 * 2**30)
-        log = MetricsLog(folder, 8, 43, 0, mfu_per_rate)
+        config = SimpleNamespace(global_batch_size=8)
+        run = SimpleNamespace(output_dir=folder, config=config, rows_per_epoch=43, tokens_per_sample=None)
+        log = MetricsLog(run, 0, {"mfu": mfu_per_rate})
         for step in range(LOG_FREQ, STEPS + 1, LOG_FREQ):
             log.write(
                 step,

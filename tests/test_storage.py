@@ -111,7 +111,7 @@ def test_a_listing_that_fails_is_not_an_empty_one(store, fault, depth):
 
 def test_a_stalled_connection_is_given_up_and_made_anew(store):
     store.faults.choose = lambda request: "stall" if contents(request) and request.attempt == 1 else None
-    fs, path = store.connect(timeout_s=16)
+    fs, path = store.connect(timeout_s=12)
     with fs.open(path) as file:
         assert file.read(100) == DATA[:100]
     assert [r.attempt for r in store.faults.requests if contents(r)] == [1, 2]
@@ -227,20 +227,23 @@ def test_what_is_cached_is_not_fetched_until_it_changes(tmp_path):
 
 
 def stored_bytes(folder):
-    return sum(path.stat().st_size for path in folder.iterdir() if path.name != BlockCache.LEDGER)
+    return sum(path.stat().st_size for path in folder.glob("*.block"))
 
 
 def test_the_cache_stays_within_its_limit_and_keeps_what_is_used(tmp_path):
     cache = BlockCache(tmp_path / "cache", 10_000)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/thesis.tex").write_bytes(bytes(20_000))  # somebody else's, and it stays
     blocks = {f"key{i:02d}": bytes([i]) * 1000 for i in range(30)}
     for key, block in blocks.items():
         cache.put(key, block)
-        os.utime(cache.folder / key, (int(key[3:]), int(key[3:])))  # used in this order
+        os.utime(cache.folder / f"{key}.block", (int(key[3:]), int(key[3:])))  # used in this order
         if key > "key00":
             assert cache.get("key00", 1000) == blocks["key00"]  # and this one now
         assert stored_bytes(cache.folder) <= 10_000
     kept = [key for key, block in blocks.items() if cache.get(key, 1000) == block]
     assert "key00" in kept and "key29" in kept and "key10" not in kept and len(kept) >= 8
+    assert (tmp_path / "cache/thesis.tex").stat().st_size == 20_000
     cache.put("large", bytes(20_000))  # larger than all: not kept, and nothing is dropped for it
     assert [key for key in blocks if cache.get(key, 1000)] == kept
 
@@ -250,9 +253,9 @@ def test_a_damaged_block_is_fetched_again(tmp_path, damage):
     cache = BlockCache(tmp_path, 10_000)
     cache.put("key", b"a" * 1000)
     assert cache.get("key", 1000) == b"a" * 1000
-    (tmp_path / "key").write_bytes(damage)
+    (tmp_path / "key.block").write_bytes(damage)
     assert cache.get("key", 1000) is None
-    assert not (tmp_path / "key").exists()
+    assert not (tmp_path / "key.block").exists()
 
 
 def test_a_cache_folder_that_cannot_be_written(tmp_path):
@@ -287,7 +290,14 @@ def test_processes_share_a_cache(tmp_path):
     results = [tuple(map(int, process.communicate()[0].split())) for process in running]
     assert all(hits > 0 and not wrong for hits, wrong, _ in results)
     assert 30_000 < max(most for *_, most in results) <= 50_000
-    # Blocks of 1004 bytes: what the ledger holds is what is there.
-    names = {path.name for path in (tmp_path / "cache").iterdir()}
-    assert int((tmp_path / "cache" / BlockCache.LEDGER).read_text()) >= 1004 * (len(names) - 1)
-    assert BlockCache.SCRATCH not in names
+    assert int((tmp_path / "cache" / BlockCache.LEDGER).read_text()) >= stored_bytes(tmp_path / "cache") > 30_000
+
+
+def test_a_ledger_that_was_lost_is_made_again(tmp_path):
+    cache = BlockCache(tmp_path, 10_000)
+    for i in range(9):
+        cache.put(f"key{i}", bytes(1000))
+    (tmp_path / BlockCache.LEDGER).write_bytes(b"")
+    cache.put("key9", bytes(1000))
+    assert stored_bytes(tmp_path) <= 10_000
+    assert int((tmp_path / BlockCache.LEDGER).read_text()) == stored_bytes(tmp_path)

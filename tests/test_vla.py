@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import tiny_pi05
 import vla
 import worker
+from config import parse_args
 from lerobot_metadata import load_metadata
 from run_plan import resolve
 from tests.datasets import make_dataset
@@ -87,7 +88,6 @@ def lerobot_loop(setting):
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-    from config import parse_args
     from pi05_loss import sample_noise_and_time
 
     _, root, base = setting
@@ -195,6 +195,8 @@ def test_the_runs_folder_holds_what_is_promised(setting, finished):
         assert line["frames_per_s"] == pytest.approx(2 * line["samples_per_s"])  # two cameras
         assert line["decoded_bytes_per_s"] > 3 * (48 * 64 + 96 * 80) * line["samples_per_s"]
         assert line["mfu"] is None and line["spilled_bytes"] == 0  # a CPU has no peak rate here, and nothing spills
+    tokens = resolve(parse_args(flags(setting, "unused")), gpus_found=0).tokens_per_sample
+    assert [line["tokens"] for line in lines] == [8 * tokens, 16 * tokens, 24 * tokens, 32 * tokens]
     assert lines[-1]["samples"] == 32 and lines[-1]["epoch"] == pytest.approx(32 / 54, abs=1e-3)
     config = json.loads((finished / "config.json").read_text())
     assert config["policy_path"] == str(setting[2]) and config["steps"] == STEPS

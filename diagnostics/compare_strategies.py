@@ -1,0 +1,286 @@
+"""A copy of the model on every worker, or a part of it: what does each cost?
+
+    python -m diagnostics.compare_strategies --preset demo
+
+takes the flags of `vla.py` and runs that program's training step with each way of spreading parameters (`parallel.py`),
+one after the other in the same workers, on the same model, noise and batches of the run's data, read once beforehand.
+Own flags, each also an environment variable in capitals:
+
+    --compare_steps N               measured steps of each, after 3 to warm up (20)
+    --strategies A,B                which (ddp,fsdp2,fsdp2_reshard)
+    --compare_strategies_json PATH  the result for scripts
+
+Exit status: 0 done, 1 the run failed, 2 it could not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from ray.exceptions import RayError
+from ray.train import TrainingFailedError
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import cluster
+import vla
+from config import parse_args
+from diagnostics.report import Environment, Options, Record, Report, count, host_batches, scratch_run
+from parallel import Strategy, spread
+from run_plan import Run, resolve, with_stats
+from training_data import Dealt
+from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
+from worker import build_model, build_optimizer, noise_for, policy_batches
+
+WARMUP_STEPS = 3
+BATCHES = 4
+
+
+def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """The tool's own options, and what is left for `vla.py`'s parser."""
+    options = Options()
+    options.add("compare_steps", count, 20, "measured steps of each")
+    options.add("strategies", _strategies, list(get_args(Strategy)), "which to compare")
+    options.add("compare_strategies_json", Path, None, "the result for scripts")
+    return options.parse_known_args(argv)
+
+
+def _strategies(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in get_args(Strategy)]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(get_args(Strategy))}")
+    return names
+
+
+# ---- the result ---------------------------------------------------------------------------------------------------
+
+
+class Spreading(Record):
+    """What one rank measured of one strategy.
+
+    Attributes:
+        step_s: each measured step, with the device waited for at its end.
+        losses: this rank's, of all steps, the warm-up's too.
+        state_bytes: parameters and optimizer state that this rank holds between steps.
+        peak_bytes: most memory in use on the GPU; None without one.
+    """
+
+    strategy: Strategy
+    step_s: list[float]
+    losses: list[float]
+    state_bytes: int
+    peak_bytes: int | None
+
+
+class RankStrategies(Record):
+    rank: int
+    environment: Environment
+    spreadings: list[Spreading]
+
+
+class StrategiesReport(Report):
+    """What `compare_strategies` found; ranks in order, each with the strategies in the same order."""
+
+    tool: Literal["compare_strategies"] = "compare_strategies"
+    world_size: int
+    global_batch_size: int
+    ranks: list[RankStrategies]
+
+
+def table(report: StrategiesReport) -> str:
+    """The result for people: the slowest rank's time, the most memory of any rank."""
+    gib = 2**30
+    config = report.config
+    lines = [
+        f"Step         {config['batch_size']} rows x {config['grad_accum']} micro-steps x {report.world_size} workers "
+        f"= {report.global_batch_size} rows, --train.mode={config['train']['mode']}",
+        f"On           {report.ranks[0].environment.line()}",
+        "",
+        f"{'strategy':16}{'s/step':>9}{'samples/s':>11}{'of first':>10}{'state GiB':>11}{'peak GiB':>10}"
+        f"{'losses apart':>14}",
+    ]
+    first_s = None
+    for own in zip(*(rank.spreadings for rank in report.ranks), strict=True):
+        step_s = max(float(np.median(s.step_s)) for s in own)
+        first_s = first_s or step_s
+        peaks = [s.peak_bytes for s in own if s.peak_bytes is not None]
+        peak = f"{max(peaks) / gib:10.2f}" if peaks else f"{'-':>10}"
+        lines.append(
+            f"{own[0].strategy:16}{step_s:9.4f}{report.global_batch_size / step_s:11.1f}{step_s / first_s:9.2f}x"
+            f"{max(s.state_bytes for s in own) / gib:11.4f}{peak}{_apart(report, own[0].strategy):14.1e}"
+        )
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "state: parameters and Adam's moments that a rank holds between two steps",
+            "losses apart: from the first strategy's, relative, at most over all steps and ranks",
+        ]
+    )
+
+
+def _apart(report: StrategiesReport, strategy: Strategy) -> float:
+    """How far a strategy's losses are from the first one's at most, relative to them, over all ranks and steps."""
+    worst = 0.0
+    for rank in report.ranks:
+        theirs = next(s.losses for s in rank.spreadings if s.strategy == strategy)
+        pairs = zip(rank.spreadings[0].losses, theirs, strict=True)
+        worst = max(worst, *(abs(a - b) / abs(a) for a, b in pairs))
+    return worst
+
+
+# ---- in every worker ----------------------------------------------------------------------------------------------
+
+
+def compare_loop(loop_config: dict[str, Any]) -> None:
+    """Measure one strategy after the other. Runs in every worker, which leaves its result in the run's folder."""
+    run: Run = ray.get(loop_config["run"])
+    options: Namespace = loop_config["options"]
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    result = compare(run, options.strategies, options.compare_steps, rank, world, vla.get_device())
+    _rank_path(run, rank).write_text(result.model_dump_json())
+
+
+def compare(
+    run: Run, strategies: Sequence[Strategy], steps: int, rank: int, world: int, device: torch.device
+) -> RankStrategies:
+    """Every strategy in turn; all ranks of the process group call it alike."""
+    dealt = Dealt(run.config.batch_size, run.block_rows, rank, world, run.batches_per_step)
+    host = host_batches(run, dealt, BATCHES)
+    batches = list(policy_batches(run, cuda_prefetcher(host, device), dealt))
+    spreadings = []
+    for strategy in strategies:
+        spreadings.append(_measure(run, strategy, steps, batches, dealt, device))
+        _forget(device)
+    return RankStrategies(rank=rank, environment=Environment.here(), spreadings=spreadings)
+
+
+def _measure(
+    run: Run, strategy: Strategy, steps: int, batches: Sequence[Batch], dealt: Dealt, device: torch.device
+) -> Spreading:
+    loss, autocast = build_model(run, device)
+    model = spread(loss, strategy, device, dealt.world, run.config.scaling.find_unused_parameters)
+    optimizer = build_optimizer(run, loss)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    feed, step_s, losses = itertools.cycle(batches), [], []
+    for step in range(WARMUP_STEPS + steps):
+        start = time.perf_counter()
+        result = train_step(
+            model,
+            optimizer,
+            feed,
+            step=step,
+            grad_accum=run.config.grad_accum,
+            mean_over=run.config.grad_accum,
+            draws=noise_for(run, step, dealt, device),
+            autocast=autocast,
+            device=device,
+        )
+        losses.append(result.loss.item())  # and the device is waited for
+        step_s.append(time.perf_counter() - start)
+    return Spreading(
+        strategy=strategy,
+        step_s=step_s[WARMUP_STEPS:],
+        losses=losses,
+        state_bytes=state_bytes(model, optimizer),
+        peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def state_bytes(model: nn.Module, optimizer: TrainableOptimizer) -> int:
+    """Bytes of parameters and optimizer state that this rank holds between steps."""
+    held = [*model.parameters(), *optimizer.state().values()]
+    return sum(_local(tensor).nbytes for tensor in held)
+
+
+def _forget(device: torch.device) -> None:
+    """Give the memory of a model that is no longer referred to back."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _rank_path(run: Run, rank: int) -> Path:
+    return run.output_dir / f"strategies-{rank}.json"
+
+
+# ---- the driver ---------------------------------------------------------------------------------------------------
+
+
+def profile(run: Run, options: Namespace) -> StrategiesReport:
+    """Compare on the Ray cluster, which is started if there is none."""
+    started_ray = not ray.is_initialized()
+    try:
+        with scratch_run(run) as scratch:
+            limits = cluster.start(scratch)
+            scratch = with_stats(scratch)
+            vla.make_trainer(scratch, limits.execution_options(), compare_loop, options=options).fit()
+            ranks = [
+                RankStrategies.model_validate_json(_rank_path(scratch, rank).read_bytes())
+                for rank in range(run.config.scaling.num_workers)
+            ]
+            return StrategiesReport(
+                environment=ranks[0].environment,
+                config=run.config.to_json(),
+                world_size=len(ranks),
+                global_batch_size=run.config.global_batch_size,
+                ranks=ranks,
+            )
+    finally:
+        if started_ray:
+            ray.shutdown()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare strategies for the run that the flags describe. Returns the exit status: see the module."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+        vla.print_help()
+        return 0
+    try:
+        options, rest = parse_options(argv)
+        run = resolve(parse_args(rest), gpus_found=torch.cuda.device_count())
+        if run.config.scaling.num_workers < 2:
+            raise ValueError("--scaling.num_workers=1: there is nothing to spread; give at least 2")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"Running {', '.join(options.strategies)} on {run.config.scaling.num_workers} workers ...", flush=True)
+    try:
+        report = profile(run, options)
+    except (TrainingFailedError, RayError, ValueError, OSError) as error:
+        print(f"error: {vla.root_cause(error)}", file=sys.stderr)
+        return 1
+    print(table(report))
+    if options.compare_strategies_json:
+        report.write(options.compare_strategies_json)
+        print(f"written to {options.compare_strategies_json}")
+    return 0
+
+
+if __name__ == "__main__":
+    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
+    from diagnostics import compare_strategies
+
+    sys.exit(compare_strategies.main())

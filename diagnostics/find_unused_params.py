@@ -1,0 +1,261 @@
+"""Which parameters a training step reaches, and which it does not.
+
+    python -m diagnostics.find_unused_params --preset demo
+
+takes the flags of `vla.py`, runs that program's training step on several batches of its data in this process, without
+Ray, and looks at the gradients. DDP refuses a parameter that trains and gets no gradient, unless it may search for it
+in every step. Own flags, each also an environment variable in capitals:
+
+    --unused_batches N       batches to look at (4)
+    --include_zero_grad      list parameters too whose gradient is zero in all of them
+    --fail_if_unused         exit status 1 if a parameter that trains is without a gradient in any of them
+    --unused_json PATH       the result for scripts
+
+Exit status: 0 done, 1 see above, or the step failed, 2 it could not start.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import ray
+import torch
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from ray.exceptions import RayError
+from torch import Tensor
+
+import cluster
+import vla
+from config import parse_args
+from diagnostics.report import Environment, Options, Record, Report, count, host_batches, scratch_run, truth
+from run_plan import Run, resolve, with_stats
+from training_data import Dealt
+from util import UNWATCHED, Clock, TrainableOptimizer, cuda_prefetcher, train_step
+from worker import build_model, build_optimizer, noise_for, policy_batches
+
+# `sometimes`: without a gradient in some batches. `zero`: a gradient always, and never another than zero.
+Fate = Literal["unused", "sometimes", "zero", "frozen", "used"]
+MEANING: dict[Fate, str] = {
+    "unused": "UNUSED     trains, and never gets a gradient: DDP refuses it, AdamW never moves it",
+    "sometimes": "SOMETIMES  trains, and is without a gradient in some batches: DDP refuses those",
+    "zero": "ZERO       trains, and its gradient was zero throughout: weight decay is all that moves it",
+    "frozen": "FROZEN     does not train",
+    "used": "USED       trains, and gets gradients",
+}
+
+
+class Parameter(Record):
+    """A parameter of the policy. `without_gradient`: in how many of the batches it had none."""
+
+    name: str
+    shape: list[int]
+    fate: Fate
+    without_gradient: int
+
+    @property
+    def size(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+class UnusedReport(Report):
+    """What `find_unused_params` found, after `batches` steps."""
+
+    tool: Literal["find_unused_params"] = "find_unused_params"
+    batches: int
+    parameters: list[Parameter]
+
+    def of(self, fate: Fate) -> list[Parameter]:
+        return [parameter for parameter in self.parameters if parameter.fate == fate]
+
+    @property
+    def unreached(self) -> list[Parameter]:
+        """Those that DDP refuses."""
+        return self.of("unused") + self.of("sometimes")
+
+
+def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """The tool's own options, and what is left for `vla.py`'s parser."""
+    options = Options()
+    options.add("unused_batches", count, 4, "batches to look at")
+    options.add("include_zero_grad", truth, False, "list zero gradients")
+    options.add("fail_if_unused", truth, False, "exit status 1 if there are any")
+    options.add("unused_json", Path, None, "the result for scripts")
+    return options.parse_known_args(argv)
+
+
+# ---- the step, on real batches ------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Inspector(TrainableOptimizer):
+    """Looks at the gradients in place of using them."""
+
+    missing: Counter[str] = field(default_factory=Counter)
+    zero: Counter[str] = field(default_factory=Counter)
+
+    def step(self, number: int, clock: Clock = UNWATCHED) -> tuple[Tensor, Tensor]:
+        for name, parameter in zip(self.names, self.params, strict=True):
+            if parameter.grad is None:
+                self.missing[name] += 1
+            elif not parameter.grad.any():
+                self.zero[name] += 1
+            parameter.grad = None
+        nothing = torch.zeros((), device=self.params[0].device)
+        return nothing, nothing
+
+
+def find_unused(run: Run, batches: int) -> UnusedReport:
+    """Run the training step on the run's first batches, one optimizer step each, and classify every parameter."""
+    device = torch.device("cuda" if run.use_gpu else "cpu")
+    loss, autocast = build_model(run, device)
+    inspector = _Inspector(**vars(build_optimizer(run, loss)))
+    # One worker, one micro-batch a step.
+    alone = replace(run.config.scaling, num_workers=1, min_workers=None)
+    run = replace(run, config=replace(run.config, grad_accum=1, scaling=alone))
+    dealt = Dealt(run.config.batch_size, run.block_rows, 0, 1, 1)
+    feed = policy_batches(run, cuda_prefetcher(host_batches(run, dealt, batches), device), dealt)
+    for step in range(batches):
+        train_step(
+            loss,
+            inspector,
+            feed,
+            step=step,
+            grad_accum=1,
+            mean_over=1,
+            draws=noise_for(run, step, dealt, device),
+            autocast=autocast,
+            device=device,
+        )
+    missing, zero = inspector.missing, inspector.zero
+
+    def fate(name: str, trains: bool) -> Fate:
+        if not trains:
+            return "frozen"
+        if missing[name]:
+            return "unused" if missing[name] == batches else "sometimes"
+        return "zero" if zero[name] == batches else "used"
+
+    return UnusedReport(
+        environment=Environment.here(),
+        config=run.config.to_json(),
+        batches=batches,
+        parameters=[
+            Parameter(name=n, shape=list(p.shape), fate=fate(n, p.requires_grad), without_gradient=missing[n])
+            for n, p in loss.policy.named_parameters()
+        ],
+    )
+
+
+# ---- for people ---------------------------------------------------------------------------------------------------
+
+
+def table(report: UnusedReport, run: Run, include_zero_grad: bool) -> str:
+    """The result, grouped by module; `used` in numbers only."""
+    step = f"{report.batches} batches of {run.config.batch_size} rows, --train.mode={run.config.train.mode}"
+    lines = [f"{run.policy_config.type}, {run.base['path']}: {step}"]
+    shown: list[Fate] = ["unused", "sometimes", *(["zero"] if include_zero_grad else []), "frozen"]  # type: ignore[list-item]
+    for fate in (*shown, "used"):
+        found = report.of(fate)  # type: ignore[arg-type]
+        lines += ["", f"{MEANING[fate]}: {_numbers(found)}"]  # type: ignore[index]
+        if fate in shown:
+            lines += [
+                f"  {module or '(everything)'}: {_numbers(members)}" for module, members in _groups(report, found)
+            ]
+    if not include_zero_grad and (zero := report.of("zero")):
+        lines += ["", f"{_numbers(zero)} had a gradient of zero throughout: --include_zero_grad lists them."]
+    return "\n".join([*lines, "", *advice(report, run)])
+
+
+def _numbers(parameters: Sequence[Parameter]) -> str:
+    tensors = len(parameters)
+    return f"{tensors} tensor{'' if tensors == 1 else 's'}, {sum(p.size for p in parameters):,} parameters"
+
+
+def _groups(report: UnusedReport, found: Sequence[Parameter]) -> Iterator[tuple[str, list[Parameter]]]:
+    """`found` by the largest modules that hold nothing else."""
+    inside = Counter(prefix for p in report.parameters for prefix in _prefixes(p.name))
+    chosen = Counter(prefix for p in found for prefix in _prefixes(p.name))
+    groups: dict[str, list[Parameter]] = {}
+    for parameter in found:
+        whole = next(prefix for prefix in _prefixes(parameter.name) if chosen[prefix] == inside[prefix])
+        groups.setdefault(whole, []).append(parameter)
+    yield from groups.items()
+
+
+def _prefixes(name: str) -> list[str]:
+    """`a.b.c` to the modules it is in and itself, the outermost first: ``["", "a", "a.b", "a.b.c"]``."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts) + 1)]
+
+
+def advice(report: UnusedReport, run: Run) -> list[str]:
+    """What to do about what was found."""
+    search = run.config.scaling.find_unused_parameters
+    if not report.unreached:
+        spare = " --scaling.find_unused_parameters=true makes DDP search in vain: leave it out." if search else ""
+        return [f"Every parameter that trains got a gradient in every batch: DDP need not search.{spare}"]
+    said = []
+    if isinstance(run.policy_config, PI05Config):
+        said.append(
+            "PI0.5's unused parts are frozen by pi05_loss.choose_trainable: these are parts that it does not know; add "
+            "them to its list."
+        )
+    elif report.of("unused"):
+        names = run.policy_config.__dataclass_fields__
+        freezes = [f"--policy.{n}" for n in names if "freeze" in n or (n.startswith("train_") and n.endswith("_only"))]
+        said.append(
+            "Freeze what is never used"
+            + (f": the policy has {', '.join(freezes)}." if freezes else "; the policy has no option for it.")
+        )
+    said.append(
+        "DDP is told to search for such parameters in every step (--scaling.find_unused_parameters=true), so several "
+        "workers can train this."
+        if search
+        else "As it is, several workers need --scaling.find_unused_parameters=true, a search in every step."
+    )
+    return said
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Look at the run that the flags describe, and print the result. Returns the exit status: see the module."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+        vla.print_help()
+        return 0
+    started_ray = False
+    try:
+        options, rest = parse_options(argv)
+        run = resolve(parse_args(rest), gpus_found=torch.cuda.device_count())
+        if run.missing_stats:
+            # Finding them takes a pass over the data.
+            with scratch_run(run) as scratch:
+                started_ray = not ray.is_initialized()
+                cluster.start(scratch)
+                run = with_stats(scratch)
+    except (ValueError, OSError, RayError) as error:
+        print(f"error: {vla.root_cause(error)}", file=sys.stderr)
+        return 2
+    finally:
+        if started_ray:
+            ray.shutdown()
+    try:
+        report = find_unused(run, options.unused_batches)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {vla.root_cause(error)}", file=sys.stderr)
+        return 1
+    print(table(report, run, options.include_zero_grad))
+    if options.unused_json:
+        report.write(options.unused_json)
+        print(f"written to {options.unused_json}")
+    return 1 if options.fail_if_unused and report.unreached else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

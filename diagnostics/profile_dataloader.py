@@ -1,0 +1,506 @@
+"""What the data engine can deliver when nothing is computed with it, and what its CPUs do.
+
+    python -m diagnostics.profile_dataloader --preset demo
+    python -m diagnostics.profile_dataloader --preset demo --against step.json
+
+takes the flags of `vla.py` and pulls batches through that program's own `vla.build_dataset` and `vla.feed`, in as many
+workers at once, without a model. Then one read task does its work stage by stage, on the CPU's clock. Own flags, each
+also an environment variable in capitals:
+
+    --profile_batches N            batches per worker (300)
+    --profile_warmup N             batches per worker before those (20)
+    --against PATH                 a result of profile_step: says which side is the bottleneck, and what would balance
+    --profile_dataloader_json PATH the result for scripts
+
+The rate counts rows that were read after the warm-up, over the time until the last of them has arrived: what lay in
+buffers when the clock started does not count, and nothing is left in them when it stops. Exit status: 0 done, 1 the run
+failed, 2 it could not start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+from unittest import mock
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RayError
+from ray.train import TrainingFailedError
+
+import cluster
+import lerobot_rows
+import vla
+from config import parse_args
+from diagnostics.profile_step import StepReport
+from diagnostics.report import Environment, Options, Record, Report, Spread, count, scratch_run
+from lerobot_decode import VideoReader
+from processors import Prepare
+from progress import object_store
+from run_plan import Run, resolve, with_stats
+from training_data import Dealt, Deferred, TrainingData
+from util import Batch, Clock, NumpyToTorchCollate, Phase
+
+Columns = dict[str, np.ndarray]
+Stage = Literal["read", "decode", "convert", "resize", "shuffle", "prepare", "transfer", "collate", "other"]
+EXPLAINED: dict[Stage, str] = {
+    "read": "parquet columns",
+    "decode": "video and image files to frames",
+    "convert": "frames to RGB",
+    "resize": "where --dataset.image_size says so",
+    "shuffle": "rows to their places",
+    "prepare": "normalise, tokenise",
+    "transfer": "to Arrow, into the object store and out",
+    "collate": "into the tensors that a GPU copies from",
+    "other": "",
+}
+# What a stage consists of: time spent in one of these and in no other of them.
+FUNCTIONS: tuple[tuple[Any, str, Stage], ...] = (
+    (lerobot_rows, "_group_by_episode", "shuffle"),
+    (lerobot_rows, "_read_tabular", "read"),
+    (lerobot_rows.Reader, "open_video", "read"),
+    (lerobot_rows, "_fill", "shuffle"),
+    (lerobot_rows, "_fill_images", "shuffle"),
+    (lerobot_rows, "decode_image", "decode"),
+    (lerobot_rows, "decode_depth_image", "decode"),
+    (lerobot_rows, "_read_video", "shuffle"),
+    (lerobot_rows, "_to_table", "transfer"),
+    (VideoReader, "__init__", "decode"),
+    (VideoReader, "_frame_at", "decode"),
+    (VideoReader, "_pixels", "convert"),
+    (lerobot_rows, "resize_with_pad", "resize"),
+    (Prepare, "__call__", "prepare"),
+    (NumpyToTorchCollate, "__call__", "collate"),
+)
+STAGED_TASKS = 2
+POLL_S = 0.25
+PRODUCED = "produced_s"
+# Rates this near to each other are balanced.
+BALANCED = 1.05
+
+
+def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """The tool's own options, and what is left for `vla.py`'s parser."""
+    options = Options()
+    options.add("profile_batches", count, 300, "batches per worker")
+    options.add("profile_warmup", count, 20, "batches before those")
+    options.add("against", Path, None, "a result of profile_step")
+    options.add("profile_dataloader_json", Path, None, "the result for scripts")
+    return options.parse_known_args(argv)
+
+
+# ---- the result ---------------------------------------------------------------------------------------------------
+
+
+class RankFetches(Record):
+    """What one worker saw after its warm-up. Times of day in seconds since 1970.
+
+    Attributes:
+        warm_at_s, done_at_s: when the warm-up ended, and when the last batch had arrived.
+        fetch_s: how long it waited for each batch. copy_s: how long each took to the GPU; None without one.
+        produced_at_s: when a read task had finished each batch's rows, on average over them.
+    """
+
+    rank: int
+    environment: Environment
+    warm_at_s: float
+    done_at_s: float
+    fetch_s: list[float]
+    copy_s: list[float] | None
+    produced_at_s: list[float]
+
+
+class LoaderReport(Report):
+    """What `profile_dataloader` found.
+
+    Attributes:
+        rows_per_s: of all workers; `rows` of them over `wall_s`.
+        data_cpus: CPUs that the cluster has besides those its workers hold.
+        stages: CPU seconds per 1000 rows.
+    """
+
+    tool: Literal["profile_dataloader"] = "profile_dataloader"
+    world_size: int
+    batches: int
+    warmup: int
+    rows: int
+    wall_s: float
+    rows_per_s: float
+    data_cpus: float
+    stages: dict[Stage, float]
+    object_store_peak_bytes: int
+    spilled_bytes: int
+    ranks: list[RankFetches]
+
+
+def summarise(
+    run: Run,
+    options: Namespace,
+    ranks: Sequence[RankFetches],
+    stages: Mapping[Stage, float],
+    data_cpus: float,
+    store: StoreWatch,
+) -> LoaderReport:
+    """Rows read after the last worker was warm, over the time from then until the last worker had everything."""
+    start, end = max(r.warm_at_s for r in ranks), max(r.done_at_s for r in ranks)
+    fresh = sum(at > start for r in ranks for at in r.produced_at_s)
+    rows, wall_s = fresh * run.config.batch_size, end - start
+    if not fresh:
+        raise ValueError(
+            f"everything was read before the warm-up of {options.profile_warmup} batches ended: there is nothing to "
+            "measure; raise --profile_batches"
+        )
+    return LoaderReport(
+        environment=ranks[0].environment,
+        config=run.config.to_json(),
+        world_size=len(ranks),
+        batches=options.profile_batches,
+        warmup=options.profile_warmup,
+        rows=rows,
+        wall_s=wall_s,
+        rows_per_s=rows / wall_s,
+        data_cpus=data_cpus,
+        stages=dict(stages),
+        object_store_peak_bytes=store.peak_bytes,
+        spilled_bytes=store.spilled_bytes,
+        ranks=list(ranks),
+    )
+
+
+def table(report: LoaderReport) -> str:
+    """The result for people."""
+    config = report.config
+    lines = [
+        f"Pulled       {report.batches} batches of {config['batch_size']} rows by each of {report.world_size} workers "
+        f"at once, after {report.warmup}",
+        f"On           {report.environment.line()}",
+        "",
+        f"{'fetch':14}{'mean ms':>11}{'median':>11}{'p95':>11}{'batches/s':>12}" + f"{'copy ms':>10}",
+    ]
+    for r in report.ranks:
+        rate = len(r.fetch_s) / (r.done_at_s - r.warm_at_s)
+        copy = f"{1e3 * float(np.mean(r.copy_s)):10.2f}" if r.copy_s else f"{'-':>10}"
+        lines.append(f"rank {r.rank:<9}{Spread.of(r.fetch_s).columns()}{rate:12.2f}{copy}")
+    lines += [
+        "",
+        f"{report.rows_per_s:.1f} rows/s over all workers: {report.rows} rows that were read after the warm-up, in "
+        f"{report.wall_s:.1f} s",
+        "",
+        f"{'stage':14}{'CPU s per 1000 rows':>20}{'share':>8}",
+    ]
+    total = sum(report.stages.values())
+    for stage, seconds in report.stages.items():
+        if seconds:
+            lines.append(f"{stage:14}{seconds:20.3f}{seconds / total:8.1%}   {EXPLAINED[stage]}".rstrip())
+    busy = total * report.rows_per_s / 1000
+    return "\n".join(
+        [
+            *lines,
+            f"{'sum':14}{total:20.3f}{1:8.1%}   at this rate, {busy:.1f} CPUs; the cluster has {report.data_cpus:g} "
+            "besides the workers'",
+            "",
+            f"object store: {report.object_store_peak_bytes / 2**20:.0f} MiB at most, "
+            f"{report.spilled_bytes / 2**20:.0f} MiB spilled to disk",
+        ]
+    )
+
+
+def balance(loader: LoaderReport, step: StepReport) -> list[str]:
+    """Which side is the bottleneck, by how much, and how many CPUs per worker would balance them."""
+    wanted = step.global_batch_size / (step.untouched_s - step.exposed_wait_s)
+    given, per_cpu = loader.rows_per_s, loader.rows_per_s / loader.data_cpus if loader.data_cpus > 0 else None
+    said = [
+        f"The step, never waiting, takes {wanted:.1f} rows/s; the data engine gives {given:.1f} rows/s. (The step was "
+        f"measured waiting {step.exposed_wait_s / step.untouched_s:.0%} of its time.)"
+    ]
+    kind = "GPU" if step.ranks[0].peak_allocated_bytes is not None else "worker"
+    if given * BALANCED < wanted:
+        said.append(f"The data engine is the bottleneck: the step could take {wanted / given:.2f}x as much.")
+    elif given > wanted * BALANCED:
+        said.append(f"The step is the bottleneck: the data engine could feed {given / wanted:.2f}x as much.")
+    else:
+        said.append("They are balanced.")
+    if per_cpu is not None:
+        needed = wanted / per_cpu / step.world_size
+        said.append(
+            f"{needed:.2f} CPUs for data per {kind} would balance them, besides what the workers hold; there are "
+            f"{loader.data_cpus / loader.world_size:.2f}."
+        )
+    differing = [
+        key
+        for key in ("batch_size", "dataset", "policy_path", "policy_type")
+        if loader.config.get(key) != step.config.get(key)
+    ]
+    if differing or loader.environment.cpu != step.environment.cpu or loader.world_size != step.world_size:
+        names = [*differing, *(["cpu"] if loader.environment.cpu != step.environment.cpu else [])]
+        names += ["workers"] if loader.world_size != step.world_size else []
+        said.append(f"Beware: the two results differ in {', '.join(names)}.")
+    return said
+
+
+# ---- in every worker ----------------------------------------------------------------------------------------------
+
+
+class Stamped:
+    """A `prepare` that also says when it was done, for every row."""
+
+    def __init__(self, prepare: Callable[[Columns], Columns]):
+        self._prepare = prepare
+
+    def __call__(self, batch: Columns) -> Columns:
+        prepared = self._prepare(batch)
+        rows = len(next(iter(prepared.values())))
+        return prepared | {PRODUCED: np.full(rows, time.time())}
+
+
+class _StampReader(NumpyToTorchCollate):
+    """Takes the stamps off again: {first stream position of a batch: when it was read, on average}."""
+
+    def __init__(self, pin_memory: bool):
+        super().__init__(pin_memory)
+        self.produced_at_s: dict[int, float] = {}
+
+    def __call__(self, batch: Mapping[str, np.ndarray]) -> Batch:
+        self.produced_at_s[int(batch["position"][0])] = float(batch[PRODUCED].mean())
+        return super().__call__({key: value for key, value in batch.items() if key != PRODUCED})
+
+
+class _CopyClock(Clock):
+    """Times copies by events on their own stream, read at the end."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._start: torch.cuda.Event | None = None
+
+    def mark(self, phase: Phase) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        # There are only those of `cuda_prefetcher`: where a copy begins and where it ends.
+        if self._start is None:
+            self._start = event
+        else:
+            self._events.append((self._start, event))
+            self._start = None
+
+    def copy_s(self) -> list[float] | None:
+        if not self._events:
+            return None
+        torch.cuda.synchronize()
+        return [1e-3 * start.elapsed_time(end) for start, end in self._events]
+
+
+def pull_loop(loop_config: dict[str, Any]) -> None:
+    """Pull all batches. Runs in every worker, which leaves its `RankFetches` in the run's folder."""
+    run: Run = ray.get(loop_config["run"])
+    warmup: int = loop_config["warmup"]
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    device = vla.get_device()
+    vla.log_to(run.output_dir)
+    collate, clock = _StampReader(run.use_gpu), _CopyClock()
+    dealt = Dealt(run.config.batch_size, run.block_rows, rank, world, run.batches_per_step)
+    batches = vla.feed(run, dealt, 0, device, collate, clock=clock)
+    fetch_s: list[float] = []
+    warm_at_s, before = time.time(), 0.0
+    for _ in batches:
+        fetch_s.append(batches.waited_s - before)
+        before = batches.waited_s
+        if len(fetch_s) == warmup:
+            warm_at_s = time.time()
+    done_at_s = time.time()
+    produced = [collate.produced_at_s[int(dealt.rows(micro)[0])] for micro in range(len(fetch_s))]
+    copies = clock.copy_s()
+    fetches = RankFetches(
+        rank=rank,
+        environment=Environment.here(),
+        warm_at_s=warm_at_s,
+        done_at_s=done_at_s,
+        fetch_s=fetch_s[warmup:],
+        copy_s=copies[warmup:] if copies else None,
+        produced_at_s=produced[warmup:],
+    )
+    _rank_path(run, rank).write_text(fetches.model_dump_json())
+
+
+def _rank_path(run: Run, rank: int) -> Path:
+    return run.output_dir / f"fetches-{rank}.json"
+
+
+# ---- the stages, in one read task ---------------------------------------------------------------------------------
+
+
+class StageClock:
+    """CPU seconds of this process by stage; of stages inside each other, the innermost counts."""
+
+    def __init__(self) -> None:
+        self.cpu_s: dict[Stage, float] = dict.fromkeys(get_args(Stage), 0.0)
+        self._stack: list[Stage] = []
+        self._since = time.process_time()
+
+    @contextlib.contextmanager
+    def stage(self, name: Stage) -> Iterator[None]:
+        self._count()
+        self._stack.append(name)
+        try:
+            yield
+        finally:
+            self._count()
+            self._stack.pop()
+
+    def _count(self) -> None:
+        now = time.process_time()
+        if self._stack:
+            self.cpu_s[self._stack[-1]] += now - self._since
+        self._since = now
+
+    def watched(self, function: Callable[..., Any], name: Stage) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            with self.stage(name):
+                return function(*args, **options)
+
+        return run
+
+
+def time_stages(data: TrainingData, last_row: int, batch_size: int) -> dict[Stage, float]:
+    """CPU seconds per 1000 rows of each stage, by doing the work of a few of the run's read tasks in this process.
+
+    The first task is done without being counted: libraries load, files come into the page cache.
+    """
+    source = data.read(stream=(0, last_row))
+    chosen = source.get_read_tasks(1)[: 1 + STAGED_TASKS]
+    collate = NumpyToTorchCollate(torch.cuda.is_available())
+    rows = 0
+    with contextlib.ExitStack() as stack:
+        clock = StageClock()
+        for owner, name, stage in FUNCTIONS:
+            stack.enter_context(mock.patch.object(owner, name, clock.watched(getattr(owner, name), stage)))
+        for number, task in enumerate(chosen):
+            if number == 1:
+                rows = 0
+                clock.cpu_s = dict.fromkeys(clock.cpu_s, 0.0)
+            with clock.stage("other"):
+                for block in task():
+                    prepared = data.prepare(_to_numpy(block))
+                    with clock.stage("transfer"):
+                        arrived = ray.get(ray.put(prepared))
+                    for first in range(0, len(arrived["position"]), batch_size):
+                        collate({key: value[first : first + batch_size] for key, value in arrived.items()})
+                    rows += len(arrived["position"])
+    return {stage: 1000 * seconds / rows for stage, seconds in clock.cpu_s.items()}
+
+
+def _to_numpy(block: Any) -> Columns:
+    return {name: lerobot_rows.column_to_numpy(block.column(name)) for name in block.column_names}
+
+
+# ---- the driver ---------------------------------------------------------------------------------------------------
+
+
+class StoreWatch:
+    """Looks at the cluster's object stores while the block runs: the most they held, and what they spilled."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = self.spilled_bytes = 0
+
+    def __enter__(self) -> StoreWatch:
+        self._spilled_before = object_store().spilled_bytes_total
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.spilled_bytes = object_store().spilled_bytes_total - self._spilled_before
+
+    def _look(self) -> None:
+        while True:
+            self.peak_bytes = max(self.peak_bytes, object_store().object_store_bytes_used)
+            if self._stop.wait(POLL_S):
+                return
+
+
+def pulled_run(run: Run, options: Namespace) -> Run:
+    """The run, as long as the batches that are wanted."""
+    steps = options.profile_warmup + options.profile_batches
+    config = replace(run.config, grad_accum=1, steps=steps)
+    return replace(run, config=config, steps=steps)
+
+
+def profile(run: Run, options: Namespace) -> LoaderReport:
+    """Profile the data engine of a resolved run on the Ray cluster, which is started if there is none."""
+    started_ray = not ray.is_initialized()
+    try:
+        with scratch_run(run) as scratch:
+            pulled = pulled_run(scratch, options)
+            limits = cluster.start(pulled)
+            pulled = with_stats(pulled)
+            data_cpus = _data_cpus(pulled)
+            data = vla.build_dataset(pulled)
+            stamped = replace(data, prepare=Deferred(Stamped(data.prepare)))
+            trainer = vla.make_trainer(
+                pulled, limits.execution_options(), pull_loop, stamped, warmup=options.profile_warmup
+            )
+            with StoreWatch() as store:
+                trainer.fit()
+            ranks = [
+                RankFetches.model_validate_json(_rank_path(pulled, rank).read_bytes())
+                for rank in range(run.config.scaling.num_workers)
+            ]
+            staged = ray.remote(time_stages).options(num_cpus=run.config.scaling.cpus_per_read_task)
+            stages = ray.get(staged.remote(data, pulled.last_row, run.config.batch_size))
+            return summarise(run, options, ranks, stages, data_cpus, store)
+    finally:
+        if started_ray:
+            ray.shutdown()
+
+
+def _data_cpus(run: Run) -> float:
+    scaling = run.config.scaling
+    return ray.cluster_resources().get("CPU", 0.0) - scaling.num_workers * scaling.cpus_per_worker
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Profile the data engine of the run that the flags describe. Returns the exit status: see the module."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+        vla.print_help()
+        return 0
+    try:
+        options, rest = parse_options(argv)
+        step = StepReport.read(options.against) if options.against else None
+        run = resolve(parse_args(rest), gpus_found=torch.cuda.device_count())
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    batches = options.profile_warmup + options.profile_batches
+    print(f"Pulling {batches} batches by each of {run.config.scaling.num_workers} workers ...", flush=True)
+    try:
+        report = profile(run, options)
+    except (TrainingFailedError, RayError, ValueError, OSError) as error:
+        print(f"error: {vla.root_cause(error)}", file=sys.stderr)
+        return 1
+    print(table(report))
+    if step is not None:
+        print("\n" + "\n".join(balance(report, step)))
+    if options.profile_dataloader_json:
+        report.write(options.profile_dataloader_json)
+        print(f"written to {options.profile_dataloader_json}")
+    return 0
+
+
+if __name__ == "__main__":
+    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
+    from diagnostics import profile_dataloader
+
+    sys.exit(profile_dataloader.main())

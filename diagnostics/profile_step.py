@@ -1,0 +1,730 @@
+"""Where the time of a training step goes, without the instrument in the way.
+
+    python -m diagnostics.profile_step --preset demo
+    python -m diagnostics.profile_step --compare A.json B.json
+
+takes the flags of `vla.py` and runs that program's own loop, `vla.train`, on its own data and workers, into a folder
+that is removed afterwards. The steps alternate, in blocks that each end with a log step, between untouched ones, of
+which only whole blocks are timed, and ones whose phases are timed: by CUDA events that are read after the run, on the
+CPU by the clock. Own flags, each also an environment variable in capitals:
+
+    --profile_steps N         steps per pass (100)
+    --profile_warmup N        steps before the first (20)
+    --profile_sync            a third pass, with a synchronize at every phase: what each takes when nothing overlaps
+    --profile_no_optim        no clipping, no optimizer, no clearing of gradients: forward and backward alone
+    --find_unused_params B    DDP's search for parameters without a gradient (default: the run's)
+    --fused_adamw B           false: AdamW as a list of kernels instead of one
+    --profile_checkpoint B    write a checkpoint at the end, and time it (true)
+    --profile_step_json PATH  the result for scripts, raw samples included
+    --profile_trace PATH      a Chrome trace of 3 steps on rank 0, with the cluster's tasks on the same time line
+    --profile_html PATH       the result as a page
+
+Whatever else is to be compared is a flag of `vla.py`: --batch_size, --grad_accum, --train.precision,
+--policy.compile_model, ... Exit status: 0 done, 1 the run failed, 2 it could not start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import sys
+import time
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RayError
+from ray.train import TrainingFailedError
+from scipy import stats
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import cluster
+import vla
+from config import parse_args
+from diagnostics.report import Environment, Options, Record, Report, Spread, count, scratch_run, truth
+from diagnostics.step_page import page
+from pi05_loss import PolicyLoss
+from run_folder import LOG_NAME, prepare_folder
+from run_plan import Run, resolve, with_stats
+from util import UNWATCHED, Clock, Phase, TrainableOptimizer
+from worker import build_optimizer, flops_share
+
+Pass = Literal["warmup", "traced", "untouched", "timed", "synchronized", "communication", "checkpoint"]
+MEASURED: tuple[Pass, ...] = ("untouched", "timed", "synchronized")
+
+# A pass is at least so many blocks: their spread is what a difference between two runs is judged by.
+MIN_BLOCKS = 5
+COMMUNICATION_STEPS = 6
+TRACED_STEPS = 3
+TRACE_NAME = "trace.json"
+# Below these shares of a step there is nothing to be gained.
+NOTABLE = {"data_wait": 0.05, "optimizer": 0.10, "metrics": 0.05, "copy": 0.05}
+
+
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
+def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """The tool's own options, and what is left for `vla.py`'s parser."""
+    options = Options()
+    options.add("profile_steps", count, 100, "steps per pass")
+    options.add("profile_warmup", count, 20, "steps before the first")
+    options.add("profile_sync", truth, False, "a third pass, with a synchronize at every phase")
+    options.add("profile_no_optim", truth, False, "forward and backward alone")
+    options.add("find_unused_params", truth, None, "DDP's search for parameters without a gradient")
+    options.add("fused_adamw", truth, None, "one kernel for the optimizer")
+    options.add("profile_checkpoint", truth, True, "write and time a checkpoint")
+    options.add("profile_step_json", Path, None, "the result for scripts")
+    options.add("profile_trace", Path, None, "a Chrome trace")
+    options.add("profile_html", Path, None, "the result as a page")
+    options.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"))
+    return options.parse_known_args(argv)
+
+
+class Settings(Record):
+    """How a run was profiled. `steps` are those of each pass, in blocks of `block_steps`."""
+
+    steps: int
+    warmup: int
+    block_steps: int
+    sync: bool
+    no_optim: bool
+    find_unused_params: bool
+    fused_adamw: bool
+    checkpoint: bool
+    trace: bool
+
+    @classmethod
+    def of(cls, options: Namespace, run: Run) -> Settings:
+        """Whole blocks; one is as long as the run's way from log step to log step, if that leaves MIN_BLOCKS."""
+        block = min(run.config.log_freq, max(1, options.profile_steps // MIN_BLOCKS))
+        search = options.find_unused_params
+        return cls(
+            steps=block * math.ceil(options.profile_steps / block),
+            warmup=block * math.ceil(options.profile_warmup / block),
+            block_steps=block,
+            sync=options.profile_sync,
+            no_optim=options.profile_no_optim,
+            find_unused_params=run.config.scaling.find_unused_parameters if search is None else search,
+            fused_adamw=options.fused_adamw is not False,
+            checkpoint=options.profile_checkpoint and not options.profile_no_optim,
+            trace=options.profile_trace is not None,
+        )
+
+    def passes(self, world: int) -> list[Pass]:
+        """What each step of the run serves. The passes take turns in going first, so that none gains by a drift."""
+        names = MEASURED if self.sync else MEASURED[:2]
+        # Early, while data is still being read ahead.
+        traced = min(TRACED_STEPS, self.warmup - 1) if self.trace else 0
+        plan: list[Pass] = ["warmup"] * self.warmup
+        plan[self.warmup - traced - 1 : -1] = ["traced"] * traced
+        for turn in range(self.steps // self.block_steps):
+            first = turn % len(names)
+            for name in names[first:] + names[:first]:
+                plan += [name] * self.block_steps
+        if world > 1:
+            plan += ["communication"] * COMMUNICATION_STEPS
+        if self.checkpoint:
+            plan += ["checkpoint"]
+        return plan
+
+
+# ---- what is measured, in every training process ------------------------------------------------------------------
+
+
+class Times(Record):
+    """Seconds of each step by phase.
+
+    Attributes:
+        exposed: what the phase adds to the step; these sum to it. On CUDA, of the stream that computes.
+        full: what the phase takes, hidden behind others or not: waiting for data, of the host; copies, of their stream.
+    """
+
+    exposed: dict[Phase, list[float]]
+    full: dict[Phase, list[float]]
+
+
+class Communication(Record):
+    """Seconds per step that gradients travel, and of those, the part that backward's computation hides; DDP's own."""
+
+    total_s: list[float]
+    hidden_s: list[float]
+
+
+class RankProfile(Record):
+    """What one training process measured. `block_step_s`: per pass, each block's mean step in seconds."""
+
+    rank: int
+    environment: Environment
+    block_step_s: dict[Pass, list[float]]
+    timed: Times
+    synchronized: Times | None
+    communication: Communication | None
+    checkpoint_s: float | None
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    peak_rss_bytes: int
+    mfu_per_rate: float | None
+
+
+class _Mark(NamedTuple):
+    """A phase begins (None: the step ends). `side`: an event on the current stream, where that does not compute."""
+
+    phase: Phase | None
+    host_s: float
+    event: torch.cuda.Event | None
+    side: torch.cuda.Event | None
+
+
+class StepClock(Clock):
+    """Notes when phases begin, in the steps that are for that; reads nothing from the device before the end.
+
+    Args:
+        passes: what each step is for; there are no more steps than these.
+        block_steps: passes change after so many.
+        device: which the steps are computed on.
+        trace_path: where to write PyTorch's trace of the traced steps; None on the ranks that do not.
+    """
+
+    def __init__(self, passes: Sequence[Pass], block_steps: int, device: torch.device, trace_path: Path | None = None):
+        self._passes = passes
+        self._block_steps = block_steps
+        self._device = device
+        self._trace_path = trace_path
+        self._pass: Pass = "warmup"
+        self._marks: list[_Mark] = []
+        self._marked: dict[Pass, list[list[_Mark]]] = {"timed": [], "synchronized": [], "checkpoint": []}
+        self._profiler: torch.profiler.profile | None = None
+        self._ranges = contextlib.ExitStack()
+        self._communication: list[tuple[float, float]] = []
+        self.block_step_s: dict[Pass, list[float]] = {}
+
+    def steps(self, numbers: range, model: nn.Module) -> Iterator[int]:
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
+        started = time.perf_counter()
+        # The run is longer than what is measured: its data keeps flowing as in training.
+        for done, (number, name) in enumerate(zip(numbers, self._passes, strict=False), start=1):
+            self._pass = name
+            self._trace(name == "traced")
+            if name == "communication":
+                self._ask_for_communication(model)
+            self.mark("other")
+            yield number
+            self._end_step(model)
+            if done % self._block_steps == 0:
+                now = time.perf_counter()
+                if name in MEASURED:
+                    self.block_step_s.setdefault(name, []).append((now - started) / self._block_steps)
+                started = now
+
+    def mark(self, phase: Phase) -> None:
+        if self._pass in self._marked:
+            self._note(phase)
+        elif self._profiler is not None:
+            self._ranges.close()
+            self._ranges.enter_context(torch.profiler.record_function(phase))
+
+    def _trace(self, wanted: bool) -> None:
+        """Have PyTorch's profiler run, or end it and write what it saw."""
+        if wanted and self._profiler is None and self._trace_path is not None:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        elif not wanted and self._profiler is not None:
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(self._trace_path))
+            self._profiler = None
+
+    def _note(self, phase: Phase | None) -> None:
+        event = side = None
+        if self._device.type == "cuda":
+            if self._pass == "timed":
+                event = torch.cuda.Event(enable_timing=True)
+                event.record(self._stream)
+                current = torch.cuda.current_stream(self._device)
+                if current != self._stream:
+                    side = torch.cuda.Event(enable_timing=True)
+                    side.record(current)
+            else:
+                torch.cuda.synchronize(self._device)
+        self._marks.append(_Mark(phase, time.perf_counter(), event, side))
+
+    def _end_step(self, model: nn.Module) -> None:
+        if self._pass in self._marked:
+            self._note(None)
+            self._marked[self._pass].append(self._marks)
+            self._marks = []
+        elif self._pass == "communication" and isinstance(model, DistributedDataParallel):
+            seen = model._get_ddp_logging_data()
+            self._communication.append((seen["backward_comm_time"], seen["backward_compute_comm_overlap_time"]))
+        self._ranges.close()
+
+    def _ask_for_communication(self, model: nn.Module) -> None:
+        # DDP times the collectives of every 100th step (torch 2.11; it has no public name for changing that).
+        if isinstance(model, DistributedDataParallel) and not self._communication:
+            model._set_ddp_runtime_logging_sample_rate(1)
+
+    def times(self, name: Pass) -> Times | None:
+        """The phases of the steps of a pass; None if there were none."""
+        steps = [_phases(marks) for marks in self._marked[name]]
+        if not steps:
+            return None
+        exposed, full = zip(*steps, strict=True)
+        phases = [phase for phase in Phase.__args__ if any(phase in step for step in exposed)]  # type: ignore[attr-defined]
+        return Times(
+            exposed={phase: [step.get(phase, 0.0) for step in exposed] for phase in phases},
+            full={phase: [step.get(phase, 0.0) for step in full] for phase in phases},
+        )
+
+    def communication(self) -> Communication | None:
+        # What DDP tells after a step is of the step before; of the first, of long ago.
+        seen = [(1e-9 * total, 1e-9 * hidden) for total, hidden in self._communication[1:]]
+        return Communication(total_s=[s[0] for s in seen], hidden_s=[s[1] for s in seen]) if seen else None
+
+
+def _phases(marks: Sequence[_Mark]) -> tuple[dict[Phase, float], dict[Phase, float]]:
+    """A step's seconds by phase: exposed and full, see `Times`."""
+    exposed: dict[Phase, float] = defaultdict(float)
+    elsewhere: dict[Phase, float] = defaultdict(float)  # on the host, or on another stream
+    for mark, following in zip(marks[:-1], marks[1:], strict=True):
+        assert mark.phase is not None
+        on_host = following.host_s - mark.host_s
+        if mark.event is not None and following.event is not None:
+            exposed[mark.phase] += 1e-3 * mark.event.elapsed_time(following.event)
+        else:
+            exposed[mark.phase] += on_host
+        if mark.side is not None and following.side is not None:
+            elsewhere[mark.phase] += 1e-3 * mark.side.elapsed_time(following.side)
+        elif mark.phase == "data_wait":
+            elsewhere[mark.phase] += on_host
+    return dict(exposed), {phase: max(seconds, elsewhere[phase]) for phase, seconds in exposed.items()}
+
+
+def profile_loop(loop_config: dict[str, Any]) -> None:
+    """`vla.train`, watched. Runs in every training process, which leaves a `RankProfile` in the run's folder."""
+    run: Run = ray.get(loop_config["run"])
+    settings: Settings = loop_config["settings"]
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    device = vla.get_device()
+    clock = StepClock(
+        settings.passes(world), settings.block_steps, device, run.output_dir / TRACE_NAME if rank == 0 else None
+    )
+    vla.train(run, clock, partial(make_optimizer, settings))
+    timed, last = clock.times("timed"), clock.times("checkpoint")
+    assert timed is not None
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize(device)
+    profile = RankProfile(
+        rank=rank,
+        environment=Environment.here(),
+        block_step_s={name: blocks for name, blocks in clock.block_step_s.items() if blocks},
+        timed=timed,
+        synchronized=clock.times("synchronized"),
+        communication=clock.communication(),
+        checkpoint_s=sum(last.exposed["checkpoint"]) if last else None,
+        peak_allocated_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
+        peak_reserved_bytes=torch.cuda.max_memory_reserved(device) if cuda else None,
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        mfu_per_rate=flops_share(run, world, device),
+    )
+    _rank_path(run, rank).write_text(profile.model_dump_json())
+
+
+def _rank_path(run: Run, rank: int) -> Path:
+    return run.output_dir / f"profile-{rank}.json"
+
+
+def make_optimizer(settings: Settings, run: Run, loss: PolicyLoss) -> TrainableOptimizer:
+    """`worker.build_optimizer`'s, or what the settings want in its place."""
+    made = build_optimizer(run, loss)
+    if not settings.fused_adamw:
+        constants = {key: made.optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        made = replace(made, optimizer=_ForeachAdamW(made.params, **constants, foreach=True))
+    return _NoOptimizer(**vars(made)) if settings.no_optim else made
+
+
+class _ForeachAdamW(torch.optim.AdamW):
+    """AdamW that is not fused: it cannot leave out a step whose gradients are not finite, and is not asked to."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.found_inf = None
+        return super().step(closure)
+
+
+@dataclass
+class _NoOptimizer(TrainableOptimizer):
+    """Changes nothing; gradients pile up. AdamW allocates its state at its first step, so there is none."""
+
+    def step(self, number: int, clock: Clock = UNWATCHED) -> tuple[Tensor, Tensor]:
+        nothing = torch.zeros((), device=self.params[0].device)
+        return nothing, nothing
+
+
+# ---- the result ---------------------------------------------------------------------------------------------------
+
+
+class PhaseSummary(Record):
+    """A phase over all timed steps and ranks. `full` and `exposed` as in `Times`; `share` of the step, exposed."""
+
+    full: Spread
+    exposed: Spread
+    share: float
+    slowest_rank: int
+    slowest_rank_mean: float
+
+
+class StepReport(Report):
+    """What `profile_step` found. `step_s`: each pass's mean step by block, over ranks, which wait for each other."""
+
+    tool: Literal["profile_step"] = "profile_step"
+    settings: Settings
+    world_size: int
+    global_batch_size: int
+    step_s: dict[Pass, list[float]]
+    phases: dict[Phase, PhaseSummary]
+    steps_per_s: float
+    samples_per_s: float
+    mfu: float | None
+    ranks: list[RankProfile]
+
+    @property
+    def untouched_s(self) -> float:
+        """Mean seconds of a step that nobody watched."""
+        return float(np.mean(self.step_s["untouched"]))
+
+    @property
+    def exposed_wait_s(self) -> float:
+        """Mean seconds of a step in which nothing is computed, for want of data."""
+        return self.phases["data_wait"].exposed.mean
+
+    @property
+    def hidden_s(self) -> float:
+        """Mean seconds of work in a step that takes none of its time, because other work goes on meanwhile."""
+        return sum(phase.full.mean - phase.exposed.mean for phase in self.phases.values())
+
+
+def summarise(run: Run, settings: Settings, ranks: Sequence[RankProfile]) -> StepReport:
+    passes = ranks[0].block_step_s
+    step_s = {name: np.mean([r.block_step_s[name] for r in ranks], axis=0).tolist() for name in passes}
+    whole = float(np.mean([sum(map(sum, r.timed.exposed.values())) for r in ranks]))
+    phases: dict[Phase, PhaseSummary] = {}
+    for phase in ranks[0].timed.full:
+        means = [float(np.mean(r.timed.full[phase])) for r in ranks]
+        exposed = [seconds for r in ranks for seconds in r.timed.exposed[phase]]
+        phases[phase] = PhaseSummary(
+            full=Spread.of([seconds for r in ranks for seconds in r.timed.full[phase]]),
+            exposed=Spread.of(exposed),
+            share=sum(exposed) / len(ranks) / whole,
+            slowest_rank=int(np.argmax(means)),
+            slowest_rank_mean=max(means),
+        )
+    steps_per_s = 1 / float(np.mean(step_s["untouched"]))
+    samples_per_s = steps_per_s * run.config.global_batch_size
+    mfu_per_rate = ranks[0].mfu_per_rate
+    return StepReport(
+        environment=ranks[0].environment,
+        config=run.config.to_json(),
+        settings=settings,
+        world_size=len(ranks),
+        global_batch_size=run.config.global_batch_size,
+        step_s=step_s,
+        phases=phases,
+        steps_per_s=steps_per_s,
+        samples_per_s=samples_per_s,
+        mfu=None if mfu_per_rate is None else mfu_per_rate * samples_per_s,
+        ranks=list(ranks),
+    )
+
+
+def table(report: StepReport) -> str:
+    """The result for people."""
+    s, config, many = report.settings, report.config, report.world_size > 1
+    where = "GPU" if report.ranks[0].peak_allocated_bytes is not None else "CPU"
+    lines = [
+        f"Step         {config['batch_size']} rows x {config['grad_accum']} micro-steps x {report.world_size} {where} "
+        f"workers = {report.global_batch_size} rows",
+        f"Measured     {s.steps} steps untouched and {s.steps} timed, in turns of {s.block_steps}, after {s.warmup}",
+        f"On           {report.environment.line()}",
+        "",
+        f"{'phase':20}{'mean ms':>11}{'median':>11}{'p95':>11}{'adds ms':>11}{'share':>8}"
+        + ("   slowest rank" if many else ""),
+    ]
+    for phase, p in report.phases.items():
+        slowest = f"   {p.slowest_rank}: {1e3 * p.slowest_rank_mean:.2f} ms" if many else ""
+        lines.append(f"{phase:20}{p.full.columns()}{1e3 * p.exposed.mean:11.2f}{p.share:8.1%}{slowest}")
+    adds = sum(p.exposed.mean for p in report.phases.values())
+    lines += [f"{'sum':20}{1e3 * (adds + report.hidden_s):11.2f}{'':22}{1e3 * adds:11.2f}{1:8.1%}", ""]
+    lines.append(
+        f"{1e3 * report.untouched_s:.1f} ms untouched, {_beside_untouched(report, 'timed')} with "
+        f"{'events' if where == 'GPU' else 'clocks'}; phases sum to {1e3 * (adds + report.hidden_s):.1f} ms: "
+        f"{1e3 * report.hidden_s:.1f} ms hidden by overlap"
+    )
+    if "synchronized" in report.step_s:
+        lines.append(f"{_beside_untouched(report, 'synchronized')} with a synchronize at every phase")
+    seen = [r.communication for r in report.ranks if r.communication is not None]
+    if seen:
+        total, hidden = (float(np.mean([x for c in seen for x in values])) for values in _both(seen))
+        lines.append(
+            f"gradients travel {1e3 * total:.1f} ms a step, {1e3 * hidden:.1f} ms of it hidden in backward, "
+            f"{1e3 * (total - hidden):.1f} ms waited for"
+        )
+    mfu = f", MFU {report.mfu:.1%}" if report.mfu is not None else ""
+    lines.append(f"{report.steps_per_s:.2f} steps/s, {report.samples_per_s:.1f} samples/s over all workers{mfu}")
+    lines.append(_memory(report))
+    log_s = _log_step_s(report)
+    lines.append(f"a log step takes {1e3 * log_s:.1f} ms: {1e3 * log_s / config['log_freq']:.2f} ms a step, at one in "
+                 f"--log_freq={config['log_freq']}")  # fmt: skip
+    if checkpoint_s := max((r.checkpoint_s or 0.0 for r in report.ranks), default=0.0):
+        per_step = checkpoint_s / config["save_freq"]
+        lines.append(
+            f"a checkpoint holds training up for {1e3 * checkpoint_s:.1f} ms: {1e3 * per_step:.2f} ms a step, at one "
+            f"in --save_freq={config['save_freq']}"
+        )
+    return "\n".join([*lines, "", *advice(report)])
+
+
+def _beside_untouched(report: StepReport, name: Pass) -> str:
+    """A pass's step, and by how much it is longer than an untouched one, with the 95 % interval of that."""
+    blocks, untouched = report.step_s[name], report.step_s["untouched"]
+    mean = f"{1e3 * float(np.mean(blocks)):.1f} ms"
+    if len(blocks) < 2:
+        return mean
+    _, low, high = judge(untouched, blocks)
+    return f"{mean} ({low - 1:+.1%} to {high - 1:+.1%})"
+
+
+def _both(seen: Sequence[Communication]) -> tuple[list[list[float]], list[list[float]]]:
+    return [c.total_s for c in seen], [c.hidden_s for c in seen]
+
+
+def _log_step_s(report: StepReport) -> float:
+    """Mean seconds of `metrics` in a log step: the last step of each block."""
+    block = report.settings.block_steps
+    return float(np.mean([r.timed.exposed["metrics"][block - 1 :: block] for r in report.ranks]))
+
+
+def _memory(report: StepReport) -> str:
+    gib = 2**30
+    allocated = [r.peak_allocated_bytes for r in report.ranks if r.peak_allocated_bytes is not None]
+    if allocated:
+        reserved = [r.peak_reserved_bytes or 0 for r in report.ranks]
+        return f"peak memory {max(allocated) / gib:.2f} GiB allocated, {max(reserved) / gib:.2f} GiB reserved per GPU"
+    return f"peak memory {max(r.peak_rss_bytes for r in report.ranks) / gib:.2f} GiB per worker"
+
+
+def advice(report: StepReport) -> list[str]:
+    """What the numbers say, in words."""
+    share = {phase: p.share for phase, p in report.phases.items()}
+    said = []
+    if share["data_wait"] > NOTABLE["data_wait"]:
+        said.append(
+            f"Waiting for data is {share['data_wait']:.0%} of a step. Find out what the data engine can do: "
+            "python -m diagnostics.profile_dataloader, with the same flags and --against this result's JSON."
+        )
+    if share.get("copy", 0) > NOTABLE["copy"]:
+        said.append(f"Copies to the GPU are {share['copy']:.0%} of a step, not hidden: is the host's memory pinned?")
+    if share.get("optimizer", 0) > NOTABLE["optimizer"]:
+        fused = "" if report.settings.fused_adamw else " FUSED_ADAMW=true is faster."
+        said.append(
+            f"The optimizer is {share['optimizer']:.0%} of a step: normal for little compute; --grad_accum makes "
+            f"it rarer, --train.mode=expert smaller.{fused}"
+        )
+    if share["metrics"] > NOTABLE["metrics"]:
+        said.append(f"Metrics are {share['metrics']:.0%} of a step here; a larger --log_freq makes log steps rarer.")
+    if not said:
+        compute = share["forward"] + share["backward"]
+        said.append(f"Forward and backward are {compute:.0%} of a step: the model is what takes the time.")
+    return said
+
+
+# ---- two results --------------------------------------------------------------------------------------------------
+
+
+class Verdict(NamedTuple):
+    """B's time per step over A's, with its 95 % interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        interval = f"95 % interval {self.low:.3f} to {self.high:.3f}"
+        if self.low <= 1 <= self.high:
+            return f"no difference that these blocks can show: B takes {self.ratio:.3f} of A's time ({interval})"
+        faster = f"{1 / self.ratio:.2f}x faster" if self.ratio < 1 else f"{self.ratio:.2f}x slower"
+        return f"B is {faster}: it takes {self.ratio:.3f} of A's time ({interval})"
+
+
+def judge(a: Sequence[float], b: Sequence[float]) -> Verdict:
+    """Welch's t interval of the ratio of two geometric means. Blocks are the samples: steps depend on their neighbours.
+
+    Raises:
+        ValueError: fewer than two blocks: there is no spread to judge by.
+    """
+    if min(len(a), len(b)) < 2:
+        raise ValueError("one block of steps has no spread to judge by: measure with more --profile_steps")
+    log_a, log_b = np.log(a), np.log(b)
+    ratio = float(np.exp(log_b.mean() - log_a.mean()))
+    if np.ptp(log_a) == np.ptp(log_b) == 0:
+        return Verdict(ratio, ratio, ratio)
+    low, high = stats.ttest_ind(log_b, log_a, equal_var=False).confidence_interval(0.95)
+    return Verdict(ratio, float(np.exp(low)), float(np.exp(high)))
+
+
+def compare(a: StepReport, b: StepReport) -> str:
+    """The A/B table: untouched steps and phases, what differs between the runs, and the verdict."""
+    lines = [f"{key:36} A {left}   B {right}" for key, left, right in _differences(a, b)] or ["the same settings"]
+    lines += ["", f"{'phase (adds, mean ms)':28}{'A':>10}{'B':>10}{'B - A':>10}{'B / A':>8}"]
+    rows = [(p, a.phases[p].exposed.mean, b.phases[p].exposed.mean) for p in a.phases if p in b.phases]
+    for name, left, right in [*rows, ("step, untouched", a.untouched_s, b.untouched_s)]:
+        ratio = f"{right / left:8.2f}" if left else f"{'-':>8}"
+        lines.append(f"{name:28}{1e3 * left:10.2f}{1e3 * right:10.2f}{1e3 * (right - left):+10.2f}{ratio}")
+    steps_a, steps_b = a.step_s["untouched"], b.step_s["untouched"]
+    lines += ["", f"per step: {judge(steps_a, steps_b)}"]
+    if a.global_batch_size != b.global_batch_size:
+        rows_a, rows_b = ([s / r.global_batch_size for s in r.step_s["untouched"]] for r in (a, b))
+        lines.append(f"per row:  {judge(rows_a, rows_b)}")
+    if a.environment.gpus != b.environment.gpus or a.environment.cpu != b.environment.cpu:
+        lines.append("They were measured on different hardware: the verdict is about that too.")
+    return "\n".join(lines)
+
+
+def _differences(a: StepReport, b: StepReport) -> list[tuple[str, Any, Any]]:
+    """What was set, or installed, differently."""
+
+    def flat(report: StepReport) -> dict[str, Any]:
+        environment = report.environment
+        top: dict[str, Any] = {
+            "git revision": environment.git_revision,
+            "gpus": environment.gpus,
+            "cpu": environment.cpu,
+        }
+        top |= {f"{name} version": version for name, version in environment.versions.items()}
+        top |= {f"profile {name}": value for name, value in report.settings.model_dump().items()}
+        for key, value in report.config.items():
+            nested = value if isinstance(value, dict) and key != "rename_map" else None
+            top |= {f"--{key}.{k}": v for k, v in nested.items()} if nested is not None else {f"--{key}": value}
+        return top
+
+    left, right = flat(a), flat(b)
+    return [(key, left.get(key), right.get(key)) for key in left | right if left.get(key) != right.get(key)]
+
+
+# ---- the driver ---------------------------------------------------------------------------------------------------
+
+
+def watched_run(run: Run, settings: Settings) -> Run:
+    """The run with blocks that end with log steps, longer than the plan, and no checkpoint but where that has one."""
+    planned = len(settings.passes(run.config.scaling.num_workers))
+    save = planned if settings.checkpoint else planned + 1
+    steps = max(run.steps, planned + 1)
+    scaling = replace(run.config.scaling, find_unused_parameters=settings.find_unused_params)
+    train = replace(run.config.train, max_nonfinite=sys.maxsize)
+    config = replace(
+        run.config,
+        log_freq=settings.block_steps,
+        save_freq=save,
+        save_every_s=None,
+        steps=steps,
+        scaling=scaling,
+        train=train,
+    )
+    return replace(run, config=config, steps=steps)
+
+
+def profile(run: Run, settings: Settings, trace_path: Path | None = None) -> StepReport:
+    """Profile a resolved run on the Ray cluster, which is started if there is none. Raises as `vla.main`'s parts do."""
+    started_ray = not ray.is_initialized()
+    try:
+        with scratch_run(run) as scratch:
+            watched = watched_run(scratch, settings)
+            prepare_folder(watched)
+            limits = cluster.start(watched)
+            watched = with_stats(watched)
+            vla.make_trainer(watched, limits.execution_options(), profile_loop, settings=settings).fit()
+            ranks = [
+                RankProfile.model_validate_json(_rank_path(watched, rank).read_bytes())
+                for rank in range(run.config.scaling.num_workers)
+            ]
+            log = watched.output_dir / LOG_NAME
+            if log.exists():
+                print(log.read_text(), end="", file=sys.stderr)
+            if trace_path is not None:
+                write_trace(watched.output_dir / TRACE_NAME, ray.timeline(), trace_path)
+            return summarise(run, settings, ranks)
+    finally:
+        if started_ray:
+            ray.shutdown()
+
+
+def write_trace(torch_trace: Path, tasks: Sequence[dict[str, Any]], path: Path) -> None:
+    """PyTorch's trace and Ray's events on one clock, microseconds since 1970, from the first to the last step."""
+    trace = json.loads(torch_trace.read_bytes())
+    base_us = trace.pop("baseTimeNanoseconds", 0) / 1000
+    events = [event | {"ts": event["ts"] + base_us} if "ts" in event else event for event in trace["traceEvents"]]
+    spans = [(e["ts"], e["ts"] + e.get("dur", 0)) for e in events if e.get("ph") == "X"]
+    first, last = min(start for start, _ in spans), max(end for _, end in spans)
+    seen = [
+        task for task in tasks if "ts" not in task or first <= task["ts"] + task.get("dur", 0) and task["ts"] <= last
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(trace | {"traceEvents": [*events, *seen]}))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Profile the run that the flags describe, or compare two results. Returns the exit status: see the module."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+        vla.print_help()
+        return 0
+    try:
+        options, rest = parse_options(argv)
+        if options.compare:
+            print(compare(*map(StepReport.read, options.compare)))
+            return 0
+        run = resolve(parse_args(rest), gpus_found=torch.cuda.device_count())
+        settings = Settings.of(options, run)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.profile_trace:
+        os.environ.setdefault("RAY_PROFILING", "1")
+    steps = len(settings.passes(run.config.scaling.num_workers))
+    print(f"Running {steps} steps by {run.config.scaling.num_workers} workers ...", flush=True)
+    try:
+        report = profile(run, settings, options.profile_trace)
+    except (TrainingFailedError, RayError, ValueError, OSError) as error:
+        print(f"error: {vla.root_cause(error)}", file=sys.stderr)
+        return 1
+    print(table(report))
+    if options.profile_step_json:
+        report.write(options.profile_step_json)
+        print(f"written to {options.profile_step_json}")
+    if options.profile_html:
+        options.profile_html.parent.mkdir(parents=True, exist_ok=True)
+        options.profile_html.write_text(page(report, table(report)))
+        print(f"page written to {options.profile_html}")
+    if options.profile_trace:
+        print(f"trace written to {options.profile_trace}: open it in https://ui.perfetto.dev")
+    return 0
+
+
+if __name__ == "__main__":
+    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
+    from diagnostics import profile_step
+
+    sys.exit(profile_step.main())

@@ -1,0 +1,115 @@
+"""The training loop in this process, on a run's own rows, for the tests of what watches it: no Ray."""
+
+import contextlib
+import gc
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import ray
+import ray.train.collective
+import torch
+
+import tiny_pi05
+import vla
+from config import parse_args
+from lerobot_metadata import load_metadata
+from run_plan import resolve
+from tests.datasets import make_dataset
+from training_data import Dealt
+
+TINY = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
+
+
+def make_setting(folder):
+    """A folder, a dataset and a tiny base policy for it."""
+    root = make_dataset(folder / "dataset", episodes=(6, 5, 4))
+    meta = load_metadata(root)
+    base = tiny_pi05.make_tiny_base(
+        folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10, **TINY
+    )
+    return folder, root, base
+
+
+def flags(setting, **changes):
+    folder, root, base = setting
+    options = {
+        "dataset.root": root,
+        "policy.path": base,
+        "output_dir": folder / "run",
+        "batch_size": 2,
+        "grad_accum": 2,
+        "steps": 3,
+        "train.mode": "full",
+        "scaling.use_gpu": "false",
+        **changes,
+    }
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def resolved(setting, **changes):
+    return resolve(parse_args(flags(setting, **changes)), gpus_found=0)
+
+
+class Shard:
+    """Stands in for Ray's shard of the dataset: the run's own columns, one row over and over, in the plan's order.
+
+    `before_batch` is called before each batch; `batch_columns(micro, rows)` adds columns to it.
+    """
+
+    def __init__(self, run, before_batch=lambda: None, batch_columns=lambda micro, rows: {}):
+        data = vla.build_dataset(run)
+        self._row = data.prepare(data.read(stream=(0, run.last_row)).example())
+        self._run, self._before_batch, self._batch_columns = run, before_batch, batch_columns
+
+    def iter_torch_batches(self, *, batch_size, collate_fn, **_):
+        dealt = Dealt(batch_size, self._run.block_rows, 0, 1, 1)
+        for micro in range(self._run.last_row // batch_size):
+            self._before_batch()
+            rows = {key: np.repeat(value, batch_size, axis=0) for key, value in self._row.items()}
+            position = dealt.rows(micro)
+            yield collate_fn({**rows, "position": position, **self._batch_columns(micro, len(position))})
+
+
+class NoCheckpoints:
+    """Stands in for `worker.CheckpointWriter`."""
+
+    def __init__(self, *_):
+        pass
+
+    def due(self):
+        return False
+
+    def paused_s(self):
+        return 0.0
+
+    def save(self, progress):
+        pass
+
+    def wait(self):
+        pass
+
+
+@contextlib.contextmanager
+def without_ray(shard, device=None, writer=NoCheckpoints):
+    """What the loop asks of Ray is answered here; checkpoints are not written, or by `writer`."""
+    context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
+    replaced = (
+        (ray, "get", lambda reference: reference),
+        (ray, "put", lambda value: value),
+        (ray.train, "get_context", lambda: context),
+        (ray.train, "get_dataset_shard", lambda name: shard),
+        (vla, "get_device", lambda: device or torch.device("cpu")),
+        (vla, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
+        (vla, "log_to", lambda folder: None),
+        (ray.train, "get_preemption_info", lambda: None),
+        (ray.train.collective, "broadcast_from_rank_zero", lambda value: value),
+        (vla, "start_attempt", lambda *_: 0),
+        (vla, "CheckpointWriter", writer),
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(gc, "collect", lambda *_: 0))  # takes longer than everything else
+        for owner, name, value in replaced:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.callback(gc.enable)  # the loop turns it off
+        yield

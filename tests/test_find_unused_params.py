@@ -1,0 +1,151 @@
+"""What the step reaches, against LeRobot's own forward and autograd."""
+
+import json
+
+import pytest
+import torch
+
+import worker
+from diagnostics import find_unused_params
+from diagnostics.find_unused_params import UnusedReport, find_unused
+from pi05_loss import PolicyLoss
+from tests import in_process
+from tests.tiny import make_batch, make_policy
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    for name in ("UNUSED_BATCHES", "INCLUDE_ZERO_GRAD", "FAIL_IF_UNUSED", "UNUSED_JSON"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    return in_process.make_setting(tmp_path_factory.mktemp("unused"))
+
+
+@pytest.fixture(scope="module")
+def run(setting):
+    return in_process.resolved(setting)
+
+
+def names(report, fate):
+    return {parameter.name for parameter in report.of(fate)}
+
+
+@pytest.fixture
+def everything_trains(monkeypatch):
+    """As if nobody had thought of PI0.5's unused parts."""
+    monkeypatch.setattr(worker, "choose_trainable", lambda policy, mode: policy.requires_grad_(True))
+
+
+def test_what_trains_is_reached(run, tmp_path):
+    report = find_unused(run, batches=2)
+    assert not report.unreached
+    # The layers behind it start at zero in LeRobot's PI0.5, so nothing comes back in the first steps.
+    assert {name.rsplit(".", 2)[1] for name in names(report, "zero")} <= {"time_mlp_in", "time_mlp_out"}
+    assert len(report.of("used")) > 30
+    policy = worker.start_policy(run)
+    assert {p.name: tuple(p.shape) for p in report.parameters} == {n: p.shape for n, p in policy.named_parameters()}
+
+
+def test_unused_is_what_autograd_leaves_without_a_gradient(run, everything_trains):
+    """LeRobot's forward computes queries of the last layer that nothing reads: their gradient is zero there."""
+    report = find_unused(run, batches=2)
+    policy = make_policy()
+    batch, _, _ = make_batch(policy)
+    policy.forward(batch)[0].backward()
+    # Both have as many layers but one: compare the last by another name.
+    last = {"run": _last_layer(p.name for p in report.parameters), "lerobot": _last_layer(policy.state_dict())}
+    theirs = {
+        n.replace(last["lerobot"], "LAST") for n, p in policy.named_parameters() if p.grad is None or not p.grad.any()
+    }
+    ours = {n.replace(last["run"], "LAST") for n in names(report, "unused")}
+    assert ours == {n for n in theirs if not n.endswith("k_proj.bias")}
+    assert not report.of("sometimes")
+    assert names(report, "unused") | names(report, "used") | names(report, "zero") == {
+        p.name for p in report.parameters
+    }
+
+
+def _last_layer(all_names):
+    language = "model.paligemma_with_expert.paligemma.model.language_model.layers."
+    return language + max(n.removeprefix(language).split(".")[0] for n in all_names if n.startswith(language)) + "."
+
+
+def test_a_parameter_that_some_batches_leave_out(run, monkeypatch):
+    forward, calls = PolicyLoss.forward, []
+
+    def sometimes(self, *args):
+        calls.append(1)
+        if len(calls) == 2:
+            return self.policy.model.action_out_proj.bias.sum()
+        return forward(self, *args) + 0 * self.policy.model.time_mlp_in.bias.detach().sum()
+
+    monkeypatch.setattr(PolicyLoss, "forward", sometimes)
+    report = find_unused(run, batches=3)
+    assert not report.of("unused")
+    assert names(report, "used") == {"model.action_out_proj.bias"}
+    assert {p.without_gradient for p in report.of("sometimes")} == {1}
+
+
+def test_a_gradient_of_zeros_is_no_missing_one(run, monkeypatch, setting, capsys):
+    forward = PolicyLoss.forward
+
+    def silenced(self, batch, noise, time):
+        linear = self.policy.model.action_in_proj
+        linear.register_forward_hook(lambda module, args, output: output * 0)
+        return forward(self, batch, noise, time)
+
+    monkeypatch.setattr(PolicyLoss, "forward", silenced)
+    report = find_unused(run, batches=2)
+    assert {"model.action_in_proj.weight", "model.action_in_proj.bias"} <= names(report, "zero")
+    assert not report.unreached
+    argv = [*in_process.flags(setting), "--unused_batches=1"]
+    assert find_unused_params.main(argv) == 0
+    assert "--include_zero_grad lists them" in capsys.readouterr().out
+    monkeypatch.setenv("INCLUDE_ZERO_GRAD", "true")
+    assert find_unused_params.main(argv) == 0
+    assert "  model.action_in_proj: 2 tensors, " in capsys.readouterr().out
+
+
+def test_the_program(setting, tmp_path, monkeypatch, capsys, everything_trains):
+    monkeypatch.setenv("UNUSED_BATCHES", "1")
+    argv = in_process.flags(setting, unused_json=tmp_path / "unused.json")
+    assert find_unused_params.main(argv) == 0
+    printed = capsys.readouterr().out
+    head = "model.paligemma_with_expert.paligemma.lm_head"
+    assert f"  {head}" in printed
+    assert "pi05_loss.choose_trainable" in printed and "--scaling.find_unused_parameters=true" in printed
+    report = UnusedReport.read(tmp_path / "unused.json")
+    assert report.batches == 1
+    assert json.loads((tmp_path / "unused.json").read_text())["tool"] == "find_unused_params"
+    assert find_unused_params.main([*argv, "--fail_if_unused"]) == 1
+    assert not (setting[0] / "run").exists()
+
+
+def test_nothing_to_fail_about(setting, capsys):
+    argv = [*in_process.flags(setting, **{"train.mode": "heads"}), "--fail_if_unused", "--unused_batches", "1"]
+    assert find_unused_params.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "Every parameter that trains got a gradient in every batch" in printed
+    # The whole backbone is one line.
+    assert "  model.paligemma_with_expert: " in printed
+
+
+def test_modules_are_as_large_as_they_can_be():
+    fates = {"a.x.w": "unused", "a.x.b": "unused", "a.y.w": "used", "b.w": "unused", "b.c.w": "unused"}
+    report = UnusedReport.model_construct(
+        parameters=[
+            find_unused_params.Parameter(name=n, shape=[2, 3], fate=f, without_gradient=0) for n, f in fates.items()
+        ]
+    )
+    found = dict(find_unused_params._groups(report, report.of("unused")))
+    assert {module: len(members) for module, members in found.items()} == {"a.x": 2, "b": 2}
+    assert found["b"][0].size == 6
+
+
+def test_wrong_options(capsys):
+    assert find_unused_params.main(["--unused_batches", "none"]) == 2
+    assert "expected a positive number" in capsys.readouterr().err
+    assert torch.is_grad_enabled()

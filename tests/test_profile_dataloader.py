@@ -1,0 +1,236 @@
+"""The rate that the data engine is said to have, and which side is the bottleneck."""
+
+import argparse
+import json
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ray
+
+import vla
+from diagnostics import profile_dataloader, profile_step
+from diagnostics.profile_dataloader import PRODUCED, LoaderReport, RankFetches, StageClock, balance
+from diagnostics.report import Environment
+from tests import in_process
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    for name in ("PROFILE_BATCHES", "PROFILE_WARMUP", "AGAINST", "PROFILE_DATALOADER_JSON"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    return in_process.make_setting(tmp_path_factory.mktemp("loader"))
+
+
+@pytest.fixture(scope="module")
+def run(setting):
+    return in_process.resolved(setting)
+
+
+STORE = argparse.Namespace(peak_bytes=5 * 2**20, spilled_bytes=0)
+
+
+def options_of(*argv):
+    return profile_dataloader.parse_options(argv)[0]
+
+
+def pull(run, tmp_path, produced_at_s, *argv, before_batch=lambda: None):
+    """Pull through the tool's worker loop, in this process, rows that were read when `produced_at_s(micro)` says."""
+    options = options_of(*argv)
+    pulled = profile_dataloader.pulled_run(run, options)
+    pulled = replace(pulled, config=replace(pulled.config, output_dir=str(tmp_path)))
+    shard = in_process.Shard(pulled, before_batch, lambda micro, rows: {PRODUCED: np.full(rows, produced_at_s(micro))})
+    with in_process.without_ray(shard):
+        profile_dataloader.pull_loop({"run": pulled, "warmup": options.profile_warmup})
+    return RankFetches.model_validate_json((tmp_path / "fetches-0.json").read_bytes()), options
+
+
+def test_a_slow_source_is_seen_at_its_pace(run, tmp_path):
+    rank, options = pull(
+        run,
+        tmp_path,
+        lambda _: time.time(),
+        "--profile_batches=10",
+        "--profile_warmup=3",
+        before_batch=lambda: time.sleep(0.03),
+    )
+    assert len(rank.fetch_s) == 10
+    assert min(rank.fetch_s) >= 0.03
+    assert rank.copy_s is None
+    report = profile_dataloader.summarise(run, options, [rank], {"decode": 1.0}, 1.0, STORE)
+    assert report.rows == 10 * 2
+    assert report.rows_per_s == pytest.approx(20 / sum(rank.fetch_s), rel=0.1)
+
+
+def test_rows_that_lay_in_buffers_do_not_count(run, tmp_path):
+    """Seven of ten batches had been read before the clock started."""
+    start = time.time()
+    rank, options = pull(
+        run,
+        tmp_path,
+        lambda micro: start if micro < 10 else time.time() + 1,
+        "--profile_batches=10",
+        "--profile_warmup=3",
+        before_batch=lambda: time.sleep(0.01),
+    )
+    report = profile_dataloader.summarise(run, options, [rank], {"decode": 1.0}, 1.0, STORE)
+    assert report.rows == 3 * 2
+    with pytest.raises(ValueError, match="raise --profile_batches"):
+        early = rank.model_copy(update={"produced_at_s": [start] * 10})
+        profile_dataloader.summarise(run, options, [early], {"decode": 1.0}, 1.0, STORE)
+
+
+def test_rates_of_ranks_add_up_over_the_time_until_the_last_is_done(run):
+    def rank(number, warm, done, produced):
+        environment = Environment.here()
+        return RankFetches(
+            rank=number,
+            environment=environment,
+            warm_at_s=warm,
+            done_at_s=done,
+            fetch_s=[1.0],
+            copy_s=None,
+            produced_at_s=produced,
+        )
+
+    ranks = [rank(0, 100.0, 108.0, [99.0, 101.0, 103.0]), rank(1, 102.0, 112.0, [101.0, 103.0, 104.0])]
+    report = profile_dataloader.summarise(run, options_of(), ranks, {"decode": 1.0}, 2.0, STORE)
+    assert (report.rows, report.wall_s, report.world_size) == (3 * run.config.batch_size, 10.0, 2)
+    printed = profile_dataloader.table(report)
+    assert "rank 0" in printed and "rank 1" in printed
+    assert "5 MiB at most, 0 MiB spilled" in printed
+
+
+def test_the_stages_are_those_of_the_read_tasks(setting):
+    """All of the CPU's time is in one stage or another, and each stage has some."""
+    run = in_process.resolved(setting, **{"dataset.image_size": "[56,56]"})
+    data = vla.build_dataset(run)
+    with in_process.without_ray(None):
+        before = time.process_time()
+        stages = profile_dataloader.time_stages(data, run.last_row, run.config.batch_size)
+        spent = time.process_time() - before
+    assert stages.keys() == profile_dataloader.EXPLAINED.keys()
+    assert all(seconds > 0 for seconds in stages.values()), stages
+    # One task holds all the rows of this short run.
+    assert sum(stages.values()) * run.last_row / 1000 == pytest.approx(spent, rel=0.2)
+
+
+def test_a_stage_inside_another_is_not_counted_twice():
+    def burn(seconds):
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+
+    clock = StageClock()
+    decode = clock.watched(lambda: burn(0.05), "decode")
+
+    def shuffle():
+        burn(0.02)
+        decode()
+
+    clock.watched(shuffle, "shuffle")()
+    assert clock.cpu_s["decode"] == pytest.approx(0.05, abs=0.01)
+    assert clock.cpu_s["shuffle"] == pytest.approx(0.02, abs=0.01)
+    assert sum(clock.cpu_s.values()) == pytest.approx(0.07, abs=0.02)
+
+
+def test_stamps_come_off_before_the_policy_sees_the_batch(run):
+    data = vla.build_dataset(run)
+    stamped = profile_dataloader.Stamped(data.prepare)
+    row = data.read(stream=(0, run.last_row)).example()
+    batch = stamped(row)
+    assert batch.keys() == data.prepare(row).keys() | {PRODUCED}
+    collate = profile_dataloader._StampReader(False)
+    assert collate(batch).keys() == data.prepare(row).keys()
+    assert collate.produced_at_s[0] == pytest.approx(time.time(), abs=60)
+
+
+# --- which side is the bottleneck -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def step_report(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("step")
+    settings = profile_step.Settings.of(profile_step.parse_options(["--profile_steps=2", "--profile_warmup=1"])[0], run)
+    watched = profile_step.watched_run(run, settings)
+    watched = replace(watched, config=replace(watched.config, output_dir=str(folder)))
+    with in_process.without_ray(in_process.Shard(watched)):
+        profile_step.profile_loop({"run": watched, "settings": settings})
+    rank = profile_step.RankProfile.model_validate_json((folder / "profile-0.json").read_bytes())
+    return profile_step.summarise(run, settings, [rank])
+
+
+def at(step_report, step_s, wait_s):
+    wait = step_report.phases["data_wait"]
+    wait = wait.model_copy(update={"exposed": wait.exposed.model_copy(update={"mean": wait_s})})
+    return step_report.model_copy(
+        update={"step_s": {"untouched": [step_s] * 2}, "phases": step_report.phases | {"data_wait": wait}}
+    )
+
+
+@pytest.fixture(scope="module")
+def loader_report(run):
+    rank = RankFetches(
+        rank=0,
+        environment=Environment.here(),
+        warm_at_s=0.0,
+        done_at_s=1.0,
+        fetch_s=[1.0],
+        copy_s=None,
+        produced_at_s=[0.5] * 50,
+    )
+    return profile_dataloader.summarise(run, options_of(), [rank], {"decode": 1.0}, 4.0, STORE)
+
+
+def test_a_starved_step_and_a_slow_model_are_told_apart(step_report, loader_report):
+    """The engine gives 100 rows/s with 4 CPUs; a step is 4 rows."""
+    assert loader_report.rows_per_s == 100
+    _, said, cpus = balance(loader_report, at(step_report, 0.04, 0.02))  # computes 0.02 s: 200 rows/s
+    assert said == "The data engine is the bottleneck: the step could take 2.00x as much."
+    assert cpus.startswith("8.00 CPUs for data per worker would balance them") and cpus.endswith("there are 4.00.")
+    _, said, cpus = balance(loader_report, at(step_report, 0.16, 0.0))  # 25 rows/s
+    assert said == "The step is the bottleneck: the data engine could feed 4.00x as much."
+    assert cpus.startswith("1.00 CPUs for data per worker")
+    assert balance(loader_report, at(step_report, 0.04, 0.0))[1] == "They are balanced."
+    other = at(step_report, 0.04, 0.0).model_copy(update={"config": step_report.config | {"batch_size": 64}})
+    assert balance(loader_report, other)[-1] == "Beware: the two results differ in batch_size."
+
+
+def test_the_json_is_read_back(loader_report, tmp_path):
+    loader_report.write(tmp_path / "loader.json")
+    assert LoaderReport.read(tmp_path / "loader.json") == loader_report
+    raw = json.loads((tmp_path / "loader.json").read_text())
+    assert raw["tool"] == "profile_dataloader" and len(raw["ranks"][0]["produced_at_s"]) == 50
+    with pytest.raises(ValueError, match="no result of this version's profile_step"):
+        profile_step.StepReport.read(tmp_path / "loader.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "option"),
+    [
+        ("PROFILE_BATCHES", "7", "profile_batches"),
+        ("PROFILE_WARMUP", "3", "profile_warmup"),
+        ("AGAINST", "a.json", "against"),
+        ("PROFILE_DATALOADER_JSON", "b.json", "profile_dataloader_json"),
+    ],
+)
+def test_every_environment_variable_changes_what_it_should(run, monkeypatch, name, value, option):
+    default = vars(options_of())
+    monkeypatch.setenv(name, value)
+    changed = vars(options_of())
+    assert {key for key in default if default[key] != changed[key]} == {option}
+    assert str(changed[option]) == value
+    steps = profile_dataloader.pulled_run(run, argparse.Namespace(**changed)).steps
+    assert steps == changed["profile_batches"] + changed["profile_warmup"]
+
+
+def test_wrong_options_end_with_status_2(tmp_path, capsys):
+    assert profile_dataloader.main(["--profile_batches=0"]) == 2
+    assert profile_dataloader.main([f"--against={tmp_path / 'step.json'}", "--preset=demo"]) == 2
+    assert "step.json does not exist" in capsys.readouterr().err
+    assert not ray.is_initialized()

@@ -1,0 +1,445 @@
+"""The profiler runs the training loop itself, attributes its time to the right phases, and does not disturb it."""
+
+import json
+import math
+import time
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+
+import util
+import vla
+import worker
+from diagnostics import profile_step, step_page
+from diagnostics.profile_step import Settings, StepReport, judge, parse_options
+from pi05_loss import PolicyLoss
+from run_plan import Run
+from tests import in_process
+from util import Phase, TrainableOptimizer, Window
+
+PHASES = Phase.__args__
+VARIABLES = (
+    "PROFILE_STEPS",
+    "PROFILE_WARMUP",
+    "PROFILE_SYNC",
+    "PROFILE_NO_OPTIM",
+    "FIND_UNUSED_PARAMS",
+    "FUSED_ADAMW",
+    "PROFILE_CHECKPOINT",
+    "PROFILE_STEP_JSON",
+    "PROFILE_TRACE",
+    "PROFILE_HTML",
+)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    return in_process.resolved(in_process.make_setting(tmp_path_factory.mktemp("profile")))
+
+
+def profile(run, tmp_path, *argv, before_batch=lambda: None):
+    """What the tool does, in this process."""
+    settings = Settings.of(parse_options(["--profile_warmup=1", "--profile_steps=3", *argv])[0], run)
+    watched = profile_step.watched_run(run, settings)
+    watched = replace(watched, config=replace(watched.config, output_dir=str(tmp_path)))
+    with in_process.without_ray(in_process.Shard(watched, before_batch)):
+        profile_step.profile_loop({"run": watched, "settings": settings})
+    rank = profile_step.RankProfile.model_validate_json((tmp_path / "profile-0.json").read_bytes())
+    return profile_step.summarise(run, settings, [rank])
+
+
+@pytest.fixture(scope="module")
+def report(run, tmp_path_factory):
+    return profile(run, tmp_path_factory.mktemp("report"), "--profile_sync")
+
+
+# --- what is measured -------------------------------------------------------------------------------------
+
+
+def test_phases_sum_to_the_step(report):
+    """Against the wall clock at the blocks' ends, which knows nothing of phases."""
+    (rank,) = report.ranks
+    for name, times in (("timed", rank.timed), ("synchronized", rank.synchronized)):
+        assert len(times.exposed["forward"]) == report.settings.steps == 3
+        total = sum(map(sum, times.exposed.values())) / report.settings.steps
+        assert total == pytest.approx(np.mean(rank.block_step_s[name]), rel=0.05)
+    assert set(report.phases) == set(PHASES) - {"copy", "checkpoint"}
+    assert sum(p.share for p in report.phases.values()) == pytest.approx(1)
+    assert {name: len(blocks) for name, blocks in rank.block_step_s.items()} == {
+        "untouched": 3,
+        "timed": 3,
+        "synchronized": 3,
+    }
+
+
+def delayed(function, seconds):
+    def slow(*args, **options):
+        time.sleep(seconds)
+        return function(*args, **options)
+
+    return slow
+
+
+class SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.05)
+        return gradient
+
+
+def slow_loss(forward):
+    return lambda *args: SlowBackward.apply(forward(*args))
+
+
+# phase: what to make slow, how, and how often a step does it
+PLANTED = {
+    "forward": (PolicyLoss, "forward", lambda f: delayed(f, 0.05), 2),
+    "backward": (PolicyLoss, "forward", slow_loss, 2),
+    "clip": (torch.nn.utils, "clip_grad_norm_", lambda f: delayed(f, 0.05), 1),
+    "optimizer": (torch.optim.AdamW, "step", lambda f: delayed(f, 0.05), 1),
+    "zero_grad_schedule": (torch.optim.AdamW, "zero_grad", lambda f: delayed(f, 0.05), 1),
+    "metrics": (Window, "add", lambda f: delayed(f, 0.05), 1),
+    "other": (vla, "noise_for", lambda f: delayed(f, 0.05), 1),
+}
+
+
+@pytest.mark.parametrize("phase", PLANTED)
+def test_a_planted_sleep_shows_up_in_its_phase_and_no_other(run, report, tmp_path, monkeypatch, phase):
+    owner, name, wrap, times = PLANTED[phase]
+    monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
+    found = profile(run, tmp_path)
+    added = {p: found.phases[p].exposed.median - report.phases[p].exposed.median for p in report.phases}
+    assert 0.05 * times <= found.phases[phase].exposed.median
+    assert {p for p, seconds in added.items() if seconds > 0.025} == {phase}
+
+
+def test_a_starved_loop_is_diagnosed_as_such_and_a_slow_model_likewise(run, tmp_path, monkeypatch):
+    starved = profile(run, tmp_path, before_batch=lambda: time.sleep(0.05))
+    waits = starved.phases["data_wait"]
+    assert waits.exposed.median >= 0.1 and waits.share > 0.5
+    assert [p for p in starved.phases.values() if p.exposed.median >= 0.1] == [waits]
+    assert profile_step.advice(starved)[0].startswith(f"Waiting for data is {waits.share:.0%} of a step.")
+
+    monkeypatch.setattr(PolicyLoss, "forward", delayed(PolicyLoss.forward, 0.05))
+    slow = profile(run, tmp_path)
+    (said,) = profile_step.advice(slow)
+    assert said.startswith("Forward and backward are")
+
+
+def test_a_checkpoint_is_timed_apart(run, tmp_path):
+    calls = []
+
+    class Writer(in_process.NoCheckpoints):
+        def save(self, progress):
+            calls.append(progress.step)
+            time.sleep(0.1)
+
+    settings = Settings.of(parse_options(["--profile_steps=2", "--profile_warmup=1"])[0], run)
+    watched = profile_step.watched_run(run, settings)
+    watched = replace(watched, config=replace(watched.config, output_dir=str(tmp_path)))
+    with in_process.without_ray(in_process.Shard(watched), writer=Writer):
+        profile_step.profile_loop({"run": watched, "settings": settings})
+    rank = profile_step.RankProfile.model_validate_json((tmp_path / "profile-0.json").read_bytes())
+    assert calls == [1 + 2 + 2 + 1]
+    assert rank.checkpoint_s >= 0.1
+    assert "checkpoint" not in rank.timed.exposed
+
+
+def test_the_loop_and_the_step_are_those_of_training(run, tmp_path, monkeypatch):
+    """Every step, watched or not, is one call of the very function that `vla.train_loop_per_worker` calls."""
+    assert vla.train_step is util.train_step
+    assert vla.train.__globals__["train_step"] is util.train_step
+    steps, original = [], util.train_step
+
+    def spy(*args, **options):
+        steps.append(options["step"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(vla, "train_step", spy)
+    report = profile(run, tmp_path)
+    assert steps == list(range(1 + 3 + 3 + 1))
+    with in_process.without_ray(in_process.Shard(run)):
+        monkeypatch.setattr(vla, "export", lambda *_: None)
+        vla.train_loop_per_worker({"run": run})
+    assert steps[8:] == [0, 1, 2]
+    assert report.settings.checkpoint
+
+
+def test_watching_changes_nothing(run, tmp_path):
+    """The same parameters to the bit, watched and not."""
+    settings = Settings.of(parse_options(["--profile_steps=2", "--profile_warmup=1"])[0], run)
+    watched = profile_step.watched_run(run, settings)
+    watched = replace(watched, config=replace(watched.config, output_dir=str(tmp_path)))
+    clock = profile_step.StepClock(settings.passes(1), settings.block_steps, torch.device("cpu"))
+
+    class AsLong(util.Clock):
+        def steps(self, numbers, model):
+            return numbers[: len(settings.passes(1))]
+
+    trained = []
+    for one in (clock, AsLong()):
+        with in_process.without_ray(in_process.Shard(watched)):
+            trained.append(vla.train(watched, one).named())
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+
+
+def test_passes_alternate_and_take_turns_in_going_first(run):
+    long = replace(run, config=replace(run.config, log_freq=50))
+    settings = Settings.of(parse_options(["--profile_steps=20", "--profile_warmup=3", "--profile_sync"])[0], long)
+    assert (settings.block_steps, settings.steps, settings.warmup) == (4, 20, 4)
+    plan = settings.passes(world=2)
+    blocks = plan[4:64:4]
+    assert plan[4:64] == [name for name in blocks for _ in range(4)]
+    assert blocks[:6] == ["untouched", "timed", "synchronized", "timed", "synchronized", "untouched"]
+    assert plan[64:] == ["communication"] * 6 + ["checkpoint"]
+    watched = profile_step.watched_run(long, settings)
+    assert (watched.config.log_freq, watched.config.save_freq, watched.steps) == (4, 65, 66)
+    tracing = settings.model_copy(update={"trace": True, "checkpoint": False})
+    assert tracing.passes(world=2)[:5] == ["traced"] * 3 + ["warmup", "untouched"]
+    assert profile_step.watched_run(replace(long, steps=10**6), tracing).steps == 10**6
+
+
+# --- options ----------------------------------------------------------------------------------------------
+
+
+def test_every_environment_variable_changes_what_it_should(run, monkeypatch, tmp_path):
+    default = Settings.of(parse_options([])[0], run)
+    assert (default.steps, default.warmup, default.fused_adamw, default.checkpoint) == (100, 20, True, True)
+    given = {
+        "PROFILE_STEPS": ("7", {"steps": 7}),
+        "PROFILE_WARMUP": ("23", {"warmup": 40}),
+        "PROFILE_SYNC": ("true", {"sync": True}),
+        "PROFILE_NO_OPTIM": ("1", {"no_optim": True, "checkpoint": False}),
+        "FIND_UNUSED_PARAMS": ("true", {"find_unused_params": True}),
+        "FUSED_ADAMW": ("false", {"fused_adamw": False}),
+        "PROFILE_CHECKPOINT": ("0", {"checkpoint": False}),
+        "PROFILE_TRACE": ("t.json", {"trace": True}),
+    }
+    for name, (value, changed) in given.items():
+        with monkeypatch.context() as environment:
+            environment.setenv(name, value)
+            found = Settings.of(parse_options([])[0], run).model_dump()
+        expected = default.model_dump() | changed
+        if name == "PROFILE_STEPS":
+            expected |= {"block_steps": 1}
+        assert found == expected, name
+    for name in ("PROFILE_STEP_JSON", "PROFILE_HTML"):
+        with monkeypatch.context() as environment:
+            environment.setenv(name, "out")
+            assert str(getattr(parse_options([])[0], name.lower())) == "out"
+    monkeypatch.setenv("PROFILE_STEPS", "9")
+    assert parse_options(["--profile_steps", "4"])[0].profile_steps == 4  # the flag wins
+
+
+def test_what_the_settings_do(run, tmp_path, monkeypatch):
+    searching = Settings.of(parse_options(["--find_unused_params"])[0], run)
+    assert profile_step.watched_run(run, searching).config.scaling.find_unused_parameters
+
+    loss, _ = worker.build_model(run, torch.device("cpu"))
+    plain = Settings.of(parse_options([])[0], run)
+    assert profile_step.make_optimizer(plain, run, loss).optimizer.param_groups[0]["fused"]
+
+    unfused = profile_step.make_optimizer(plain.model_copy(update={"fused_adamw": False}), run, loss)
+    fused = worker.build_optimizer(run, loss)
+    assert not unfused.optimizer.param_groups[0]["fused"]
+    keys = ("lr", "betas", "eps", "weight_decay")
+    assert [unfused.optimizer.defaults[k] for k in keys] == [fused.optimizer.defaults[k] for k in keys]
+    before = {name: value.clone() for name, value in unfused.named().items()}
+    for parameter in unfused.params:
+        parameter.grad = torch.ones_like(parameter)
+    unfused.step(0)
+    assert any(not torch.equal(value, before[name]) for name, value in unfused.named().items())
+
+    monkeypatch.setattr(TrainableOptimizer, "step", lambda *_: pytest.fail("the optimizer was used"))
+    report = profile(run, tmp_path, "--profile_no_optim")
+    assert not report.phases.keys() & {"clip", "optimizer", "zero_grad_schedule"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "message"),
+    [
+        (["--profile_steps", "0"], {}, "argument --profile_steps: expected a positive number, found '0'"),
+        (["--fused_adamw", "maybe"], {}, "expected true or false, found 'maybe'"),
+        ([], {"PROFILE_STEPS": "many"}, "PROFILE_STEPS='many' in the environment: expected a positive number"),
+        (["--profile_stepz", "3"], {}, "unknown flag --profile_stepz"),
+        (["--compare", "a.json", "b.json"], {}, "a.json does not exist; a run of the tool writes it"),
+    ],
+)
+def test_wrong_options_end_with_status_2_and_say_so(argv, environment, message, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert profile_step.main([*argv, "--preset", "demo"] if "--compare" not in argv else argv) == 2
+    assert message in capsys.readouterr().err
+
+
+# --- results ----------------------------------------------------------------------------------------------
+
+
+def test_the_json_holds_everything_and_nothing_else(report, tmp_path):
+    report.write(tmp_path / "a.json")
+    assert StepReport.read(tmp_path / "a.json") == report
+    raw = json.loads((tmp_path / "a.json").read_text())
+    assert raw["schema_version"] == 1
+    assert {"cpu", "cores", "gpus", "driver", "git_revision", "versions", "date"} <= raw["environment"].keys()
+    assert raw["config"]["batch_size"] == 2
+    assert raw["phases"]["forward"]["full"].keys() == {"mean", "median", "p95"}
+    forward = raw["ranks"][0]["timed"]["full"]["forward"]
+    assert len(forward) == 3
+    assert raw["phases"]["forward"]["full"]["p95"] == pytest.approx(np.percentile(forward, 95))
+
+    for damage in ({"schema_version": 2}, {"surprise": 1}, {"phases": {"forwards": raw["phases"]["forward"]}}):
+        (tmp_path / "bad.json").write_text(json.dumps(raw | damage))
+        with pytest.raises(ValueError, match=r"bad.json is no result of this version's profile_step"):
+            StepReport.read(tmp_path / "bad.json")
+
+
+def test_the_slowest_rank_is_named(run, report):
+    (rank,) = report.ranks
+    slow = {name: [3 * x for x in blocks] for name, blocks in rank.block_step_s.items()}
+    times = rank.timed.model_copy(update={"full": {p: [2 * x for x in v] for p, v in rank.timed.full.items()}})
+    other = rank.model_copy(update={"rank": 1, "block_step_s": slow, "timed": times})
+    both = profile_step.summarise(run, report.settings, [rank, other])
+    assert both.world_size == 2
+    assert both.untouched_s == pytest.approx(2 * report.untouched_s)  # the mean of 1 and 3
+    assert both.phases["backward"].slowest_rank == 1
+    assert both.phases["backward"].slowest_rank_mean == pytest.approx(2 * report.phases["backward"].full.mean)
+    assert f"1: {2e3 * report.phases['backward'].full.mean:.2f} ms" in profile_step.table(both)
+
+
+def test_overlap_is_what_phases_take_beyond_what_they_add(run, report):
+    (rank,) = report.ranks
+    full = rank.timed.full | {"data_wait": [x + 0.05 for x in rank.timed.full["data_wait"]]}
+    hiding = profile_step.summarise(
+        run, report.settings, [rank.model_copy(update={"timed": rank.timed.model_copy(update={"full": full})})]
+    )
+    assert hiding.hidden_s == pytest.approx(0.05)
+    assert ": 50.0 ms hidden by overlap" in profile_step.table(hiding)
+    assert ": 0.0 ms hidden by overlap" in profile_step.table(report)
+
+
+def test_the_verdict_takes_the_spread_into_account():
+    rng = np.random.default_rng(0)
+    quiet, loud = 1 + 0.005 * rng.standard_normal(8), 1 + 0.2 * rng.standard_normal(8)
+    clear, unclear = judge(quiet, 1.05 * quiet[::-1]), judge(loud, 1.05 * loud[::-1])
+    assert 1 < clear.low < 1.05 < clear.high
+    assert str(clear).startswith("B is 1.05x slower")
+    assert unclear.low < 1 < unclear.high
+    assert str(unclear).startswith("no difference that these blocks can show")
+    with pytest.raises(ValueError, match="more --profile_steps"):
+        judge([1.0], [1.0])
+
+
+def test_two_results_side_by_side(report, tmp_path, capsys):
+    slower = {name: [2 * x for x in blocks] for name, blocks in report.step_s.items()}
+    settings = report.settings.model_copy(update={"fused_adamw": False})
+    other = report.model_copy(update={"step_s": slower, "settings": settings, "config": report.config | {"seed": 7}})
+    report.write(tmp_path / "a.json")
+    other.write(tmp_path / "b.json")
+    assert profile_step.main(["--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert [line.split() for line in lines[:2]] == [
+        ["profile", "fused_adamw", "A", "True", "B", "False"],
+        ["--seed", "A", "1000", "B", "7"],
+    ]
+    assert "B is 2.00x slower" in printed
+    assert math.isclose(float(next(line for line in lines if line.startswith("step, untouched")).split()[-1]), 2.0)
+
+
+def test_the_trace_is_on_one_clock(tmp_path):
+    torch_trace = {
+        "baseTimeNanoseconds": 1_000_000_000_000,
+        "traceEvents": [{"ph": "X", "ts": 5.0, "dur": 10.0, "name": "forward"}, {"ph": "M", "name": "process_name"}],
+    }
+    tasks = [{"ph": "X", "ts": t, "dur": 3.0, "name": f"task at {t}"} for t in (1e9 - 50, 1e9 + 4, 1e9 + 100)]
+    (tmp_path / "torch.json").write_text(json.dumps(torch_trace))
+    profile_step.write_trace(tmp_path / "torch.json", tasks, tmp_path / "out" / "trace.json")
+    events = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
+    assert [(e["name"], e.get("ts")) for e in events] == [
+        ("forward", 1e9 + 5),
+        ("process_name", None),
+        ("task at 1000000004.0", 1e9 + 4),
+    ]
+
+
+def test_the_page_shows_every_step(report, tmp_path):
+    page = profile_step.page(report, profile_step.table(report))
+    parsed = ElementTree.fromstring(page.removeprefix("<!doctype html>").replace('<meta charset="utf-8">', ""))
+    bar, line = parsed.iter("svg")
+    shares = [float(rectangle.get("width")) for rectangle in bar.iter("rect")]
+    assert sum(shares) == pytest.approx(960, abs=0.1)
+    assert len(list(line.iter("rect"))) == len(report.phases) * report.settings.steps
+    assert set(step_page.COLOURS) == set(PHASES)
+    assert "ms untouched" in "".join(parsed.itertext())
+
+
+class At:
+    """A CUDA event of a known time, in seconds."""
+
+    def __init__(self, at_s):
+        self.at_s = at_s
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.at_s - self.at_s)
+
+
+def test_what_is_hidden_on_a_gpu_is_told_from_what_is_waited_for():
+    """The GPU is busy until 1.4 s, while the host waits for a batch and another stream copies it."""
+    marks = [
+        # phase, when the host was there, when the computing stream was, when the copying stream was
+        ("other", 0.0, 0.0, None),
+        ("data_wait", 0.1, 1.4, None),
+        ("copy", 1.1, 1.4, 1.1),
+        ("copy", 1.1, 1.4, 1.5),
+        ("forward", 1.1, 1.5, None),
+        (None, 1.2, 3.5, None),
+    ]
+    exposed, full = profile_step._phases(
+        [profile_step._Mark(p, host, At(gpu), None if side is None else At(side)) for p, host, gpu, side in marks]
+    )
+    assert exposed == pytest.approx({"other": 1.4, "data_wait": 0.0, "copy": 0.1, "forward": 2.0})
+    assert full == pytest.approx({"other": 1.4, "data_wait": 1.0, "copy": 0.4, "forward": 2.0})
+    assert sum(exposed.values()) == pytest.approx(3.5)
+
+
+@pytest.mark.gpu
+def test_events_agree_with_synchronizing(tmp_path_factory, tmp_path):
+    """What events say a phase adds is what a synchronize around it says, where nothing overlaps within it."""
+    setting = in_process.make_setting(tmp_path_factory.mktemp("gpu"))
+    run = in_process.resolved(setting, **{"scaling.use_gpu": "true", "batch_size": 4})
+    options = ["--profile_steps=20", "--profile_warmup=5", "--profile_sync", "--profile_checkpoint=false"]
+    settings = Settings.of(parse_options(options)[0], run)
+    watched = profile_step.watched_run(run, settings)
+    watched = replace(watched, config=replace(watched.config, output_dir=str(tmp_path)))
+    with in_process.without_ray(in_process.Shard(watched), torch.device("cuda", 0)):
+        profile_step.profile_loop({"run": watched, "settings": settings})
+    (rank,) = [profile_step.RankProfile.model_validate_json((tmp_path / "profile-0.json").read_bytes())]
+    for phase in ("forward", "backward"):
+        events, waited = (np.median(times.exposed[phase]) for times in (rank.timed, rank.synchronized))
+        # A synchronize costs time, and ends what the host had prepared ahead.
+        assert 0.3 * waited < events < 1.2 * waited
+    assert "copy" in rank.timed.full and rank.peak_allocated_bytes > 0
+    total = sum(map(sum, rank.timed.exposed.values())) / settings.steps
+    assert total == pytest.approx(np.mean(rank.block_step_s["timed"]), rel=0.05)
