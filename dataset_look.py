@@ -185,6 +185,11 @@ def ranges_of(meta: DatasetMetadata, key: str) -> list[Range]:
     return [Range(n, *map(float, v)) for n, v in zip(dimension_names(meta, key), np.stack(columns, 1), strict=True)]
 
 
+def scaled_ranges(ranges: Sequence[Range]) -> np.ndarray:
+    """Minimum, mean and maximum of D dimensions, as `Range.scaled` puts them: float (D, 3)."""
+    return np.array([[r.scaled(r.minimum), r.scaled(r.mean), r.scaled(r.maximum)] for r in ranges]).reshape(-1, 3)
+
+
 def sample_episodes(lengths: np.ndarray, rows: int) -> np.ndarray:
     """Episodes spread evenly, int64 ascending, at most about `rows` rows of them; at least one."""
     cost = np.minimum(lengths, EPISODE_ROWS)

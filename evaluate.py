@@ -8,7 +8,7 @@ Legend: N rows of a batch, T chunk, A action, H W C image.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -144,15 +144,15 @@ def _observation(
     preprocessor: Any, batch: Mapping[str, np.ndarray], tasks: Sequence[str], device: torch.device
 ) -> dict[str, Any]:
     """The policy's input for the rows of a batch, with `tasks` as their instructions, on `device`."""
-    row: dict[str, Any] = {TASK: list(tasks)}
-    for key, column in batch.items():
-        if not key.startswith("observation."):
-            continue
-        tensor = torch.from_numpy(np.array(column))
-        row[key] = to_float(tensor) if tensor.dtype == torch.uint8 and tensor.ndim >= 4 else tensor
-    prepared = preprocessor(row)
+    prepared = preprocessor({TASK: list(tasks), **_observed(batch)})
     # Processors are saved for one device, often the CPU; the policy's is what counts.
     return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in prepared.items()}
+
+
+def _observed(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """What `LeRobotDataset` gives for the observations of a batch: images float32 (N, 3, H, W) in [0, 1]."""
+    tensors = {k: torch.from_numpy(np.array(column)) for k, column in batch.items() if k.startswith("observation.")}
+    return {k: to_float(t) if t.dtype == torch.uint8 and t.ndim >= 4 else t for k, t in tensors.items()}
 
 
 def _predict(
@@ -218,6 +218,30 @@ def error_table(trained: Mapping[str, Any], untrained: Mapping[str, Any] | None 
             relative = error["mse"] / baseline if baseline else float("nan")
             lines.append(f"  {name:{width}}  {error['mse']:10.4g}  {relative:15.3f}")
     return "\n".join(lines)
+
+
+def held_out_frames(run: Run, limit: int = EVAL_FRAMES) -> Iterator[dict[str, Any]]:
+    """The first held-out episode, frame by frame, as `LeRobotDataset` gives it and as a robot would see it.
+
+    Frames are dicts of `task` (a string), observations and `action` (A,); at most `limit` of them.
+
+    Raises:
+        ValueError: no episode is held out.
+    """
+    number = next((n for n, held_out in enumerate(run.eval_episodes) if len(held_out)), None)
+    if number is None:
+        raise ValueError("no episode is held out: give --dataset.eval_split")
+    meta, episode = run.metas[number], int(run.eval_episodes[number][0])
+    source = LeRobotDatasource(
+        [meta],
+        episodes=[[episode]],
+        camera_keys=run.match.camera_keys,
+        image_size=run.config.dataset.image_size,
+        tolerance_s=run.config.tolerance_s,
+    )
+    for row in source.read_rows(range(min(int(meta.episode_length[episode]), limit)), batch_size=1):
+        observed = {key: tensor[0] for key, tensor in _observed(row).items()}
+        yield {TASK: str(row[TASK][0]), **observed, ACTION: torch.from_numpy(row[ACTION][0].copy())}
 
 
 def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:

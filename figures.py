@@ -14,14 +14,17 @@ import io
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
+
+if TYPE_CHECKING:
+    from dataset_look import Moment
 
 # The colours that figures are drawn in, and the CSS variable that takes the place of each.
 INK, MUTED, GRID = "#1f2430", "#667085", "#dfe3ea"
@@ -30,6 +33,7 @@ CSS_VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", BLUE: "--blue",
 
 WIDTH, HEIGHT = 4.1, 2.4  # inches
 STRIP_HEIGHT = 0.76
+IMAGE_WIDTH = 1.6
 MAX_POINTS = 1_000  # of a line: a page need not hold more than a screen shows
 JPEG_WIDTH, JPEG_QUALITY = 240, 78
 UNITS = ("cm", "mm", "m", "rad", "deg", "s", "hz", "m_s", "rad_s", "deg_s")
@@ -78,6 +82,17 @@ class Chunk(NamedTuple):
     predicted: np.ndarray
 
 
+def example_chunk(example: Mapping[str, Any], fps: float) -> Chunk:
+    """One of the examples that `evaluate.open_loop_errors` keeps, as `chunk_strips` draws it."""
+    padded = np.asarray(example["is_pad"], bool)[:, None]
+    recorded, predicted = (
+        np.where(padded, np.nan, np.asarray(example[k], np.float64)) for k in ("recorded", "predicted")
+    )
+    known = "episode_index" in example
+    title = f"episode {example['episode_index']}, {example['frame_index'] / fps:.1f} s" if known else ""
+    return Chunk(title, recorded, predicted)
+
+
 @contextlib.contextmanager
 def _styled() -> Iterator[None]:
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
@@ -114,9 +129,14 @@ def line_chart(
             axes.axvline(mark, color=RED, linewidth=1, linestyle=(0, (3, 3)))
         if from_zero:
             axes.set_ylim(0, None if any(np.nanmax(y, initial=0) > 0 for _, y in lines.values()) else 1)
-        if not log:
+        if log:
+            # Plain numbers: matplotlib's own labels here are formulas.
+            low, high = axes.get_ylim()
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if high < 30 * low else (1,)))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        else:
             axes.yaxis.set_major_locator(MaxNLocator(5))
-            axes.yaxis.set_major_formatter(_short_number)
+        axes.yaxis.set_major_formatter(_short_number)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.set_xlabel(plain(xlabel))
         axes.set_ylabel(plain(ylabel))
@@ -138,6 +158,47 @@ def histogram(values: np.ndarray, *, xlabel: str, ylabel: str) -> Figure:
         return figure
 
 
+def bars(counts: Sequence[tuple[str, int]], *, xlabel: str) -> Figure:
+    """(name, count) pairs as horizontal bars, first on top. Their counts stand beside them."""
+    with _styled():
+        figure = Figure(figsize=(WIDTH, 0.75 + 0.24 * len(counts)), layout="constrained")
+        axes = figure.add_subplot()
+        drawn = axes.barh(range(len(counts)), [count for _, count in counts], color=BLUE)
+        axes.bar_label(drawn, fmt="{:,.0f}", padding=3)
+        axes.set_yticks(range(len(counts)), [plain(name, 32) for name, _ in counts])
+        axes.set_ylim(len(counts) - 0.4, -0.6)
+        axes.margins(x=0.12)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.grid(True, axis="x")
+        axes.grid(False, axis="y")
+        axes.set_xlabel(plain(xlabel))
+        return figure
+
+
+def contact_sheet(moments: Sequence[Moment]) -> Figure:
+    """What every camera sees: a row for each camera, a column for each moment. Images keep their shape."""
+    cameras = list(dict.fromkeys(key for moment in moments for key in moment.images))
+    # Rows are as high as their camera's images are at one width.
+    shapes = [next(m.images[key] for m in moments if key in m.images).shape for key in cameras]
+    heights = [IMAGE_WIDTH * height / width for height, width, _ in shapes]
+    with _styled():
+        size = (IMAGE_WIDTH * len(moments) + 0.3, sum(heights) + 0.35)
+        figure = Figure(figsize=size, layout="constrained")
+        if not cameras:
+            return figure
+        grid = figure.subplots(len(cameras), len(moments), squeeze=False, height_ratios=heights)
+        for axes, key in zip(grid[:, 0], cameras, strict=True):
+            axes.set_ylabel(_shorten(plain(key.removeprefix("observation.images."))))
+        for axes, moment in zip(grid[0], moments, strict=True):
+            axes.set_title(f"{moment.time_s:.1f} s", loc="center")
+        for (row, column), axes in np.ndenumerate(grid):
+            axes.set(xticks=[], yticks=[])
+            axes.spines[:].set_visible(False)
+            if cameras[row] in moments[column].images:
+                axes.imshow(moments[column].images[cameras[row]])
+        return figure
+
+
 def strips(time_s: np.ndarray, values: np.ndarray, names: Sequence[str]) -> Figure:
     """A feature's dimensions (N, D) over time (N,), seconds: one strip each, with its name and unit."""
     with _styled():
@@ -149,7 +210,9 @@ def strips(time_s: np.ndarray, values: np.ndarray, names: Sequence[str]) -> Figu
         return rows
 
 
-def chunk_strips(chunks: Sequence[Chunk], names: Sequence[str], fps: float) -> Figure:
+def chunk_strips(
+    chunks: Sequence[Chunk], names: Sequence[str], fps: float, xlabel: str = "time from the observed frame / s"
+) -> Figure:
     """Recorded and predicted action chunks: a row for each of the A dimensions, a column for each chunk."""
     with _styled():
         figure = _strips(len(names), len(chunks), legend_height=0.3)
@@ -163,7 +226,7 @@ def chunk_strips(chunks: Sequence[Chunk], names: Sequence[str], fps: float) -> F
             if dimension == len(names) - 1:
                 axes.set_xlabel(plain(chunk.title))
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
-        figure.supxlabel("time from the observed frame / s", fontsize=9)
+        figure.supxlabel(plain(xlabel), fontsize=9)
         return figure
 
 
@@ -171,14 +234,16 @@ def ranges(scaled: np.ndarray, names: Sequence[str], *, limit: float) -> Figure:
     """Normalisation ranges of D dimensions, on the scale where q01 is -1 and q99 is 1.
 
     `scaled` (D, 3) holds minimum, mean and maximum. What lies beyond `limit` is an outlier: it is marked, and its
-    value stands at the edge.
+    value stands at the edge. Dimensions that have no such range (NaN) are named and left empty.
     """
-    widest = float(np.abs(scaled).max())
+    known = np.isfinite(scaled).all(axis=1)
+    widest = float(np.abs(scaled[known]).max(initial=0))
     edge = 1.15 * limit if widest > limit else max(1.5, 1.1 * widest)
     with _styled():
         figure = Figure(figsize=(WIDTH, 0.75 + 0.24 * len(names)), layout="constrained")
         axes = figure.add_subplot()
-        y = np.arange(len(names))
+        y = np.arange(len(names))[known]
+        scaled = scaled[known]
         minimum, mean, maximum = np.clip(scaled, -edge, edge).T
         axes.hlines(y, minimum, maximum, color=MUTED, linewidth=1.2)
         axes.hlines(y, -1, 1, color=BLUE, linewidth=6, alpha=0.9)
@@ -187,10 +252,10 @@ def ranges(scaled: np.ndarray, names: Sequence[str], *, limit: float) -> Figure:
             out = np.abs(scaled[:, column]) > limit
             side = -edge if column == 0 else edge
             axes.plot(np.full(out.sum(), side), y[out], marker, color=RED, markersize=6, clip_on=False)
-            for row in y[out]:
+            for row, value in zip(y[out], scaled[out, column], strict=True):
                 shift = (6, 5) if column == 0 else (-6, 5)
                 axes.annotate(
-                    f"{scaled[row, column]:.3g}",
+                    f"{value:.3g}",
                     (side, row),
                     xytext=shift,
                     textcoords="offset points",
@@ -200,7 +265,7 @@ def ranges(scaled: np.ndarray, names: Sequence[str], *, limit: float) -> Figure:
                 )
         axes.set_xlim(-edge, edge)
         axes.set_ylim(len(names) - 0.4, -0.8)
-        axes.set_yticks(y, [_shorten(plain(name)) for name in names])
+        axes.set_yticks(np.arange(len(names)), [_shorten(plain(name)) for name in names])
         axes.grid(True, axis="x")
         axes.grid(False, axis="y")
         axes.set_xlabel("normalised value (q01 = −1, q99 = 1)")

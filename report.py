@@ -28,7 +28,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import figures
 from config import CONFIG_NAME
-from dataset_look import ACTION, OUTLIER, Look, dimension_names, look_at
+from dataset_look import ACTION, OUTLIER, Look, dimension_names, look_at, scaled_ranges
 from figures import Chunk, plain
 from lerobot_metadata import load_metadata
 from run_folder import METRICS_NAME, SKIPPED_NAME, attempts, read_lines
@@ -373,14 +373,7 @@ def _chunk_figures(examples: list[dict[str, Any]], names: list[str], facts: Mapp
         return []
     fps = facts["datasets"][0]["fps"]
     chosen = [examples[i] for i in np.unique(np.linspace(0, len(examples) - 1, EXAMPLES).round().astype(int))]
-    chunks = []
-    for example in chosen:
-        padded = np.asarray(example["is_pad"], bool)[:, None]
-        recorded, predicted = (
-            np.where(padded, np.nan, np.asarray(example[k], np.float64)) for k in ("recorded", "predicted")
-        )
-        where = f"episode {example['episode_index']}\n{example['frame_index'] / fps:.1f} s"
-        chunks.append(Chunk(where if "episode_index" in example else "", recorded, predicted))
+    chunks = [figures.example_chunk(example, fps) for example in chosen]
     drawn = []
     for first in range(0, min(len(names), MAX_DIMENSIONS), STRIPS_PER_FIGURE):
         part = slice(first, min(first + STRIPS_PER_FIGURE, MAX_DIMENSIONS))
@@ -423,7 +416,7 @@ def _draw_look(look: Look) -> dict[str, Any]:
             )
     ranges = []
     for key, found in look.ranges.items():
-        scaled = np.array([[r.scaled(r.minimum), r.scaled(r.mean), r.scaled(r.maximum)] for r in found])
+        scaled = scaled_ranges(found)
         drawable = np.isfinite(scaled).all(axis=1)
         drawable[MAX_DIMENSIONS:] = False
         svg = None

@@ -1,13 +1,16 @@
 """Open-loop errors against a loop written by hand over LeRobot's own calls."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-from evaluate import error_table, evenly_spaced, open_loop_errors, other_instructions
+from evaluate import error_table, evenly_spaced, held_out_frames, open_loop_errors, other_instructions
+from lerobot_metadata import load_metadata
+from tests.datasets import make_dataset
 from tests.test_tiny_pi05 import make_base, make_features
 
 CHUNK, ACTION, ROWS = 5, 3, 7
@@ -214,3 +217,26 @@ def test_frames_are_spread_evenly(count, limit):
         assert chosen[0] == 0 and (len(chosen) == 1 or chosen[-1] == count - 1)
         gaps = np.diff(chosen)
         assert not len(gaps) or gaps.max() - gaps.min() <= 1
+
+
+def test_held_out_frames_are_lerobots(tmp_path):
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    metas = [load_metadata(make_dataset(tmp_path / name, episodes=(4, 6, 5), seed=i)) for i, name in enumerate("ab")]
+    run = SimpleNamespace(
+        metas=metas,
+        eval_episodes=(np.array([], int), np.array([1, 2])),
+        match=SimpleNamespace(camera_keys=metas[1].camera_keys),
+        config=SimpleNamespace(dataset=SimpleNamespace(image_size=None), tolerance_s=1e-4),
+    )
+    theirs = LeRobotDataset("local/b", root=tmp_path / "b", episodes=[1], video_backend="pyav")
+    frames = list(held_out_frames(run))
+    assert len(frames) == len(theirs) == 6 and len(list(held_out_frames(run, limit=2))) == 2
+    for ours, expected in zip(frames, theirs, strict=True):
+        assert ours["task"] == expected["task"]
+        keys = {key for key in expected if key.startswith("observation.") or key == "action"}
+        assert set(ours) == keys | {"task"}
+        assert all(ours[key].dtype == expected[key].dtype and torch.equal(ours[key], expected[key]) for key in keys)
+    run.eval_episodes = ((), ())
+    with pytest.raises(ValueError, match="--dataset.eval_split"):
+        next(held_out_frames(run))

@@ -7,6 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import figures
+from dataset_look import Moment
 
 
 def test_long_lines_are_thinned_and_keep_their_extremes():
@@ -49,3 +50,52 @@ def test_units_are_those_that_names_end_with(name, unit):
 def test_images_become_small_jpegs():
     wide = figures.to_data_uri(np.zeros((480, 640, 3), np.uint8))
     assert wide.startswith("data:image/jpeg;base64,") and len(wide) < 3_000
+
+
+def test_a_contact_sheet_has_a_row_per_camera_and_leaves_gaps():
+    red, wide = np.full((6, 6, 3), (255, 0, 0), np.uint8), np.zeros((4, 8, 3), np.uint8)
+    moments = [
+        Moment(0, 0.0, {"observation.images.top": red, "wrist": wide}),
+        Moment(0, 1.25, {"observation.images.top": red}),
+    ]
+    figure = figures.contact_sheet(moments)
+    shown = [[axes.images[0].get_array() for axes in figure.axes[i : i + 2] if axes.images] for i in (0, 2)]
+    assert [len(row) for row in shown] == [2, 1]
+    assert (shown[0][1] == red).all() and (shown[1][0] == wide).all()
+    assert [axes.get_ylabel() for axes in figure.axes] == ["top", "", "wrist", ""]
+    assert [axes.get_title("center") for axes in figure.axes[:2]] == ["0.0 s", "1.2 s"]
+    assert figures.contact_sheet([]).axes == []
+
+
+def test_bars_are_as_long_as_their_counts():
+    figure = figures.bars([("pick up $x$", 12), ("wipe", 3)], xlabel="episodes")
+    (axes,) = figure.axes
+    assert [bar.get_width() for bar in axes.patches] == [12, 3]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["pick up $x$", "wipe"]
+    assert axes.yaxis_inverted()
+
+
+def test_a_dimension_without_a_range_is_named_and_left_empty():
+    scaled = np.array([[np.nan, np.nan, np.nan], [-1.0, 0.0, 99.0]])
+    (axes,) = figures.ranges(scaled, ["flat", "b"], limit=5).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["flat", "b"]
+    assert {tuple(text.xy) for text in axes.texts} == {(5.75, 1)} and axes.texts[0].get_text() == "99"
+    assert figures.ranges(scaled[:1], ["flat"], limit=5).axes[0].lines[0].get_xdata().size == 0
+
+
+@pytest.mark.parametrize("high", [2.5, 9.0, 4e5])
+def test_a_log_axis_is_labelled_with_plain_numbers(high):
+    figure = figures.line_chart({"loss": ([1, 2], [high, 1.1])}, xlabel="step", ylabel="loss", log=True)
+    figure.canvas.draw()
+    axis, limits = figure.axes[0].yaxis, figure.axes[0].get_ylim()
+    labels = [label.get_text() for label in axis.get_ticklabels() + axis.get_minorticklabels() if label.get_text()]
+    assert 1 <= sum(limits[0] <= float(label) <= limits[1] for label in labels) <= 8
+
+
+def test_padded_steps_of_an_example_are_not_drawn():
+    example = {"recorded": [[1], [2]], "predicted": [[3], [4]], "is_pad": [False, True]}
+    chunk = figures.example_chunk(example | {"episode_index": 7, "frame_index": 15}, fps=10)
+    assert chunk.title == "episode 7, 1.5 s"
+    assert np.array_equal(chunk.recorded, [[1], [np.nan]], equal_nan=True)
+    assert np.array_equal(chunk.predicted, [[3], [np.nan]], equal_nan=True)
+    assert figures.example_chunk(example, fps=10).title == ""
