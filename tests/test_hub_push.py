@@ -24,6 +24,8 @@ def server(monkeypatch):
     with serving(server):
         monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        # Large files by LFS over HTTP, not by the Hub's own chunk protocol, which needs servers behind the Hub.
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield server
 
