@@ -156,7 +156,8 @@ def model_card(output_dir: Path, repo_id: str) -> str:
     config, facts = read_json(output_dir / CONFIG_NAME), read_json(output_dir / RUN_NAME)
     policy = read_json(output_dir / POLICY_DIR / CONFIG_NAME)
     lines, evaluation = read_lines(output_dir / METRICS_NAME), read_json(output_dir / EVALUATION_NAME)
-    on_hub, base = config["dataset"]["repo_id"], facts["policy"]["base"]
+    on_hub = config["dataset"]["repo_id"]
+    base = None if config["policy_type"] else facts["policy"]["base"]
     base_on_hub = facts["policy"]["revision"] is not None
     metadata = ModelCardData(
         library_name="lerobot",

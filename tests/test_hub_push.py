@@ -112,6 +112,9 @@ def test_what_is_on_the_hub_is_named_with_its_commit(finished):
     )
     assert "Not measured: no episode was held out." in card.text
 
+    (finished / "config.json").write_text(json.dumps({**config, "policy_path": None, "policy_type": "pi05"}))
+    assert "A `pi05` policy, trained from random weights." in hub.model_card(finished, REPO)
+
 
 def test_no_token_is_said_before_anything(server, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
