@@ -21,6 +21,7 @@ TrainMode = Literal["heads", "expert", "full"]
 MissingCameras = Literal["error", "mask"]
 OnError = Literal["stop", "skip"]
 Attention = Literal["eager", "sdpa"]
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 PRECISIONS = ("auto", "fp32", "bf16")
 CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
 
@@ -178,6 +179,14 @@ class Config:
     save_every_s: float | None = None
     keep_checkpoints: int = 2
     keep_best: int = 0
+    # Besides metrics.jsonl: draw the curves in a tracker (tracking.py), filed under a project.
+    track: str | None = None
+    track_project: str = "vla-fine-tuning"
+    # Push the trained policy to the Hugging Face Hub (hub.py), with lerobot-train's flags: --policy.push_to_hub,
+    # --policy.repo_id USER/NAME and --policy.private. To name the repository is to ask for it.
+    push_to_hub: bool | None = None
+    policy_repo_id: str | None = None
+    policy_private: bool | None = None
     # What a GPU costs per hour, in any currency: the report then says what 1000 samples cost.
     price_per_gpu_hour: float | None = None
     # {"observation.images.front": "observation.images.base_0_rgb"}: dataset key -> policy key. With several datasets it
@@ -189,6 +198,11 @@ class Config:
     @property
     def roots(self) -> list[str]:
         return list(self.dataset.mixture) or [part for part in (self.dataset.root or "").split(",") if part]
+
+    @property
+    def hub_repo_id(self) -> str | None:
+        """Where the trained policy is pushed to; None: it is not."""
+        return None if self.push_to_hub is False else self.policy_repo_id
 
     @property
     def global_batch_size(self) -> int:
@@ -240,6 +254,14 @@ PRESETS: dict[str, dict[str, str]] = {
 }
 
 
+# lerobot-train counts these to the policy. A base policy brings its own along, where it was once pushed to: not ours.
+HUB_FLAGS = {
+    "policy.push_to_hub": "push_to_hub",
+    "policy.repo_id": "policy_repo_id",
+    "policy.private": "policy_private",
+}
+
+
 def parse_args(argv: Sequence[str]) -> Config:
     """Command line to a validated `Config`. Raises ValueError naming the flag, what was found and what to do."""
     given = _normalise(argv)
@@ -256,6 +278,7 @@ def parse_args(argv: Sequence[str]) -> Config:
         defaults.pop("steps", None)
     flags = [*defaults.items(), *given]
     flags = [pair for name, value in flags for pair in _workers(name, value)]
+    flags = [(HUB_FLAGS.get(name, name), value) for name, value in flags]
     policy = {k.removeprefix("policy."): v for k, v in flags if k.startswith("policy.")}
     rest = [f"--{k}={v}" for k, v in flags if not k.startswith("policy.") and k != "config_path"]
     try:
@@ -321,6 +344,10 @@ def validate(config: Config) -> None:
     for name, share in {"warmup_frac": config.warmup_frac, "final_lr_frac": config.final_lr_frac}.items():
         if not 0 <= share <= 1:
             raise ValueError(f"--{name}={share}: must be between 0 and 1")
+    if config.track is not None and config.track not in get_args(TrackerName):
+        raise ValueError(f"--track={config.track}: expected one of {', '.join(get_args(TrackerName))}")
+    if config.push_to_hub and config.policy_repo_id is None:
+        raise ValueError("--push_to_hub: to which repository? give --policy.repo_id USER/NAME")
     if config.keep_best < 0:
         raise ValueError(f"--keep_best={config.keep_best}: a number of checkpoints, 0 for none")
     if not 0 <= d.eval_split < 1:

@@ -32,6 +32,7 @@ from dataset_look import ACTION, OUTLIER, Look, dimension_names, look_at, scaled
 from figures import Chunk, plain
 from lerobot_metadata import load_metadata
 from run_folder import METRICS_NAME, SKIPPED_NAME, attempts, read_lines
+from tracking import code_revision
 
 if TYPE_CHECKING:
     from run_plan import Run
@@ -92,7 +93,11 @@ def record_run(run: Run, plan: str, cluster: Mapping[str, float]) -> None:
             "gpu_types": sorted(n.removeprefix("accelerator_type:") for n in cluster if n.startswith("accelerator_ty")),
             "memory_bytes": cluster.get("memory", 0),
         },
-        "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in PACKAGES}},
+        "versions": {
+            "code": code_revision(),
+            "python": platform.python_version(),
+            **{p: importlib.metadata.version(p) for p in PACKAGES},
+        },
         "plan": plan,
     }
     _write(run.output_dir / RUN_NAME, json.dumps(facts, indent=2) + "\n")

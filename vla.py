@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import draccus
@@ -32,6 +33,7 @@ import cluster
 from checkpoint import latest_checkpoint, load_progress
 from config import Config, parse_args
 from evaluate import error_table, evaluate_run
+from hub import check_push, push_policy
 from parallel import spread
 from pi05_loss import PolicyLoss
 from processors import Prepare, make_processors
@@ -39,6 +41,7 @@ from progress import MetricsLog, RowsLog, follow_progress, log_to
 from report import keep_report, record_run
 from run_folder import claim_folder, prepare_folder, start_attempt, stop_requested, stopping_on_signals
 from run_plan import Run, describe, resolve, with_stats
+from tracking import require_tracker, track
 from training_data import Dealt, Deferred, TrainingData, stream_batches
 from util import (
     UNWATCHED,
@@ -202,7 +205,8 @@ def feed(
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, resolve, train, evaluate.
 
-    Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed.
+    Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed,
+    4 the policy is trained but not pushed to the Hub.
     """
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
@@ -214,8 +218,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(describe(run), flush=True)
             if run.config.dry_run:
                 return 0
+            require_tracker(run.config.track)
+            if run.config.hub_repo_id:
+                print(f"Hub          {check_push(run.config.hub_repo_id, run.config.policy_private)}", flush=True)
             held.enter_context(claim_folder(run))
             prepare_folder(run)
+            held.enter_context(track(run.output_dir, run.config.track, run.config.track_project))
         except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -238,7 +246,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {root_cause(error)}", file=sys.stderr)
             return 1
     print(f"Policy       {run.output_dir / 'pretrained_model'}\nReport       {run.output_dir / 'report.html'}")
-    return 0
+    return push(run.output_dir, run.config.hub_repo_id) if run.config.hub_repo_id else 0
+
+
+def push(output_dir: Path, repo_id: str) -> int:
+    """Push the trained policy, and say how to do it again when that fails. Returns the exit status."""
+    try:
+        print(f"Pushed       {push_policy(output_dir, repo_id)}")
+        return 0
+    except Exception as error:  # whatever an upload may end with, the policy is there
+        again = f"the policy is trained; `python hub.py {output_dir}` tries again to push it"
+        print(f"error: {root_cause(error)}\n{again}", file=sys.stderr)
+        return 4
 
 
 def fit(run: Run, data_options: ray.data.ExecutionOptions) -> int:
