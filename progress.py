@@ -119,7 +119,11 @@ def follow_progress(output_dir: Path, steps: int) -> Iterator[None]:
         steps: optimizer steps of the whole run.
     """
     stop = threading.Event()
-    thread = threading.Thread(target=_follow, args=(output_dir, steps, stop), daemon=True)
+    # What an earlier attempt of a resumed run wrote is not news.
+    last_step = max([json.loads(line)["step"] for line in read_lines(output_dir / METRICS_NAME)], default=0)
+    warnings_shown = len(read_lines(output_dir / LOG_NAME))
+    args = (output_dir, steps, last_step, warnings_shown, stop)
+    thread = threading.Thread(target=_follow, args=args, daemon=True)
     thread.start()
     try:
         yield
@@ -128,11 +132,8 @@ def follow_progress(output_dir: Path, steps: int) -> Iterator[None]:
         thread.join()
 
 
-def _follow(output_dir: Path, steps: int, stop: threading.Event) -> None:
+def _follow(output_dir: Path, steps: int, last_step: int, warnings_shown: int, stop: threading.Event) -> None:
     interactive = sys.stdout.isatty()
-    # What an earlier attempt of a resumed run wrote is not news.
-    last_step = max([json.loads(line)["step"] for line in read_lines(output_dir / METRICS_NAME)], default=0)
-    warnings_shown = len(read_lines(output_dir / LOG_NAME))
     skipped: set[tuple[str, int]] = set()
     with tqdm(
         total=steps, initial=last_step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
