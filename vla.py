@@ -14,8 +14,9 @@ import gc
 import logging
 import re
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,9 +263,19 @@ def push(output_dir: Path, repo_id: str) -> int:
 
 def fit(run: Run, data_options: ray.data.ExecutionOptions) -> int:
     """Train; on SIGTERM or Ctrl-C until a checkpoint is taken. Returns the optimizer steps that are done."""
-    # In a thread of its own, because in the main thread Ray Train takes Ctrl-C for itself and loses what is done.
-    with follow_progress(run.output_dir, run.steps), stopping_on_signals(run.output_dir), ThreadPoolExecutor(1) as one:
-        one.submit(make_trainer(run, data_options).fit).result()
+    trained: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            trained.set_result(make_trainer(run, data_options).fit())
+        except BaseException as error:
+            trained.set_exception(error)
+
+    with follow_progress(run.output_dir, run.steps), stopping_on_signals(run.output_dir):
+        # Not in the main thread, where Ray Train takes Ctrl-C for itself and loses what is done; and in a thread that a
+        # second signal need not wait for.
+        threading.Thread(target=work, daemon=True).start()
+        trained.result()
     newest = latest_checkpoint(run.checkpoints_dir)
     return load_progress(newest).step if newest is not None else 0
 

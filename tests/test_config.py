@@ -102,3 +102,15 @@ def test_modules_only_define():
 
     code = "import config, sys; sys.exit(any(m in sys.modules for m in ('ray', 'torch', 'lerobot')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_range_of_workers():
+    config = parse_args([*DATA, "--scaling.num_workers", "2,4", "--batch_size=3", "--grad_accum=2"])
+    assert (config.scaling.min_workers, config.scaling.num_workers) == (2, 4)
+    assert config.global_batch_size == 24  # that of the most workers, however many there are
+    for workers in (2, 3, 4):
+        assert config.rows_multiple % (3 * workers) == 0
+    assert parse_args([*DATA, "--scaling.num_workers=3"]).scaling.min_workers is None
+    for given, message in {"4,2": "the least and the most, in that order", "2,64": "choose a narrower range"}.items():
+        with pytest.raises(ValueError, match=message):
+            parse_args([*DATA, f"--scaling.num_workers={given}"])

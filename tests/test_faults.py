@@ -264,6 +264,23 @@ def test_a_signal_takes_a_checkpoint_and_ends_the_run(setting, undisturbed):
 
 
 @pytest.mark.slow
+def test_a_second_signal_does_not_wait(setting, undisturbed):
+    folder = setting[0] / "impatient"
+    # No log step comes at which the first one would be heard.
+    process = started(flags(setting, "impatient", steps=10**6, log_freq=10**6, save_freq=5))
+    while not list((folder / "checkpoints").glob("step_*")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    while not (folder / "stop").exists():
+        time.sleep(0.1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    told, _ = process.communicate(timeout=100)
+    assert process.returncode == 128 + signal.SIGTERM, told
+
+
+@pytest.mark.slow
 def test_killed_between_writing_a_checkpoint_and_its_commit(setting, undisturbed):
     folder = setting[0] / "commit"
     process = started(flags(setting, "commit"), {"action": "die_at_commit", "step": 9, "rank": 0})
