@@ -122,23 +122,24 @@ def stop_requested(output_dir: Path) -> bool:
 
 
 @contextlib.contextmanager
-def stopping_on_signals(output_dir: Path) -> Iterator[list[int]]:
+def stopping_on_signals(output_dir: Path) -> Iterator[None]:
     """While the block runs, SIGTERM and Ctrl-C ask the run to take a checkpoint and end; a second one does not wait.
 
-    Must be entered in the main thread. Yields the list of signals received so far.
+    Must be entered in the main thread.
     """
-    received: list[int] = []
+    asked = False
 
     def ask(number: int, frame: object) -> None:
-        received.append(number)
-        if len(received) > 1:
+        nonlocal asked
+        if asked:
             raise SystemExit(128 + number)
+        asked = True
         (output_dir / STOP_NAME).touch()
         print("stopping: a checkpoint is taken at the next log step; once more to end now", file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield received
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
