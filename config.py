@@ -67,6 +67,10 @@ class DatasetOptions:
     read_timeout_s: float = READ_TIMEOUT_S
     cache_dir: str | None = None
     cache_size_gb: float = CACHE_SIZE_GB
+    # A training process that has waited so long for its next batch ends the attempt with an error that names its rows:
+    # a read that hangs is noticed by nobody else. Longer than several requests that each take all of read_timeout_s,
+    # shorter than collective_timeout_s, after which the other ranks could only say that this one is missing.
+    batch_timeout_s: float = 600.0
 
 
 @dataclass
@@ -316,6 +320,7 @@ def validate(config: Config) -> None:
         "tolerance_s": config.tolerance_s,
         "dataset.shuffle_window": d.shuffle_window,
         "dataset.read_timeout_s": d.read_timeout_s,
+        "dataset.batch_timeout_s": d.batch_timeout_s,
         "dataset.cache_size_gb": d.cache_size_gb,
         "train.clip_norm": t.clip_norm,
         "train.noise_draws": t.noise_draws,

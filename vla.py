@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ import cluster
 from checkpoint import latest_checkpoint, load_progress
 from config import Config, parse_args
 from evaluate import error_table, evaluate_run
+from failures import StopRetrying, root_cause
 from hub import check_push, push_policy
 from parallel import spread
 from pi05_loss import PolicyLoss
@@ -43,7 +44,7 @@ from report import keep_report, record_run
 from run_folder import claim_folder, prepare_folder, start_attempt, stop_requested, stopping_on_signals
 from run_plan import Run, describe, resolve, with_stats
 from tracking import require_tracker, track
-from training_data import Dealt, Deferred, TrainingData, stream_batches
+from training_data import Dealt, Deferred, TrainingData, or_timeout, stream_batches
 from util import (
     UNWATCHED,
     Clock,
@@ -65,6 +66,7 @@ from worker import (
     noise_for,
     policy_batches,
     restore,
+    what_batch,
 )
 
 logger = logging.getLogger(__name__)
@@ -197,7 +199,8 @@ def feed(
 ) -> TimedIterator:
     """This rank's micro-batches on its device, from a position of the stream to the run's end."""
     host_batches = stream_batches(ray.train.get_dataset_shard("train"), dealt, first_row, run.steps, collate)
-    return TimedIterator(policy_batches(run, cuda_prefetcher(host_batches, device, clock), dealt, rows_log))
+    in_time = or_timeout(host_batches, run.config.dataset.batch_timeout_s, partial(what_batch, run, dealt))
+    return TimedIterator(policy_batches(run, cuda_prefetcher(in_time, device, clock), dealt, rows_log))
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------
@@ -310,25 +313,9 @@ def make_trainer(
             name=run.checkpoints_dir.name,
             storage_path=str(run.output_dir),
             failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
+            callbacks=[StopRetrying(run.output_dir)],  # type: ignore[list-item]  # mypy sees the RunConfig of Ray 1
         ),
     )
-
-
-def root_cause(error: BaseException) -> str:
-    """The message of what went wrong first, without Ray's layers around it."""
-    failures = getattr(error, "worker_failures", None)
-    if failures:
-        # A rank that fails leaves the others in a collective; what they then say is not the cause.
-        error = min(failures.values(), key=lambda e: "collective" in str(e).lower() or "gloo" in str(e).lower())
-    while isinstance(error, RayError | TrainingFailedError):
-        inner = getattr(error, "cause", None) or getattr(error, "controller_failure", None) or error.__cause__
-        if not isinstance(inner, BaseException) or inner is error:
-            break
-        error = inner
-    # Ray Data 2.60 writes how often it tried, and how to change that, into the message.
-    message = re.split(r"\nFailed to .+ after \d+/\d+ attempts", str(error))[0]
-    # Ours are sentences for the user; of the others the type may be all there is.
-    return message if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {message}"
 
 
 def print_help() -> None:

@@ -13,6 +13,7 @@ from typing import cast
 
 import numpy as np
 import ray.train
+import ray.train.collective
 import torch
 from lerobot.policies.pretrained import PreTrainedPolicy
 from ray.train import CheckpointUploadMode
@@ -102,8 +103,12 @@ def build_optimizer(run: Run, loss: PolicyLoss) -> TrainableOptimizer:
 
 
 def restore(run: Run, optimizer: TrainableOptimizer) -> Progress:
-    """Load the newest sound checkpoint into the model and optimizer; a fresh start when there is none."""
-    newest = latest_checkpoint(run.checkpoints_dir)
+    """Load the newest sound checkpoint into the model and optimizer; a fresh start when there is none.
+
+    Rank 0 looks which one that is: where the folder is on a network, the others may see it late.
+    """
+    is_first = ray.train.get_context().get_world_rank() == 0
+    newest = ray.train.collective.broadcast_from_rank_zero(latest_checkpoint(run.checkpoints_dir) if is_first else None)
     if newest is None:
         return Progress(0, 0, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
     saved = load_checkpoint(newest)
@@ -179,14 +184,24 @@ def check_finite(run: Run, metrics: dict, done: int) -> None:
     if metrics["nonfinite_steps"] <= run.config.train.max_nonfinite:
         return
     steps = metrics["samples"] // run.config.global_batch_size
-    rows = "; ".join(
-        f"{root}: " + ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
-        for root, runs in rows_of_steps(run, done - steps, done).items()
-    )
-    raise RuntimeError(
+    raise FloatingPointError(
         f"{metrics['nonfinite_steps']} of the last {steps} steps had a loss or gradient that is not finite (more than "
         f"--train.max_nonfinite={run.config.train.max_nonfinite}; they were skipped): lower --lr, or look for bad "
-        f"values in the state and action columns of what these steps were trained on, by `index`: {rows}"
+        f"values in the state and action columns of what these steps were trained on, by `index`: "
+        f"{_rows_in_words(run, done - steps, done)}"
+    )
+
+
+def what_batch(run: Run, dealt: Dealt, number: int) -> str:
+    """A rank's `number`-th micro-batch since its start, in words: its step, and the rows of all ranks in that step."""
+    step = dealt.step_of(number)
+    return f"a batch of step {step + 1} on rank {dealt.rank}; rows by `index`: {_rows_in_words(run, step, step + 1)}"
+
+
+def _rows_in_words(run: Run, first: int, last: int) -> str:
+    return "; ".join(
+        f"{root}: " + ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+        for root, runs in rows_of_steps(run, first, last).items()
     )
 
 

@@ -38,6 +38,7 @@ import cluster
 import vla
 from config import parse_args
 from diagnostics.report import Environment, Options, Record, Report, count, host_batches, scratch_run
+from failures import root_cause
 from parallel import Strategy, spread
 from run_plan import Run, resolve, with_stats
 from training_data import Dealt
@@ -270,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = profile(run, options)
     except (TrainingFailedError, RayError, ValueError, OSError) as error:
-        print(f"error: {vla.root_cause(error)}", file=sys.stderr)
+        print(f"error: {root_cause(error)}", file=sys.stderr)
         return 1
     print(table(report))
     if options.compare_strategies_json:

@@ -19,6 +19,7 @@ from checkpoint import SPARE_BYTES
 from config import parse_args
 from lerobot_metadata import load_metadata
 from policy import load_policy
+from run_folder import LOG_NAME
 from run_plan import resolve, with_stats
 from tests.datasets import make_dataset
 
@@ -97,7 +98,6 @@ def flags(root, base, output_dir, **changes):
         "batch_size": 4,
         "log_freq": 1,
         "save_freq": 2,
-        "scaling.max_failures": 0,
         "scaling.cpus_per_worker": 0.5,
         **changes,
     }
@@ -421,9 +421,10 @@ def test_resuming_nothing(refused, run, tmp_path):
 
 
 def failed(root, base, output_dir, capsys, **changes):
-    """Run the program for real; it must fail cleanly. Gives what it says."""
+    """Run the program for real; it must fail cleanly, and try nothing twice. Gives what it says."""
     assert vla.main(flags(root, base, output_dir, **changes)) == 1
     assert not (output_dir / "pretrained_model").exists()
+    assert (output_dir / LOG_NAME).read_text().count(" failed on rank ") == 1
     *warnings, message = capsys.readouterr().err.strip().splitlines()
     assert message.startswith("error: ")
     assert not re.search(r"Traceback|ray::|RayTaskError|UserCode|UDF|attempts|\.py", message)
