@@ -128,6 +128,9 @@ class ScalingOptions:
     free_disk_gb: float = 5.0
     # Worker groups started anew after failures before the run gives up. Preempted nodes do not count.
     max_failures: int = 3
+    # How long to wait for nodes when too few are left for the run. Longer than a spot instance or a machine that
+    # restarts usually stays away; what still runs is paid for meanwhile.
+    nodes_timeout_s: float = 3600.0
     # A training process that has not answered for so long is taken for dead. Longer than any pause that is not a
     # fault: compiling kernels and loading weights keep it from answering for tens of seconds.
     worker_timeout_s: float = 300.0
@@ -328,6 +331,7 @@ def validate(config: Config) -> None:
         "scaling.cpus_per_worker": s.cpus_per_worker,
         "scaling.cpus_per_read_task": s.cpus_per_read_task,
         "scaling.resize_interval_s": s.resize_interval_s,
+        "scaling.nodes_timeout_s": s.nodes_timeout_s,
         "scaling.worker_timeout_s": s.worker_timeout_s,
         "scaling.collective_timeout_s": s.collective_timeout_s,
         "scaling.free_disk_gb": s.free_disk_gb,

@@ -278,7 +278,7 @@ def fit(run: Run, data_options: ray.data.ExecutionOptions) -> int:
         # Not in the main thread, where Ray Train takes Ctrl-C for itself and loses what is done; and in a thread that a
         # second signal need not wait for.
         threading.Thread(target=work, daemon=True).start()
-        trained.result()
+        cluster.wait_for(trained, run)
     newest = latest_checkpoint(run.checkpoints_dir)
     return load_progress(newest).step if newest is not None else 0
 
