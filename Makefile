@@ -29,8 +29,8 @@ demo: $(STAMP) ## fine-tune a tiny PI0.5 on this machine and show that it learne
 test: $(STAMP) ## all tests but the slow ones
 	$(PYTHON) -m pytest $(ARGS)
 
-test-faults: $(STAMP) ## every fault test, the slow ones too
-	$(PYTHON) -m pytest -m faults $(ARGS)
+test-faults: $(STAMP) ## every fault test, the slow ones too; what each cost is in outputs/faults.xml
+	$(PYTHON) -m pytest -m faults --junitxml=outputs/faults.xml $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(PYTHON) -m ruff check .

@@ -4,6 +4,7 @@
 its faults (`recovered_s`), and how many steps it had to train anew (`steps_lost`).
 """
 
+import contextlib
 import json
 import os
 import random
@@ -37,7 +38,8 @@ from tests.loopback import Faults, Proxy, s3_server, serving
 from tests.planted import DataFault, Fault
 
 STEPS, SAVE_FREQ = 20, 4
-pytestmark = [pytest.mark.ray, pytest.mark.faults]
+# Three runs and a cluster in one test take their time on a machine that is busy.
+pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -190,11 +192,13 @@ def test_a_killed_data_task(setting, undisturbed):
 
     def kill_readers():
         while len(killed) < 2 and not over.is_set():
-            for process in psutil.process_iter(["cmdline"]):
-                if "ray::ReadLeRobot" in " ".join(process.info["cmdline"] or []) and process.pid not in killed:
-                    process.kill()
-                    planted.note(folder, "fault")
-                    killed.append(process.pid)
+            # Those of the tests' own cluster.
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if "ray::ReadLeRobot" in " ".join(process.cmdline()) and process.pid not in killed:
+                        process.kill()
+                        planted.note(folder, "fault")
+                        killed.append(process.pid)
             time.sleep(0.002)
 
     thread = threading.Thread(target=kill_readers)
