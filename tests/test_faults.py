@@ -186,31 +186,51 @@ def test_five_killed_workers(setting, undisturbed):
 
 @pytest.mark.slow
 def test_a_killed_data_task(setting, undisturbed):
+    """Ray runs it again, and nobody notices."""
     folder = setting[0] / "reader"
+    with killing("ray::ReadLeRobot", 2, folder) as killed:
+        assert run_with(flags(setting, "reader")) == 0
+    assert killed
+    assert resumed_from(folder) == [0]
+    assert_every_row_once(folder)
+    assert_same_weights(folder, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_killed_data_coordinator(setting, undisturbed):
+    """The process that deals the rows out; all ranks see that it is gone."""
+    folder = setting[0] / "coordinator"
+    first = folder / "checkpoints" / "step_00000004"
+    with killing("ray::SplitCoordinator", 1, folder, once=first.exists) as killed:
+        assert run_with(flags(setting, "coordinator", **{"scaling.max_failures": 1})) == 0
+    assert killed and resumed_from(folder)[0] == 0 and resumed_from(folder)[1:] >= [4]
+    assert_every_row_once(folder)
+    assert_same_weights(folder, undisturbed)
+
+
+@contextlib.contextmanager
+def killing(title, count, folder, once=lambda: True):
+    """Meanwhile, processes of that title are killed, of the tests' own cluster; yields the list of them."""
     killed = []
     over = threading.Event()
 
-    def kill_readers():
-        while len(killed) < 2 and not over.is_set():
-            # Those of the tests' own cluster.
-            for process in psutil.Process().children(recursive=True):
+    def kill():
+        while len(killed) < count and not over.is_set():
+            for process in psutil.Process().children(recursive=True) if once() else []:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if "ray::ReadLeRobot" in " ".join(process.cmdline()) and process.pid not in killed:
+                    if title in " ".join(process.cmdline()) and process.pid not in killed:
                         process.kill()
                         planted.note(folder, "fault")
                         killed.append(process.pid)
             time.sleep(0.002)
 
-    thread = threading.Thread(target=kill_readers)
+    thread = threading.Thread(target=kill)
     thread.start()
     try:
-        assert run_with(flags(setting, "reader")) == 0
+        yield killed
     finally:
         over.set()
         thread.join()
-    assert killed
-    assert_every_row_once(folder)
-    assert_same_weights(folder, undisturbed)
 
 
 @pytest.mark.slow

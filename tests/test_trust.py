@@ -11,9 +11,11 @@ import pickle
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 
 import checkpoint
+import cluster
 from checkpoint import Checkpoint, Progress, latest_checkpoint, load_checkpoint, save_checkpoint, set_aside_damaged
 from tests.test_checkpoint import PROGRESS
 
@@ -79,3 +81,15 @@ def test_a_poisoned_checkpoint(tmp_path, name, knows_checksums):
     assert not victim.exists()
     pickle.loads((next(tmp_path.rglob(name))).read_bytes())
     assert victim.exists()  # it is poison
+
+
+def test_ray_starts_without_a_dashboard_and_keeps_its_token(monkeypatch):
+    """Ray 2.60 asks for a token by default; whoever opens its dashboard does it on loopback (ci/smoke_job.sh)."""
+    started = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(started))
+    monkeypatch.setattr(ray, "init", lambda **options: started.append(options))
+    monkeypatch.setattr(cluster, "alive_nodes", lambda: [{}])
+    cluster.connect()
+    assert [options["include_dashboard"] for options in started] == [False]
+    assert not [path for path in SOURCES if "RAY_AUTH_MODE" in path.read_text()]
+    assert "--dashboard-host 127.0.0.1" in (ROOT / "ci" / "smoke_job.sh").read_text()
