@@ -21,6 +21,7 @@ TrainMode = Literal["heads", "expert", "full"]
 MissingCameras = Literal["error", "mask"]
 OnError = Literal["stop", "skip"]
 Attention = Literal["eager", "sdpa"]
+Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 PRECISIONS = ("auto", "fp32", "bf16")
 CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
@@ -115,7 +116,9 @@ class ScalingOptions:
     use_gpu: bool | None = None
     # Ray's name of a GPU type that workers need, e.g. "L4".
     accelerator_type: str | None = None
-    # How parameters are spread over workers. ddp: a copy on each.
+    # How what trains is spread over workers. ddp: a copy on each, the fastest where it fits. fsdp2: a part of
+    # parameters, gradients and Adam's moments on each; parameters are whole during a step (as ZeRO-2). fsdp2_reshard:
+    # they are whole only where they are computed with (as ZeRO-3). --resume may change it.
     strategy: str = "ddp"
     # For policies of which a batch may leave something that trains without a gradient: DDP then searches, every step.
     # `python -m diagnostics.find_unused_params` tells whether there is any; PI0.5 has none.
@@ -343,7 +346,7 @@ def validate(config: Config) -> None:
         "train.mode": (t.mode, get_args(TrainMode)),
         "train.precision": (t.precision, PRECISIONS),
         "train.attention": (t.attention, get_args(Attention)),
-        "scaling.strategy": (s.strategy, ("ddp",)),
+        "scaling.strategy": (s.strategy, get_args(Strategy)),
         "dataset.missing_cameras": (d.missing_cameras, get_args(MissingCameras)),
         "dataset.on_error": (d.on_error, get_args(OnError)),
     }
@@ -394,6 +397,17 @@ def validate(config: Config) -> None:
                 f"--scaling.num_workers {s.min_workers},{s.num_workers}: too many different numbers of workers to "
                 "share data evenly among any of them; choose a narrower range"
             )
+    if s.strategy != "ddp" and t.compile:
+        raise ValueError(
+            f"--scaling.strategy={s.strategy} gathers parameters in the middle of layers, so that these cannot be "
+            "compiled: leave --train.compile out, or use --scaling.strategy=ddp"
+        )
+    if s.strategy == "fsdp2_reshard" and s.min_workers is not None:
+        raise ValueError(
+            f"--scaling.strategy=fsdp2_reshard --scaling.num_workers {s.min_workers},{s.num_workers}: workers gather "
+            "parameters together in every micro-batch, so none may have more of those than another; use a fixed number "
+            "of workers, or --scaling.strategy=fsdp2"
+        )
     if s.use_gpu is False and s.accelerator_type is not None:
         raise ValueError("--scaling.accelerator_type needs GPUs, but --scaling.use_gpu=false")
 

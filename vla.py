@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import draccus
 import ray
@@ -32,7 +32,7 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
 import cluster
 from checkpoint import latest_checkpoint, load_progress
-from config import Config, parse_args
+from config import Config, Strategy, parse_args
 from evaluate import error_table, evaluate_run
 from failures import StopRetrying, root_cause
 from hub import check_push, push_policy
@@ -122,8 +122,15 @@ def train(
     enable_gpu_perf_flags(config.train.deterministic)
 
     policy_loss, autocast = build_model(run, device)
-    # Of PI0.5, nothing that trains is ever without a gradient (pi05_loss.choose_trainable).
-    model = spread(policy_loss, "ddp", device, world, config.scaling.find_unused_parameters)
+    model = spread(
+        policy_loss,
+        cast(Strategy, config.scaling.strategy),
+        device,
+        world,
+        autocast=autocast,
+        # Of PI0.5, nothing that trains is ever without a gradient (pi05_loss.choose_trainable).
+        find_unused_parameters=config.scaling.find_unused_parameters,
+    )
     optimizer = make_optimizer(run, policy_loss)
     progress = restore(run, optimizer)
     # Rank 0 counts for all: the others need not see its files.

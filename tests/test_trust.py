@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 import ray
-import torch
 
 import checkpoint
 import cluster
-from checkpoint import Checkpoint, Progress, latest_checkpoint, load_checkpoint, save_checkpoint, set_aside_damaged
-from tests.test_checkpoint import PROGRESS
+from checkpoint import latest_checkpoint, load_checkpoint, set_aside_damaged
+from tests.test_checkpoint import empty, made
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted([*ROOT.glob("*.py"), *(path for part in ("diagnostics", "ci") for path in (ROOT / part).glob("*.py"))])
@@ -61,12 +60,11 @@ def test_the_search_finds_the_one_use_there_is():
     assert len(SOURCES) > 30 and ROOT / "training_data.py" in SOURCES
 
 
-@pytest.mark.parametrize("name", [checkpoint.TRAINABLE, checkpoint.OPTIMIZER, checkpoint.STATE])
+@pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer.safetensors", checkpoint.STATE])
 @pytest.mark.parametrize("knows_checksums", [False, True])
 def test_a_poisoned_checkpoint(tmp_path, name, knows_checksums):
     """Refused, and nothing in it is run, even when whoever made it has also written the checksums anew."""
-    victim, folder = tmp_path / "victim", tmp_path / "checkpoints" / "step_00000007"
-    save_checkpoint(folder, Checkpoint(Progress(**PROGRESS.__dict__), {"a": torch.ones(2)}, {}))
+    victim, folder = tmp_path / "victim", made(tmp_path / "checkpoints")
     (folder / name).write_bytes(pickle.dumps(Poison(victim)))
     if knows_checksums and name != checkpoint.STATE:
         state = json.loads((folder / checkpoint.STATE).read_text())
@@ -76,7 +74,7 @@ def test_a_poisoned_checkpoint(tmp_path, name, knows_checksums):
         checkpoint.write_json(folder / checkpoint.STATE, {**state, "sha256": checkpoint._digest(state)})
         assert latest_checkpoint(folder.parent) == folder
     with pytest.raises(ValueError, match=str(folder)):
-        load_checkpoint(folder)
+        load_checkpoint(folder, *empty())
     set_aside_damaged(folder.parent)
     assert not victim.exists()
     pickle.loads((next(tmp_path.rglob(name))).read_bytes())
