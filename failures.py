@@ -5,6 +5,7 @@ Runs on the driver and in Ray Train's controller. Knows nothing of training.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -42,8 +43,9 @@ class StopRetrying(ray.train.UserCallback):
         else:
             final, self._last = isinstance(error, FINAL) or found == self._last, found
         ranks = ", ".join(str(rank) for rank, cause in causes.items() if cause is error)
-        with open(self._output_dir / LOG_NAME, "a") as log:
-            told = root_cause(error).strip().splitlines()[0]
+        told = root_cause(error).strip().splitlines()[0]
+        # It may be the disk that is full.
+        with contextlib.suppress(OSError), open(self._output_dir / LOG_NAME, "a") as log:
             log.write(f"WARNING attempt from step {(resumed_from or [0])[0]} failed on rank {ranks}: {told}\n")
         if final:
             raise error

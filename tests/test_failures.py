@@ -87,6 +87,12 @@ def test_deaths_in_between_do_not_hide_an_error_that_comes_again(run):
     assert run.ends(4, NOT_MEMORY, None) is NOT_MEMORY
 
 
+def test_a_log_that_cannot_be_written_changes_nothing(run):
+    (run.folder / LOG_NAME).mkdir()
+    assert run.ends(0, BAD_FILE) is BAD_FILE
+    assert run.ends(4, PEER, died()) is None
+
+
 def test_the_cause_is_told_and_not_its_consequences():
     assert root_cause(WorkerGroupError("", {0: PEER, 1: KeyError("action")})) == "KeyError: 'action'"
     assert root_cause(WorkerGroupError("", {0: died(), 1: PEER})).startswith("ActorDiedError: ")
