@@ -58,7 +58,8 @@ def root_cause(error: BaseException) -> str:
     # Ray Data 2.60 writes how often it tried, and how to change that, into the message.
     message = re.split(r"\nFailed to .+ after \d+/\d+ attempts", str(error))[0]
     # Ours are sentences for the user; of the others the type may be all there is.
-    return message if isinstance(error, (*FINAL, OSError)) else f"{type(error).__name__}: {message}"
+    ours = isinstance(error, (*FINAL, OSError)) and message.strip()
+    return message if ours else f"{type(error).__name__}: {message}"
 
 
 def first_cause(errors: Iterable[BaseException]) -> BaseException:

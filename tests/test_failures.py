@@ -95,4 +95,5 @@ def test_a_log_that_cannot_be_written_changes_nothing(run):
 
 def test_the_cause_is_told_and_not_its_consequences():
     assert root_cause(WorkerGroupError("", {0: PEER, 1: KeyError("action")})) == "KeyError: 'action'"
+    assert root_cause(AssertionError()) == "AssertionError: " and root_cause(ValueError()) == "ValueError: "
     assert root_cause(WorkerGroupError("", {0: died(), 1: PEER})).startswith("ActorDiedError: ")
