@@ -37,12 +37,15 @@ class Fault:
     bad_input, bug: a ValueError, an error of another kind. full_disk: from then on, no file of more than 100 kB can be
     written. die_at_commit: from then on, the process that drives the run and this one die when a checkpoint is put in
     its place.
+
+    It waits for the newest checkpoint to be written, so that what is lost is known; unless `settled` is false.
     """
 
     action: str
     step: int
     rank: int = 1
     attempt: int = 0
+    settled: bool = True
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,11 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid):
 
     def step_with_faults(*args, step, **options):
         attempt = len(attempts(run.output_dir)) - 1
-        now[:] = [f.action for f in faults if (f.step, f.rank, f.attempt) == (step, rank, attempt)]
+        due = [f for f in faults if (f.step, f.rank, f.attempt) == (step, rank, attempt)]
+        now[:] = [f.action for f in due]
+        newest = run.checkpoints_dir / f"step_{step // run.config.save_freq * run.config.save_freq:08d}"
+        while any(f.settled for f in due) and step >= run.config.save_freq and not newest.exists():
+            time.sleep(0.01)
         if now:
             note(run.output_dir, "fault")
         if "kill" in now:

@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 
 from run_folder import STOP_NAME, attempts
 from tests import planted, test_faults
-from tests.test_faults import assert_every_row_once, flags, started, wait_for_step
+from tests.test_faults import SAVE_FREQ, assert_every_row_once, flags, started, wait_for_step
 
 setting, measured = test_faults.setting, test_faults.measured
 pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -56,7 +56,8 @@ def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path):
     planted.note(folder, "fault")
     cluster.remove_node(nodes[0], allow_graceful=False)
     second = wait_for_attempt(folder, 1, process)
-    assert second["world_size"] == 1 and second["resumed_from_step"] >= 8
+    assert second["world_size"] == 1
+    assert second["resumed_from_step"] >= 10 - 2 * SAVE_FREQ  # the newest was maybe still being written
     wait_for_step(folder, second["resumed_from_step"] + 10)
     cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8)
     third = wait_for_attempt(folder, 2, process)

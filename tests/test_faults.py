@@ -173,7 +173,7 @@ def test_five_killed_workers(setting, undisturbed):
     faults, first = [], 0
     for attempt in range(5):
         step = rng.randrange(first + 1, min(first + SAVE_FREQ + 3, STEPS))
-        faults.append(Fault("kill", step=step, rank=rng.randrange(2), attempt=attempt))
+        faults.append(Fault("kill", step=step, rank=rng.randrange(2), attempt=attempt, settled=False))
         first = step // SAVE_FREQ * SAVE_FREQ
     assert run_with(flags(setting, "five", **{"scaling.max_failures": 5}), *faults) == 0
     folder = setting[0] / "five"
