@@ -40,7 +40,6 @@ from parallel import spread
 from pi05_loss import PolicyLoss
 from processors import Prepare, make_processors
 from progress import MetricsLog, RowsLog, follow_progress, log_to
-from report import keep_report, record_run
 from run_folder import claim_folder, prepare_folder, start_attempt, stop_requested, stopping_on_signals
 from run_plan import Run, describe, resolve, with_stats
 from tracking import require_tracker, track
@@ -243,6 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 held.callback(ray.shutdown)
             limits = cluster.start(run)
             run = with_stats(run)
+            from report import keep_report, record_run  # not above: training processes need no matplotlib
+
             record_run(run, describe(run), ray.cluster_resources())
             held.enter_context(keep_report(run.output_dir))
             steps_done = fit(run, limits.execution_options())
