@@ -226,7 +226,7 @@ def test_a_head_that_runs_no_task_lends_no_memory(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def two_nodes(tmp_path, monkeypatch):
+def two_nodes(tmp_path, monkeypatch, no_ray_cluster):
     """A head that runs no task and a worker node on which another PyAV is installed; RAY_ADDRESS names them."""
     (tmp_path / "site" / "av-1.2.3.dist-info").mkdir(parents=True)
     (tmp_path / "site" / "av-1.2.3.dist-info" / "METADATA").write_text(

@@ -39,7 +39,8 @@ from tests.planted import DataFault, Fault
 
 STEPS, SAVE_FREQ = 20, 4
 # Three runs and a cluster in one test take their time on a machine that is busy.
-pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.timeout(600)]
+# `make test` has one of them, in test_vla.py.
+pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -129,44 +130,12 @@ def test_a_killed_worker(setting, undisturbed):
     assert_same_weights(folder, undisturbed)
 
 
-def test_nothing_in_a_runs_folder_is_pickled(undisturbed):
-    files = [path for path in undisturbed.rglob("*") if path.is_file()]
-    assert {"config.json", "model.safetensors", "state.json", "metrics.jsonl"} <= {path.name for path in files}
-    for path in files:
-        if path.suffix == ".safetensors":
-            load_file(path)
-        else:  # pickle's first byte since its second protocol; torch.save makes a zip
-            assert not path.read_bytes().startswith((b"\x80", b"PK")), path
-
-
-def test_check_rows_sees_what_is_missing_and_what_is_doubled(undisturbed, tmp_path, capsys):
-    folder = shutil.copytree(undisturbed, tmp_path / "copy")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "output_dir": str(folder)}))
-    path = folder / "rows" / "rank0.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    gone, kept = lines[0]["rows"].pop(), lines[1]["rows"][0]
-    lines[0]["rows"].append(kept)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    capsys.readouterr()
-    assert check_rows.main([str(folder)]) == 1
-    told = capsys.readouterr().out
-    assert f"1 missing, e.g. (dataset_index, index) [({gone[0]}, {gone[1]})]" in told
-    assert f"1 doubled, e.g. (dataset_index, index) [({kept[0]}, {kept[1]})]" in told
-    # A last line that a crash has cut off does not count, nor do lines that a later attempt has trained anew.
-    path.write_text(path.read_text() + '{"attempt": 0, "ep')
-    with open(folder / "attempts.jsonl", "a") as file:
-        file.write('{"attempt": 1, "resumed_from_step": 8, "world_size": 2}\n')
-    assert {line["step"] for line in recorded_rows(folder)} == set(range(1, 9))
-
-
 def test_what_checkpoints_cost_is_told(undisturbed):
     """With the log step that comes after each."""
     lines = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["checkpoint_pause_s"] > 0] == [5, 9, 13, 17]
 
 
-@pytest.mark.slow
 def test_five_killed_workers(setting, undisturbed):
     rng = random.Random(7)
     # Each kill comes after the first step of its attempt and before the run's last.
@@ -184,7 +153,6 @@ def test_five_killed_workers(setting, undisturbed):
     assert_same_weights(folder, undisturbed)
 
 
-@pytest.mark.slow
 def test_a_killed_data_task(setting, undisturbed):
     """Ray runs it again, and nobody notices."""
     folder = setting[0] / "reader"
@@ -196,7 +164,6 @@ def test_a_killed_data_task(setting, undisturbed):
     assert_same_weights(folder, undisturbed)
 
 
-@pytest.mark.slow
 def test_a_killed_data_coordinator(setting, undisturbed):
     """The process that deals the rows out; all ranks see that it is gone."""
     folder = setting[0] / "coordinator"
@@ -233,7 +200,6 @@ def killing(title, count, folder, once=lambda: True):
         thread.join()
 
 
-@pytest.mark.slow
 def test_a_read_that_hangs(setting, undisturbed):
     """Noticed by the training process that waits; the new attempt reads anew."""
     changes = {"scaling.max_failures": 1, "dataset.batch_timeout_s": 30}
@@ -250,7 +216,6 @@ def test_a_read_that_hangs(setting, undisturbed):
     assert_same_weights(folder, undisturbed)
 
 
-@pytest.mark.slow
 def test_an_error_that_would_come_again_ends_the_run(setting, undisturbed, capsys):
     """One rank finds it while the other waits for it in a collective."""
     allowed = {"scaling.max_failures": 3, "scaling.collective_timeout_s": 600}
@@ -269,7 +234,6 @@ def test_an_error_that_would_come_again_ends_the_run(setting, undisturbed, capsy
     assert_same_weights(setting[0] / "bug", undisturbed)
 
 
-@pytest.mark.slow
 def test_a_full_disk(setting, undisturbed, capsys):
     """No room for the checkpoint after step 12: the one before stays, and the run goes on from it."""
     assert run_with(flags(setting, "full_disk"), Fault("full_disk", step=10, rank=0)) == 1
@@ -286,7 +250,6 @@ def test_a_full_disk(setting, undisturbed, capsys):
     assert_same_weights(folder, undisturbed)
 
 
-@pytest.mark.slow
 def test_a_frozen_worker(setting, undisturbed):
     changes = {"scaling.max_failures": 1, "scaling.worker_timeout_s": 5}
     assert run_with(flags(setting, "frozen", **changes), Fault("freeze", step=10)) == 0
@@ -296,7 +259,6 @@ def test_a_frozen_worker(setting, undisturbed):
     assert_same_weights(folder, undisturbed)
 
 
-@pytest.mark.slow
 def test_the_loss_of_one_rank_is_nan(setting, undisturbed):
     assert run_with(flags(setting, "nan"), Fault("nan", step=5)) == 0
     folder = setting[0] / "nan"
@@ -307,7 +269,6 @@ def test_the_loss_of_one_rank_is_nan(setting, undisturbed):
     assert_every_row_once(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_resumed_with_another_number_of_workers(setting, undisturbed, workers, tmp_path):
     name = f"workers{workers}"
@@ -320,7 +281,6 @@ def test_resumed_with_another_number_of_workers(setting, undisturbed, workers, t
     assert_every_row_once(folder)
 
 
-@pytest.mark.slow
 def test_a_truncated_mp4_is_skipped(setting, undisturbed, capsys):
     root = shutil.copytree(setting[1], setting[0] / "damaged")
     meta = load_metadata(root)
@@ -364,7 +324,6 @@ def wait_for_step(folder, step):
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 def test_a_signal_takes_a_checkpoint_and_ends_the_run(setting, undisturbed):
     folder = setting[0] / "signalled"
     changes = {"steps": 2000, "save_freq": 1000}  # it would not be done by itself
@@ -380,7 +339,6 @@ def test_a_signal_takes_a_checkpoint_and_ends_the_run(setting, undisturbed):
     assert_every_row_once(folder)
 
 
-@pytest.mark.slow
 def test_a_second_signal_does_not_wait(setting, undisturbed):
     folder = setting[0] / "impatient"
     # No log step comes at which the first one would be heard.
@@ -397,7 +355,6 @@ def test_a_second_signal_does_not_wait(setting, undisturbed):
     assert process.returncode == 128 + signal.SIGTERM, told
 
 
-@pytest.mark.slow
 def test_killed_between_writing_a_checkpoint_and_its_commit(setting, undisturbed):
     folder = setting[0] / "commit"
     process = started(flags(setting, "commit"), Fault("die_at_commit", step=9, rank=0))
@@ -412,7 +369,6 @@ def test_killed_between_writing_a_checkpoint_and_its_commit(setting, undisturbed
     assert_same_weights(folder, undisturbed)
 
 
-@pytest.mark.slow
 def test_a_corrupt_newest_checkpoint(setting, undisturbed, capsys):
     name = "corrupt"
     assert run_with(flags(setting, name), Fault("kill", step=10)) == 1
@@ -436,7 +392,6 @@ def short_folder():
     shutil.rmtree(path, ignore_errors=True)
 
 
-@pytest.mark.slow
 def test_a_data_task_that_takes_all_memory(setting, undisturbed, short_folder):
     """Ray kills it and runs it again; no training process is harmed."""
     memory, margin = psutil.virtual_memory(), planted.GREED_BYTES * 0.6
@@ -456,7 +411,6 @@ def test_a_data_task_that_takes_all_memory(setting, undisturbed, short_folder):
     assert_same_weights(folder, undisturbed)
 
 
-@pytest.mark.slow
 def test_an_object_store_that_fails_again_and_again(setting, undisturbed, short_folder, monkeypatch):
     """Through a network that answers 503, resets, cuts off and stalls: the run does not even notice."""
     kinds = ["503", None, "reset", None, "cut", None, "stall", None, None]
