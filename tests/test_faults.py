@@ -318,9 +318,10 @@ def started(argv, *faults, address=None, **environment):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def wait_for_step(folder, step):
+def wait_for_step(folder, step, process):
     path = folder / "metrics.jsonl"
     while not (path.exists() and f'"step": {step},' in path.read_text()):
+        assert process.poll() is None, process.communicate()
         time.sleep(0.05)
 
 
@@ -328,7 +329,7 @@ def test_a_signal_takes_a_checkpoint_and_ends_the_run(setting, undisturbed):
     folder = setting[0] / "signalled"
     changes = {"steps": 2000, "save_freq": 1000}  # it would not be done by itself
     process = started(flags(setting, "signalled", **changes))
-    wait_for_step(folder, 5)
+    wait_for_step(folder, 5, process)
     process.send_signal(signal.SIGTERM)
     told, _ = process.communicate(timeout=200)
     assert process.returncode == 3, told
