@@ -212,7 +212,7 @@ def test_the_runs_folder_holds_what_is_promised(setting, finished):
 @pytest.mark.ray
 @pytest.mark.slow  # another worker group
 def test_a_mixture_of_cameras_of_different_sizes_trains_each_row_as_often_as_due(setting, ray_cluster, capsys):
-    """Two epochs of 74 rows: a third from the dataset of 54 rows, the rest from that of 20, each of them several times."""
+    """Two epochs of 74 rows: a third of them from the dataset of 54 rows, the rest from that of 20, again and again."""
     folder, first, _ = setting
     cameras = {"observation.images.top": (64, 64), "observation.images.wrist": (32, 96)}
     second = make_dataset(folder / "second", episodes=(12, 8), cameras=cameras, seed=1)
