@@ -341,6 +341,19 @@ def test_tasks_decode_in_turns_of_whole_windows(roots, monkeypatch, window):
     assert position == 8 * 54
 
 
+@pytest.mark.parametrize("size", [(240, 320), (720, 1280), (2160, 3840)])
+def test_blocks_and_reads_are_bounded_in_bytes(roots, size):
+    """Not in rows: cameras of 720p must not blow up the object store."""
+    meta = load_metadata(roots["rollover"])
+    features = {k: replace(f, shape=(*size, 3)) if k in meta.camera_keys else f for k, f in meta.features.items()}
+    source = LeRobotDatasource([replace(meta, features=features)], shuffle_seed=0)
+    assert source.row_bytes() > 2 * size[0] * size[1] * 3
+    assert source.row_bytes() <= source.block_rows * source.row_bytes() <= max(32 * 2**20, source.row_bytes())
+    assert source.plan.window_rows * source.row_bytes() <= max(192 * 2**20, source.row_bytes())
+    assert source.plan.window_rows % source.block_rows == 0
+    assert source.block_rows > 1 or size == (2160, 3840)
+
+
 def test_how_many_windows_a_task_decodes():
     store = {"object_store_memory": 64e9}
     assert reads_per_task(1000, 200e6, {"CPU": 16, **store}) == 4
