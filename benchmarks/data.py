@@ -352,8 +352,10 @@ def main() -> None:
     today = datetime.date.today().isoformat()
     path = RESULTS / f"data-{options.cores}cpu-{today}.json"
     # Datasets measured one at a time come together in the day's file.
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"datasets": {}}
-    results |= {
+    before = json.loads(path.read_text()) if path.exists() else {}
+    results: dict[str, Any] = {
+        "datasets": before.get("datasets", {}),
+        "growth": before.get("growth"),
         "date": today,
         "hardware": hardware(),
         "mixing": mixing([64, 128, 256, 512, 1024, 2048, 4096], episodes=1000, rows=300),
