@@ -27,7 +27,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.data import RESULTS, hardware
+from benchmarks.data import RESULTS
+from diagnostics.environment import Environment
 from run_folder import METRICS_NAME, attempts, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +48,8 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         result = soak(Path(folder), args.minutes * 60, random.Random(args.seed))
-    result = {"date": datetime.date.today().isoformat(), "hardware": hardware(), "minutes": args.minutes, **result}
+    hardware = Environment.here().model_dump()
+    result = {"date": datetime.date.today().isoformat(), "hardware": hardware, "minutes": args.minutes, **result}
     path = RESULTS / f"soak-{psutil.cpu_count()}cpu-{result['date']}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))

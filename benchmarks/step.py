@@ -29,7 +29,6 @@ import math
 import os
 import re
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -45,8 +44,8 @@ from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.data import hardware
 from config import Attention, Config, TrainMode
+from diagnostics.environment import Environment
 from pi05_loss import PolicyLoss, cast_frozen, choose_trainable, flops_per_sample, sample_noise_and_time
 from processors import DeviceHalf, to_float
 from step_memory import step_memory
@@ -518,22 +517,6 @@ def live(mode: TrainMode, device: torch.device, bf16: bool, size: int, accum: in
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    found = {**hardware(), "threads": torch.get_num_threads()}
-    if device.type == "cuda":
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-        found |= {"gpu": torch.cuda.get_device_name(device), "driver": driver, "cuda": torch.version.cuda}
-    return found
-
-
-def revision() -> str:
-    """The commit that was measured; with a + when files differ from it."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or "unknown"
-    changed = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
-    return commit + ("+" if changed else "")
-
-
 def table(mode: str, result: dict[str, Any]) -> str:
     lines = [f"\n{mode}: {result['flops_per_sample'] / 1e9:,.2f} GFLOP per sample"]
     head = ("", "batch", "ms/sample", "samples/s", "MFU", "host reads", "host blocked", "memory")
@@ -574,8 +557,7 @@ def main() -> None:
     name = torch.cuda.get_device_name(device) if bf16 else f"{os.cpu_count()}cpu"
     results: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "revision": revision(),
-        "hardware": machine(device),
+        "hardware": {**Environment.here().model_dump(), "threads": torch.get_num_threads(), "cuda": torch.version.cuda},
         "policy": type(policy_config(device)).__name__,
         "settings": vars(options),
         "modes": {},

@@ -4,11 +4,14 @@
 
 takes the flags of `vla.py` and runs that program's training step with each way of spreading parameters (`parallel.py`),
 one after the other in the same workers, on the same model, noise and batches of the run's data, read once beforehand.
-Own flags, each also an environment variable in capitals:
+On GPUs it then tries larger and larger batches, as long as the next one will fit, to find the largest. Own flags, each
+also an environment variable in capitals:
 
     --compare_steps N               measured steps of each, after 3 to warm up (20)
     --strategies A,B                which (ddp,fsdp2,fsdp2_reshard)
+    --compare_memory_gb X           what a GPU is taken to have, at most, for the largest batch (all it has)
     --compare_strategies_json PATH  the result for scripts
+    --html PATH                     the result as a page
 
 Exit status: 0 done, 1 the run failed, 2 it could not start.
 """
@@ -21,7 +24,7 @@ import itertools
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -29,31 +32,33 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import RayError
-from ray.train import TrainingFailedError
 from torch import nn
 
 import cluster
 import vla
-from config import Strategy, parse_args
-from diagnostics.report import Environment, Options, Record, Report, count, host_batches, scratch_run
-from failures import root_cause
+from config import Strategy
+from diagnostics.environment import Environment, Record
+from diagnostics.page import time_line
+from diagnostics.report import Options, Report, Result, count, host_batches, run_tool, scratch_run
 from parallel import part, spread
-from run_plan import Run, resolve, with_stats
+from pi05_loss import sample_noise_and_time
+from run_plan import Run, with_stats
 from training_data import Dealt
 from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
 from worker import build_model, build_optimizer, noise_for, policy_batches
 
 WARMUP_STEPS = 3
 BATCHES = 4
+# Of a GPU's memory, what a batch may be predicted to take: allocators leave gaps.
+FILL = 0.95
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """The tool's own options, and what is left for `vla.py`'s parser."""
-    options = Options()
+    options = Options(json="compare_strategies_json")
     options.add("compare_steps", count, 20, "measured steps of each")
     options.add("strategies", _strategies, list(get_args(Strategy)), "which to compare")
-    options.add("compare_strategies_json", Path, None, "the result for scripts")
+    options.add("compare_memory_gb", float, None, "what a GPU is taken to have, at most")
     return options.parse_known_args(argv)
 
 
@@ -75,6 +80,8 @@ class Spreading(Record):
         losses: this rank's, of all steps, the warm-up's too.
         state_bytes: parameters and optimizer state that this rank holds between steps.
         peak_bytes: most memory in use on the GPU; None without one.
+        largest_batch: rows of a micro-batch that fit, tried. filling: the batches tried, and the most memory that each
+            took on any GPU; of 0 rows, what is held between steps. None and empty without one.
     """
 
     strategy: Strategy
@@ -82,6 +89,8 @@ class Spreading(Record):
     losses: list[float]
     state_bytes: int
     peak_bytes: int | None
+    largest_batch: int | None = None
+    filling: dict[int, int] = {}
 
 
 class RankStrategies(Record):
@@ -109,7 +118,7 @@ def table(report: StrategiesReport) -> str:
         f"On           {report.ranks[0].environment.line()}",
         "",
         f"{'strategy':16}{'s/step':>9}{'samples/s':>11}{'of first':>10}{'state GiB':>11}{'peak GiB':>10}"
-        f"{'losses apart':>14}",
+        f"{'largest batch':>15}{'losses apart':>14}",
     ]
     first_s = None
     for own in zip(*(rank.spreadings for rank in report.ranks), strict=True):
@@ -119,16 +128,31 @@ def table(report: StrategiesReport) -> str:
         peak = f"{max(peaks) / gib:10.2f}" if peaks else f"{'-':>10}"
         lines.append(
             f"{own[0].strategy:16}{step_s:9.4f}{report.global_batch_size / step_s:11.1f}{step_s / first_s:9.2f}x"
-            f"{max(s.state_bytes for s in own) / gib:11.4f}{peak}{_apart(report, own[0].strategy):14.1e}"
+            f"{max(s.state_bytes for s in own) / gib:11.4f}{peak}{_or_dash(own[0].largest_batch):>15}"
+            f"{_apart(report, own[0].strategy):14.1e}"
         )
+    on_gpus = report.ranks[0].spreadings[0].largest_batch is not None
     return "\n".join(
         [
             *lines,
             "",
             "state: parameters and Adam's moments that a rank holds between two steps",
+            "largest batch: the most rows of a micro-batch with which the step still fits every GPU, tried"
+            if on_gpus
+            else "peak, largest batch: of GPUs; not measured on CPUs",
             "losses apart: from the first strategy's, relative, at most over all steps and ranks",
         ]
     )
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def charts(report: StrategiesReport) -> list[tuple[str, str]]:
+    """Every measured step of each strategy."""
+    own = report.ranks[0].spreadings
+    return [(f"{s.strategy}: every step of rank 0, in milliseconds", time_line({s.strategy: s.step_s})) for s in own]
 
 
 def _apart(report: StrategiesReport, strategy: Strategy) -> float:
@@ -150,12 +174,20 @@ def compare_loop(loop_config: dict[str, Any]) -> None:
     options: Namespace = loop_config["options"]
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
-    result = compare(run, options.strategies, options.compare_steps, rank, world, vla.get_device())
+    result = compare(
+        run, options.strategies, options.compare_steps, rank, world, vla.get_device(), options.compare_memory_gb
+    )
     _rank_path(run, rank).write_text(result.model_dump_json())
 
 
 def compare(
-    run: Run, strategies: Sequence[Strategy], steps: int, rank: int, world: int, device: torch.device
+    run: Run,
+    strategies: Sequence[Strategy],
+    steps: int,
+    rank: int,
+    world: int,
+    device: torch.device,
+    memory_gb: float | None = None,
 ) -> RankStrategies:
     """Every strategy in turn; all ranks of the process group call it alike."""
     dealt = Dealt(run.config.batch_size, run.block_rows, rank, world, run.batches_per_step)
@@ -163,13 +195,19 @@ def compare(
     batches = list(policy_batches(run, cuda_prefetcher(host, device), dealt))
     spreadings = []
     for strategy in strategies:
-        spreadings.append(_measure(run, strategy, steps, batches, dealt, device))
+        spreadings.append(_measure(run, strategy, steps, batches, dealt, device, memory_gb))
         _forget(device)
     return RankStrategies(rank=rank, environment=Environment.here(), spreadings=spreadings)
 
 
 def _measure(
-    run: Run, strategy: Strategy, steps: int, batches: Sequence[Batch], dealt: Dealt, device: torch.device
+    run: Run,
+    strategy: Strategy,
+    steps: int,
+    batches: Sequence[Batch],
+    dealt: Dealt,
+    device: torch.device,
+    memory_gb: float | None,
 ) -> Spreading:
     loss, autocast = build_model(run, device)
     search = run.config.scaling.find_unused_parameters
@@ -193,13 +231,69 @@ def _measure(
         )
         losses.append(result.loss.item())  # and the device is waited for
         step_s.append(time.perf_counter() - start)
+    peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+    def peak_of(rows: int) -> int:
+        """Most memory that a step with micro-batches of so many rows takes on any GPU."""
+        torch.cuda.reset_peak_memory_stats(device)
+        if rows:
+            batch = {key: value[torch.arange(rows, device=device) % len(value)] for key, value in batches[0].items()}
+            draws = sample_noise_and_time(run.policy_config, rows * run.config.train.noise_draws, 0, 0, device)
+            train_step(
+                model,
+                optimizer,
+                itertools.repeat(batch),
+                step=0,
+                grad_accum=min(run.config.grad_accum, 2),  # from the second on, gradients are there from the start
+                mean_over=1,
+                draws=lambda micro: draws,
+                autocast=autocast,
+                device=device,
+            )
+        return _agreed(torch.cuda.max_memory_allocated(device), dist.ReduceOp.MAX, device)
+
+    largest: int | None = None
+    filling: dict[int, int] = {}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        limit = _agreed(min(free, int(1e9 * memory_gb)) if memory_gb else free, dist.ReduceOp.MIN, device)
+        largest, filling = fill(peak_of, limit)
     return Spreading(
         strategy=strategy,
         step_s=step_s[WARMUP_STEPS:],
         losses=losses,
         state_bytes=state_bytes(model, optimizer),
-        peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        peak_bytes=peak_bytes,
+        largest_batch=largest,
+        filling=filling,
     )
+
+
+def fill(peak_of: Callable[[int], int], limit: int) -> tuple[int, dict[int, int]]:
+    """The largest batch whose step takes no more than FILL of `limit` bytes, and the peaks of all that were tried.
+
+    Memory grows with the batch along a straight line, so a batch is tried only where the line through the last two says
+    that it will fit: a GPU that ran out of memory would leave the others waiting for it. One row is taken to fit.
+    """
+    room = FILL * limit
+    peaks = {rows: peak_of(rows) for rows in (0, 1)}
+    while True:
+        (before, low), (last, high) = list(peaks.items())[-2:]
+        # At least a byte a row, should rows not show beside what the step takes anyway.
+        slope = max(1.0, (high - low) / (last - before))
+        following = min(int(last + (room - high) / slope), 2 * last)
+        if following <= last:
+            return max((rows for rows, peak in peaks.items() if peak <= room), default=0), peaks
+        peaks[following] = peak_of(following)
+
+
+def _agreed(value: int, operation: Any, device: torch.device) -> int:
+    """The same on all ranks: their largest, or smallest."""
+    values = torch.tensor(value, dtype=torch.int64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(values, operation)
+    return int(values.item())
 
 
 def state_bytes(model: nn.Module, optimizer: TrainableOptimizer) -> int:
@@ -248,32 +342,22 @@ def profile(run: Run, options: Namespace) -> StrategiesReport:
             ray.shutdown()
 
 
+def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
+    workers = run.config.scaling.num_workers
+    if workers < 2:
+        raise ValueError(f"--scaling.num_workers={workers}: there is nothing to spread; give at least 2")
+
+    def examine() -> Result:
+        print(f"Running {', '.join(options.strategies)} on {workers} workers ...", flush=True)
+        report = profile(run, options)
+        return Result(report, table(report), charts(report))
+
+    return examine
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare strategies for the run that the flags describe. Returns the exit status: see the module."""
-    argv = sys.argv[1:] if argv is None else argv
-    if "--help" in argv or "-h" in argv:
-        print(__doc__)
-        vla.print_help()
-        return 0
-    try:
-        options, rest = parse_options(argv)
-        run = resolve(parse_args(rest), gpus_found=torch.cuda.device_count())
-        if run.config.scaling.num_workers < 2:
-            raise ValueError("--scaling.num_workers=1: there is nothing to spread; give at least 2")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"Running {', '.join(options.strategies)} on {run.config.scaling.num_workers} workers ...", flush=True)
-    try:
-        report = profile(run, options)
-    except (TrainingFailedError, RayError, ValueError, OSError) as error:
-        print(f"error: {root_cause(error)}", file=sys.stderr)
-        return 1
-    print(table(report))
-    if options.compare_strategies_json:
-        report.write(options.compare_strategies_json)
-        print(f"written to {options.compare_strategies_json}")
-    return 0
+    return run_tool(argv, __doc__, parse_options, prepare)
 
 
 if __name__ == "__main__":

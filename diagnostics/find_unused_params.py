@@ -10,6 +10,7 @@ in every step. Own flags, each also an environment variable in capitals:
     --include_zero_grad      list parameters too whose gradient is zero in all of them
     --fail_if_unused         exit status 1 if a parameter that trains is without a gradient in any of them
     --unused_json PATH       the result for scripts
+    --html PATH              the result as a page
 
 Exit status: 0 done, 1 see above, or the step failed, 2 it could not start.
 """
@@ -19,23 +20,20 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 import ray
 import torch
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
-from ray.exceptions import RayError
 from torch import Tensor
 
 import cluster
-import vla
-from config import parse_args
-from diagnostics.report import Environment, Options, Record, Report, count, host_batches, scratch_run, truth
-from failures import root_cause
-from run_plan import Run, resolve, with_stats
+from diagnostics.environment import Environment, Record
+from diagnostics.page import shares
+from diagnostics.report import Options, Report, Result, count, host_batches, run_tool, scratch_run, truth
+from run_plan import Run, with_stats
 from training_data import Dealt
 from util import UNWATCHED, Clock, TrainableOptimizer, cuda_prefetcher, train_step
 from worker import build_model, build_optimizer, noise_for, policy_batches
@@ -82,11 +80,10 @@ class UnusedReport(Report):
 
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """The tool's own options, and what is left for `vla.py`'s parser."""
-    options = Options()
+    options = Options(json="unused_json")
     options.add("unused_batches", count, 4, "batches to look at")
     options.add("include_zero_grad", truth, False, "list zero gradients")
     options.add("fail_if_unused", truth, False, "exit status 1 if there are any")
-    options.add("unused_json", Path, None, "the result for scripts")
     return options.parse_known_args(argv)
 
 
@@ -223,39 +220,36 @@ def advice(report: UnusedReport, run: Run) -> list[str]:
     return said
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Look at the run that the flags describe, and print the result. Returns the exit status: see the module."""
-    argv = sys.argv[1:] if argv is None else argv
-    if "--help" in argv or "-h" in argv:
-        print(__doc__)
-        vla.print_help()
-        return 0
-    started_ray = False
+def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
+    ready = _with_stats(run)
+
+    def examine() -> Result:
+        report = find_unused(ready, options.unused_batches)
+        sizes = {str(fate): float(sum(p.size for p in report.of(fate))) for fate in MEANING}
+        failed = options.fail_if_unused and report.unreached
+        told = table(report, ready, options.include_zero_grad)
+        return Result(report, told, [("Parameters", shares(sizes))], status=1 if failed else 0)
+
+    return examine
+
+
+def _with_stats(run: Run) -> Run:
+    """Statistics that are missing are computed, which takes a pass over the data, and Ray."""
+    if not run.missing_stats:
+        return run
+    started_ray = not ray.is_initialized()
     try:
-        options, rest = parse_options(argv)
-        run = resolve(parse_args(rest), gpus_found=torch.cuda.device_count())
-        if run.missing_stats:
-            # Finding them takes a pass over the data.
-            with scratch_run(run) as scratch:
-                started_ray = not ray.is_initialized()
-                cluster.start(scratch)
-                run = with_stats(scratch)
-    except (ValueError, OSError, RayError) as error:
-        print(f"error: {root_cause(error)}", file=sys.stderr)
-        return 2
+        with scratch_run(run) as scratch:
+            cluster.start(scratch)
+            return with_stats(scratch)
     finally:
         if started_ray:
             ray.shutdown()
-    try:
-        report = find_unused(run, options.unused_batches)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {root_cause(error)}", file=sys.stderr)
-        return 1
-    print(table(report, run, options.include_zero_grad))
-    if options.unused_json:
-        report.write(options.unused_json)
-        print(f"written to {options.unused_json}")
-    return 1 if options.fail_if_unused and report.unreached else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Look at the run that the flags describe, and print the result. Returns the exit status: see the module."""
+    return run_tool(argv, __doc__, parse_options, prepare)
 
 
 if __name__ == "__main__":

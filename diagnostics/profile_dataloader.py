@@ -11,6 +11,7 @@ also an environment variable in capitals:
     --profile_warmup N             batches per worker before those (20)
     --against PATH                 a result of profile_step: says which side is the bottleneck, and what would balance
     --profile_dataloader_json PATH the result for scripts
+    --html PATH                    the result as a page
 
 The rate counts rows that were read after the warm-up, over the time until the last of them has arrived: what lay in
 buffers when the clock started does not count, and nothing is left in them when it stops. Exit status: 0 done, 1 the run
@@ -33,20 +34,18 @@ from unittest import mock
 import numpy as np
 import ray
 import torch
-from ray.exceptions import RayError
-from ray.train import TrainingFailedError
 
 import cluster
 import lerobot_rows
 import vla
-from config import parse_args
+from diagnostics.environment import Environment, Record
+from diagnostics.page import shares, time_line
 from diagnostics.profile_step import StepReport
-from diagnostics.report import Environment, Options, Record, Report, Spread, count, scratch_run
-from failures import root_cause
+from diagnostics.report import Options, Report, Result, Spread, count, run_tool, scratch_run
 from lerobot_decode import VideoReader
 from processors import Prepare
 from progress import object_store
-from run_plan import Run, resolve, with_stats
+from run_plan import Run, with_stats
 from training_data import Dealt, Deferred, TrainingData
 from util import Batch, Clock, NumpyToTorchCollate, Phase
 
@@ -90,11 +89,10 @@ BALANCED = 1.05
 
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """The tool's own options, and what is left for `vla.py`'s parser."""
-    options = Options()
+    options = Options(json="profile_dataloader_json")
     options.add("profile_batches", count, 300, "batches per worker")
     options.add("profile_warmup", count, 20, "batches before those")
     options.add("against", Path, None, "a result of profile_step")
-    options.add("profile_dataloader_json", Path, None, "the result for scripts")
     return options.parse_known_args(argv)
 
 
@@ -212,6 +210,14 @@ def table(report: LoaderReport) -> str:
             f"{report.spilled_bytes / 2**20:.0f} MiB spilled to disk",
         ]
     )
+
+
+def charts(report: LoaderReport) -> list[tuple[str, str]]:
+    """What the CPUs do, and every wait for a batch."""
+    drawn = [("CPU time by stage", shares({str(stage): s for stage, s in report.stages.items() if s}))]
+    for rank in report.ranks:
+        drawn.append((f"Rank {rank.rank}: every fetch, in milliseconds", time_line({"data_wait": rank.fetch_s})))
+    return drawn
 
 
 def balance(loader: LoaderReport, step: StepReport) -> list[str]:
@@ -470,34 +476,22 @@ def _data_cpus(run: Run) -> float:
     return ray.cluster_resources().get("CPU", 0.0) - scaling.num_workers * scaling.cpus_per_worker
 
 
+def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
+    step = StepReport.read(options.against) if options.against else None
+
+    def examine() -> Result:
+        batches = options.profile_warmup + options.profile_batches
+        print(f"Pulling {batches} batches by each of {run.config.scaling.num_workers} workers ...", flush=True)
+        report = profile(run, options)
+        told = "\n".join([table(report), "", *balance(report, step)]) if step is not None else table(report)
+        return Result(report, told, charts(report))
+
+    return examine
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Profile the data engine of the run that the flags describe. Returns the exit status: see the module."""
-    argv = sys.argv[1:] if argv is None else argv
-    if "--help" in argv or "-h" in argv:
-        print(__doc__)
-        vla.print_help()
-        return 0
-    try:
-        options, rest = parse_options(argv)
-        step = StepReport.read(options.against) if options.against else None
-        run = resolve(parse_args(rest), gpus_found=torch.cuda.device_count())
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    batches = options.profile_warmup + options.profile_batches
-    print(f"Pulling {batches} batches by each of {run.config.scaling.num_workers} workers ...", flush=True)
-    try:
-        report = profile(run, options)
-    except (TrainingFailedError, RayError, ValueError, OSError) as error:
-        print(f"error: {root_cause(error)}", file=sys.stderr)
-        return 1
-    print(table(report))
-    if step is not None:
-        print("\n" + "\n".join(balance(report, step)))
-    if options.profile_dataloader_json:
-        report.write(options.profile_dataloader_json)
-        print(f"written to {options.profile_dataloader_json}")
-    return 0
+    return run_tool(argv, __doc__, parse_options, prepare)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ CPU by the clock. Own flags, each also an environment variable in capitals:
     --profile_checkpoint B    write a checkpoint at the end, and time it (true)
     --profile_step_json PATH  the result for scripts, raw samples included
     --profile_trace PATH      a Chrome trace of 3 steps on rank 0, with the cluster's tasks on the same time line
-    --profile_html PATH       the result as a page
+    --html PATH               the result as a page
 
 Whatever else is to be compared is a flag of `vla.py`: --batch_size, --grad_accum, --train.precision,
 --policy.compile_model, ... Exit status: 0 done, 1 the run failed, 2 it could not start.
@@ -34,7 +34,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,21 +43,18 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import ray
 import torch
-from ray.exceptions import RayError
-from ray.train import TrainingFailedError
-from scipy import stats
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cluster
 import vla
-from config import parse_args
-from diagnostics.report import Environment, Options, Record, Report, Spread, count, scratch_run, truth
-from diagnostics.step_page import page
-from failures import root_cause
+from diagnostics.environment import Environment, Record
+from diagnostics.page import shares, time_line
+from diagnostics.report import Options, Report, Result, Spread, count, run_tool, scratch_run, truth
+from diagnostics.step_comparison import compare, judge
 from pi05_loss import PolicyLoss
 from run_folder import LOG_NAME, prepare_folder
-from run_plan import Run, resolve, with_stats
+from run_plan import Run, with_stats
 from util import UNWATCHED, Clock, Phase, TrainableOptimizer
 from worker import build_optimizer, flops_share
 
@@ -78,7 +75,7 @@ NOTABLE = {"data_wait": 0.05, "optimizer": 0.10, "metrics": 0.05, "copy": 0.05}
 
 def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """The tool's own options, and what is left for `vla.py`'s parser."""
-    options = Options()
+    options = Options(json="profile_step_json")
     options.add("profile_steps", count, 100, "steps per pass")
     options.add("profile_warmup", count, 20, "steps before the first")
     options.add("profile_sync", truth, False, "a third pass, with a synchronize at every phase")
@@ -86,9 +83,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     options.add("find_unused_params", truth, None, "DDP's search for parameters without a gradient")
     options.add("fused_adamw", truth, None, "one kernel for the optimizer")
     options.add("profile_checkpoint", truth, True, "write and time a checkpoint")
-    options.add("profile_step_json", Path, None, "the result for scripts")
     options.add("profile_trace", Path, None, "a Chrome trace")
-    options.add("profile_html", Path, None, "the result as a page")
     options.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"))
     return options.parse_known_args(argv)
 
@@ -497,6 +492,15 @@ def table(report: StepReport) -> str:
     return "\n".join([*lines, "", *advice(report)])
 
 
+def charts(report: StepReport) -> list[tuple[str, str]]:
+    """What a step consists of, and every timed step."""
+    drawn = [("Shares", shares({phase: p.share for phase, p in report.phases.items()}))]
+    for rank in report.ranks:
+        seconds = {str(phase): values for phase, values in rank.timed.exposed.items()}
+        drawn.append((f"Rank {rank.rank}: every timed step, in milliseconds", time_line(seconds)))
+    return drawn
+
+
 def _beside_untouched(report: StepReport, name: Pass) -> str:
     """A pass's step, and by how much it is longer than an untouched one, with the 95 % interval of that."""
     blocks, untouched = report.step_s[name], report.step_s["untouched"]
@@ -549,79 +553,6 @@ def advice(report: StepReport) -> list[str]:
         compute = share["forward"] + share["backward"]
         said.append(f"Forward and backward are {compute:.0%} of a step: the model is what takes the time.")
     return said
-
-
-# ---- two results --------------------------------------------------------------------------------------------------
-
-
-class Verdict(NamedTuple):
-    """B's time per step over A's, with its 95 % interval."""
-
-    ratio: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        interval = f"95 % interval {self.low:.3f} to {self.high:.3f}"
-        if self.low <= 1 <= self.high:
-            return f"no difference that these blocks can show: B takes {self.ratio:.3f} of A's time ({interval})"
-        faster = f"{1 / self.ratio:.2f}x faster" if self.ratio < 1 else f"{self.ratio:.2f}x slower"
-        return f"B is {faster}: it takes {self.ratio:.3f} of A's time ({interval})"
-
-
-def judge(a: Sequence[float], b: Sequence[float]) -> Verdict:
-    """Welch's t interval of the ratio of two geometric means. Blocks are the samples: steps depend on their neighbours.
-
-    Raises:
-        ValueError: fewer than two blocks: there is no spread to judge by.
-    """
-    if min(len(a), len(b)) < 2:
-        raise ValueError("one block of steps has no spread to judge by: measure with more --profile_steps")
-    log_a, log_b = np.log(a), np.log(b)
-    ratio = float(np.exp(log_b.mean() - log_a.mean()))
-    if np.ptp(log_a) == np.ptp(log_b) == 0:
-        return Verdict(ratio, ratio, ratio)
-    low, high = stats.ttest_ind(log_b, log_a, equal_var=False).confidence_interval(0.95)
-    return Verdict(ratio, float(np.exp(low)), float(np.exp(high)))
-
-
-def compare(a: StepReport, b: StepReport) -> str:
-    """The A/B table: untouched steps and phases, what differs between the runs, and the verdict."""
-    lines = [f"{key:36} A {left}   B {right}" for key, left, right in _differences(a, b)] or ["the same settings"]
-    lines += ["", f"{'phase (adds, mean ms)':28}{'A':>10}{'B':>10}{'B - A':>10}{'B / A':>8}"]
-    rows = [(p, a.phases[p].exposed.mean, b.phases[p].exposed.mean) for p in a.phases if p in b.phases]
-    for name, left, right in [*rows, ("step, untouched", a.untouched_s, b.untouched_s)]:
-        ratio = f"{right / left:8.2f}" if left else f"{'-':>8}"
-        lines.append(f"{name:28}{1e3 * left:10.2f}{1e3 * right:10.2f}{1e3 * (right - left):+10.2f}{ratio}")
-    steps_a, steps_b = a.step_s["untouched"], b.step_s["untouched"]
-    lines += ["", f"per step: {judge(steps_a, steps_b)}"]
-    if a.global_batch_size != b.global_batch_size:
-        rows_a, rows_b = ([s / r.global_batch_size for s in r.step_s["untouched"]] for r in (a, b))
-        lines.append(f"per row:  {judge(rows_a, rows_b)}")
-    if a.environment.gpus != b.environment.gpus or a.environment.cpu != b.environment.cpu:
-        lines.append("They were measured on different hardware: the verdict is about that too.")
-    return "\n".join(lines)
-
-
-def _differences(a: StepReport, b: StepReport) -> list[tuple[str, Any, Any]]:
-    """What was set, or installed, differently."""
-
-    def flat(report: StepReport) -> dict[str, Any]:
-        environment = report.environment
-        top: dict[str, Any] = {
-            "git revision": environment.git_revision,
-            "gpus": environment.gpus,
-            "cpu": environment.cpu,
-        }
-        top |= {f"{name} version": version for name, version in environment.versions.items()}
-        top |= {f"profile {name}": value for name, value in report.settings.model_dump().items()}
-        for key, value in report.config.items():
-            nested = value if isinstance(value, dict) and key != "rename_map" else None
-            top |= {f"--{key}.{k}": v for k, v in nested.items()} if nested is not None else {f"--{key}": value}
-        return top
-
-    left, right = flat(a), flat(b)
-    return [(key, left.get(key), right.get(key)) for key in left | right if left.get(key) != right.get(key)]
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------
@@ -685,43 +616,33 @@ def write_trace(torch_trace: Path, tasks: Sequence[dict[str, Any]], path: Path) 
     path.write_text(json.dumps(trace | {"traceEvents": [*events, *seen]}))
 
 
+def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
+    settings = Settings.of(options, run)
+
+    def examine() -> Result:
+        if options.profile_trace:
+            os.environ.setdefault("RAY_PROFILING", "1")
+        steps = len(settings.passes(run.config.scaling.num_workers))
+        print(f"Running {steps} steps by {run.config.scaling.num_workers} workers ...", flush=True)
+        report = profile(run, settings, options.profile_trace)
+        if options.profile_trace:
+            print(f"trace written to {options.profile_trace}: open it in https://ui.perfetto.dev")
+        return Result(report, table(report), charts(report))
+
+    return examine
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Profile the run that the flags describe, or compare two results. Returns the exit status: see the module."""
     argv = sys.argv[1:] if argv is None else argv
-    if "--help" in argv or "-h" in argv:
-        print(__doc__)
-        vla.print_help()
-        return 0
-    try:
-        options, rest = parse_options(argv)
-        if options.compare:
-            print(compare(*map(StepReport.read, options.compare)))
+    if any(arg.partition("=")[0] == "--compare" for arg in argv):
+        try:
+            print(compare(*map(StepReport.read, parse_options(argv)[0].compare)))
             return 0
-        run = resolve(parse_args(rest), gpus_found=torch.cuda.device_count())
-        settings = Settings.of(options, run)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if options.profile_trace:
-        os.environ.setdefault("RAY_PROFILING", "1")
-    steps = len(settings.passes(run.config.scaling.num_workers))
-    print(f"Running {steps} steps by {run.config.scaling.num_workers} workers ...", flush=True)
-    try:
-        report = profile(run, settings, options.profile_trace)
-    except (TrainingFailedError, RayError, ValueError, OSError) as error:
-        print(f"error: {root_cause(error)}", file=sys.stderr)
-        return 1
-    print(table(report))
-    if options.profile_step_json:
-        report.write(options.profile_step_json)
-        print(f"written to {options.profile_step_json}")
-    if options.profile_html:
-        options.profile_html.parent.mkdir(parents=True, exist_ok=True)
-        options.profile_html.write_text(page(report, table(report)))
-        print(f"page written to {options.profile_html}")
-    if options.profile_trace:
-        print(f"trace written to {options.profile_trace}: open it in https://ui.perfetto.dev")
-    return 0
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    return run_tool(argv, __doc__, parse_options, prepare)
 
 
 if __name__ == "__main__":

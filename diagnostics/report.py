@@ -1,46 +1,113 @@
-"""What the diagnostics have in common: their options, and results that say where and with what they were measured."""
+"""What the diagnostics have in common: from the command line to the result, in text, as JSON and as a page."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import importlib.metadata
 import os
-import platform
 import shutil
-import subprocess
+import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 import numpy as np
-import psutil
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
+from ray.exceptions import RayError
+from ray.train import TrainingFailedError
 
 import vla
-from run_plan import Run
+from config import parse_args
+from diagnostics.environment import Environment, Record
+from diagnostics.page import page
+from run_plan import Run, resolve
 from training_data import Dealt
 from util import Batch, NumpyToTorchCollate
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "ray", "lerobot", "transformers", "numpy", "av", "pyarrow")
 TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+# ---- from the command line to the exit status ---------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    """What a tool has found.
+
+    Attributes:
+        report: for scripts. table: for people. charts: for the page, titles and SVG. status: the exit status.
+    """
+
+    report: Report
+    table: str
+    charts: Sequence[tuple[str, str]] = ()
+    status: int = 0
+
+
+def run_tool(
+    argv: Sequence[str] | None,
+    doc: str | None,
+    parse_options: Callable[[Sequence[str]], tuple[Namespace, list[str]]],
+    prepare: Callable[[Run, Namespace], Callable[[], Result]],
+) -> int:
+    """What all tools do around what each of them does.
+
+    Args:
+        argv: the command line; the process's own when absent.
+        doc: what --help says before the flags of `vla.py`.
+        parse_options: the tool's own options, of which `json` and `html` say where to write, and what is left.
+        prepare: checks a resolved run, and returns what examines it.
+    Returns:
+        The result's exit status; 1 when examining failed, 2 when it could not start.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(doc)
+        vla.print_help()
+        return 0
+    try:
+        options, rest = parse_options(argv)
+        examine = prepare(resolve(parse_args(rest), gpus_found=torch.cuda.device_count()), options)
+    except (ValueError, OSError, RayError) as error:
+        print(f"error: {vla.root_cause(error)}", file=sys.stderr)
+        return 2
+    try:
+        result = examine()
+    except (TrainingFailedError, RayError, ValueError, OSError, RuntimeError) as error:
+        print(f"error: {vla.root_cause(error)}", file=sys.stderr)
+        return 1
+    print(result.table)
+    if options.json:
+        result.report.write(options.json)
+        print(f"written to {options.json}")
+    if options.html:
+        title = f"{result.report.tool}: {doc.splitlines()[0] if doc else ''}"
+        options.html.parent.mkdir(parents=True, exist_ok=True)
+        options.html.write_text(page(title, result.report.environment.line(), result.charts, result.table))
+        print(f"page written to {options.html}")
+    return result.status
 
 
 # ---- options ------------------------------------------------------------------------------------------------------
 
 
 class Options(argparse.ArgumentParser):
-    """A tool's own flags; what they do not know is left to `vla.py`'s. Mistakes are ValueErrors."""
+    """A tool's own flags; what they do not know is left to `vla.py`'s. Mistakes are ValueErrors.
 
-    def __init__(self) -> None:
+    All have `--html PATH` (PROFILE_HTML in the environment), and a flag for their JSON, called `json` here.
+    """
+
+    def __init__(self, json: str) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
+        self.add(json, Path, None, "the result for scripts", dest="json")
+        self.add("profile_html", Path, None, "the result as a page", "--html", dest="html")
 
-    def add(self, name: str, kind: Callable[[str], Any], default: Any, help: str) -> None:
+    def add(
+        self, name: str, kind: Callable[[str], Any], default: Any, help: str, *aliases: str, **settings: Any
+    ) -> None:
         """`--name`, or NAME in the environment; the flag wins. A bare flag of kind `truth` means true."""
         in_environment = os.environ.get(name.upper())
         if in_environment:
@@ -49,7 +116,9 @@ class Options(argparse.ArgumentParser):
             except (ValueError, argparse.ArgumentTypeError) as error:
                 raise ValueError(f"{name.upper()}={in_environment!r} in the environment: {error}") from error
         bare: dict[str, Any] = {"nargs": "?", "const": True} if kind is truth else {}
-        self.add_argument(f"--{name}", type=kind, default=default, help=help, metavar=name.rsplit("_")[-1], **bare)
+        metavar = name.rsplit("_")[-1]
+        settings = {"type": kind, "default": default, "help": help, "metavar": metavar, **bare, **settings}
+        self.add_argument(f"--{name}", *aliases, **settings)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -97,50 +166,6 @@ def host_batches(run: Run, dealt: Dealt, batches: int) -> Iterator[Batch]:
 # ---- results ------------------------------------------------------------------------------------------------------
 
 
-class Record(BaseModel):
-    """Part of a result: nothing in it is missing, of another type or unknown."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Environment(Record):
-    """Where and with what something was measured."""
-
-    date: str
-    git_revision: str | None
-    cpu: str
-    cores: int
-    memory_bytes: int
-    gpus: list[str]
-    driver: str | None
-    python: str
-    versions: dict[str, str]
-
-    @classmethod
-    def here(cls) -> Self:
-        """Of the calling process: call it where the work is done."""
-        driver = Path("/proc/driver/nvidia/version")
-        return cls(
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            git_revision=_git_revision(),
-            cpu=_cpu_name(),
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            memory_bytes=psutil.virtual_memory().total,
-            gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-            driver=driver.read_text().splitlines()[0] if driver.exists() else None,
-            python=platform.python_version(),
-            versions={package: importlib.metadata.version(package) for package in PACKAGES},
-        )
-
-    def line(self) -> str:
-        gpus = f"{len(self.gpus)}x {self.gpus[0]}, " if self.gpus else ""
-        revision = f", {self.git_revision[:12]}" if self.git_revision else ""
-        return (
-            f"{gpus}{self.cores} cores of {self.cpu}; torch {self.versions['torch']}, ray {self.versions['ray']}, "
-            f"lerobot {self.versions['lerobot']}{revision}, {self.date}"
-        )
-
-
 class Report(Record):
     """A tool's result. `config` is the run's, as `config.json` has it."""
 
@@ -183,23 +208,3 @@ class Spread(Record):
 
     def columns(self) -> str:
         return "".join(f"{1e3 * value:11.2f}" for value in (self.mean, self.median, self.p95))
-
-
-def _git_revision() -> str | None:
-    """The commit, with a `+` when files differ from it; None outside a git checkout."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())

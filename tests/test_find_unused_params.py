@@ -111,7 +111,7 @@ def test_a_gradient_of_zeros_is_no_missing_one(run, monkeypatch, setting, capsys
 
 def test_the_program(setting, tmp_path, monkeypatch, capsys, everything_trains):
     monkeypatch.setenv("UNUSED_BATCHES", "1")
-    argv = in_process.flags(setting, unused_json=tmp_path / "unused.json")
+    argv = in_process.flags(setting, unused_json=tmp_path / "unused.json", html=tmp_path / "unused.html")
     assert find_unused_params.main(argv) == 0
     printed = capsys.readouterr().out
     head = "model.paligemma_with_expert.paligemma.lm_head"
@@ -119,6 +119,8 @@ def test_the_program(setting, tmp_path, monkeypatch, capsys, everything_trains):
     assert "pi05_loss.choose_trainable" in printed and "--scaling.find_unused_parameters=true" in printed
     report = UnusedReport.read(tmp_path / "unused.json")
     assert report.batches == 1
+    drawn = (tmp_path / "unused.html").read_text()
+    assert drawn.startswith("<!doctype html>") and drawn.count("<rect") == 5 and head in drawn
     assert json.loads((tmp_path / "unused.json").read_text())["tool"] == "find_unused_params"
     assert find_unused_params.main([*argv, "--fail_if_unused"]) == 1
     assert not (setting[0] / "run").exists()

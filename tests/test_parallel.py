@@ -21,7 +21,8 @@ import worker
 from config import parse_args
 from diagnostics import compare_strategies
 from diagnostics.compare_strategies import StrategiesReport
-from diagnostics.report import Environment
+from diagnostics.environment import Environment
+from diagnostics.page import page
 from parallel import accumulating, spread, whole
 from run_folder import start_attempt
 from tests import in_process
@@ -349,6 +350,20 @@ def test_what_does_not_go_together_is_refused(flags, message):
         parse_args(["--preset=demo", *flags])
 
 
+@pytest.mark.parametrize("per_row, largest", [(10, 80), (300, 2), (900, 0)])
+def test_the_largest_batch_is_found_without_running_out_of_memory(per_row, largest):
+    """Of 1000 bytes 950 may be used; 100 are taken anyway, and 50 by any number of rows."""
+
+    def peak_of(rows):
+        peak = 100 + (50 if rows else 0) + per_row * rows
+        assert rows <= 1 or peak <= 1000, "out of memory"
+        return peak
+
+    found, peaks = compare_strategies.fill(peak_of, 1000)
+    assert found == largest
+    assert peaks[found] <= 950 and peaks == {rows: peak_of(rows) for rows in peaks}
+
+
 def test_the_table_and_the_options(found, capsys, monkeypatch):
     results = [compare_strategies.RankStrategies.model_validate(rank["result"]) for rank in found.ranks]
     report = StrategiesReport(
@@ -362,6 +377,8 @@ def test_the_table_and_the_options(found, capsys, monkeypatch):
     rows = {line.split()[0]: line.split() for line in lines if line.startswith(STRATEGIES)}
     assert list(rows) == list(STRATEGIES)
     assert rows["ddp"][3] == "1.00x" and float(rows["ddp"][-1]) == 0 < float(rows["fsdp2"][-1]) < 1e-3
+    drawn = page("Strategies", "two cores", compare_strategies.charts(report), "")
+    assert drawn.count("<rect") == 3 * 20
     monkeypatch.setenv("STRATEGIES", "fsdp2,ddp")
     monkeypatch.setenv("COMPARE_STEPS", "3")
     options = compare_strategies.parse_options([])[0]

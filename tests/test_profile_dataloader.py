@@ -101,6 +101,9 @@ def test_rates_of_ranks_add_up_over_the_time_until_the_last_is_done(run):
     ranks = [rank(0, 100.0, 108.0, [99.0, 101.0, 103.0]), rank(1, 102.0, 112.0, [101.0, 103.0, 104.0])]
     report = profile_dataloader.summarise(run, options_of(), ranks, {"decode": 1.0}, 2.0, STORE)
     assert (report.rows, report.wall_s, report.world_size) == (3 * run.config.batch_size, 10.0, 2)
+    assert sum(drawn.count("<rect") for _, drawn in profile_dataloader.charts(report)[1:]) == sum(
+        len(rank.fetch_s) for rank in report.ranks
+    )
     printed = profile_dataloader.table(report)
     assert "rank 0" in printed and "rank 1" in printed
     assert "5 MiB at most, 0 MiB spilled" in printed
@@ -216,7 +219,8 @@ def test_the_json_is_read_back(loader_report, tmp_path):
         ("PROFILE_BATCHES", "7", "profile_batches"),
         ("PROFILE_WARMUP", "3", "profile_warmup"),
         ("AGAINST", "a.json", "against"),
-        ("PROFILE_DATALOADER_JSON", "b.json", "profile_dataloader_json"),
+        ("PROFILE_DATALOADER_JSON", "b.json", "json"),
+        ("PROFILE_HTML", "c.html", "html"),
     ],
 )
 def test_every_environment_variable_changes_what_it_should(run, monkeypatch, name, value, option):
