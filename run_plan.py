@@ -497,6 +497,8 @@ def describe(run: Run) -> str:
     ]
     if config.dry_run and isinstance(run.policy_config, PI05Config):
         lines.append(f"Memory       per worker {_memory(run, run.policy_config)}")
+        if config.scaling.strategy != "ddp":
+            lines.append(_in_parts(run))
     return "\n".join(lines)
 
 
@@ -528,6 +530,17 @@ def _memory(run: Run, policy_config: PI05Config) -> StepMemory:
         bf16=train.precision == "bf16" or (train.precision == "auto" and run.use_gpu),
         attention=cast(Attention, train.attention),
         checkpointing=train.activation_checkpointing,
+    )
+
+
+def _in_parts(run: Run) -> str:
+    """What FSDP2 changes about the memory that DDP takes, as far as it can be told without a GPU."""
+    assert run.parameters is not None
+    scaling, state = run.config.scaling, 3 * 4 * run.parameters.trainable / 2**30
+    workers = scaling.min_workers or scaling.num_workers
+    return (
+        f"             of that, weights that train and Adam's moments: {state:.2f}; with {scaling.strategy}, each of "
+        f"{workers} workers holds {state / workers:.2f} of them between steps"
     )
 
 

@@ -156,6 +156,9 @@ def test_the_plan_of_a_dry_run_says_what_memory_a_step_takes(setting):
     lines = [next(line for line in describe(run).splitlines() if line.startswith("Memory")) for run in (plain, small)]
     assert all("GiB at the worst moment" in line for line in lines)
     assert "Memory" not in describe(replace(plain, config=replace(plain.config, dry_run=False)))
+    parts = resolved(setting, dry_run="true", **{"scaling.strategy": "fsdp2", "scaling.num_workers": 2})
+    total = 12 * parts.parameters.trainable / 2**30
+    assert f"moments: {total:.2f}; with fsdp2, each of 2 workers holds {total / 2:.2f} of them" in describe(parts)
 
 
 @pytest.mark.parametrize(
