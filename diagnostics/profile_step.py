@@ -16,7 +16,7 @@ CPU by the clock. Own flags, each also an environment variable in capitals:
     --fused_adamw B           false: AdamW as a list of kernels instead of one
     --profile_checkpoint B    write a checkpoint at the end, and time it (true)
     --profile_step_json PATH  the result for scripts, raw samples included
-    --profile_trace PATH      a Chrome trace of 3 steps on rank 0, with the cluster's tasks on the same time line
+    --trace PATH              a Chrome trace of 3 steps on rank 0, with the cluster's tasks on the same time line
     --html PATH               the result as a page
 
 Whatever else is to be compared is a flag of `vla.py`: --batch_size, --grad_accum, --train.precision,
@@ -83,7 +83,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     options.add("find_unused_params", truth, None, "DDP's search for parameters without a gradient")
     options.add("fused_adamw", truth, None, "one kernel for the optimizer")
     options.add("profile_checkpoint", truth, True, "write and time a checkpoint")
-    options.add("profile_trace", Path, None, "a Chrome trace")
+    options.add("profile_trace", Path, None, "a Chrome trace", "--trace")
     options.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"))
     return options.parse_known_args(argv)
 
