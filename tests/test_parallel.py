@@ -5,6 +5,8 @@ import multiprocessing
 import threading
 from collections import Counter
 from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
 from types import SimpleNamespace
 from unittest import mock
 
@@ -102,6 +104,7 @@ def two(rank, world, run, folder):
             "recomputed": losses_of(run, strategy, rank, activation_checkpointing=True),
         }
         save(run, strategy, rank, folder)
+    found["full disk"] = full_disk(run, rank, folder)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -206,10 +209,37 @@ def save(run, strategy, rank, folder):
     dist.barrier()
 
 
-def report(metrics, checkpoint=None, checkpoint_dir_name=None, checkpoint_upload_fn=None, **_):
-    """In place of `ray.train.report`."""
+def full_disk(run, rank, folder):
+    """Rank 1 cannot write its part: what each rank is told, and what is left."""
+    run = replace(run, config=replace(run.config, output_dir=str(folder / "full")))
+    trainer = Trainer(run, "fsdp2", rank, 2)
+    if rank == 0:
+        run.checkpoints_dir.mkdir(parents=True)
+        start_attempt(run.output_dir, 0, 2)
+    dist.barrier()
+    told = SimpleQueue()
+    with mock.patch.object(ray.train, "report", partial(report, told=told)):
+        if rank == 1:
+            worker.write_pieces = mock.Mock(side_effect=OSError("no space left"))
+        writer = worker.CheckpointWriter(run, trainer.optimizer, rank, attempt=0)
+        writer.save(worker.restore(run, trainer.optimizer))
+        writer.wait()
+        error = str(told.get(timeout=60))
+    dist.barrier()
+    return {"told": error, "left": [path.name for path in run.checkpoints_dir.iterdir()]}
+
+
+def report(metrics, checkpoint=None, checkpoint_dir_name=None, checkpoint_upload_fn=None, told=None, **_):
+    """In place of `ray.train.report`. `told`: takes what goes wrong."""
+
+    def upload():
+        try:
+            checkpoint_upload_fn(checkpoint, checkpoint_dir_name)
+        except OSError as error:
+            told.put(error)
+
     if checkpoint_upload_fn is not None:
-        threading.Thread(target=checkpoint_upload_fn, args=(checkpoint, checkpoint_dir_name)).start()
+        threading.Thread(target=upload).start()
 
 
 def load_everywhere(rank, world, run, folder):
@@ -297,6 +327,11 @@ def test_a_rank_whose_loss_is_not_finite_has_all_skip_the_step(found):
     for rank in found.ranks:
         for strategy in STRATEGIES:
             assert rank[strategy]["nan"] == {"skipped": 1.0, "unchanged": True}
+
+
+def test_a_part_that_cannot_be_written_fails_the_checkpoint_for_all(found):
+    for rank in found.ranks:
+        assert rank["full disk"] == {"told": "no space left", "left": []}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
