@@ -306,11 +306,11 @@ def test_parameters_are_in_parts_between_steps(found):
 def test_units_are_gathered_and_given_up_one_at_a_time(found):
     """Their hooks fire: at the end of forward they are whole in one strategy, in parts again in the other."""
     for rank in found.ranks:
-        # Two layers: MLPs of the expert's, and of the language model's that is used; the vision tower's two layers.
-        assert rank["fsdp2"]["spread"]["units"] == 2 + 1 + 2
-        assert rank["fsdp2"]["spread"]["in parts at the end of forward"] == [False] * 5
+        # Two layers: MLPs of the expert's, and of the language model's that is used; the vision tower's; the words.
+        assert rank["fsdp2"]["spread"]["units"] == 2 + 1 + 2 + 1
+        assert rank["fsdp2"]["spread"]["in parts at the end of forward"] == [False] * 6
         # The innermost is the expert's last, which may be kept for the backward that follows at once.
-        assert sum(rank["fsdp2_reshard"]["spread"]["in parts at the end of forward"]) >= 4
+        assert sum(rank["fsdp2_reshard"]["spread"]["in parts at the end of forward"]) >= 5
 
 
 def test_accumulating_sends_no_gradients(found):
