@@ -45,7 +45,7 @@ Phase = Literal[
 
 
 class Clock:
-    """Is told what a training process does next. This one does not listen; that of diagnostics/profile_step.py does."""
+    """Is told what a training process does next. This one does not listen; that of diagnostics/step_clock.py does."""
 
     def steps(self, numbers: range, model: nn.Module) -> Iterable[int]:
         """The steps to run. Each lasts until the next is asked for, and begins with the phase `other`."""

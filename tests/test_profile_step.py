@@ -13,7 +13,7 @@ import torch
 import util
 import vla
 import worker
-from diagnostics import page, profile_step
+from diagnostics import page, profile_step, step_clock
 from diagnostics.profile_step import Settings, StepReport, judge, parse_options
 from pi05_loss import PolicyLoss
 from run_plan import Run
@@ -416,8 +416,8 @@ def test_what_is_hidden_on_a_gpu_is_told_from_what_is_waited_for():
         ("forward", 1.1, 1.5, None),
         (None, 1.2, 3.5, None),
     ]
-    exposed, full = profile_step._phases(
-        [profile_step._Mark(p, host, At(gpu), None if side is None else At(side)) for p, host, gpu, side in marks]
+    exposed, full = step_clock._phases(
+        [step_clock._Mark(p, host, At(gpu), None if side is None else At(side)) for p, host, gpu, side in marks]
     )
     assert exposed == pytest.approx({"other": 1.4, "data_wait": 0.0, "copy": 0.1, "forward": 2.0})
     assert full == pytest.approx({"other": 1.4, "data_wait": 1.0, "copy": 0.4, "forward": 2.0})

@@ -1,0 +1,173 @@
+"""The clock that `profile_step` has the training loop tell what it does: when phases begin and how long they take."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from diagnostics.environment import Record
+from util import Clock, Phase
+
+# What a step of a profile is for.
+Pass = Literal["warmup", "traced", "untouched", "timed", "synchronized", "communication", "checkpoint"]
+MEASURED: tuple[Pass, ...] = ("untouched", "timed", "synchronized")
+
+
+class Times(Record):
+    """Seconds of each step by phase.
+
+    Attributes:
+        exposed: what the phase adds to the step; these sum to it. On CUDA, of the stream that computes.
+        full: what the phase takes, hidden behind others or not: waiting for data, of the host; copies, of their stream.
+    """
+
+    exposed: dict[Phase, list[float]]
+    full: dict[Phase, list[float]]
+
+
+class Communication(Record):
+    """Seconds per step that gradients travel, and of those, the part that backward's computation hides; DDP's own."""
+
+    total_s: list[float]
+    hidden_s: list[float]
+
+
+class _Mark(NamedTuple):
+    """A phase begins (None: the step ends). `side`: an event on the current stream, where that does not compute."""
+
+    phase: Phase | None
+    host_s: float
+    event: torch.cuda.Event | None
+    side: torch.cuda.Event | None
+
+
+class StepClock(Clock):
+    """Notes when phases begin, in the steps that are for that; reads nothing from the device before the end.
+
+    Args:
+        passes: what each step is for; there are no more steps than these.
+        block_steps: passes change after so many.
+        device: which the steps are computed on.
+        trace_path: where to write PyTorch's trace of the traced steps; None on the ranks that do not.
+    """
+
+    def __init__(self, passes: Sequence[Pass], block_steps: int, device: torch.device, trace_path: Path | None = None):
+        self._passes = passes
+        self._block_steps = block_steps
+        self._device = device
+        self._trace_path = trace_path
+        self._pass: Pass = "warmup"
+        self._marks: list[_Mark] = []
+        self._marked: dict[Pass, list[list[_Mark]]] = {"timed": [], "synchronized": [], "checkpoint": []}
+        self._profiler: torch.profiler.profile | None = None
+        self._ranges = contextlib.ExitStack()
+        self._communication: list[tuple[float, float]] = []
+        self.block_step_s: dict[Pass, list[float]] = {}
+
+    def steps(self, numbers: range, model: nn.Module) -> Iterator[int]:
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
+        started = time.perf_counter()
+        # The run is longer than what is measured: its data keeps flowing as in training.
+        for done, (number, name) in enumerate(zip(numbers, self._passes, strict=False), start=1):
+            self._pass = name
+            self._trace(name == "traced")
+            if name == "communication":
+                self._ask_for_communication(model)
+            self.mark("other")
+            yield number
+            self._end_step(model)
+            if done % self._block_steps == 0:
+                now = time.perf_counter()
+                if name in MEASURED:
+                    self.block_step_s.setdefault(name, []).append((now - started) / self._block_steps)
+                started = now
+
+    def mark(self, phase: Phase) -> None:
+        if self._pass in self._marked:
+            self._note(phase)
+        elif self._profiler is not None:
+            self._ranges.close()
+            self._ranges.enter_context(torch.profiler.record_function(phase))
+
+    def _trace(self, wanted: bool) -> None:
+        """Have PyTorch's profiler run, or end it and write what it saw."""
+        if wanted and self._profiler is None and self._trace_path is not None:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        elif not wanted and self._profiler is not None:
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(self._trace_path))
+            self._profiler = None
+
+    def _note(self, phase: Phase | None) -> None:
+        event = side = None
+        if self._device.type == "cuda":
+            if self._pass == "timed":
+                event = torch.cuda.Event(enable_timing=True)
+                event.record(self._stream)
+                current = torch.cuda.current_stream(self._device)
+                if current != self._stream:
+                    side = torch.cuda.Event(enable_timing=True)
+                    side.record(current)
+            else:
+                torch.cuda.synchronize(self._device)
+        self._marks.append(_Mark(phase, time.perf_counter(), event, side))
+
+    def _end_step(self, model: nn.Module) -> None:
+        if self._pass in self._marked:
+            self._note(None)
+            self._marked[self._pass].append(self._marks)
+            self._marks = []
+        elif self._pass == "communication" and isinstance(model, DistributedDataParallel):
+            seen = model._get_ddp_logging_data()
+            self._communication.append((seen["backward_comm_time"], seen["backward_compute_comm_overlap_time"]))
+        self._ranges.close()
+
+    def _ask_for_communication(self, model: nn.Module) -> None:
+        # DDP times the collectives of every 100th step (torch 2.11; it has no public name for changing that).
+        if isinstance(model, DistributedDataParallel) and not self._communication:
+            model._set_ddp_runtime_logging_sample_rate(1)
+
+    def times(self, name: Pass) -> Times | None:
+        """The phases of the steps of a pass; None if there were none."""
+        steps = [_phases(marks) for marks in self._marked[name]]
+        if not steps:
+            return None
+        exposed, full = zip(*steps, strict=True)
+        phases = [phase for phase in get_args(Phase) if any(phase in step for step in exposed)]
+        return Times(
+            exposed={phase: [step.get(phase, 0.0) for step in exposed] for phase in phases},
+            full={phase: [step.get(phase, 0.0) for step in full] for phase in phases},
+        )
+
+    def communication(self) -> Communication | None:
+        # What DDP tells after a step is of the step before; of the first, of long ago.
+        seen = [(1e-9 * total, 1e-9 * hidden) for total, hidden in self._communication[1:]]
+        return Communication(total_s=[s[0] for s in seen], hidden_s=[s[1] for s in seen]) if seen else None
+
+
+def _phases(marks: Sequence[_Mark]) -> tuple[dict[Phase, float], dict[Phase, float]]:
+    """A step's seconds by phase: exposed and full, see `Times`."""
+    exposed: dict[Phase, float] = defaultdict(float)
+    elsewhere: dict[Phase, float] = defaultdict(float)  # on the host, or on another stream
+    for mark, following in zip(marks[:-1], marks[1:], strict=True):
+        assert mark.phase is not None
+        on_host = following.host_s - mark.host_s
+        if mark.event is not None and following.event is not None:
+            exposed[mark.phase] += 1e-3 * mark.event.elapsed_time(following.event)
+        else:
+            exposed[mark.phase] += on_host
+        if mark.side is not None and following.side is not None:
+            elsewhere[mark.phase] += 1e-3 * mark.side.elapsed_time(following.side)
+        elif mark.phase == "data_wait":
+            elsewhere[mark.phase] += on_host
+    return dict(exposed), {phase: max(seconds, elsewhere[phase]) for phase, seconds in exposed.items()}
