@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import ray.train
+import ray.train.collective
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -78,9 +78,24 @@ class Trainer:
             loss = self.model(batch, *worker.noise_for(self.run, 0, self.dealt, CPU)(0))
         loss.backward()
 
+    def restored(self):
+        context = SimpleNamespace(get_world_rank=lambda: self.dealt.rank)
+        with (
+            mock.patch.object(ray.train, "get_context", lambda: context),
+            mock.patch.object(ray.train.collective, "broadcast_from_rank_zero", broadcast),
+        ):
+            return worker.restore(self.run, self.optimizer)
+
     def everything(self):
         """What trains and Adam's state, whole; all ranks must ask."""
         return {name: whole(t).clone() for name, t in {**self.optimizer.named(), **self.optimizer.state()}.items()}
+
+
+def broadcast(value):
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
 
 
 def in_parts(module):
@@ -199,7 +214,7 @@ def save(run, strategy, rank, folder):
     dist.barrier()
     with mock.patch.object(ray.train, "report", report):
         writer = worker.CheckpointWriter(run, trainer.optimizer, rank, attempt=0)
-        progress = worker.restore(run, trainer.optimizer)
+        progress = trainer.restored()
         writer.save(replace(progress, step=SAVED_STEPS, rows=SAVED_STEPS * run.config.global_batch_size))
         expected = trainer.everything()
         trainer.step(SAVED_STEPS, trainer.batches(2))  # what is being written does not change any more
@@ -222,7 +237,7 @@ def full_disk(run, rank, folder):
         if rank == 1:
             worker.write_pieces = mock.Mock(side_effect=OSError("no space left"))
         writer = worker.CheckpointWriter(run, trainer.optimizer, rank, attempt=0)
-        writer.save(worker.restore(run, trainer.optimizer))
+        writer.save(trainer.restored())
         writer.wait()
         error = str(told.get(timeout=60))
     dist.barrier()
@@ -252,7 +267,7 @@ def load_everywhere(rank, world, run, folder):
         of_it = replace(run, config=replace(run.config, output_dir=str(folder / saved)))
         for strategy in STRATEGIES:
             trainer = Trainer(of_it, strategy, rank, world)
-            progress = worker.restore(of_it, trainer.optimizer)
+            progress = trainer.restored()
             assert progress.step == SAVED_STEPS
             found = trainer.everything()
             assert found.keys() == expected.keys()
