@@ -16,10 +16,10 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import logging
 import os
-import resource
 import statistics
 import threading
 import time
@@ -229,6 +229,105 @@ def cpu_s() -> float:
     return total
 
 
+class PeakBytes:
+    """While the block runs: the most bytes in Ray's object store, and the most that one process of ours has for itself.
+
+    Looked at every half second. The store's pages, which a process has in its memory too, are not its own.
+    """
+
+    def __enter__(self) -> PeakBytes:
+        self.store = self.worker = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        import psutil
+
+        from progress import object_store
+
+        while not self._done.wait(0.5):
+            self.store = max(self.store, object_store().object_store_bytes_used)
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    memory = process.memory_info()
+                    self.worker = max(self.worker, memory.rss - memory.shared)
+
+
+# ---- growth -----------------------------------------------------------------------------------------------------
+
+
+def grow(root: Path, times: int) -> Path:
+    """A dataset of so many copies of the episodes at `root`, put together by LeRobot itself."""
+    from lerobot.datasets.aggregate import aggregate_datasets
+
+    folder = root.with_name(f"{root.name}-times-{times}")
+    if not folder.exists():
+        scratch = folder.with_name(folder.name + ".partial")
+        aggregate_datasets(
+            repo_ids=[f"local/{root.name}"] * times, aggr_repo_id="local/grown", roots=[root] * times, aggr_root=scratch
+        )
+        scratch.rename(folder)
+    return folder
+
+
+def planning(root: Path, episodes: Sequence[int], rows: int = 300) -> dict[str, Any]:
+    """Seconds from metadata to the read tasks of the first execution, and the bytes of the largest task.
+
+    Of datasets with so many episodes of `rows` rows, in the files of the one at `root`.
+    """
+    import cloudpickle
+
+    from lerobot_datasource import LeRobotDatasource
+    from lerobot_metadata import load_metadata
+
+    found: dict[str, Any] = {}
+    meta = load_metadata(root)
+    for count in episodes:
+
+        def repeated(column: np.ndarray, count: int = count) -> np.ndarray:
+            return np.resize(column, count)
+
+        large = dataclasses.replace(
+            meta,
+            episode_index=np.arange(count),
+            episode_length=np.full(count, rows),
+            episode_start=np.arange(count) * rows,
+            episode_data_file=repeated(meta.episode_data_file),
+            episode_data_row=repeated(meta.episode_data_row),
+            episode_video_file={k: repeated(v) for k, v in meta.episode_video_file.items()},
+            episode_video_start_s={k: repeated(v) for k, v in meta.episode_video_start_s.items()},
+        )
+        start = time.perf_counter()
+        tasks = LeRobotDatasource([large], shuffle_seed=0, stream=(0, count * rows)).get_read_tasks(1)
+        seconds = time.perf_counter() - start
+        largest = max(len(cloudpickle.dumps(task.read_fn)) for task in tasks[:: max(1, len(tasks) // 20)])
+        found[str(count)] = {"plan_s": seconds, "tasks": len(tasks), "largest_task_bytes": largest}
+    return found
+
+
+def growth(root: Path, rounds: int, seeds: Iterator[int], times: int = 10) -> dict[str, Any]:
+    """The same number of shuffled rows from a dataset, and from one with ten times the episodes, in turn."""
+    roots = {1: root, times: grow(root, times)}
+    samples: dict[int, list[float]] = {number: [] for number in roots}
+    for _ in range(rounds):
+        for number, grown in roots.items():
+            samples[number].append(measure(partial(shuffled, grown, OUR_ROWS, seeds))["rows_per_s"])
+    medians = {number: statistics.median(values) for number, values in samples.items()}
+    return {
+        "times": times,
+        "rows_per_s": medians,
+        "ratio": medians[times] / medians[1],
+        "samples": samples,
+        "planning": planning(root, (1000, 10_000, 100_000)),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2000, help="of each dataset")
@@ -244,10 +343,10 @@ def main() -> None:
     # Datasets measured one at a time come together in the day's file.
     before = json.loads(path.read_text()) if path.exists() else {}
     results: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
+        "datasets": before.get("datasets", {}),
+        "growth": before.get("growth"),
+        "date": today,
         "hardware": Environment.here().model_dump(),
-        "settings": {**vars(options), "batch": BATCH, "window": WINDOW},
-        "datasets": {},
         "mixing": mixing([64, 128, 256, 512, 1024, 2048, 4096], episodes=1000, rows=300),
     }
     print(mixing_table(results["mixing"]), flush=True)

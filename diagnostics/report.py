@@ -24,6 +24,7 @@ import vla
 from config import parse_args
 from diagnostics.environment import Environment, Record
 from diagnostics.page import page
+from failures import root_cause
 from run_plan import Run, resolve
 from training_data import Dealt
 from util import Batch, NumpyToTorchCollate
@@ -72,12 +73,12 @@ def run_tool(
         options, rest = parse_options(argv)
         examine = prepare(resolve(parse_args(rest), gpus_found=torch.cuda.device_count()), options)
     except (ValueError, OSError, RayError) as error:
-        print(f"error: {vla.root_cause(error)}", file=sys.stderr)
+        print(f"error: {root_cause(error)}", file=sys.stderr)
         return 2
     try:
         result = examine()
     except (TrainingFailedError, RayError, ValueError, OSError, RuntimeError) as error:
-        print(f"error: {vla.root_cause(error)}", file=sys.stderr)
+        print(f"error: {root_cause(error)}", file=sys.stderr)
         return 1
     print(result.table)
     if options.json:
