@@ -154,7 +154,8 @@ def load_checkpoint(
     Args:
         optimizer: Adam's state; None leaves it unread.
     Raises:
-        ValueError: something cannot be read, or the names or shapes are not those in the checkpoint.
+        ValueError: its files are damaged or gone, or names or shapes are not those in the checkpoint.
+        OSError: the disk does not give them.
     """
     from safetensors import safe_open
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
@@ -176,11 +177,12 @@ def load_checkpoint(
             everything = {name: tensor for tensors in wanted.values() for name, tensor in tensors.items()}
             load(everything, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (OSError, SafetensorError, ValueError, CheckpointException) as error:
-        # The latter keeps what went wrong, and a traceback, by rank.
-        reasons = (
-            [reason for reason, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        )
-        raise ValueError(f"checkpoint {folder}: cannot be read: {reasons[0]}") from error
+        reason: BaseException = error
+        if isinstance(error, CheckpointException):  # keeps what went wrong, and a traceback, by rank
+            reason = next(iter(error.failures.values()))[0]
+        # A disk may answer the next attempt; what is in a file stays.
+        kind = OSError if isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError) else ValueError
+        raise kind(f"checkpoint {folder}: cannot be read: {reason}") from error
     return progress
 
 

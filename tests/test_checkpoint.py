@@ -83,6 +83,18 @@ def test_other_names_and_shapes_are_refused(tmp_path):
         load_checkpoint(path, {"a.weight": torch.zeros(4, 3)})
 
 
+def test_a_disk_that_fails_is_not_a_damaged_checkpoint(tmp_path, monkeypatch):
+    """Another attempt may read it, so it must not end the run as a bad file does."""
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    path = made(tmp_path)
+    monkeypatch.setattr("torch.distributed.checkpoint.HuggingFaceStorageReader.read_data", fail)
+    with pytest.raises(OSError, match="cannot be read: .*Input/output error"):
+        load_checkpoint(path, {"a.weight": torch.zeros(3, 4)})
+
+
 def test_what_a_dead_attempt_wrote_does_not_come_along(tmp_path):
     path = tmp_path / "step_00000007"
     rows = {TRAINABLE: {"a": Piece(torch.ones(1), (1,))}}
