@@ -162,7 +162,8 @@ def make_processors(
         preprocessor, postprocessor = make_pre_post_processors(config, **options)
     except (ValueError, KeyError, ImportError, OSError) as error:
         raise ValueError(
-            f"the processors of the '{config.type}' policy {folder or ''} cannot be built: {error}.{_gated_hint(error)}"
+            f"the processors of the '{config.type}' policy{f' {folder}' if folder else ''} cannot be built: "
+            f"{str(error).rstrip('.')}.{_gated_hint(error)}"
         ) from error
     for step in preprocessor.steps:
         if isinstance(step, RenameObservationsProcessorStep):
