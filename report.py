@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import platform
+import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -251,7 +252,11 @@ def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics
     if scaling:
         batch = [config["batch_size"], config["grad_accum"], scaling["num_workers"]]
         lines.append(
-            ("Batch", f"{batch[0]} rows × {batch[1]} micro-steps × {batch[2]} workers = {math.prod(batch):,} a step")
+            (
+                "Batch",
+                f"{batch[0]} rows × {_count(batch[1], 'micro-step')} × {_count(batch[2], 'worker')} = "
+                f"{math.prod(batch):,} a step",
+            )
         )
     if hardware := facts.get("hardware"):
         kind = "GPU" if facts["use_gpu"] else "CPU"
@@ -264,7 +269,8 @@ def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics
             )
         )
     if versions := facts.get("versions"):
-        lines.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+        short = {name: re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}", r"\1", version) for name, version in versions.items()}
+        lines.append(("Versions", ", ".join(f"{name} {version}" for name, version in short.items())))
     if metrics:
         seconds, samples, _ = _totals(metrics)
         lines.append(("Time", f"{_duration(seconds)} in training steps, {samples:,.0f} samples"))
