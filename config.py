@@ -408,8 +408,8 @@ def _normalise(argv: Sequence[str]) -> list[tuple[str, str]]:
     given: list[tuple[str, str | None]] = []
     for arg in argv:
         if arg.startswith("--"):
-            name, equals, value = arg[2:].partition("=")
-            given.append((name, value if equals else None))
+            name, equals, text = arg[2:].partition("=")
+            given.append((name, text if equals else None))
         elif given and given[-1][1] is None:
             given[-1] = given[-1][0], arg
         else:
