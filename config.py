@@ -201,7 +201,8 @@ class Config:
 
     @property
     def roots(self) -> list[str]:
-        return list(self.dataset.mixture) or [part for part in (self.dataset.root or "").split(",") if part]
+        listed = [part.strip() for part in (self.dataset.root or "").split(",")]
+        return list(self.dataset.mixture) or [root for root in listed if root]
 
     @property
     def hub_repo_id(self) -> str | None:
@@ -418,7 +419,8 @@ def _normalise(argv: Sequence[str]) -> list[tuple[str, str]]:
     pairs = []
     for name, value in given:
         if name not in flags and not name.startswith("policy."):
-            raise ValueError(f"command line: unknown flag --{name}{_meant(name, list(flags))}")
+            known = [*flags, "policy.path", "policy.type", *HUB_FLAGS]
+            raise ValueError(f"command line: unknown flag --{name}{_meant(name, known)}")
         if value is None and not flags.get(name, True):
             raise ValueError(f"command line: --{name} needs a value")
         pairs.append((name, "true" if value is None else value))

@@ -61,6 +61,7 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         (["--bs", "3"], "unknown flag --bs"),
         (["--root", "/d"], "did you mean --dataset.root"),
         (["--batchsize", "3"], "did you mean --batch_size"),
+        (["--policy_path", "/p"], "did you mean --policy.path"),
         (["--dataset.camera_key", "[]"], "did you mean --dataset.camera_keys"),
         (["--eval_splits", "0"], "did you mean --dataset.eval_split"),
         ([*DATA, "--steps"], "--steps needs a value"),
@@ -127,6 +128,10 @@ def test_modules_only_define():
 
     code = "import config, sys; sys.exit(any(m in sys.modules for m in ('ray', 'torch', 'lerobot')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_several_roots():
+    assert parse_args([*DATA, "--dataset.root=/a, /b"]).roots == ["/a", "/b"]
 
 
 def test_a_range_of_workers():
