@@ -26,11 +26,11 @@ $(STAMP): requirements.lock .python-version ci/setup.sh $(PYTHON)
 demo: $(STAMP) ## fine-tune a tiny PI0.5 on this machine and show that it learned
 	$(PYTHON) vla.py --preset demo $(ARGS)
 
-test: $(STAMP) ## all tests but the slow ones
-	$(PYTHON) -m pytest $(ARGS)
+test: $(STAMP) ## all tests but the slow ones, in two processes
+	$(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
-test-faults: $(STAMP) ## every fault test, the slow ones too
-	$(PYTHON) -m pytest -m faults $(ARGS)
+test-faults: $(STAMP) ## every fault test, the slow ones too; what each cost is in outputs/faults.xml
+	$(PYTHON) -m pytest -m faults --junitxml=outputs/faults.xml $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(PYTHON) -m ruff check .

@@ -6,7 +6,12 @@ A checkpoint folder::
     optimizer.safetensors    Adam's state, `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`
     state.json               step, rows trained, the stream they were drawn from, the base policy, sizes and checksums
 
-It appears under its name in one rename, when everything in it has reached the disk. Nothing is pickled. torch is
+Where every process holds a part (FSDP2), every process writes its own: `trainable-00001-of-00008.safetensors` and so
+on. This is the layout of torch.distributed.checkpoint's safetensors storage, whose reader puts parts together for any
+number of processes; its usual one keeps a pickle, and gathering a large policy in one process would take that one's
+memory, and all others' time.
+
+A folder appears under its name in one rename, when everything in it has reached the disk. Nothing is pickled. torch is
 imported where tensors are read or written, because processes of Ray that only look for progress should not have to
 load it. Randomness needs no state: noise, times and row order are functions of (seed, step) or of (seed, position).
 Knows nothing of how a step is computed.
@@ -19,10 +24,11 @@ import json
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError
 
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRAINABLE, OPTIMIZER, STATE = "trainable.safetensors", "optimizer.safetensors", "state.json"
+TRAINABLE, OPTIMIZER, STATE = "trainable", "optimizer", "state.json"
 FORMAT = 2
 PREFIX, DAMAGED, PARTIAL = "step_", "damaged_", ".partial_"
 # Left free on the disk after a checkpoint, for logs and everybody else.
@@ -56,43 +62,81 @@ class Progress:
     loss: float | None = None
 
 
-@dataclass
-class Checkpoint:
-    progress: Progress
-    trainable: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+class Piece(NamedTuple):
+    """What a process holds of a tensor, and where in the whole it begins: an index for each dimension."""
+
+    values: Tensor
+    offsets: tuple[int, ...]
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint that is at `folder` whole, or not at all: also when the machine stops in the middle.
+# What state.json says of each file: {"trainable.safetensors": {"bytes": ..., "sha256": ...}}.
+Files = dict[str, dict[str, Any]]
 
+
+def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number: int = 0, of: int = 1) -> Files:
+    """Write one process's files of the checkpoint that `commit` will make appear at `folder`.
+
+    Args:
+        pieces: under TRAINABLE and OPTIMIZER, by name. Together, those of all processes are whole tensors.
+        number: of this process, among `of` that write.
     Raises:
-        OSError: the disk is full; says how much was needed. Nothing half-written is left.
+        OSError: the disk is full; says how much was needed.
     """
     from safetensors.torch import save_file
 
-    tensors = {TRAINABLE: checkpoint.trainable, OPTIMIZER: checkpoint.optimizer}
-    needed = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
+    needed = of * sum(piece.values.nbytes for group in pieces.values() for piece in group.values())
     require_space(folder.parent, needed, "a checkpoint")
-    partial = folder.with_name(PARTIAL + folder.name)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial = _partial(folder)
+    files: Files = {}
     try:
-        files = {}
-        for name, group in tensors.items():
-            save_file({k: t.detach().cpu().contiguous() for k, t in group.items()}, partial / name)
-            files[name] = {"bytes": (partial / name).stat().st_size, "sha256": file_digest(partial / name)}
-        state = {"format": FORMAT, "files": files, "progress": asdict(checkpoint.progress)}
-        write_json(partial / STATE, {**state, "sha256": _digest(state)})
-        for path in (*partial.iterdir(), partial):
+        partial.mkdir(parents=True, exist_ok=True)
+        for kind, group in pieces.items():
+            path = partial / _file_name(kind, number, of)
+            # Nothing of a tensor with fewer rows than there are processes.
+            held = {name: piece for name, piece in group.items() if piece.values.numel()}
+            offsets = {name: {"saved_offsets": piece.offsets} for name, piece in held.items()}
+            save_file(
+                {name: piece.values.detach().cpu().contiguous() for name, piece in held.items()},
+                path,
+                metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)},
+            )
+            files[path.name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
             _to_disk(path)
-        # One of that name is of an attempt that was thought to have failed before it was written.
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(partial, folder)
-        _to_disk(folder.parent)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise OSError(f"checkpoint not written to {folder} ({needed / 1e9:.2f} GB needed): {error}") from error
+    return files
+
+
+def commit(folder: Path, progress: Progress, files: Files) -> None:
+    """Have the checkpoint appear at `folder`, whole, or not at all: also when the machine stops in the middle.
+
+    Called by one process when all have written their pieces. `files`: of all of them.
+    """
+    partial = _partial(folder)
+    for path in partial.iterdir():
+        if path.name not in files:  # of an attempt that died while writing
+            path.unlink()
+    state = {"format": FORMAT, "files": files, "progress": asdict(progress)}
+    write_json(partial / STATE, {**state, "sha256": _digest(state)})
+    _to_disk(partial / STATE)
+    _to_disk(partial)
+    # One of that name is of an attempt that was thought to have failed before it was written.
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(partial, folder)
+    _to_disk(folder.parent)
+
+
+def discard(folder: Path) -> None:
+    """Remove what was written of a checkpoint that will not appear at `folder`."""
+    shutil.rmtree(_partial(folder), ignore_errors=True)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(PARTIAL + folder.name)
+
+
+def _file_name(kind: str, number: int, of: int) -> str:
+    return f"{kind}.safetensors" if of == 1 else f"{kind}-{number + 1:05d}-of-{of:05d}.safetensors"
 
 
 def load_progress(folder: Path) -> Progress:
@@ -100,15 +144,44 @@ def load_progress(folder: Path) -> Progress:
     return Progress(**_state(folder)["progress"])
 
 
-def load_checkpoint(folder: Path) -> Checkpoint:
-    """Read what `set_aside_damaged` or `latest_checkpoint` found. Raises ValueError naming what cannot be read."""
-    from safetensors.torch import load_file
+def load_checkpoint(
+    folder: Path, trainable: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None = None
+) -> Progress:
+    """Read what `set_aside_damaged` or `latest_checkpoint` found into tensors that are there already, by their names.
+
+    Each process reads what it holds of them, whole tensors or DTensors, whichever processes wrote the checkpoint.
+
+    Args:
+        optimizer: Adam's state; None leaves it unread.
+    Raises:
+        ValueError: something cannot be read, or the names or shapes are not those in the checkpoint.
+    """
+    from safetensors import safe_open
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    from torch.distributed.checkpoint.api import CheckpointException
 
     progress = load_progress(folder)
+    wanted = {TRAINABLE: trainable} if optimizer is None else {TRAINABLE: trainable, OPTIMIZER: optimizer}
     try:
-        return Checkpoint(progress, load_file(folder / TRAINABLE), load_file(folder / OPTIMIZER))
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"checkpoint {folder}: cannot be read: {error}") from error
+        for kind, tensors in wanted.items():
+            saved: set[str] = set()
+            for path in folder.glob(f"{kind}*.safetensors"):
+                with safe_open(path, framework="pt") as file:
+                    saved |= set(file.keys())
+            if saved != tensors.keys():
+                odd = sorted(saved ^ tensors.keys())[:5]
+                raise ValueError(f"it holds another {kind} state than is wanted now, e.g. {odd}")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for: each by itself
+            everything = {name: tensor for tensors in wanted.values() for name, tensor in tensors.items()}
+            load(everything, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except (OSError, SafetensorError, ValueError, CheckpointException) as error:
+        # The latter keeps what went wrong, and a traceback, by rank.
+        reasons = (
+            [reason for reason, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        )
+        raise ValueError(f"checkpoint {folder}: cannot be read: {reasons[0]}") from error
+    return progress
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -240,8 +313,8 @@ def _state(folder: Path) -> dict[str, Any]:
         Progress(**state["progress"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"checkpoint {folder}: {STATE} is missing or damaged ({error})") from error
-    for name in (TRAINABLE, OPTIMIZER):
-        if not (folder / name).is_file() or (folder / name).stat().st_size != state["files"][name]["bytes"]:
+    for name, written in state["files"].items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != written["bytes"]:
             raise ValueError(f"checkpoint {folder}: {name} is missing or truncated")
     return state
 

@@ -14,8 +14,11 @@ import json
 import logging
 import os
 import shutil
+import sys
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,17 +74,47 @@ def start(run: Run) -> DataLimits:
 
 def check_size(run: Run) -> None:
     """Raises ValueError when the cluster has too little for the run, for which Ray would wait without a word."""
+    if told := _too_small(run):
+        raise ValueError(
+            f"{told}; lower --scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add "
+            "nodes first"
+        )
+
+
+def _too_small(run: Run) -> str | None:
+    """What the run lacks to have its fewest workers, in words; None when there is enough."""
     scaling, found = run.config.scaling, ray.cluster_resources()
     workers = scaling.min_workers or scaling.num_workers
     wanted = {"CPU": workers * scaling.cpus_per_worker + scaling.cpus_per_read_task}
     if run.use_gpu:
         wanted["GPU"] = workers
     lacking = [f"{n:g} {kind}s, {found.get(kind, 0):g} found" for kind, n in wanted.items() if found.get(kind, 0) < n]
-    if lacking:
-        raise ValueError(
-            f"the cluster is too small for {workers} workers and one read task: needs {'; '.join(lacking)}; lower "
-            "--scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add nodes first"
-        )
+    return (
+        f"the cluster is too small for {workers} workers and one read task: needs {'; '.join(lacking)}"
+        if lacking
+        else None
+    )
+
+
+def wait_for(trained: Future[Any], run: Run, look_every_s: float = 10.0) -> Any:
+    """Wait until the run has trained, but not for ever for nodes that are gone and do not come back.
+
+    Ray Train 2.60 waits without a word for as long as it takes.
+
+    Returns what was trained, or raises what went wrong.
+    Raises ValueError: the cluster was too small for --scaling.nodes_timeout_s.
+    """
+    limit_s, too_small_since = run.config.scaling.nodes_timeout_s, None
+    while not wait([trained], look_every_s).done:
+        told = _too_small(run)
+        if told is None:
+            too_small_since = None
+        elif too_small_since is None:
+            too_small_since = time.monotonic()
+            print(f"waiting      for nodes, at most {limit_s:g} s: {told}", file=sys.stderr, flush=True)
+        elif time.monotonic() - too_small_since > limit_s:
+            raise ValueError(f"{told}; no node came for {limit_s:g} s (--scaling.nodes_timeout_s), --resume goes on")
+    return trained.result()
 
 
 def connect() -> list[Node]:

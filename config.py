@@ -23,6 +23,7 @@ TrainMode = Literal["heads", "expert", "full"]
 MissingCameras = Literal["error", "mask"]
 OnError = Literal["stop", "skip"]
 Attention = Literal["eager", "sdpa"]
+Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 PRECISIONS = ("auto", "fp32", "bf16")
 # What NumPy's seeds are bounded by; those of torch and Python take more.
@@ -71,6 +72,10 @@ class DatasetOptions:
     read_timeout_s: float = READ_TIMEOUT_S
     cache_dir: str | None = None
     cache_size_gb: float = CACHE_SIZE_GB
+    # A training process that has waited so long for its next batch ends the attempt with an error that names its rows:
+    # a read that hangs is noticed by nobody else. Longer than several requests that each take all of read_timeout_s,
+    # shorter than collective_timeout_s, after which the other ranks could only say that this one is missing.
+    batch_timeout_s: float = 600.0
 
 
 @dataclass
@@ -115,7 +120,9 @@ class ScalingOptions:
     use_gpu: bool | None = None
     # Ray's name of a GPU type that workers need, e.g. "L4".
     accelerator_type: str | None = None
-    # How parameters are spread over workers. ddp: a copy on each.
+    # How what trains is spread over workers. ddp: a copy on each, the fastest where it fits. fsdp2: a part of
+    # parameters, gradients and Adam's moments on each; parameters are whole during a step (as ZeRO-2). fsdp2_reshard:
+    # they are whole only where they are computed with (as ZeRO-3). --resume may change it.
     strategy: str = "ddp"
     # For policies of which a batch may leave something that trains without a gradient: DDP then searches, every step.
     # `python -m diagnostics.find_unused_params` tells whether there is any; PI0.5 has none.
@@ -128,6 +135,9 @@ class ScalingOptions:
     free_disk_gb: float = 5.0
     # Worker groups started anew after failures before the run gives up. Preempted nodes do not count.
     max_failures: int = 3
+    # How long to wait for nodes when too few are left for the run. Longer than a spot instance or a machine that
+    # restarts usually stays away; what still runs is paid for meanwhile.
+    nodes_timeout_s: float = 3600.0
     # A training process that has not answered for so long is taken for dead. Longer than any pause that is not a
     # fault: compiling kernels and loading weights keep it from answering for tens of seconds.
     worker_timeout_s: float = 300.0
@@ -327,6 +337,7 @@ def validate(config: Config) -> None:
         "tolerance_s": config.tolerance_s,
         "dataset.shuffle_window": d.shuffle_window,
         "dataset.read_timeout_s": d.read_timeout_s,
+        "dataset.batch_timeout_s": d.batch_timeout_s,
         "dataset.cache_size_gb": d.cache_size_gb,
         "train.clip_norm": t.clip_norm,
         "train.noise_draws": t.noise_draws,
@@ -334,6 +345,7 @@ def validate(config: Config) -> None:
         "scaling.cpus_per_worker": s.cpus_per_worker,
         "scaling.cpus_per_read_task": s.cpus_per_read_task,
         "scaling.resize_interval_s": s.resize_interval_s,
+        "scaling.nodes_timeout_s": s.nodes_timeout_s,
         "scaling.worker_timeout_s": s.worker_timeout_s,
         "scaling.collective_timeout_s": s.collective_timeout_s,
         "scaling.free_disk_gb": s.free_disk_gb,
@@ -345,7 +357,7 @@ def validate(config: Config) -> None:
         "train.mode": (t.mode, get_args(TrainMode)),
         "train.precision": (t.precision, PRECISIONS),
         "train.attention": (t.attention, get_args(Attention)),
-        "scaling.strategy": (s.strategy, ("ddp",)),
+        "scaling.strategy": (s.strategy, get_args(Strategy)),
         "dataset.missing_cameras": (d.missing_cameras, get_args(MissingCameras)),
         "dataset.on_error": (d.on_error, get_args(OnError)),
     }
@@ -400,6 +412,17 @@ def validate(config: Config) -> None:
                 f"--scaling.num_workers {s.min_workers},{s.num_workers}: too many different numbers of workers to "
                 "share data evenly among any of them; choose a narrower range"
             )
+    if s.strategy != "ddp" and t.compile:
+        raise ValueError(
+            f"--scaling.strategy={s.strategy} gathers parameters in the middle of layers, so that these cannot be "
+            "compiled: leave --train.compile out, or use --scaling.strategy=ddp"
+        )
+    if s.strategy == "fsdp2_reshard" and s.min_workers is not None:
+        raise ValueError(
+            f"--scaling.strategy=fsdp2_reshard --scaling.num_workers {s.min_workers},{s.num_workers}: workers gather "
+            "parameters together in every micro-batch, so none may have more of those than another; use a fixed number "
+            "of workers, or --scaling.strategy=fsdp2"
+        )
     if s.use_gpu is False and s.accelerator_type is not None:
         raise ValueError("--scaling.accelerator_type needs GPUs, but --scaling.use_gpu=false")
 

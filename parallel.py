@@ -5,18 +5,19 @@ Runs in every training process, all of which call it alike.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from typing import Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-# fsdp2: parameters, gradients and optimizer state in parts; parameters are whole from a step's forward to the end of
-# its backward, as in ZeRO-2. fsdp2_reshard: a unit's are whole only while it computes, as in ZeRO-3.
-Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard"]
+from config import Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # PI0.5's two language models are computed without calling their layers, so a layer's hooks would never fire (LeRobot's
 # own forward has that too: 0.6.1, #3767). What is called: the MLPs, most of a layer, and the vision tower's layers.
@@ -24,15 +25,25 @@ UNIT = re.compile(r".*\.(language_model|gemma_expert\.model)\.layers\.\d+\.mlp|.
 
 
 def spread(
-    loss: nn.Module, strategy: Strategy, device: torch.device, world: int, find_unused_parameters: bool = False
+    loss: nn.Module,
+    strategy: Strategy,
+    device: torch.device,
+    world: int,
+    *,
+    autocast: torch.dtype | None = None,
+    find_unused_parameters: bool = False,
 ) -> nn.Module:
     """The module to train, before its optimizer is made: parameters that FSDP2 shards are replaced in place.
 
-    What does not train stays whole on every process, in its own precision.
+    ddp: a copy on every process. fsdp2: parameters, gradients and optimizer state in parts; parameters are whole from a
+    step's first forward to the end of its last backward, as in ZeRO-2. fsdp2_reshard: a unit's are whole only while it
+    computes, as in ZeRO-3. What does not train stays whole on every process, in its own precision.
 
     Args:
         loss: on `device`, with what trains chosen. Its `forward` must be called as the module.
         world: training processes; 1 leaves the module alone.
+        autocast: what the forward runs under. FSDP2 then gathers units of nothing but linear layers in that precision,
+            to which autocast would cast their weights anyway. Gradients travel in float32.
         find_unused_parameters: DDP's search, in every step, for what trains and got no gradient. FSDP2 needs none.
     """
     if world == 1:
@@ -45,13 +56,21 @@ def spread(
             broadcast_buffers=False,  # constants
             find_unused_parameters=find_unused_parameters,
         )
+    # Here: importing it takes half a second, and most runs need none of it.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     mesh = init_device_mesh(device.type, (world,))
     frozen = {parameter for parameter in loss.parameters() if not parameter.requires_grad}
     for unit in units(loss):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=strategy == "fsdp2_reshard", ignored_params=frozen)
+        policy = MixedPrecisionPolicy(autocast if _only_products(unit) else None, reduce_dtype=torch.float32)
+        fully_shard(
+            unit, mesh=mesh, reshard_after_forward=strategy == "fsdp2_reshard", mp_policy=policy, ignored_params=frozen
+        )
     # The rest: its backward comes last, so there is nothing to be gained by giving it up in between.
-    fully_shard(loss, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
-    return loss
+    sharded: Any = fully_shard(loss, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
+    sharded.whole_between_micro_batches = strategy == "fsdp2"
+    return sharded
 
 
 def units(loss: nn.Module) -> list[nn.Module]:
@@ -61,3 +80,57 @@ def units(loss: nn.Module) -> list[nn.Module]:
         for name, module in loss.named_modules()
         if UNIT.fullmatch(name) and any(parameter.requires_grad for parameter in module.parameters())
     ]
+
+
+def _only_products(unit: nn.Module) -> bool:
+    """Whether all parameters are of `nn.Linear`."""
+    return all(isinstance(m, nn.Linear) for m in unit.modules() if next(m.parameters(recurse=False), None) is not None)
+
+
+@contextlib.contextmanager
+def accumulating(model: nn.Module) -> Iterator[None]:
+    """While the block runs, backward adds to this process's gradients; the first one after it exchanges them.
+
+    With ddp and fsdp2 nothing at all travels between those; fsdp2_reshard goes on gathering units to compute with.
+    """
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    elif is_sharded(model):
+        sharded: Any = model
+        sharded.set_requires_gradient_sync(False)
+        sharded.set_reshard_after_backward(not sharded.whole_between_micro_batches)
+        try:
+            yield
+        finally:
+            sharded.set_requires_gradient_sync(True)
+            sharded.set_reshard_after_backward(True)
+    else:
+        yield
+
+
+# By their methods, because importing the classes takes half a second.
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 keeps the parameters in parts."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor as the plain tensor that all processes have; all must ask. Others as they are. No host read."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Whether this process holds a part of the tensor, and others hold others."""
+    return hasattr(tensor, "to_local")
+
+
+def part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this process holds of a tensor, and where in the whole it begins: all of it, unless it is a DTensor."""
+    if not hasattr(tensor, "to_local"):
+        return tensor, (0,) * tensor.ndim
+    # What torch.distributed.checkpoint asks a DTensor (torch 2.11).
+    (chunk,) = cast("DTensor", tensor).__create_chunk_list__()
+    return tensor.to_local(), tuple(chunk.offsets)

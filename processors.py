@@ -153,7 +153,8 @@ def make_processors(
             }
             after["absolute_actions_processor"] = {"enabled": True}
         if "tokenizer_processor" in steps and (folder / TOKENIZER_FOLDER).is_dir():
-            local_tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER)
+            # Left out, transformers would ask at the terminal whether code beside the tokenizer may run.
+            local_tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER, trust_remote_code=False)
             before["tokenizer_processor"] = {"tokenizer": local_tokenizer}
         options |= {
             "pretrained_path": str(folder),

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,7 +135,8 @@ def stopping_on_signals(output_dir: Path) -> Iterator[None]:
             raise SystemExit(128 + number)
         asked = True
         (output_dir / STOP_NAME).touch()
-        print("stopping: a checkpoint is taken at the next log step; once more to end now", file=sys.stderr, flush=True)
+        # Not by print: what is interrupted may be in the middle of one, and Python's streams do not stand that.
+        os.write(2, b"stopping: a checkpoint is taken at the next log step; once more to end now\n")
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

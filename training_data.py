@@ -7,8 +7,11 @@ costs each process ten seconds: what needs LeRobot is unpickled in the read task
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import pickle
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,3 +171,45 @@ def stream_batches(
             raise RuntimeError(
                 f"rank {dealt.rank}: the data ended after {micro} of {count} micro-batches; this is a fault in the plan"
             )
+
+
+def or_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[int], str]) -> Iterator[Batch]:
+    """Passes batches on, unless the next one does not come.
+
+    A thread of its own waits for them, because one that waits inside Ray cannot be told to stop. Ray Data's own guard
+    (`execution_no_progress_timeout_s`, 30 minutes in 2.60) also counts the time in which training takes no batch.
+
+    Args:
+        limit_s: for one batch, in seconds.
+        waited_for: says in words what the n-th batch (from 0) is.
+    Raises:
+        TimeoutError: the next batch did not come in time; says which.
+    """
+    asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    given: queue.SimpleQueue[tuple[Batch | None, BaseException | None]] = queue.SimpleQueue()
+
+    def fetch() -> None:
+        while asked.get():
+            try:
+                given.put((next(batches, None), None))
+            except BaseException as error:
+                given.put((None, error))
+
+    threading.Thread(target=fetch, name="batches", daemon=True).start()
+    try:
+        for number in itertools.count():
+            asked.put(True)
+            try:
+                batch, error = given.get(timeout=limit_s)
+            except queue.Empty:
+                raise TimeoutError(
+                    f"no data for {limit_s:g} s (--dataset.batch_timeout_s): a read task hangs, or the cluster has no "
+                    f"CPU left for it (`ray list tasks` and `ray status` tell). Waited for {waited_for(number)}"
+                ) from None
+            if error is not None:
+                raise error
+            if batch is None:
+                return
+            yield batch
+    finally:
+        asked.put(False)

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+
+from parallel import accumulating, whole
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +217,9 @@ class TrainableOptimizer:
             Gradient norm before clipping, and 1.0 if the step was skipped; both 0-d float32 on the device.
         """
         clock.mark("clip")
-        norm = torch.nn.utils.clip_grad_norm_(self.params, self.clip_norm, foreach=True)
+        gradients = [param.grad for param in self.params if param.grad is not None]
+        norm = whole(torch.nn.utils.get_total_norm(gradients, foreach=True))
+        torch.nn.utils.clip_grads_with_norm_(self.params, self.clip_norm, norm, foreach=True)
         skipped = (~torch.isfinite(norm)).to(torch.float32)
         # The protocol that torch.amp.GradScaler uses with fused optimizers.
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
@@ -231,27 +234,19 @@ class TrainableOptimizer:
         return norm.detach(), skipped
 
     def state(self) -> dict[str, Tensor]:
-        """Adam's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`."""
-        flat = {}
-        for name, param in zip(self.names, self.params, strict=True):
-            for key, value in self.optimizer.state.get(param, {}).items():
-                flat[f"{key}.{name}"] = value
-        return flat
+        """Adam's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`.
 
-    def load_state(self, flat: Mapping[str, Tensor]) -> None:
-        """Inverse of `state`. Raises ValueError when the parameters are not those that were saved."""
-        expected = {f"{key}.{name}" for name in self.names for key in ("step", "exp_avg", "exp_avg_sq")}
-        if flat and set(flat) != expected:
-            odd = sorted(set(flat) ^ expected)[:5]
-            raise ValueError(f"optimizer state does not fit what trains now, e.g. {odd}: was --train.mode changed?")
+        Zeros, as AdamW would make them, before the first step; what is written into them then counts.
+        """
+        flat: dict[str, Tensor] = {}
         for name, param in zip(self.names, self.params, strict=True):
-            if not flat:
-                continue
-            self.optimizer.state[param] = {
-                "step": flat[f"step.{name}"].to(param.device, torch.float32),
-                "exp_avg": flat[f"exp_avg.{name}"].to(param.device, param.dtype),
-                "exp_avg_sq": flat[f"exp_avg_sq.{name}"].to(param.device, param.dtype),
-            }
+            state = self.optimizer.state[param]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            flat |= {f"{key}.{name}": value for key, value in state.items()}
+        return flat
 
 
 def make_trainable_optimizer(
@@ -323,12 +318,12 @@ def train_step(
     """One optimizer step: `grad_accum` forwards and backwards, clip, update. Nothing is read from the device.
 
     Args:
-        model: `forward(batch, noise, time)` gives a 0-d loss, the mean over the micro-batch; maybe wrapped in DDP.
+        model: `forward(batch, noise, time)` gives a 0-d loss, the mean over the micro-batch; maybe `parallel.spread`.
         batches: yields this rank's micro-batches, on `device`.
         step: optimizer steps done before.
         grad_accum: micro-batches of this rank in this step.
         mean_over: micro-batches of the step over all ranks, by the number of ranks: what gradients are divided by,
-            before DDP takes their mean over the ranks. Differs from `grad_accum` where ranks have unequally many.
+            before their mean over the ranks is taken. Differs from `grad_accum` where ranks have unequally many.
         draws: micro-step -> (noise, time) for its rows.
         autocast: bf16, or None for fp32.
         clock: is told what happens when.
@@ -340,8 +335,7 @@ def train_step(
         clock.mark("forward")
         noise, flow_time = draws(micro)
         # Gradients travel between workers once per step, with the last micro-batch.
-        wait = isinstance(model, DistributedDataParallel) and micro + 1 < grad_accum
-        with model.no_sync() if wait else contextlib.nullcontext():  # type: ignore[union-attr,operator]
+        with accumulating(model) if micro + 1 < grad_accum else contextlib.nullcontext():
             with torch.autocast(device.type, autocast, enabled=autocast is not None):
                 loss = model(batch, noise, flow_time)
             clock.mark("backward")

@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import draccus
 import ray
@@ -32,18 +32,18 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
 import cluster
 from checkpoint import latest_checkpoint, load_progress
-from config import Config, parse_args
+from config import Config, Strategy, parse_args
 from evaluate import error_table, evaluate_run
+from failures import StopRetrying, root_cause
 from hub import check_push, push_policy
 from parallel import spread
 from pi05_loss import PolicyLoss
 from processors import Prepare, make_processors
 from progress import MetricsLog, RowsLog, follow_progress, log_to
-from report import keep_report, record_run
 from run_folder import claim_folder, prepare_folder, start_attempt, stop_requested, stopping_on_signals
 from run_plan import Run, describe, resolve, with_stats
 from tracking import require_tracker, track
-from training_data import Dealt, Deferred, TrainingData, stream_batches
+from training_data import Dealt, Deferred, TrainingData, or_timeout, stream_batches
 from util import (
     UNWATCHED,
     Clock,
@@ -65,6 +65,7 @@ from worker import (
     noise_for,
     policy_batches,
     restore,
+    what_batch,
 )
 
 logger = logging.getLogger(__name__)
@@ -120,8 +121,15 @@ def train(
     enable_gpu_perf_flags(config.train.deterministic)
 
     policy_loss, autocast = build_model(run, device)
-    # Of PI0.5, nothing that trains is ever without a gradient (pi05_loss.choose_trainable).
-    model = spread(policy_loss, "ddp", device, world, config.scaling.find_unused_parameters)
+    model = spread(
+        policy_loss,
+        cast(Strategy, config.scaling.strategy),
+        device,
+        world,
+        autocast=autocast,
+        # Of PI0.5, nothing that trains is ever without a gradient (pi05_loss.choose_trainable).
+        find_unused_parameters=config.scaling.find_unused_parameters,
+    )
     optimizer = make_optimizer(run, policy_loss)
     progress = restore(run, optimizer)
     # Rank 0 counts for all: the others need not see its files.
@@ -197,7 +205,8 @@ def feed(
 ) -> TimedIterator:
     """This rank's micro-batches on its device, from a position of the stream to the run's end."""
     host_batches = stream_batches(ray.train.get_dataset_shard("train"), dealt, first_row, run.steps, collate)
-    return TimedIterator(policy_batches(run, cuda_prefetcher(host_batches, device, clock), dealt, rows_log))
+    in_time = or_timeout(host_batches, run.config.dataset.batch_timeout_s, partial(what_batch, run, dealt))
+    return TimedIterator(policy_batches(run, cuda_prefetcher(in_time, device, clock), dealt, rows_log))
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------
@@ -233,6 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 held.callback(ray.shutdown)
             limits = cluster.start(run)
             run = with_stats(run)
+            from report import keep_report, record_run  # not above: training processes need no matplotlib
+
             record_run(run, describe(run), ray.cluster_resources())
             held.enter_context(keep_report(run.output_dir))
             steps_done = fit(run, limits.execution_options())
@@ -275,7 +286,7 @@ def fit(run: Run, data_options: ray.data.ExecutionOptions) -> int:
         # Not in the main thread, where Ray Train takes Ctrl-C for itself and loses what is done; and in a thread that a
         # second signal need not wait for.
         threading.Thread(target=work, daemon=True).start()
-        trained.result()
+        cluster.wait_for(trained, run)
     newest = latest_checkpoint(run.checkpoints_dir)
     return load_progress(newest).step if newest is not None else 0
 
@@ -310,25 +321,9 @@ def make_trainer(
             name=run.checkpoints_dir.name,
             storage_path=str(run.output_dir),
             failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
+            callbacks=[StopRetrying(run.output_dir)],  # type: ignore[list-item]  # mypy sees the RunConfig of Ray 1
         ),
     )
-
-
-def root_cause(error: BaseException) -> str:
-    """The message of what went wrong first, without Ray's layers around it."""
-    failures = getattr(error, "worker_failures", None)
-    if failures:
-        # A rank that fails leaves the others in a collective; what they then say is not the cause.
-        error = min(failures.values(), key=lambda e: "collective" in str(e).lower() or "gloo" in str(e).lower())
-    while isinstance(error, RayError | TrainingFailedError):
-        inner = getattr(error, "cause", None) or getattr(error, "controller_failure", None) or error.__cause__
-        if not isinstance(inner, BaseException) or inner is error:
-            break
-        error = inner
-    # Ray Data 2.60 writes how often it tried, and how to change that, into the message.
-    message = re.split(r"\nFailed to .+ after \d+/\d+ attempts", str(error))[0]
-    # Ours are sentences for the user; of the others the type may be all there is.
-    return message if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {message}"
 
 
 def print_help() -> None:

@@ -4,29 +4,41 @@ what it leaves behind. `vla.train_loop_per_worker` is the loop that calls these.
 
 from __future__ import annotations
 
+import datetime
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import ray.train
+import ray.train.collective
 import torch
+import torch.distributed as dist
 from lerobot.policies.pretrained import PreTrainedPolicy
 from ray.train import CheckpointUploadMode
+from torch import Tensor
 
 from checkpoint import (
-    Checkpoint,
+    OPTIMIZER,
+    TRAINABLE,
+    Files,
+    Piece,
     Progress,
+    commit,
+    discard,
     latest_checkpoint,
     load_checkpoint,
+    load_progress,
     prune,
-    save_checkpoint,
+    write_pieces,
 )
 from compiling import Compiler, why_not
 from config import Attention, TrainMode
+from parallel import is_part, part
 from pi05_loss import PolicyLoss, cast_frozen, check_batch, choose_trainable, sample_noise_and_time
 from policy import load_policy, new_policy, save_pretrained
 from processors import DeviceHalf, make_processors
@@ -102,21 +114,16 @@ def build_optimizer(run: Run, loss: PolicyLoss) -> TrainableOptimizer:
 
 
 def restore(run: Run, optimizer: TrainableOptimizer) -> Progress:
-    """Load the newest sound checkpoint into the model and optimizer; a fresh start when there is none."""
-    newest = latest_checkpoint(run.checkpoints_dir)
+    """Load the newest sound checkpoint into the model and optimizer; a fresh start when there is none.
+
+    Rank 0 looks which one that is: where the folder is on a network, the others may see it late.
+    """
+    is_first = ray.train.get_context().get_world_rank() == 0
+    newest = ray.train.collective.broadcast_from_rank_zero(latest_checkpoint(run.checkpoints_dir) if is_first else None)
     if newest is None:
         return Progress(0, 0, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
-    saved = load_checkpoint(newest)
-    check_same_run(run, saved.progress)
-    params = optimizer.named()
-    if params.keys() != saved.trainable.keys():
-        odd = sorted(params.keys() ^ saved.trainable.keys())[:5]
-        raise ValueError(f"checkpoint {newest} holds other parameters than what trains now, e.g. {odd}")
-    with torch.no_grad():
-        for name, value in saved.trainable.items():
-            params[name].copy_(value)
-    optimizer.load_state(saved.optimizer)
-    return saved.progress
+    check_same_run(run, load_progress(newest))
+    return load_checkpoint(newest, optimizer.named(), optimizer.state())
 
 
 # ---- what a step needs ---------------------------------------------------------------------------------------------
@@ -179,14 +186,24 @@ def check_finite(run: Run, metrics: dict, done: int) -> None:
     if metrics["nonfinite_steps"] <= run.config.train.max_nonfinite:
         return
     steps = metrics["samples"] // run.config.global_batch_size
-    rows = "; ".join(
-        f"{root}: " + ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
-        for root, runs in rows_of_steps(run, done - steps, done).items()
-    )
-    raise RuntimeError(
+    raise FloatingPointError(
         f"{metrics['nonfinite_steps']} of the last {steps} steps had a loss or gradient that is not finite (more than "
         f"--train.max_nonfinite={run.config.train.max_nonfinite}; they were skipped): lower --lr, or look for bad "
-        f"values in the state and action columns of what these steps were trained on, by `index`: {rows}"
+        f"values in the state and action columns of what these steps were trained on, by `index`: "
+        f"{_rows_in_words(run, done - steps, done)}"
+    )
+
+
+def what_batch(run: Run, dealt: Dealt, number: int) -> str:
+    """A rank's `number`-th micro-batch since its start, in words: its step, and the rows of all ranks in that step."""
+    step = dealt.step_of(number)
+    return f"a batch of step {step + 1} on rank {dealt.rank}; rows by `index`: {_rows_in_words(run, step, step + 1)}"
+
+
+def _rows_in_words(run: Run, first: int, last: int) -> str:
+    return "; ".join(
+        f"{root}: " + ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+        for root, runs in rows_of_steps(run, first, last).items()
     )
 
 
@@ -217,9 +234,10 @@ def rows_of_steps(run: Run, first: int, last: int) -> dict[str, list[tuple[int, 
 class CheckpointWriter:
     """Takes checkpoints while training goes on: the step waits for a copy in host memory, not for the disk.
 
-    Rank 0 copies what a checkpoint holds; a thread of Ray Train's writes it into the run's folder and then reports it.
-    One is in flight at a time: the next one waits for it, so host memory holds one copy (12 bytes for each parameter
-    that trains).
+    Rank 0, or where parameters are in parts every rank, copies what it holds; a thread of Ray Train's then writes that
+    into the run's folder. When all have, rank 0 has the checkpoint appear there, and it is reported. One is in flight
+    at a time: the next one waits for it, so host memory holds one copy (12 bytes for each parameter that trains). All
+    ranks make their writers together.
 
     Args:
         attempt: number of this start of the worker group. A writer whose attempt is over refuses to write.
@@ -227,6 +245,11 @@ class CheckpointWriter:
 
     def __init__(self, run: Run, optimizer: TrainableOptimizer, rank: int, attempt: int):
         self._run, self._optimizer, self._rank, self._attempt = run, optimizer, rank, attempt
+        self._group = None
+        if any(is_part(param) for param in optimizer.params):
+            # Of its own: threads must not disturb each other's collectives. On the host, as the files are.
+            timeout = datetime.timedelta(seconds=run.config.scaling.collective_timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._idle = threading.Event()
         self._idle.set()
         self._last = time.monotonic()
@@ -246,19 +269,21 @@ class CheckpointWriter:
         """Take a checkpoint of this moment. Every rank must call it."""
         started = time.monotonic()
         name = f"step_{progress.step:08d}"
-        if self._rank != 0:
+        if self._rank != 0 and self._group is None:
             ray.train.report({"step": progress.step}, checkpoint_dir_name=name)
         else:
             self.wait()
             self._idle.clear()
-            taken = Checkpoint(progress, _copied(self._optimizer.named()), _copied(self._optimizer.state()))
+            taken = {TRAINABLE: self._copied(self._optimizer.named()), OPTIMIZER: self._copied(self._optimizer.state())}
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             ray.train.report(
                 {"step": progress.step},
                 # Not what is uploaded: `_write` makes that from memory, straight in its place.
                 checkpoint=ray.train.Checkpoint.from_directory(self._run.checkpoints_dir),
                 checkpoint_dir_name=name,
                 checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-                checkpoint_upload_fn=partial(self._write, taken),
+                checkpoint_upload_fn=partial(self._write, taken, progress),
                 delete_local_checkpoint_after_upload=False,
             )
         self._last = time.monotonic()
@@ -268,37 +293,69 @@ class CheckpointWriter:
         """Until nothing is being written. An error while writing ends the attempt by way of Ray Train."""
         self._idle.wait()
 
-    def _write(self, taken: Checkpoint, _: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
-        run = self._run
+    def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+        """Copies in host memory, where further steps do not change them: of parts this rank's, of the rest rank 0's."""
+        pieces = {}
+        for name, tensor in tensors.items():
+            if self._rank == 0 or is_part(tensor):
+                held, offsets = part(tensor)
+                copy = torch.empty_like(held, device="cpu", pin_memory=held.is_cuda)
+                pieces[name] = Piece(copy.copy_(held, non_blocking=True), offsets)
+        return pieces
+
+    def _write(
+        self, taken: dict[str, dict[str, Piece]], progress: Progress, _: ray.train.Checkpoint, name: str
+    ) -> ray.train.Checkpoint:
+        run, folder = self._run, self._run.checkpoints_dir / name
         try:
-            if len(attempts(run.output_dir)) != self._attempt + 1:
-                raise RuntimeError(f"{run.output_dir}: another process goes on with this run; {name} is not written")
-            save_checkpoint(run.checkpoints_dir / name, taken)
-            prune(run.checkpoints_dir, run.config.keep_checkpoints, run.config.keep_best)
+            files = self._write_pieces(folder, taken)
+            if self._rank == 0:
+                commit(folder, progress, files)
+                prune(run.checkpoints_dir, run.config.keep_checkpoints, run.config.keep_best)
+        except OSError:
+            if self._rank == 0:
+                discard(folder)
+            raise
         finally:
             self._idle.set()
-        return ray.train.Checkpoint.from_directory(run.checkpoints_dir / name)
+        return ray.train.Checkpoint.from_directory(folder)
+
+    def _write_pieces(self, folder: Path, taken: dict[str, dict[str, Piece]]) -> Files:
+        """Write this rank's pieces. Returns this rank's files; on rank 0 all ranks', when all have written theirs."""
+        written: Files | Exception
+        try:
+            if len(attempts(self._run.output_dir)) != self._attempt + 1:
+                raise RuntimeError(
+                    f"{self._run.output_dir}: another process goes on with this run; {folder.name} is not written"
+                )
+            of = dist.get_world_size() if self._group is not None else 1
+            written = write_pieces(folder, taken, self._rank, of)
+        except Exception as error:
+            written = error
+        everyones: list[Any] = [written]
+        if self._group is not None:
+            everyones = [None] * dist.get_world_size() if self._rank == 0 else []
+            dist.gather_object(written, everyones or None, group=self._group)
+        for of_rank in [written, *everyones]:
+            if isinstance(of_rank, Exception):
+                raise of_rank
+        return {name: file for files in everyones for name, file in files.items()}
 
 
-def _copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same in host memory, where further steps do not change them."""
-    copies = {name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for name, t in tensors.items()}
-    for name, tensor in tensors.items():
-        copies[name].copy_(tensor, non_blocking=True)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return copies
-
-
-def export(run: Run, optimizer: TrainableOptimizer) -> None:
+def export(run: Run, trained: TrainableOptimizer) -> None:
     """`OUTPUT_DIR/pretrained_model`, as LeRobot loads it: the base with what trained put in, processors included.
 
-    The base is read anew, because what is frozen may have been rounded to bf16 for training.
+    What trained is read from the run's last checkpoint, where all of it is, however it was spread. The base is read
+    anew, because what is frozen may have been rounded to bf16 for training.
+
+    Raises:
+        RuntimeError: the run's last checkpoint was not written.
     """
+    newest = latest_checkpoint(run.checkpoints_dir)
+    if newest is None or load_progress(newest).step != run.steps:
+        raise RuntimeError(f"{run.checkpoints_dir}: no checkpoint of the last step, {run.steps}: nothing to export")
     policy = start_policy(run)
     params = dict(policy.named_parameters())
-    with torch.no_grad():
-        for name, value in optimizer.named().items():
-            params[name].copy_(value)
+    load_checkpoint(newest, {name: params[name].detach() for name in trained.names})
     pre, post = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
     save_pretrained(policy, pre, post, run.output_dir / "pretrained_model")

@@ -3,10 +3,10 @@
     python -m benchmarks.soak --minutes 10
 
 The real program trains a tiny PI0.5 on a small dataset. Meanwhile one of its processes after another dies without
-warning: a training worker, a read task, the driver itself and with it everything (it is then started again with
---resume), or the driver is asked to end (SIGTERM). Afterwards `diagnostics.check_rows` compares what was trained with
-what there is. The result goes to benchmarks/results/soak-<hardware>-<date>.json. Exit status 1 when a row is missing or
-doubled.
+warning: a training worker, a read task, the process that deals the rows out, the driver itself and with it everything
+(it is then started again with --resume), or the driver is asked to end (SIGTERM). Afterwards `diagnostics.check_rows`
+compares what was trained with what there is. The result goes to benchmarks/results/soak-<hardware>-<date>.json. Exit
+status 1 when a row is missing or doubled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ from run_folder import METRICS_NAME, attempts, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 # What Ray calls the processes.
-TITLES = {"training worker": "ray::RayTrainWorker", "read task": "ray::ReadLeRobot"}
+TITLES = {
+    "training worker": "ray::RayTrainWorker",
+    "read task": "ray::ReadLeRobot",
+    "data coordinator": "ray::SplitCoordinator",
+}
 VICTIMS = (*TITLES, "driver", "SIGTERM")
 
 

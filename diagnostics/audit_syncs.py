@@ -306,6 +306,7 @@ def _run_loop(
         (vla.ray.train, "get_context", lambda: context),
         (vla.ray.train, "get_dataset_shard", lambda name: shard),
         (vla, "get_device", lambda: device),
+        (vla, "or_timeout", lambda batches, *_: batches),  # what is watched must happen in this thread
         (vla, "log_to", lambda folder: None),
         (vla, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
         (vla.ray.train, "get_preemption_info", lambda: None),

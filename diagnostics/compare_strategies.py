@@ -31,14 +31,14 @@ import torch
 import torch.distributed as dist
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 import cluster
 import vla
-from config import parse_args
+from config import Strategy, parse_args
 from diagnostics.report import Environment, Options, Record, Report, count, host_batches, scratch_run
-from parallel import Strategy, spread
+from failures import root_cause
+from parallel import part, spread
 from run_plan import Run, resolve, with_stats
 from training_data import Dealt
 from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
@@ -172,7 +172,8 @@ def _measure(
     run: Run, strategy: Strategy, steps: int, batches: Sequence[Batch], dealt: Dealt, device: torch.device
 ) -> Spreading:
     loss, autocast = build_model(run, device)
-    model = spread(loss, strategy, device, dealt.world, run.config.scaling.find_unused_parameters)
+    search = run.config.scaling.find_unused_parameters
+    model = spread(loss, strategy, device, dealt.world, autocast=autocast, find_unused_parameters=search)
     optimizer = build_optimizer(run, loss)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -201,14 +202,10 @@ def _measure(
     )
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def state_bytes(model: nn.Module, optimizer: TrainableOptimizer) -> int:
     """Bytes of parameters and optimizer state that this rank holds between steps."""
     held = [*model.parameters(), *optimizer.state().values()]
-    return sum(_local(tensor).nbytes for tensor in held)
+    return sum(part(tensor)[0].nbytes for tensor in held)
 
 
 def _forget(device: torch.device) -> None:
@@ -270,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = profile(run, options)
     except (TrainingFailedError, RayError, ValueError, OSError) as error:
-        print(f"error: {vla.root_cause(error)}", file=sys.stderr)
+        print(f"error: {root_cause(error)}", file=sys.stderr)
         return 1
     print(table(report))
     if options.compare_strategies_json:

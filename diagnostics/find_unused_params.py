@@ -34,6 +34,7 @@ import cluster
 import vla
 from config import parse_args
 from diagnostics.report import Environment, Options, Record, Report, count, host_batches, scratch_run, truth
+from failures import root_cause
 from run_plan import Run, resolve, with_stats
 from training_data import Dealt
 from util import UNWATCHED, Clock, TrainableOptimizer, cuda_prefetcher, train_step
@@ -240,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cluster.start(scratch)
                 run = with_stats(scratch)
     except (ValueError, OSError, RayError) as error:
-        print(f"error: {vla.root_cause(error)}", file=sys.stderr)
+        print(f"error: {root_cause(error)}", file=sys.stderr)
         return 2
     finally:
         if started_ray:
@@ -248,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = find_unused(run, options.unused_batches)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {vla.root_cause(error)}", file=sys.stderr)
+        print(f"error: {root_cause(error)}", file=sys.stderr)
         return 1
     print(table(report, run, options.include_zero_grad))
     if options.unused_json:

@@ -42,6 +42,7 @@ import vla
 from config import parse_args
 from diagnostics.profile_step import StepReport
 from diagnostics.report import Environment, Options, Record, Report, Spread, count, scratch_run
+from failures import root_cause
 from lerobot_decode import VideoReader
 from processors import Prepare
 from progress import object_store
@@ -488,7 +489,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = profile(run, options)
     except (TrainingFailedError, RayError, ValueError, OSError) as error:
-        print(f"error: {vla.root_cause(error)}", file=sys.stderr)
+        print(f"error: {root_cause(error)}", file=sys.stderr)
         return 1
     print(table(report))
     if step is not None:

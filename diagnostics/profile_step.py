@@ -54,6 +54,7 @@ import vla
 from config import parse_args
 from diagnostics.report import Environment, Options, Record, Report, Spread, count, scratch_run, truth
 from diagnostics.step_page import page
+from failures import root_cause
 from pi05_loss import PolicyLoss
 from run_folder import LOG_NAME, prepare_folder
 from run_plan import Run, resolve, with_stats
@@ -708,7 +709,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = profile(run, settings, options.profile_trace)
     except (TrainingFailedError, RayError, ValueError, OSError) as error:
-        print(f"error: {vla.root_cause(error)}", file=sys.stderr)
+        print(f"error: {root_cause(error)}", file=sys.stderr)
         return 1
     print(table(report))
     if options.profile_step_json:

@@ -2,13 +2,11 @@
 
 import os
 import shutil
+import sys
 import tempfile
-from pathlib import Path
 
 import hypothesis
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # Ray, torch and huggingface_hub read their environment once, when first imported, and their child processes
 # inherit it: so it is set here, before any of them. HF_HOME is a folder of this run's own: the user's token
@@ -36,11 +34,25 @@ hypothesis.settings.load_profile("deterministic")
 
 
 def pytest_unconfigure(config):
+    if "tests.clusters" in sys.modules:
+        sys.modules["tests.clusters"].stop()
     shutil.rmtree(_HF_HOME, ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Skip tests marked `gpu` where there is no CUDA device."""
+    """Put those together that share what is dear. Skip tests marked `gpu` where there is no CUDA device.
+
+    In two processes (`make test`), one has all tests that start Ray, first those that share a cluster: two clusters at
+    once would need more memory than a laptop has. Of the rest, a file stays in one process.
+    """
+
+    def order(item):
+        return item.get_closest_marker("ray") is None, "ray_cluster" not in item.fixturenames
+
+    items.sort(key=order)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else item.path.name))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return
@@ -53,28 +65,21 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module")
 def ray_cluster():
-    """A local Ray cluster of 4 logical CPUs for one test module, gone after it.
+    """A local Ray cluster of 4 logical CPUs, shared by all modules that ask for it (their tests run side by side).
 
-    4 logical CPUs whatever the machine has: two train workers and the read tasks beside them must all be
-    schedulable at once. Its processes inherit the environment as it is when the fixture starts, so a module
-    that needs more of it (S3 credentials, say) sets that in a module-scoped fixture which runs earlier.
+    A module whose cluster must be another, or inherit more of the environment, starts its own: `clusters.start`.
     """
     import ray
 
-    # Ray puts Unix sockets under this folder, and their paths may have no more than about 100 characters:
-    # the temporary folder of macOS is too long for that.
-    temp_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    with pytest.MonkeyPatch.context() as environment:
-        # Workers find the top-level modules wherever pytest was started from.
-        environment.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
-        ray.init(
-            address="local",
-            num_cpus=4,
-            object_store_memory=10**9,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=temp_dir,
-        )
-    yield
-    ray.shutdown()
-    shutil.rmtree(temp_dir, ignore_errors=True)
+    from tests import clusters
+
+    if not ray.is_initialized():
+        clusters.start()
+
+
+@pytest.fixture(scope="module")
+def no_ray_cluster():
+    """For tests that start a cluster in their own way, or must not find one."""
+    from tests import clusters
+
+    clusters.stop()

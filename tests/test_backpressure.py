@@ -1,17 +1,13 @@
 """A slow consumer: the object store fills up to its limit and no further. With a control that does spill."""
 
-import os
-import shutil
-import tempfile
 import time
 
 import pytest
-import ray
 
 from lerobot_datasource import LeRobotDatasource, read_source
 from lerobot_metadata import load_metadata
 from progress import spilled_bytes
-from tests.conftest import ROOT
+from tests import clusters
 from tests.datasets import make_dataset
 
 STORE_BYTES = 100 * 10**6
@@ -22,20 +18,9 @@ TOP = "observation.images.top"
 @pytest.fixture(scope="module")
 def small_cluster():
     """A Ray cluster of its own, whose object store holds less than half of what is read."""
-    temp_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
-        ray.init(
-            address="local",
-            num_cpus=2,
-            object_store_memory=STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=temp_dir,
-        )
+    clusters.start(num_cpus=2, object_store_memory=STORE_BYTES)
     yield
-    ray.shutdown()
-    shutil.rmtree(temp_dir, ignore_errors=True)
+    clusters.stop()
 
 
 @pytest.mark.ray

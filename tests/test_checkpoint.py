@@ -11,16 +11,19 @@ import torch
 
 import checkpoint
 from checkpoint import (
-    Checkpoint,
+    OPTIMIZER,
+    TRAINABLE,
+    Piece,
     Progress,
     check_resumable,
+    commit,
     latest_checkpoint,
     load_checkpoint,
     load_progress,
     prune,
     require_space,
-    save_checkpoint,
     set_aside_damaged,
+    write_pieces,
 )
 
 PROGRESS = Progress(
@@ -30,20 +33,62 @@ PROGRESS = Progress(
 
 def made(folder: Path, step: int = 7, loss: float | None = None) -> Path:
     progress = Progress(**{**PROGRESS.__dict__, "step": step, "rows": step * 8, "loss": loss})
-    tensors = {"a.weight": torch.randn(3, 4, generator=torch.Generator().manual_seed(step))}
+    weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
     path = folder / f"step_{step:08d}"
-    save_checkpoint(path, Checkpoint(progress, tensors, {"exp_avg.a.weight": tensors["a.weight"] * 2}))
+    saved(path, {TRAINABLE: {"a.weight": weight}, OPTIMIZER: {"exp_avg.a.weight": weight * 2}}, progress)
     return path
 
 
-def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
+def saved(path: Path, tensors: dict[str, dict[str, torch.Tensor]], progress: Progress, writers: int = 1) -> None:
+    """By so many writers: each has the rows that torch.chunk gives it."""
+    files = {}
+    for number in range(writers):
+        pieces: dict[str, dict[str, Piece]] = {}
+        for kind, group in tensors.items():
+            pieces[kind] = {}
+            for name, tensor in group.items():
+                rows = -(-len(tensor) // writers)
+                held = tensor[number * rows : (number + 1) * rows]
+                pieces[kind][name] = Piece(held, (min(number * rows, len(tensor)), *[0] * (tensor.ndim - 1)))
+        files |= write_pieces(path, pieces, number, writers)
+    commit(path, progress, files)
+
+
+def empty() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    return {"a.weight": torch.zeros(3, 4)}, {"exp_avg.a.weight": torch.zeros(3, 4)}
+
+
+@pytest.mark.parametrize("writers", [1, 2, 5])
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path, writers):
+    weight = torch.randn(3, 4)
+    path = tmp_path / "step_00000007"
+    saved(path, {TRAINABLE: {"a.weight": weight}, OPTIMIZER: {"exp_avg.a.weight": weight * 2}}, PROGRESS, writers)
+    trainable, optimizer = empty()
+    assert load_checkpoint(path, trainable, optimizer) == PROGRESS == load_progress(path)
+    assert torch.equal(trainable["a.weight"], weight)
+    assert torch.equal(optimizer["exp_avg.a.weight"], weight * 2)
+    assert sorted(p.suffix for p in path.iterdir()) == [".json"] + [".safetensors"] * 2 * writers
+    only, _ = empty()
+    load_checkpoint(path, only)
+    assert torch.equal(only["a.weight"], weight)
+
+
+def test_other_names_and_shapes_are_refused(tmp_path):
     path = made(tmp_path)
-    loaded = load_checkpoint(path)
-    assert loaded.progress == PROGRESS == load_progress(path)
-    expected = torch.randn(3, 4, generator=torch.Generator().manual_seed(7))
-    assert torch.equal(loaded.trainable["a.weight"], expected)
-    assert torch.equal(loaded.optimizer["exp_avg.a.weight"], expected * 2)
-    assert sorted(p.suffix for p in path.iterdir()) == [".json", ".safetensors", ".safetensors"]
+    with pytest.raises(ValueError, match=r"another trainable state than is wanted now, e.g. \['b.weight'\]"):
+        load_checkpoint(path, {**empty()[0], "b.weight": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"another optimizer state .* e.g. \['exp_avg.a.weight'\]"):
+        load_checkpoint(path, empty()[0], {})
+    with pytest.raises(ValueError, match=r"cannot be read: .*\[3, 4\].*\[4, 3\]"):
+        load_checkpoint(path, {"a.weight": torch.zeros(4, 3)})
+
+
+def test_what_a_dead_attempt_wrote_does_not_come_along(tmp_path):
+    path = tmp_path / "step_00000007"
+    rows = {TRAINABLE: {"a": Piece(torch.ones(1), (1,))}}
+    write_pieces(path, rows, 1, 2)
+    commit(path, PROGRESS, write_pieces(path, {TRAINABLE: {"a": Piece(torch.zeros(2), (0,))}}))
+    assert sorted(p.name for p in path.iterdir()) == ["state.json", "trainable.safetensors"]
 
 
 def truncate(path: Path) -> None:
@@ -56,7 +101,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", [checkpoint.TRAINABLE, checkpoint.OPTIMIZER, checkpoint.STATE])
+@pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer.safetensors", checkpoint.STATE])
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(tmp_path, name, damage, caplog):
     before, newest = made(tmp_path, 5), made(tmp_path, 7)
@@ -69,13 +114,13 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(tmp_path,
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"damaged_{newest.name}", before.name]
 
 
-@pytest.mark.parametrize("name", [checkpoint.TRAINABLE, checkpoint.OPTIMIZER])
+@pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer.safetensors"])
 def test_what_is_missing_is_seen_without_reading_everything(tmp_path, name):
     before, newest = made(tmp_path, 5), made(tmp_path, 7)
     truncate(newest / name)
     assert latest_checkpoint(tmp_path) == before
     with pytest.raises(ValueError, match=f"{newest.name}: {name} is missing or truncated"):
-        load_checkpoint(newest)
+        load_checkpoint(newest, *empty())
 
 
 def test_a_crash_while_writing_leaves_nothing_that_counts(tmp_path, monkeypatch):
@@ -120,7 +165,7 @@ def test_another_format_is_refused(tmp_path):
     assert state["format"] == checkpoint.FORMAT
     (path / checkpoint.STATE).write_text(json.dumps({**state, "format": 99}))
     with pytest.raises(ValueError, match="format 99"):
-        load_checkpoint(path)
+        load_checkpoint(path, *empty())
 
 
 @pytest.mark.parametrize(
@@ -157,9 +202,10 @@ def test_a_disk_that_fills_up_while_writing_leaves_nothing(tmp_path, monkeypatch
         pytest.skip("cannot mount a small disk here")
     try:
         monkeypatch.setattr(checkpoint, "require_space", lambda *_: None)
-        big = Checkpoint(PROGRESS, {"a": torch.zeros(10**6)}, {})
-        with pytest.raises(OSError, match="checkpoint not written"):
-            save_checkpoint(disk / "step_00000001", big)
+        path = disk / "step_00000001"
+        with pytest.raises(OSError, match=r"checkpoint not written to .* \(0.00 GB needed\)"):
+            write_pieces(path, {TRAINABLE: {"a": Piece(torch.zeros(10**6), (0,))}})
+        checkpoint.discard(path)
         assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", disk], check=True)

@@ -3,12 +3,14 @@
 import ctypes
 import importlib.metadata
 import inspect
+import itertools
 import json
 import os
 import shutil
 import sys
 import tempfile
 import zipfile
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,6 +94,43 @@ def test_what_is_lacking_is_said(change, message, tmp_path, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", no_driver)
     (lack,) = probe(replace(NEEDS, **change), gpus=1, temp_dir=str(tmp_path))
     assert message in lack
+
+
+def wanting(nodes_timeout_s):
+    options = SimpleNamespace(
+        min_workers=1, num_workers=4, cpus_per_worker=2.0, cpus_per_read_task=1.0, nodes_timeout_s=nodes_timeout_s
+    )
+    return SimpleNamespace(config=SimpleNamespace(scaling=options), use_gpu=True)
+
+
+def test_a_run_does_not_wait_for_ever_for_nodes_that_are_gone(monkeypatch, capsys):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+    with pytest.raises(
+        ValueError, match=r"needs 3 CPUs, 2 found; 1 GPUs, 0 found; no node came for 0.2 s .--scaling.node"
+    ):
+        cluster.wait_for(Future(), wanting(0.2), look_every_s=0.05)
+    assert capsys.readouterr().err.count("waiting      for nodes, at most 0.2 s: the cluster is too small for 1 w") == 1
+
+
+def test_nodes_that_come_back_are_waited_for(monkeypatch, capsys):
+    trained = Future()
+    looks = iter([{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 3.0, "GPU": 1.0}] * 4)
+
+    def look():
+        found = next(looks, None)
+        if found is None:
+            trained.set_result("done")
+        return found or {"CPU": 3.0, "GPU": 1.0}
+
+    monkeypatch.setattr(ray, "cluster_resources", look)
+    monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+    # Each time 1 s, which is less than the limit; all together are more.
+    assert cluster.wait_for(trained, wanting(1.5), look_every_s=0.01) == "done"
+    assert capsys.readouterr().err.count("waiting      for nodes") == 4
+    failed = Future()
+    failed.set_exception(TimeoutError("of training itself"))
+    with pytest.raises(TimeoutError, match="of training itself"):
+        cluster.wait_for(failed, wanting(1.5))
 
 
 def test_a_decoder_is_missed(monkeypatch, tmp_path):
@@ -187,7 +226,7 @@ def test_a_head_that_runs_no_task_lends_no_memory(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def two_nodes(tmp_path, monkeypatch):
+def two_nodes(tmp_path, monkeypatch, no_ray_cluster):
     """A head that runs no task and a worker node on which another PyAV is installed; RAY_ADDRESS names them."""
     (tmp_path / "site" / "av-1.2.3.dist-info").mkdir(parents=True)
     (tmp_path / "site" / "av-1.2.3.dist-info" / "METADATA").write_text(

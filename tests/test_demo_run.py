@@ -1,12 +1,20 @@
-"""The demo as `make demo` runs it, and the proof that it learned."""
+"""The demo, as the notebook runs it, and the proof that it learned."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import nbformat
 import pytest
 
 import run_plan
 import vla
+from config import parse_args
 from tests.datasets import make_dataset
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -16,20 +24,40 @@ def cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory, no_ray_cluster):
+    """README.ipynb from top to bottom by papermill, with all the steps of `make demo`: a folder with what it left."""
+    folder = tmp_path_factory.mktemp("demo")
+    steps = str(parse_args(["--preset", "demo"]).steps)
+    environment = {**os.environ, "PYTHON": sys.executable, "OUTPUT_DIR": str(folder), "MAX_TRAIN_STEPS": steps}
+    environment["VLA_CACHE"] = str(folder / "cache")
+    script = ROOT / "ci" / "smoke_notebook.sh"
+    done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-def test_the_demo_learns_to_see_and_to_listen(cache, ray_cluster, tmp_path, capsys):
-    assert vla.main(["--preset", "demo", f"--output_dir={tmp_path / 'demo'}"]) == 0
-    errors = json.loads((tmp_path / "demo" / "evaluation.json").read_text())
+def test_the_demo_learns_to_see_and_to_listen(demo):
+    errors = json.loads((demo / "run" / "evaluation.json").read_text())
     mean, untrained = errors["trained"]["mean_action"]["mse"], errors["untrained"]["policy"]["mse"]
     trained, other = errors["trained"]["policy"]["mse"], errors["trained"]["other_instruction"]["mse"]
     assert trained < 0.5 * mean
     assert trained < 0.5 * untrained
     # Half of the mean action's error is what a policy can reach that is blind or deaf (demo.py).
     assert other > 2 * trained and other > 0.5 * mean
-    out = capsys.readouterr().out
-    assert "told another instruction (c)" in out and f"{trained:.4g}" in out
-    assert "samples/s" in out and "waiting for data" in out  # a line per log step, as this is no terminal
+
+
+@pytest.mark.ray
+def test_the_notebook_shows_the_run_and_what_was_learned(demo):
+    cells = nbformat.read(demo / "README.ipynb", as_version=4).cells
+    printed = "".join(output.get("text", "") for cell in cells for output in cell.get("outputs", []))
+    trained = json.loads((demo / "run" / "evaluation.json").read_text())["trained"]["policy"]["mse"]
+    assert "trained, told another instruction (c)" in printed and f"{trained:.4g}" in printed
+    # A line per log step, as a notebook is no terminal.
+    assert "step 300/300" in printed and "samples/s" in printed and "waiting for data" in printed
+    assert (demo / "run" / "pretrained_model" / "model.safetensors").is_file()
 
 
 def test_anybodys_dataset_gets_a_tiny_base(cache, tmp_path, capsys):

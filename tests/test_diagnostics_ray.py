@@ -10,7 +10,7 @@ from diagnostics.profile_dataloader import LoaderReport
 from diagnostics.profile_step import COMMUNICATION_STEPS, StepReport
 from tests import in_process
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,6 @@ def test_the_trace_has_the_steps_and_the_clusters_tasks(step_json):
     assert (step_json.parent / "step.html").read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.slow  # another worker group
 def test_the_data_engine_of_two_workers(step_json, argv, capsys):
     loader_json = step_json.parent / "loader.json"
     own = ["--profile_batches=40", "--profile_warmup=4", f"--against={step_json}"]

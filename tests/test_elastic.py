@@ -1,6 +1,8 @@
 """Nodes that go and come back: a cluster of several raylets on one machine."""
 
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -8,12 +10,11 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
-from diagnostics import check_rows
 from run_folder import STOP_NAME, attempts
-from tests import test_faults
-from tests.test_faults import flags, started, wait_for_step
+from tests import planted, test_faults
+from tests.test_faults import SAVE_FREQ, assert_every_row_once, flags, started, wait_for_step
 
-setting = test_faults.setting
+setting, measured = test_faults.setting, test_faults.measured
 pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -52,9 +53,11 @@ def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path):
     process = started(flags(setting, "elastic", **changes), address=cluster.address)
     assert wait_for_attempt(folder, 0, process)["world_size"] == 2
     wait_for_step(folder, 10)
+    planted.note(folder, "fault")
     cluster.remove_node(nodes[0], allow_graceful=False)
     second = wait_for_attempt(folder, 1, process)
-    assert second["world_size"] == 1 and second["resumed_from_step"] >= 8
+    assert second["world_size"] == 1
+    assert second["resumed_from_step"] >= 10 - 2 * SAVE_FREQ  # the newest was maybe still being written
     wait_for_step(folder, second["resumed_from_step"] + 10)
     cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8)
     third = wait_for_attempt(folder, 2, process)
@@ -63,4 +66,30 @@ def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path):
     (folder / STOP_NAME).touch()
     told, _ = process.communicate(timeout=300)
     assert process.returncode == 3, told
-    assert check_rows.main([str(folder)]) == 0
+    assert_every_row_once(folder)
+
+
+def test_a_node_that_is_about_to_be_taken_away(setting, cluster, tmp_path):
+    """A spot instance's notice: a checkpoint is taken while there is time, and it does not count as a failure."""
+    node, _ = (cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8) for _ in range(2))
+    folder = tmp_path / "drained"
+    changes = {"output_dir": folder, "scaling.cpus_per_worker": 2, "steps": 100_000, "save_freq": 100_000}
+    process = started(flags(setting, "drained", **changes), address=cluster.address)
+    wait_for_attempt(folder, 0, process)
+    wait_for_step(folder, 10)
+    cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8)
+    notice = ["--reason-message=spot", "--reason=DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds=20"]
+    command = [Path(sys.executable).with_name("ray"), "drain-node", f"--address={cluster.address}"]
+    told = subprocess.run(
+        [*command, f"--node-id={node.node_id}", *notice], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    planted.note(folder, "fault")
+    second = wait_for_attempt(folder, 1, process)
+    assert second["world_size"] == 2 and second["resumed_from_step"] >= 10  # no other checkpoint was due
+    cluster.remove_node(node, allow_graceful=False)
+    wait_for_step(folder, second["resumed_from_step"] + 6)
+    (folder / STOP_NAME).touch()
+    told, _ = process.communicate(timeout=300)
+    assert process.returncode == 3, told
+    assert_every_row_once(folder)

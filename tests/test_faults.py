@@ -1,16 +1,24 @@
-"""Runs that are broken on purpose: the real program on a small dataset, and what `check_rows` says of it afterwards."""
+"""Runs that are broken on purpose: the real program on a small dataset, and what `check_rows` says of it afterwards.
 
+`make test-faults` leaves outputs/faults.xml, which says of each test how long a run took until it trained again after
+its faults (`recovered_s`), and how many steps it had to train anew (`steps_lost`).
+"""
+
+import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from functools import partial
 
+import boto3
 import psutil
 import pytest
 import ray
@@ -19,16 +27,20 @@ from safetensors.torch import load_file
 
 import tiny_pi05
 import vla
+from benchmarks.soak import steps_lost
 from diagnostics import check_rows
 from lerobot_metadata import load_metadata
 from progress import recorded_rows
-from run_folder import attempts
+from run_folder import LOG_NAME, attempts
 from tests import planted
 from tests.datasets import make_dataset
-from tests.planted import Fault
+from tests.loopback import Faults, Proxy, s3_server, serving
+from tests.planted import DataFault, Fault
 
 STEPS, SAVE_FREQ = 20, 4
-pytestmark = [pytest.mark.ray, pytest.mark.faults]
+# Three runs and a cluster in one test take their time on a machine that is busy.
+# `make test` has one of them, in test_vla.py.
+pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +77,27 @@ def flags(setting, name, **changes):
 
 
 def run_with(argv, *faults):
-    """The program, with faults in its training processes. Returns its exit status."""
+    """The program, with faults in its training processes or its data. Returns its exit status."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vla, "make_trainer", partial(vla.make_trainer, loop=partial(planted.loop, faults=faults)))
+        patch.setattr(vla, "make_trainer", partial(planted.make_trainer, faults=faults))
         return vla.main(argv)
 
 
+checked = []
+
+
+@pytest.fixture(autouse=True)
+def measured(record_property):
+    """What the runs of a test that were checked have cost."""
+    checked.clear()
+    yield
+    for folder in checked:
+        record_property("recovered_s", planted.recovered_s(folder))
+        record_property("steps_lost", steps_lost(folder, resumed_from(folder)))
+
+
 def assert_every_row_once(folder):
+    checked.append(folder)
     assert check_rows.main([str(folder)]) == 0
 
 
@@ -89,7 +115,7 @@ def resumed_from(folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(setting, ray_cluster):
-    assert vla.main(flags(setting, "undisturbed")) == 0
+    assert run_with(flags(setting, "undisturbed")) == 0
     folder = setting[0] / "undisturbed"
     assert_every_row_once(folder)
     return folder
@@ -104,35 +130,19 @@ def test_a_killed_worker(setting, undisturbed):
     assert_same_weights(folder, undisturbed)
 
 
-def test_check_rows_sees_what_is_missing_and_what_is_doubled(undisturbed, tmp_path, capsys):
-    folder = shutil.copytree(undisturbed, tmp_path / "copy")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "output_dir": str(folder)}))
-    path = folder / "rows" / "rank0.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    gone, kept = lines[0]["rows"].pop(), lines[1]["rows"][0]
-    lines[0]["rows"].append(kept)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    capsys.readouterr()
-    assert check_rows.main([str(folder)]) == 1
-    told = capsys.readouterr().out
-    assert f"1 missing, e.g. (dataset_index, index) [({gone[0]}, {gone[1]})]" in told
-    assert f"1 doubled, e.g. (dataset_index, index) [({kept[0]}, {kept[1]})]" in told
-    # A last line that a crash has cut off does not count, nor do lines that a later attempt has trained anew.
-    path.write_text(path.read_text() + '{"attempt": 0, "ep')
-    with open(folder / "attempts.jsonl", "a") as file:
-        file.write('{"attempt": 1, "resumed_from_step": 8, "world_size": 2}\n')
-    assert {line["step"] for line in recorded_rows(folder)} == set(range(1, 9))
+def test_what_checkpoints_cost_is_told(undisturbed):
+    """With the log step that comes after each."""
+    lines = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["checkpoint_pause_s"] > 0] == [5, 9, 13, 17]
 
 
-@pytest.mark.slow
 def test_five_killed_workers(setting, undisturbed):
     rng = random.Random(7)
     # Each kill comes after the first step of its attempt and before the run's last.
     faults, first = [], 0
     for attempt in range(5):
         step = rng.randrange(first + 1, min(first + SAVE_FREQ + 3, STEPS))
-        faults.append(Fault("kill", step=step, rank=rng.randrange(2), attempt=attempt))
+        faults.append(Fault("kill", step=step, rank=rng.randrange(2), attempt=attempt, settled=False))
         first = step // SAVE_FREQ * SAVE_FREQ
     assert run_with(flags(setting, "five", **{"scaling.max_failures": 5}), *faults) == 0
     folder = setting[0] / "five"
@@ -143,32 +153,103 @@ def test_five_killed_workers(setting, undisturbed):
     assert_same_weights(folder, undisturbed)
 
 
-@pytest.mark.slow
 def test_a_killed_data_task(setting, undisturbed):
+    """Ray runs it again, and nobody notices."""
+    folder = setting[0] / "reader"
+    with killing("ray::ReadLeRobot", 2, folder) as killed:
+        assert run_with(flags(setting, "reader")) == 0
+    assert killed
+    assert resumed_from(folder) == [0]
+    assert_every_row_once(folder)
+    assert_same_weights(folder, undisturbed)
+
+
+def test_a_killed_data_coordinator(setting, undisturbed):
+    """The process that deals the rows out; all ranks see that it is gone."""
+    folder = setting[0] / "coordinator"
+    first = folder / "checkpoints" / "step_00000004"
+    with killing("ray::SplitCoordinator", 1, folder, once=first.exists) as killed:
+        assert run_with(flags(setting, "coordinator", **{"scaling.max_failures": 1})) == 0
+    assert killed and resumed_from(folder)[0] == 0 and resumed_from(folder)[1:] >= [4]
+    assert_every_row_once(folder)
+    assert_same_weights(folder, undisturbed)
+
+
+@contextlib.contextmanager
+def killing(title, count, folder, once=lambda: True):
+    """Meanwhile, processes of that title are killed, of the tests' own cluster; yields the list of them."""
     killed = []
     over = threading.Event()
 
-    def kill_readers():
-        while len(killed) < 2 and not over.is_set():
-            for process in psutil.process_iter(["cmdline"]):
-                if "ray::ReadLeRobot" in " ".join(process.info["cmdline"] or []) and process.pid not in killed:
-                    process.kill()
-                    killed.append(process.pid)
+    def kill():
+        while len(killed) < count and not over.is_set():
+            for process in psutil.Process().children(recursive=True) if once() else []:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if title in " ".join(process.cmdline()) and process.pid not in killed:
+                        process.kill()
+                        planted.note(folder, "fault")
+                        killed.append(process.pid)
             time.sleep(0.002)
 
-    thread = threading.Thread(target=kill_readers)
+    thread = threading.Thread(target=kill)
     thread.start()
     try:
-        assert vla.main(flags(setting, "reader", **{"scaling.max_failures": 2})) == 0
+        yield killed
     finally:
         over.set()
         thread.join()
-    assert killed
-    assert_every_row_once(setting[0] / "reader")
-    assert_same_weights(setting[0] / "reader", undisturbed)
 
 
-@pytest.mark.slow
+def test_a_read_that_hangs(setting, undisturbed):
+    """Noticed by the training process that waits; the new attempt reads anew."""
+    changes = {"scaling.max_failures": 1, "dataset.batch_timeout_s": 30}
+    assert run_with(flags(setting, "hangs", **changes), DataFault("hang", position=62)) == 0
+    folder = setting[0] / "hangs"
+    assert resumed_from(folder) == [0, 8]  # position 62 belongs to step 11
+    told = (folder / LOG_NAME).read_text()
+    # What Ray holds back until a block is followed by the next one is waited for as well.
+    assert re.search(
+        r"no data for 30 s \(--dataset.batch_timeout_s\): .* Waited for a batch of step (9|10|11) on ra", told
+    )
+    assert f"; rows by `index`: {setting[1]}: " in told
+    assert_every_row_once(folder)
+    assert_same_weights(folder, undisturbed)
+
+
+def test_an_error_that_would_come_again_ends_the_run(setting, undisturbed, capsys):
+    """One rank finds it while the other waits for it in a collective."""
+    allowed = {"scaling.max_failures": 3, "scaling.collective_timeout_s": 600}
+    started = time.monotonic()
+    assert run_with(flags(setting, "bad_input", **allowed), Fault("bad_input", step=6)) == 1
+    assert time.monotonic() - started < 200
+    assert capsys.readouterr().err.endswith("error: planted: this row is bad\n")
+    assert resumed_from(setting[0] / "bad_input") == [0]
+
+    bugs = [Fault("bug", step=6, attempt=attempt) for attempt in range(4)]
+    assert run_with(flags(setting, "bug", **allowed), *bugs) == 1
+    assert "\nerror: RuntimeError: planted: process " in capsys.readouterr().err
+    assert resumed_from(setting[0] / "bug") == [0, 4]  # the second time is enough
+    assert run_with([f"--output_dir={setting[0] / 'bug'}", "--resume"]) == 0
+    assert_every_row_once(setting[0] / "bug")
+    assert_same_weights(setting[0] / "bug", undisturbed)
+
+
+def test_a_full_disk(setting, undisturbed, capsys):
+    """No room for the checkpoint after step 12: the one before stays, and the run goes on from it."""
+    assert run_with(flags(setting, "full_disk"), Fault("full_disk", step=10, rank=0)) == 1
+    folder = setting[0] / "full_disk"
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith(f"error: checkpoint not written to {folder}/checkpoints/step_00000012 (")
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir() if path.is_dir()) == [
+        "step_00000004",
+        "step_00000008",
+    ]
+    assert run_with([f"--output_dir={folder}", "--resume"]) == 0
+    assert resumed_from(folder) == [0, 8]
+    assert_every_row_once(folder)
+    assert_same_weights(folder, undisturbed)
+
+
 def test_a_frozen_worker(setting, undisturbed):
     changes = {"scaling.max_failures": 1, "scaling.worker_timeout_s": 5}
     assert run_with(flags(setting, "frozen", **changes), Fault("freeze", step=10)) == 0
@@ -178,7 +259,6 @@ def test_a_frozen_worker(setting, undisturbed):
     assert_same_weights(folder, undisturbed)
 
 
-@pytest.mark.slow
 def test_the_loss_of_one_rank_is_nan(setting, undisturbed):
     assert run_with(flags(setting, "nan"), Fault("nan", step=5)) == 0
     folder = setting[0] / "nan"
@@ -189,7 +269,6 @@ def test_the_loss_of_one_rank_is_nan(setting, undisturbed):
     assert_every_row_once(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_resumed_with_another_number_of_workers(setting, undisturbed, workers, tmp_path):
     name = f"workers{workers}"
@@ -202,7 +281,6 @@ def test_resumed_with_another_number_of_workers(setting, undisturbed, workers, t
     assert_every_row_once(folder)
 
 
-@pytest.mark.slow
 def test_a_truncated_mp4_is_skipped(setting, undisturbed, capsys):
     root = shutil.copytree(setting[1], setting[0] / "damaged")
     meta = load_metadata(root)
@@ -223,20 +301,19 @@ def test_a_truncated_mp4_is_skipped(setting, undisturbed, capsys):
 
 
 DRIVER = """
-import os, sys
+import sys
 from functools import partial
 import vla
-from tests import planted
-faults = [planted.Fault(**fault, driver_pid=os.getpid()) for fault in eval(sys.argv[1])]
-vla.make_trainer = partial(vla.make_trainer, loop=partial(planted.loop, faults=faults))
+from tests.planted import DataFault, Fault, make_trainer
+vla.make_trainer = partial(make_trainer, faults=eval(sys.argv[1]))
 sys.exit(vla.main(sys.argv[2:]))
 """
 
 
-def started(argv, *faults, address=None):
-    """The program in a process of its own, joining the tests' cluster or another."""
+def started(argv, *faults, address=None, **environment):
+    """The program in a process of its own, joining the tests' cluster, another, or ("local") one of its own."""
     address = address or ray.get_runtime_context().gcs_address
-    environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.getcwd(), **environment}
     command = [sys.executable, "-c", DRIVER, repr(list(faults)), *map(str, argv)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -247,7 +324,6 @@ def wait_for_step(folder, step):
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 def test_a_signal_takes_a_checkpoint_and_ends_the_run(setting, undisturbed):
     folder = setting[0] / "signalled"
     changes = {"steps": 2000, "save_freq": 1000}  # it would not be done by itself
@@ -263,7 +339,6 @@ def test_a_signal_takes_a_checkpoint_and_ends_the_run(setting, undisturbed):
     assert_every_row_once(folder)
 
 
-@pytest.mark.slow
 def test_a_second_signal_does_not_wait(setting, undisturbed):
     folder = setting[0] / "impatient"
     # No log step comes at which the first one would be heard.
@@ -280,10 +355,9 @@ def test_a_second_signal_does_not_wait(setting, undisturbed):
     assert process.returncode == 128 + signal.SIGTERM, told
 
 
-@pytest.mark.slow
 def test_killed_between_writing_a_checkpoint_and_its_commit(setting, undisturbed):
     folder = setting[0] / "commit"
-    process = started(flags(setting, "commit"), {"action": "die_at_commit", "step": 9, "rank": 0})
+    process = started(flags(setting, "commit"), Fault("die_at_commit", step=9, rank=0))
     process.communicate(timeout=200)
     assert process.returncode == -signal.SIGKILL
     checkpoints = folder / "checkpoints"
@@ -295,7 +369,6 @@ def test_killed_between_writing_a_checkpoint_and_its_commit(setting, undisturbed
     assert_same_weights(folder, undisturbed)
 
 
-@pytest.mark.slow
 def test_a_corrupt_newest_checkpoint(setting, undisturbed, capsys):
     name = "corrupt"
     assert run_with(flags(setting, name), Fault("kill", step=10)) == 1
@@ -309,6 +382,71 @@ def test_a_corrupt_newest_checkpoint(setting, undisturbed, capsys):
     assert (folder / "checkpoints" / "damaged_step_00000008").is_dir()
     assert_every_row_once(folder)
     assert_same_weights(folder, undisturbed)
+
+
+@pytest.fixture
+def short_folder():
+    """For a cluster of its own: Ray puts Unix sockets there, whose paths must be short."""
+    path = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def test_a_data_task_that_takes_all_memory(setting, undisturbed, short_folder):
+    """Ray kills it and runs it again; no training process is harmed."""
+    memory, margin = psutil.virtual_memory(), planted.GREED_BYTES * 0.6
+    if memory.available < 1.4 * planted.GREED_BYTES:
+        pytest.skip(f"needs {1.4 * planted.GREED_BYTES / 1e9:.0f} GB of free memory")
+    environment = {
+        "RAY_TMPDIR": short_folder,
+        "RAY_memory_usage_threshold": f"{(memory.total - memory.available + margin) / memory.total:.3f}",
+        "RAY_memory_monitor_refresh_ms": "100",
+    }
+    process = started(flags(setting, "greed"), DataFault("greed", position=62), address="local", **environment)
+    told, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, told
+    folder = setting[0] / "greed"
+    assert resumed_from(folder) == [0]
+    assert_every_row_once(folder)
+    assert_same_weights(folder, undisturbed)
+
+
+def test_an_object_store_that_fails_again_and_again(setting, undisturbed, short_folder, monkeypatch):
+    """Through a network that answers 503, resets, cuts off and stalls: the run does not even notice."""
+    kinds = ["503", None, "reset", None, "cut", None, "stall", None, None]
+    faults, done = Faults(), []
+
+    def choose(request):
+        kind = kinds[len(faults.requests) % len(kinds)] if request.attempt == 1 and request.method == "GET" else None
+        if kind == "stall" and done.count("stall") == 3:  # each takes 4 s
+            kind = None
+        done.append(kind)
+        return kind
+
+    faults.choose = choose
+    keys = {"AWS_ACCESS_KEY_ID": "canary", "AWS_SECRET_ACCESS_KEY": "canary", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+    with s3_server() as endpoint, serving(Proxy(endpoint, faults)) as proxy:
+        client = boto3.client("s3", endpoint_url=endpoint)
+        client.create_bucket(Bucket="robots")
+        for path in setting[1].rglob("*"):
+            if path.is_file():
+                client.upload_file(str(path), "robots", path.relative_to(setting[1]).as_posix())
+        environment = {"RAY_TMPDIR": short_folder, "AWS_ENDPOINT_URL": proxy, "AWS_EC2_METADATA_DISABLED": "true"}
+        changes = {"dataset.root": "s3://robots", "dataset.read_timeout_s": 32}
+        process = started(flags(setting, "store", **changes), address="local", **environment)
+        told, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, told
+    assert {"503", "reset", "cut", "stall"} <= set(done)
+    folder = setting[0] / "store"
+    assert resumed_from(folder) == [0]
+    assert_same_weights(folder, undisturbed)
+    # The metadata are in the bucket, which is gone: of the same rows as on the local disk.
+    config = json.loads((folder / "config.json").read_text())
+    config["dataset"]["root"] = str(setting[1])
+    (folder / "config.json").write_text(json.dumps(config))
+    assert_every_row_once(folder)
 
 
 def test_a_second_run_in_the_same_folder(setting, undisturbed, capsys):

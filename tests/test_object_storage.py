@@ -30,6 +30,7 @@ from lerobot_metadata import load_metadata
 from lerobot_rows import Reader, column_to_numpy, read_slices
 from run_plan import resolve
 from storage import StorageError, StoragePolicy
+from tests import clusters
 from tests.datasets import make_dataset
 from tests.loopback import Faults, GoogleStorage, Handler, Proxy, s3_server, serving
 from tests.test_lerobot_datasource import TOP, WINDOWS, assert_same_row, lerobot, rows_of
@@ -109,9 +110,11 @@ def proxied(bucket):
 
 
 @pytest.fixture(scope="module")
-def cluster(bucket, request):
-    """A Ray cluster that starts after the bucket, so that its workers inherit the credentials."""
-    return request.getfixturevalue("ray_cluster")
+def cluster(bucket):
+    """A Ray cluster of its own, which starts after the bucket, so that its workers inherit the credentials."""
+    clusters.start()
+    yield
+    clusters.stop()
 
 
 def upload(client, folder, prefix):

@@ -18,6 +18,7 @@ from lerobot.lerobot_types import TransitionKey
 from lerobot.policies.factory import make_pre_post_processors
 from lerobot.processor import NormalizerProcessorStep, ProcessorStep, RenameObservationsProcessorStep
 from lerobot.processor.tokenizer_processor import TokenizerProcessorStep
+from transformers import AutoTokenizer
 
 from policy import match_features, save_pretrained
 from processors import DeviceHalf, Prepare, make_processors, required_stats, to_float
@@ -374,6 +375,22 @@ def test_a_pipeline_that_names_python_code_is_refused(case, tmp_path):
     # What is refused is real: LeRobot calls it.
     with contextlib.suppress(Exception):
         make_pre_post_processors(case.config, pretrained_path=str(folder))
+    assert victim.exists()
+
+
+def test_a_tokenizer_that_brings_its_own_code_is_refused(case, tmp_path, monkeypatch):
+    victim = tmp_path / "victim"
+    folder = copy_with(case, tmp_path, lambda steps: steps.append({"registry_name": "tokenizer_processor"}))
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer/evil.py").write_text(f"import os\nos.makedirs({str(victim)!r})\nclass Evil: pass\n")
+    description = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps(description))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # what somebody in a hurry answers
+    with pytest.raises(ValueError, match="contains custom code"):
+        make_processors(folder, case.config, case.meta.stats, {})
+    assert not victim.exists()
+    with contextlib.suppress(Exception):
+        AutoTokenizer.from_pretrained(folder / "tokenizer")
     assert victim.exists()
 
 

@@ -4,13 +4,15 @@ import itertools
 import pickle
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
 import training_data
-from training_data import Dealt, Deferred, stream_batches
+from training_data import Dealt, Deferred, or_timeout, stream_batches
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
@@ -85,6 +87,40 @@ def test_rows_that_the_plan_does_not_say_end_the_run(batches):
 def test_data_that_ends_too_soon_is_no_hang():
     with pytest.raises(RuntimeError, match="the data ended after 1 of 4 micro-batches"):
         read(Shard([[12, 13]]))
+
+
+def test_a_batch_that_does_not_come_is_an_error_that_names_it():
+    hangs = threading.Event()
+
+    def batches():
+        yield {"position": 1}
+        yield {"position": 2}
+        hangs.wait()
+
+    taken = []
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"no data for 0.5 s \(--dataset.batch_timeout_s\): .*Waited for number 2$"):
+        taken += or_timeout(batches(), 0.5, "number {}".format)
+    assert 0.4 < time.monotonic() - started < 20
+    hangs.set()
+    # What is slow, but comes, is passed on; what goes wrong while fetching comes out as it is.
+    assert list(or_timeout(map(slowly, range(3)), 60, str)) == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError):
+        list(or_timeout((1 / n for n in range(3)), 60, str))
+
+
+def slowly(value):
+    time.sleep(0.1)
+    return value
+
+
+def test_whoever_stops_taking_batches_leaves_no_thread_behind():
+    batches = or_timeout(iter(range(10)), 60, str)
+    assert next(batches) == 0
+    (fetching,) = [thread for thread in threading.enumerate() if thread.name == "batches" and thread.is_alive()]
+    batches.close()
+    fetching.join(20)
+    assert not fetching.is_alive()
 
 
 class Slow:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,9 +13,14 @@ import tiny_pi05
 import vla
 import worker
 from config import parse_args
+from diagnostics import check_rows
 from lerobot_metadata import load_metadata
+from progress import recorded_rows
+from run_folder import attempts
 from run_plan import resolve
+from tests import planted
 from tests.datasets import make_dataset
+from tests.planted import Fault
 
 STEPS, GLOBAL_BATCH = 4, 8
 
@@ -48,6 +54,7 @@ def flags(setting, name, **changes):
         "lr": 1e-3,
         "train.mode": "full",
         "train.deterministic": "true",
+        "run.record_rows": "true",
         **changes,
     }
     return [f"--{k}={v}" for k, v in options.items()]
@@ -167,9 +174,10 @@ def test_two_workers_equal_one_with_twice_the_batch(setting, finished):
 
 
 @pytest.mark.ray
+@pytest.mark.faults
 def test_four_steps_equal_two_and_a_resume_and_two_bit_for_bit(setting, finished):
-    name = "resumed"
-    folder = setting[0] / name
+    """Even when, after the resume, a worker is killed in the last step, and Ray Train starts the group anew."""
+    folder = setting[0] / "resumed"
     shutil.copytree(finished, folder)
     # As if the run had died after its first checkpoint, having logged one step more.
     shutil.rmtree(folder / "pretrained_model")
@@ -178,12 +186,51 @@ def test_four_steps_equal_two_and_a_resume_and_two_bit_for_bit(setting, finished
     metrics = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(metrics[:3]))
 
-    assert vla.main([f"--output_dir={folder}", "--resume"]) == 0
+    kill = partial(planted.loop, faults=(Fault("kill", step=3, attempt=1),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vla, "make_trainer", partial(vla.make_trainer, loop=kill))
+        assert vla.main([f"--output_dir={folder}", "--resume", "--scaling.max_failures=1"]) == 0
+    assert [line["resumed_from_step"] for line in attempts(folder)] == [0, 2, 2]
+    assert check_rows.main([str(folder)]) == 0
     expected = weights(finished)
     for key, value in weights(folder).items():
         assert torch.equal(value, expected[key]), key
     assert losses(folder) == losses(finished)
     assert [p.name for p in sorted((folder / "checkpoints").glob("step_*"))] == ["step_00000002", "step_00000004"]
+
+
+@pytest.mark.ray
+def test_nothing_in_a_runs_folder_is_pickled(finished):
+    files = [path for path in finished.rglob("*") if path.is_file()]
+    assert {"config.json", "model.safetensors", "state.json", "metrics.jsonl"} <= {path.name for path in files}
+    for path in files:
+        if path.suffix == ".safetensors":
+            load_file(path)
+        else:  # pickle's first byte since its second protocol; torch.save makes a zip
+            assert not path.read_bytes().startswith((b"\x80", b"PK")), path
+
+
+@pytest.mark.ray
+@pytest.mark.faults
+def test_check_rows_sees_what_is_missing_and_what_is_doubled(finished, tmp_path, capsys):
+    folder = shutil.copytree(finished, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "output_dir": str(folder)}))
+    path = folder / "rows" / "rank0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    gone, kept = lines[0]["rows"].pop(), lines[1]["rows"][0]
+    lines[0]["rows"].append(kept)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    capsys.readouterr()
+    assert check_rows.main([str(folder)]) == 1
+    told = capsys.readouterr().out
+    assert f"1 missing, e.g. (dataset_index, index) [({gone[0]}, {gone[1]})]" in told
+    assert f"1 doubled, e.g. (dataset_index, index) [({kept[0]}, {kept[1]})]" in told
+    # A last line that a crash has cut off does not count, nor do lines that a later attempt has trained anew.
+    path.write_text(path.read_text() + '{"attempt": 0, "ep')
+    with open(folder / "attempts.jsonl", "a") as file:
+        file.write('{"attempt": 1, "resumed_from_step": 2, "world_size": 2}\n')
+    assert {line["step"] for line in recorded_rows(folder)} == {1, 2}
 
 
 @pytest.mark.ray

@@ -85,7 +85,7 @@ def test_too_many_steps_that_are_not_finite_name_the_rows(setting):
     run = resolved(setting, **{"train.max_nonfinite": 1, "log_freq": 2})
     metrics = {"nonfinite_steps": 1, "samples": 16}
     worker.check_finite(run, metrics, done=4)
-    with pytest.raises(RuntimeError, match="2 of the last 2 steps had a loss .*nonfinite=1; they") as error:
+    with pytest.raises(FloatingPointError, match="2 of the last 2 steps had a loss .*nonfinite=1; they") as error:
         worker.check_finite(run, {**metrics, "nonfinite_steps": 2}, done=4)
 
     # What the window's steps, the third and the fourth, were really fed.
@@ -95,12 +95,26 @@ def test_too_many_steps_that_are_not_finite_name_the_rows(setting):
         root: {int(i) for batch in fed for d, i in zip(batch["dataset_index"], batch["index"], strict=True) if d == n}
         for n, root in enumerate(run.config.roots)
     }
+    assert named_rows(str(error.value)) == expected and sum(map(len, expected.values())) == 16
+
+
+def named_rows(message):
     named = {}
-    for part in str(error.value).split("by `index`: ")[1].split("; "):
+    for part in message.split("by `index`: ")[1].split("; "):
         root, runs = part.rsplit(": ", 1)
         bounds = [tuple(map(int, run.split("-"))) for run in runs.split(", ")]
         named[root] = {row for bound in bounds for row in range(bound[0], bound[-1] + 1)}
-    assert named == expected and sum(map(len, expected.values())) == 16
+    return named
+
+
+def test_a_batch_is_named_by_its_steps_rows(setting):
+    run = resolved(setting, **{"scaling.num_workers": 2, "grad_accum": 1})
+    dealt = Dealt(run.config.batch_size, run.block_rows, 1, 2, run.batches_per_step, first_step=1)
+    told = worker.what_batch(run, dealt, 2)
+    assert told.startswith("a batch of step 4 on rank 1; ")
+    fed = list(run.reader()(stream=(0, run.last_row)).read_rows(np.arange(24, 32), 4))
+    rows = {(d, i) for batch in fed for d, i in zip(batch["dataset_index"], batch["index"], strict=True)}
+    assert {(run.config.roots.index(root), i) for root, named in named_rows(told).items() for i in named} == rows
 
 
 def test_compiling_is_refused_with_a_reason_and_training_goes_on(setting, caplog, monkeypatch):

@@ -1,0 +1,46 @@
+"""The local Ray cluster of a test process: one at a time, started by whoever needs it."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import ray
+
+ROOT = Path(__file__).resolve().parent.parent
+_temp_dir: str | None = None
+
+
+def start(num_cpus: int = 4, object_store_memory: int = 10**9) -> None:
+    """A cluster whose processes inherit the environment as it is now. One that runs already is stopped first.
+
+    4 logical CPUs whatever the machine has: two train workers and the read tasks beside them must all be schedulable
+    at once.
+    """
+    global _temp_dir
+    stop()
+    # Ray puts Unix sockets under this folder, and their paths may have no more than about 100 characters: the
+    # temporary folder of macOS is too long for that.
+    _temp_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    with pytest.MonkeyPatch.context() as environment:
+        # Workers find the top-level modules wherever pytest was started from.
+        environment.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            object_store_memory=object_store_memory,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=_temp_dir,
+        )
+
+
+def stop() -> None:
+    """End the cluster, if one runs, and remove what it left."""
+    global _temp_dir
+    if ray.is_initialized():
+        ray.shutdown()
+    if _temp_dir is not None:
+        shutil.rmtree(_temp_dir, ignore_errors=True)
+        _temp_dir = None

@@ -1,0 +1,99 @@
+"""Which error ends a run at once, which at its second time, and which is tried again."""
+
+import json
+
+import pytest
+import torch
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
+from ray.train import ControllerError, WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+
+from failures import StopRetrying, root_cause
+from run_folder import ATTEMPTS_NAME, LOG_NAME
+
+PEER = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4312")
+BAD_FILE = FileNotFoundError("dataset a: b.mp4 is missing")
+NOT_MEMORY = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def died():
+    """What Ray Train 2.60 says of a process that was killed."""
+    return WorkerHealthCheckFailedError("A worker health check failed.", failure=ActorDiedError())
+
+
+class Run:
+    """A run's folder, in which attempts start and fail; `ends(...)` tells whether the run then ends."""
+
+    def __init__(self, folder):
+        self.folder, self.policy, self.number = folder, StopRetrying(folder), 0
+
+    def ends(self, resumed_from, *errors):
+        with open(self.folder / ATTEMPTS_NAME, "a") as file:
+            line = {"attempt": self.number, "resumed_from_step": resumed_from, "world_size": len(errors)}
+            file.write(json.dumps(line) + "\n")
+        self.number += 1
+        try:
+            self.policy.after_exception(None, {rank: e for rank, e in enumerate(errors) if e is not None})
+        except Exception as error:
+            return error
+        return None
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "cause", [ValueError("episode 3: truncated"), BAD_FILE, FloatingPointError("11 of the last 50 steps")]
+)
+@pytest.mark.parametrize("wrap", [lambda e: e, lambda e: RayTaskError("read", "traceback", e).as_instanceof_cause()])
+def test_what_the_programs_own_checks_find_ends_the_run_at_once(run, cause, wrap):
+    raised = run.ends(0, PEER, wrap(cause))
+    assert raised is cause
+    told = f"WARNING attempt from step 0 failed on rank 1: {cause}\n"
+    assert (run.folder / LOG_NAME).read_text() == told
+    # As it comes out of `fit`.
+    assert root_cause(ControllerError(raised)) == str(cause)
+
+
+def test_any_other_error_ends_it_the_second_time_from_the_same_checkpoint(run):
+    of_memory = [torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {n} MiB") for n in (20, 22, 24)]
+    assert run.ends(0, of_memory[0], None) is None
+    assert run.ends(10, of_memory[1], None) is None  # it came further
+    assert run.ends(10, NOT_MEMORY, None) is None
+    assert run.ends(10, of_memory[1], None) is None  # another one was between
+    assert run.ends(10, of_memory[2], PEER) is of_memory[2]
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [
+        (died(), None),
+        (died(), PEER),
+        (PEER, None),  # the one that died has not been missed yet
+        (died(), NOT_MEMORY),
+        (RuntimeError("ncclRemoteError: a remote process exited"), None),
+        (RayTaskError("read", "traceback", OutOfMemoryError("killed")).as_instanceof_cause(), None),
+    ],
+)
+def test_what_a_death_leaves_behind_is_always_tried_again(run, errors):
+    assert [run.ends(4, *errors) for _ in range(5)] == [None] * 5
+
+
+def test_deaths_in_between_do_not_hide_an_error_that_comes_again(run):
+    assert run.ends(4, NOT_MEMORY, None) is None
+    assert run.ends(4, PEER, died()) is None
+    assert run.ends(4, NOT_MEMORY, None) is NOT_MEMORY
+
+
+def test_a_log_that_cannot_be_written_changes_nothing(run):
+    (run.folder / LOG_NAME).mkdir()
+    assert run.ends(0, BAD_FILE) is BAD_FILE
+    assert run.ends(4, PEER, died()) is None
+
+
+def test_the_cause_is_told_and_not_its_consequences():
+    assert root_cause(WorkerGroupError("", {0: PEER, 1: KeyError("action")})) == "KeyError: 'action'"
+    assert root_cause(AssertionError()) == "AssertionError: " and root_cause(ValueError()) == "ValueError: "
+    assert root_cause(WorkerGroupError("", {0: died(), 1: PEER})).startswith("ActorDiedError: ")

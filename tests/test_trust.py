@@ -1,0 +1,93 @@
+"""What came from elsewhere runs no code, and a secret stays where it was given.
+
+Here is what holds for the whole program and for its own checkpoints. docs/reliability.md lists the tests of the other
+ways in: policies, processors, data files, the Hub.
+"""
+
+import ast
+import hashlib
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import ray
+
+import checkpoint
+import cluster
+from checkpoint import latest_checkpoint, load_checkpoint, set_aside_damaged
+from tests.test_checkpoint import empty, made
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted([*ROOT.glob("*.py"), *(path for part in ("diagnostics", "ci") for path in (ROOT / part).glob("*.py"))])
+# Modules whose files run code when they are read; and calls that run, or may run, what they are given.
+PICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+RUNNING = {"eval", "exec", "compile", "torch.load", "torch.save", "np.load", "numpy.load", "yaml.load", "os.system"}
+# In flight between processes of one run, never from or to a file (training_data.Deferred).
+IN_FLIGHT = {"training_data.py": {"pickle"}}
+
+
+class Poison:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, victim):
+        self.victim = victim
+
+    def __reduce__(self):
+        return Path.mkdir, (self.victim,)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_module_reads_or_writes_what_can_run_code(path):
+    tree = ast.parse(path.read_text())
+    imported, called = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").partition(".")[0])
+        elif isinstance(node, ast.Call):
+            called.add(ast.unparse(node.func))
+            for keyword in node.keywords:
+                if keyword.arg in ("trust_remote_code", "allow_pickle", "shell"):
+                    assert ast.unparse(keyword.value) == "False", f"line {node.lineno}"
+    assert imported & PICKLING == IN_FLIGHT.get(path.name, set())
+    assert not called & RUNNING
+
+
+def test_the_search_finds_the_one_use_there_is():
+    """Otherwise the test above would pass on an empty list."""
+    assert len(SOURCES) > 30 and ROOT / "training_data.py" in SOURCES
+
+
+@pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer.safetensors", checkpoint.STATE])
+@pytest.mark.parametrize("knows_checksums", [False, True])
+def test_a_poisoned_checkpoint(tmp_path, name, knows_checksums):
+    """Refused, and nothing in it is run, even when whoever made it has also written the checksums anew."""
+    victim, folder = tmp_path / "victim", made(tmp_path / "checkpoints")
+    (folder / name).write_bytes(pickle.dumps(Poison(victim)))
+    if knows_checksums and name != checkpoint.STATE:
+        state = json.loads((folder / checkpoint.STATE).read_text())
+        data = (folder / name).read_bytes()
+        state["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        del state["sha256"]
+        checkpoint.write_json(folder / checkpoint.STATE, {**state, "sha256": checkpoint._digest(state)})
+        assert latest_checkpoint(folder.parent) == folder
+    with pytest.raises(ValueError, match=str(folder)):
+        load_checkpoint(folder, *empty())
+    set_aside_damaged(folder.parent)
+    assert not victim.exists()
+    pickle.loads((next(tmp_path.rglob(name))).read_bytes())
+    assert victim.exists()  # it is poison
+
+
+def test_ray_starts_without_a_dashboard_and_keeps_its_token(monkeypatch):
+    """Ray 2.60 asks for a token by default; whoever opens its dashboard does it on loopback (ci/smoke_job.sh)."""
+    started = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(started))
+    monkeypatch.setattr(ray, "init", lambda **options: started.append(options))
+    monkeypatch.setattr(cluster, "alive_nodes", lambda: [{}])
+    cluster.connect()
+    assert [options["include_dashboard"] for options in started] == [False]
+    assert not [path for path in SOURCES if "RAY_AUTH_MODE" in path.read_text()]
+    assert "--dashboard-host 127.0.0.1" in (ROOT / "ci" / "smoke_job.sh").read_text()
