@@ -33,13 +33,12 @@ from dataset_look import ACTION, OUTLIER, Look, dimension_names, look_at, scaled
 from figures import Chunk, plain
 from lerobot_metadata import load_metadata
 from run_folder import METRICS_NAME, SKIPPED_NAME, attempts, read_lines
-from tracking import code_revision
+from tracking import EVALUATION_NAME, code_revision, read_json
 
 if TYPE_CHECKING:
     from run_plan import Run
 
 REPORT_NAME, RUN_NAME = "report.html", "run.json"
-EVALUATION_NAME = "evaluation.json"
 PACKAGES = ("ray", "lerobot", "torch", "av")
 POLL_S = 2.0
 # A page stays readable, and small, whatever the run and the dataset are.
@@ -158,7 +157,7 @@ def write_dataset_page(look: Look, path: Path) -> Path:
 
 def look_at_datasets(output_dir: Path) -> list[Drawn]:
     """The dataset half of a run's report, a part for each dataset; of one that cannot be read, why."""
-    facts = _read_json(output_dir / RUN_NAME) or {}
+    facts = read_json(output_dir / RUN_NAME)
     looks: list[Drawn] = []
     for dataset in facts.get("datasets", [])[:MAX_DATASETS]:
         try:
@@ -173,10 +172,10 @@ def look_at_datasets(output_dir: Path) -> list[Drawn]:
 
 def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
     """The page of a run, as text."""
-    config = _read_json(output_dir / CONFIG_NAME) or {}
-    facts = _read_json(output_dir / RUN_NAME) or {}
+    config = read_json(output_dir / CONFIG_NAME)
+    facts = read_json(output_dir / RUN_NAME)
     metrics = _columns([json.loads(line) for line in read_lines(output_dir / METRICS_NAME)])
-    evaluation = _read_json(output_dir / EVALUATION_NAME)
+    evaluation = read_json(output_dir / EVALUATION_NAME) or None
     starts = attempts(output_dir)
     names = facts.get("action_names")
     total = facts.get("steps") or config.get("steps")
@@ -478,10 +477,6 @@ def _draw_look(look: Look) -> dict[str, Any]:
 
 
 # ---- reading, numbers, writing ----------------------------------------------------------------------------------
-
-
-def _read_json(path: Path) -> Any | None:
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 def _columns(lines: Sequence[Mapping[str, Any]]) -> Metrics:
