@@ -11,8 +11,9 @@ Knows nothing of torch, policies or training.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,23 +32,25 @@ from lerobot_plan import Episodes, StreamPlan, WindowSlice, task_bounds
 from lerobot_rows import (
     IS_PAD,
     IS_SKIPPED,
-    Part,
+    Places,
+    Read,
     Reader,
     ReadOptions,
     column_to_numpy,
     frame_of,
-    read_slices,
+    read_rows,
 )
 from storage import StoragePolicy
 
-# Rows walked through in one go. LeRobot encodes a key frame every other frame, so a jump costs little, but opening a
-# place in a video and its parquet row group is worth some frames.
-SEGMENT_ROWS = 32
-# A read task holds its decoded rows in memory: bound them.
-TASK_BYTES = 192 * 2**20
+# Rows walked through in one go: fewer mix better, and jump more often. With LeRobot's key frame every other frame, 1.04
+# frames were decoded for one by 16, 1.03 by 32, 1.08 by 8; an object store is asked 1.3 times as often as by 32.
+SEGMENT_ROWS = 16
+# A read task decodes a window at a time and holds its rows in memory: bound them. Several windows per task at most.
+READ_BYTES = 192 * 2**20
 BLOCK_BYTES = 32 * 2**20
+MAX_READS_PER_TASK = 4
 # One execution of Ray Data lists its read tasks up front; longer streams run as several executions.
-TASKS_PER_EXECUTION = 4096
+READS_PER_EXECUTION = 4096
 
 
 class LeRobotDatasource(Datasource):
@@ -61,13 +64,14 @@ class LeRobotDatasource(Datasource):
         image_size: (height, width) that cameras are fitted into; None for as stored.
         weights: of the datasets in a mixture, see `lerobot_plan`; None to read every row once per epoch.
         shuffle_seed: None for stored order.
-        shuffle_window: rows shuffled among themselves, at most; fewer when a window would exceed TASK_BYTES.
+        shuffle_window: rows shuffled among themselves, at most; fewer when a window would exceed READ_BYTES, and a
+            multiple of SEGMENT_ROWS.
         stream: (first, last) positions of the run's stream (see `lerobot_plan`); None for one epoch. Rows then also
             carry `position`, their place in it. A long stream is read in several executions: the n-th execution of the
             dataset reads the n-th part, so that a consumer iterates until the stream is done.
         rows_multiple: executions end at multiples of this many rows after `first`.
         block_rows: rows per block; None to choose by BLOCK_BYTES.
-        num_tasks: read tasks per execution; None to choose by TASK_BYTES.
+        num_tasks: read tasks per execution; None: `reads_per_task` windows each.
         num_cpus: CPUs that a read task holds; it decodes with as many threads.
         on_error: "stop": an episode that cannot be read (damaged, missing, not what the metadata says) ends the task
             with an error. "skip": its rows are blank, and true in one more column, `is_skipped`.
@@ -118,27 +122,26 @@ class LeRobotDatasource(Datasource):
             check_files(meta, episodes=chosen, camera_keys=[k for k in meta.video_keys if k in features])
 
         row_bytes = self.row_bytes()
-        window = max(1, min(shuffle_window, TASK_BYTES // row_bytes))
+        window = max(1, min(shuffle_window, READ_BYTES // row_bytes))
+        if window > SEGMENT_ROWS:
+            window -= window % SEGMENT_ROWS  # so that whole blocks fill it, and no window is decoded by two tasks
+        places = self._places = _places(self.metas, selected, features)
         self.plan = StreamPlan(
-            Episodes(
-                dataset_index=np.concatenate([np.full(len(c), i, np.int32) for i, c in enumerate(selected)]),
-                episode_index=np.concatenate(selected),
-                start=np.concatenate([m.episode_start[c] for m, c in zip(self.metas, selected, strict=True)]),
-                length=np.concatenate([m.episode_length[c] for m, c in zip(self.metas, selected, strict=True)]),
-            ),
+            Episodes(places.dataset_index, places.episode_index, places.start, places.length),
             seed=shuffle_seed,
             segment_rows=SEGMENT_ROWS if shuffle_seed is not None else max(window, SEGMENT_ROWS),
             window_rows=window,
             weights=weights,
         )
         self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
-        self.block_rows = block_rows or max(1, min(window, BLOCK_BYTES // row_bytes))
+        most = max(1, min(window, BLOCK_BYTES // row_bytes))
+        self.block_rows = block_rows or next(n for n in range(most, 0, -1) if window % n == 0)
         self._num_tasks = num_tasks
-        self._task_rows = max(window, self.block_rows)
+        self._read_rows = max(window, self.block_rows)
         if stream is None:
             self._rows_per_execution = self._stream[1] - self._stream[0]
         else:
-            self._rows_per_execution = max(1, TASKS_PER_EXECUTION * self._task_rows // rows_multiple) * rows_multiple
+            self._rows_per_execution = max(1, READS_PER_EXECUTION * self._read_rows // rows_multiple) * rows_multiple
 
     # ---- what Ray Data asks -------------------------------------------------------------------------------------
 
@@ -227,25 +230,27 @@ class LeRobotDatasource(Datasource):
         if self._num_tasks is not None:
             bounds = np.unique(np.linspace(first, last, self._num_tasks + 1).astype(np.int64))
         else:
-            bounds = task_bounds(first, last, self._task_rows, self.block_rows)
+            task_rows = self._read_rows * reads_per_task(
+                (last - first) // self._read_rows, self._read_rows * self.row_bytes(), ray.cluster_resources()
+            )
+            bounds = task_bounds(first, last, task_rows, self.block_rows)
         options = self._options(self.block_rows)
         shared = ray.put([Reader.of(meta, self.columns()) for meta in self.metas])
         row_bytes, limit = self.row_bytes(), per_task_row_limit
         tasks = []
-        for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        for a, b in itertools.pairwise(bounds.tolist()):
             rows = b - a if limit is None else min(b - a, limit)
-            slices = [(s, self._parts(s)) for s in self.plan.slices(a, a + rows)]
+            reads = self._reads(task_bounds(a, a + rows, self._read_rows, self.block_rows))
             metadata = BlockMetadata(num_rows=rows, size_bytes=rows * row_bytes, input_files=None, exec_stats=None)
-            tasks.append(ReadTask(_ReadSlices(shared, slices, a, options), metadata, per_task_row_limit=limit))
+            tasks.append(ReadTask(_ReadTask(shared, reads, a, options), metadata, per_task_row_limit=limit))
         return tasks
 
     def read_rows(self, positions: Sequence[int], batch_size: int) -> Iterator[dict[str, np.ndarray]]:
         """Rows at chosen stream positions, decoded in this process, as numpy batches. Ray is not needed."""
         readers = [Reader.of(meta, self.columns()) for meta in self.metas]
         for first in range(0, len(positions), batch_size):
-            slices = [s for p in positions[first : first + batch_size] for s in self.plan.slices(int(p), int(p) + 1)]
-            options = self._options(block_rows=batch_size)
-            (table,) = read_slices(readers, [(s, self._parts(s)) for s in slices], first, options)
+            windows = [s for p in positions[first : first + batch_size] for s in self.plan.slices(int(p), int(p) + 1)]
+            (table,) = read_rows(readers, self._read(windows), first, self._options(block_rows=batch_size))
             yield {name: column_to_numpy(table.column(name)) for name in table.column_names}
 
     def _options(self, block_rows: int) -> ReadOptions:
@@ -260,46 +265,63 @@ class LeRobotDatasource(Datasource):
             skip_log=self._skip_log,
         )
 
-    def _parts(self, window: WindowSlice) -> list[Part]:
-        episodes = self.plan.episodes
-        parts = []
-        for e in window.episode:
-            d, number = int(episodes.dataset_index[e]), int(episodes.episode_index[e])
-            meta = self.metas[d]
-            parts.append(
-                Part(
-                    dataset_index=d,
-                    episode_index=number,
-                    episode_start=int(episodes.start[e]),
-                    episode_length=int(episodes.length[e]),
-                    data_file=meta.data_files[meta.episode_data_file[number]],
-                    data_row=int(meta.episode_data_row[number]),
-                    videos={
-                        key: (
-                            meta.video_files[key][meta.episode_video_file[key][number]],
-                            float(meta.episode_video_start_s[key][number]),
-                        )
-                        for key in meta.video_keys
-                        if key in self._features
-                    },
-                )
-            )
-        return parts
+    def _reads(self, cuts: np.ndarray) -> list[Read]:
+        """The rows between stream positions `cuts`, int64 (n + 1,), to be decoded in n turns."""
+        return [self._read(list(self.plan.slices(a, b))) for a, b in itertools.pairwise(cuts.tolist())]
+
+    def _read(self, windows: list[WindowSlice]) -> Read:
+        return Read(windows, self._places.take(np.concatenate([window.episode for window in windows])))
+
+
+def _places(metas: Sequence[DatasetMetadata], selected: Sequence[np.ndarray], features: Collection[str]) -> Places:
+    """Where the selected episodes of all datasets lie. Of a camera that is no video in one of them: file -1."""
+    videos = [key for key in features if any(key in meta.video_files for meta in metas)]
+
+    def together(columns: Iterable[np.ndarray | None]) -> np.ndarray:
+        pairs = zip(columns, selected, strict=True)
+        return np.concatenate([np.full(len(c), -1) if column is None else column[c] for column, c in pairs])
+
+    return Places(
+        dataset_index=np.repeat(np.arange(len(metas), dtype=np.int32), [len(chosen) for chosen in selected]),
+        episode_index=np.concatenate(selected),
+        start=together(m.episode_start for m in metas),
+        length=together(m.episode_length for m in metas),
+        data_file=together(m.episode_data_file for m in metas),
+        data_row=together(m.episode_data_row for m in metas),
+        video_file={key: together(m.episode_video_file.get(key) for m in metas) for key in videos},
+        video_start_s={key: together(m.episode_video_start_s.get(key) for m in metas) for key in videos},
+    )
 
 
 @dataclass
-class _ReadSlices:
+class _ReadTask:
     """The function of a read task. Its pickle holds only its own parts."""
 
     shared: Any  # ObjectRef of list[Reader], or the list itself
-    slices: list[tuple[WindowSlice, list[Part]]]
+    reads: list[Read]  # decoded one after the other, which bounds the memory
     first_position: int
     options: ReadOptions
     __name__: str = field(default="read_slices", repr=False)
 
     def __call__(self) -> Iterator[pa.Table]:
         readers = ray.get(self.shared) if isinstance(self.shared, ray.ObjectRef) else self.shared
-        yield from read_slices(readers, self.slices, self.first_position, self.options)
+        position = self.first_position
+        for read in self.reads:
+            yield from read_rows(readers, read, position, self.options)
+            position += len(read)
+
+
+def reads_per_task(reads: int, read_bytes: int, cluster: Mapping[str, float]) -> int:
+    """How many windows a read task decodes, one after the other, where `reads` are to be read. Pure.
+
+    Ray Data 2.60 notices up to 0.3 s later that a task has ended; the next one then finds its CPU idle. Long tasks make
+    that matter less; but the CPUs must end about together, and when blocks are wanted in order, those of all tasks but
+    the first wait in the object store.
+    """
+    cpus = max(1.0, cluster.get("CPU", 1))
+    by_turns = reads / cpus / 4
+    by_store = cluster.get("object_store_memory", 0) / cpus / 3 / read_bytes
+    return int(max(1, min(by_turns, by_store, MAX_READS_PER_TASK)))
 
 
 # ---- on the driver ----------------------------------------------------------------------------------------------
@@ -462,4 +484,8 @@ def read_source(source: LeRobotDatasource) -> Dataset:
     dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=source.num_cpus)
     # ... and a target a little under a block's size makes Ray pass each on at once, neither merged nor cut.
     dataset.context.target_max_block_size = max(1, int(0.8 * source.row_bytes() * source.block_rows))
+    # Blocks that a task may have ready before Ray Data takes one. It takes what is there ten times a second, and a task
+    # that has more waits with its CPU idle. Ray Data counts them as bytes that are on their way. The name is private in
+    # Ray 2.60; its default is 2.
+    dataset.context._max_num_blocks_in_streaming_gen_buffer = 2 + source._read_rows // source.block_rows
     return dataset

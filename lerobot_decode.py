@@ -16,6 +16,8 @@ from PIL import Image
 # Walking this many frames is cheaper than seeking; beyond it, seek to the key frame before the target.
 SEEK_AFTER_FRAMES = 8
 
+_TimedFrame = tuple[float, av.VideoFrame]  # when it is shown, in seconds
+
 
 class VideoReader:
     """One mp4, read forward. Runs in a Ray Data read task; use as a context manager.
@@ -55,9 +57,11 @@ class VideoReader:
         self._check_size(self._stream.codec_context.height, self._stream.codec_context.width)
         self._stream.codec_context.thread_count = threads
         self._reformatter = VideoReformatter()
+        # Frames come at a steady rate: one that is as near as this is the nearest.
+        self._near_s = 0.25 / fps
         self._frames: Any = None
-        self._now_s = -np.inf
-        self._pending: tuple[float, av.VideoFrame] | None = None
+        self._current: _TimedFrame | None = None
+        self._ahead: _TimedFrame | None = None  # decoded, but later than `_current`
         self.frames_decoded = 0
 
     def __enter__(self) -> VideoReader:
@@ -82,39 +86,57 @@ class VideoReader:
                 sink(i, self._pixels(self._frame_at(float(wanted_s))))
         except av.FFmpegError as error:
             raise ValueError(
-                f"{self.name}: decoding failed near {self._now_s:.3f} s ({error}); the file is damaged or truncated: "
+                f"{self.name}: decoding failed near {wanted_s:.3f} s ({error}); the file is damaged or truncated: "
                 "copy it again, or leave its episodes out with --dataset.episodes"
             ) from error
 
     def _frame_at(self, wanted_s: float) -> av.VideoFrame:
-        pending = self._pending
-        if pending is None or not (-self._tolerance_s < wanted_s - pending[0] <= SEEK_AFTER_FRAMES / self._fps):
-            self._seek(wanted_s)
-            pending = self._next()
-        while pending is not None and pending[0] < wanted_s - self._tolerance_s:
-            self._now_s = pending[0]
-            pending = self._next()
-        self._pending = pending
-        if pending is None:
+        near = self._current
+        if near is None or not -self._near_s <= wanted_s - near[0] <= SEEK_AFTER_FRAMES / self._fps:
+            near = self._seek(wanted_s)
+        end = False
+        while near[0] < wanted_s - self._near_s:
+            later = self._next()
+            if later is None:
+                end = True
+                break
+            if later[0] - wanted_s >= wanted_s - near[0]:
+                self._ahead = later
+                break
+            near = later
+        self._current = near
+        if abs(wanted_s - near[0]) <= self._tolerance_s:
+            return near[1]
+        if end:
             raise ValueError(
-                f"{self.name}: no frame at {wanted_s:.4f} s; the video ends at {self._now_s:.4f} s, before the "
+                f"{self.name}: no frame at {wanted_s:.4f} s; the video ends at {near[0]:.4f} s, before the "
                 "metadata says: it is truncated or the metadata is wrong; copy the file again or repair the dataset"
             )
-        if pending[0] > wanted_s + self._tolerance_s:
-            raise ValueError(
-                f"{self.name}: no frame at {wanted_s:.4f} s; the nearest are at {self._now_s:.4f} s and "
-                f"{pending[0]:.4f} s, farther than the tolerance of {self._tolerance_s} s: the timestamps in the data "
-                "and in the video disagree; repair the dataset, or raise --tolerance_s if a nearby frame will do"
-            )
-        return pending[1]
+        raise ValueError(
+            f"{self.name}: no frame at {wanted_s:.4f} s; the nearest is at {near[0]:.4f} s, farther than the tolerance "
+            f"of {self._tolerance_s} s: the timestamps in the data and in the video disagree; repair the dataset, or "
+            "raise --tolerance_s if a nearby frame will do"
+        )
 
-    def _seek(self, wanted_s: float) -> None:
-        time_base = self._stream.time_base
-        self._container.seek(round(wanted_s / time_base) - 1, backward=True, any_frame=False, stream=self._stream)
-        self._frames = self._container.decode(self._stream)
-        self._now_s = -np.inf
+    def _seek(self, wanted_s: float) -> _TimedFrame:
+        """The frame at a key frame before `wanted_s`; where there is none, the video's first."""
+        # Key frames are found by the time they are decoded at: with B-frames, one may be shown after the frame wanted.
+        for back_s in (0.0, 1.0, 10.0, np.inf):
+            target_s = max(0.0, wanted_s + self._near_s - back_s)
+            offset = int(target_s / self._stream.time_base)
+            self._container.seek(offset, backward=True, any_frame=False, stream=self._stream)
+            self._frames, self._ahead = self._container.decode(self._stream), None
+            found = self._next()
+            if target_s == 0 or (found is not None and found[0] <= wanted_s + self._near_s):
+                break
+        if found is None:
+            raise ValueError(f"{self.name}: holds no frames; it is truncated: copy it again")
+        return found
 
-    def _next(self) -> tuple[float, av.VideoFrame] | None:
+    def _next(self) -> _TimedFrame | None:
+        if self._ahead is not None:
+            frame, self._ahead = self._ahead, None
+            return frame
         for frame in self._frames:
             self.frames_decoded += 1
             if frame.pts is not None:

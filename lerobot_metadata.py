@@ -649,8 +649,11 @@ def _needed_files(
             uses.append((meta.video_files[key], meta.episode_video_file[key]))
     needed: dict[str, list[int]] = {}
     for files, episode_file in uses:
-        for episode, file in zip(episodes.tolist(), episode_file[episodes].tolist(), strict=True):
-            needed.setdefault(files[file], []).append(episode)
+        # Without a loop over episodes, of which there may be 100 000.
+        order = np.argsort(episode_file[episodes], kind="stable")
+        numbers, first = np.unique(episode_file[episodes][order], return_index=True)
+        for number, used_by in zip(numbers, np.split(episodes[order], first[1:]), strict=False):
+            needed[files[number]] = used_by.tolist()
     return needed
 
 

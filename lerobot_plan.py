@@ -248,6 +248,8 @@ class Dealer:
         total, sources = sum(self.counts), len(self.counts)
         if position >= total:
             return list(self.counts)
+        if sources == 1:
+            return [position]
         # All that is due by (position - sources) / total of the epoch: at most `position` rows, and nearly as many.
         dealt = [max(0, (2 * n * (position - sources) + total) // (2 * total)) for n in self.counts]
         due = [(Fraction(2 * d + 1, n), source) for source, (d, n) in enumerate(zip(dealt, self.counts, strict=True))]

@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
+import threading
+import weakref
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +47,61 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where n episodes lie: arrays (n,). Files are numbers in the lists of their dataset's `Reader`.
+
+    dataset_index, episode_index, start (`index` of the first row), length (rows), data_file, data_row (the first row in
+    that file): integers. By camera: video_file, and video_start_s, where the episode starts in it, seconds.
+    """
+
+    dataset_index: np.ndarray
+    episode_index: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    data_file: np.ndarray
+    data_row: np.ndarray
+    video_file: dict[str, np.ndarray]
+    video_start_s: dict[str, np.ndarray]
+
+    def take(self, at: Any) -> Places:
+        """Those at some positions (anything that indexes an array)."""
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        taken: dict[str, Any] = {
+            k: {key: a[at] for key, a in v.items()} if isinstance(v, dict) else v[at] for k, v in columns.items()
+        }
+        return Places(**taken)
+
+    def part(self, number: int, readers: Sequence[Reader]) -> Part:
+        reader = readers[self.dataset_index[number]]
+        return Part(
+            dataset_index=int(self.dataset_index[number]),
+            episode_index=int(self.episode_index[number]),
+            episode_start=int(self.start[number]),
+            episode_length=int(self.length[number]),
+            data_file=reader.data_files[self.data_file[number]],
+            data_row=int(self.data_row[number]),
+            videos={
+                key: (files[self.video_file[key][number]], float(self.video_start_s[key][number]))
+                for key, files in reader.video_files.items()
+                if key in self.video_file
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Read:
+    """Window slices that are decoded in one go, and where the episodes of their parts lie, in the same order."""
+
+    windows: list[WindowSlice]
+    places: Places
+
+    def __len__(self) -> int:
+        return sum(window.hi - window.lo for window in self.windows)
+
+
+@dataclass(frozen=True)
 class Reader:
-    """What all read tasks of a read share: one per dataset, shipped once through the object store."""
+    """What all read tasks share: one per dataset, shipped once through the object store. Holds no episodes."""
 
     root: str
     fs: Any
@@ -53,6 +109,8 @@ class Reader:
     fps: int
     features: dict[str, Feature]
     tasks: dict[int, str]
+    data_files: tuple[str, ...]
+    video_files: dict[str, tuple[str, ...]]
     depth_mm: dict[str, np.ndarray]  # of depth videos: millimetres by code
 
     @classmethod
@@ -63,7 +121,8 @@ class Reader:
             for key, feature in meta.features.items()
             if feature.is_depth and feature.dtype == "video" and (columns is None or key in columns)
         }
-        return cls(meta.root, meta.fs, meta.base, meta.fps, meta.features, meta.tasks, depth_mm)
+        shared = ("root", "fs", "base", "fps", "features", "tasks", "data_files", "video_files")
+        return cls(**{name: getattr(meta, name) for name in shared}, depth_mm=depth_mm)
 
     def path(self, relative: str) -> str:
         return f"{self.base}/{relative}"
@@ -107,17 +166,12 @@ class _Episode:
     timestamps: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64 (last - first,), of those frames
 
 
-def read_slices(
-    readers: Sequence[Reader],
-    slices: Sequence[tuple[WindowSlice, list[Part]]],
-    first_position: int,
-    options: ReadOptions,
-) -> Iterator[pa.Table]:
+def read_rows(readers: Sequence[Reader], read: Read, first_position: int, options: ReadOptions) -> Iterator[pa.Table]:
     """Decode the rows of some window slices, in their order, and yield them as blocks of `block_rows`.
 
-    Runs in a Ray Data read task. Memory: the task's rows, once, plus one frame and the parquet row groups touched.
+    Runs in a Ray Data read task. Memory: those rows, once, plus a block, a frame and the parquet row groups touched.
     """
-    episodes, total = _group_by_episode(slices)
+    episodes, total = _group_by_episode(readers, read)
     if options.blank is None:
         columns = _decode(readers, episodes, total, options)
     else:
@@ -125,7 +179,12 @@ def read_slices(
     if "position" in options.columns:
         columns["position"] = np.arange(first_position, first_position + total)
     for first in range(0, total, options.block_rows):
-        yield _to_table(columns, options.columns, first, min(first + options.block_rows, total))
+        last = min(first + options.block_rows, total)
+        if last == total:
+            # Whoever gets this block keeps it until the next is asked for: let go of the memory of all the others.
+            columns = {key: _copy(values[first:last]) for key, values in columns.items()}
+            first, last = 0, last - first
+        yield _to_table(columns, options.columns, first, last)
 
 
 def _decode(readers: Sequence[Reader], episodes: list[_Episode], total: int, options: ReadOptions) -> dict[str, Any]:
@@ -177,23 +236,23 @@ def _tell_skipped(reader: Reader, e: _Episode, error: Exception, log: Path | Non
             file.write(json.dumps(line) + "\n")
 
 
-def _group_by_episode(
-    slices: Sequence[tuple[WindowSlice, list[Part]]],
-) -> tuple[list[_Episode], int]:
+def _group_by_episode(readers: Sequence[Reader], read: Read) -> tuple[list[_Episode], int]:
     """Rows by episode, ordered by where they lie in the data files, so that every file is read forward."""
     found: dict[tuple[int, int], tuple[Part, list[np.ndarray], list[np.ndarray]]] = {}
-    offset = 0
-    for window, parts in slices:
+    offset = first_part = 0
+    for window in read.windows:
         number, index = window.rows()
         order = np.argsort(number, kind="stable")
-        bounds = np.searchsorted(number[order], np.arange(len(parts) + 1))
-        for i, part in enumerate(parts):
+        bounds = np.searchsorted(number[order], np.arange(len(window.episode) + 1))
+        for i in range(len(window.episode)):
             chosen = order[bounds[i] : bounds[i + 1]]
             if len(chosen):
+                part = read.places.part(first_part + i, readers)
                 entry = found.setdefault((part.dataset_index, part.episode_index), (part, [], []))
                 entry[1].append(chosen + offset)
                 entry[2].append(index[chosen] - part.episode_start)
         offset += len(index)
+        first_part += len(window.episode)
     episodes = [_Episode(part, np.concatenate(p), np.concatenate(f)) for part, p, f in found.values()]
     episodes.sort(key=lambda e: (e.part.dataset_index, e.part.data_file, e.part.data_row))
     return episodes, offset
@@ -354,8 +413,39 @@ def _numeric(column: pa.ChunkedArray, shape: tuple[int, ...], where: str) -> np.
 
 def _out(columns: dict[str, Any], key: str, total: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     if key not in columns:
-        columns[key] = np.empty((total, *shape), dtype)
+        columns[key] = _array((total, *shape), dtype)
     return columns[key]
+
+
+# Memory of earlier read tasks of this process that nothing refers to any more. Frames of a task go where those of the
+# one before were: pages fresh from the operating system cost several times as much as what is copied into them.
+_unused: list[memoryview] = []
+_taking = threading.Lock()
+_WORTH_KEEPING_BYTES = 2**20
+
+
+def _array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """As `np.empty`. Large ones are made of memory that was used before; it is used again once no view is left."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < _WORTH_KEEPING_BYTES or dtype.hasobject:
+        return np.empty(shape, dtype)
+    with _taking:
+        fitting = [i for i, memory in enumerate(_unused) if memory.nbytes >= size]
+        if fitting:
+            memory = _unused.pop(min(fitting, key=lambda i: _unused[i].nbytes))
+        else:
+            _unused.clear()
+            memory = np.empty(size, np.uint8).data
+    # NumPy's and Arrow's views of this array keep it alive, not the memory: it is gone when the last of them is.
+    array = np.frombuffer(memory, dtype, math.prod(shape))
+    weakref.finalize(array, _unused.append, memory).atexit = False
+    return array.reshape(shape)
+
+
+def _copy(values: np.ndarray) -> np.ndarray:
+    copy = _array(values.shape, values.dtype)
+    copy[...] = values
+    return copy
 
 
 def _fill(

@@ -1,25 +1,29 @@
 """How fast shuffled training batches come out of a LeRobot v3 dataset: ours, its peers, and the decoder alone.
 
-    python -m benchmarks.data [--rows 800] [--rounds 3] [--datasets av1_240x320x3,...] [--cores 2]
+    python -m benchmarks.data [--rows 2000] [--rounds 3] [--datasets av1_240x320x3,...] [--cores 2]
 
 Every contender gives batches of 8 rows with action windows of 50 as contiguous uint8 arrays in this process. They
-take turns, several rounds; medians are reported. `rows_per_s` is all rows over the whole time on a warm Ray cluster; a
-DataLoader's is counted from its first batch on, because it starts its processes anew each time. Results go to
-`benchmarks/results/data-<hardware>-<date>.json`; a table is printed.
+take turns, several rounds; medians are reported. `rows_per_s` is what arrives once all have started: the slope between
+a fifth and nine tenths of the rows. Ours reads several epochs, on a warm Ray cluster; `rows_per_s_overall` is all rows
+over all the time. `growth` compares a dataset with ten times the episodes, and times the plan of up to 100 000 of them.
+Results go to `benchmarks/results/data-<hardware>-<date>.json`, dataset by dataset; a table is printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
+import dataclasses
 import datetime
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
 import platform
-import resource
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from lerobot_plan import StreamPlan
 
 BATCH, WINDOW, FPS, EPISODE_ROWS = 8, 50, 30, 100
+OUR_ROWS, PEER_ROWS = 6000, 800  # read in one go; a DataLoader is too slow for more
 CAMERAS = ("observation.images.top", "observation.images.left", "observation.images.right")
 DATASETS: dict[str, dict[str, Any]] = {
     "av1_240x320x3": {"cameras": dict.fromkeys(CAMERAS, (240, 320))},
@@ -62,17 +67,19 @@ def make(name: str, rows: int) -> Path:
 # ---- contenders: each yields batches, as dicts of arrays --------------------------------------------------------
 
 
-def ours(root: Path, **options: Any) -> Iterator[dict[str, np.ndarray]]:
-    from lerobot_datasource import read_lerobot
+def ours(root: Path, rows: int, **options: Any) -> Iterator[dict[str, np.ndarray]]:
+    """Epoch after epoch, `rows` in all, as training reads."""
+    from lerobot_datasource import LeRobotDatasource, read_source
+    from lerobot_metadata import load_metadata
 
     windows = {"action": [i / FPS for i in range(WINDOW)]}
-    dataset = read_lerobot(root, delta_timestamps=windows, **options)
-    yield from dataset.iter_batches(batch_size=BATCH, batch_format="numpy", prefetch_batches=2)
+    source = LeRobotDatasource([load_metadata(root)], delta_timestamps=windows, stream=(0, rows), **options)
+    yield from read_source(source).iter_batches(batch_size=BATCH, batch_format="numpy", prefetch_batches=2)
 
 
-def shuffled(root: Path, seeds: Iterator[int], **options: Any) -> Iterator[dict[str, np.ndarray]]:
-    """Every round another epoch."""
-    return ours(root, shuffle_seed=next(seeds), **options)
+def shuffled(root: Path, rows: int, seeds: Iterator[int], **options: Any) -> Iterator[dict[str, np.ndarray]]:
+    """Every round another order."""
+    return ours(root, rows, shuffle_seed=next(seeds), **options)
 
 
 def ray_read_lerobot(root: Path) -> Iterator[dict[str, np.ndarray]]:
@@ -96,7 +103,7 @@ def lerobot_loader(root: Path, backend: str, cores: int) -> Iterator[dict[str, n
     loader = torch.utils.data.DataLoader(
         dataset, batch_size=BATCH, shuffle=True, num_workers=cores, multiprocessing_context="spawn"
     )
-    for batch in loader:
+    for batch in itertools.islice(loader, PEER_ROWS // BATCH):
         yield {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
@@ -176,45 +183,149 @@ def touch(array: np.ndarray) -> None:
     np.bitwise_xor.reduce(flat[: len(flat) // 8 * 8].view(np.uint64))
 
 
-def measure(batches: Contender, from_first_batch: bool) -> dict[str, float]:
-    """Read everything once. Every byte of every image is touched, so that nothing is counted that did not arrive."""
-    begin = start = time.perf_counter()
-    first = None
-    rows = episodes = batches_seen = images = image_bytes = 0
-    for batch in batches():
-        if first is None:
-            first = time.perf_counter() - start
-        if from_first_batch and not batches_seen:
-            begin = time.perf_counter()
-        else:
-            rows += len(batch["index"])
-        for key, value in batch.items():
-            if key.startswith("observation.images") and np.asarray(value).ndim >= 4:
-                value = np.ascontiguousarray(value)
-                touch(value)
-                image_bytes += value.nbytes
-                images += len(value)
-        episodes += len(np.unique(np.asarray(batch["episode_index"])))
-        batches_seen += 1
-    assert first is not None
+def measure(batches: Contender) -> dict[str, float]:
+    """Read all that comes. Every byte of every image is touched, so that nothing is counted that did not arrive."""
+    begin, cpu = time.perf_counter(), cpu_s()
+    arrived: list[float] = []
+    rows: list[int] = []
+    episodes = images = image_bytes = 0
+    with PeakBytes() as peak:
+        for batch in batches():
+            arrived.append(time.perf_counter() - begin)
+            rows.append(len(batch["index"]))
+            for key, value in batch.items():
+                if key.startswith("observation.images") and np.asarray(value).ndim >= 4:
+                    value = np.ascontiguousarray(value)
+                    touch(value)
+                    image_bytes += value.nbytes
+                    images += len(value)
+            episodes += len(np.unique(np.asarray(batch["episode_index"])))
+    total = sum(rows)
+    so_far = np.cumsum(rows)
+    steady = (so_far > total / 5) & (so_far <= total * 9 / 10)
     return {
-        "rows_per_s": rows / (time.perf_counter() - begin),
-        "first_batch_s": first,
-        "episodes_per_batch": episodes / batches_seen,
+        "rows": total,
+        "rows_per_s": float(np.polyfit(np.array(arrived)[steady], so_far[steady], 1)[0]),
+        "rows_per_s_overall": total / (time.perf_counter() - begin),
+        "first_batch_s": arrived[0],
+        "cpu_s_per_1000_rows": (cpu_s() - cpu) * 1000 / total,
+        "peak_store_bytes": peak.store,
+        "peak_worker_bytes": peak.worker,
+        "episodes_per_batch": episodes / len(rows),
         "bytes_per_image": image_bytes / max(images, 1),
     }
 
 
-def ray_cpu_s() -> float:
-    """CPU seconds that this process and Ray's workers have used so far."""
+def cpu_s() -> float:
+    """CPU seconds that this process and all it has started have used so far: Ray, its workers, a DataLoader's."""
     import psutil
 
     total = 0.0
-    for process in psutil.process_iter(["cmdline", "cpu_times"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if line.startswith("ray::") or process.pid == os.getpid():
-            total += process.info["cpu_times"].user + process.info["cpu_times"].system
+    this = psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
     return total
+
+
+class PeakBytes:
+    """While the block runs: the most bytes in Ray's object store, and the most that one process of ours has for itself.
+
+    Looked at every half second. The store's pages, which a process has in its memory too, are not its own.
+    """
+
+    def __enter__(self) -> PeakBytes:
+        self.store = self.worker = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        import psutil
+
+        from progress import object_store
+
+        while not self._done.wait(0.5):
+            self.store = max(self.store, object_store().object_store_bytes_used)
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    memory = process.memory_info()
+                    self.worker = max(self.worker, memory.rss - memory.shared)
+
+
+# ---- growth -----------------------------------------------------------------------------------------------------
+
+
+def grow(root: Path, times: int) -> Path:
+    """A dataset of so many copies of the episodes at `root`, put together by LeRobot itself."""
+    from lerobot.datasets.aggregate import aggregate_datasets
+
+    folder = root.with_name(f"{root.name}-times-{times}")
+    if not folder.exists():
+        scratch = folder.with_name(folder.name + ".partial")
+        aggregate_datasets(
+            repo_ids=[f"local/{root.name}"] * times, aggr_repo_id="local/grown", roots=[root] * times, aggr_root=scratch
+        )
+        scratch.rename(folder)
+    return folder
+
+
+def planning(root: Path, episodes: Sequence[int], rows: int = 300) -> dict[str, Any]:
+    """Seconds from metadata to the read tasks of the first execution, and the bytes of the largest task.
+
+    Of datasets with so many episodes of `rows` rows, in the files of the one at `root`.
+    """
+    import cloudpickle
+
+    from lerobot_datasource import LeRobotDatasource
+    from lerobot_metadata import load_metadata
+
+    found: dict[str, Any] = {}
+    meta = load_metadata(root)
+    for count in episodes:
+
+        def repeated(column: np.ndarray, count: int = count) -> np.ndarray:
+            return np.resize(column, count)
+
+        large = dataclasses.replace(
+            meta,
+            episode_index=np.arange(count),
+            episode_length=np.full(count, rows),
+            episode_start=np.arange(count) * rows,
+            episode_data_file=repeated(meta.episode_data_file),
+            episode_data_row=repeated(meta.episode_data_row),
+            episode_video_file={k: repeated(v) for k, v in meta.episode_video_file.items()},
+            episode_video_start_s={k: repeated(v) for k, v in meta.episode_video_start_s.items()},
+        )
+        start = time.perf_counter()
+        tasks = LeRobotDatasource([large], shuffle_seed=0, stream=(0, count * rows)).get_read_tasks(1)
+        seconds = time.perf_counter() - start
+        largest = max(len(cloudpickle.dumps(task.read_fn)) for task in tasks[:: max(1, len(tasks) // 20)])
+        found[str(count)] = {"plan_s": seconds, "tasks": len(tasks), "largest_task_bytes": largest}
+    return found
+
+
+def growth(root: Path, rounds: int, seeds: Iterator[int], times: int = 10) -> dict[str, Any]:
+    """The same number of shuffled rows from a dataset, and from one with ten times the episodes, in turn."""
+    roots = {1: root, times: grow(root, times)}
+    samples: dict[int, list[float]] = {number: [] for number in roots}
+    for _ in range(rounds):
+        for number, grown in roots.items():
+            samples[number].append(measure(partial(shuffled, grown, OUR_ROWS, seeds))["rows_per_s"])
+    medians = {number: statistics.median(values) for number, values in samples.items()}
+    return {
+        "times": times,
+        "rows_per_s": medians,
+        "ratio": medians[times] / medians[1],
+        "samples": samples,
+        "planning": planning(root, (1000, 10_000, 100_000)),
+    }
 
 
 def hardware() -> dict[str, Any]:
@@ -230,66 +341,72 @@ def hardware() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=800)
+    parser.add_argument("--rows", type=int, default=2000, help="of each dataset")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--datasets", default=",".join(DATASETS))
+    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth")))
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
 
     import ray
 
-    ray.init(num_cpus=options.cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    seeds = iter(range(10**6))
+    today = datetime.date.today().isoformat()
+    path = RESULTS / f"data-{options.cores}cpu-{today}.json"
+    # Datasets measured one at a time come together in the day's file.
+    before = json.loads(path.read_text()) if path.exists() else {}
     results: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
+        "datasets": before.get("datasets", {}),
+        "growth": before.get("growth"),
+        "date": today,
         "hardware": hardware(),
-        "settings": {**vars(options), "batch": BATCH, "window": WINDOW},
-        "datasets": {},
         "mixing": mixing([64, 128, 256, 512, 1024, 2048, 4096], episodes=1000, rows=300),
     }
     print(mixing_table(results["mixing"]), flush=True)
+    ray.init(num_cpus=options.cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    seeds = iter(range(10**6))
+    settings = {"rows": options.rows, "rounds": options.rounds, "batch": BATCH, "window": WINDOW, "our_rows": OUR_ROWS}
     try:
         for name in options.datasets.split(","):
-            root = make(name, options.rows)
-            contenders: dict[str, Contender] = {
-                "ours, in order": partial(ours, root),
-                "ours, shuffled": partial(shuffled, root, seeds),
-                "ray.data.read_lerobot": partial(ray_read_lerobot, root),
-                "LeRobot DataLoader, pyav, shuffled": partial(lerobot_loader, root, "pyav", options.cores),
-            }
-            cameras = DATASETS[name]["cameras"]
-            contenders["ours, shuffled, fitted to 224x224"] = partial(shuffled, root, seeds, image_size=(224, 224))
-            if len(cameras) > 1:
-                contenders["ours, shuffled, one camera"] = partial(shuffled, root, seeds, camera_keys=[CAMERAS[0]])
-            if torchcodec_works():
-                contenders["LeRobot DataLoader, torchcodec, shuffled"] = partial(
-                    lerobot_loader, root, "torchcodec", options.cores
-                )
+            if name == "growth":
+                results[name] = settings | growth(make("av1_240x320x3", options.rows), options.rounds, seeds)
+                print(json.dumps(results[name], indent=2), flush=True)
             else:
-                print("torchcodec cannot be loaded (FFmpeg's libraries are missing): its comparison is left out")
-            for label in ("ours, shuffled", "ray.data.read_lerobot"):
-                measure(contenders[label], from_first_batch=False)  # warms the cluster's worker processes up
-            samples: dict[str, list[dict[str, float]]] = {label: [] for label in contenders}
-            limits = []
-            for _ in range(options.rounds):
-                limits.append(decoder_alone(root, options.cores))
-                for label, batches in contenders.items():
-                    cpu = ray_cpu_s()
-                    sample = measure(batches, from_first_batch="DataLoader" in label)
-                    if "DataLoader" not in label:  # its processes are gone by now, and their time with them
-                        sample["cpu_s_per_1000_rows"] = (ray_cpu_s() - cpu) * 1000 / options.rows
-                    samples[label].append(sample)
-            results["datasets"][name] = summary(samples, limits)
-            print(table(name, results["datasets"][name]), flush=True)
+                results["datasets"][name] = settings | compare(name, options.rows, options.rounds, options.cores, seeds)
+                print(table(name, results["datasets"][name]), flush=True)
+            RESULTS.mkdir(exist_ok=True)
+            path.write_text(json.dumps(results, indent=2) + "\n")
     finally:
-        results["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         ray.shutdown()
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"data-{options.cores}cpu-{results['date']}.json"
-    path.write_text(json.dumps(results, indent=2) + "\n")
     print(f"written to {path}")
+
+
+def compare(name: str, rows: int, rounds: int, cores: int, seeds: Iterator[int]) -> dict[str, Any]:
+    """All contenders on one dataset, in turn."""
+    root = make(name, rows)
+    contenders: dict[str, Contender] = {
+        "ours, in order": partial(ours, root, OUR_ROWS),
+        "ours, shuffled": partial(shuffled, root, OUR_ROWS, seeds),
+        "ray.data.read_lerobot": partial(ray_read_lerobot, root),
+        "LeRobot DataLoader, pyav, shuffled": partial(lerobot_loader, root, "pyav", cores),
+        "ours, shuffled, fitted to 224x224": partial(shuffled, root, OUR_ROWS, seeds, image_size=(224, 224)),
+    }
+    cameras = DATASETS[name]["cameras"]
+    if len(cameras) > 1:
+        contenders["ours, shuffled, one camera"] = partial(shuffled, root, OUR_ROWS, seeds, camera_keys=[CAMERAS[0]])
+    if torchcodec_works():
+        contenders["LeRobot DataLoader, torchcodec, shuffled"] = partial(lerobot_loader, root, "torchcodec", cores)
+    else:
+        print("torchcodec cannot be loaded (FFmpeg's libraries are missing): its comparison is left out")
+    for label in ("ours, shuffled", "ray.data.read_lerobot"):
+        next(contenders[label]())  # warms the cluster's worker processes up
+    samples: dict[str, list[dict[str, float]]] = {label: [] for label in contenders}
+    limits = []
+    for _ in range(rounds):
+        for label, batches in contenders.items():
+            if label == "ours, shuffled":
+                limits.append(decoder_alone(root, cores))  # next to what is compared with it
+            samples[label].append(measure(batches))
+    return summary(samples, limits)
 
 
 def mixing_table(found: dict[str, Any]) -> str:
@@ -325,12 +442,16 @@ def table(name: str, result: dict[str, Any]) -> str:
     limit = result["decoder_alone_rows_per_s"]
     reference = result["contenders"]["ours, shuffled"]["rows_per_s"]
     lines = [f"\n{name}" + (f": the decoder alone, {limit:.0f} rows/s" if limit else "")]
-    lines.append(f"  {'':42}{'rows/s':>8}{'of decoder':>12}{'ours is':>9}{'first batch':>13}{'episodes/batch':>16}")
+    lines.append(
+        f"  {'':42}{'rows/s':>8}{'of decoder':>12}{'ours is':>9}{'first batch':>13}{'CPU s/1000':>12}"
+        f"{'store MB':>10}{'process MB':>12}{'episodes/batch':>16}"
+    )
     for label, r in result["contenders"].items():
         share = f"{r['rows_per_s'] / limit:.2f}" if limit else "-"
         lines.append(
             f"  {label:42}{r['rows_per_s']:8.0f}{share:>12}{reference / r['rows_per_s']:8.2f}x"
-            f"{r['first_batch_s']:11.2f} s{r['episodes_per_batch']:16.1f}"
+            f"{r['first_batch_s']:11.2f} s{r['cpu_s_per_1000_rows']:12.2f}{r['peak_store_bytes'] / 1e6:10.0f}"
+            f"{r['peak_worker_bytes'] / 1e6:12.0f}{r['episodes_per_batch']:16.1f}"
         )
     return "\n".join(lines)
 

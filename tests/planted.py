@@ -114,7 +114,7 @@ class FaultyPrepare:
         return self.prepare(batch)
 
 
-def loop(loop_config: dict[str, Any], *, faults, driver_pid):
+def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
     """In place of `vla.train_loop_per_worker`; runs it."""
     run = ray.get(loop_config["run"])
     rank = ray.train.get_context().get_world_rank()

@@ -52,17 +52,17 @@ def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path):
     }
     process = started(flags(setting, "elastic", **changes), address=cluster.address)
     assert wait_for_attempt(folder, 0, process)["world_size"] == 2
-    wait_for_step(folder, 10)
+    wait_for_step(folder, 10, process)
     planted.note(folder, "fault")
     cluster.remove_node(nodes[0], allow_graceful=False)
     second = wait_for_attempt(folder, 1, process)
     assert second["world_size"] == 1
     assert second["resumed_from_step"] >= 10 - 2 * SAVE_FREQ  # the newest was maybe still being written
-    wait_for_step(folder, second["resumed_from_step"] + 10)
+    wait_for_step(folder, second["resumed_from_step"] + 10, process)
     cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8)
     third = wait_for_attempt(folder, 2, process)
     assert third["world_size"] == 2
-    wait_for_step(folder, third["resumed_from_step"] + 6)
+    wait_for_step(folder, third["resumed_from_step"] + 6, process)
     (folder / STOP_NAME).touch()
     told, _ = process.communicate(timeout=300)
     assert process.returncode == 3, told
@@ -76,7 +76,7 @@ def test_a_node_that_is_about_to_be_taken_away(setting, cluster, tmp_path):
     changes = {"output_dir": folder, "scaling.cpus_per_worker": 2, "steps": 100_000, "save_freq": 100_000}
     process = started(flags(setting, "drained", **changes), address=cluster.address)
     wait_for_attempt(folder, 0, process)
-    wait_for_step(folder, 10)
+    wait_for_step(folder, 10, process)
     cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8)
     notice = ["--reason-message=spot", "--reason=DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds=20"]
     command = [Path(sys.executable).with_name("ray"), "drain-node", f"--address={cluster.address}"]
@@ -88,7 +88,7 @@ def test_a_node_that_is_about_to_be_taken_away(setting, cluster, tmp_path):
     second = wait_for_attempt(folder, 1, process)
     assert second["world_size"] == 2 and second["resumed_from_step"] >= 10  # no other checkpoint was due
     cluster.remove_node(node, allow_graceful=False)
-    wait_for_step(folder, second["resumed_from_step"] + 6)
+    wait_for_step(folder, second["resumed_from_step"] + 6, process)
     (folder / STOP_NAME).touch()
     told, _ = process.communicate(timeout=300)
     assert process.returncode == 3, told

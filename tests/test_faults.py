@@ -222,7 +222,7 @@ def test_an_error_that_would_come_again_ends_the_run(setting, undisturbed, capsy
     started = time.monotonic()
     assert run_with(flags(setting, "bad_input", **allowed), Fault("bad_input", step=6)) == 1
     assert time.monotonic() - started < 200
-    assert capsys.readouterr().err.endswith("error: planted: this row is bad\n")
+    assert "\nerror: planted: this row is bad\n" in capsys.readouterr().err
     assert resumed_from(setting[0] / "bad_input") == [0]
 
     bugs = [Fault("bug", step=6, attempt=attempt) for attempt in range(4)]
@@ -318,9 +318,10 @@ def started(argv, *faults, address=None, **environment):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def wait_for_step(folder, step):
+def wait_for_step(folder, step, process):
     path = folder / "metrics.jsonl"
     while not (path.exists() and f'"step": {step},' in path.read_text()):
+        assert process.poll() is None, process.communicate()
         time.sleep(0.05)
 
 
@@ -328,7 +329,7 @@ def test_a_signal_takes_a_checkpoint_and_ends_the_run(setting, undisturbed):
     folder = setting[0] / "signalled"
     changes = {"steps": 2000, "save_freq": 1000}  # it would not be done by itself
     process = started(flags(setting, "signalled", **changes))
-    wait_for_step(folder, 5)
+    wait_for_step(folder, 5, process)
     process.send_signal(signal.SIGTERM)
     told, _ = process.communicate(timeout=200)
     assert process.returncode == 3, told

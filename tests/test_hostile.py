@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from lerobot_datasource import LeRobotDatasource
 from lerobot_metadata import load_metadata
 from lerobot_plan import Episodes, StreamPlan
-from lerobot_rows import Reader, read_slices
+from lerobot_rows import Reader, read_rows
 from tests.datasets import make_dataset
 
 LENGTHS = (6, 4, 9)
@@ -39,8 +39,8 @@ def root(original, tmp_path):
 
 def read_all(root):
     source = LeRobotDatasource([load_metadata(root)])
-    slices = [(s, source._parts(s)) for s in source.plan.slices(0, sum(LENGTHS))]
-    return list(read_slices([Reader.of(m) for m in source.metas], slices, 0, source._options(64)))
+    read = source._read(list(source.plan.slices(0, sum(LENGTHS))))
+    return list(read_rows([Reader.of(m) for m in source.metas], read, 0, source._options(64)))
 
 
 # ---- videos --------------------------------------------------------------------------------------------------------

@@ -2,17 +2,21 @@
 
 import json
 import shutil
+import time
 from collections import Counter
+from dataclasses import replace
 
+import cloudpickle
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import lerobot_decode
-from lerobot_datasource import LeRobotDatasource, read_lerobot
+import lerobot_rows
+from lerobot_datasource import LeRobotDatasource, read_lerobot, reads_per_task
 from lerobot_metadata import load_metadata
-from lerobot_rows import Reader, ReadOptions, read_slices
+from lerobot_rows import Reader, ReadOptions, read_rows
 from tests.datasets import make_dataset
 
 TOP, WRIST, STILL = "observation.images.top", "observation.images.wrist", "observation.images.still"
@@ -190,9 +194,9 @@ def test_a_stream_over_epochs_and_executions_keeps_its_order(ray_cluster, roots)
 def read_directly(source, columns=None, limit=None):
     """A source's rows without Ray."""
     last = source.plan.rows_per_epoch if limit is None else limit
-    slices = [(s, source._parts(s)) for s in source.plan.slices(0, last)]
+    read = source._read(list(source.plan.slices(0, last)))
     options = ReadOptions(columns or source.columns(), source._delta_indices, 1e-4, 16, 1)
-    return list(read_slices([Reader.of(m) for m in source.metas], slices, 0, options))
+    return list(read_rows([Reader.of(m) for m in source.metas], read, 0, options))
 
 
 @pytest.fixture
@@ -278,15 +282,115 @@ def test_cameras_of_different_sizes_can_be_read_together_when_fitted(roots, tmp_
     assert set(rows["dataset_index"]) == {0, 1} and rows[TOP].shape == (16, 32, 32, 3)
 
 
-def test_a_read_task_ships_only_its_own_episodes(tmp_path, roots):
-    import pickle
+def test_memory_is_used_again_once_nobody_looks_at_it():
+    from lerobot_rows import _array, _to_table
 
-    from lerobot_datasource import _ReadSlices
+    def address(array):
+        return array.__array_interface__["data"][0]
 
-    source = LeRobotDatasource([load_metadata(roots["rollover"])], shuffle_seed=0)
-    slices = [(s, source._parts(s)) for s in source.plan.slices(0, 54)]
-    options = ReadOptions(source.columns(), source._delta_indices, 1e-4, 16, 1)
-    assert len(pickle.dumps(_ReadSlices(None, slices, 0, options))) < 100_000
+    lerobot_rows._unused.clear()
+    first = _array((4, 2**20), np.dtype(np.uint8))
+    first[:] = 1
+    where, row = address(first), first[2]
+    table = _to_table({"a": first}, ["a"], 1, 3).slice(1)  # what Ray Data, or who reads, still holds
+    del first
+    second = _array((4, 2**20), np.dtype(np.uint8))
+    second[:] = 2
+    assert address(second) != where
+    at_second = address(second)
+    assert (row == 1).all() and np.all(lerobot_rows.column_to_numpy(table.column("a")) == 1)
+    del second, row
+    assert len(lerobot_rows._unused) == 1
+    del table
+    third = _array((2**20,), np.dtype(np.float32))
+    fourth = _array((3, 2**20), np.dtype(np.uint8))
+    assert {address(third), address(fourth)} == {where, at_second} and not lerobot_rows._unused
+    fifth = _array((2, 2**20), np.dtype(np.uint8))
+    del third, fourth, fifth
+    assert len(lerobot_rows._unused) == 3
+    larger = _array((5, 2**20), np.dtype(np.uint8))  # nothing kept is large enough, so nothing is worth keeping
+    assert larger.shape == (5, 2**20) and not lerobot_rows._unused
+
+
+@pytest.mark.parametrize("window", [16, 40, 512])
+def test_tasks_decode_in_turns_of_whole_windows(roots, monkeypatch, window):
+    """In several turns per task: the rows of one, in its order, and no window split between two."""
+    monkeypatch.setattr("ray.put", lambda value: value)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1, "object_store_memory": 1e9})
+    source = LeRobotDatasource(
+        [load_metadata(roots["rollover"])],
+        shuffle_seed=0,
+        shuffle_window=window,
+        stream=(0, 8 * 54),
+        camera_keys=[WRIST],
+    )
+    tasks = source.get_read_tasks(1)
+    reads = [read for task in tasks for read in task.read_fn.reads]
+    assert len(tasks) < len(reads) or window == 512
+    assert window == 512 or max(map(len, reads)) <= source.plan.window_rows
+    (whole,) = source.read_rows(range(8 * 54), 8 * 54)
+    position = 0
+    for task in tasks:
+        for table in task():
+            rows = {key: lerobot_rows.column_to_numpy(table.column(key)) for key in ("position", "index", WRIST)}
+            for key, values in rows.items():
+                if key != "position":  # `read_rows` does not know it
+                    np.testing.assert_array_equal(values, whole[key][position : position + len(values)], err_msg=key)
+            np.testing.assert_array_equal(rows["position"], np.arange(position, position + len(rows["position"])))
+            position += len(rows["position"])
+    assert position == 8 * 54
+
+
+@pytest.mark.parametrize("size", [(240, 320), (720, 1280), (2160, 3840)])
+def test_blocks_and_reads_are_bounded_in_bytes(roots, size):
+    """Not in rows: cameras of 720p must not blow up the object store."""
+    meta = load_metadata(roots["rollover"])
+    features = {k: replace(f, shape=(*size, 3)) if k in meta.camera_keys else f for k, f in meta.features.items()}
+    source = LeRobotDatasource([replace(meta, features=features)], shuffle_seed=0)
+    assert source.row_bytes() > 2 * size[0] * size[1] * 3
+    assert source.row_bytes() <= source.block_rows * source.row_bytes() <= max(32 * 2**20, source.row_bytes())
+    assert source.plan.window_rows * source.row_bytes() <= max(192 * 2**20, source.row_bytes())
+    assert source.plan.window_rows % source.block_rows == 0
+    assert source.block_rows > 1 or size == (2160, 3840)
+
+
+def test_how_many_windows_a_task_decodes():
+    store = {"object_store_memory": 64e9}
+    assert reads_per_task(1000, 200e6, {"CPU": 16, **store}) == 4
+    assert reads_per_task(60, 200e6, {"CPU": 16, **store}) == 1  # every CPU has several tasks
+    assert reads_per_task(1000, 200e6, {"CPU": 50, **store}) == 2  # the object store holds what waits for its turn
+    assert reads_per_task(1000, 200e6, {}) == 1
+
+
+def grown(meta, episodes, rows=300):
+    """The metadata of a dataset of many more episodes, with the same files."""
+    columns = {"episode_data_file", "episode_data_row", "episode_video_file", "episode_video_start_s"}
+    values = {name: getattr(meta, name) for name in columns}
+    return replace(
+        meta,
+        episode_index=np.arange(episodes),
+        episode_length=np.full(episodes, rows),
+        episode_start=np.arange(episodes) * rows,
+        **{
+            k: {key: np.resize(a, episodes) for key, a in v.items()} if isinstance(v, dict) else np.resize(v, episodes)
+            for k, v in values.items()
+        },
+    )
+
+
+def test_planning_is_quick_and_a_read_task_ships_only_its_own_episodes(roots, monkeypatch):
+    """100 000 episodes, 30 million rows: the first of its executions of 2 million rows each."""
+    monkeypatch.setattr("ray.put", lambda value: value)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 64, "object_store_memory": 64e9})
+    meta, took_s = load_metadata(roots["rollover"]), {}
+    for episodes in (10_000, 100_000):
+        start = time.process_time()
+        source = LeRobotDatasource([grown(meta, episodes)], shuffle_seed=0, stream=(0, episodes * 300))
+        tasks = source.get_read_tasks(1)
+        took_s[episodes] = time.process_time() - start
+        assert sum(task.metadata.num_rows for task in tasks) == np.diff(source.execution(0)) > 2_000_000
+        assert max(len(cloudpickle.dumps(task.read_fn)) for task in tasks[::50]) < 100_000
+    assert took_s[100_000] < min(2, 15 * took_s[10_000]), took_s
 
 
 DEPTHS = {  # camera: how it is stored, and as what it was recorded

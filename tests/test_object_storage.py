@@ -27,7 +27,7 @@ import vla
 from config import parse_args
 from lerobot_datasource import LeRobotDatasource, read_lerobot
 from lerobot_metadata import load_metadata
-from lerobot_rows import Reader, column_to_numpy, read_slices
+from lerobot_rows import Reader, column_to_numpy, read_rows
 from run_plan import resolve
 from storage import StorageError, StoragePolicy
 from tests import clusters
@@ -143,8 +143,8 @@ def read_directly(source):
     """A source's tables without Ray, as its read tasks read them."""
     for meta in source.metas:
         meta.fs.invalidate_cache()
-    slices = [(s, source._parts(s)) for s in source.plan.slices(0, source.plan.rows_per_epoch)]
-    return list(read_slices([Reader.of(m) for m in source.metas], slices, 0, source._options(16)))
+    read = source._read(list(source.plan.slices(0, source.plan.rows_per_epoch)))
+    return list(read_rows([Reader.of(m) for m in source.metas], read, 0, source._options(16)))
 
 
 def assert_lerobots_rows(rows, local, windows):

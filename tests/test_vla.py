@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -22,14 +23,14 @@ from tests import planted
 from tests.datasets import make_dataset
 from tests.planted import Fault
 
-STEPS, GLOBAL_BATCH = 4, 8
+STEPS, GLOBAL_BATCH = 4, 8  # all of 30 frames, and two once more
 
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
     """A dataset and a tiny base policy for it."""
     folder = tmp_path_factory.mktemp("vla")
-    root = make_dataset(folder / "dataset", episodes=(12, 7, 15, 1, 10, 9))
+    root = make_dataset(folder / "dataset", episodes=(6, 5, 9, 1, 5, 4))
     meta = load_metadata(root)
     base = tiny_pi05.make_tiny_base(
         folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10, chunk_size=8
@@ -186,9 +187,9 @@ def test_four_steps_equal_two_and_a_resume_and_two_bit_for_bit(setting, finished
     metrics = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(metrics[:3]))
 
-    kill = partial(planted.loop, faults=(Fault("kill", step=3, attempt=1),))
+    with_a_kill = partial(planted.make_trainer, faults=(Fault("kill", step=3, attempt=1),))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vla, "make_trainer", partial(vla.make_trainer, loop=kill))
+        patch.setattr(vla, "make_trainer", with_a_kill)
         assert vla.main([f"--output_dir={folder}", "--resume", "--scaling.max_failures=1"]) == 0
     assert [line["resumed_from_step"] for line in attempts(folder)] == [0, 2, 2]
     assert check_rows.main([str(folder)]) == 0
@@ -244,13 +245,44 @@ def test_the_runs_folder_holds_what_is_promised(setting, finished):
         assert line["mfu"] is None and line["spilled_bytes"] == 0  # a CPU has no peak rate here, and nothing spills
     tokens = resolve(parse_args(flags(setting, "unused")), gpus_found=0).tokens_per_sample
     assert [line["tokens"] for line in lines] == [8 * tokens, 16 * tokens, 24 * tokens, 32 * tokens]
-    assert lines[-1]["samples"] == 32 and lines[-1]["epoch"] == pytest.approx(32 / 54, abs=1e-3)
+    assert lines[-1]["samples"] == 32 and lines[-1]["epoch"] == pytest.approx(32 / 30, abs=1e-3)
     config = json.loads((finished / "config.json").read_text())
     assert config["policy_path"] == str(setting[2]) and config["steps"] == STEPS
     assert not list(finished.rglob("*.p*kl")) and not list(finished.rglob("*.pt")) and not list(finished.rglob("*.bin"))
     checkpoint = finished / "checkpoints" / "step_00000004"
     trainable = load_file(checkpoint / "trainable.safetensors")
     assert 0 < len(trainable) < len(weights(finished))
+
+
+@pytest.mark.ray
+@pytest.mark.slow  # another worker group
+def test_a_mixture_of_cameras_of_different_sizes_trains_each_row_as_often_as_due(setting, ray_cluster, capsys):
+    """Two epochs of 74 rows: a third of them from the dataset of 54 rows, the rest from that of 20, again and again."""
+    folder, first, _ = setting
+    cameras = {"observation.images.top": (64, 64), "observation.images.wrist": (32, 96)}
+    second = make_dataset(folder / "second", episodes=(12, 8), cameras=cameras, seed=1)
+    changes = {
+        "dataset.root": "null",
+        "dataset.mixture": json.dumps({str(first): 1, str(second): 2}),
+        "dataset.image_size": "[56,56]",
+        "run.record_rows": "true",
+        "steps": 19,
+        "save_freq": 19,
+    }
+    assert vla.main(flags(setting, "mixed", **changes)) == 0
+    output = folder / "mixed"
+    assert len(losses(output)) == 19 and np.isfinite(losses(output)).all()
+    recorded = list(recorded_rows(output))
+    rows = [(dataset, index) for line in recorded for dataset, index in line["rows"]]
+    assert len(rows) == 19 * GLOBAL_BATCH
+    of_epoch = Counter(line["epoch"] for line in recorded for _ in line["rows"])
+    assert of_epoch[0] == of_epoch[1] == 74
+    for epoch in (0, 1):
+        found = Counter(dataset for line in recorded if line["epoch"] == epoch for dataset, _ in line["rows"])
+        assert found == {0: 25, 1: 49}
+    capsys.readouterr()
+    assert check_rows.main([str(output)]) == 0
+    assert "epoch 1: 74 of 74 rows trained, as often as due" in capsys.readouterr().out
 
 
 @pytest.mark.ray

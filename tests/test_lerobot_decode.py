@@ -1,0 +1,87 @@
+"""`VideoReader` against LeRobot's pyav backend, frame by frame: whatever the codec, its key frames, the timestamps."""
+
+import av
+import numpy as np
+import pytest
+
+from lerobot_decode import VideoReader
+from tests.datasets import draw_frame, read_frame_number
+
+FRAMES, FPS, SIZE = 60, 30, (48, 64)
+B_FRAMES = {"g": "12", "bf": "3"}
+CODECS = {
+    "av1": ("libsvtav1", {"g": "2", "svtav1-params": "lp=1"}),
+    "av1, few key frames": ("libsvtav1", {"g": "30", "svtav1-params": "lp=1"}),
+    "h264, B-frames": ("libx264", B_FRAMES),
+    "h264, open groups": ("libx264", {**B_FRAMES, "x264-params": "open-gop=1:scenecut=0"}),
+    "hevc, B-frames": ("libx265", {"g": "12", "x265-params": "open-gop=0:log-level=none"}),
+}
+
+
+@pytest.fixture(scope="module", params=CODECS)
+def video(request, tmp_path_factory):
+    codec, options = CODECS[request.param]
+    path = str(tmp_path_factory.mktemp("video") / "file.mp4")
+    with av.open(path, "w") as container:
+        stream = container.add_stream(codec, rate=FPS, options=options)
+        stream.height, stream.width, stream.pix_fmt = *SIZE, "yuv420p"
+        for i in range(FRAMES):
+            frame = av.VideoFrame.from_ndarray(draw_frame(i, SIZE), format="rgb24")
+            frame.pts = i
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def read(path, timestamps_s, tolerance_s=1e-4):
+    """The frames, and how many were decoded for them."""
+    pixels = {}
+    size = {"height": SIZE[0], "width": SIZE[1], "fps": FPS}
+    with VideoReader(path, name="a video", tolerance_s=tolerance_s, threads=1, **size) as reader:
+        reader.read(np.asarray(timestamps_s), lambda i, frame: pixels.update({i: frame.copy()}))
+        return [pixels[i] for i in range(len(timestamps_s))], reader.frames_decoded
+
+
+@pytest.mark.parametrize(("noise_s", "tolerance_s"), [(0, 1e-4), (0.012, 0.02), (0.016, 0.2)])
+def test_frames_are_lerobots(video, noise_s, tolerance_s):
+    """Also when timestamps are off and a tolerance of several frames allows it: the nearest frame, not the first."""
+    from lerobot.datasets.video_utils import FrameTimestampError, decode_video_frames_pyav
+
+    compared = 0
+    for trial in range(12):
+        rng = np.random.default_rng(trial)
+        number = np.sort(rng.choice(FRAMES, size=rng.integers(1, 8), replace=False))
+        timestamps_s = np.clip(number / FPS + rng.uniform(-noise_s, noise_s, len(number)), 0, (FRAMES - 1) / FPS)
+        frames, _ = read(video, timestamps_s, tolerance_s)
+        assert [read_frame_number(frame) for frame in frames] == number.tolist()
+        for frame, timestamp_s in zip(frames, timestamps_s, strict=True):
+            try:
+                theirs = decode_video_frames_pyav(video, [float(timestamp_s)], tolerance_s, return_uint8=True)[0]
+            except FrameTimestampError:
+                continue  # LeRobot 0.6.1 does not look before the key frame of an open group
+            theirs = np.moveaxis(theirs.numpy(), 0, -1)
+            # ... and with a tolerance takes a later frame for it.
+            if read_frame_number(theirs) == read_frame_number(frame):
+                np.testing.assert_array_equal(frame, theirs)
+                compared += 1
+    assert compared > 40
+
+
+def test_no_frame_is_decoded_for_nothing(video):
+    """A frame costs the way from its key frame, a run of frames nothing more."""
+    key_frames = []
+    with av.open(video) as container:
+        key_frames = [packet.pts for packet in container.demux(video=0) if packet.is_keyframe]
+        step = container.streams.video[0].duration // FRAMES
+    starts = np.array(key_frames) // step
+    for number in (*starts, *starts[1:] + 1):
+        _, decoded = read(video, np.arange(number, min(number + 5, FRAMES)) / FPS)
+        before = number - starts[starts <= number].max()
+        assert decoded <= before + 5
+
+
+def test_frames_that_are_not_there(video):
+    with pytest.raises(ValueError, match=r"no frame at 0\.5150 s; the nearest is at 0\.5\d+ s, farther than the toler"):
+        read(video, [0.515])
+    with pytest.raises(ValueError, match=r"no frame at 2\.5000 s; the video ends at 1\.9667 s"):
+        read(video, [0.5, 2.5])
