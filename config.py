@@ -6,11 +6,13 @@ is under `--scaling.*`, what is ours under `--train.*`. A preset is a set of fla
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,6 +26,8 @@ Attention = Literal["eager", "sdpa"]
 Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 PRECISIONS = ("auto", "fp32", "bf16")
+# What NumPy's seeds are bounded by; those of torch and Python take more.
+MAX_SEED = 2**32 - 1
 CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
 
 # Object stores: time for one request with its retries. Long enough to sit out an overload or a restart of the store
@@ -207,7 +211,8 @@ class Config:
 
     @property
     def roots(self) -> list[str]:
-        return list(self.dataset.mixture) or [part for part in (self.dataset.root or "").split(",") if part]
+        listed = [part.strip() for part in (self.dataset.root or "").split(",")]
+        return list(self.dataset.mixture) or [root for root in listed if root]
 
     @property
     def hub_repo_id(self) -> str | None:
@@ -240,6 +245,9 @@ class Config:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+
+# Nested options, by the word before their flags' dot.
+GROUPS = {"dataset": DatasetOptions, "train": TrainOptions, "scaling": ScalingOptions, "run": RunOptions}
 
 # What each preset sets; any flag overrides. The GPU ones are sized by what --dry_run says of PI0.5's memory with 3
 # cameras: a micro-batch that fits with some GiB to spare first, then accumulation for a global batch near 64.
@@ -284,8 +292,10 @@ def parse_args(argv: Sequence[str]) -> Config:
         # What the run was started with stands; only flags given now change it.
         config_path, preset = str(_saved_config(names)), None
     defaults = dict(PRESETS.get(preset or "", {}))
-    if "num_epochs" in names:
-        defaults.pop("steps", None)
+    # Two ways to say how long, of which the user's own replaces the other.
+    for chosen, other in (("steps", "num_epochs"), ("num_epochs", "steps")):
+        if chosen in names and other not in names:
+            defaults[other] = "null"
     flags = [*defaults.items(), *given]
     flags = [pair for name, value in flags for pair in _workers(name, value)]
     flags = [(HUB_FLAGS.get(name, name), value) for name, value in flags]
@@ -295,10 +305,11 @@ def parse_args(argv: Sequence[str]) -> Config:
         with draccus.config_type("json"):
             config = draccus.parse(Config, config_path=config_path, args=rest)
     except (draccus.utils.DraccusException, json.JSONDecodeError, OSError) as error:
+        told = " ".join(str(error).split())
         hint = """; lists and maps are written as JSON: --dataset.camera_keys='["observation.images.top"]'"""
         raise ValueError(
-            f"command line{f' or {config_path}' if config_path else ''}: {str(error).strip()}"
-            + (hint if any(value[:1] in ("[", "{") for _, value in given) else "")
+            f"command line{f' or {config_path}' if config_path else ''}: {told}"
+            + (hint if re.search(r"\b(list|dict)\[", told) else "")
         ) from error
     config.policy_path = policy.pop("path", config.policy_path)
     config.policy_type = policy.pop("type", config.policy_type)
@@ -353,6 +364,8 @@ def validate(config: Config) -> None:
     for name, (found, known) in choices.items():
         if found not in known:
             raise ValueError(f"--{name}={found}: expected one of {', '.join(known)}")
+    if not 0 <= config.seed <= MAX_SEED:
+        raise ValueError(f"--seed={config.seed}: must be between 0 and {MAX_SEED}")
     for name, share in {"warmup_frac": config.warmup_frac, "final_lr_frac": config.final_lr_frac}.items():
         if not 0 <= share <= 1:
             raise ValueError(f"--{name}={share}: must be between 0 and 1")
@@ -373,6 +386,8 @@ def validate(config: Config) -> None:
             raise ValueError(f"--dataset.mixture: the weight of {root} is {weight}; must be positive, or leave it out")
     if sum(map(bool, (d.root, d.repo_id, d.mixture))) > 1:
         raise ValueError("--dataset.root, --dataset.repo_id and --dataset.mixture: give one of them")
+    if d.revision is not None and d.repo_id is None:
+        raise ValueError(f"--dataset.revision={d.revision} is of a dataset on the Hub: give --dataset.repo_id with it")
     if not demo and not (d.root or d.repo_id or d.mixture):
         raise ValueError("which data? give --dataset.root PATH_OR_URI or --dataset.repo_id ID, or use --preset demo")
     if config.policy_path and config.policy_type:
@@ -413,31 +428,35 @@ def validate(config: Config) -> None:
 
 
 def _normalise(argv: Sequence[str]) -> list[tuple[str, str]]:
-    """`--a b`, `--a=b` and a bare `--a` (true) to pairs."""
-    pairs: list[tuple[str, str]] = []
-    waiting: str | None = None
+    """`--a b`, `--a=b` and a bare `--a` (true, of options that are true or false) to pairs."""
+    given: list[tuple[str, str | None]] = []
     for arg in argv:
         if arg.startswith("--"):
-            if waiting is not None:
-                pairs.append((waiting, "true"))
-            name, equals, value = arg[2:].partition("=")
-            waiting = None if equals else name
-            if equals:
-                pairs.append((name, value))
-        elif waiting is not None:
-            pairs.append((waiting, arg))
-            waiting = None
+            name, equals, text = arg[2:].partition("=")
+            given.append((name, text if equals else None))
+        elif given and given[-1][1] is None:
+            given[-1] = given[-1][0], arg
         else:
             raise ValueError(f"command line: {arg!r} belongs to no flag; flags look like --batch_size 8")
-    if waiting is not None:
-        pairs.append((waiting, "true"))
-    known = set(flag_names())
-    for name, _ in pairs:
-        if name not in known and not name.startswith("policy."):
-            close = [k for k in known if k.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
-            hint = f"; did you mean --{close[0]}?" if close else "; --help lists them"
-            raise ValueError(f"command line: unknown flag --{name}{hint}")
+    flags = flag_names()
+    pairs = []
+    for name, value in given:
+        if name not in flags and not name.startswith("policy."):
+            known = [*flags, "policy.path", "policy.type", *HUB_FLAGS]
+            raise ValueError(f"command line: unknown flag --{name}{_meant(name, known)}")
+        if value is None and not flags.get(name, True):
+            raise ValueError(f"command line: --{name} needs a value")
+        pairs.append((name, "true" if value is None else value))
     return pairs
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """Which flag a wrong one may stand for: the same in another group, or one that is spelt alike."""
+    last = {flag: flag.rpartition(".")[2] for flag in known}
+    close = [flag for flag in known if last[flag] == name.rpartition(".")[2]]
+    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    close = close or [flag for flag in known if difflib.get_close_matches(name, [last[flag]], cutoff=0.75)]
+    return f"; did you mean --{close[0]}?" if close else "; --help lists them"
 
 
 def _workers(name: str, value: str) -> list[tuple[str, str]]:
@@ -448,17 +467,15 @@ def _workers(name: str, value: str) -> list[tuple[str, str]]:
     return [("scaling.num_workers", most), ("scaling.min_workers", least if comma else "null")]
 
 
-def flag_names() -> list[str]:
-    """All flags but the policy's own."""
-    names = []
-    for key, value in asdict(Config()).items():
-        if key.startswith("policy_"):
-            continue
-        if key in ("dataset", "train", "scaling", "run"):
-            names += [f"{key}.{inner}" for inner in value]
-        else:
-            names.append(key)
-    return [*names, "config_path"]
+def flag_names() -> dict[str, bool]:
+    """All flags but the policy's own, and whether they are true or false."""
+    flags = {"config_path": False}
+    for option in fields(Config):
+        if option.name in GROUPS:
+            flags |= {f"{option.name}.{f.name}": "bool" in str(f.type) for f in fields(GROUPS[option.name])}
+        elif not option.name.startswith("policy_"):
+            flags[option.name] = "bool" in str(option.type)
+    return flags
 
 
 def _saved_config(names: Mapping[str, str]) -> Path:
@@ -466,7 +483,7 @@ def _saved_config(names: Mapping[str, str]) -> Path:
     folder = names.get("output_dir") or PRESETS.get(names.get("preset", ""), {}).get("output_dir")
     if folder is None:
         raise ValueError("--resume: say which run, --output_dir FOLDER")
-    path = Path(folder) / CONFIG_NAME
+    path = Path(folder).expanduser() / CONFIG_NAME
     if not path.is_file():
         raise FileNotFoundError(
             f"--resume: {path} does not exist, so {folder} holds no run; start one without --resume"

@@ -14,6 +14,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -27,6 +28,8 @@ from safe_parquet import open_parquet
 Stats = dict[str, dict[str, np.ndarray]]
 
 STATISTICS = ("min", "max", "mean", "std", "count", "q01", "q10", "q50", "q90", "q99")
+# Pairs of them that a value is normalised between.
+RANGES = (("min", "max"), ("q01", "q99"), ("q10", "q90"))
 _CACHE_FORMAT = 1
 _logger = logging.getLogger(__name__)
 
@@ -73,10 +76,27 @@ def complete_stats(
         computed = _cached_stats(meta, sorted(missing), chosen, cache_dir)
         for key, names in missing.items():
             stats.setdefault(key, {}).update({name: computed[key][name] for name in names})
-    for key, wanted in required.items():
-        for name in sorted(wanted):
-            _check_values(meta, key, name, stats[key][name])
+    check_stats(replace(meta, stats=stats), required)
     return stats, sorted(f"{key}/{name}" for key, names in missing.items() for name in names)
+
+
+def check_stats(meta: DatasetMetadata, required: Mapping[str, set[str]]) -> None:
+    """Check those of the required statistics that the dataset has; LeRobot would normalise with them as they are.
+
+    Raises:
+        ValueError: a statistic that is not finite or of another shape than its feature, or a lower end of a range that
+            lies above the upper one.
+    """
+    for key, wanted in required.items():
+        found = {name: meta.stats[key][name] for name in sorted(wanted & meta.stats.get(key, {}).keys())}
+        for name, value in found.items():
+            _check_values(meta, key, name, value)
+        for low, high in RANGES:
+            if low in found and high in found and (found[low] > found[high]).any():
+                raise ValueError(
+                    f"dataset {meta.root}: {low} of {key!r} is above {high}: {found[low].tolist()!s:.200} and "
+                    f"{found[high].tolist()!s:.200}; remove {key!r} from meta/stats.json to have it computed again"
+                )
 
 
 def file_episode_stats(

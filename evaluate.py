@@ -23,6 +23,7 @@ from lerobot_datasource import LeRobotDatasource
 from policy import load_policy
 from processors import make_processors, to_float
 from run_plan import Run
+from tracking import EVALUATION_NAME
 
 # Held-out frames that a run ends with predicting, evenly spaced, and how many at once.
 EVAL_FRAMES, EVAL_BATCH = 192, 32
@@ -68,7 +69,7 @@ def open_loop_errors(
         preprocessor, postprocessor: the policy's own, whole (LeRobot's pipelines, `processors.make_processors`).
         batches: columns of N frame rows (DESIGN.md): cameras uint8 (N, H, W, 3), `observation.state` (N, S), `action`
             (N, T, A), `action_is_pad` bool (N, T), `task` (N,) strings; bookkeeping columns are ignored.
-        mean_action: (A,), predicted by the constant policy: the training episodes' mean.
+        mean_action: (A,), predicted by the constant policy: the mean of the dataset's statistics.
         other_instruction: what to say instead of each instruction (`other_instructions`); None or empty: not tried.
         seed: of the noise.
         num_steps: of the denoising, for policies that denoise; None is the policy's own.
@@ -282,5 +283,5 @@ def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
         pre, post = make_processors(run.policy_folder, config, run.stats, run.config.rename_map)
         options["other_instruction"] = None
         errors["untrained"] = open_loop_errors(untrained, pre, post, batches, **options)
-    write_json(run.output_dir / "evaluation.json", errors)
+    write_json(run.output_dir / EVALUATION_NAME, errors)
     return errors

@@ -247,7 +247,8 @@ def _explaining_errors(repo_id: str, revision: str | None, repo_type: str, *, ca
             raise ValueError(f"{who}: the Hub refused access ({status}); {login}") from error
         raise OSError(f"{who}: the Hub answered with an error ({status}); try again later") from error
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx.TransportError) as error:
-        lacking = f", and the cache does not hold revision {revision!r}" if cached else ""
+        wanted = f"revision {revision!r}" if revision else "it"
+        lacking = f", and the cache does not hold {wanted}" if cached else ""
         instead = ", or download it elsewhere and give the folder" if cached else ""
         raise OSError(
             f"{who}: the Hub cannot be reached{lacking}; check the network and HF_HUB_OFFLINE{instead}"

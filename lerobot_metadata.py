@@ -1,8 +1,8 @@
 """What a LeRobot v3 dataset says about itself: features, tasks, statistics, which file holds which episode.
 
-Nothing here decodes a frame or starts Ray. A dataset's files are data, never trusted: path templates are
-parsed and not `.format`-ted, paths stay inside the root, parquet is opened by `safe_parquet`, and every
-number is checked before it is used. Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`.
+Nothing here decodes a frame or starts Ray. A dataset's files are data, never trusted: paths are those that
+`lerobot_paths` allows, parquet is opened by `safe_parquet`, and every number is checked before it is used.
+Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import contextlib
 import glob
 import json
 import math
-import os
 import re
-import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,17 +25,13 @@ from fsspec.implementations.local import LocalFileSystem
 
 from config import FIRST_ANSWER_TIMEOUT_S
 from hub import download_snapshot, resolve_commit
+from lerobot_paths import INFO_PATH, MAX_INDEX, assign_files, check_inside, first_row_in_file
 from safe_parquet import open_parquet
 from storage import RemoteFileSystem, StorageError, StoragePolicy, connect, naming_file
 
-INFO_PATH = "meta/info.json"
 STATS_PATH = "meta/stats.json"
 TASKS_PATH = "meta/tasks.parquet"
 EPISODES_DIR = "meta/episodes"
-# LeRobot's values for an info.json that does not state them.
-DEFAULT_DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-DEFAULT_VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
-DEFAULT_CHUNKS_SIZE = 1000
 
 # LeRobot's writer adds these to every dataset; without them rows cannot be placed.
 FRAME_FEATURES = ("timestamp", "frame_index", "episode_index", "index", "task_index")
@@ -50,8 +44,6 @@ DTYPES = CAMERA_DTYPES + NUMERIC_DTYPES + ("string", "language")
 _MAX_DIMENSION = 100_000
 _MAX_VALUES = 2**30
 _MAX_FPS = 100_000
-_MAX_INDEX = 10**9  # file and chunk indices, and therefore the widest number in a path
-_PATH_FIELDS = {"chunk_index", "file_index", "episode_index", "episode_chunk"}
 
 
 @dataclass(frozen=True)
@@ -172,12 +164,10 @@ def load_metadata(
         num_episodes, length = episodes.num_rows, episodes["length"].to_numpy()
 
         episode_tasks = _episode_tasks(episodes["tasks"], set(tasks.values()))
-        data_files, data_file = _assign_files(info, "data_path", DEFAULT_DATA_PATH, episodes, "data")
+        data_files, data_file = assign_files(info, episodes)
         video_files, video_file, video_start_s = {}, {}, {}
         for key in video_keys:
-            video_files[key], video_file[key] = _assign_files(
-                info, "video_path", DEFAULT_VIDEO_PATH, episodes, f"videos/{key}", video_key=key
-            )
+            video_files[key], video_file[key] = assign_files(info, episodes, key)
             video_start_s[key] = episodes[f"videos/{key}/from_timestamp"].to_numpy()
         all_video_files = [path for key in video_keys for path in video_files[key]]
         if len(set(all_video_files)) != len(all_video_files):
@@ -185,7 +175,7 @@ def load_metadata(
                 f"{INFO_PATH}: video_path {info.get('video_path')!r} gives two cameras the same file; "
                 "it must hold {video_key}"
             )
-        _check_inside(fs, base, [*data_files, *all_video_files])
+        check_inside(fs, base, [*data_files, *all_video_files])
 
     return DatasetMetadata(
         root=root,
@@ -203,7 +193,7 @@ def load_metadata(
         episode_tasks=episode_tasks,
         data_files=data_files,
         episode_data_file=data_file,
-        episode_data_row=_first_row_in_file(data_file, length),
+        episode_data_row=first_row_in_file(data_file, length),
         video_files=video_files,
         episode_video_file=video_file,
         episode_video_start_s=video_start_s,
@@ -389,7 +379,7 @@ def _shorten(items: Sequence[Any], limit: int = 10) -> str:
 
 
 def _read_json(fs: fsspec.AbstractFileSystem, base: str, path: str) -> dict[str, Any]:
-    _check_inside(fs, base, [path])
+    check_inside(fs, base, [path])
     try:
         with naming_file(path):
             value = json.loads(fs.cat_file(f"{base}/{path}"))
@@ -512,7 +502,7 @@ def _parse_stats(raw: dict[str, Any]) -> dict[str, dict[str, np.ndarray]]:
 
 
 def _read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
-    _check_inside(fs, base, [TASKS_PATH])
+    check_inside(fs, base, [TASKS_PATH])
     with open_parquet(fs, f"{base}/{TASKS_PATH}", name=TASKS_PATH) as file:
         table = file.read()
     # pandas writes the texts as an index with or without a name, other writers as a plain column.
@@ -549,7 +539,7 @@ def _read_episodes(fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any
     paths = [path[len(base) + 1 :] for path in found]
     if not paths:
         raise FileNotFoundError(f"{EPISODES_DIR}/chunk-*/file-*.parquet is missing; copy the dataset again")
-    _check_inside(fs, base, paths)
+    check_inside(fs, base, paths)
     parts = []
     for path in paths:
         with open_parquet(fs, f"{base}/{path}", name=path) as file:
@@ -557,7 +547,7 @@ def _read_episodes(fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any
             if missing:
                 raise ValueError(f"{path}: lacks the columns {_shorten(missing)}")
             part = file.read(columns=wanted).select(wanted)
-        columns = {name: _int_column(part, name, path, low=0, high=_MAX_INDEX) for name in index_columns}
+        columns = {name: _int_column(part, name, path, low=0, high=MAX_INDEX) for name in index_columns}
         for name in start_columns:
             columns[name] = _start_column(part, name, path)
         if (columns["length"] < 1).any():
@@ -615,7 +605,7 @@ def _start_column(table: pa.Table, name: str, path: str) -> np.ndarray:
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)) or column.null_count:
         raise ValueError(f"{path}: {name} has type {column.type} or empty values, expected seconds")
     values = column.cast(pa.float64(), safe=False).to_numpy()
-    outside = values[~((values >= 0) & (values < _MAX_INDEX))]
+    outside = values[~((values >= 0) & (values < MAX_INDEX))]
     if outside.size:
         raise ValueError(f"{path}: {name} is {outside[0]}, expected seconds from the start of a video")
     return values
@@ -643,120 +633,7 @@ def _episode_tasks(column: pa.ChunkedArray, known: set[str]) -> list[tuple[str, 
     return [tuple(flat[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
-# --- which file holds which episode -------------------------------------------------------------------------
-
-
-def _assign_files(
-    info: dict[str, Any],
-    template_key: str,
-    default: str,
-    episodes: pa.Table,
-    prefix: str,
-    video_key: str | None = None,
-) -> tuple[tuple[str, ...], np.ndarray]:
-    """Give every episode its file: the distinct paths in order of first use, and int32 (E,) into them."""
-    template = info.get(template_key, default)
-    parts = _parse_template(template_key, template, allow_video_key=video_key is not None)
-    fields = {"episode_index": episodes["episode_index"].to_numpy()}
-    for name in ("chunk_index", "file_index"):
-        fields[name] = episodes[f"{prefix}/{name}"].to_numpy()
-    used = {field for _, field, _ in parts if field}
-    if "episode_chunk" in used:
-        chunks_size = info.get("chunks_size", DEFAULT_CHUNKS_SIZE)
-        if type(chunks_size) is not int or chunks_size < 1:
-            raise ValueError(f"{INFO_PATH}: chunks_size is {chunks_size!r:.50}, expected a positive whole number")
-        fields["episode_chunk"] = fields["episode_index"] // chunks_size
-
-    if used & {"episode_index", "episode_chunk"}:
-        identity = fields["episode_index"]
-    else:
-        identity = fields["chunk_index"] * _MAX_INDEX + fields["file_index"]
-    _, first, inverse = np.unique(identity, return_index=True, return_inverse=True)
-    by_first_use = np.argsort(first)
-    rank = np.empty_like(by_first_use)
-    rank[by_first_use] = np.arange(len(first))
-    paths = []
-    for episode in first[by_first_use].tolist():
-        values = {name: int(column[episode]) for name, column in fields.items()}
-        paths.append(_render(template_key, parts, values, video_key))
-    if len(set(paths)) != len(paths):
-        raise ValueError(
-            f"{INFO_PATH}: {template_key} {template!r:.200} gives different files the same path; it must "
-            "hold {chunk_index} and {file_index}"
-        )
-    return tuple(paths), rank[inverse].astype(np.int32)
-
-
-def _parse_template(name: str, template: Any, *, allow_video_key: bool) -> list[tuple[str, str | None, int]]:
-    """Parse a path template to (literal, field, width of zero padding); `.format` never sees it."""
-    where = f"{INFO_PATH}: {name} {template!r:.200}"
-    if not isinstance(template, str):
-        raise ValueError(f"{where}: expected a path template such as {DEFAULT_DATA_PATH!r}")
-    try:
-        raw = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise ValueError(f"{where}: not a path template ({error})") from None
-    allowed = _PATH_FIELDS | ({"video_key"} if allow_video_key else set())
-    parts: list[tuple[str, str | None, int]] = []
-    for literal, field, spec, conversion in raw:
-        if field is None:
-            parts.append((literal, None, 0))
-            continue
-        width = re.fullmatch(r"0([1-9])d", spec or "")
-        if field not in allowed or conversion or (spec and (not width or field == "video_key")):
-            found = "{" + field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "") + "}"
-            raise ValueError(
-                f"{where}: {found:.100} is not allowed; only {sorted(allowed)}, numbers in a format like :03d"
-            )
-        parts.append((literal, field, int(width[1]) if width else 0))
-    return parts
-
-
-def _render(name: str, parts: list[tuple[str, str | None, int]], values: dict[str, int], video_key: str | None) -> str:
-    text = ""
-    for literal, field, width in parts:
-        text += literal
-        if field == "video_key":
-            text += video_key or ""
-        elif field:
-            text += str(values[field]).zfill(width)
-    steps = text.split("/")
-    if not text.isprintable() or "\\" in text or ":" in text or any(step in ("", ".", "..") for step in steps):
-        raise ValueError(f"{INFO_PATH}: {name} leads to {text!r:.200}, which is not a path inside the dataset")
-    return text
-
-
-def _first_row_in_file(file: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """First row of each episode in its file, where episodes stand in the order of their index: int64 (E,)."""
-    order = np.argsort(file, kind="stable")
-    before = np.cumsum(length[order]) - length[order]
-    first_of_file = np.r_[True, np.diff(file[order]) > 0]
-    before -= np.maximum.accumulate(np.where(first_of_file, before, 0))
-    rows = np.empty_like(before)
-    rows[order] = before
-    return rows
-
-
-def _check_inside(fs: fsspec.AbstractFileSystem, base: str, paths: Sequence[str]) -> None:
-    """Refuse local files that symbolic links put outside the dataset.
-
-    The Hub's cache is made of links: `datasets--USER--NAME/snapshots/COMMIT/…` to `../../blobs/…` of the same
-    repository folder; those are allowed.
-    """
-    if not isinstance(fs, LocalFileSystem):
-        return
-    real_root = os.path.realpath(base)
-    allowed = [real_root]
-    for folder in [Path(real_root), *Path(real_root).parents]:
-        if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("datasets--"):
-            allowed.append(str(folder.parent.parent / "blobs"))
-    for path in paths:
-        real = os.path.realpath(os.path.join(base, path))
-        if not any(real.startswith(folder.rstrip("/") + "/") for folder in allowed):
-            raise ValueError(
-                f"{path} is a link to {real}, outside the dataset; copy the file into the dataset's folder, "
-                "or give the folder the link leads to"
-            )
+# --- files that are needed -----------------------------------------------------------------------------------
 
 
 def _needed_files(

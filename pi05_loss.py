@@ -46,6 +46,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
 from transformers.models.gemma.modeling_gemma import eager_attention_forward, rotate_half
+from transformers.models.siglip.modeling_siglip import SiglipVisionEmbeddings
 
 from config import Attention, TrainMode
 from processors import DeviceHalf, normalization_mode
@@ -145,13 +146,18 @@ def cast_frozen(policy: PreTrainedPolicy, dtype: torch.dtype) -> None:
     """Cast the weights that do not train to `dtype`, in place; what trains keeps its precision.
 
     For bfloat16 on GPUs, under autocast: without it, autocast would cast the float32 weights again in every
-    step. The norms keep float32, as in LeRobot's own bfloat16 policy: they are small, and computed in
-    float32 in any case.
+    step. What autocast computes in float32 keeps it, as in LeRobot's own bfloat16 policy: the norms, and what
+    the vision tower starts from, patches and positions. From these the residual stream has its precision, so
+    the features of images are to the bit those of float32 weights under autocast.
     """
+    kept = {
+        module
+        for part in policy.modules()
+        if isinstance(part, (PiGemmaRMSNorm, nn.LayerNorm, SiglipVisionEmbeddings))
+        for module in part.modules()
+    }
     for module in policy.modules():
-        if isinstance(module, (PiGemmaRMSNorm, nn.LayerNorm)):
-            continue
-        for parameter in module.parameters(recurse=False):
+        for parameter in () if module in kept else module.parameters(recurse=False):
             if not parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
 

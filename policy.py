@@ -1,8 +1,7 @@
 """A LeRobot policy for training: fetched, loaded and verified, matched to a dataset, and saved again.
 
 LeRobot's policy classes do the work; this room refuses what would otherwise go wrong silently: weights that do
-not load, cameras that do not match, states too wide. The processors are `processors`, the loss is `pi05_loss`;
-their names are offered here as well.
+not load, cameras that do not match, states too wide. The processors are `processors`, the loss is `pi05_loss`.
 """
 
 import contextlib
@@ -39,53 +38,8 @@ from torch import Tensor
 from transformers.initialization import no_init_weights
 
 from hub import download_snapshot, resolve_commit
-from pi05_loss import (
-    PolicyLoss,
-    TrainableReport,
-    TrainMode,
-    cast_frozen,
-    check_batch,
-    choose_trainable,
-    flops_per_sample,
-    meta_policy,
-    sample_noise_and_time,
-)
-from processors import (
-    EMPTY_CAMERA,
-    TOKENIZER_FOLDER,
-    DatasetFeature,
-    DeviceHalf,
-    Prepare,
-    make_processors,
-    normalization_mode,
-    policy_feature,
-    required_stats,
-)
-
-__all__ = [
-    "check_weights",
-    "DeviceHalf",
-    "FeatureMatch",
-    "FeatureRow",
-    "PolicyLoss",
-    "Prepare",
-    "TrainMode",
-    "TrainableReport",
-    "cast_frozen",
-    "check_batch",
-    "choose_trainable",
-    "exported_dtypes",
-    "fetch_pretrained",
-    "flops_per_sample",
-    "load_policy",
-    "make_processors",
-    "match_features",
-    "meta_policy",
-    "new_policy",
-    "required_stats",
-    "sample_noise_and_time",
-    "save_pretrained",
-]
+from pi05_loss import meta_policy
+from processors import EMPTY_CAMERA, TOKENIZER_FOLDER, DatasetFeature, normalization_mode, policy_feature
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -427,7 +381,7 @@ def _check_cameras(
         ways.append(f"if these are the same cameras, --rename_map='{suggestion}'")
     if unknown:
         ways.append("name the dataset's cameras to use with --dataset.camera_keys")
-    if missing and isinstance(config, PI05Config):
+    if missing and cameras and isinstance(config, PI05Config):
         ways.append("let the policy run without the missing ones with --dataset.missing_cameras=mask")
     raise ValueError(f"{'; '.join(problems)}. Either {', or '.join(ways or ['choose another policy'])}")
 

@@ -44,6 +44,8 @@ Stats = Mapping[str, Mapping[str, Any]]
 
 # PI0.5's `empty_cameras` are inputs that no dataset has.
 EMPTY_CAMERA = f"{OBS_IMAGES}.empty_camera_"
+# Which row of which dataset, for messages.
+PLACE = ("dataset_index", "episode_index", "frame_index", "index")
 # Beside LeRobot's own files: the tokenizer that its processor would otherwise fetch from the Hub by name.
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -163,7 +165,8 @@ def make_processors(
         preprocessor, postprocessor = make_pre_post_processors(config, **options)
     except (ValueError, KeyError, ImportError, OSError) as error:
         raise ValueError(
-            f"the processors of the '{config.type}' policy {folder or ''} cannot be built: {error}.{_gated_hint(error)}"
+            f"the processors of the '{config.type}' policy{f' {folder}' if folder else ''} cannot be built: "
+            f"{str(error).rstrip('.')}.{_gated_hint(error)}"
         ) from error
     for step in preprocessor.steps:
         if isinstance(step, RenameObservationsProcessorStep):
@@ -290,7 +293,8 @@ class Prepare:
             (`observation.language.tokens` int64 (N, L), `observation.language.attention_mask` bool (N, L));
             the columns to keep; with `is_skipped`, also `row_weight` float32 (N,), 0.0 where it is true.
         Raises:
-            ValueError: a camera is missing or not uint8 (..., H, W, 3); an instruction is not a string.
+            ValueError: a camera is missing or not uint8 (..., H, W, 3); an instruction is not a string; a state or
+                action is not finite, where the row counts.
         """
         for key in self._cameras:
             if key not in batch:
@@ -305,9 +309,22 @@ class Prepare:
         prepared = self._run(rest if rows else {key: _blank_row(value) for key, value in rest.items()})
         columns = {name: batch[key] for key, name in self._cameras.items()}
         columns |= {key: value[:rows] for key, value in prepared.items()}
+        self._check_finite(batch, columns)
         if "is_skipped" in batch:
             columns["row_weight"] = (~batch["is_skipped"]).astype(np.float32)
         return columns | {key: batch[key] for key in self._keep if key in batch}
+
+    def _check_finite(self, batch: Mapping[str, np.ndarray], prepared: Mapping[str, np.ndarray]) -> None:
+        """NaN in a state becomes an ordinary word of PI0.5's prompt, and in an action the loss of a whole step."""
+        for key in self._features & prepared.keys():
+            bad = ~np.isfinite(prepared[key]).all(axis=tuple(range(1, prepared[key].ndim)))
+            bad &= ~batch.get("is_skipped", np.zeros_like(bad))
+            if bad.any():
+                place = ", ".join(f"{name} {batch[name][bad.argmax()]}" for name in PLACE if name in batch)
+                raise ValueError(
+                    f"'{key}' holds NaN or infinity, or what follows it in its window does, at {place}: repair the "
+                    "dataset, or leave the episode out with --dataset.episodes"
+                )
 
     def _run(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         data: dict[str, Any] = {}

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import platform
+import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,13 +33,12 @@ from dataset_look import ACTION, OUTLIER, Look, dimension_names, look_at, scaled
 from figures import Chunk, plain
 from lerobot_metadata import load_metadata
 from run_folder import METRICS_NAME, SKIPPED_NAME, attempts, read_lines
-from tracking import code_revision
+from tracking import EVALUATION_NAME, code_revision, read_json
 
 if TYPE_CHECKING:
     from run_plan import Run
 
 REPORT_NAME, RUN_NAME = "report.html", "run.json"
-EVALUATION_NAME = "evaluation.json"
 PACKAGES = ("ray", "lerobot", "torch", "av")
 POLL_S = 2.0
 # A page stays readable, and small, whatever the run and the dataset are.
@@ -157,7 +157,7 @@ def write_dataset_page(look: Look, path: Path) -> Path:
 
 def look_at_datasets(output_dir: Path) -> list[Drawn]:
     """The dataset half of a run's report, a part for each dataset; of one that cannot be read, why."""
-    facts = _read_json(output_dir / RUN_NAME) or {}
+    facts = read_json(output_dir / RUN_NAME)
     looks: list[Drawn] = []
     for dataset in facts.get("datasets", [])[:MAX_DATASETS]:
         try:
@@ -172,10 +172,10 @@ def look_at_datasets(output_dir: Path) -> list[Drawn]:
 
 def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
     """The page of a run, as text."""
-    config = _read_json(output_dir / CONFIG_NAME) or {}
-    facts = _read_json(output_dir / RUN_NAME) or {}
+    config = read_json(output_dir / CONFIG_NAME)
+    facts = read_json(output_dir / RUN_NAME)
     metrics = _columns([json.loads(line) for line in read_lines(output_dir / METRICS_NAME)])
-    evaluation = _read_json(output_dir / EVALUATION_NAME)
+    evaluation = read_json(output_dir / EVALUATION_NAME) or None
     starts = attempts(output_dir)
     names = facts.get("action_names")
     total = facts.get("steps") or config.get("steps")
@@ -251,7 +251,11 @@ def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics
     if scaling:
         batch = [config["batch_size"], config["grad_accum"], scaling["num_workers"]]
         lines.append(
-            ("Batch", f"{batch[0]} rows × {batch[1]} micro-steps × {batch[2]} workers = {math.prod(batch):,} a step")
+            (
+                "Batch",
+                f"{batch[0]} rows × {_count(batch[1], 'micro-step')} × {_count(batch[2], 'worker')} = "
+                f"{math.prod(batch):,} a step",
+            )
         )
     if hardware := facts.get("hardware"):
         kind = "GPU" if facts["use_gpu"] else "CPU"
@@ -264,7 +268,8 @@ def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics
             )
         )
     if versions := facts.get("versions"):
-        lines.append(("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+        short = {name: re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}", r"\1", version) for name, version in versions.items()}
+        lines.append(("Versions", ", ".join(f"{name} {version}" for name, version in short.items())))
     if metrics:
         seconds, samples, _ = _totals(metrics)
         lines.append(("Time", f"{_duration(seconds)} in training steps, {samples:,.0f} samples"))
@@ -472,10 +477,6 @@ def _draw_look(look: Look) -> dict[str, Any]:
 
 
 # ---- reading, numbers, writing ----------------------------------------------------------------------------------
-
-
-def _read_json(path: Path) -> Any | None:
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 def _columns(lines: Sequence[Mapping[str, Any]]) -> Metrics:

@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from typing import Any, cast
 
 import draccus
 import numpy as np
+import torch
 from draccus.utils import DraccusException
 from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
@@ -28,7 +30,7 @@ from lerobot.utils.constants import OBS_PREFIX
 import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from checkpoint import file_digest
 from config import CACHE_DIR, Attention, Config, MissingCameras, OnError, TrainMode, TrainOptions
-from dataset_stats import complete_stats
+from dataset_stats import check_stats, complete_stats
 from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
 from lerobot_metadata import (
     CAMERA_DTYPES,
@@ -162,7 +164,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
         config = replace(config, dataset=replace(config.dataset, revision=commit))
         roots = [path]
     path_given = config.policy_path
-    if path_given and Path(path_given).is_dir():
+    if path_given and Path(_absolute(path_given)).is_dir():
         path_given = _absolute(path_given)
     if config.preset == "demo":
         from demo import prepare_demo
@@ -214,6 +216,8 @@ def resolve(config: Config, gpus_found: int) -> Run:
         # The mean action is what a policy must beat on held-out episodes (evaluate.py).
         needed["action"] = needed.get("action", set()) | {"mean"}
     missing = _missing_stats(metas, needed)
+    for meta in metas:
+        check_stats(meta, needed)
     run = Run(
         config=config,
         metas=metas,
@@ -223,7 +227,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
         policy_folder=folder,
         base=base_info,
         match=match,
-        stats={} if missing else _join_stats([meta.stats for meta in metas]),
+        stats={},
         missing_stats=missing,
         rows_per_epoch=rows,
         steps=config.resolve_steps(rows),
@@ -235,9 +239,10 @@ def resolve(config: Config, gpus_found: int) -> Run:
         ),
         tokens_per_sample=tokens_per_sample(policy_config, len(match.camera_keys), config.train.noise_draws),
     )
-    if not missing:
-        make_processors(folder, policy_config, run.stats, config.rename_map)  # a tokenizer out of reach is told now
     source = run.reader()(stream=(0, run.last_row))  # checks that all files are there and that the datasets agree
+    if not missing:
+        run = replace(run, stats=_join_stats([meta.stats for meta in metas]))
+        make_processors(folder, policy_config, run.stats, config.rename_map)  # a tokenizer out of reach is told now
     # Where workers come and go, a micro-batch is a block: any number of workers can then be dealt any number of them.
     elastic = config.scaling.min_workers is not None
     rows_of_block = config.batch_size if elastic else block_rows(config.batch_size, source.row_bytes())
@@ -258,8 +263,8 @@ def with_stats(run: Run) -> Run:
 
 
 def _absolute(path: str | Path) -> str:
-    """Local paths made absolute; URIs as they are."""
-    return str(path) if "://" in str(path) else str(Path(path).absolute())
+    """Local paths made absolute, `~` being home; URIs as they are."""
+    return str(path) if "://" in str(path) else str(Path(os.path.expanduser(path)).absolute())
 
 
 def _named_alike(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> tuple[DatasetMetadata, ...]:
@@ -351,7 +356,14 @@ def _check_policy(policy_config: PreTrainedConfig, folder: Path | None, train: T
     policy = meta_policy(policy_config)
     if folder is not None:
         check_weights(folder, policy)
-    return choose_trainable(policy, cast(TrainMode, train.mode))
+    report = choose_trainable(policy, cast(TrainMode, train.mode))
+    if any(parameter.requires_grad and parameter.dtype != torch.float32 for parameter in policy.parameters()):
+        raise ValueError(
+            f"--policy.dtype={policy_config.dtype}, the user's or the pretrained policy's own: weights that train must "
+            "be float32, or small updates are lost; give --policy.dtype=float32 (--train.precision says what the step "
+            "computes in, and keeps what is frozen in bf16)"
+        )
+    return report
 
 
 def _resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:
@@ -421,6 +433,8 @@ def _check_image_size(policy_config: PreTrainedConfig, image_size: list[int]) ->
 
 
 def _selected_features(meta: DatasetMetadata, camera_keys: list[str] | None) -> dict[str, Any]:
+    if unknown := sorted(set(camera_keys or ()) - set(meta.camera_keys)):
+        raise ValueError(f"--dataset.camera_keys names {unknown}, and the cameras are {meta.camera_keys}")
     dropped = set(meta.camera_keys) - set(camera_keys) if camera_keys is not None else set()
     return {k: f for k, f in meta.features.items() if k not in dropped and not f.is_depth}
 

@@ -361,7 +361,7 @@ def code_revision() -> str:
 def held_out_errors(evaluation: Mapping[str, Any]) -> dict[str, float]:
     """Mean squared errors of the action chunk on held-out frames, from `evaluation.json`, by whose they are.
 
-    `mean_action` is the error of always predicting the training episodes' mean.
+    `mean_action` is the error of always predicting the mean of the dataset's statistics.
     """
     trained = evaluation["trained"]
     errors = {

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import httpx
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
-from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_-]*$")]
 Text = Annotated[str, StringConstraints(min_length=1)]
@@ -71,25 +71,35 @@ class Resources(Strict):
     object_store_memory: Annotated[int, Field(gt=0)] | None = None
 
 
-class HeadNode(Strict):
+class Node(Strict):
+    """What head and workers have in common; what is passed on to the cloud as it is, is not looked into."""
+
     instance_type: Text
     resources: Resources = Resources()
+    labels: dict[str, str] = {}
+    advanced_instance_config: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
 
 
-class WorkerNodes(Strict):
+class WorkerNodes(Node):
     name: Name
-    instance_type: Text
-    resources: Resources = Resources()
     min_nodes: Annotated[int, Field(ge=0)] = 0
     max_nodes: Annotated[int, Field(gt=0)]
     market_type: Literal["ON_DEMAND", "SPOT", "PREFER_SPOT"] = "ON_DEMAND"
 
 
 class ComputeConfig(Strict):
-    """An Anyscale compute config (`anyscale compute-config create -f`)."""
+    """An Anyscale compute config (`anyscale compute-config create -f`) that names its machines."""
 
-    head_node: HeadNode
+    cloud: Text | None = None
+    head_node: Node
     worker_nodes: Annotated[list[WorkerNodes], Field(min_length=1)]
+    zones: list[Text] = []
+    enable_cross_zone_scaling: bool = False
+    min_resources: dict[str, float] = {}
+    max_resources: dict[str, float] = {}
+    advanced_instance_config: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
 
 
 class BadFile(Exception):
@@ -123,7 +133,7 @@ def read_yaml(path: Path, faults: Faults) -> Yaml:
     """Parse `path`, remembering lines. Raises BadFile; a key given twice is a fault (YAML would keep the last)."""
     lines: dict[tuple[str | int, ...], int] = {}
 
-    def walk(node: Node, loc: tuple[str | int, ...]) -> None:
+    def walk(node: yaml.Node, loc: tuple[str | int, ...]) -> None:
         lines.setdefault(loc, node.start_mark.line + 1)
         if isinstance(node, MappingNode):
             for key, child in node.value:

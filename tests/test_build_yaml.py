@@ -83,6 +83,16 @@ def test_a_fault_is_named_with_its_line(project, capsys, file, old, new, line, m
     assert any(re.match(rf"{re.escape(file)}:{line}: ", one) and message in one for one in found), found
 
 
+def test_what_anyscale_knows_besides_may_be_given(project, capsys):
+    disk = "{BlockDeviceMappings: [{DeviceName: /dev/sda1, Ebs: {VolumeSize: 1000}}]}"
+    path = project / "configs/aws_l4.yaml"
+    path.write_text(
+        path.read_text().replace("    min_nodes: 1\n", f"    min_nodes: 1\n    advanced_instance_config: {disk}\n")
+        + "zones: [us-west-2a]\nmax_resources: {CPU: 200}\n"
+    )
+    assert "advanced_instance_config" in path.read_text() and faults(project, capsys) == []
+
+
 def test_all_faults_are_told_at_once(project, capsys):
     edit(project / "build.yaml", "-py312", "-py311")
     edit(project / "build.yaml", "GCP: configs/gcp_l4.yaml", "GCP: configs/none.yaml")

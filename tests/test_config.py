@@ -40,11 +40,37 @@ def test_a_saved_config_comes_back_and_flags_change_it(tmp_path):
     assert again.train == first.train and again.policy_path == "/p"
 
 
+def test_a_run_goes_on_for_so_many_epochs_whatever_said_how_long_it_was(tmp_path):
+    for first, then in (("steps", "num_epochs"), ("num_epochs", "steps")):
+        started = parse_args([*DATA, f"--output_dir={tmp_path}", f"--{first}=3"])
+        (tmp_path / "config.json").write_text(json.dumps(started.to_json()))
+        again = parse_args([f"--output_dir={tmp_path}", "--resume", f"--{then}=5"])
+        assert getattr(again, then) == 5 and getattr(again, first) is None
+
+
+def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps(parse_args(DATA).to_json()))
+    assert parse_args(["--output_dir=~/run", "--resume"]).resume
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--bs", "3"], "unknown flag --bs"),
         (["--root", "/d"], "did you mean --dataset.root"),
+        (["--batchsize", "3"], "did you mean --batch_size"),
+        (["--policy_path", "/p"], "did you mean --policy.path"),
+        (["--dataset.camera_key", "[]"], "did you mean --dataset.camera_keys"),
+        (["--eval_splits", "0"], "did you mean --dataset.eval_split"),
+        ([*DATA, "--steps"], "--steps needs a value"),
+        ([*DATA, "--dataset.root", "--dry_run"], "--dataset.root needs a value"),
+        ([*DATA, "--seed=-1"], "--seed=-1: must be between 0 and 4294967295"),
+        ([*DATA, "--seed=4294967296"], "--seed=4294967296: must be"),
+        ([*DATA, "--dataset.episodes=0,1"], "dataset.episodes.*are written as JSON"),
+        ([*DATA, "--rename_map=a:b"], "rename_map.*are written as JSON"),
+        ([*DATA, "--dataset.revision=main"], "--dataset.revision=main is of a dataset on the Hub"),
         (["stray"], "'stray' belongs to no flag"),
         (["--preset", "x"], "--preset x: expected one of demo"),
         ([*DATA, "--batch_size", "many"], "batch_size"),
@@ -102,6 +128,10 @@ def test_modules_only_define():
 
     code = "import config, sys; sys.exit(any(m in sys.modules for m in ('ray', 'torch', 'lerobot')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_several_roots():
+    assert parse_args([*DATA, "--dataset.root=/a, /b"]).roots == ["/a", "/b"]
 
 
 def test_a_range_of_workers():

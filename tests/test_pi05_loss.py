@@ -600,7 +600,7 @@ def test_cast_frozen_keeps_what_trains_and_the_norms():
     expected = PolicyLoss(policy)(batch, noise, time).item()
     cast_frozen(policy, torch.bfloat16)
     for name, parameter in policy.named_parameters():
-        frozen_matrix = not parameter.requires_grad and "norm" not in name
+        frozen_matrix = not parameter.requires_grad and "norm" not in name and "vision_model.embeddings" not in name
         assert parameter.dtype == (torch.bfloat16 if frozen_matrix else torch.float32), name
     loss_module = PolicyLoss(policy)
     with torch.autocast("cpu", torch.bfloat16):
@@ -609,6 +609,16 @@ def test_cast_frozen_keeps_what_trains_and_the_norms():
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected, rel=0.03)
     assert {p.grad.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_cast_frozen_leaves_the_features_of_images_as_float32_weights_give_them():
+    policy = make_policy(2)
+    choose_trainable(policy, "expert")
+    images = 2 * torch.rand((3, 3, 28, 28), generator=torch.Generator().manual_seed(0)) - 1
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = policy.model.paligemma_with_expert.embed_image(images)
+        cast_frozen(policy, torch.bfloat16)
+        assert torch.equal(policy.model.paligemma_with_expert.embed_image(images), expected)
 
 
 # --- noise and time ---------------------------------------------------------------------------------------

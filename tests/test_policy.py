@@ -30,11 +30,11 @@ from policy import (
     exported_dtypes,
     fetch_pretrained,
     load_policy,
-    make_processors,
     match_features,
     new_policy,
     save_pretrained,
 )
+from processors import make_processors
 from tests.tiny import ACTION_DIM, STATE_DIM, make_batch, make_config, make_policy
 from tiny_pi05 import TinyPI05Policy
 

@@ -222,6 +222,15 @@ def test_bad_blocks(case, prepare):
         prepare({**columns, "task": np.array(["go", None], dtype=object)})
 
 
+@pytest.mark.parametrize("key", ["observation.state", "action"])
+def test_a_value_that_is_not_finite_is_named_by_its_place(case, prepare, key):
+    columns = case.rows([0, 11])  # the second: frame 2 of episode 1
+    columns[key][1].flat[-1] = np.nan
+    with pytest.raises(ValueError, match=f"'{key}' holds NaN.* at dataset_index 0, episode_index 1, frame_index 2, "):
+        prepare(columns)
+    prepare({**columns, "is_skipped": np.array([False, True])})
+
+
 class MeanOfImage(ProcessorStep):
     """A step that cannot run without images."""
 

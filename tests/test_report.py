@@ -182,7 +182,7 @@ def test_the_summary_is_the_runs(page):
         f"All {STEPS} steps done.",
         "4 episodes, 43 frames at 10 fps, robot test_arm; trains on 2 episodes, 2 held out",
         "tiny_pi05 from",
-        "2 rows × 1 micro-steps × 4 workers = 8 a step",
+        "2 rows × 1 micro-step × 4 workers = 8 a step",
         "4 GPU workers; cluster of 1 node: 32 CPUs, 4 GPUs (L4), 64 GiB of memory",
         f"torch {torch.__version__.partition('+')[0]}",
         "2 min 00 s in training steps, 480 samples",

@@ -190,3 +190,57 @@ def test_names_that_do_not_go_together(setting, other_names):
         plan(setting, mixture_flag({root: 1, other_names: 2}), f"--rename_map={json.dumps(wrong)}", root=False)
     with pytest.raises(ValueError, match='has "observation.nowhere": "observation.state", and the dataset'):
         plan(setting, f"--rename_map={json.dumps({'observation.nowhere': 'observation.state'})}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ['--dataset.camera_keys=["observation.images.side"]'],
+            r"names \['observation.images.side'\], and the cameras",
+        ),
+        (["--policy.dtype=bfloat16"], "--policy.dtype=bfloat16.*weights that train must be float32"),
+    ],
+)
+def test_what_can_be_refused_before_ray_starts(setting, flags, message):
+    with pytest.raises(ValueError, match=message):
+        plan(setting, *flags)
+
+
+def test_masking_is_not_proposed_where_no_camera_would_be_left(setting):
+    with pytest.raises(ValueError, match="Either choose another policy") as refused:
+        plan(setting, "--dataset.camera_keys=[]")
+    assert "missing_cameras" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        # LeRobot would normalise all four dimensions with the one number.
+        (lambda stats: stats.update(q99=stats["q99"][:1]), r"'q99' of 'observation.state' has shape \(1,\)"),
+        (lambda stats: stats.update(q01=stats["q99"], q99=stats["q01"]), "q01 of 'observation.state' is above q99"),
+    ],
+)
+def test_statistics_that_are_not_of_the_dataset(setting, tmp_path, damage, message):
+    copy = shutil.copytree(setting[1], tmp_path / "copy")
+    stats = json.loads((copy / "meta" / "stats.json").read_text())
+    damage(stats["observation.state"])
+    (copy / "meta" / "stats.json").write_text(json.dumps(stats))
+    with pytest.raises(ValueError, match=f"dataset {copy}: .*{message}"):
+        plan(setting, f"--dataset.root={copy}", root=False)
+
+
+def test_datasets_of_different_widths_are_refused_by_name(setting, tmp_path):
+    wider = make_dataset(tmp_path / "wider", cameras={"observation.images.top": (48, 64)}, state_dim=6)
+    with pytest.raises(ValueError, match="cannot be read together: they differ in .*observation.state"):
+        plan(setting, f"--dataset.root={setting[1]},{wider}", root=False)
+
+
+def test_paths_from_the_home_folder(setting, monkeypatch):
+    folder, root, base = setting
+    monkeypatch.setenv("HOME", str(folder))
+    run = plan(
+        setting, f"--dataset.root=~/{root.name}", f"--policy.path=~/{base.name}", "--output_dir=~/out", root=False
+    )
+    assert (run.metas[0].root, run.policy_folder, run.output_dir) == (str(root), base, folder / "out")
+    assert run.config.policy_path == str(base) and run.config.output_dir == str(folder / "out")
