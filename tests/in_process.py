@@ -97,6 +97,7 @@ def without_ray(shard, device=None, writer=NoCheckpoints):
     replaced = (
         (ray, "get", lambda reference: reference),
         (ray, "put", lambda value: value),
+        (ray, "cluster_resources", lambda: {"CPU": 2.0, "memory": 1e9, "object_store_memory": 1e9}),
         (ray.train, "get_context", lambda: context),
         (ray.train, "get_dataset_shard", lambda name: shard),
         (vla, "get_device", lambda: device or torch.device("cpu")),
