@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import sys
 import time
 import uuid
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray._private import services
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from run_plan import Run
 
+logger = logging.getLogger(__name__)
 PROJECT = Path(__file__).resolve().parent
 # Patterns as in .gitignore, the last that matches counts: nothing goes but the folder itself and the code that a node
 # runs. Data, outputs, caches and whatever secrets lie there stay.
@@ -43,6 +46,8 @@ PACKAGES = ("ray", "torch", "lerobot", "transformers", "numpy", "pyarrow", "av")
 DECODERS = {"AV1": ("libdav1d", "libaom-av1"), "H.264": ("h264",), "HEVC": ("hevc",)}
 # A worker process that is still starting; a node that takes longer would hold up the run itself.
 ANSWER_S = 120.0
+# A head node's socket, which answers at once or not at all.
+HEAD_ANSWER_S = 10.0
 # Share of the object store that Ray Data may fill. The rest is for blocks that the training processes still read.
 DATA_SHARE = 0.5
 
@@ -121,11 +126,14 @@ def connect() -> list[Node]:
     """Join the cluster that RAY_ADDRESS or a head node on this machine names, or start one here; its live nodes.
 
     Where there are several nodes, the code goes along (`runtime_env`). A connection that exists already is kept.
+
+    Raises:
+        ConnectionError: nothing answers where RAY_ADDRESS says.
     """
     if not ray.is_initialized():
         # What workers have to say goes to the run's own log, which `follow_progress` shows.
         options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "include_dashboard": False}
-        ray.init(**options)
+        ray.init(address=running_cluster() or "local", **options)
         code = runtime_env()
         if code and len(alive_nodes()) > 1:
             # Only a connection knows how many nodes there are, and only a new one can carry code.
@@ -133,6 +141,34 @@ def connect() -> list[Node]:
             ray.shutdown()
             ray.init(address=address, runtime_env=code, **options)
     return alive_nodes()
+
+
+def running_cluster() -> str | None:
+    """host:port of the cluster to join; None where there is none.
+
+    Ray 2.60 waits minutes for a head node that is gone, and remembers its address when it died without saying so.
+
+    Raises:
+        ConnectionError: nothing answers where RAY_ADDRESS says.
+    """
+    named = os.environ.get("RAY_ADDRESS")
+    if named and "://" in named:
+        return named  # of Ray Client, or a provider's own
+    address = services.canonicalize_bootstrap_address(None)
+    if address is None:
+        return None
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=HEAD_ANSWER_S).close()
+        return address
+    except OSError as error:
+        if named:
+            raise ConnectionError(
+                f"RAY_ADDRESS={named}: no Ray cluster answers there ({error}); start its head node, or unset it to "
+                "start one on this machine"
+            ) from error
+        logger.warning("the Ray cluster at %s, the last on this machine, does not answer; starting one here", address)
+        return None
 
 
 def alive_nodes() -> list[Node]:

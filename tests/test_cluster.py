@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import zipfile
@@ -26,7 +27,7 @@ from ray.data import DataContext, ExecutionResources
 from ray.data._internal.execution.resource_manager import ResourceManager
 
 import cluster
-from cluster import Needs, check_nodes, connect, data_limits, node_needs, probe, runtime_env
+from cluster import Needs, check_nodes, connect, data_limits, node_needs, probe, running_cluster, runtime_env
 from config import Config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -220,6 +221,31 @@ def test_a_head_that_runs_no_task_lends_no_memory(tmp_path, monkeypatch):
     assert manager.get_global_limits().object_store_memory == limits.data_bytes
     text = "\n".join(limits.lines(nodes))
     assert "3 nodes, 80 CPUs, 4 GPUs, 180.0 GB" in text and "80.0 GB; data in flight may fill 40.0 GB" in text
+
+
+# ---- which cluster ------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_that_is_gone_is_not_waited_for(monkeypatch, caplog):
+    """Of one that the user names it is said; Ray's memory of one that died on this machine is passed over."""
+    with socket.socket() as head:
+        head.bind(("", 0))
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        monkeypatch.setattr("cluster.services.find_gcs_addresses", set)
+        monkeypatch.setattr("cluster.services.find_bootstrap_address", lambda temp_dir: address)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        assert running_cluster() is None
+        assert "does not answer; starting one here" in caplog.text
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConnectionError, match=f"RAY_ADDRESS={address}: no Ray cluster answers there"):
+            running_cluster()
+        head.listen()
+        port = address.split(":")[1]
+        assert running_cluster().endswith(f":{port}")
+        monkeypatch.delenv("RAY_ADDRESS")
+        assert running_cluster().endswith(f":{port}")
+        monkeypatch.setattr("cluster.services.find_bootstrap_address", lambda temp_dir: None)
+        assert running_cluster() is None
 
 
 # ---- two raylets --------------------------------------------------------------------------------------------------
