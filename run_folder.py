@@ -42,11 +42,26 @@ LOCK_NAME, STOP_NAME, SKIPPED_NAME = ".lock", "stop", "skipped.jsonl"
 RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
+def check_place(folder: Path) -> None:
+    """Raises OSError when no folder can be made at `folder`, or nothing be written into the one that is there."""
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError as error:  # a name too long, or below a file
+        raise OSError(f"--output_dir={folder}: no folder can be there ({error.strerror}); choose another") from error
+    if not there.is_dir():
+        raise NotADirectoryError(f"--output_dir={folder}: {there} is a file; choose another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"--output_dir={folder}: {there} cannot be written to; choose another folder")
+
+
 @contextlib.contextmanager
 def claim_folder(run: Run) -> Iterator[None]:
     """Hold the run's folder while the block runs. Raises FileExistsError when another process does, on any machine."""
     _check_free(run)  # before so much as a lock is put there
-    run.output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run.output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"--output_dir={run.output_dir}: cannot be made ({error.strerror}); choose another") from error
     lock = FileLock(run.output_dir / LOCK_NAME)
     try:
         lock.acquire(timeout=0)

@@ -40,7 +40,7 @@ from parallel import spread
 from pi05_loss import PolicyLoss
 from processors import Prepare, make_processors
 from progress import MetricsLog, RowsLog, follow_progress, log_to
-from run_folder import claim_folder, prepare_folder, start_attempt, stop_requested, stopping_on_signals
+from run_folder import check_place, claim_folder, prepare_folder, start_attempt, stop_requested, stopping_on_signals
 from run_plan import Run, describe, resolve, with_stats
 from tracking import require_tracker, track
 from training_data import Dealt, Deferred, TrainingData, or_timeout, stream_batches
@@ -226,6 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
             print(describe(run), flush=True)
+            check_place(run.output_dir)
             if run.config.dry_run:
                 return 0
             require_tracker(run.config.track)

@@ -421,6 +421,17 @@ def test_resuming_nothing(refused, run, tmp_path):
 # ---- what only Ray can tell ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("below", "what"), [("file/run", "{tmp_path}/file is a file"), ("n" * 300, "no folder can be there")]
+)
+def test_a_folder_that_cannot_be(root, base, tmp_path, capsys, below, what):
+    """A dry run says so as well."""
+    (tmp_path / "file").touch()
+    assert vla.main([*flags(root, base, tmp_path / below), "--dry_run"]) == 2
+    message = capsys.readouterr().err
+    assert f"error: --output_dir={tmp_path / below}: " in message and what.format(tmp_path=tmp_path) in message
+
+
 def failed(root, base, output_dir, capsys, **changes):
     """Run the program for real; it must fail cleanly, and try nothing twice. Gives what it says."""
     assert vla.main(flags(root, base, output_dir, **changes)) == 1
