@@ -6,7 +6,9 @@ is under `--scaling.*`, what is ours under `--train.*`. A preset is a set of fla
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import io
 import json
 import math
 import os
@@ -317,6 +319,20 @@ def parse_args(argv: Sequence[str]) -> Config:
     config.policy_options = config.policy_options + [f"--{k}={v}" for k, v in policy.items()]
     validate(config)
     return config
+
+
+def help_text() -> str:
+    """What `--help` prints: draccus' account of the options, under the names that the command line has for them."""
+    with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):
+        draccus.parse(Config, args=["--help"])
+    text = re.sub(r"\Ausage:.*?\n\n", "usage: vla.py [--FLAG VALUE ...]\n\n", told.getvalue(), flags=re.DOTALL)
+    text = re.sub(rf"^ *--({'|'.join(GROUPS)}) str .*\n", "", text, flags=re.MULTILINE)
+    names = {"policy_options list[str]": "policy.OPTION VALUE", "policy_revision": "policy.pretrained_revision"}
+    names |= {ours: theirs for theirs, ours in HUB_FLAGS.items()}
+    names |= {"policy_path": "policy.path", "policy_type": "policy.type"}
+    for ours, theirs in names.items():
+        text = text.replace(f"  --{ours} ", f"  --{theirs} ").replace(f"  --{ours}\n", f"  --{theirs}\n")
+    return text
 
 
 def validate(config: Config) -> None:

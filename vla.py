@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import draccus
 import ray
 import ray.train
 import ray.train.collective
@@ -32,7 +31,7 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
 import cluster
 from checkpoint import latest_checkpoint, load_progress
-from config import Config, Strategy, parse_args
+from config import Strategy, help_text, parse_args
 from evaluate import error_table, evaluate_run
 from failures import StopRetrying, root_cause
 from hub import check_push, push_policy
@@ -220,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
-        print_help()
+        print(help_text())
         return 0
     with contextlib.ExitStack() as held:
         try:
@@ -325,11 +324,6 @@ def make_trainer(
             callbacks=[StopRetrying(run.output_dir)],  # type: ignore[list-item]  # mypy sees the RunConfig of Ray 1
         ),
     )
-
-
-def print_help() -> None:
-    with contextlib.suppress(SystemExit):
-        draccus.parse(Config, args=["--help"])
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import vla
 import worker
-from config import parse_args
+from config import help_text, parse_args
 from pi05_loss import PolicyLoss, meta_policy
 from run_plan import Run, resolve
 from training_data import Dealt
@@ -628,7 +628,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print(__doc__)
-        vla.print_help()
+        print(help_text())
         return 0
     try:
         run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())

@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 
 import vla
-from config import parse_args
+from config import help_text, parse_args
 from diagnostics.environment import Environment, Record
 from diagnostics.page import page
 from failures import root_cause
@@ -67,7 +67,7 @@ def run_tool(
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print(doc)
-        vla.print_help()
+        print(help_text())
         return 0
     try:
         options, rest = parse_options(argv)

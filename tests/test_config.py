@@ -1,8 +1,9 @@
 import json
+import re
 
 import pytest
 
-from config import PRESETS, Config, parse_args
+from config import HUB_FLAGS, PRESETS, Config, flag_names, help_text, parse_args
 
 DATA = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
 
@@ -144,3 +145,10 @@ def test_a_range_of_workers():
     for given, message in {"4,2": "the least and the most, in that order", "2,64": "choose a narrower range"}.items():
         with pytest.raises(ValueError, match=message):
             parse_args([*DATA, f"--scaling.num_workers={given}"])
+
+
+def test_every_flag_that_help_names_is_one():
+    named = set(re.findall(r"^  --([\w.]+)", help_text(), flags=re.MULTILINE))
+    policy = {name for name in named if name.startswith("policy.")}
+    assert policy == {f"policy.{name}" for name in ("path", "type", "pretrained_revision", "OPTION")} | HUB_FLAGS.keys()
+    assert named - policy == flag_names().keys() - {"push_to_hub"}
