@@ -281,7 +281,7 @@ def planning(root: Path, episodes: Sequence[int], rows: int = 300) -> dict[str, 
 
     Of datasets with so many episodes of `rows` rows, in the files of the one at `root`.
     """
-    import cloudpickle
+    from ray import cloudpickle
 
     from lerobot_datasource import LeRobotDatasource
     from lerobot_metadata import load_metadata

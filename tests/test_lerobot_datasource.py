@@ -6,11 +6,11 @@ import time
 from collections import Counter
 from dataclasses import replace
 
-import cloudpickle
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ray import cloudpickle
 
 import lerobot_decode
 import lerobot_rows
