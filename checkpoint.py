@@ -181,8 +181,8 @@ def load_checkpoint(
         if isinstance(error, CheckpointException):  # keeps what went wrong, and a traceback, by rank
             reason = next(iter(error.failures.values()))[0]
         # A disk may answer the next attempt; what is in a file stays.
-        kind = OSError if isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError) else ValueError
-        raise kind(f"checkpoint {folder}: cannot be read: {reason}") from error
+        raised = OSError if isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError) else ValueError
+        raise raised(f"checkpoint {folder}: cannot be read: {reason}") from error
     return progress
 
 

@@ -23,7 +23,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray._private import services
@@ -154,7 +154,7 @@ def running_cluster() -> str | None:
     named = os.environ.get("RAY_ADDRESS")
     if named and "://" in named:
         return named  # of Ray Client, or a provider's own
-    address = services.canonicalize_bootstrap_address(None)
+    address = services.canonicalize_bootstrap_address(cast(Any, None))
     if address is None:
         return None
     host, port = address.rsplit(":", 1)

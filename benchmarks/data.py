@@ -185,11 +185,11 @@ def touch(array: np.ndarray) -> None:
 
 def measure(batches: Contender) -> dict[str, float]:
     """Read all that comes. Every byte of every image is touched, so that nothing is counted that did not arrive."""
-    begin, cpu = time.perf_counter(), cpu_s()
+    begin = time.perf_counter()
     arrived: list[float] = []
     rows: list[int] = []
     episodes = images = image_bytes = 0
-    with PeakBytes() as peak:
+    with Watch() as watch:
         for batch in batches():
             arrived.append(time.perf_counter() - begin)
             rows.append(len(batch["index"]))
@@ -206,37 +206,31 @@ def measure(batches: Contender) -> dict[str, float]:
     return {
         "rows": total,
         "rows_per_s": float(np.polyfit(np.array(arrived)[steady], so_far[steady], 1)[0]),
-        "rows_per_s_overall": total / (time.perf_counter() - begin),
+        "rows_per_s_overall": total / arrived[-1],
         "first_batch_s": arrived[0],
-        "cpu_s_per_1000_rows": (cpu_s() - cpu) * 1000 / total,
-        "peak_store_bytes": peak.store,
-        "peak_worker_bytes": peak.worker,
+        "cpu_s_per_1000_rows": watch.cpu_s * 1000 / total,
+        "peak_store_bytes": watch.store,
+        "peak_worker_bytes": watch.worker,
         "episodes_per_batch": episodes / len(rows),
         "bytes_per_image": image_bytes / max(images, 1),
     }
 
 
-def cpu_s() -> float:
-    """CPU seconds that this process and all it has started have used so far: Ray, its workers, a DataLoader's."""
-    import psutil
+class Watch:
+    """While the block runs: the CPU seconds of this process and all it has started, and the most bytes they hold.
 
-    total = 0.0
-    this = psutil.Process()
-    for process in (this, *this.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system + times.children_user + times.children_system
-    return total
+    Ray, its workers, a DataLoader's. Looked at every half second, so that a process that ends counts with what it had
+    used until then. The object store's pages, which a process has in its memory too, are not its own.
 
-
-class PeakBytes:
-    """While the block runs: the most bytes in Ray's object store, and the most that one process of ours has for itself.
-
-    Looked at every half second. The store's pages, which a process has in its memory too, are not its own.
+    Attributes:
+        cpu_s: after the block. store: bytes in Ray's object store. worker: bytes that one process has for itself.
     """
 
-    def __enter__(self) -> PeakBytes:
-        self.store = self.worker = 0
+    def __enter__(self) -> Watch:
+        self.cpu_s, self.store, self.worker = 0.0, 0, 0
+        self._used: dict[tuple[int, float], float] = {}
+        self._look_at_processes()
+        self._before = sum(self._used.values())
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._look)
         self._thread.start()
@@ -245,17 +239,25 @@ class PeakBytes:
     def __exit__(self, *exception: object) -> None:
         self._done.set()
         self._thread.join()
+        self._look_at_processes()
+        self.cpu_s = sum(self._used.values()) - self._before
 
     def _look(self) -> None:
-        import psutil
-
         from progress import object_store
 
         while not self._done.wait(0.5):
             self.store = max(self.store, object_store().object_store_bytes_used)
-            for process in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    memory = process.memory_info()
+            self._look_at_processes()
+
+    def _look_at_processes(self) -> None:
+        import psutil
+
+        this = psutil.Process()
+        for process in (this, *this.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times, memory = process.cpu_times(), process.memory_info()
+                self._used[process.pid, process.create_time()] = times.user + times.system
+                if process != this:
                     self.worker = max(self.worker, memory.rss - memory.shared)
 
 
