@@ -186,8 +186,9 @@ def _explained(error: Exception, elapsed_s: float) -> StorageError:
     words = f"{type(error).__name__}: {told}" if told else "no answer"
     if _may_pass(error):
         return StorageError(
-            f"cannot be read: {words}; gave up after {elapsed_s:.0f} s of retries: check the network, the endpoint and "
-            "that the store is not overloaded (a run goes on with --resume; --dataset.read_timeout_s waits longer)"
+            f"cannot be read: {words}; gave up after {elapsed_s:.0f} s of retries: check the network, the endpoint, "
+            "the credentials and that the store is not overloaded (a run goes on with --resume; "
+            "--dataset.read_timeout_s waits longer)"
         )
     return StorageError(
         f"cannot be read: {words}; check credentials, permissions and endpoint (environment variables of the object "
