@@ -23,6 +23,8 @@ os.environ.update(
     AWS_EC2_METADATA_DISABLED="true",
     RAY_USAGE_STATS_ENABLED="0",
     RAY_DATA_DISABLE_PROGRESS_BARS="1",
+    # What an execution that was cut short had asked for is not given to the next one before that (180 s).
+    RAY_DATA_AUTOSCALING_REQUEST_EXPIRE_TIME_S="30",
     # At Ray's own 15, the other test process would leave it next to nothing.
     RAY_worker_niceness="0",
     # Ray 2.60: without GPUs, leave CUDA_VISIBLE_DEVICES alone (its next default) instead of warning of it.
