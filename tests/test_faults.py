@@ -228,7 +228,7 @@ def test_an_error_that_would_come_again_ends_the_run(setting, undisturbed, capsy
     bugs = [Fault("bug", step=6, attempt=attempt) for attempt in range(4)]
     assert run_with(flags(setting, "bug", **allowed), *bugs) == 1
     assert "\nerror: RuntimeError: planted: process " in capsys.readouterr().err
-    assert resumed_from(setting[0] / "bug") == [0, 4]  # the second time is enough
+    assert resumed_from(setting[0] / "bug") == [0, 4, 4]  # its second time from the same checkpoint
     assert run_with([f"--output_dir={setting[0] / 'bug'}", "--resume"]) == 0
     assert_every_row_once(setting[0] / "bug")
     assert_same_weights(setting[0] / "bug", undisturbed)
