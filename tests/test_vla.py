@@ -257,7 +257,7 @@ def test_the_runs_folder_holds_what_is_promised(setting, finished):
 @pytest.mark.ray
 @pytest.mark.slow  # another worker group
 def test_a_mixture_of_cameras_of_different_sizes_trains_each_row_as_often_as_due(setting, ray_cluster, capsys):
-    """Two epochs of 74 rows: a third of them from the dataset of 54 rows, the rest from that of 20, again and again."""
+    """Two epochs of 50 rows: a third of them from the dataset of 30 rows, the rest from that of 20, again and again."""
     folder, first, _ = setting
     cameras = {"observation.images.top": (64, 64), "observation.images.wrist": (32, 96)}
     second = make_dataset(folder / "second", episodes=(12, 8), cameras=cameras, seed=1)
@@ -266,23 +266,23 @@ def test_a_mixture_of_cameras_of_different_sizes_trains_each_row_as_often_as_due
         "dataset.mixture": json.dumps({str(first): 1, str(second): 2}),
         "dataset.image_size": "[56,56]",
         "run.record_rows": "true",
-        "steps": 19,
-        "save_freq": 19,
+        "steps": 13,
+        "save_freq": 13,
     }
     assert vla.main(flags(setting, "mixed", **changes)) == 0
     output = folder / "mixed"
-    assert len(losses(output)) == 19 and np.isfinite(losses(output)).all()
+    assert len(losses(output)) == 13 and np.isfinite(losses(output)).all()
     recorded = list(recorded_rows(output))
     rows = [(dataset, index) for line in recorded for dataset, index in line["rows"]]
-    assert len(rows) == 19 * GLOBAL_BATCH
+    assert len(rows) == 13 * GLOBAL_BATCH
     of_epoch = Counter(line["epoch"] for line in recorded for _ in line["rows"])
-    assert of_epoch[0] == of_epoch[1] == 74
+    assert of_epoch[0] == of_epoch[1] == 50
     for epoch in (0, 1):
         found = Counter(dataset for line in recorded if line["epoch"] == epoch for dataset, _ in line["rows"])
-        assert found == {0: 25, 1: 49}
+        assert found == {0: 17, 1: 33}
     capsys.readouterr()
     assert check_rows.main([str(output)]) == 0
-    assert "epoch 1: 74 of 74 rows trained, as often as due" in capsys.readouterr().out
+    assert "epoch 1: 50 of 50 rows trained, as often as due" in capsys.readouterr().out
 
 
 @pytest.mark.ray
