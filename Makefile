@@ -30,7 +30,7 @@ test: $(STAMP) ## all tests but the slow ones, in two processes
 	$(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-faults: $(STAMP) ## every fault test, the slow ones too; what each cost is in outputs/faults.xml
-	$(PYTHON) -m pytest -m faults --junitxml=outputs/faults.xml $(ARGS)
+	$(PYTHON) -m pytest -m faults --junitxml=outputs/faults.xml -o junit_family=xunit1 $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(PYTHON) -m ruff check .
