@@ -399,12 +399,14 @@ def luminance(colour):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+@pytest.mark.slow
 def test_the_console_is_heard(browser, tmp_path):
     path = tmp_path / "page.html"
     path.write_text('<svg><path d="M nan nan"/></svg>')
     assert browser(path)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_a_browser_shows_it(browser, folder, tmp_path, width, scheme):
     page = write_report(folder)
