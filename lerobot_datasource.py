@@ -39,6 +39,7 @@ from lerobot_rows import (
     column_to_numpy,
     frame_of,
     read_rows,
+    row_dtype,
 )
 from storage import StoragePolicy
 
@@ -207,9 +208,8 @@ class LeRobotDatasource(Datasource):
                 shape, dtype = frame_of(feature, self._image_size)
                 row[key] = np.zeros((1, *window, *shape), dtype)
             else:
-                kind = np.dtype(feature.dtype)
-                kind = np.dtype(np.float32 if kind.kind == "f" else bool if kind.kind == "b" else np.int64)
-                row[key] = np.zeros((1, *window, *(() if feature.shape == (1,) else feature.shape)), kind)
+                entries = () if feature.shape == (1,) else feature.shape
+                row[key] = np.zeros((1, *window, *entries), row_dtype(feature))
         return row
 
     def execution(self, number: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import DTypeLike
 from ray.data.extensions import ArrowTensorArray
 
 from lerobot_decode import VideoReader, decode_depth_image, decode_image, depth_table, resize_with_pad
@@ -30,7 +31,10 @@ from storage import naming_file
 logger = logging.getLogger(__name__)
 
 IS_PAD, IS_SKIPPED = "_is_pad", "is_skipped"
-BOOKKEEPING = ("index", "episode_index", "frame_index", "timestamp", "task_index")
+# Columns that every data file has, and their dtypes in a row.
+BOOKKEEPING = {name: np.int64 for name in ("index", "episode_index", "frame_index", "task_index")} | {
+    "timestamp": np.float32
+}
 
 
 @dataclass(frozen=True)
@@ -284,7 +288,10 @@ def _read_tabular(
         stored = [k for k in options.columns if k in reader.features and reader.features[k].dtype != "video"]
         read_keys = list(dict.fromkeys([*BOOKKEEPING, *(reader.features[key].key for key in stored)]))
         table = _read_rows(reader, file, members, read_keys)
-        bookkeeping = {k: _numeric(table.column(k), (1,), f"{reader.root}: {file}: column {k}") for k in BOOKKEEPING}
+        bookkeeping = {
+            key: _numeric(table.column(key), dtype, (1,), f"{reader.root}: {file}: column {key}")
+            for key, dtype in BOOKKEEPING.items()
+        }
         rows = [np.arange(e.table_row + e.first, e.table_row + e.last) for e in members]
         for e, row in zip(members, rows, strict=True):
             _check_rows(reader, file, e, bookkeeping, row)
@@ -374,11 +381,17 @@ def _values(column: pa.ChunkedArray, feature: Feature, where: str) -> np.ndarray
     """A parquet column as an array (N, *shape) in LeRobot's dtypes; strings and structs stay Arrow."""
     if feature.dtype in ("string", "language"):
         return column
-    return _numeric(column, feature.shape, where)
+    return _numeric(column, row_dtype(feature), feature.shape, where)
 
 
-def _numeric(column: pa.ChunkedArray, shape: tuple[int, ...], where: str) -> np.ndarray:
-    """Scalars, lists and nested lists to (N,) or (N, *shape); floats become float32, integers int64 (as LeRobot)."""
+def row_dtype(feature: Feature) -> np.dtype:
+    """What numbers of a feature are in a row, as in LeRobot's: float32, int64 or bool."""
+    kind = np.dtype(feature.dtype).kind
+    return np.dtype(np.float32 if kind == "f" else bool if kind == "b" else np.int64)
+
+
+def _numeric(column: pa.ChunkedArray, dtype: DTypeLike, shape: tuple[int, ...], where: str) -> np.ndarray:
+    """Scalars, lists and nested lists of `dtype`, or of numbers that are exactly such, to (N,) or (N, *shape)."""
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = array.chunk(0) if array.num_chunks else pa.array([], column.type)
@@ -399,16 +412,20 @@ def _numeric(column: pa.ChunkedArray, shape: tuple[int, ...], where: str) -> np.
     kind = array.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise ValueError(f"{where}: holds {kind}, expected numbers")
+    if pa.types.is_floating(kind) and dtype != np.float32:
+        try:
+            array = array.cast(pa.int64())
+        except pa.ArrowInvalid as error:
+            raise ValueError(
+                f"{where}: holds {kind}, and not only whole numbers ({error}), where meta/info.json says "
+                f"{np.dtype(dtype)}; correct the one or the other"
+            ) from error
     values = array.to_numpy(zero_copy_only=False)
     row_shape = () if shape == (1,) else shape
     expected = count * int(np.prod(row_shape, dtype=np.int64))
     if len(values) != expected:
         raise ValueError(f"{where}: {len(values)} values in {count} rows, expected shape {shape} per row")
-    if pa.types.is_floating(kind):
-        values = values.astype(np.float32, copy=False)
-    elif pa.types.is_integer(kind):
-        values = values.astype(np.int64, copy=False)
-    return values.reshape(count, *row_shape)
+    return values.astype(dtype, copy=False).reshape(count, *row_shape)
 
 
 def _out(columns: dict[str, Any], key: str, total: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -573,6 +573,29 @@ def test_a_task_index_without_a_task(copy):
         read_directly(LeRobotDatasource([load_metadata(root)]))
 
 
+def test_numbers_of_another_type_than_declared(copy):
+    """They become what meta/info.json says, as in LeRobot, or are refused: types must not depend on the file."""
+    root = copy()
+
+    def as_float(change):
+        path = sorted((root / "data").rglob("*.parquet"))[0]
+        table = pq.read_table(path)
+        values = [change(value) for value in table.column("task_index").to_pylist()]
+        at = table.column_names.index("task_index")
+        pq.write_table(table.set_column(at, "task_index", pa.array(values, pa.float64())), path)
+
+    def read():
+        return pa.concat_tables(read_directly(LeRobotDatasource([load_metadata(root)]))).column("task_index")
+
+    as_declared = read()
+    as_float(float)
+    assert read() == as_declared
+    assert as_declared.type == pa.int64()
+    as_float(lambda value: value + 0.5)
+    with pytest.raises(ValueError, match="column task_index: holds double, and not only whole numbers.*says int64"):
+        read()
+
+
 def test_a_data_file_with_rows_missing(copy):
     root = copy()
     path = sorted((root / "data").rglob("*.parquet"))[0]
