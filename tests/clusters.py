@@ -1,5 +1,6 @@
 """The local Ray cluster of a test process: one at a time, started by whoever needs it."""
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._common.utils import get_default_ray_temp_dir
+from ray.cluster_utils import Cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 _temp_dir: str | None = None
@@ -44,3 +47,18 @@ def stop() -> None:
     if _temp_dir is not None:
         shutil.rmtree(_temp_dir, ignore_errors=True)
         _temp_dir = None
+
+
+@contextlib.contextmanager
+def of_several_nodes(**head):
+    """A cluster on this machine to which nodes can be added; so far it is its head. `head`: what `add_node` takes."""
+    # `Cluster` (Ray 2.60) notes its address here, whatever its own folder is, and expects the place to be there.
+    Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)
+    temp_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    cluster = Cluster(initialize_head=True, head_node_args={**head, "temp_dir": temp_dir})
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(temp_dir, ignore_errors=True)

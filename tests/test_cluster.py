@@ -6,10 +6,8 @@ import inspect
 import itertools
 import json
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import zipfile
 from concurrent.futures import Future
 from dataclasses import replace
@@ -22,13 +20,13 @@ import pytest
 import ray
 import torch
 from ray._private.runtime_env import packaging
-from ray.cluster_utils import Cluster
 from ray.data import DataContext, ExecutionResources
 from ray.data._internal.execution.resource_manager import ResourceManager
 
 import cluster
 from cluster import Needs, check_nodes, connect, data_limits, node_needs, probe, running_cluster, runtime_env
 from config import Config
+from tests import clusters
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = {name: cluster._public(importlib.metadata.version(name)) for name in cluster.PACKAGES}
@@ -258,20 +256,11 @@ def two_nodes(tmp_path, monkeypatch, no_ray_cluster):
     (tmp_path / "site" / "av-1.2.3.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: av\nVersion: 1.2.3\n"
     )
-    temp_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # as in conftest.py: socket paths are short
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    nodes = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": temp_dir},
-    )
-    try:
+    with clusters.of_several_nodes(num_cpus=0, include_dashboard=False) as nodes:
         nodes.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(tmp_path / "site")})
         monkeypatch.setenv("RAY_ADDRESS", nodes.address)
         yield nodes
-    finally:
-        ray.shutdown()
-        nodes.shutdown()
-        shutil.rmtree(temp_dir, ignore_errors=True)
 
 
 @ray.remote

@@ -1,17 +1,14 @@
 """Nodes that go and come back: a cluster of several raylets on one machine."""
 
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from ray.cluster_utils import Cluster
 
 from run_folder import STOP_NAME, attempts
-from tests import planted, test_faults
+from tests import clusters, planted, test_faults
 from tests.test_faults import SAVE_FREQ, assert_every_row_once, flags, started, wait_for_step
 
 setting, measured = test_faults.setting, test_faults.measured
@@ -22,13 +19,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.slow, pytest.mark
 def cluster(monkeypatch):
     """A head node for the data, and a node for a training worker."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))
-    temp_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     # Not enough for a worker beside the read task.
-    head = {"num_cpus": 1, "temp_dir": temp_dir, "object_store_memory": 3 * 10**8}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    yield cluster
-    cluster.shutdown()
-    shutil.rmtree(temp_dir, ignore_errors=True)
+    with clusters.of_several_nodes(num_cpus=1, object_store_memory=3 * 10**8) as cluster:
+        yield cluster
 
 
 def wait_for_attempt(folder, number, process):

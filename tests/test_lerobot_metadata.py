@@ -7,7 +7,6 @@ import re
 import shutil
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,8 +14,7 @@ import pytest
 
 import hub
 import lerobot_metadata
-import safe_parquet
-from lerobot_metadata import check_files, fetch_dataset, load_metadata, select_episodes
+from lerobot_metadata import check_files, load_metadata, select_episodes
 from safe_parquet import open_parquet
 from tests.datasets import make_dataset, read_frame_number
 
@@ -601,104 +599,6 @@ def test_the_hubs_cache_may_not_leave_its_repository(original, tmp_path):
     refuses(snapshot, "meta/stats.json is a link to .*, outside the dataset")
 
 
-def write_with_extension(path, name, *, nested=False, registered=False):
-    """A tasks.parquet with one more column of an Arrow extension type."""
-    metadata = {"ARROW:extension:name": name, "ARROW:extension:metadata": "x"}
-    if nested:
-        inner = pa.field("inner", pa.int64(), metadata=metadata)
-        field = pa.field("extra", pa.list_(pa.struct([inner])))
-        column = pa.array([[{"inner": 1}], []], field.type)
-    else:
-        field = pa.field("extra", pa.int64(), metadata=metadata)
-        column = pa.array([1, 2])
-    schema = pa.schema([pa.field("task_index", pa.int64()), pa.field("task", pa.string()), field])
-    table = pa.table([[0, 1], ["go to the red bin", "go to the blue bin"], column], schema=schema)
-    pq.write_table(table, path)
-
-
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("name", ["ray.data.arrow_tensor_v2", "arrow.py_extension_type", "arrow.uuid", ""])
-def test_arrow_extension_types(root, name, nested):
-    write_with_extension(root / "meta/tasks.parquet", name, nested=nested)
-    refuses(root, f"meta/tasks.parquet holds the Arrow extension type {re.escape(repr(name))}")
-
-
-def test_extension_types_are_refused_before_arrow_deserialises_them(root):
-    """Arrow calls a registered type's deserialiser on opening a file; ours must never get that far."""
-    calls = []
-
-    class Spy(pa.ExtensionType):
-        def __init__(self):
-            super().__init__(pa.int64(), "test.spy")
-
-        def __arrow_ext_serialize__(self):
-            return b"x"
-
-        @classmethod
-        def __arrow_ext_deserialize__(cls, storage_type, serialized):
-            calls.append(serialized)
-            return cls()
-
-    pa.register_extension_type(Spy())
-    try:
-        path = root / "meta/tasks.parquet"
-        write_with_extension(path, "test.spy")
-        refuses(root, "holds the Arrow extension type 'test.spy'")
-        assert calls == []
-        pq.read_schema(path)
-        assert calls, "the control: plain pyarrow does call it"
-    finally:
-        pa.unregister_extension_type("test.spy")
-
-
-def extension_names(path):
-    with open(path, "rb") as file:
-        return list(safe_parquet._extension_names_in_footer(safe_parquet._read_footer(file)))
-
-
-def test_what_lerobot_itself_writes_is_allowed(tmp_path):
-    root = make_dataset(tmp_path / "d", episodes=(2, 3), cameras={}, extra_features=True)
-    meta = load_metadata(root)
-    assert extension_names(root / meta.data_files[0]) == ["datasets.features.features.Array2DExtensionType"]
-    with open_parquet(meta.fs, f"{meta.base}/{meta.data_files[0]}") as file:
-        assert file.read().num_rows == 5
-    # The language columns of LeRobot 0.6 hold JSON texts in lists of structs.
-    texts = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{}", "[]"]))
-    path = tmp_path / "language.parquet"
-    pq.write_table(pa.table({"language_events": pa.ListArray.from_arrays([0, 1, 2], texts)}), path)
-    assert extension_names(path) == ["arrow.json"]
-    with open_parquet(meta.fs, str(path)) as file:
-        assert file.read().num_rows == 2
-
-
-def test_an_arrow_schema_in_an_unusual_encoding_is_refused(root):
-    """Thrift has two ways to write the same field; Arrow's own writers use one, and only that one is read."""
-    path = root / "meta/tasks.parquet"
-    key = b"ARROW:schema"
-    path.write_bytes(path.read_bytes().replace(key + b"\x18", key + b"\x08"))
-    refuses(root, "meta/tasks.parquet cannot be read as a parquet file .*Arrow schema is damaged: unknown encoding")
-
-
-def test_every_byte_of_the_embedded_schema_may_be_wrong(root):
-    """Damaged schemas end in an error that names the file, or in an unharmed read; in nothing else."""
-    path = root / "meta/tasks.parquet"
-    content = path.read_bytes()
-    start = content.index(b"ARROW:schema")
-    rng = np.random.default_rng(0)
-    outcomes = set()
-    for at in range(start, start + 700, 3):
-        damaged = bytearray(content)
-        damaged[at] = rng.integers(256)
-        path.write_bytes(damaged)
-        try:
-            load_metadata(root)
-            outcomes.add("read")
-        except ValueError as error:
-            assert "meta/tasks.parquet" in str(error)
-            outcomes.add("refused")
-    assert outcomes == {"read", "refused"}
-
-
 # --- chosen episodes and their files --------------------------------------------------------------------
 
 
@@ -774,141 +674,6 @@ def test_check_files_lists_folders_and_not_files(original, monkeypatch):
     check_files(meta)
     needed = [*meta.data_files, *(path for key in meta.video_keys for path in meta.video_files[key])]
     assert sorted(listed) == sorted({f"{meta.base}/{path.rpartition('/')[0]}" for path in needed})
-
-
-# --- the Hub (no network: its client's functions are replaced) ------------------------------------------
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-class FakeHub:
-    """Answers as huggingface_hub does, from a folder."""
-
-    def __init__(self, monkeypatch, dataset, cache, error=None, revisions=("main", "v3.0")):
-        self.downloads, self.asked, self.error, self.revisions = [], [], error, revisions
-        self.dataset, self.cache = dataset, cache
-        monkeypatch.setattr("huggingface_hub.HfApi.repo_info", self.repo_info)
-        monkeypatch.setattr("huggingface_hub.snapshot_download", self.snapshot_download)
-
-    def repo_info(self, repo_id, *, repo_type, revision=None):
-        self.asked.append(revision)
-        if self.error:
-            raise self.error
-        if revision is not None and revision not in self.revisions:
-            raise hub_error("RevisionNotFoundError", 404)
-        return type("Info", (), {"sha": COMMIT})
-
-    def snapshot_download(self, repo_id, *, repo_type, revision, cache_dir, allow_patterns):
-        from huggingface_hub.utils import filter_repo_objects
-
-        assert (repo_type, revision) == ("dataset", COMMIT)
-        if self.error:
-            raise self.error
-        files = [str(p.relative_to(self.dataset)) for p in self.dataset.rglob("*") if p.is_file()]
-        for name in filter_repo_objects(files, allow_patterns=allow_patterns):
-            self.downloads.append(name)
-            target = self.cache / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(self.dataset / name, target)
-        return str(self.cache)
-
-
-def hub_error(name, status):
-    from huggingface_hub import errors
-
-    request = httpx.Request("GET", "https://huggingface.co/api/x", headers={"authorization": "Bearer hf_secret"})
-    return getattr(errors, name)(name, response=httpx.Response(status, request=request))
-
-
-def test_fetch_whole(original, tmp_path, monkeypatch):
-    fake = FakeHub(monkeypatch, original, tmp_path / "cache")
-    folder, commit = fetch_dataset("user/name")
-    assert (folder, commit) == (str(tmp_path / "cache"), COMMIT)
-    assert fake.asked == ["v3.0"]
-    check_files(load_metadata(folder))
-    assert len(fake.downloads) == len(set(fake.downloads))
-
-
-def test_fetch_only_what_is_needed(original, tmp_path, monkeypatch):
-    fake = FakeHub(monkeypatch, original, tmp_path / "cache")
-    folder, _ = fetch_dataset("user/name", episodes=[0, 11], camera_keys=[TOP])
-    meta = load_metadata(folder)
-    check_files(meta, episodes=[0, 11], camera_keys=[TOP])
-    expected = {meta.data_files[meta.episode_data_file[e]] for e in (0, 11)}
-    expected |= {meta.video_files[TOP][meta.episode_video_file[TOP][e]] for e in (0, 11)}
-    assert {name for name in fake.downloads if not name.startswith("meta/")} == expected
-
-
-def test_fetch_refuses_what_the_dataset_lacks(original, tmp_path, monkeypatch):
-    fake = FakeHub(monkeypatch, original, tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"no camera \['front'\]"):
-        fetch_dataset("user/name", camera_keys=["front"])
-    with pytest.raises(ValueError, match=r"\[12\] not in the dataset"):
-        fetch_dataset("user/name", episodes=[12])
-    assert all(name.startswith("meta/") for name in fake.downloads)
-
-
-def test_fetch_without_the_version_tag_takes_the_default_branch(original, tmp_path, monkeypatch):
-    fake = FakeHub(monkeypatch, original, tmp_path / "cache", revisions=("main",))
-    assert fetch_dataset("user/name")[1] == COMMIT
-    assert fake.asked == ["v3.0", None]
-
-
-def test_fetch_a_commit_asks_nothing(original, tmp_path, monkeypatch):
-    fake = FakeHub(monkeypatch, original, tmp_path / "cache")
-    assert fetch_dataset("user/name", COMMIT)[1] == COMMIT
-    assert fake.asked == []
-
-
-def test_fetch_refuses_another_version(root, tmp_path, monkeypatch):
-    edit_info(root, codebase_version="v2.1")
-    FakeHub(monkeypatch, root, tmp_path / "cache")
-    with pytest.raises(ValueError, match="convert_dataset_v21_to_v30"):
-        fetch_dataset("user/name")
-
-
-@pytest.mark.parametrize(
-    ("name", "status", "error", "message"),
-    [
-        ("RepositoryNotFoundError", 401, ValueError, "private.*HF_TOKEN"),
-        ("RepositoryNotFoundError", 404, ValueError, "check the name at https://huggingface.co/datasets/user/name"),
-        ("GatedRepoError", 403, ValueError, "gated.*accept its conditions at .*HF_TOKEN"),
-        ("HfHubHTTPError", 403, ValueError, r"refused access \(403\); set HF_TOKEN"),
-        ("HfHubHTTPError", 401, ValueError, r"refused access \(401\)"),
-        ("HfHubHTTPError", 503, OSError, r"error \(503\); try again"),
-        ("RevisionNotFoundError", 404, ValueError, "no revision 'v9'"),
-    ],
-)
-def test_fetch_explains_the_hubs_errors(original, tmp_path, monkeypatch, name, status, error, message):
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    FakeHub(monkeypatch, original, tmp_path / "cache", error=hub_error(name, status))
-    with pytest.raises(error, match=f"dataset user/name: .*{message}") as raised:
-        fetch_dataset("user/name", "v9")
-    assert type(raised.value) is error
-    assert "hf_secret" not in str(raised.value) + repr(raised.value.__cause__)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [httpx.ConnectError("no route"), httpx.ReadTimeout("slow"), "OfflineModeIsEnabled", "LocalEntryNotFoundError"],
-)
-def test_fetch_without_network(original, tmp_path, monkeypatch, error):
-    from huggingface_hub import errors
-
-    if isinstance(error, str):
-        error = getattr(errors, error)("offline")
-    FakeHub(monkeypatch, original, tmp_path / "cache", error=error)
-    with pytest.raises(OSError, match="dataset user/name: the Hub cannot be reached.*HF_HUB_OFFLINE"):
-        fetch_dataset("user/name")
-
-
-def test_fetch_offline_with_the_real_client(tmp_path):
-    """The suite runs with HF_HUB_OFFLINE=1."""
-    for revision in (None, COMMIT):
-        with pytest.raises(OSError, match="dataset user/name: the Hub cannot be reached"):
-            fetch_dataset("user/name", revision, cache_dir=tmp_path)
-    with pytest.raises(ValueError, match="dataset user/na/me: not a repository name"):
-        fetch_dataset("user/na/me", COMMIT, cache_dir=tmp_path)
 
 
 def test_importing_defines_only():

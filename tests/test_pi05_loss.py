@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.common.flow_matching import sample_time_beta
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
@@ -27,7 +26,7 @@ from pi05_loss import (
     sample_noise_and_time,
     tokens_per_sample,
 )
-from tests.tiny import ACTION_DIM, make_batch, make_config, make_policy, reference
+from tests.tiny import ACTION_DIM, make_batch, make_config, make_policy, real_config, reference
 
 MODES = ("heads", "expert", "full")
 # Attention does not change when a vector is added to all its keys, so the true gradient of this bias is zero.
@@ -518,14 +517,6 @@ def test_flops_of_the_real_policy():
 
 
 # --- what trains ------------------------------------------------------------------------------------------
-
-
-def real_config():
-    """LeRobot's PI0.5 at its real size."""
-    config = PI05Config(device="cpu")
-    features = make_config(3, image_size=224)
-    config.input_features, config.output_features = features.input_features, features.output_features
-    return config
 
 
 @pytest.mark.parametrize("mode", MODES)

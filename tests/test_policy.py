@@ -1,11 +1,10 @@
-"""Loading and saving against LeRobot's own, and the match of dataset and policy."""
+"""Loading and saving against LeRobot's own."""
 
 import copy
 import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +14,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import errors
-from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
-from lerobot.datasets.factory import resolve_delta_timestamps
-from lerobot.policies.factory import make_policy as make_lerobot_policy
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from lerobot.utils.constants import ACTION, OBS_STATE
 from safetensors import safe_open
@@ -30,12 +26,11 @@ from policy import (
     exported_dtypes,
     fetch_pretrained,
     load_policy,
-    match_features,
     new_policy,
     save_pretrained,
 )
 from processors import make_processors
-from tests.tiny import ACTION_DIM, STATE_DIM, make_batch, make_config, make_policy
+from tests.tiny import ACTION_DIM, STATE_DIM, make_batch, make_config, make_policy, real_config
 from tiny_pi05 import TinyPI05Policy
 
 EMBEDDING = "model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
@@ -338,251 +333,6 @@ def test_a_new_policy_is_random(saved):
     assert first.config.device == "cpu"
 
 
-# --- match ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Feature:
-    dtype: str
-    shape: tuple
-    names: object = None
-
-
-def camera(height=48, width=64):
-    return Feature("video", (height, width, 3), ("height", "width", "channels"))
-
-
-def dataset_features(*cameras, state=STATE_DIM, action=ACTION_DIM, **others):
-    return {
-        **{f"observation.images.{name}": camera() for name in cameras},
-        OBS_STATE: Feature("float32", (state,)),
-        ACTION: Feature("float32", (action,), tuple(f"motor_{i}" for i in range(action))),
-        "timestamp": Feature("float32", (1,)),
-        "index": Feature("int64", (1,)),
-        **others,
-    }
-
-
-def pretrained_config(*cameras, **options):
-    """As that of lerobot/pi05_base: cameras with names of its own, a padded state."""
-    config = PI05Config(device="cpu", chunk_size=4, n_action_steps=4, **options)
-    config.input_features = {
-        **{f"observation.images.{name}": PolicyFeature(FeatureType.VISUAL, (3, 224, 224)) for name in cameras},
-        OBS_STATE: PolicyFeature(FeatureType.STATE, (32,)),
-    }
-    config.output_features = {ACTION: PolicyFeature(FeatureType.ACTION, (32,))}
-    return config
-
-
-def as_metadata(features, fps=10):
-    described = {key: {"dtype": f.dtype, "shape": f.shape, "names": f.names} for key, f in features.items()}
-    return SimpleNamespace(features=described, fps=fps, stats=None)
-
-
-def test_a_fresh_policy_takes_the_datasets_features():
-    """As LeRobot's `make_policy`."""
-    features = dataset_features("top", "wrist")
-    ours, theirs = make_config(1), make_config(1)
-    ours.input_features, theirs.input_features = {}, {}
-    match = match_features(ours, features, {}, fps=10)
-    make_lerobot_policy(theirs, ds_meta=as_metadata(features))
-    assert ours.input_features == theirs.input_features
-    assert ours.output_features == theirs.output_features
-    assert ours.action_feature_names == theirs.action_feature_names == ["motor_0", "motor_1", "motor_2"]
-    assert match.camera_keys == ("observation.images.top", "observation.images.wrist")
-    assert match.dataset_keys == (*match.camera_keys, OBS_STATE, ACTION)
-
-
-def test_a_pretrained_policy_keeps_its_inputs_and_takes_the_datasets_actions():
-    config = pretrained_config("base", "wrist")
-    rename_map = {"observation.images.top": "observation.images.base"}
-    inputs = dict(config.input_features)
-    match = match_features(config, dataset_features("top", "wrist"), rename_map, fps=30)
-    assert config.input_features == inputs
-    assert config.output_features == {ACTION: PolicyFeature(FeatureType.ACTION, (ACTION_DIM,))}
-    assert match.camera_keys == ("observation.images.top", "observation.images.wrist")
-    rows = [
-        (row.dataset_key, row.policy_key, row.dataset_shape, row.policy_shape, row.normalization) for row in match.rows
-    ]
-    assert rows == [
-        ("observation.images.top", "observation.images.base", (48, 64, 3), (3, 224, 224), "IDENTITY"),
-        ("observation.images.wrist", "observation.images.wrist", (48, 64, 3), (3, 224, 224), "IDENTITY"),
-        (OBS_STATE, OBS_STATE, (STATE_DIM,), (32,), "QUANTILES"),
-        (ACTION, ACTION, (ACTION_DIM,), (ACTION_DIM,), "QUANTILES"),
-    ]
-    assert match.table() == [
-        "observation.images.top    48x64x3  ->  observation.images.base   3x224x224  IDENTITY",
-        "observation.images.wrist  48x64x3  ->  observation.images.wrist  3x224x224  IDENTITY",
-        "observation.state         4        ->  observation.state         32         QUANTILES",
-        "action                    3        ->  action                    3          QUANTILES",
-    ]
-
-
-def test_a_fresh_policys_cameras_are_renamed_too():
-    config = make_config(1)
-    config.input_features = {}
-    match = match_features(config, dataset_features("top"), {"observation.images.top": "observation.images.x"}, fps=10)
-    assert list(config.image_features) == ["observation.images.x"]
-    assert match.camera_keys == ("observation.images.top",)
-
-
-@pytest.mark.parametrize("fps", [10, 30, 29.97])
-def test_windows_are_lerobots(fps):
-    features = dataset_features("top", **{"next.reward": Feature("float32", (1,))})
-    config = pretrained_config("top")
-    match = match_features(config, features, {}, fps=fps)
-    assert match.delta_timestamps == resolve_delta_timestamps(config, as_metadata(features, fps))
-
-    from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
-
-    config = DiffusionConfig(device="cpu", input_features={})
-    match = match_features(config, features, {}, fps=fps)
-    expected = resolve_delta_timestamps(config, as_metadata(features, fps))
-    assert match.delta_timestamps == expected and "observation.images.top" in expected
-
-
-def test_cameras_that_do_not_match_print_the_flag_to_write():
-    config = pretrained_config("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
-    features = dataset_features("right_wrist", "base", "left_wrist")
-    with pytest.raises(ValueError) as caught:
-        match_features(config, features, {}, fps=10)
-    message = str(caught.value)
-    assert "policy has cameras that the dataset lacks: ['observation.images.base_0_rgb'" in message
-    assert "dataset has cameras that the policy does not know: ['observation.images.right_wrist'" in message
-    assert "--dataset.camera_keys" in message and "--dataset.missing_cameras=mask" in message
-    flag = message.split("--rename_map='")[1].split("'")[0]
-    rename_map = json.loads(flag)
-    assert rename_map == {
-        "observation.images.base": "observation.images.base_0_rgb",
-        "observation.images.left_wrist": "observation.images.left_wrist_0_rgb",
-        "observation.images.right_wrist": "observation.images.right_wrist_0_rgb",
-    }
-    match_features(config, features, rename_map, fps=10)  # and it works
-
-
-def test_the_suggested_flag_keeps_what_was_given():
-    config = pretrained_config("a", "b")
-    given = {"observation.images.x": "observation.images.a"}
-    with pytest.raises(ValueError) as caught:
-        match_features(config, dataset_features("x", "y"), given, fps=10)
-    suggested = json.loads(str(caught.value).split("--rename_map='")[1].split("'")[0])
-    assert suggested == {**given, "observation.images.y": "observation.images.b"}
-
-
-def test_missing_cameras_are_masked_on_request():
-    config = pretrained_config("top", "wrist", "front")
-    features = dataset_features("wrist")
-    with pytest.raises(
-        ValueError, match="lacks: .'observation.images.top', 'observation.images.front'.*missing_cameras=mask"
-    ):
-        match_features(config, features, {}, fps=10)
-    match = match_features(config, features, {}, fps=10, missing_cameras="mask")
-    assert match.camera_keys == ("observation.images.wrist",)
-    masked = [row.policy_key for row in match.rows if row.dataset_key is None]
-    assert masked == ["observation.images.top", "observation.images.front"]
-    assert match.table()[0].split() == [
-        "(no",
-        "camera)",
-        "masked",
-        "->",
-        "observation.images.top",
-        "3x224x224",
-        "IDENTITY",
-    ]
-    # One camera at least, and no dataset camera left over.
-    with pytest.raises(ValueError, match="does not know"):
-        match_features(config, dataset_features("wrist", "other"), {}, fps=10, missing_cameras="mask")
-    with pytest.raises(ValueError, match="lacks"):
-        match_features(config, dataset_features(), {}, fps=10, missing_cameras="mask")
-
-
-def test_dataset_cameras_that_the_policy_does_not_know():
-    config = pretrained_config("top")
-    with pytest.raises(ValueError, match=r"does not know: \['observation.images.depth'\].*--dataset.camera_keys"):
-        match_features(config, dataset_features("top", "depth"), {}, fps=10)
-
-
-def test_empty_cameras_need_no_dataset_camera():
-    config = pretrained_config("top", empty_cameras=1)
-    match = match_features(config, dataset_features("top"), {}, fps=10)
-    assert match.camera_keys == ("observation.images.top",)
-    assert [row.policy_key for row in match.rows if row.dataset_key is None] == ["observation.images.empty_camera_0"]
-
-
-def test_a_state_that_the_configuration_leaves_out_is_an_input_all_the_same():
-    """PI0.5's constructor would add it, after the processors were made: it would stay un-normalised."""
-    config = pretrained_config("top")
-    del config.input_features[OBS_STATE]
-    match = match_features(config, dataset_features("top"), {}, fps=10)
-    assert OBS_STATE in match.dataset_keys and OBS_STATE in config.input_features
-    features = dataset_features("top")
-    del features[OBS_STATE]
-    del config.input_features[OBS_STATE]
-    with pytest.raises(ValueError, match="needs 'observation.state'"):
-        match_features(config, features, {}, fps=10)
-
-
-def test_other_policies_do_not_run_without_a_camera():
-    from lerobot.policies.act.configuration_act import ACTConfig
-
-    config = ACTConfig(device="cpu", input_features=pretrained_config("top", "wrist").input_features)
-    with pytest.raises(ValueError, match="lacks") as caught:
-        match_features(config, dataset_features("top"), {}, fps=10, missing_cameras="mask")
-    assert "mask" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "changes, rename_map, message",
-    [
-        ({OBS_STATE: None}, {}, r"needs 'observation.state'.*features are .*--rename_map"),
-        ({ACTION: None}, {}, r"no 'action'; its features are"),
-        (
-            {OBS_STATE: Feature("float32", (33,))},
-            {},
-            r"'observation.state' has 33 dimensions.*takes 32 \(max_state_dim\)",
-        ),
-        ({ACTION: Feature("float32", (40,))}, {}, r"'action' has 40 dimensions.*takes 32 \(max_action_dim\)"),
-        ({ACTION: Feature("float32", (1,))}, {}, r"'action' has the shape \(1,\).*two or more"),
-        ({OBS_STATE: Feature("float32", (2, 3))}, {}, r"'observation.state' has the shape \(2, 3\)"),
-        (
-            {"observation.images.top": Feature("video", (48, 64, 1))},
-            {},
-            r"\(48, 64, 1\); policies see RGB.*camera_keys",
-        ),
-        ({}, {"observation.images.tpo": "observation.images.top"}, r"observation.images.tpo.*dataset's features are"),
-        ({}, {"observation.images.top": "observation.images.tpo"}, r"observation.images.tpo.*policy's inputs are"),
-        ({}, {"action": "observation.state"}, r"renames only keys that start with 'observation.'"),
-        (
-            {"observation.images.b": camera()},
-            {"observation.images.b": "observation.images.top"},
-            r"\['observation.images.b', 'observation.images.top'\] would all be called 'observation.images.top'",
-        ),
-    ],
-)
-def test_features_that_do_not_match(changes, rename_map, message):
-    features = {**dataset_features("top"), **changes}
-    config = pretrained_config("top")
-    before = copy.deepcopy(config)
-    with pytest.raises(ValueError, match=message):
-        match_features(config, {key: f for key, f in features.items() if f is not None}, rename_map, fps=10)
-    assert config == before
-
-
-def test_channel_first_cameras_and_names_by_group():
-    features = {
-        **dataset_features(),
-        "observation.images.top": Feature("image", (3, 48, 64), ("channels", "height", "width")),
-        ACTION: Feature("float32", (3,), {"arm": ["a", "b"], "hand": ["c"]}),
-        "observation.note": Feature("string", (1,)),
-    }
-    config = make_config(1)
-    config.input_features = {}
-    match_features(config, features, {}, fps=10)
-    assert config.image_features["observation.images.top"].shape == (3, 48, 64)
-    assert config.action_feature_names == ["a", "b", "c"]
-    assert "observation.note" not in config.input_features
-
-
 # --- save -------------------------------------------------------------------------------------------------
 
 
@@ -645,7 +395,7 @@ def test_keys_shapes_and_dtypes_are_those_lerobot_writes(dtype, stored_as, saved
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_real_policy_keeps_lerobots_keys_and_dtypes(dtype):
     """4.14 B parameters on the meta device, after what training does to them."""
-    config = pretrained_config("a", "b", "c", dtype=dtype)
+    config = real_config(dtype=dtype)
 
     def build():
         config.device = "meta"

@@ -1,9 +1,10 @@
-"""Tiny PI0.5 policies and batches for the tests."""
+"""PI0.5 policies, mostly tiny, and batches for the tests."""
 
 import copy
 
 import torch
 from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 from tiny_pi05 import TinyPI05Config, TinyPI05Policy
 
@@ -37,6 +38,14 @@ def make_config(cameras=2, *, chunk_size=6, image_size=28, **options):
         device="cpu",
         **options,
     )
+
+
+def real_config(cameras=3, **options):
+    """LeRobot's PI0.5 at its real size, for so many cameras."""
+    config = PI05Config(device="cpu", **options)
+    features = make_config(cameras, image_size=224)
+    config.input_features, config.output_features = features.input_features, features.output_features
+    return config
 
 
 def make_policy(cameras=2, *, seed=0, **options):
