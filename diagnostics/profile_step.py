@@ -314,10 +314,11 @@ def table(report: StepReport) -> str:
         lines.append(f"{_beside_untouched(report, 'synchronized')} with a synchronize at every phase")
     seen = [r.communication for r in report.ranks if r.communication is not None]
     if seen:
+        what = "gradients travel" if config["scaling"]["strategy"] == "ddp" else "parameters and gradients travel"
         total, hidden = (float(np.mean([x for c in seen for x in values])) for values in _both(seen))
         lines.append(
-            f"gradients travel {1e3 * total:.1f} ms a step, {1e3 * hidden:.1f} ms of it hidden in backward, "
-            f"{1e3 * (total - hidden):.1f} ms waited for"
+            f"{what} between workers {1e3 * total:.1f} ms a step, {1e3 * hidden:.1f} ms of it hidden behind "
+            f"computation, {1e3 * (total - hidden):.1f} ms not"
         )
     mfu = f", MFU {report.mfu:.1%}" if report.mfu is not None else ""
     lines.append(f"{report.steps_per_s:.2f} steps/s, {report.samples_per_s:.1f} samples/s over all workers{mfu}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.autograd import DeviceType
 
 from diagnostics.environment import Record
 from util import Clock, Phase
@@ -34,7 +35,11 @@ class Times(Record):
 
 
 class Communication(Record):
-    """Seconds per step that gradients travel, and of those, the part that backward's computation hides; DDP's own."""
+    """Seconds per step that this rank's gradients and parameters travel; of those, the part in which it also computes.
+
+    As PyTorch's profiler sees them, whatever the strategy: NCCL's kernels beside all others, Gloo's work beside the
+    operations of all other threads.
+    """
 
     total_s: list[float]
     hidden_s: list[float]
@@ -69,7 +74,7 @@ class StepClock(Clock):
         self._marked: dict[Pass, list[list[_Mark]]] = {"timed": [], "synchronized": [], "checkpoint": []}
         self._profiler: torch.profiler.profile | None = None
         self._ranges = contextlib.ExitStack()
-        self._communication: list[tuple[float, float]] = []
+        self._travelled: list[tuple[float, float]] = []
         self.block_step_s: dict[Pass, list[float]] = {}
 
     def steps(self, numbers: range, model: nn.Module) -> Iterator[int]:
@@ -80,11 +85,10 @@ class StepClock(Clock):
         for done, (number, name) in enumerate(zip(numbers, self._passes, strict=False), start=1):
             self._pass = name
             self._trace(name == "traced")
-            if name == "communication":
-                self._ask_for_communication(model)
-            self.mark("other")
-            yield number
-            self._end_step(model)
+            with self._watching_communication() if name == "communication" else contextlib.nullcontext():
+                self.mark("other")
+                yield number
+                self._end_step()
             if done % self._block_steps == 0:
                 now = time.perf_counter()
                 if name in MEASURED:
@@ -122,20 +126,20 @@ class StepClock(Clock):
                 torch.cuda.synchronize(self._device)
         self._marks.append(_Mark(phase, time.perf_counter(), event, side))
 
-    def _end_step(self, model: nn.Module) -> None:
+    def _end_step(self) -> None:
         if self._pass in self._marked:
             self._note(None)
             self._marked[self._pass].append(self._marks)
             self._marks = []
-        elif self._pass == "communication" and isinstance(model, DistributedDataParallel):
-            seen = model._get_ddp_logging_data()
-            self._communication.append((seen["backward_comm_time"], seen["backward_compute_comm_overlap_time"]))
         self._ranges.close()
 
-    def _ask_for_communication(self, model: nn.Module) -> None:
-        # DDP times the collectives of every 100th step (torch 2.11; it has no public name for changing that).
-        if isinstance(model, DistributedDataParallel) and not self._communication:
-            model._set_ddp_runtime_logging_sample_rate(1)
+    @contextlib.contextmanager
+    def _watching_communication(self) -> Iterator[None]:
+        with torch.profiler.profile() as profiler:
+            yield
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        self._travelled.append(travelling(profiler.events(), self._device))
 
     def times(self, name: Pass) -> Times | None:
         """The phases of the steps of a pass; None if there were none."""
@@ -150,9 +154,47 @@ class StepClock(Clock):
         )
 
     def communication(self) -> Communication | None:
-        # What DDP tells after a step is of the step before; of the first, of long ago.
-        seen = [(1e-9 * total, 1e-9 * hidden) for total, hidden in self._communication[1:]]
-        return Communication(total_s=[s[0] for s in seen], hidden_s=[s[1] for s in seen]) if seen else None
+        """None if there was no step for it."""
+        if not self._travelled:
+            return None
+        total, hidden = zip(*self._travelled, strict=True)
+        return Communication(total_s=list(total), hidden_s=list(hidden))
+
+
+def travelling(events: Iterable[Any], device: torch.device) -> tuple[float, float]:
+    """Seconds in which collectives are under way, and of those, in which anything is computed.
+
+    Args:
+        events: `torch.profiler.profile().events()` of a step.
+        device: which the step was computed on.
+    """
+    if device.type == "cuda":
+        work = [(event, "nccl" in event.name.lower()) for event in events if event.device_type == DeviceType.CUDA]
+        gloos_threads = set()
+    else:
+        work = [
+            (event, event.name.startswith("gloo:")) for event in events if event.name.startswith(("aten::", "gloo:"))
+        ]
+        # What Gloo's own threads compute is part of the collective.
+        gloos_threads = {event.thread for event, is_collective in work if is_collective}
+    collectives = _spans(event for event, is_collective in work if is_collective)
+    others = _spans(event for event, is_collective in work if not is_collective and event.thread not in gloos_threads)
+    total = _covered(collectives)
+    hidden = total + _covered(others) - _covered(np.concatenate([collectives, others]))
+    return 1e-6 * total, 1e-6 * max(0.0, hidden)
+
+
+def _spans(events: Iterable[Any]) -> np.ndarray:
+    """(n, 2), microseconds."""
+    return np.array([(event.time_range.start, event.time_range.end) for event in events], float).reshape(-1, 2)
+
+
+def _covered(spans: np.ndarray) -> float:
+    """How much of the line is in at least one of the intervals, (n, 2)."""
+    start, end = spans[np.argsort(spans[:, 0])].T
+    end = np.maximum.accumulate(end)
+    before = np.concatenate([start[:1], end[:-1]])
+    return float(np.maximum(0, end - np.maximum(start, before)).sum())
 
 
 def _phases(marks: Sequence[_Mark]) -> tuple[dict[Phase, float], dict[Phase, float]]:

@@ -25,6 +25,7 @@ from diagnostics import compare_strategies
 from diagnostics.compare_strategies import StrategiesReport
 from diagnostics.environment import Environment
 from diagnostics.page import page
+from diagnostics.step_clock import StepClock
 from parallel import accumulating, spread, whole
 from run_folder import start_attempt
 from tests import in_process
@@ -113,6 +114,7 @@ def two(rank, world, run, folder):
         found[strategy] = {
             "spread": spread_found(run, strategy, rank),
             "travels": travels(run, strategy, rank),
+            "communication": communication_of(run, strategy, rank),
             "nan": step_with_nan(run, strategy, rank),
             "uneven": uneven_steps(run, strategy, rank) if strategy != "fsdp2_reshard" else None,
             "bf16": losses_of(run, strategy, rank, precision="bf16"),
@@ -167,6 +169,16 @@ def travels(run, strategy, rank):
     with Collectives() as last:
         trainer.backward(first)
     return [mode.seen for mode in (between, last)]
+
+
+def communication_of(run, strategy, rank):
+    """What the profiler's clock says of two steps."""
+    trainer = Trainer(run, strategy, rank, 2)
+    batches = trainer.batches(2)
+    clock = StepClock(["communication"] * 2, 1, CPU)
+    for number in clock.steps(range(3), trainer.model):
+        trainer.step(number, batches)
+    return clock.communication().model_dump()
 
 
 def step_with_nan(run, strategy, rank):
@@ -336,6 +348,16 @@ def test_accumulating_sends_no_gradients(found):
         # Units and the rest; each unit is gathered for forward and for backward.
         assert between == ({}, {}, {"allgather_base": 1 + 2 * units})
         assert last[1:] == ({"reduce_scatter_base": 1 + units}, {**between[2], "reduce_scatter_base": 1 + units})
+
+
+def test_the_profiler_sees_what_travels_under_every_strategy(found):
+    """Gloo's: DDP's buckets travel while backward goes on; FSDP2 without streams waits for each collective."""
+    for rank in found.ranks:
+        for strategy in STRATEGIES:
+            seen = rank[strategy]["communication"]
+            assert len(seen["total_s"]) == 2 and min(seen["total_s"]) > 0
+            for total, hidden in zip(seen["total_s"], seen["hidden_s"], strict=True):
+                assert 0 <= hidden <= total
 
 
 def test_a_rank_whose_loss_is_not_finite_has_all_skip_the_step(found):

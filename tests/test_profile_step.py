@@ -4,11 +4,13 @@ import json
 import math
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 import util
 import vla
@@ -202,6 +204,33 @@ def test_watching_changes_nothing(run, tmp_path):
         with in_process.without_ray(in_process.Shard(watched)):
             trained.append(vla.train(watched, one).named())
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_of_the_communication_is_hidden(device):
+    """Collectives at 0-4, 2-6 and 10-12 us; computation at 5-7 and at 11-20: 2 of 8 us are hidden."""
+    kind = {"cpu": DeviceType.CPU, "cuda": DeviceType.CUDA}[device]
+    collective, compute = {
+        "cpu": ("gloo:all_reduce", "aten::mm"),
+        "cuda": ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "sm90_xmma_gemm"),
+    }[device]
+
+    def event(name, start, end, thread=1, device_type=kind):
+        return SimpleNamespace(
+            name=name, device_type=device_type, thread=thread, time_range=SimpleNamespace(start=start, end=end)
+        )
+
+    events = [
+        *(event(collective, start, end, thread=2) for start, end in ((10, 12), (0, 4), (2, 6))),
+        *(event(compute, start, end) for start, end in ((5, 7), (5.5, 6.5), (11, 20))),
+        # Neither is computation: waiting on the host, and what the thread of a collective of Gloo's does.
+        event("RegisterPostBackwardFunctionBackward", 0, 20, device_type=DeviceType.CPU),
+        event("aten::div_", 3, 4, thread=2, device_type=DeviceType.CPU),
+    ]
+    total, hidden = step_clock.travelling(events, torch.device(device))
+    assert total == pytest.approx(8e-6)
+    assert hidden == pytest.approx(2e-6)
+    assert step_clock.travelling(events[3:6], torch.device(device)) == (0, 0)
 
 
 def test_passes_alternate_and_take_turns_in_going_first(run):
