@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 PROJECT = Path(__file__).resolve().parent
 # Patterns as in .gitignore, the last that matches counts: nothing goes but the folder itself and the code that a node
 # runs. Data, outputs, caches and whatever secrets lie there stay.
-EXCLUDES = ("/*", "!/.", "!/*.py", "!/diagnostics", "/diagnostics/*", "!/diagnostics/*.py")
+EXCLUDES = ("/*", "!/.", "!/*.py", "!/diagnostics", "/diagnostics/*", "!/diagnostics/*.py", "!/templates")
 # Where two versions would disagree about pickles, rows or weights.
 PACKAGES = ("ray", "torch", "lerobot", "transformers", "numpy", "pyarrow", "av")
 # What LeRobot writes videos in, and the decoders of PyAV (in FFmpeg's names) that can read it; any of them does.

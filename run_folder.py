@@ -24,6 +24,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,9 +66,16 @@ def claim_folder(run: Run) -> Iterator[None]:
     lock = FileLock(run.output_dir / LOCK_NAME)
     try:
         lock.acquire(timeout=0)
+        _try_storage(run.output_dir)
     except Timeout as error:
         raise FileExistsError(
             f"--output_dir={run.output_dir}: a run is going on there; wait until it ends, or choose another folder"
+        ) from error
+    except (OSError, NotImplementedError) as error:
+        lock.release()
+        raise OSError(
+            f"--output_dir={run.output_dir}: its storage does not lock, append, replace and rename ({error}), as a "
+            "mounted bucket does not; choose a folder on a disk or a network file system"
         ) from error
     try:
         yield
@@ -75,6 +83,19 @@ def claim_folder(run: Run) -> Iterator[None]:
         lock.release()
         if not _contents(run.output_dir):  # a run that was refused leaves nothing
             shutil.rmtree(run.output_dir, ignore_errors=True)
+
+
+def _try_storage(folder: Path) -> None:
+    """Do what a run does: add to a file, replace one, rename a folder. Raises OSError where that cannot be done."""
+    with tempfile.TemporaryDirectory(prefix=".storage-", dir=folder) as scratch:
+        log, other, made = (Path(scratch, name) for name in ("log", "other", "made"))
+        for _ in range(2):
+            with open(log, "a") as file:
+                file.write("line\n")
+        other.touch()
+        os.replace(other, log)
+        made.mkdir()
+        os.rename(made, made.with_name("renamed"))
 
 
 def prepare_folder(run: Run) -> None:

@@ -19,10 +19,10 @@ out=$(cd "$OUTPUT_DIR" && pwd)
 export VLA_CACHE=${VLA_CACHE:-$PWD/.cache}
 rm -rf "$out/direct" "$out/job"
 
-trained() { # FOLDER: it holds a policy and the metrics of the last step
-    if [ -f "$1/pretrained_model/model.safetensors" ] &&
+trained() { # FOLDER: it holds a policy, a report, and the metrics of the last step
+    if [ -f "$1/pretrained_model/model.safetensors" ] && [ -f "$1/report.html" ] &&
         tail -n 1 "$1/metrics.jsonl" | grep -q "\"step\": $MAX_TRAIN_STEPS,"; then return; fi
-    echo "smoke: $1 holds no policy that trained $MAX_TRAIN_STEPS steps" >&2
+    echo "smoke: $1 holds no policy, or no report, of $MAX_TRAIN_STEPS steps" >&2
     return 1
 }
 

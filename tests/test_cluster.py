@@ -40,11 +40,12 @@ def shipped(folder, excludes, tmp_path):
     return sorted(name for name in zipfile.ZipFile(archive).namelist() if not name.endswith("/"))
 
 
-def test_every_module_of_the_program_is_sent(tmp_path):
+def test_every_module_and_template_of_the_program_is_sent(tmp_path):
     environment = runtime_env()
     assert Path(environment["working_dir"]) == ROOT
     sent = shipped(ROOT, environment["excludes"], tmp_path)
-    modules = [p.relative_to(ROOT) for p in (*ROOT.glob("*.py"), *ROOT.glob("diagnostics/*.py"))]
+    code = (*ROOT.glob("*.py"), *ROOT.glob("diagnostics/*.py"), *ROOT.glob("templates/*"))
+    modules = [p.relative_to(ROOT) for p in code]
     assert sent == sorted(map(str, modules)) and "vla.py" in sent
 
 
@@ -52,7 +53,7 @@ def test_nothing_but_code_is_sent(tmp_path):
     project = tmp_path / "project"
     stay = [".env", ".git/config", ".venv/lib/a.py", "outputs/run/config.json", ".cache/demo/x.mp4", "token", "a.pem"]
     stay += ["my_data/meta/info.json", "tests/test_x.py", "diagnostics/trace.json", "diagnostics/old/x.py", "sub/x.py"]
-    go = ["vla.py", "diagnostics/__init__.py"]
+    go = ["vla.py", "diagnostics/__init__.py", "templates/report.html"]
     for name in stay + go:
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text("secret")

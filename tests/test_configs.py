@@ -83,13 +83,16 @@ def test_the_table_states_the_same_ratios():
 def test_the_anyscale_job():
     job = yaml.safe_load((CONFIGS / "job.yaml").read_text())
     fields = {"name", "image_uri", "requirements", "compute_config", "working_dir", "excludes", "entrypoint"}
-    assert set(job) == fields | {"max_retries"}
+    assert set(job) == fields | {"max_retries", "env_vars"}
     faults = Faults()
     parse(ComputeConfig, Yaml(CONFIGS / "job.yaml", job["compute_config"], {(): 1}), faults)
     assert faults.found == [] and job["compute_config"] == yaml.safe_load((CONFIGS / "aws_l4.yaml").read_text())
     assert job["image_uri"] == yaml.safe_load((ROOT / "build.yaml").read_text())[0]["cluster_env"]["image_uri"]
     assert (ROOT / job["requirements"]).is_file()
-    assert command_config(job["entrypoint"]).preset == "l4"
+    config = command_config(job["entrypoint"])
+    assert config.preset == "l4"
+    # What all nodes must see is on storage that is not one job's own.
+    assert all(path.startswith("/mnt/user_storage/") for path in (config.output_dir, job["env_vars"]["HF_HOME"]))
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().split()}
     assert {".venv", "outputs", ".cache"} <= ignored & set(job["excludes"])
 
@@ -128,7 +131,7 @@ def test_the_rayjob():
 
 def test_the_container_holds_every_module():
     copied = re.findall(r"^COPY --chown=ray (\S+) ", (CONFIGS / "Containerfile").read_text(), flags=re.MULTILINE)
-    assert copied == ["requirements.lock", "*.py", "diagnostics"]
+    assert copied == ["requirements.lock", "*.py", "diagnostics", "templates"]
     imported = set(
         re.findall(r"^(?:from|import) (benchmarks|ci|tests)\b", "".join(map(Path.read_text, ROOT.glob("*.py"))))
     )
