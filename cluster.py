@@ -101,16 +101,16 @@ def _too_small(run: Run) -> str | None:
     )
 
 
-def wait_for(trained: Future[Any], run: Run, look_every_s: float = 10.0) -> Any:
-    """Wait until the run has trained, but not for ever for nodes that are gone and do not come back.
+def wait_for(work: Future[Any], run: Run, look_every_s: float = 10.0) -> Any:
+    """Wait until work of the run is done, but not for ever for nodes that are gone and do not come back.
 
-    Ray Train 2.60 waits without a word for as long as it takes.
+    Ray 2.60 waits without a word for as long as it takes.
 
-    Returns what was trained, or raises what went wrong.
+    Returns the work's result, or raises what went wrong.
     Raises ValueError: the cluster was too small for --scaling.nodes_timeout_s.
     """
     limit_s, too_small_since = run.config.scaling.nodes_timeout_s, None
-    while not wait([trained], look_every_s).done:
+    while not wait([work], look_every_s).done:
         told = _too_small(run)
         if told is None:
             too_small_since = None
@@ -119,7 +119,7 @@ def wait_for(trained: Future[Any], run: Run, look_every_s: float = 10.0) -> Any:
             print(f"waiting      for nodes, at most {limit_s:g} s: {told}", file=sys.stderr, flush=True)
         elif time.monotonic() - too_small_since > limit_s:
             raise ValueError(f"{told}; no node came for {limit_s:g} s (--scaling.nodes_timeout_s), --resume goes on")
-    return trained.result()
+    return work.result()
 
 
 def connect() -> list[Node]:

@@ -174,6 +174,7 @@ class Config:
 
     preset: str | None = None
     output_dir: str | None = None
+    # Go on with the run in output_dir. `--resume auto`: if there is one, else start it, as a job that is retried wants.
     resume: bool = False
     dry_run: bool = False
     seed: int = 1000
@@ -285,6 +286,7 @@ HUB_FLAGS = {
 def parse_args(argv: Sequence[str]) -> Config:
     """Command line to a validated `Config`. Raises ValueError naming the flag, what was found and what to do."""
     given = _normalise(argv)
+    given = [(name, _resume(value, dict(given)) if name == "resume" else value) for name, value in given]
     names = dict(given)
     preset = names.get("preset")
     if preset is not None and preset not in PRESETS:
@@ -313,6 +315,8 @@ def parse_args(argv: Sequence[str]) -> Config:
             f"command line{f' or {config_path}' if config_path else ''}: {told}"
             + (hint if re.search(r"\b(list|dict)\[", told) else "")
         ) from error
+    # Of this start, not of the run whose config.json this may be.
+    config.resume, config.dry_run = (getattr(config, name) and name in names for name in ("resume", "dry_run"))
     config.policy_path = policy.pop("path", config.policy_path)
     config.policy_type = policy.pop("type", config.policy_type)
     config.policy_revision = policy.pop("pretrained_revision", config.policy_revision)
@@ -494,14 +498,26 @@ def flag_names() -> dict[str, bool]:
     return flags
 
 
+def _resume(value: str, names: Mapping[str, str]) -> str:
+    """--resume as "true" or "false": "auto" goes on with a run that is there."""
+    if value.lower() not in ("true", "false", "auto"):
+        raise ValueError(f"--resume {value}: expected true, false, or auto (to go on where there is a run, else start)")
+    return str(_config_of_run(names).is_file()).lower() if value.lower() == "auto" else value.lower()
+
+
 def _saved_config(names: Mapping[str, str]) -> Path:
     """The configuration of the run to go on with."""
+    path = _config_of_run(names)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"--resume: {path} does not exist, so {path.parent} holds no run; start one without --resume, or let "
+            "--resume auto see"
+        )
+    return path
+
+
+def _config_of_run(names: Mapping[str, str]) -> Path:
     folder = names.get("output_dir") or PRESETS.get(names.get("preset", ""), {}).get("output_dir")
     if folder is None:
         raise ValueError("--resume: say which run, --output_dir FOLDER")
-    path = Path(folder).expanduser() / CONFIG_NAME
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"--resume: {path} does not exist, so {folder} holds no run; start one without --resume"
-        )
-    return path
+    return Path(folder).expanduser() / CONFIG_NAME

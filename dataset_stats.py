@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,10 +18,9 @@ from pathlib import Path
 
 import fsspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from lerobot_metadata import CAMERA_DTYPES, NUMERIC_DTYPES, DatasetMetadata, Feature, select_episodes
+from lerobot_rows import numbers
 from safe_parquet import open_parquet
 
 Stats = dict[str, dict[str, np.ndarray]]
@@ -126,8 +124,8 @@ def file_episode_stats(
         if absent:
             raise ValueError(f"{path} lacks the columns {absent}, which meta/info.json promises")
         table = file.read(columns=["episode_index", *keys])
-    index = _to_array(table["episode_index"], (), "episode_index", path)
-    arrays = {f.key: _to_array(table[f.key], () if f.shape == (1,) else f.shape, f.key, path) for f in features}
+    index = numbers(table["episode_index"], np.int64, (1,), f"{path}: column episode_index")
+    arrays = {f.key: numbers(table[f.key], None, f.shape, f"{path}: column {f.key}") for f in features}
     declared = {f.key: {"dtype": f.dtype, "shape": f.shape, "info": f.info} for f in features}
 
     rows: dict[str, list[np.ndarray]] = {}
@@ -261,26 +259,6 @@ def _compute(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray) -> St
         raise
     stats = aggregate_episode_stats({name: np.concatenate([b[name] for b in batches]) for name in batches[0]})
     return {key: stats[feature.key] for key, feature in zip(keys, features, strict=True)}
-
-
-def _to_array(column: pa.ChunkedArray, shape: tuple[int, ...], key: str, path: str) -> np.ndarray:
-    """A column as an array (N, *shape), without a Python object per row."""
-    array, problem = column.combine_chunks(), ""
-    rows = len(array)
-    if isinstance(array, pa.ExtensionArray):
-        array = array.storage
-    for size in shape:
-        if array.null_count or not hasattr(array, "flatten"):
-            break
-        lengths = pc.unique(pc.list_value_length(array)).to_pylist()
-        if lengths not in ([], [size]):
-            problem = f"lists of {lengths[:5]} numbers"
-        array = array.flatten()
-    if array.null_count:
-        problem = "empty values"
-    if problem or not (pa.types.is_primitive(array.type) and len(array) == rows * math.prod(shape)):
-        raise ValueError(f"{path}: {key} has {problem or column.type}, expected shape {shape} as in meta/info.json")
-    return array.to_numpy(zero_copy_only=False).reshape(rows, *shape)
 
 
 def _digest(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray) -> str:

@@ -9,7 +9,7 @@ Legend: N rows of a batch, T chunk, A action, H W C image.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION
 
 from checkpoint import write_json
+from config import OnError
 from lerobot_datasource import LeRobotDatasource
+from lerobot_rows import IS_SKIPPED
 from policy import load_policy
 from processors import make_processors, to_float
 from run_plan import Run
@@ -237,6 +239,7 @@ def held_out_frames(run: Run, limit: int = EVAL_FRAMES) -> Iterator[dict[str, An
         [meta],
         episodes=[[episode]],
         camera_keys=run.match.camera_keys,
+        columns=run.match.dataset_keys,
         image_size=run.config.dataset.image_size,
         tolerance_s=run.config.tolerance_s,
     )
@@ -259,11 +262,19 @@ def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
         run.metas,
         episodes=[held_out.tolist() for held_out in run.eval_episodes],
         camera_keys=run.match.camera_keys,
+        columns=run.match.dataset_keys,
         delta_timestamps=run.match.delta_timestamps,
         image_size=run.config.dataset.image_size,
         tolerance_s=run.config.tolerance_s,
+        on_error=cast(OnError, run.config.dataset.on_error),
     )
-    batches = list(source.read_rows(evenly_spaced(source.plan.rows_per_epoch, frames).tolist(), EVAL_BATCH))
+    batches = []
+    for batch in source.read_rows(evenly_spaced(source.plan.rows_per_epoch, frames).tolist(), EVAL_BATCH):
+        read = ~batch.pop(IS_SKIPPED, np.zeros(len(batch["index"]), bool))
+        if read.any():
+            batches.append({key: values[read] for key, values in batch.items()})
+    if not batches:
+        raise ValueError("none of the held-out episodes can be read")
     device = torch.device("cuda" if run.use_gpu else "cpu")
     options: dict[str, Any] = {
         "mean_action": run.stats[ACTION]["mean"],

@@ -15,7 +15,8 @@ import ray.train
 
 from run_folder import LOG_NAME, attempts
 
-# What this program's own checks raise: bad input, a file that is gone, a run that does not learn.
+# What this program's own checks raise: bad input, a file that is gone, a run that does not learn. Libraries raise the
+# first for arguments that make no sense, which another attempt would give them again.
 FINAL = (ValueError, FileNotFoundError, FloatingPointError)
 
 

@@ -30,6 +30,7 @@ from config import DatasetOptions, OnError
 from lerobot_metadata import CAMERA_DTYPES, DatasetMetadata, Feature, check_files, load_metadata, select_episodes
 from lerobot_plan import Episodes, StreamPlan, WindowSlice, task_bounds
 from lerobot_rows import (
+    BOOKKEEPING,
     IS_PAD,
     IS_SKIPPED,
     Places,
@@ -61,6 +62,7 @@ class LeRobotDatasource(Datasource):
         metas: the datasets; their position is `dataset_index`.
         episodes: per dataset, which episodes; None for all.
         camera_keys: cameras to decode; None for all.
+        columns: other features of the datasets that are wanted, in which alone they must agree; None for all.
         delta_timestamps: key -> offsets in seconds, as LeRobot.
         image_size: (height, width) that cameras are fitted into; None for as stored.
         weights: of the datasets in a mixture, see `lerobot_plan`; None to read every row once per epoch.
@@ -77,6 +79,7 @@ class LeRobotDatasource(Datasource):
         on_error: "stop": an episode that cannot be read (damaged, missing, not what the metadata says) ends the task
             with an error. "skip": its rows are blank, and true in one more column, `is_skipped`.
         skip_log: a file that gets a JSON line for each episode that a task had to skip; all nodes must see it.
+        look: whether to look that all files are there, which lists the datasets' folders.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class LeRobotDatasource(Datasource):
         *,
         episodes: Sequence[Sequence[int] | None] | None = None,
         camera_keys: Sequence[str] | None = None,
+        columns: Sequence[str] | None = None,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
         image_size: Sequence[int] | None = None,
         weights: Sequence[float] | None = None,
@@ -98,6 +102,7 @@ class LeRobotDatasource(Datasource):
         num_cpus: float = 1,
         on_error: OnError = "stop",
         skip_log: Path | None = None,
+        look: bool = True,
     ):
         super().__init__()
         self._skips, self._skip_log = on_error == "skip", skip_log
@@ -108,7 +113,7 @@ class LeRobotDatasource(Datasource):
             select_episodes(meta, None if episodes is None else episodes[i]) for i, meta in enumerate(self.metas)
         ]
         self._image_size = _checked_size(image_size)
-        features = _common_features(self.metas, camera_keys, self._image_size)
+        features = _common_features(self.metas, camera_keys, columns, self._image_size)
         if delta_timestamps and len({meta.fps for meta in self.metas}) > 1:
             raise ValueError(
                 f"datasets of different frame rates cannot be read together in windows: "
@@ -119,7 +124,7 @@ class LeRobotDatasource(Datasource):
         self._tolerance_s = tolerance_s
         self._features = features
         self._with_position = stream is not None
-        for meta, chosen in zip(self.metas, selected, strict=True):
+        for meta, chosen in zip(self.metas, selected, strict=True) if look else ():
             check_files(meta, episodes=chosen, camera_keys=[k for k in meta.video_keys if k in features])
 
         row_bytes = self.row_bytes()
@@ -365,9 +370,12 @@ def _array_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[Any
 
 
 def _common_features(
-    metas: Sequence[DatasetMetadata], camera_keys: Sequence[str] | None, image_size: tuple[int, int] | None
+    metas: Sequence[DatasetMetadata],
+    camera_keys: Sequence[str] | None,
+    columns: Sequence[str] | None,
+    image_size: tuple[int, int] | None,
 ) -> dict[str, Feature]:
-    """Features of a row: the chosen cameras and everything else; all datasets must agree on them."""
+    """Features of a row: cameras, columns and what every row has; all datasets must agree on them."""
     if camera_keys is not None:
         for meta in metas:
             unknown = sorted(set(camera_keys) - set(meta.camera_keys))
@@ -377,10 +385,9 @@ def _common_features(
     for meta in metas:
         kept = {}
         for key, feature in meta.features.items():
-            is_camera = key in meta.camera_keys
-            if is_camera and camera_keys is not None and key not in camera_keys:
-                continue
-            kept[key] = feature
+            wanted = camera_keys if key in meta.camera_keys else columns
+            if wanted is None or key in wanted or key in BOOKKEEPING:
+                kept[key] = feature
         if not chosen:
             chosen = kept
         differing = sorted(

@@ -53,6 +53,7 @@ class VideoReader:
             self._container = av.open(source)
             self._stream = self._container.streams.video[0]
         except (av.FFmpegError, IndexError) as error:
+            _raise_of_disk(error, name)
             raise ValueError(f"{name}: not a readable video ({error}); it may be truncated: copy it again") from error
         self._check_size(self._stream.codec_context.height, self._stream.codec_context.width)
         self._stream.codec_context.thread_count = threads
@@ -80,11 +81,13 @@ class VideoReader:
 
         Raises:
             ValueError: a frame is missing or farther than the tolerance from its timestamp; names the file and time.
+            OSError: the disk or the object store does not give the file.
         """
         try:
             for i, wanted_s in enumerate(timestamps_s):
                 sink(i, self._pixels(self._frame_at(float(wanted_s))))
         except av.FFmpegError as error:
+            _raise_of_disk(error, self.name)
             raise ValueError(
                 f"{self.name}: decoding failed near {wanted_s:.3f} s ({error}); the file is damaged or truncated: "
                 "copy it again, or leave its episodes out with --dataset.episodes"
@@ -159,6 +162,12 @@ class VideoReader:
                 f"{self.name}: frames are {height}x{width}, the metadata (meta/info.json) says "
                 f"{self.shape[0]}x{self.shape[1]}: the file does not belong to this dataset"
             )
+
+
+def _raise_of_disk(error: Exception, name: str) -> None:
+    """Where it is the disk's (a network drive that is gone), which says nothing of what is on it."""
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        raise OSError(error.errno, f"{name}: {error.strerror}") from error
 
 
 def depth_table(info: Mapping[str, Any], *, name: str) -> np.ndarray:

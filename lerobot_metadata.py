@@ -123,10 +123,6 @@ class DatasetMetadata:
         return [key for key, feature in self.features.items() if feature.dtype == "video"]
 
     @property
-    def image_keys(self) -> list[str]:
-        return [key for key, feature in self.features.items() if feature.dtype == "image"]
-
-    @property
     def camera_keys(self) -> list[str]:
         return [key for key, feature in self.features.items() if feature.dtype in CAMERA_DTYPES]
 

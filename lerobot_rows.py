@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import DTypeLike
 from ray.data.extensions import ArrowTensorArray
 
@@ -227,8 +228,8 @@ def _decode_what_can_be_read(
                 IS_SKIPPED: True,
             }
             _tell_skipped(readers[e.part.dataset_index], e, error, options.skip_log)
-        for key, values in found.items():
-            columns[key][e.position] = values
+        for key in columns.keys() & found.keys():
+            columns[key][e.position] = found[key]
     return columns
 
 
@@ -289,7 +290,7 @@ def _read_tabular(
         read_keys = list(dict.fromkeys([*BOOKKEEPING, *(reader.features[key].key for key in stored)]))
         table = _read_rows(reader, file, members, read_keys)
         bookkeeping = {
-            key: _numeric(table.column(key), dtype, (1,), f"{reader.root}: {file}: column {key}")
+            key: numbers(table.column(key), dtype, (1,), f"{reader.root}: {file}: column {key}")
             for key, dtype in BOOKKEEPING.items()
         }
         rows = [np.arange(e.table_row + e.first, e.table_row + e.last) for e in members]
@@ -379,9 +380,14 @@ def _task_names(names: dict[int, str], task_index: np.ndarray, where: str) -> np
 
 def _values(column: pa.ChunkedArray, feature: Feature, where: str) -> np.ndarray | pa.ChunkedArray:
     """A parquet column as an array (N, *shape) in LeRobot's dtypes; strings and structs stay Arrow."""
-    if feature.dtype in ("string", "language"):
+    if feature.dtype == "language":
         return column
-    return _numeric(column, row_dtype(feature), feature.shape, where)
+    if feature.dtype == "string":
+        try:
+            return column.cast(pa.string())
+        except pa.ArrowException as error:
+            raise ValueError(f"{where}: holds {column.type}, expected text ({error})") from error
+    return numbers(column, row_dtype(feature), feature.shape, where)
 
 
 def row_dtype(feature: Feature) -> np.dtype:
@@ -390,12 +396,21 @@ def row_dtype(feature: Feature) -> np.dtype:
     return np.dtype(np.float32 if kind == "f" else bool if kind == "b" else np.int64)
 
 
-def _numeric(column: pa.ChunkedArray, dtype: DTypeLike, shape: tuple[int, ...], where: str) -> np.ndarray:
-    """Scalars, lists and nested lists of `dtype`, or of numbers that are exactly such, to (N,) or (N, *shape)."""
+def numbers(column: pa.ChunkedArray, dtype: DTypeLike | None, shape: tuple[int, ...], where: str) -> np.ndarray:
+    """Scalars, lists and nested lists of `dtype`, or of numbers that are exactly such, to (N,) or (N, *shape).
+
+    Args:
+        dtype: None for what is stored.
+        shape: of a row; (1,) is a scalar.
+        where: how errors begin.
+    Raises:
+        ValueError: something is missing, or of another shape or type.
+    """
     array = column.combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = array.chunk(0) if array.num_chunks else pa.array([], column.type)
     count = len(array)
+    lengths: list[int] = []  # of the lists in each dimension
     while True:
         if array.null_count:
             raise ValueError(f"{where}: {array.null_count} empty values; every row must have one")
@@ -406,26 +421,39 @@ def _numeric(column: pa.ChunkedArray, dtype: DTypeLike, shape: tuple[int, ...], 
             or pa.types.is_large_list(array.type)
             or pa.types.is_fixed_size_list(array.type)
         ):
+            found = pc.unique(pc.list_value_length(array)).to_pylist()
+            if len(found) > 1:
+                raise ValueError(f"{where}: lists of {sorted(found)[:5]} values, expected shape {shape} in every row")
+            lengths += found
             array = array.flatten()
         else:
             break
+    # A scalar may be stored as a list of one.
+    if count and tuple(lengths) != shape and not (shape == (1,) and not lengths):
+        raise ValueError(f"{where}: values of shape {tuple(lengths)}, expected {shape} in every row")
     kind = array.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise ValueError(f"{where}: holds {kind}, expected numbers")
-    if pa.types.is_floating(kind) and dtype != np.float32:
-        try:
-            array = array.cast(pa.int64())
-        except pa.ArrowInvalid as error:
-            raise ValueError(
-                f"{where}: holds {kind}, and not only whole numbers ({error}), where meta/info.json says "
-                f"{np.dtype(dtype)}; correct the one or the other"
-            ) from error
+    if dtype is not None:
+        array = _as_declared(array, np.dtype(dtype), where)
     values = array.to_numpy(zero_copy_only=False)
-    row_shape = () if shape == (1,) else shape
-    expected = count * int(np.prod(row_shape, dtype=np.int64))
-    if len(values) != expected:
-        raise ValueError(f"{where}: {len(values)} values in {count} rows, expected shape {shape} per row")
-    return values.astype(dtype, copy=False).reshape(count, *row_shape)
+    return values.astype(dtype or values.dtype, copy=False).reshape(count, *(() if shape == (1,) else shape))
+
+
+def _as_declared(array: pa.Array, dtype: np.dtype, where: str) -> pa.Array:
+    """Numbers that `dtype` can hold as they are; floats become float32 as in LeRobot, whatever that rounds."""
+    if dtype == np.float32:
+        return array
+    try:
+        whole = array.cast(pa.int64())
+        if dtype == np.bool_ and not pc.all(pc.is_in(whole, pa.array([0, 1]))).as_py():
+            raise pa.ArrowInvalid("values that are neither 0 nor 1")
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"{where}: holds {array.type} that cannot be {dtype}, as meta/info.json says ({error}); correct the one or "
+            "the other"
+        ) from error
+    return whole
 
 
 def _out(columns: dict[str, Any], key: str, total: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -476,8 +504,8 @@ def _fill(
     """Scatter an episode's rows of one column to their places in the output."""
     if isinstance(values, pa.ChunkedArray):
         picked = values.take(pa.array(e.table_row + e.frame)).to_pylist()
+        # Language columns: the types of LeRobot's lists of structs differ from file to file, as their content does.
         if not pa.types.is_string(values.type):
-            # Language columns: the types of LeRobot's lists of structs differ from file to file, as their content does.
             picked = [json.dumps(value) for value in picked]
         _out(columns, key, total, (), np.dtype(object))[e.position] = picked
         return

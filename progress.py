@@ -15,7 +15,7 @@ import numpy as np
 import ray
 from tqdm import tqdm
 
-from run_folder import LOG_NAME, METRICS_NAME, ROWS_NAME, SKIPPED_NAME, attempts, read_lines
+from run_folder import LOG_NAME, METRICS_NAME, ROWS_NAME, attempts, read_lines, skipped_episodes
 
 if TYPE_CHECKING:
     from run_plan import Run
@@ -143,7 +143,7 @@ def _follow(output_dir: Path, steps: int, last_step: int, warnings_shown: int, s
             for text in read_lines(output_dir / LOG_NAME)[warnings_shown:]:
                 tqdm.write(text, file=sys.stderr)
                 warnings_shown += 1
-            for line in map(json.loads, read_lines(output_dir / SKIPPED_NAME)):
+            for line in skipped_episodes(output_dir):
                 episode = (line["root"], line["episode_index"])
                 if episode not in skipped:
                     skipped.add(episode)

@@ -32,7 +32,7 @@ from config import CONFIG_NAME
 from dataset_look import ACTION, OUTLIER, Look, dimension_names, look_at, scaled_ranges
 from figures import Chunk, plain
 from lerobot_metadata import load_metadata
-from run_folder import METRICS_NAME, SKIPPED_NAME, attempts, read_lines
+from run_folder import METRICS_NAME, attempts, read_lines, skipped_episodes
 from tracking import EVALUATION_NAME, code_revision, read_json
 
 if TYPE_CHECKING:
@@ -397,7 +397,7 @@ def _chunk_figures(examples: list[dict[str, Any]], names: list[str], facts: Mapp
 
 def _skipped(output_dir: Path) -> dict[str, Any] | None:
     """Rows that could not be read and were left out, or None when nothing says so."""
-    lines = [json.loads(line) for line in read_lines(output_dir / SKIPPED_NAME)]
+    lines = skipped_episodes(output_dir)
     if not lines:
         return None
     keys = list(dict.fromkeys(key for line in lines for key in line))

@@ -27,7 +27,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
@@ -107,7 +107,13 @@ def prepare_folder(run: Run) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     newest = latest_checkpoint(run.checkpoints_dir)
     if newest is not None:
-        check_same_run(run, load_progress(newest))
+        progress = load_progress(newest)
+        check_same_run(run, progress)
+        if progress.step > run.steps:
+            raise ValueError(
+                f"{progress.step} steps are done, and --steps or MAX_TRAIN_STEPS says {run.steps}: ask for as many at "
+                "least, or start a new run with --policy.path set to this one's pretrained_model"
+            )
     # What was asked of an earlier process; and Ray Train's own list, which must not outlive it: which checkpoints there
     # are is what the folder says.
     (folder / STOP_NAME).unlink(missing_ok=True)
@@ -151,6 +157,19 @@ def start_attempt(output_dir: Path, resumed_from_step: int, world_size: int) -> 
 def attempts(output_dir: Path) -> list[dict[str, int]]:
     """The lines of `attempts.jsonl`, oldest first."""
     return [json.loads(line) for line in read_lines(output_dir / ATTEMPTS_NAME)]
+
+
+def skipped_episodes(output_dir: Path) -> list[dict[str, Any]]:
+    """The lines of `skipped.jsonl`, oldest first.
+
+    Tasks on several nodes write it, and a network drive may mix two lines up that are written at once: those are left
+    out.
+    """
+    found = []
+    for line in read_lines(output_dir / SKIPPED_NAME):
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
 
 
 def stop_requested(output_dir: Path) -> bool:

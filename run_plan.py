@@ -24,6 +24,7 @@ from draccus.utils import DraccusException
 from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.datasets.compute_stats import aggregate_stats
+from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.utils.constants import OBS_PREFIX
 
@@ -115,12 +116,16 @@ class Run:
         return self.steps * self.config.global_batch_size + spare
 
     def reader(self) -> partial[LeRobotDatasource]:
-        """The datasource of the training rows, but for `stream`: which positions of the run's stream."""
+        """The datasource of the training rows, but for `stream`: which positions of the run's stream.
+
+        It does not look for files: `resolve` did, and where an error is told a store that hangs must not be asked.
+        """
         return partial(
             LeRobotDatasource,
             self.metas,
             episodes=[e.tolist() for e in self.train_episodes],
             camera_keys=self.match.camera_keys,
+            columns=self.match.dataset_keys,
             delta_timestamps=self.match.delta_timestamps,
             image_size=self.config.dataset.image_size,
             weights=list(self.config.dataset.mixture.values()) or None,
@@ -132,6 +137,7 @@ class Run:
             num_cpus=self.config.scaling.cpus_per_read_task,
             on_error=cast(OnError, self.config.dataset.on_error),
             skip_log=self.output_dir / SKIPPED_NAME,
+            look=False,
         )
 
 
@@ -182,6 +188,11 @@ def resolve(config: Config, gpus_found: int) -> Run:
         raise ValueError(
             f"policy {base_info['path']}: use_relative_actions needs statistics of relative actions, which are not "
             "computed yet; choose a policy with absolute actions, or --policy.use_relative_actions=false"
+        )
+    if hasattr(get_policy_class(policy_config.type), "update"):
+        raise ValueError(
+            f"policy {base_info['path']}: a '{policy_config.type}' changes after every step otherwise than by its "
+            "gradients, which is not done here: train it with lerobot-train"
         )
     if config.dataset.on_error == "skip" and not isinstance(policy_config, PI05Config):
         raise ValueError(
@@ -239,7 +250,8 @@ def resolve(config: Config, gpus_found: int) -> Run:
         ),
         tokens_per_sample=tokens_per_sample(policy_config, len(match.camera_keys), config.train.noise_draws),
     )
-    source = run.reader()(stream=(0, run.last_row))  # checks that all files are there and that the datasets agree
+    # Checks that all files are there and that the datasets agree.
+    source = run.reader()(stream=(0, run.last_row), look=True)
     if not missing:
         run = replace(run, stats=_join_stats([meta.stats for meta in metas]))
         make_processors(folder, policy_config, run.stats, config.rename_map)  # a tokenizer out of reach is told now

@@ -33,7 +33,7 @@ def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None =
         name: what errors call the file; None is `path`.
     Raises:
         FileNotFoundError: there is no such file.
-        StorageError: the object store refused or did not answer.
+        StorageError: the object store or the disk refused or did not answer.
         ValueError: not a parquet file, corrupt (also when that is found while reading inside the `with`), or
             it holds an extension type that LeRobot does not write.
     """
@@ -56,6 +56,9 @@ def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None =
     except StorageError:
         raise
     except (pa.ArrowException, OSError) as error:
+        # With a number it is the disk's (a network drive that is gone), and says nothing of what is on it.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise StorageError(f"{name}: {error}") from error
         reason = " ".join(str(error).split())
         raise ValueError(f"{name} cannot be read as a parquet file ({reason}); copy it again") from error
 

@@ -361,7 +361,7 @@ class BlockCache:
                     file.write(zlib.crc32(block).to_bytes(4))
                 os.replace(scratch, self._path(key))
         except OSError as error:
-            raise OSError(
+            raise StorageError(
                 f"cache folder {self.folder}: {error}; choose another --dataset.cache_dir, lower "
                 "--dataset.cache_size_gb, or leave both out"
             ) from error

@@ -203,12 +203,13 @@ class TrainableOptimizer:
     optimizer: torch.optim.AdamW
     names: list[str]
     params: list[nn.Parameter]
+    buffers: dict[str, Tensor]
     schedule: Callable[[int], float]
     clip_norm: float
 
     def named(self) -> dict[str, Tensor]:
-        """What trains, by name."""
-        return {name: param.detach() for name, param in zip(self.names, self.params, strict=True)}
+        """What training may change, by name: parameters that train, and buffers that are saved with them."""
+        return {name: param.detach() for name, param in zip(self.names, self.params, strict=True)} | self.buffers
 
     def step(self, number: int, clock: Clock = UNWATCHED) -> tuple[Tensor, Tensor]:
         """Clip, update, clear gradients. `number`: optimizer steps done before this one (sets the learning rate).
@@ -272,7 +273,10 @@ def make_trainable_optimizer(
         raise ValueError(f"{len(low)} trainable parameters are not float32, e.g. {low[0]}; master weights must be")
     params = [p for _, p in named]
     optimizer = torch.optim.AdamW(params, lr=schedule(0), betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-    return TrainableOptimizer(optimizer, [n for n, _ in named], params, schedule, clip_norm)
+    all_parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    # Such as the statistics of batch norms; PI0.5 has none.
+    buffers = {name: value for name, value in module.state_dict().items() if name not in all_parameters}
+    return TrainableOptimizer(optimizer, [n for n, _ in named], params, buffers, schedule, clip_norm)
 
 
 def warmup_cosine(peak: float, final: float, warmup_steps: int, steps: int) -> Callable[[int], float]:

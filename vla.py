@@ -147,6 +147,7 @@ def train(
     gc.freeze()  # nor does a log step look again through all that libraries and model are made of: half a second
     window, waited_before = Window(device), 0.0
     losses: list[float] = []
+    nonfinite = 0
     stop = preempted = False
     for step in clock.steps(range(progress.step, run.steps), model):
         result = train_step(
@@ -171,7 +172,8 @@ def train(
             metrics, (stop, due) = window.gather(batches.waited_s - waited_before, *asked)
             window, waited_before = Window(device), batches.waited_s
             gc.collect()
-            check_finite(run, metrics, done)
+            nonfinite += metrics["nonfinite_steps"]
+            check_finite(run, metrics, nonfinite, done)
             losses.append(metrics["loss"])
             if log is not None:
                 log.write(done, optimizer.schedule(step), {**metrics, "checkpoint_pause_s": checkpoints.paused_s()})
@@ -190,7 +192,7 @@ def train(
     gc.unfreeze()
     gc.enable()
     checkpoints.wait()
-    return None if stop else optimizer
+    return optimizer if progress.step == run.steps else None
 
 
 def feed(
@@ -215,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, resolve, train, evaluate.
 
     Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed,
-    4 the policy is trained but not pushed to the Hub.
+    4 the policy is trained but not pushed to the Hub, 5 it is trained but could not be evaluated.
     """
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
@@ -250,15 +252,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             if steps_done < run.steps:
                 print(f"Stopped      after step {steps_done} of {run.steps}; --resume goes on from there")
                 return 3
-            if any(len(episodes) for episodes in run.eval_episodes):
-                remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.use_gpu else 0)
-                errors = ray.get(remote.remote(run))
-                print(error_table(errors["trained"], errors.get("untrained")), flush=True)
+            status = evaluate(run) if any(len(episodes) for episodes in run.eval_episodes) else 0
         except (TrainingFailedError, RayError, ValueError, OSError) as error:
             print(f"error: {root_cause(error)}", file=sys.stderr)
             return 1
     print(f"Policy       {run.output_dir / 'pretrained_model'}\nReport       {run.output_dir / 'report.html'}")
-    return push(run.output_dir, run.config.hub_repo_id) if run.config.hub_repo_id else 0
+    return (push(run.output_dir, run.config.hub_repo_id) if run.config.hub_repo_id else 0) or status
+
+
+def evaluate(run: Run) -> int:
+    """Print what the trained policy predicts of held-out episodes. Returns the exit status."""
+    remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.use_gpu else 0)
+    try:
+        errors = cluster.wait_for(remote.remote(run).future(), run)
+        print(error_table(errors["trained"], errors.get("untrained")), flush=True)
+        return 0
+    except (RayError, ValueError, OSError) as error:
+        print(f"error: the policy is trained, but could not be evaluated: {root_cause(error)}", file=sys.stderr)
+        return 5
 
 
 def push(output_dir: Path, repo_id: str) -> int:

@@ -177,19 +177,20 @@ def flops_share(run: Run, world: int, device: torch.device) -> float | None:
     return run.flops_per_sample / (world * peak) if run.flops_per_sample and peak else None
 
 
-def check_finite(run: Run, metrics: dict, done: int) -> None:
+def check_finite(run: Run, metrics: dict, nonfinite: int, done: int) -> None:
     """End a run that keeps producing losses or gradients that are not finite, and say what it was trained on.
 
     Args:
         metrics: of the window of steps that ends with the `done`-th.
+        nonfinite: such steps since the worker group was started, this window's among them.
     """
-    if metrics["nonfinite_steps"] <= run.config.train.max_nonfinite:
+    if nonfinite <= run.config.train.max_nonfinite or not metrics["nonfinite_steps"]:
         return
     steps = metrics["samples"] // run.config.global_batch_size
     raise FloatingPointError(
-        f"{metrics['nonfinite_steps']} of the last {steps} steps had a loss or gradient that is not finite (more than "
-        f"--train.max_nonfinite={run.config.train.max_nonfinite}; they were skipped): lower --lr, or look for bad "
-        f"values in the state and action columns of what these steps were trained on, by `index`: "
+        f"{nonfinite} steps had a loss or gradient that is not finite, {metrics['nonfinite_steps']} of them among the "
+        f"last {steps} (more than --train.max_nonfinite={run.config.train.max_nonfinite}; they were skipped): lower "
+        f"--lr, or look for bad values in the state and action columns of what these were trained on, by `index`: "
         f"{_rows_in_words(run, done - steps, done)}"
     )
 
@@ -355,7 +356,7 @@ def export(run: Run, trained: TrainableOptimizer) -> None:
     if newest is None or load_progress(newest).step != run.steps:
         raise RuntimeError(f"{run.checkpoints_dir}: no checkpoint of the last step, {run.steps}: nothing to export")
     policy = start_policy(run)
-    params = dict(policy.named_parameters())
-    load_checkpoint(newest, {name: params[name].detach() for name in trained.names})
+    tensors = policy.state_dict()
+    load_checkpoint(newest, {name: tensors[name] for name in trained.named()})
     pre, post = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
     save_pretrained(policy, pre, post, run.output_dir / "pretrained_model")

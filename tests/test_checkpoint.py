@@ -25,6 +25,7 @@ from checkpoint import (
     set_aside_damaged,
     write_pieces,
 )
+from util import make_trainable_optimizer
 
 PROGRESS = Progress(
     step=7, rows=56, stream={"seed": 0, "rows_per_epoch": 99}, base={"digest": "x"}, mode="full", global_batch_size=8
@@ -221,3 +222,28 @@ def test_a_disk_that_fills_up_while_writing_leaves_nothing(tmp_path, monkeypatch
         assert list(disk.iterdir()) == []
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+def test_statistics_that_training_changes_are_in_it(tmp_path):
+    """Batch norms count in buffers, which no optimizer sees."""
+
+    def make():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        model.register_buffer("made_anew", torch.zeros(1), persistent=False)
+        constants = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+        return model, make_trainable_optimizer(model, schedule=lambda step: 1e-3, clip_norm=1.0, **constants)
+
+    model, optimizer = make()
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step(0)
+    taken = {
+        kind: {name: Piece(value.clone(), (0,) * value.ndim) for name, value in tensors.items()}
+        for kind, tensors in ((TRAINABLE, optimizer.named()), (OPTIMIZER, optimizer.state()))
+    }
+    path = tmp_path / "step_00000007"
+    commit(path, PROGRESS, write_pieces(path, taken))
+    again, resumed = make()
+    load_checkpoint(path, resumed.named(), resumed.state())
+    assert again[1].num_batches_tracked == 1 and again[1].running_var.ne(1).all()
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name

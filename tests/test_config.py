@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from config import HUB_FLAGS, PRESETS, Config, flag_names, help_text, parse_args
+from config import CONFIG_NAME, HUB_FLAGS, PRESETS, Config, flag_names, help_text, parse_args
 
 DATA = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
 
@@ -102,6 +102,19 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
 def test_what_is_wrong_is_said(flags, message):
     with pytest.raises(ValueError, match=message):
         parse_args(flags)
+
+
+def test_a_job_that_is_retried_goes_on_where_there_is_a_run(tmp_path):
+    flags = ["--resume", "auto", f"--output_dir={tmp_path}", "--dataset.root=/data", "--policy.type=pi05"]
+    assert not parse_args(flags).resume
+    started = parse_args([*flags, "--steps=7"])
+    (tmp_path / CONFIG_NAME).write_text(json.dumps({**started.to_json(), "resume": True, "dry_run": True}))
+    going_on = parse_args(flags)
+    assert (going_on.resume, going_on.steps, going_on.dry_run) == (True, 7, False)
+    # Its file serves another run as well, which is none that goes on.
+    assert not parse_args([f"--config_path={tmp_path / CONFIG_NAME}", f"--output_dir={tmp_path / 'other'}"]).resume
+    with pytest.raises(ValueError, match="--resume maybe: expected true, false, or auto"):
+        parse_args([*flags, "--resume=maybe"])
 
 
 def test_resuming_nothing(tmp_path):

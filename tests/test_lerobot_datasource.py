@@ -16,7 +16,7 @@ import lerobot_decode
 import lerobot_rows
 from lerobot_datasource import LeRobotDatasource, read_lerobot, reads_per_task
 from lerobot_metadata import load_metadata
-from lerobot_rows import Reader, ReadOptions, read_rows
+from lerobot_rows import BOOKKEEPING, Reader, ReadOptions, numbers, read_rows
 from tests.datasets import make_dataset
 
 TOP, WRIST, STILL = "observation.images.top", "observation.images.wrist", "observation.images.still"
@@ -67,7 +67,7 @@ def assert_same_row(row, item, meta):
         theirs = theirs.numpy()
         if key in meta.camera_keys:
             theirs = np.moveaxis(theirs, -3, -1)
-            if key in meta.image_keys:  # LeRobot has no uint8 for these: it gives pixel / 255
+            if meta.features[key].dtype == "image":  # LeRobot has no uint8 for these: it gives pixel / 255
                 assert mine.dtype == np.uint8
                 mine = mine.astype(np.float32) / 255
         assert np.asarray(mine).dtype == theirs.dtype, key
@@ -592,8 +592,52 @@ def test_numbers_of_another_type_than_declared(copy):
     assert read() == as_declared
     assert as_declared.type == pa.int64()
     as_float(lambda value: value + 0.5)
-    with pytest.raises(ValueError, match="column task_index: holds double, and not only whole numbers.*says int64"):
+    with pytest.raises(ValueError, match="column task_index: holds double that cannot be int64, as meta/info"):
         read()
+
+
+def arrow(values, type_, shape, dtype=np.float32):
+    return numbers(pa.chunked_array([pa.array(values, type_)]), dtype, shape, "data: column x")
+
+
+@pytest.mark.parametrize(
+    "values, type_, shape, dtype, message",
+    [
+        (
+            [[1, 2, 3], [4]],
+            pa.list_(pa.float32()),
+            (2,),
+            np.float32,
+            r"lists of \[1, 3\] values, expected shape \(2,\)",
+        ),
+        ([[1, 2], [3, 4]], pa.list_(pa.float32()), (4,), np.float32, r"values of shape \(2,\), expected \(4,\)"),
+        ([2**63], pa.uint64(), (1,), np.int64, "holds uint64 that cannot be int64"),
+        ([0, 2], pa.int64(), (1,), np.bool_, "holds int64 that cannot be bool"),
+        (["a"], pa.string(), (1,), np.int64, "holds string, expected numbers"),
+    ],
+)
+def test_values_that_are_not_the_declared_ones(values, type_, shape, dtype, message):
+    with pytest.raises(ValueError, match=f"data: column x: {message}"):
+        arrow(values, type_, shape, dtype)
+
+
+def test_values_that_are():
+    assert arrow([[1], [2]], pa.list_(pa.float64()), (1,)).tolist() == [1, 2]
+    assert arrow([0, 1], pa.int8(), (1,), np.bool_).tolist() == [False, True]
+    assert arrow([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.int16(), 2)), (1, 2), np.int64).shape == (2, 1, 2)
+    assert arrow([], pa.list_(pa.float32()), (3,)).shape == (0, 3)
+
+
+def test_text_is_text_in_every_arrow_type(roots, tmp_path):
+    root = shutil.copytree(roots["rollover"], tmp_path / "d")
+    info = json.loads((root / "meta/info.json").read_text())
+    info["features"]["note"] = {"dtype": "string", "shape": [1], "names": None}
+    (root / "meta/info.json").write_text(json.dumps(info))
+    for path in (root / "data").rglob("*.parquet"):
+        table = pq.read_table(path)
+        pq.write_table(table.append_column("note", pa.array(["so it is"] * len(table), pa.large_string())), path)
+    table = pa.concat_tables(read_directly(LeRobotDatasource([load_metadata(root)])))
+    assert set(table.column("note").to_pylist()) == {"so it is"}
 
 
 def test_a_data_file_with_rows_missing(copy):
@@ -621,6 +665,10 @@ def test_arguments_that_do_not_fit(roots):
         LeRobotDatasource([meta], delta_timestamps={"action": [0.0, 0.05]})
     with pytest.raises(ValueError, match="differ in"):
         LeRobotDatasource([meta, second])
+    shared = ["action", "observation.state"]
+    assert not set(LeRobotDatasource([meta, second], camera_keys=[], columns=shared).columns()) - {
+        *shared, *BOOKKEEPING, "task", "dataset_index"
+    }  # fmt: skip
     for size in ((224,), (0, 224), (22.5, 224)):
         with pytest.raises(ValueError, match=r"expected \(height, width\)"):
             LeRobotDatasource([meta], image_size=size)
@@ -657,6 +705,9 @@ def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tm
 
     with pytest.raises(ValueError, match="again"):
         next(LeRobotDatasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
+    # As `select_columns`: what names the rows need not be among what is wanted.
+    few = source.apply_projection({"action": "action"})
+    np.testing.assert_array_equal(next(few.read_rows(range(54), 54))["action"][~gone], sound["action"][~gone])
 
 
 def test_a_store_that_does_not_answer_is_no_reason_to_skip(tmp_path, monkeypatch):

@@ -1,5 +1,9 @@
 """`VideoReader` against LeRobot's pyav backend, frame by frame: whatever the codec, its key frames, the timestamps."""
 
+import errno
+import io
+from pathlib import Path
+
 import av
 import numpy as np
 import pytest
@@ -40,6 +44,18 @@ def read(path, timestamps_s, tolerance_s=1e-4):
     with VideoReader(path, name="a video", tolerance_s=tolerance_s, threads=1, **size) as reader:
         reader.read(np.asarray(timestamps_s), lambda i, frame: pixels.update({i: frame.copy()}))
         return [pixels[i] for i in range(len(timestamps_s))], reader.frames_decoded
+
+
+@pytest.mark.parametrize("after_bytes", [0, 2000])
+def test_a_disk_that_does_not_answer_is_no_damaged_video(video, after_bytes):
+    class Dying(io.BytesIO):
+        def read(self, size=-1):
+            if self.tell() >= after_bytes:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return super().read(min(size, after_bytes))
+
+    with pytest.raises(OSError, match="Stale file handle"):
+        read(Dying(Path(video).read_bytes()), np.arange(FRAMES) / FPS)
 
 
 @pytest.mark.parametrize(("noise_s", "tolerance_s"), [(0, 1e-4), (0.012, 0.02), (0.016, 0.2)])

@@ -1,5 +1,6 @@
 """Parquet files of strangers: what Arrow would run on opening them is refused before that."""
 
+import errno
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import safe_parquet
 from lerobot_metadata import load_metadata
 from safe_parquet import open_parquet
+from storage import StorageError
 from tests.datasets import make_dataset
 
 
@@ -99,6 +101,15 @@ def test_what_lerobot_itself_writes_is_allowed(tmp_path):
     assert extension_names(path) == ["arrow.json"]
     with open_parquet(meta.fs, str(path)) as file:
         assert file.read().num_rows == 2
+
+
+def test_a_disk_that_does_not_answer_is_no_damaged_file(root, monkeypatch):
+    def refused(file):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(safe_parquet, "_read_footer", refused)
+    with pytest.raises(StorageError, match="tasks.parquet: .*Input/output error"):
+        load_metadata(root)
 
 
 def test_an_arrow_schema_in_an_unusual_encoding_is_refused(root):

@@ -3,18 +3,24 @@
 import logging
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 import compiling
 import tiny_pi05
+import vla
 import worker
+from checkpoint import OPTIMIZER, TRAINABLE, Piece, Progress, commit, write_pieces
 from config import parse_args
 from lerobot_metadata import load_metadata
 from pi05_loss import sample_noise_and_time
+from run_folder import STOP_NAME, prepare_folder
 from run_plan import describe, resolve
+from tests import in_process
 from tests.datasets import make_dataset
 from training_data import Dealt
 
@@ -84,9 +90,12 @@ def test_a_rows_draws_do_not_depend_on_who_computes_it(setting):
 def test_too_many_steps_that_are_not_finite_name_the_rows(setting):
     run = resolved(setting, **{"train.max_nonfinite": 1, "log_freq": 2})
     metrics = {"nonfinite_steps": 1, "samples": 16}
-    worker.check_finite(run, metrics, done=4)
-    with pytest.raises(FloatingPointError, match="2 of the last 2 steps had a loss .*nonfinite=1; they") as error:
-        worker.check_finite(run, {**metrics, "nonfinite_steps": 2}, done=4)
+    worker.check_finite(run, metrics, 1, done=2)
+    worker.check_finite(run, {**metrics, "nonfinite_steps": 0}, 1, done=4)
+    # Of the whole run: windows may be shorter than the limit.
+    told = "2 steps had a loss .* not finite, 1 of them among the last 2 .*nonfinite=1; they"
+    with pytest.raises(FloatingPointError, match=told) as error:
+        worker.check_finite(run, metrics, 2, done=4)
 
     # What the window's steps, the third and the fourth, were really fed.
     source = run.reader()(stream=(0, run.last_row))
@@ -96,6 +105,79 @@ def test_too_many_steps_that_are_not_finite_name_the_rows(setting):
         for n, root in enumerate(run.config.roots)
     }
     assert named_rows(str(error.value)) == expected and sum(map(len, expected.values())) == 16
+
+
+def test_windows_shorter_than_the_limit_are_added_up(setting):
+    """One non-finite step in each of three windows of one step."""
+    run = resolved(setting, **{"train.max_nonfinite": 2, "log_freq": 1, "steps": 3})
+
+    def nan(micro, rows):
+        if micro == 0:  # which is looked at before anything is trained
+            return {}
+        return {"action": np.full((rows, *example["action"].shape[1:]), np.nan, np.float32)}
+
+    data = vla.build_dataset(run)
+    example = data.prepare(data.read(stream=(0, run.last_row)).example())
+    shard = in_process.Shard(run, batch_columns=nan)
+    run.output_dir.mkdir(exist_ok=True)
+    with in_process.without_ray(shard), pytest.raises(FloatingPointError, match="3 steps had a loss"):
+        vla.train(run)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_stop_that_comes_with_the_last_step_stops_nothing(setting, steps):
+    """Asked at the only log step: what is trained to the end is exported, what is not can be resumed."""
+    run = resolved(setting, **{"steps": steps, "log_freq": 2})
+    run.output_dir.mkdir(exist_ok=True)
+    (run.output_dir / STOP_NAME).touch()
+    try:
+        with in_process.without_ray(in_process.Shard(run)):
+            trained = vla.train(run)
+    finally:
+        (run.output_dir / STOP_NAME).unlink()
+    assert (trained is not None) == (steps == 2)
+
+
+def test_a_policy_that_is_trained_is_not_lost_with_its_evaluation(setting, monkeypatch, capsys):
+    def fails(*_):
+        raise ValueError("none of the held-out episodes can be read")
+
+    monkeypatch.setattr(ray, "remote", lambda function: SimpleNamespace(options=lambda **_: mock.MagicMock()))
+    monkeypatch.setattr(vla.cluster, "wait_for", fails)
+    assert vla.evaluate(resolved(setting)) == 5
+    assert "the policy is trained, but could not be evaluated: none of the" in capsys.readouterr().err
+
+
+def test_more_steps_are_done_than_asked_for(setting):
+    run = resolved(setting, steps=3)
+    optimizer = vla.build_optimizer(run, worker.build_model(run, CPU)[0])
+    folder = run.checkpoints_dir / "step_00000004"
+    pieces = {TRAINABLE: optimizer.named(), OPTIMIZER: optimizer.state()}
+    taken = {kind: {k: Piece(v, (0,) * v.ndim) for k, v in tensors.items()} for kind, tensors in pieces.items()}
+    same = (run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
+    commit(folder, Progress(4, 4 * run.config.global_batch_size, *same), write_pieces(folder, taken))
+    run = replace(run, config=replace(run.config, resume=True))
+    with pytest.raises(ValueError, match="4 steps are done, and --steps or MAX_TRAIN_STEPS says 3: ask for as many"):
+        prepare_folder(run)
+
+
+def test_a_policy_that_changes_itself_is_refused(setting):
+    with pytest.raises(ValueError, match="a 'tdmpc' changes after every step otherwise.*lerobot-train"):
+        resolve(parse_args([f"--dataset.root={setting[1][0]}", "--policy.type=tdmpc", "--output_dir=/o"]), gpus_found=0)
+
+
+def test_rows_are_named_without_asking_the_storage(setting, monkeypatch):
+    """It may be what hangs."""
+    run = resolved(setting)
+
+    def hangs(*_, **__):
+        pytest.fail("it was asked")
+
+    monkeypatch.setattr("lerobot_datasource.check_files", hangs)
+    dealt = Dealt(run.config.batch_size, run.block_rows, 0, 1, run.batches_per_step)
+    assert "rows by `index`" in worker.what_batch(run, dealt, 0)
+    with pytest.raises(pytest.fail.Exception):
+        resolved(setting)
 
 
 def named_rows(message):
