@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from config import CONFIG_NAME
-from run_folder import METRICS_NAME, read_lines
+from run_folder import METRICS_NAME, RUN_NAME, read_lines
 from tracking import EVALUATION_NAME, held_out_errors, read_json
 
-POLICY_DIR, CARD_NAME, RUN_NAME = "pretrained_model", "README.md", "run.json"
+POLICY_DIR, CARD_NAME = "pretrained_model", "README.md"
 # Options that say where things are on somebody's machines, which is not for everybody to read.
 PLACES = ("root", "mixture", "cache_dir", "output_dir", "policy_path", "policy_options")
 

@@ -28,17 +28,18 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import figures
+from checkpoint import PREFIX
 from config import CONFIG_NAME
 from dataset_look import ACTION, OUTLIER, Look, dimension_names, look_at, scaled_ranges
 from figures import Chunk, plain
 from lerobot_metadata import load_metadata
-from run_folder import METRICS_NAME, attempts, read_lines, skipped_episodes
+from run_folder import METRICS_NAME, RUN_NAME, attempts, read_lines, skipped_episodes
 from tracking import EVALUATION_NAME, code_revision, read_json
 
 if TYPE_CHECKING:
     from run_plan import Run
 
-REPORT_NAME, RUN_NAME = "report.html", "run.json"
+REPORT_NAME = "report.html"
 PACKAGES = ("ray", "lerobot", "torch", "av")
 POLL_S = 2.0
 # A page stays readable, and small, whatever the run and the dataset are.
@@ -125,7 +126,7 @@ def _keep(output_dir: Path, stop: threading.Event) -> None:
     written_for: str | None = "nothing yet"
     while True:
         stopping = stop.is_set()
-        newest = max((p.name for p in (output_dir / "checkpoints").glob("step_*")), default=None)
+        newest = max((p.name for p in (output_dir / "checkpoints").glob(f"{PREFIX}*")), default=None)
         if stopping or newest != written_for:
             try:
                 looks = look_at_datasets(output_dir) if looks is None else looks
@@ -151,6 +152,7 @@ def write_report(output_dir: Path, looks: Sequence[Drawn] | None = None) -> Path
 
 def write_dataset_page(look: Look, path: Path) -> Path:
     """Write the page about one dataset."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     page = _template("dataset.html").render(title=plain(look.meta.root, 200), looks=[_draw_look(look)])
     return _write(path, page)
 

@@ -3,6 +3,7 @@
 Files of `OUTPUT_DIR`::
 
     config.json           the run's options; `--resume` reads them
+    run.json              what a run is, for its readers: datasets, policy, hardware, versions, the plan
     .lock                 held by the process that drives the run
     attempts.jsonl        a line per start of the worker group: {"attempt": 1, "resumed_from_step": 10, "world_size": 2}
     metrics.jsonl         a line per log step
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from run_plan import Run
 
 ATTEMPTS_NAME, METRICS_NAME, LOG_NAME, ROWS_NAME = "attempts.jsonl", "metrics.jsonl", "run.log", "rows"
-LOCK_NAME, STOP_NAME, SKIPPED_NAME = ".lock", "stop", "skipped.jsonl"
+LOCK_NAME, STOP_NAME, SKIPPED_NAME, RUN_NAME = ".lock", "stop", "skipped.jsonl", "run.json"
 # Ray Train's own list of checkpoints, beside them.
 RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 

@@ -192,7 +192,7 @@ def train(
     gc.unfreeze()
     gc.enable()
     checkpoints.wait()
-    return optimizer if progress.step == run.steps else None
+    return None if stop and progress.step < run.steps else optimizer
 
 
 def feed(

@@ -20,7 +20,10 @@ import itertools
 import json
 import logging
 import os
+import shlex
+import shutil
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,13 +58,20 @@ def make(name: str, rows: int) -> Path:
 
     folder = CACHE / f"{name}-{rows}"
     if not folder.exists():
-        scratch = folder.with_name(folder.name + ".partial")
+        scratch = _scratch(folder)
         episodes = [EPISODE_ROWS] * (rows // EPISODE_ROWS)
         make_dataset(
             scratch, episodes=episodes, fps=FPS, data_files_size_in_mb=100, video_files_size_in_mb=100, **DATASETS[name]
         )
         scratch.rename(folder)
     return folder
+
+
+def _scratch(folder: Path) -> Path:
+    """Where to make a folder that is moved into place when it is whole; what an interrupted one left is removed."""
+    scratch = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    return scratch
 
 
 # ---- contenders: each yields batches, as dicts of arrays --------------------------------------------------------
@@ -270,7 +280,7 @@ def grow(root: Path, times: int) -> Path:
 
     folder = root.with_name(f"{root.name}-times-{times}")
     if not folder.exists():
-        scratch = folder.with_name(folder.name + ".partial")
+        scratch = _scratch(folder)
         aggregate_datasets(
             repo_ids=[f"local/{root.name}"] * times, aggr_repo_id="local/grown", roots=[root] * times, aggr_root=scratch
         )
@@ -348,6 +358,7 @@ def main() -> None:
         "datasets": before.get("datasets", {}),
         "growth": before.get("growth"),
         "date": today,
+        "command": shlex.join(sys.orig_argv[1:]),
         "hardware": Environment.here().model_dump(),
         "mixing": mixing([64, 128, 256, 512, 1024, 2048, 4096], episodes=1000, rows=300),
     }

@@ -28,7 +28,9 @@ import logging
 import math
 import os
 import re
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -342,30 +344,28 @@ def host_blocked_s(step: Callable[[], Any], device: torch.device) -> float | Non
 
 def compare(options: argparse.Namespace, device: torch.device, bf16: bool, rows: int) -> dict[TrainMode, Any]:
     """Each contender at each batch size, in turn, `rounds` times: {mode: {contender: {batch size: samples}}}."""
-    found: dict[TrainMode, Any] = {}
-    for mode in cast(list[TrainMode], options.modes.split(",")):
-        cells: dict[str, dict[int, list[dict[str, Any]]]] = {name: {} for name in CONTENDERS}
-        too_large: dict[str, int] = {}
-        for _, name in itertools.product(range(options.rounds), CONTENDERS):
-            contender = CONTENDERS[name](policy_config(device), mode, device, bf16)
-            for size in map(int, options.batch_sizes.split(",")):
-                if size >= too_large.get(name, size + 1):
-                    break
-                columns = [prepared_rows(policy_config(device), size, seed) for seed in range(STORED_BATCHES)]
-                accum = 1 if name == "lerobot" else max(1, rows // size)
-                try:
-                    sample = measure(contender, columns, accum, options.seconds, device)
-                except torch.OutOfMemoryError:
-                    too_large[name] = size
-                    print(f"{mode}, {name}: a micro-batch of {size} does not fit", flush=True)
-                    break
-                cells[name].setdefault(size, []).append(sample)
-                print(f"{mode}, {name}, {size} x {accum}: {sample['ms_per_sample']:.2f} ms/sample", flush=True)
-            del contender
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        found[mode] = cells
+    modes = cast(list[TrainMode], options.modes.split(","))
+    found: dict[TrainMode, Any] = {mode: {name: {} for name in CONTENDERS} for mode in modes}
+    too_large: dict[tuple[str, str], int] = {}
+    for _, mode, name in itertools.product(range(options.rounds), modes, CONTENDERS):
+        contender = CONTENDERS[name](policy_config(device), mode, device, bf16)
+        for size in map(int, options.batch_sizes.split(",")):
+            if size >= too_large.get((mode, name), size + 1):
+                break
+            columns = [prepared_rows(policy_config(device), size, seed) for seed in range(STORED_BATCHES)]
+            accum = 1 if name == "lerobot" else max(1, rows // size)
+            try:
+                sample = measure(contender, columns, accum, options.seconds, device)
+            except torch.OutOfMemoryError:
+                too_large[mode, name] = size
+                print(f"{mode}, {name}: a micro-batch of {size} does not fit", flush=True)
+                break
+            found[mode][name].setdefault(size, []).append(sample)
+            print(f"{mode}, {name}, {size} x {accum}: {sample['ms_per_sample']:.2f} ms/sample", flush=True)
+        del contender
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     return found
 
 
@@ -557,6 +557,7 @@ def main() -> None:
     name = torch.cuda.get_device_name(device) if bf16 else f"{os.cpu_count()}cpu"
     results: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
+        "command": shlex.join(sys.orig_argv[1:]),
         "hardware": {**Environment.here().model_dump(), "threads": torch.get_num_threads(), "cuda": torch.version.cuda},
         "policy": type(policy_config(device)).__name__,
         "settings": vars(options),

@@ -6,12 +6,13 @@ import datetime
 import importlib.metadata
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Self
 
 import psutil
 from pydantic import BaseModel, ConfigDict
+
+from tracking import code_revision
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "ray", "lerobot", "transformers", "numpy", "av", "pyarrow")
@@ -27,7 +28,7 @@ class Environment(Record):
     """Where and with what something was measured."""
 
     date: str
-    git_revision: str | None
+    git_revision: str
     cpu: str
     cores: int
     memory_bytes: int
@@ -44,7 +45,7 @@ class Environment(Record):
         driver = Path("/proc/driver/nvidia/version")
         return cls(
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            git_revision=_git_revision(),
+            git_revision=code_revision(),
             cpu=_cpu_name(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             memory_bytes=psutil.virtual_memory().total,
@@ -56,25 +57,10 @@ class Environment(Record):
 
     def line(self) -> str:
         gpus = f"{len(self.gpus)}x {self.gpus[0]}, " if self.gpus else ""
-        revision = f", {self.git_revision[:12]}" if self.git_revision else ""
         return (
             f"{gpus}{self.cores} cores of {self.cpu}; torch {self.versions['torch']}, ray {self.versions['ray']}, "
-            f"lerobot {self.versions['lerobot']}{revision}, {self.date}"
+            f"lerobot {self.versions['lerobot']}, {self.git_revision[:12]}, {self.date}"
         )
-
-
-def _git_revision() -> str | None:
-    """The commit, with a `+` when files differ from it; None outside a git checkout."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def _cpu_name() -> str:

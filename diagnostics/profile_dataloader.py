@@ -146,7 +146,7 @@ def summarise(
     ranks: Sequence[RankFetches],
     stages: Mapping[Stage, float],
     data_cpus: float,
-    store: StoreWatch,
+    store: ClusterWatch,
 ) -> LoaderReport:
     """Rows read after the last worker was warm, over the time from then until the last worker had everything."""
     start, end = max(r.warm_at_s for r in ranks), max(r.done_at_s for r in ranks)
@@ -411,13 +411,17 @@ def _to_numpy(block: Any) -> Columns:
 # ---- the driver ---------------------------------------------------------------------------------------------------
 
 
-class StoreWatch:
-    """Looks at the cluster's object stores while the block runs: the most they held, and what they spilled."""
+class ClusterWatch:
+    """Looks at the cluster while the block runs: the most its object stores held, what they spilled, and its CPUs.
+
+    These may grow meanwhile: nodes that only decode are started when there is work for them.
+    """
 
     def __init__(self) -> None:
         self.peak_bytes = self.spilled_bytes = 0
+        self.cpus = 0.0
 
-    def __enter__(self) -> StoreWatch:
+    def __enter__(self) -> ClusterWatch:
         self._spilled_before = object_store().spilled_bytes_total
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
@@ -432,6 +436,7 @@ class StoreWatch:
     def _look(self) -> None:
         while True:
             self.peak_bytes = max(self.peak_bytes, object_store().object_store_bytes_used)
+            self.cpus = max(self.cpus, ray.cluster_resources().get("CPU", 0.0))
             if self._stop.wait(POLL_S):
                 return
 
@@ -451,29 +456,24 @@ def profile(run: Run, options: Namespace) -> LoaderReport:
             pulled = pulled_run(scratch, options)
             limits = cluster.start(pulled)
             pulled = with_stats(pulled)
-            data_cpus = _data_cpus(pulled)
             data = vla.build_dataset(pulled)
             stamped = replace(data, prepare=Deferred(Stamped(data.prepare)))
             trainer = vla.make_trainer(
                 pulled, limits.execution_options(), pull_loop, stamped, warmup=options.profile_warmup
             )
-            with StoreWatch() as store:
+            with ClusterWatch() as watched:
                 trainer.fit()
+            data_cpus = watched.cpus - run.config.scaling.num_workers * run.config.scaling.cpus_per_worker
             ranks = [
                 RankFetches.model_validate_json(_rank_path(pulled, rank).read_bytes())
                 for rank in range(run.config.scaling.num_workers)
             ]
             staged = ray.remote(time_stages).options(num_cpus=run.config.scaling.cpus_per_read_task)
             stages = ray.get(staged.remote(data, pulled.last_row, run.config.batch_size))
-            return summarise(run, options, ranks, stages, data_cpus, store)
+            return summarise(run, options, ranks, stages, data_cpus, watched)
     finally:
         if started_ray:
             ray.shutdown()
-
-
-def _data_cpus(run: Run) -> float:
-    scaling = run.config.scaling
-    return ray.cluster_resources().get("CPU", 0.0) - scaling.num_workers * scaling.cpus_per_worker
 
 
 def prepare(run: Run, options: Namespace) -> Callable[[], Result]:

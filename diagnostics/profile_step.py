@@ -100,9 +100,11 @@ class Settings(Record):
         """Whole blocks; one is as long as the run's way from log step to log step, if that leaves MIN_BLOCKS."""
         block = min(run.config.log_freq, max(1, options.profile_steps // MIN_BLOCKS))
         search = options.find_unused_params
+        # The traced steps are among the first ones, but not the very first.
+        warmup = max(options.profile_warmup, TRACED_STEPS + 2 if options.profile_trace else 1)
         return cls(
             steps=block * math.ceil(options.profile_steps / block),
-            warmup=block * math.ceil(options.profile_warmup / block),
+            warmup=block * math.ceil(warmup / block),
             block_steps=block,
             sync=options.profile_sync,
             no_optim=options.profile_no_optim,
@@ -116,7 +118,7 @@ class Settings(Record):
         """What each step of the run serves. The passes take turns in going first, so that none gains by a drift."""
         names = MEASURED if self.sync else MEASURED[:2]
         # Early, while data is still being read ahead.
-        traced = min(TRACED_STEPS, self.warmup - 1) if self.trace else 0
+        traced = TRACED_STEPS if self.trace else 0
         plan: list[Pass] = ["warmup"] * self.warmup
         plan[self.warmup - traced - 1 : -1] = ["traced"] * traced
         for turn in range(self.steps // self.block_steps):

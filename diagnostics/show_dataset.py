@@ -1,6 +1,7 @@
 """Look at any LeRobot v3 dataset before training on it: one self-contained page, and warnings on the terminal.
 
     python -m diagnostics.show_dataset ROOT [--output FILE]
+    python -m diagnostics.show_dataset --repo_id USER/NAME [--revision R] [--output FILE]
 
 The page shows every camera at a few moments of an episode, state and action curves, how long the episodes are, what
 they are told to do, and the ranges that a policy's input is normalised by. It warns of what training would suffer from;
@@ -16,17 +17,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dataset_look import look_at
-from lerobot_metadata import load_metadata
+from lerobot_metadata import fetch_dataset, load_metadata
 from report import write_dataset_page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", help="a local folder, s3://, gs://")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("root", nargs="?", help="a local folder, s3://, gs://")
+    which.add_argument("--repo_id", help="a dataset on the Hugging Face Hub, which is downloaded")
+    parser.add_argument("--revision", help="of the dataset on the Hub (default: as of now)")
     parser.add_argument("--output", type=Path, default=Path("dataset.html"), help="the page (default: %(default)s)")
     options = parser.parse_args(argv)
     try:
-        look = look_at(load_metadata(options.root))
+        root = fetch_dataset(options.repo_id, options.revision)[0] if options.repo_id else options.root
+        look = look_at(load_metadata(root))
         page = write_dataset_page(look, options.output)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

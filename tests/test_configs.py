@@ -91,6 +91,7 @@ def test_the_anyscale_job():
     assert (ROOT / job["requirements"]).is_file()
     config = command_config(job["entrypoint"])
     assert config.preset == "l4"
+    assert "--resume auto" in job["entrypoint"] and job["max_retries"], "a retry goes on with the run"
     # What all nodes must see is on storage that is not one job's own.
     assert all(path.startswith("/mnt/user_storage/") for path in (config.output_dir, job["env_vars"]["HF_HOME"]))
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().split()}
@@ -125,6 +126,7 @@ def test_the_rayjob():
     )
     assert stated_ratios((CONFIGS / "rayjob.yaml").read_text()) == (cpus // gpus, (cpus + decode_cpus) // gpus)
     config = command_config(job["spec"]["entrypoint"])
+    assert "--resume auto" in job["spec"]["entrypoint"] and job["spec"]["backoffLimit"], "a retry goes on with the run"
     assert config.scaling.num_workers == gpus * groups[0]["maxReplicas"]
     assert config.output_dir.startswith("/shared/") and config.roots[0].startswith("/shared/")
 

@@ -32,7 +32,7 @@ from diagnostics import check_rows
 from lerobot_metadata import load_metadata
 from progress import recorded_rows
 from run_folder import LOG_NAME, attempts
-from tests import planted
+from tests import clusters, planted
 from tests.datasets import make_dataset
 from tests.loopback import Faults, Proxy, s3_server, serving
 from tests.planted import DataFault, Fault
@@ -313,7 +313,7 @@ sys.exit(vla.main(sys.argv[2:]))
 def started(argv, *faults, address=None, **environment):
     """The program in a process of its own, joining the tests' cluster, another, or ("local") one of its own."""
     address = address or ray.get_runtime_context().gcs_address
-    environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.getcwd(), **environment}
+    environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(clusters.ROOT), **environment}
     command = [sys.executable, "-c", DRIVER, repr(list(faults)), *map(str, argv)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

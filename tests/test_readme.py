@@ -2,6 +2,8 @@
 
 import base64
 import io
+import re
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -83,3 +85,21 @@ def test_what_is_missing_is_named(project, capsys):
     nbformat.write(book, project / "README.ipynb")
     assert main(["--images", str(project / "executed.ipynb")], project) == 1
     assert "no line matches 'epoch'" in capsys.readouterr().err
+
+
+def test_every_test_that_a_page_names_is_there():
+    """Files, and what is in them."""
+    root = Path(__file__).resolve().parent.parent
+    defined = {
+        path.name: set(re.findall(r"^def (test_\w+)", path.read_text(), flags=re.MULTILINE))
+        for path in (root / "tests").glob("test_*.py")
+    }
+    named = 0
+    for page in (root / "README.md", *(root / "docs").glob("*.md")):
+        for file, test in re.findall(r"(test_\w+\.py)(?:::(test_\w+))?", page.read_text()):
+            assert file in defined and (not test or test in defined[file]), f"{page.name}: {file}::{test}"
+            named += 1
+        for test in re.findall(r"`(test_\w+)`", page.read_text()):
+            assert any(test in tests for tests in defined.values()), f"{page.name}: {test}"
+            named += 1
+    assert named > 60

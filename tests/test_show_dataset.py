@@ -12,6 +12,7 @@ from PIL import Image
 
 import dataset_look
 from dataset_look import look_at, ranges_of, sample_episodes
+from diagnostics import show_dataset
 from diagnostics.show_dataset import main
 from lerobot_metadata import load_metadata
 from tests.datasets import make_dataset
@@ -231,6 +232,17 @@ def test_the_page_holds_every_part(clean, tmp_path, capsys):
 def test_a_bad_root_ends_with_status_2(tmp_path, capsys):
     assert main([str(tmp_path / "nowhere")]) == 2
     assert f"error: dataset {tmp_path / 'nowhere'}: no such folder" in capsys.readouterr().err
+
+
+def test_a_dataset_on_the_hub(clean, tmp_path, capsys, monkeypatch):
+    page = tmp_path / "a folder that is not there yet" / "page.html"
+    asked = []
+    monkeypatch.setattr(show_dataset, "fetch_dataset", lambda *which: asked.append(which) or (str(clean), "0" * 40))
+    assert main(["--repo_id=user/robot", "--revision=v1", f"--output={page}"]) == 0
+    assert asked == [("user/robot", "v1")] and page.is_file()
+    monkeypatch.undo()
+    assert main(["--repo_id=user/robot"]) == 2  # the suite is offline
+    assert "error: dataset user/robot: the Hub cannot be reached" in capsys.readouterr().err
 
 
 def test_a_dataset_without_cameras_or_statistics(tmp_path):
