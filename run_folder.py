@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from checkpoint import Progress, check_resumable, latest_checkpoint, load_progress, require_space, write_json
-from config import CONFIG_NAME, PRESETS
+from config import CONFIG_NAME, GROUPS, PRESETS
 
 if TYPE_CHECKING:
     from run_plan import Run
@@ -126,6 +126,28 @@ def prepare_folder(run: Run) -> None:
     require_space(folder, 2 * checkpoint_bytes + export_bytes, "two checkpoints and the trained policy")
     run.checkpoints_dir.mkdir(exist_ok=True)
     write_json(folder / CONFIG_NAME, run.config.to_json())
+
+
+def changed_options(run: Run) -> list[str]:
+    """What a run that is resumed was started with otherwise, in words; `prepare_folder` forgets it."""
+    path = run.output_dir / CONFIG_NAME
+    if not (run.config.resume and path.is_file()):
+        return []
+    was, now = (dict(_options(config)) for config in (json.loads(path.read_text()), run.config.to_json()))
+    of_a_start = {"resume", "dry_run"}
+    return [
+        f"{name} was {was.get(name)}, is {value}"
+        for name, value in now.items()
+        if name not in of_a_start and value != was.get(name)
+    ]
+
+
+def _options(config: dict[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if not group and name in GROUPS:
+            yield from _options(value, f"{name}.")
+        else:
+            yield group + name, value
 
 
 def _check_free(run: Run) -> None:

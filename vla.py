@@ -39,7 +39,15 @@ from parallel import spread
 from pi05_loss import PolicyLoss
 from processors import Prepare, make_processors
 from progress import MetricsLog, RowsLog, follow_progress, log_to
-from run_folder import check_place, claim_folder, prepare_folder, start_attempt, stop_requested, stopping_on_signals
+from run_folder import (
+    changed_options,
+    check_place,
+    claim_folder,
+    prepare_folder,
+    start_attempt,
+    stop_requested,
+    stopping_on_signals,
+)
 from run_plan import Run, describe, resolve, with_stats
 from tracking import require_tracker, track
 from training_data import Dealt, Deferred, TrainingData, or_timeout, stream_batches
@@ -234,6 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if run.config.hub_repo_id:
                 print(f"Hub          {check_push(run.config.hub_repo_id, run.config.policy_private)}", flush=True)
             held.enter_context(claim_folder(run))
+            for changed in changed_options(run):
+                print(f"Changed      {changed}", flush=True)
             prepare_folder(run)
             held.enter_context(track(run.output_dir, run.config.track, run.config.track_project))
         except (ValueError, OSError) as error:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from demo import writing_videos
+
 FRAME_NUMBER_BITS = 16
 EXTRA_FEATURES: dict[str, dict] = {
     "next.done": {"dtype": "bool", "shape": (1,), "names": None},
@@ -55,7 +57,6 @@ def make_dataset(
     """
     from lerobot.configs.video import RGBEncoderConfig
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
-    from lerobot.utils.utils import SuppressProgressBars
 
     root = Path(root)
     if cameras is None:
@@ -96,34 +97,34 @@ def make_dataset(
         rgb_encoder=encoder,
         encoder_threads=1,
     )
-    # Float sizes are accepted here and, unlike whole megabytes, make datasets of 60 frames roll over.
-    dataset.meta.update_chunk_settings(chunks_size, data_files_size_in_mb, video_files_size_in_mb)
+    with writing_videos():
+        # Float sizes are accepted here and, unlike whole megabytes, make datasets of 60 frames roll over.
+        dataset.meta.update_chunk_settings(chunks_size, data_files_size_in_mb, video_files_size_in_mb)
 
-    rng = np.random.default_rng(seed)
-    number = 0
-    for episode_index, length in enumerate(episodes):
-        offset = rng.normal(size=state_dim)
-        for frame_index in range(length):
-            phase = 0.3 * frame_index
-            frame = {
-                "observation.state": (offset + np.sin(phase + np.arange(state_dim))).astype(np.float32),
-                "action": rng.normal(episode_index, 1.0, size=action_dim).astype(np.float32),
-                "task": tasks[episode_index % len(tasks)],
-            }
-            if extra_features:
-                frame["next.done"] = np.array([frame_index == length - 1])
-                frame["next.reward"] = rng.normal(size=1).astype(np.float32)
-                frame["observation.counter"] = np.array([frame_index, length - frame_index], dtype=np.int64)
-            if "observation.grid" in features:
-                frame["observation.grid"] = rng.normal(size=(2, 3)).astype(np.float32)
-            for camera_number, (key, size) in enumerate({**cameras, **image_cameras}.items()):
-                frame[key] = draw_frame(number, size, seed=seed * 1000 + camera_number)
-            dataset.add_frame(frame)
-            number += 1
-        # One process: starting encoder processes costs more than encoding a few small frames.
-        with SuppressProgressBars():
+        rng = np.random.default_rng(seed)
+        number = 0
+        for episode_index, length in enumerate(episodes):
+            offset = rng.normal(size=state_dim)
+            for frame_index in range(length):
+                phase = 0.3 * frame_index
+                frame = {
+                    "observation.state": (offset + np.sin(phase + np.arange(state_dim))).astype(np.float32),
+                    "action": rng.normal(episode_index, 1.0, size=action_dim).astype(np.float32),
+                    "task": tasks[episode_index % len(tasks)],
+                }
+                if extra_features:
+                    frame["next.done"] = np.array([frame_index == length - 1])
+                    frame["next.reward"] = rng.normal(size=1).astype(np.float32)
+                    frame["observation.counter"] = np.array([frame_index, length - frame_index], dtype=np.int64)
+                if "observation.grid" in features:
+                    frame["observation.grid"] = rng.normal(size=(2, 3)).astype(np.float32)
+                for camera_number, (key, size) in enumerate({**cameras, **image_cameras}.items()):
+                    frame[key] = draw_frame(number, size, seed=seed * 1000 + camera_number)
+                dataset.add_frame(frame)
+                number += 1
+            # One process: starting encoder processes costs more than encoding a few small frames.
             dataset.save_episode(parallel_encoding=False)
-    dataset.finalize()
+        dataset.finalize()
     return root
 
 

@@ -1,6 +1,9 @@
 """The demo dataset, as LeRobot reads it: shaped like real ones, and unsolvable without eyes or ears."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -226,7 +229,7 @@ def test_the_base_fits_the_dataset(prepared, dataset):
 def test_everything_is_made_once(prepared, monkeypatch):
     root, base, cache = prepared
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
-    monkeypatch.setattr(demo, "_quiet_writer", None)  # called only to write
+    monkeypatch.setattr(demo, "writing_videos", None)  # called only to write
     monkeypatch.setattr("tiny_pi05.make_tiny_base", None)
     assert prepare_demo(cache) == (str(root), base)
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
@@ -248,3 +251,35 @@ def test_anybodys_dataset_gets_a_base_of_its_own(prepared, tmp_path):
     assert not list(base.glob("*normalizer*"))  # the run brings the statistics
     with pytest.raises((ValueError, FileNotFoundError), match="nowhere"):
         prepare_demo(tmp_path / "cache", str(tmp_path / "nowhere"))
+
+
+ENCODE = """
+import os, sys
+import av, numpy as np
+from demo import writing_videos
+
+def encode():
+    with av.open(sys.argv[1], "w") as container:
+        stream = container.add_stream("libsvtav1", rate=30, options={"svtav1-params": "lp=1"})
+        stream.height, stream.width, stream.pix_fmt = 64, 64, "yuv420p"
+        for i in range(3):
+            frame = av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8), format="rgb24")
+            frame.pts = i
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+
+with writing_videos():
+    encode()
+undone = {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+print(undone == {os.SCHED_OTHER}, os.SCHED_FIFO in encode())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="only root has this on Linux")
+def test_the_encoder_leaves_no_real_time_threads_behind(tmp_path):
+    """With the control that it makes some: a Ray cluster that inherits that can stand still for ever."""
+    root = Path(demo.__file__).parent
+    command = [sys.executable, "-c", ENCODE, str(tmp_path / "video.mp4")]
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=600)
+    assert found.stdout.split()[-2:] == ["True", "True"]

@@ -8,6 +8,7 @@ import av
 import numpy as np
 import pytest
 
+from demo import writing_videos
 from lerobot_decode import VideoReader
 from tests.datasets import draw_frame, read_frame_number
 
@@ -26,7 +27,7 @@ CODECS = {
 def video(request, tmp_path_factory):
     codec, options = CODECS[request.param]
     path = str(tmp_path_factory.mktemp("video") / "file.mp4")
-    with av.open(path, "w") as container:
+    with writing_videos(), av.open(path, "w") as container:
         stream = container.add_stream(codec, rate=FPS, options=options)
         stream.height, stream.width, stream.pix_fmt = *SIZE, "yuv420p"
         for i in range(FRAMES):

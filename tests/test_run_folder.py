@@ -1,12 +1,28 @@
-"""The folder of a run: storage that cannot hold one is refused before anything is trained."""
+"""The folder of a run: storage that cannot hold one is refused, and what is changed in one is told."""
 
 import errno
+import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from run_folder import claim_folder
+from config import CONFIG_NAME, Config, ScalingOptions
+from run_folder import changed_options, claim_folder
+
+
+def test_what_a_resumed_run_is_given_anew_is_told(tmp_path):
+    """Steps and learning rate change the schedule of what is left: nobody should have done that unawares."""
+    started = Config(lr=1e-3, steps=100, scaling=ScalingOptions(num_workers=2))
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(started.to_json()))
+    resumed = replace(started, resume=True, lr=5e-4, scaling=replace(started.scaling, num_workers=4))
+    run = SimpleNamespace(output_dir=tmp_path, config=resumed)
+    assert changed_options(run) == ["scaling.num_workers was 2, is 4", "lr was 0.001, is 0.0005"]
+    run.config = replace(started, resume=True)
+    assert changed_options(run) == []
+    run.config = replace(resumed, resume=False)
+    assert changed_options(run) == []
 
 
 @pytest.mark.parametrize("lacking", ["rename", "replace"])
