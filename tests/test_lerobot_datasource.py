@@ -719,3 +719,17 @@ def test_a_store_that_does_not_answer_is_no_reason_to_skip(tmp_path, monkeypatch
     monkeypatch.setattr(Reader, "open_video", refuses)
     with pytest.raises(OSError, match="503"):
         next(LeRobotDatasource([meta], on_error="skip").read_rows(range(9), 9))
+
+
+@pytest.mark.parametrize("cpus, threads", [(0.5, 1), (1, 1), (3, 3)])
+def test_a_decoder_has_a_thread_for_each_cpu_of_its_task(roots, monkeypatch, cpus, threads):
+    found = set()
+    original = lerobot_decode.VideoReader.__exit__
+
+    def note(self, *exception):
+        found.add(self._stream.codec_context.thread_count)
+        return original(self, *exception)
+
+    monkeypatch.setattr(lerobot_decode.VideoReader, "__exit__", note)
+    next(LeRobotDatasource([load_metadata(roots["rollover"])], num_cpus=cpus).read_rows([0], 1))
+    assert found == {threads}
