@@ -67,18 +67,14 @@ def claim_folder(run: Run) -> Iterator[None]:
     lock = FileLock(run.output_dir / LOCK_NAME)
     try:
         lock.acquire(timeout=0)
-        _try_storage(run.output_dir)
     except Timeout as error:
         raise FileExistsError(
             f"--output_dir={run.output_dir}: a run is going on there; wait until it ends, or choose another folder"
         ) from error
     except (OSError, NotImplementedError) as error:
-        lock.release()
-        raise OSError(
-            f"--output_dir={run.output_dir}: its storage does not lock, append, replace and rename ({error}), as a "
-            "mounted bucket does not; choose a folder on a disk or a network file system"
-        ) from error
+        raise _unfit(run.output_dir, error) from error
     try:
+        _try_storage(run.output_dir)
         yield
     finally:
         lock.release()
@@ -88,15 +84,25 @@ def claim_folder(run: Run) -> Iterator[None]:
 
 def _try_storage(folder: Path) -> None:
     """Do what a run does: add to a file, replace one, rename a folder. Raises OSError where that cannot be done."""
-    with tempfile.TemporaryDirectory(prefix=".storage-", dir=folder) as scratch:
-        log, other, made = (Path(scratch, name) for name in ("log", "other", "made"))
-        for _ in range(2):
-            with open(log, "a") as file:
-                file.write("line\n")
-        other.touch()
-        os.replace(other, log)
-        made.mkdir()
-        os.rename(made, made.with_name("renamed"))
+    try:
+        with tempfile.TemporaryDirectory(prefix=".storage-", dir=folder) as scratch:
+            log, other, made = (Path(scratch, name) for name in ("log", "other", "made"))
+            for _ in range(2):
+                with open(log, "a") as file:
+                    file.write("line\n")
+            other.touch()
+            os.replace(other, log)
+            made.mkdir()
+            os.rename(made, made.with_name("renamed"))
+    except OSError as error:
+        raise _unfit(folder, error) from error
+
+
+def _unfit(folder: Path, error: Exception) -> OSError:
+    return OSError(
+        f"--output_dir={folder}: its storage does not lock, append, replace and rename ({error}), as a mounted bucket "
+        "does not; choose a folder on a disk or a network file system"
+    )
 
 
 def prepare_folder(run: Run) -> None:

@@ -16,7 +16,7 @@ import lerobot_decode
 import lerobot_rows
 from lerobot_datasource import LeRobotDatasource, read_lerobot, reads_per_task
 from lerobot_metadata import load_metadata
-from lerobot_rows import BOOKKEEPING, Reader, ReadOptions, numbers, read_rows
+from lerobot_rows import BOOKKEEPING, Reader, ReadOptions, read_rows
 from tests.datasets import make_dataset
 
 TOP, WRIST, STILL = "observation.images.top", "observation.images.wrist", "observation.images.still"
@@ -280,36 +280,6 @@ def test_cameras_of_different_sizes_can_be_read_together_when_fitted(roots, tmp_
     source = LeRobotDatasource(metas, image_size=(32, 32), shuffle_seed=0)
     (rows,) = source.read_rows(range(16), 16)
     assert set(rows["dataset_index"]) == {0, 1} and rows[TOP].shape == (16, 32, 32, 3)
-
-
-def test_memory_is_used_again_once_nobody_looks_at_it():
-    from lerobot_rows import _array, _to_table
-
-    def address(array):
-        return array.__array_interface__["data"][0]
-
-    lerobot_rows._unused.clear()
-    first = _array((4, 2**20), np.dtype(np.uint8))
-    first[:] = 1
-    where, row = address(first), first[2]
-    table = _to_table({"a": first}, ["a"], 1, 3).slice(1)  # what Ray Data, or who reads, still holds
-    del first
-    second = _array((4, 2**20), np.dtype(np.uint8))
-    second[:] = 2
-    assert address(second) != where
-    at_second = address(second)
-    assert (row == 1).all() and np.all(lerobot_rows.column_to_numpy(table.column("a")) == 1)
-    del second, row
-    assert len(lerobot_rows._unused) == 1
-    del table
-    third = _array((2**20,), np.dtype(np.float32))
-    fourth = _array((3, 2**20), np.dtype(np.uint8))
-    assert {address(third), address(fourth)} == {where, at_second} and not lerobot_rows._unused
-    fifth = _array((2, 2**20), np.dtype(np.uint8))
-    del third, fourth, fifth
-    assert len(lerobot_rows._unused) == 3
-    larger = _array((5, 2**20), np.dtype(np.uint8))  # nothing kept is large enough, so nothing is worth keeping
-    assert larger.shape == (5, 2**20) and not lerobot_rows._unused
 
 
 @pytest.mark.parametrize("window", [16, 40, 512])
@@ -594,38 +564,6 @@ def test_numbers_of_another_type_than_declared(copy):
     as_float(lambda value: value + 0.5)
     with pytest.raises(ValueError, match="column task_index: holds double that cannot be int64, as meta/info"):
         read()
-
-
-def arrow(values, type_, shape, dtype=np.float32):
-    return numbers(pa.chunked_array([pa.array(values, type_)]), dtype, shape, "data: column x")
-
-
-@pytest.mark.parametrize(
-    "values, type_, shape, dtype, message",
-    [
-        (
-            [[1, 2, 3], [4]],
-            pa.list_(pa.float32()),
-            (2,),
-            np.float32,
-            r"lists of \[1, 3\] values, expected shape \(2,\)",
-        ),
-        ([[1, 2], [3, 4]], pa.list_(pa.float32()), (4,), np.float32, r"values of shape \(2,\), expected \(4,\)"),
-        ([2**63], pa.uint64(), (1,), np.int64, "holds uint64 that cannot be int64"),
-        ([0, 2], pa.int64(), (1,), np.bool_, "holds int64 that cannot be bool"),
-        (["a"], pa.string(), (1,), np.int64, "holds string, expected numbers"),
-    ],
-)
-def test_values_that_are_not_the_declared_ones(values, type_, shape, dtype, message):
-    with pytest.raises(ValueError, match=f"data: column x: {message}"):
-        arrow(values, type_, shape, dtype)
-
-
-def test_values_that_are():
-    assert arrow([[1], [2]], pa.list_(pa.float64()), (1,)).tolist() == [1, 2]
-    assert arrow([0, 1], pa.int8(), (1,), np.bool_).tolist() == [False, True]
-    assert arrow([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.int16(), 2)), (1, 2), np.int64).shape == (2, 1, 2)
-    assert arrow([], pa.list_(pa.float32()), (3,)).shape == (0, 3)
 
 
 def test_text_is_text_in_every_arrow_type(roots, tmp_path):

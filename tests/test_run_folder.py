@@ -40,5 +40,6 @@ def test_storage_that_cannot_do_what_a_run_does(tmp_path, monkeypatch, lacking):
             claim_folder(run),
         ):
             pytest.fail("it was claimed")
+        assert not run.output_dir.exists(), "what is refused leaves nothing"
     with claim_folder(run):  # nor does it stay locked
         assert [path.name for path in run.output_dir.iterdir()] == [".lock"]
