@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
+from ray._common.utils import RESOURCE_CONSTRAINT_PREFIX
 from ray._private import services
 from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ DECODERS = {"AV1": ("libdav1d", "libaom-av1"), "H.264": ("h264",), "HEVC": ("hev
 ANSWER_S = 120.0
 # A head node's socket, which answers at once or not at all.
 HEAD_ANSWER_S = 10.0
+# A cluster that is not busy gives room at once; one that grows for it should not keep silent for long.
+SAY_AFTER_S = 10.0
 # Share of the object store that Ray Data may fill. The rest is for blocks that the training processes still read.
 DATA_SHARE = 0.5
 
@@ -58,44 +62,91 @@ Node = Mapping[str, Any]
 
 
 def start(run: Run) -> DataLimits:
-    """Join or start the cluster of `run`, check that it is fit for it, and say what it is.
+    """Join or start the cluster of `run`, wait until it has room, check that it is fit, and say what it is.
 
     Raises:
         ValueError: too few CPUs or GPUs, or a node that lacks something.
+        ConnectionError: nothing answers where RAY_ADDRESS says.
     """
     from ray.data import DataContext
-    from ray.train.v2._internal.constants import WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR
+    from ray.train.v2._internal.constants import (
+        HEALTH_CHECK_INTERVAL_S_ENV_VAR,
+        WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR,
+    )
 
-    # Ray Train 2.60 takes this from the driver's environment only.
+    # Ray Train 2.60 takes these from the driver's environment only.
     os.environ[WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR] = str(run.config.scaling.worker_timeout_s)
+    # At its own 2 s, that and no sooner is when it notices a failure, the end of a run, or a second checkpoint.
+    os.environ.setdefault(HEALTH_CHECK_INTERVAL_S_ENV_VAR, "0.5")
     DataContext.get_current().enable_progress_bars = False
-    nodes = connect()
-    check_size(run)
+    nodes = connect(run)
     check_nodes(node_needs(run), run.output_dir, nodes)
     limits = data_limits(nodes, ray.get_runtime_context().get_temp_dir())
     print("\n".join(limits.lines(nodes)), flush=True)
     return limits
 
 
-def check_size(run: Run) -> None:
-    """Raises ValueError when the cluster has too little for the run, for which Ray would wait without a word."""
-    if told := _too_small(run):
-        raise ValueError(
-            f"{told}; lower --scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add "
-            "nodes first"
+def wait_for_room(run: Run) -> None:
+    """Until the cluster can hold the run's fewest workers and a read task all at once.
+
+    To ask for that is also what has an autoscaler add nodes. What is asked for is given back as soon as it is there,
+    for Ray Train to take, and when this process ends.
+
+    Raises:
+        ValueError: a cluster started here, which cannot grow, is too small; or another had no room for so long as
+            --scaling.nodes_timeout_s.
+    """
+    told, limit_s = _too_small(run), run.config.scaling.nodes_timeout_s
+    options = "lower --scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add nodes"
+    if told and is_started_here():
+        raise ValueError(f"{told}; {options}")
+    workers, each, read_task = _wanted(run)
+    room = placement_group([each] * workers + [read_task])
+    try:
+        if room.wait(min(SAY_AFTER_S, limit_s)):
+            return
+        share = " and ".join(_in_words(*one) for one in each.items())
+        told = _too_small(run) or (
+            f"the cluster has no room for {_in_words('worker', workers)} with {share} each and one read task: others "
+            "use it, or no node is large enough"
         )
+        print(f"waiting      for nodes, at most {limit_s:g} s: {told}", file=sys.stderr, flush=True)
+        if not room.wait(max(0, limit_s - SAY_AFTER_S)):
+            raise ValueError(f"{told}; no room came for {limit_s:g} s (--scaling.nodes_timeout_s); {options}")
+    finally:
+        remove_placement_group(room)
+
+
+def is_started_here() -> bool:
+    """Whether this process has started the cluster that it is connected to."""
+    node = ray._private.worker._global_node
+    return node is not None and node.is_head()
+
+
+def _wanted(run: Run) -> tuple[int, dict[str, float], dict[str, float]]:
+    """The run's fewest workers, what Ray gives to each, and to a read task."""
+    scaling = run.config.scaling
+    each = {"CPU": scaling.cpus_per_worker}
+    if run.use_gpu:
+        each["GPU"] = 1.0
+    if scaling.accelerator_type:
+        each[f"{RESOURCE_CONSTRAINT_PREFIX}{scaling.accelerator_type}"] = 0.001  # as Ray Train asks for it
+    return scaling.min_workers or scaling.num_workers, each, {"CPU": scaling.cpus_per_read_task}
+
+
+def _in_words(kind: str, n: float) -> str:
+    if kind.startswith(RESOURCE_CONSTRAINT_PREFIX):
+        return kind.removeprefix(RESOURCE_CONSTRAINT_PREFIX)
+    return f"{n:g} {kind}{'s' * (n != 1)}"
 
 
 def _too_small(run: Run) -> str | None:
-    """What the run lacks to have its fewest workers, in words; None when there is enough."""
-    scaling, found = run.config.scaling, ray.cluster_resources()
-    workers = scaling.min_workers or scaling.num_workers
-    wanted = {"CPU": workers * scaling.cpus_per_worker + scaling.cpus_per_read_task}
-    if run.use_gpu:
-        wanted["GPU"] = workers
-    lacking = [f"{n:g} {kind}s, {found.get(kind, 0):g} found" for kind, n in wanted.items() if found.get(kind, 0) < n]
+    """What the whole cluster lacks for the run's fewest workers, in words; None when there is enough."""
+    found, (workers, each, read_task) = ray.cluster_resources(), _wanted(run)
+    wanted = {kind: workers * n + read_task.get(kind, 0) for kind, n in each.items()}
+    lacking = [f"{_in_words(k, n)}, {found.get(k, 0):g} found" for k, n in wanted.items() if found.get(k, 0) < n]
     return (
-        f"the cluster is too small for {workers} workers and one read task: needs {'; '.join(lacking)}"
+        f"the cluster is too small for {_in_words('worker', workers)} and one read task: needs {'; '.join(lacking)}"
         if lacking
         else None
     )
@@ -122,24 +173,27 @@ def wait_for(work: Future[Any], run: Run, look_every_s: float = 10.0) -> Any:
     return work.result()
 
 
-def connect() -> list[Node]:
+def connect(run: Run) -> list[Node]:
     """Join the cluster that RAY_ADDRESS or a head node on this machine names, or start one here; its live nodes.
 
-    Where there are several nodes, the code goes along (`runtime_env`). A connection that exists already is kept.
+    Waits until there is room for the run. Where there are several nodes then, the code goes along (`runtime_env`). A
+    connection that exists already is kept.
 
     Raises:
         ConnectionError: nothing answers where RAY_ADDRESS says.
+        ValueError: no room (`wait_for_room`).
     """
-    if not ray.is_initialized():
-        # What workers have to say goes to the run's own log, which `follow_progress` shows.
-        options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "include_dashboard": False}
+    # What workers have to say goes to the run's own log, which `follow_progress` shows.
+    options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "include_dashboard": False}
+    kept = ray.is_initialized()
+    if not kept:
         ray.init(address=running_cluster() or "local", **options)
-        code = runtime_env()
-        if code and len(alive_nodes()) > 1:
-            # Only a connection knows how many nodes there are, and only a new one can carry code.
-            address = ray.get_runtime_context().gcs_address
-            ray.shutdown()
-            ray.init(address=address, runtime_env=code, **options)
+    wait_for_room(run)
+    if not kept and (code := runtime_env()) and len(alive_nodes()) > 1:
+        # Only a connection knows how many nodes there are, and only a new one can carry code.
+        address = ray.get_runtime_context().gcs_address
+        ray.shutdown()
+        ray.init(address=address, runtime_env=code, **options)
     return alive_nodes()
 
 
@@ -227,7 +281,7 @@ def node_needs(run: Run) -> Needs:
 def check_nodes(needs: Needs, output_dir: Path, nodes: Sequence[Node] | None = None) -> None:
     """Have each node look whether it has what the run needs, before any GPU is held.
 
-    Nodes that an autoscaler adds later are not looked at; they come from the same image as those of their kind.
+    Nodes that come later are not looked at; they come from the same image as those of their kind.
 
     Args:
         output_dir: where the run writes. Must exist here, and be the same folder on all nodes.

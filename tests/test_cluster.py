@@ -3,11 +3,14 @@
 import ctypes
 import importlib.metadata
 import inspect
+import io
 import itertools
 import json
 import os
 import socket
 import sys
+import threading
+import time
 import zipfile
 from concurrent.futures import Future
 from dataclasses import replace
@@ -96,17 +99,16 @@ def test_what_is_lacking_is_said(change, message, tmp_path, monkeypatch):
     assert message in lack
 
 
-def wanting(nodes_timeout_s):
-    options = SimpleNamespace(
-        min_workers=1, num_workers=4, cpus_per_worker=2.0, cpus_per_read_task=1.0, nodes_timeout_s=nodes_timeout_s
-    )
-    return SimpleNamespace(config=SimpleNamespace(scaling=options), use_gpu=True)
+def wanting(nodes_timeout_s, use_gpu=True, **changes):
+    options = {"min_workers": 1, "num_workers": 4, "cpus_per_worker": 2.0, "cpus_per_read_task": 1.0, **changes}
+    scaling = SimpleNamespace(nodes_timeout_s=nodes_timeout_s, **{"accelerator_type": None, **options})
+    return SimpleNamespace(config=SimpleNamespace(scaling=scaling), use_gpu=use_gpu)
 
 
 def test_a_run_does_not_wait_for_ever_for_nodes_that_are_gone(monkeypatch, capsys):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     with pytest.raises(
-        ValueError, match=r"needs 3 CPUs, 2 found; 1 GPUs, 0 found; no node came for 0.2 s .--scaling.node"
+        ValueError, match=r"needs 3 CPUs, 2 found; 1 GPU, 0 found; no node came for 0.2 s .--scaling.node"
     ):
         cluster.wait_for(Future(), wanting(0.2), look_every_s=0.05)
     assert capsys.readouterr().err.count("waiting      for nodes, at most 0.2 s: the cluster is too small for 1 w") == 1
@@ -274,7 +276,7 @@ def where_code_is():
 @pytest.mark.ray
 def test_on_two_nodes_code_is_sent_and_the_one_that_lacks_something_is_named(two_nodes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    nodes = connect()
+    nodes = connect(wanting(60, use_gpu=False, cpus_per_worker=0.5, cpus_per_read_task=0.5))
     assert len(nodes) == 2
     file, beside = ray.get(where_code_is.remote())
     assert not file.startswith(str(ROOT)) and "cluster.py" in beside
@@ -290,3 +292,37 @@ def test_on_two_nodes_code_is_sent_and_the_one_that_lacks_something_is_named(two
     check_nodes(replace(NEEDS, packages={"ray": ray.__version__}), tmp_path, nodes)
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".seen")] == [], "the marker is taken away"
     assert data_limits(nodes, tmp_path).idle_bytes > 0
+
+
+@pytest.mark.ray
+def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_cluster, tmp_path, monkeypatch):
+    """As when a cluster has no node for workers until somebody wants one."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cluster, "SAY_AFTER_S", 0.5)
+    with clusters.of_several_nodes(num_cpus=1, include_dashboard=False) as nodes:
+        monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+        with pytest.raises(
+            ValueError, match=r"too small for 1 worker .* 3 CPUs, 1 found; no room came for 1 s \(--scaling"
+        ):
+            connect(wanting(1, use_gpu=False))
+        ray.shutdown()
+
+        found, told = [], io.StringIO()
+        monkeypatch.setattr(sys, "stderr", told)
+        connecting = threading.Thread(target=lambda: found.extend(connect(wanting(60, use_gpu=False))))
+        connecting.start()
+        while connecting.is_alive() and "waiting      for nodes, at most 60 s: the cluster is" not in told.getvalue():
+            time.sleep(0.05)
+        nodes.add_node(num_cpus=2)
+        connecting.join()
+        assert len(found) == 2
+        assert not ray.get(where_code_is.options(num_cpus=2).remote())[0].startswith(str(ROOT))
+
+        # Enough in all, but not in one place.
+        with pytest.raises(
+            ValueError, match="no room for 1 worker with 2.5 CPUs each and one read task: .* no node is"
+        ):
+            cluster.wait_for_room(wanting(1, use_gpu=False, cpus_per_worker=2.5, cpus_per_read_task=0.5))
+        # All of it is there: what was asked for is given back.
+        cluster.wait_for_room(wanting(60, use_gpu=False))
