@@ -6,12 +6,14 @@ Runs on the driver and in Ray Train's controller. Knows nothing of training.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray.train
+from ray.train.constants import TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 
 from run_folder import LOG_NAME, attempts
 
@@ -33,6 +35,9 @@ class StopRetrying(ray.train.UserCallback):
         self._last: tuple[Any, ...] | None = None
 
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
+        # Processes that wait for one that is gone or frozen do not leave their process group, however long (30 s) Ray
+        # Train waits for that before it kills them. It reads this in the controller, where this runs, each time.
+        os.environ[TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S] = "1"
         causes = {rank: unwrapped(error) for rank, error in worker_exceptions.items()}
         error = first_cause(causes.values())
         resumed_from = [line["resumed_from_step"] for line in attempts(self._output_dir)[-1:]]

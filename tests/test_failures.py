@@ -1,11 +1,13 @@
 """Which error ends a run at once, which at its second time, and which is tried again."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 from ray.train import ControllerError, WorkerGroupError
+from ray.train.torch import config as torch_config
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
 from failures import StopRetrying, root_cause
@@ -97,3 +99,14 @@ def test_the_cause_is_told_and_not_its_consequences():
     assert root_cause(WorkerGroupError("", {0: PEER, 1: KeyError("action")})) == "KeyError: 'action'"
     assert root_cause(AssertionError()) == "AssertionError: " and root_cause(ValueError()) == "ValueError: "
     assert root_cause(WorkerGroupError("", {0: died(), 1: PEER})).startswith("ActorDiedError: ")
+
+
+def test_processes_that_do_not_leave_their_group_are_not_waited_for(run, monkeypatch):
+    """They wait for one that is frozen or gone, and are killed in any case."""
+    waited_s = []
+    monkeypatch.setenv("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S", "30")  # and removed again
+    monkeypatch.setattr(torch_config.ray, "get", lambda futures, timeout: waited_s.append(timeout))
+    for _ in range(2):
+        torch_config._TorchBackend().on_shutdown(mock.MagicMock(), torch_config.TorchConfig())
+        run.ends(0, died())
+    assert waited_s == [30, 1]
