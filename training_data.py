@@ -6,6 +6,7 @@ costs each process ten seconds: what needs LeRobot is unpickled in the read task
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import os
@@ -80,7 +81,11 @@ class Deferred:
         if function is None:
             # A task has a CPU or so: a pool of threads for every tokenizer on the node would only contend.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-            function = _opened[self._digest] = pickle.loads(self._payload)
+            gc.disable()  # as in vla.py: what this imports stays
+            try:
+                function = _opened[self._digest] = pickle.loads(self._payload)
+            finally:
+                gc.enable()
         return function(batch)
 
 
@@ -174,13 +179,13 @@ def stream_batches(
 
 
 def or_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[int], str]) -> Iterator[Batch]:
-    """Passes batches on, unless the next one does not come.
+    """Passes batches on, unless the next one does not come. The first is fetched at once, whenever it is taken.
 
     A thread of its own waits for them, because one that waits inside Ray cannot be told to stop. Ray Data's own guard
     (`execution_no_progress_timeout_s`, 30 minutes in 2.60) also counts the time in which training takes no batch.
 
     Args:
-        limit_s: for one batch, in seconds.
+        limit_s: for one batch, in seconds that its taker waits.
         waited_for: says in words what the n-th batch (from 0) is.
     Raises:
         TimeoutError: the next batch did not come in time; says which.
@@ -195,21 +200,25 @@ def or_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[i
             except BaseException as error:
                 given.put((None, error))
 
+    def pass_on() -> Iterator[Batch]:
+        try:
+            for number in itertools.count():
+                try:
+                    batch, error = given.get(timeout=limit_s)
+                except queue.Empty:
+                    raise TimeoutError(
+                        f"no data for {limit_s:g} s (--dataset.batch_timeout_s): a read task hangs, or the cluster has "
+                        f"no CPU left for it (`ray list tasks` and `ray status` tell). Waited for {waited_for(number)}"
+                    ) from None
+                if error is not None:
+                    raise error
+                if batch is None:
+                    return
+                yield batch
+                asked.put(True)
+        finally:
+            asked.put(False)
+
+    asked.put(True)
     threading.Thread(target=fetch, name="batches", daemon=True).start()
-    try:
-        for number in itertools.count():
-            asked.put(True)
-            try:
-                batch, error = given.get(timeout=limit_s)
-            except queue.Empty:
-                raise TimeoutError(
-                    f"no data for {limit_s:g} s (--dataset.batch_timeout_s): a read task hangs, or the cluster has no "
-                    f"CPU left for it (`ray list tasks` and `ray status` tell). Waited for {waited_for(number)}"
-                ) from None
-            if error is not None:
-                raise error
-            if batch is None:
-                return
-            yield batch
-    finally:
-        asked.put(False)
+    return pass_on()

@@ -7,10 +7,15 @@ The architecture, top to bottom: `main` resolves the run and starts it, `build_d
 from CPUs anywhere in the cluster, `train_loop_per_worker` runs the training step on each GPU.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import contextlib
 import gc
+
+# What is imported stays: to look through it again and again would be a fifth of what it takes a process to start.
+gc.disable()
+
+import contextlib
 import logging
 import sys
 import threading
@@ -30,7 +35,7 @@ from ray.train import TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
 import cluster
-from checkpoint import latest_checkpoint, load_progress
+from checkpoint import latest_checkpoint, load_checkpoint, load_progress
 from config import Strategy, help_text, parse_args
 from evaluate import error_table, evaluate_run
 from failures import StopRetrying, root_cause
@@ -71,10 +76,11 @@ from worker import (
     flops_share,
     noise_for,
     policy_batches,
-    restore,
+    saved_progress,
     what_batch,
 )
 
+gc.enable()
 logger = logging.getLogger(__name__)
 
 
@@ -127,6 +133,16 @@ def train(
     log_to(run.output_dir)
     enable_gpu_perf_flags(config.train.deterministic)
 
+    progress, checkpoint = saved_progress(run)
+    # Rank 0 counts for all: the others need not see its files.
+    attempt = ray.train.collective.broadcast_from_rank_zero(
+        start_attempt(run.output_dir, progress.step, world) if rank == 0 else None
+    )
+    dealt = Dealt(config.batch_size, run.block_rows, rank, world, run.batches_per_step, progress.step)
+    rows_log = RowsLog(run.output_dir, rank, attempt) if config.run.record_rows else None
+    # The first batch is read while the model is made.
+    batches = feed(run, dealt, progress.rows, device, NumpyToTorchCollate(run.use_gpu), rows_log, clock)
+
     policy_loss, autocast = build_model(run, device)
     model = spread(
         policy_loss,
@@ -138,18 +154,12 @@ def train(
         find_unused_parameters=config.scaling.find_unused_parameters,
     )
     optimizer = make_optimizer(run, policy_loss)
-    progress = restore(run, optimizer)
-    # Rank 0 counts for all: the others need not see its files.
-    attempt = ray.train.collective.broadcast_from_rank_zero(
-        start_attempt(run.output_dir, progress.step, world) if rank == 0 else None
-    )
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, optimizer.named(), optimizer.state())
     per_sample = {"mfu": flops_share(run, world, device), **run.decoded}
     log = MetricsLog(run, progress.step, per_sample) if rank == 0 else None
-    rows_log = RowsLog(run.output_dir, rank, attempt) if config.run.record_rows else None
     checkpoints = CheckpointWriter(run, optimizer, rank, attempt)
 
-    dealt = Dealt(config.batch_size, run.block_rows, rank, world, run.batches_per_step, progress.step)
-    batches = feed(run, dealt, progress.rows, device, NumpyToTorchCollate(run.use_gpu), rows_log, clock)
     gc.disable()  # collected at log steps: in between it would stall the host at random
     gc.collect()
     gc.freeze()  # nor does a log step look again through all that libraries and model are made of: half a second

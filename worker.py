@@ -113,17 +113,18 @@ def build_optimizer(run: Run, loss: PolicyLoss) -> TrainableOptimizer:
     )
 
 
-def restore(run: Run, optimizer: TrainableOptimizer) -> Progress:
-    """Load the newest sound checkpoint into the model and optimizer; a fresh start when there is none.
+def saved_progress(run: Run) -> tuple[Progress, Path | None]:
+    """How far the run is, and the newest sound checkpoint, which says so; None where there is none yet.
 
     Rank 0 looks which one that is: where the folder is on a network, the others may see it late.
     """
     is_first = ray.train.get_context().get_world_rank() == 0
     newest = ray.train.collective.broadcast_from_rank_zero(latest_checkpoint(run.checkpoints_dir) if is_first else None)
     if newest is None:
-        return Progress(0, 0, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
-    check_same_run(run, load_progress(newest))
-    return load_checkpoint(newest, optimizer.named(), optimizer.state())
+        return Progress(0, 0, run.stream, run.base, run.config.train.mode, run.config.global_batch_size), None
+    progress = load_progress(newest)
+    check_same_run(run, progress)
+    return progress, newest
 
 
 # ---- what a step needs ---------------------------------------------------------------------------------------------

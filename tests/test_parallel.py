@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel
 import worker
+from checkpoint import load_checkpoint
 from config import parse_args
 from diagnostics import compare_strategies
 from diagnostics.compare_strategies import StrategiesReport
@@ -85,7 +86,10 @@ class Trainer:
             mock.patch.object(ray.train, "get_context", lambda: context),
             mock.patch.object(ray.train.collective, "broadcast_from_rank_zero", broadcast),
         ):
-            return worker.restore(self.run, self.optimizer)
+            progress, checkpoint = worker.saved_progress(self.run)
+        if checkpoint is not None:
+            load_checkpoint(checkpoint, self.optimizer.named(), self.optimizer.state())
+        return progress
 
     def everything(self):
         """What trains and Adam's state, whole; all ranks must ask."""

@@ -1,6 +1,7 @@
 """What a training process does around its steps, without Ray."""
 
 import logging
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -136,6 +137,20 @@ def test_a_stop_that_comes_with_the_last_step_stops_nothing(setting, steps):
     finally:
         (run.output_dir / STOP_NAME).unlink()
     assert (trained is not None) == (steps == 2)
+
+
+def test_the_data_come_while_the_model_is_made(setting, monkeypatch):
+    run = resolved(setting, grad_accum=1, steps=2, output_dir=setting[0] / "meanwhile")
+    asked = threading.Event()
+    build_model = worker.build_model
+
+    def slow_to_build(*args):
+        assert asked.wait(60), "nobody asks for a batch"
+        return build_model(*args)
+
+    monkeypatch.setattr(vla, "build_model", slow_to_build)
+    with in_process.without_ray(in_process.Shard(run, before_batch=asked.set)):
+        assert vla.train(run) is not None
 
 
 def test_a_policy_that_is_trained_is_not_lost_with_its_evaluation(setting, monkeypatch, capsys):
