@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from run_folder import STOP_NAME, attempts
-from tests import clusters, planted, test_faults
+from tests import clusters, planted_data, test_faults
 from tests.test_faults import SAVE_FREQ, assert_every_row_once, flags, started, wait_for_step
 
 setting, measured = test_faults.setting, test_faults.measured
@@ -46,7 +46,7 @@ def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path):
     process = started(flags(setting, "elastic", **changes), address=cluster.address)
     assert wait_for_attempt(folder, 0, process)["world_size"] == 2
     wait_for_step(folder, 10, process)
-    planted.note(folder, "fault")
+    planted_data.note(folder, "fault")
     cluster.remove_node(nodes[0], allow_graceful=False)
     second = wait_for_attempt(folder, 1, process)
     assert second["world_size"] == 1
@@ -77,7 +77,7 @@ def test_a_node_that_is_about_to_be_taken_away(setting, cluster, tmp_path):
         [*command, f"--node-id={node.node_id}", *notice], capture_output=True, text=True, check=False, timeout=60
     )
     assert told.returncode == 0, told.stdout + told.stderr
-    planted.note(folder, "fault")
+    planted_data.note(folder, "fault")
     second = wait_for_attempt(folder, 1, process)
     assert second["world_size"] == 2 and second["resumed_from_step"] >= 10  # no other checkpoint was due
     cluster.remove_node(node, allow_graceful=False)

@@ -32,10 +32,11 @@ from diagnostics import check_rows
 from lerobot_metadata import load_metadata
 from progress import recorded_rows
 from run_folder import LOG_NAME, attempts
-from tests import clusters, planted
+from tests import clusters, planted, planted_data
 from tests.datasets import make_dataset
 from tests.loopback import Faults, Proxy, s3_server, serving
-from tests.planted import DataFault, Fault
+from tests.planted import Fault
+from tests.planted_data import DataFault
 
 STEPS, SAVE_FREQ = 20, 4
 # Three runs and a cluster in one test take their time on a machine that is busy.
@@ -92,7 +93,7 @@ def measured(record_property):
     checked.clear()
     yield
     for folder in checked:
-        record_property("recovered_s", planted.recovered_s(folder))
+        record_property("recovered_s", planted_data.recovered_s(folder))
         record_property("steps_lost", steps_lost(folder, resumed_from(folder)))
 
 
@@ -121,15 +122,6 @@ def undisturbed(setting, ray_cluster):
     return folder
 
 
-def test_a_killed_worker(setting, undisturbed):
-    argv = flags(setting, "killed", **{"scaling.max_failures": 1})
-    assert run_with(argv, Fault("kill", step=10)) == 0
-    folder = setting[0] / "killed"
-    assert resumed_from(folder) == [0, 8]  # the steps since the last checkpoint are lost, and no more
-    assert_every_row_once(folder)
-    assert_same_weights(folder, undisturbed)
-
-
 def test_what_checkpoints_cost_is_told(undisturbed):
     """With the log step that comes after each."""
     lines = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
@@ -137,40 +129,36 @@ def test_what_checkpoints_cost_is_told(undisturbed):
 
 
 def test_five_killed_workers(setting, undisturbed):
-    rng = random.Random(7)
+    """The steps since the last checkpoint are lost, and no more; one that is still being written does not count."""
+    rng = random.Random(10)
     # Each kill comes after the first step of its attempt and before the run's last.
     faults, first = [], 0
     for attempt in range(5):
         step = rng.randrange(first + 1, min(first + SAVE_FREQ + 3, STEPS))
-        faults.append(Fault("kill", step=step, rank=rng.randrange(2), attempt=attempt, settled=False))
+        faults.append(Fault("kill", step=step, rank=rng.randrange(2), attempt=attempt, settled=attempt == 0))
         first = step // SAVE_FREQ * SAVE_FREQ
     assert run_with(flags(setting, "five", **{"scaling.max_failures": 5}), *faults) == 0
     folder = setting[0] / "five"
     assert len(attempts(folder)) == 6
     for fault, start in zip(faults, resumed_from(folder)[1:], strict=True):
-        assert fault.step - SAVE_FREQ * 2 < start <= fault.step
+        newest = fault.step // SAVE_FREQ * SAVE_FREQ
+        assert start == newest or not fault.settled and start == newest - SAVE_FREQ
     assert_every_row_once(folder)
     assert_same_weights(folder, undisturbed)
 
 
-def test_a_killed_data_task(setting, undisturbed):
-    """Ray runs it again, and nobody notices."""
-    folder = setting[0] / "reader"
-    with killing("ray::ReadLeRobot", 2, folder) as killed:
-        assert run_with(flags(setting, "reader")) == 0
-    assert killed
-    assert resumed_from(folder) == [0]
-    assert_every_row_once(folder)
-    assert_same_weights(folder, undisturbed)
-
-
-def test_a_killed_data_coordinator(setting, undisturbed):
-    """The process that deals the rows out; all ranks see that it is gone."""
-    folder = setting[0] / "coordinator"
+def test_killed_data_processes(setting, undisturbed):
+    """Ray runs a read task again, and nobody notices. When what deals the rows out is gone, all ranks see it."""
+    folder = setting[0] / "data"
     first = folder / "checkpoints" / "step_00000004"
-    with killing("ray::SplitCoordinator", 1, folder, once=first.exists) as killed:
-        assert run_with(flags(setting, "coordinator", **{"scaling.max_failures": 1})) == 0
-    assert killed and resumed_from(folder)[0] == 0 and resumed_from(folder)[1:] >= [4]
+    with (
+        killing("ray::ReadLeRobot", 2, folder) as tasks,
+        killing("ray::SplitCoordinator", 1, folder, once=lambda: len(tasks) == 2 and first.exists()) as coordinators,
+    ):
+        assert run_with(flags(setting, "data", **{"scaling.max_failures": 1})) == 0
+    assert len(tasks) == 2 and len(coordinators) == 1
+    _, second = resumed_from(folder)
+    assert second >= 4
     assert_every_row_once(folder)
     assert_same_weights(folder, undisturbed)
 
@@ -187,9 +175,9 @@ def killing(title, count, folder, once=lambda: True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if title in " ".join(process.cmdline()) and process.pid not in killed:
                         process.kill()
-                        planted.note(folder, "fault")
+                        planted_data.note(folder, "fault")
                         killed.append(process.pid)
-            time.sleep(0.002)
+            time.sleep(0.02)
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -218,34 +206,19 @@ def test_a_read_that_hangs(setting, undisturbed):
 
 def test_an_error_that_would_come_again_ends_the_run(setting, undisturbed, capsys):
     """One rank finds it while the other waits for it in a collective."""
+    folder = setting[0] / "error"
     allowed = {"scaling.max_failures": 3, "scaling.collective_timeout_s": 600}
     started = time.monotonic()
-    assert run_with(flags(setting, "bad_input", **allowed), Fault("bad_input", step=6)) == 1
+    assert run_with(flags(setting, "error", **allowed), Fault("bad_input", step=6)) == 1
     assert time.monotonic() - started < 200
     assert "\nerror: planted: this row is bad\n" in capsys.readouterr().err
-    assert resumed_from(setting[0] / "bad_input") == [0]
+    assert resumed_from(folder) == [0]
 
-    bugs = [Fault("bug", step=6, attempt=attempt) for attempt in range(4)]
-    assert run_with(flags(setting, "bug", **allowed), *bugs) == 1
+    again = [f"--output_dir={folder}", "--resume"]
+    assert run_with(again, *(Fault("bug", step=6, attempt=attempt) for attempt in range(1, 5))) == 1
     assert "\nerror: RuntimeError: planted: process " in capsys.readouterr().err
-    assert resumed_from(setting[0] / "bug") == [0, 4, 4]  # its second time from the same checkpoint
-    assert run_with([f"--output_dir={setting[0] / 'bug'}", "--resume"]) == 0
-    assert_every_row_once(setting[0] / "bug")
-    assert_same_weights(setting[0] / "bug", undisturbed)
-
-
-def test_a_full_disk(setting, undisturbed, capsys):
-    """No room for the checkpoint after step 12: the one before stays, and the run goes on from it."""
-    assert run_with(flags(setting, "full_disk"), Fault("full_disk", step=10, rank=0)) == 1
-    folder = setting[0] / "full_disk"
-    message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert message.startswith(f"error: checkpoint not written to {folder}/checkpoints/step_00000012 (")
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir() if path.is_dir()) == [
-        "step_00000004",
-        "step_00000008",
-    ]
-    assert run_with([f"--output_dir={folder}", "--resume"]) == 0
-    assert resumed_from(folder) == [0, 8]
+    assert resumed_from(folder) == [0, 4, 4]  # its second time from the same checkpoint
+    assert vla.main(again) == 0
     assert_every_row_once(folder)
     assert_same_weights(folder, undisturbed)
 
@@ -269,11 +242,16 @@ def test_the_loss_of_one_rank_is_nan(setting, undisturbed):
     assert_every_row_once(folder)
 
 
+@pytest.fixture(scope="module")
+def interrupted(setting, ray_cluster):
+    """A run that a kill has ended, its newest checkpoint of step 8. Each test goes on with a copy, somewhere else."""
+    assert run_with(flags(setting, "interrupted"), Fault("kill", step=10)) == 1
+    return setting[0] / "interrupted"
+
+
 @pytest.mark.parametrize("workers", [1, 3])
-def test_resumed_with_another_number_of_workers(setting, undisturbed, workers, tmp_path):
-    name = f"workers{workers}"
-    assert run_with(flags(setting, name), Fault("kill", step=10)) == 1
-    folder = setting[0] / name
+def test_resumed_with_another_number_of_workers(interrupted, workers, tmp_path):
+    folder = shutil.copytree(interrupted, tmp_path / "copy")
     changes = [f"--scaling.num_workers={workers}", f"--batch_size={6 // workers}"]
     assert vla.main([f"--output_dir={folder}", "--resume", *changes]) == 0
     assert [line["world_size"] for line in attempts(folder)] == [2, workers]
@@ -304,7 +282,8 @@ DRIVER = """
 import sys
 from functools import partial
 import vla
-from tests.planted import DataFault, Fault, make_trainer
+from tests.planted import Fault, make_trainer
+from tests.planted_data import DataFault
 vla.make_trainer = partial(make_trainer, faults=eval(sys.argv[1]))
 sys.exit(vla.main(sys.argv[2:]))
 """
@@ -356,31 +335,35 @@ def test_a_second_signal_does_not_wait(setting, undisturbed):
     assert process.returncode == 128 + signal.SIGTERM, told
 
 
-def test_killed_between_writing_a_checkpoint_and_its_commit(setting, undisturbed):
-    folder = setting[0] / "commit"
-    process = started(flags(setting, "commit"), Fault("die_at_commit", step=9, rank=0))
+def test_checkpoints_that_are_not_written_not_committed_and_not_sound(setting, undisturbed, capsys):
+    """One after the other in one run; each time it goes on from the one before."""
+    folder = setting[0] / "checkpoints"
+    again = [f"--output_dir={folder}", "--resume"]
+
+    def present():
+        return sorted(path.name for path in (folder / "checkpoints").iterdir() if path.is_dir())
+
+    # The disk is full when the one after step 8 is written.
+    assert run_with(flags(setting, "checkpoints"), Fault("full_disk", step=6, rank=0)) == 1
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith(f"error: checkpoint not written to {folder}/checkpoints/step_00000008 (")
+    assert present() == ["step_00000004"]
+
+    # Everything dies when the one after step 12 is written, but not yet in its place.
+    process = started(again, Fault("die_at_commit", step=9, rank=0, attempt=1))
     process.communicate(timeout=200)
     assert process.returncode == -signal.SIGKILL
-    checkpoints = folder / "checkpoints"
-    assert [path.name for path in checkpoints.iterdir() if "00000012" in path.name] == [".partial_step_00000012"]
-    assert vla.main([f"--output_dir={folder}", "--resume"]) == 0
-    assert resumed_from(folder) == [0, 8]
-    assert not list(checkpoints.glob(".partial*"))
-    assert_every_row_once(folder)
-    assert_same_weights(folder, undisturbed)
+    assert present() == [".partial_step_00000012", "step_00000004", "step_00000008"]
 
-
-def test_a_corrupt_newest_checkpoint(setting, undisturbed, capsys):
-    name = "corrupt"
-    assert run_with(flags(setting, name), Fault("kill", step=10)) == 1
-    folder = setting[0] / name
+    # A bit of the newest one flips.
     path = folder / "checkpoints" / "step_00000008" / "trainable.safetensors"
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
-    assert vla.main([f"--output_dir={folder}", "--resume"]) == 0
-    assert resumed_from(folder) == [0, 4]
+    assert vla.main(again) == 0
+    assert resumed_from(folder) == [0, 4, 4]
     assert (folder / "checkpoints" / "damaged_step_00000008").is_dir()
+    assert not list((folder / "checkpoints").glob(".partial*"))
     assert_every_row_once(folder)
     assert_same_weights(folder, undisturbed)
 
@@ -395,9 +378,9 @@ def short_folder():
 
 def test_a_data_task_that_takes_all_memory(setting, undisturbed, short_folder):
     """Ray kills it and runs it again; no training process is harmed."""
-    memory, margin = psutil.virtual_memory(), planted.GREED_BYTES * 0.6
-    if memory.available < 1.4 * planted.GREED_BYTES:
-        pytest.skip(f"needs {1.4 * planted.GREED_BYTES / 1e9:.0f} GB of free memory")
+    memory, margin = psutil.virtual_memory(), planted_data.GREED_BYTES * 0.6
+    if memory.available < 1.4 * planted_data.GREED_BYTES:
+        pytest.skip(f"needs {1.4 * planted_data.GREED_BYTES / 1e9:.0f} GB of free memory")
     environment = {
         "RAY_TMPDIR": short_folder,
         "RAY_memory_usage_threshold": f"{(memory.total - memory.available + margin) / memory.total:.3f}",

@@ -1,0 +1,73 @@
+"""Faults planted into a run's data, at a chosen row; and what was planted when.
+
+Kept apart from `planted`, as `training_data` is from `vla`: Ray's controller and its data coordinators open it too, and
+need not import LeRobot for that.
+
+What happens when goes to `OUTPUT_DIR/planted.jsonl`, `{"event": "fault" or "step", "attempt": 0, "time": seconds}`, so
+that it can be told how long the run took to train again.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from run_folder import attempts, read_lines
+from training_data import Deferred
+
+EVENTS_NAME = "planted.jsonl"
+GREED_BYTES = 10 * 2**30
+
+
+@dataclass(frozen=True)
+class DataFault:
+    """`action` of the task that reads stream position `position`, the first time that one does.
+
+    hang: it never ends. greed: it takes GREED_BYTES of memory.
+    """
+
+    action: str
+    position: int
+
+
+def note(output_dir: Path, event: str) -> None:
+    line = {"event": event, "attempt": len(attempts(output_dir)) - 1, "time": time.time()}
+    with open(output_dir / EVENTS_NAME, "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def recovered_s(output_dir: Path) -> list[float]:
+    """For each fault, the seconds until a step was done that it did not prevent."""
+    events = [json.loads(line) for line in read_lines(output_dir / EVENTS_NAME)]
+    steps = [event for event in events if event["event"] == "step"]
+    found = []
+    for fault in (event for event in events if event["event"] == "fault"):
+        later = [step for step in steps if step["time"] > fault["time"]]
+        # Another attempt, where there is one: what the failing one still did is void.
+        after = [step for step in later if step["attempt"] > fault["attempt"]] or later
+        found += [round(min(step["time"] for step in after) - fault["time"], 1)] if after else []
+    return found
+
+
+@dataclass
+class FaultyPrepare:
+    """In place of `TrainingData.prepare`, in the read task."""
+
+    prepare: Deferred
+    faults: list[DataFault]
+    output_dir: Path
+
+    def __call__(self, batch):
+        for fault in self.faults:
+            done = self.output_dir / f"{fault.action}_done"
+            if fault.position in batch["position"] and not done.exists():
+                done.touch()
+                note(self.output_dir, "fault")
+                hoard = []
+                while fault.action == "greed" and len(hoard) < GREED_BYTES // 2**28:
+                    hoard.append(np.ones(2**28, np.uint8))
+                    time.sleep(0.05)
+                time.sleep(10**6)
+        return self.prepare(batch)
