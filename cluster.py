@@ -29,7 +29,7 @@ import ray
 from ray._common.utils import RESOURCE_CONSTRAINT_PREFIX
 from ray._private import services
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 if TYPE_CHECKING:
@@ -50,8 +50,9 @@ DECODERS = {"AV1": ("libdav1d", "libaom-av1"), "H.264": ("h264",), "HEVC": ("hev
 ANSWER_S = 120.0
 # A head node's socket, which answers at once or not at all.
 HEAD_ANSWER_S = 10.0
-# A cluster that is not busy gives room at once; one that grows for it should not keep silent for long.
-SAY_AFTER_S = 10.0
+# A cluster that is not busy gives room at once; for one that is, or grows, nobody should wait without a word for long.
+LOOK_EVERY_S = 10.0
+MAKE_ROOM = "lower --scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add nodes"
 # Share of the object store that Ray Data may fill. The rest is for blocks that the training processes still read.
 DATA_SHARE = 0.5
 
@@ -61,12 +62,12 @@ Node = Mapping[str, Any]
 # ---- connecting ---------------------------------------------------------------------------------------------------
 
 
-def start(run: Run) -> DataLimits:
-    """Join or start the cluster of `run`, wait until it has room, check that it is fit, and say what it is.
+def start(run: Run) -> None:
+    """Join or start the cluster of `run`, and check the nodes that are there.
 
     Raises:
-        ValueError: too few CPUs or GPUs, or a node that lacks something.
         ConnectionError: nothing answers where RAY_ADDRESS says.
+        ValueError: a node lacks something.
     """
     from ray.data import DataContext
     from ray.train.v2._internal.constants import (
@@ -79,48 +80,80 @@ def start(run: Run) -> DataLimits:
     # At its own 2 s, that and no sooner is when it notices a failure, the end of a run, or a second checkpoint.
     os.environ.setdefault(HEALTH_CHECK_INTERVAL_S_ENV_VAR, "0.5")
     DataContext.get_current().enable_progress_bars = False
-    nodes = connect(run)
-    check_nodes(node_needs(run), run.output_dir, nodes)
-    limits = data_limits(nodes, ray.get_runtime_context().get_temp_dir())
-    print("\n".join(limits.lines(nodes)), flush=True)
-    return limits
+    connect()
+    check_nodes(node_needs(run), run.output_dir)
 
 
-def wait_for_room(run: Run) -> None:
-    """Until the cluster can hold the run's fewest workers and a read task all at once.
+def wait_for_room(run: Run) -> DataLimits:
+    """Wait until the cluster can hold the run's fewest workers and a read task all at once, and say what it is then.
 
     To ask for that is also what has an autoscaler add nodes. What is asked for is given back as soon as it is there,
     for Ray Train to take, and when this process ends.
 
     Raises:
-        ValueError: a cluster started here, which cannot grow, is too small; or another had no room for so long as
-            --scaling.nodes_timeout_s.
+        ValueError: too small, and cannot grow; no room for so long as --scaling.nodes_timeout_s; or a node that came
+            meanwhile lacks something.
     """
-    told, limit_s = _too_small(run), run.config.scaling.nodes_timeout_s
-    options = "lower --scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add nodes"
-    if told and is_started_here():
-        raise ValueError(f"{told}; {options}")
+    before = {node["NodeID"] for node in alive_nodes()}
+    largest = _largest()
+    if largest is not None and (told := _too_small(run, largest)):
+        raise ValueError(f"{told}; {MAKE_ROOM}")
     workers, each, read_task = _wanted(run)
     room = placement_group([each] * workers + [read_task])
     try:
-        if room.wait(min(SAY_AFTER_S, limit_s)):
-            return
-        share = " and ".join(_in_words(*one) for one in each.items())
-        told = _too_small(run) or (
-            f"the cluster has no room for {_in_words('worker', workers)} with {share} each and one read task: others "
-            "use it, or no node is large enough"
-        )
-        print(f"waiting      for nodes, at most {limit_s:g} s: {told}", file=sys.stderr, flush=True)
-        if not room.wait(max(0, limit_s - SAY_AFTER_S)):
-            raise ValueError(f"{told}; no room came for {limit_s:g} s (--scaling.nodes_timeout_s); {options}")
+        there, looks = room.ready(), _looks(run)
+        while not ray.wait([there], timeout=LOOK_EVERY_S)[0]:
+            next(looks)
     finally:
         remove_placement_group(room)
+    nodes = alive_nodes()
+    if before != {node["NodeID"] for node in nodes}:
+        check_nodes(node_needs(run), run.output_dir)
+    limits = data_limits(nodes, ray.get_runtime_context().get_temp_dir())
+    print("\n".join(limits.lines(nodes)), flush=True)
+    return limits
 
 
-def is_started_here() -> bool:
-    """Whether this process has started the cluster that it is connected to."""
-    node = ray._private.worker._global_node
-    return node is not None and node.is_head()
+def wait_for(work: Future[Any], run: Run) -> Any:
+    """Wait until work of the run is done, but not for ever for room that is gone and does not come back.
+
+    Ray 2.60 waits without a word for as long as it takes.
+
+    Returns the work's result, or raises what went wrong.
+    Raises ValueError: no room for --scaling.nodes_timeout_s.
+    """
+    looks = _looks(run)
+    while not wait([work], LOOK_EVERY_S).done:
+        next(looks)
+    return work.result()
+
+
+def _looks(run: Run) -> Iterator[None]:
+    """Each step looks what the run waits for, and says it once. Raises ValueError when it has waited too long."""
+    limit_s, since = run.config.scaling.nodes_timeout_s, None
+    while True:
+        told = _too_small(run, ray.cluster_resources()) or _without_room(run)
+        if told is None:
+            since = None
+        elif since is None:
+            since = time.monotonic()
+            print(f"waiting      for room, at most {limit_s:g} s: {told}", file=sys.stderr, flush=True)
+        elif time.monotonic() - since > limit_s:
+            raise ValueError(
+                f"{told}; none came for {limit_s:g} s (--scaling.nodes_timeout_s); {MAKE_ROOM}; --resume goes on"
+            )
+        yield
+
+
+def _largest() -> dict[str, float] | None:
+    """The resources of the cluster at its largest; None where nobody knows."""
+    node, found = ray._private.worker._global_node, ray.cluster_resources()
+    if node is not None and node.is_head():  # started by this process: it stays as it is
+        return found
+    most = ray._private.state.state.get_max_resources_from_cluster_config()
+    if most is None:  # few autoscalers say
+        return None
+    return {kind: max(found.get(kind, 0), most.get(kind, 0)) for kind in {*found, *most}}
 
 
 def _wanted(run: Run) -> tuple[int, dict[str, float], dict[str, float]]:
@@ -140,11 +173,11 @@ def _in_words(kind: str, n: float) -> str:
     return f"{n:g} {kind}{'s' * (n != 1)}"
 
 
-def _too_small(run: Run) -> str | None:
-    """What the whole cluster lacks for the run's fewest workers, in words; None when there is enough."""
-    found, (workers, each, read_task) = ray.cluster_resources(), _wanted(run)
+def _too_small(run: Run, cluster: Mapping[str, float]) -> str | None:
+    """What a cluster of such resources lacks in all for the run's fewest workers, in words; None if it has enough."""
+    workers, each, read_task = _wanted(run)
     wanted = {kind: workers * n + read_task.get(kind, 0) for kind, n in each.items()}
-    lacking = [f"{_in_words(k, n)}, {found.get(k, 0):g} found" for k, n in wanted.items() if found.get(k, 0) < n]
+    lacking = [f"{_in_words(k, n)}, {cluster.get(k, 0):g} found" for k, n in wanted.items() if cluster.get(k, 0) < n]
     return (
         f"the cluster is too small for {_in_words('worker', workers)} and one read task: needs {'; '.join(lacking)}"
         if lacking
@@ -152,49 +185,39 @@ def _too_small(run: Run) -> str | None:
     )
 
 
-def wait_for(work: Future[Any], run: Run, look_every_s: float = 10.0) -> Any:
-    """Wait until work of the run is done, but not for ever for nodes that are gone and do not come back.
-
-    Ray 2.60 waits without a word for as long as it takes.
-
-    Returns the work's result, or raises what went wrong.
-    Raises ValueError: the cluster was too small for --scaling.nodes_timeout_s.
-    """
-    limit_s, too_small_since = run.config.scaling.nodes_timeout_s, None
-    while not wait([work], look_every_s).done:
-        told = _too_small(run)
-        if told is None:
-            too_small_since = None
-        elif too_small_since is None:
-            too_small_since = time.monotonic()
-            print(f"waiting      for nodes, at most {limit_s:g} s: {told}", file=sys.stderr, flush=True)
-        elif time.monotonic() - too_small_since > limit_s:
-            raise ValueError(f"{told}; no node came for {limit_s:g} s (--scaling.nodes_timeout_s), --resume goes on")
-    return work.result()
+def _without_room(run: Run) -> str | None:
+    """Says that the run's worker group waits for room in a cluster that is large enough; None when it does not."""
+    workers, each, _ = _wanted(run)
+    job = ray.get_runtime_context().get_job_id()  # the last part of the ids of what it makes
+    states = {group["state"] for id, group in placement_group_table().items() if id.endswith(job)}
+    if not states & {"PENDING", "RESCHEDULING"}:
+        return None
+    share = " and ".join(_in_words(kind, n) for kind, n in each.items())
+    return (
+        f"the cluster has no room for {_in_words('worker', workers)} with {share} each and one read task: others use "
+        "it, or no node is large enough"
+    )
 
 
-def connect(run: Run) -> list[Node]:
-    """Join the cluster that RAY_ADDRESS or a head node on this machine names, or start one here; its live nodes.
+def connect() -> None:
+    """Join the cluster that RAY_ADDRESS or a head node on this machine names, or start one here.
 
-    Waits until there is room for the run. Where there are several nodes then, the code goes along (`runtime_env`). A
-    connection that exists already is kept.
+    A cluster that is joined gets the code along (`runtime_env`): its nodes, and those that come later, may not have it.
+    A connection that exists already is kept.
 
     Raises:
         ConnectionError: nothing answers where RAY_ADDRESS says.
-        ValueError: no room (`wait_for_room`).
     """
-    # What workers have to say goes to the run's own log, which `follow_progress` shows.
-    options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "include_dashboard": False}
-    kept = ray.is_initialized()
-    if not kept:
-        ray.init(address=running_cluster() or "local", **options)
-    wait_for_room(run)
-    if not kept and (code := runtime_env()) and len(alive_nodes()) > 1:
-        # Only a connection knows how many nodes there are, and only a new one can carry code.
-        address = ray.get_runtime_context().gcs_address
-        ray.shutdown()
-        ray.init(address=address, runtime_env=code, **options)
-    return alive_nodes()
+    if not ray.is_initialized():
+        address = running_cluster()
+        # What workers have to say goes to the run's own log, which `follow_progress` shows.
+        ray.init(
+            address=address or "local",
+            runtime_env=runtime_env() if address else {},
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+            include_dashboard=False,
+        )
 
 
 def running_cluster() -> str | None:

@@ -137,8 +137,8 @@ class ScalingOptions:
     free_disk_gb: float = 5.0
     # Worker groups started anew after failures before the run gives up. Preempted nodes do not count.
     max_failures: int = 3
-    # How long to wait for nodes when too few are left for the run. Longer than a spot instance or a machine that
-    # restarts usually stays away; what still runs is paid for meanwhile.
+    # How long to wait for room for the workers. Longer than an autoscaler usually takes to bring a node, and a spot
+    # instance or a machine that restarts to come back; what still runs is paid for meanwhile.
     nodes_timeout_s: float = 3600.0
     # A training process that has not answered for so long is taken for dead. Longer than any pause that is not a
     # fault: compiling kernels and loading weights keep it from answering for tens of seconds.

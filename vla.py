@@ -7,15 +7,10 @@ The architecture, top to bottom: `main` resolves the run and starts it, `build_d
 from CPUs anywhere in the cluster, `train_loop_per_worker` runs the training step on each GPU.
 """
 
-# ruff: noqa: E402
 from __future__ import annotations
 
-import gc
-
-# What is imported stays: to look through it again and again would be a fifth of what it takes a process to start.
-gc.disable()
-
 import contextlib
+import gc
 import logging
 import sys
 import threading
@@ -80,7 +75,6 @@ from worker import (
     what_batch,
 )
 
-gc.enable()
 logger = logging.getLogger(__name__)
 
 
@@ -262,8 +256,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if not ray.is_initialized():
                 held.callback(ray.shutdown)
-            limits = cluster.start(run)
+            cluster.start(run)
             run = with_stats(run)
+            limits = cluster.wait_for_room(run)
             from report import keep_report, record_run  # not above: training processes need no matplotlib
 
             record_run(run, describe(run), ray.cluster_resources())

@@ -323,8 +323,9 @@ def profile(run: Run, options: Namespace) -> StrategiesReport:
     started_ray = not ray.is_initialized()
     try:
         with scratch_run(run) as scratch:
-            limits = cluster.start(scratch)
+            cluster.start(scratch)
             scratch = with_stats(scratch)
+            limits = cluster.wait_for_room(scratch)
             vla.make_trainer(scratch, limits.execution_options(), compare_loop, options=options).fit()
             ranks = [
                 RankStrategies.model_validate_json(_rank_path(scratch, rank).read_bytes())

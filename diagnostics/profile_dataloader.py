@@ -454,8 +454,9 @@ def profile(run: Run, options: Namespace) -> LoaderReport:
     try:
         with scratch_run(run) as scratch:
             pulled = pulled_run(scratch, options)
-            limits = cluster.start(pulled)
+            cluster.start(pulled)
             pulled = with_stats(pulled)
+            limits = cluster.wait_for_room(pulled)
             data = vla.build_dataset(pulled)
             stamped = replace(data, prepare=Deferred(Stamped(data.prepare)))
             trainer = vla.make_trainer(

@@ -429,8 +429,9 @@ def profile(run: Run, settings: Settings, trace_path: Path | None = None) -> Ste
         with scratch_run(run) as scratch:
             watched = watched_run(scratch, settings)
             prepare_folder(watched)
-            limits = cluster.start(watched)
+            cluster.start(watched)
             watched = with_stats(watched)
+            limits = cluster.wait_for_room(watched)
             vla.make_trainer(watched, limits.execution_options(), profile_loop, settings=settings).fit()
             ranks = [
                 RankProfile.model_validate_json(_rank_path(watched, rank).read_bytes())

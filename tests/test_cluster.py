@@ -3,11 +3,12 @@
 import ctypes
 import importlib.metadata
 import inspect
-import io
 import itertools
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -105,16 +106,20 @@ def wanting(nodes_timeout_s, use_gpu=True, **changes):
     return SimpleNamespace(config=SimpleNamespace(scaling=scaling), use_gpu=use_gpu)
 
 
-def test_a_run_does_not_wait_for_ever_for_nodes_that_are_gone(monkeypatch, capsys):
+@pytest.fixture
+def looks_often(monkeypatch):
+    monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(cluster, "_without_room", lambda run: None)  # asks Ray
+
+
+def test_a_run_does_not_wait_for_ever_for_nodes_that_are_gone(looks_often, monkeypatch, capsys):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
-    with pytest.raises(
-        ValueError, match=r"needs 3 CPUs, 2 found; 1 GPU, 0 found; no node came for 0.2 s .--scaling.node"
-    ):
-        cluster.wait_for(Future(), wanting(0.2), look_every_s=0.05)
-    assert capsys.readouterr().err.count("waiting      for nodes, at most 0.2 s: the cluster is too small for 1 w") == 1
+    with pytest.raises(ValueError, match=r"needs 3 CPUs, 2 found; 1 GPU, 0 found; none came for 0.2 s .--scaling.node"):
+        cluster.wait_for(Future(), wanting(0.2))
+    assert capsys.readouterr().err.count("waiting      for room, at most 0.2 s: the cluster is too small for 1 w") == 1
 
 
-def test_nodes_that_come_back_are_waited_for(monkeypatch, capsys):
+def test_nodes_that_come_back_are_waited_for(looks_often, monkeypatch, capsys):
     trained = Future()
     looks = iter([{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 3.0, "GPU": 1.0}] * 4)
 
@@ -127,8 +132,8 @@ def test_nodes_that_come_back_are_waited_for(monkeypatch, capsys):
     monkeypatch.setattr(ray, "cluster_resources", look)
     monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=itertools.count().__next__))
     # Each time 1 s, which is less than the limit; all together are more.
-    assert cluster.wait_for(trained, wanting(1.5), look_every_s=0.01) == "done"
-    assert capsys.readouterr().err.count("waiting      for nodes") == 4
+    assert cluster.wait_for(trained, wanting(1.5)) == "done"
+    assert capsys.readouterr().err.count("waiting      for room") == 4
     failed = Future()
     failed.set_exception(TimeoutError("of training itself"))
     with pytest.raises(TimeoutError, match="of training itself"):
@@ -276,7 +281,8 @@ def where_code_is():
 @pytest.mark.ray
 def test_on_two_nodes_code_is_sent_and_the_one_that_lacks_something_is_named(two_nodes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    nodes = connect(wanting(60, use_gpu=False, cpus_per_worker=0.5, cpus_per_read_task=0.5))
+    connect()
+    nodes = cluster.alive_nodes()
     assert len(nodes) == 2
     file, beside = ray.get(where_code_is.remote())
     assert not file.startswith(str(ROOT)) and "cluster.py" in beside
@@ -295,34 +301,67 @@ def test_on_two_nodes_code_is_sent_and_the_one_that_lacks_something_is_named(two
 
 
 @pytest.mark.ray
-def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_cluster, tmp_path, monkeypatch):
+def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_cluster, tmp_path, monkeypatch, capsys):
     """As when a cluster has no node for workers until somebody wants one."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cluster, "SAY_AFTER_S", 0.5)
+    monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.3)
+    checked = []
+    monkeypatch.setattr(cluster, "node_needs", lambda run: NEEDS)
+    monkeypatch.setattr(cluster, "check_nodes", lambda needs, folder: checked.append(len(cluster.alive_nodes())))
+
+    def wait(nodes_timeout_s=60, **changes):
+        run = wanting(nodes_timeout_s, use_gpu=False, accelerator_type="L4", **changes)
+        run.output_dir = tmp_path
+        return cluster.wait_for_room(run)
+
     with clusters.of_several_nodes(num_cpus=1, include_dashboard=False) as nodes:
         monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+        connect()
         with pytest.raises(
-            ValueError, match=r"too small for 1 worker .* 3 CPUs, 1 found; no room came for 1 s \(--scaling"
+            ValueError, match=r"too small .* 3 CPUs, 1 found; L4, 0 found; none came for 1 s \(--scaling"
         ):
-            connect(wanting(1, use_gpu=False))
-        ray.shutdown()
+            wait(1)
+        said = capsys.readouterr().err
+        assert said.count("waiting      for room, at most 1 s: the cluster is too small for 1 worker and one read") == 1
 
-        found, told = [], io.StringIO()
-        monkeypatch.setattr(sys, "stderr", told)
-        connecting = threading.Thread(target=lambda: found.extend(connect(wanting(60, use_gpu=False))))
-        connecting.start()
-        while connecting.is_alive() and "waiting      for nodes, at most 60 s: the cluster is" not in told.getvalue():
+        waited = []
+        waiting = threading.Thread(target=lambda: waited.append(wait()))
+        waiting.start()
+        while waiting.is_alive() and "waiting      for room, at most 60 s: the cluster" not in said:
             time.sleep(0.05)
-        nodes.add_node(num_cpus=2)
-        connecting.join()
-        assert len(found) == 2
+            said = capsys.readouterr().err
+        assert not checked
+        nodes.add_node(num_cpus=2, resources={"accelerator_type:L4": 1})
+        waiting.join()
+        assert waited[0].store_bytes > 0 and checked == [2], "nodes that came are looked at"
         assert not ray.get(where_code_is.options(num_cpus=2).remote())[0].startswith(str(ROOT))
 
-        # Enough in all, but not in one place.
+        wait()
+        wait()  # what was asked for is given back
+        assert checked == [2]
         with pytest.raises(
-            ValueError, match="no room for 1 worker with 2.5 CPUs each and one read task: .* no node is"
+            ValueError, match="no room for 1 worker with 2.5 CPUs and L4 each and one read task: .* no nod"
         ):
-            cluster.wait_for_room(wanting(1, use_gpu=False, cpus_per_worker=2.5, cpus_per_read_task=0.5))
-        # All of it is there: what was asked for is given back.
-        cluster.wait_for_room(wanting(60, use_gpu=False))
+            wait(1, cpus_per_worker=2.5, cpus_per_read_task=0.5)  # enough in all, but not in one place
+        with pytest.raises(
+            ValueError, match="^the cluster is too small for 1 worker and one read task: needs 5 CPUs, 4 f"
+        ):
+            at_most = {"CPU": 4, "accelerator_type:L4": 1}  # as Anyscale's autoscaler says
+            monkeypatch.setattr(ray._private.state.state, "get_max_resources_from_cluster_config", lambda: at_most)
+            wait(3600, cpus_per_worker=4.0)
+
+
+@pytest.mark.ray
+def test_a_run_that_waits_for_room_is_ended_by_ctrl_c(ray_cluster, tmp_path):
+    script = (
+        "import cluster; from tests.test_cluster import wanting; cluster.LOOK_EVERY_S = 0.2\n"
+        "cluster.connect(); cluster.wait_for_room(wanting(3600, cpus_per_worker=100.0))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert any("waiting      for room" in line for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in process.stderr.read()
+    assert process.returncode != 0

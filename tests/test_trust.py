@@ -86,9 +86,8 @@ def test_ray_starts_without_a_dashboard_and_keeps_its_token(monkeypatch):
     started = []
     monkeypatch.setattr(ray, "is_initialized", lambda: bool(started))
     monkeypatch.setattr(ray, "init", lambda **options: started.append(options))
-    monkeypatch.setattr(cluster, "alive_nodes", lambda: [{}])
-    monkeypatch.setattr(cluster, "wait_for_room", lambda run: None)
-    cluster.connect(None)
+    monkeypatch.setattr(cluster, "running_cluster", lambda: None)
+    cluster.connect()
     assert [options["include_dashboard"] for options in started] == [False]
     assert not [path for path in SOURCES if "RAY_AUTH_MODE" in path.read_text()]
     assert "--dashboard-host 127.0.0.1" in (ROOT / "ci" / "smoke_job.sh").read_text()
