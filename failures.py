@@ -33,11 +33,18 @@ class StopRetrying(ray.train.UserCallback):
     def __init__(self, output_dir: Path):
         self._output_dir = output_dir
         self._last: tuple[Any, ...] | None = None
+        self._hurries = False
+
+    def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
+        if self._hurries:  # the group works again
+            del os.environ[TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S]
+            self._hurries = False
 
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
-        # Processes that wait for one that is gone or frozen do not leave their process group, however long (30 s) Ray
-        # Train waits for that before it kills them. It reads this in the controller, where this runs, each time.
-        os.environ[TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S] = "1"
+        # A rank that is frozen, or waits for one that failed, does not leave its process group, however long (30 s) Ray
+        # Train waits for that before it kills them all. It reads this each time, in the controller, where this runs.
+        self._hurries = self._hurries or TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S not in os.environ
+        os.environ.setdefault(TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S, "1")
         causes = {rank: unwrapped(error) for rank, error in worker_exceptions.items()}
         error = first_cause(causes.values())
         resumed_from = [line["resumed_from_step"] for line in attempts(self._output_dir)[-1:]]

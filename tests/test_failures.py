@@ -7,6 +7,7 @@ import pytest
 import torch
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 from ray.train import ControllerError, WorkerGroupError
+from ray.train.constants import TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S as GROUP_TIMEOUT
 from ray.train.torch import config as torch_config
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
@@ -42,7 +43,9 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv(GROUP_TIMEOUT, "")  # so that it is gone again afterwards
+    monkeypatch.delenv(GROUP_TIMEOUT)
     return Run(tmp_path)
 
 
@@ -101,12 +104,20 @@ def test_the_cause_is_told_and_not_its_consequences():
     assert root_cause(WorkerGroupError("", {0: died(), 1: PEER})).startswith("ActorDiedError: ")
 
 
-def test_processes_that_do_not_leave_their_group_are_not_waited_for(run, monkeypatch):
-    """They wait for one that is frozen or gone, and are killed in any case."""
+@pytest.mark.parametrize("chosen", [None, 7])
+def test_processes_that_do_not_leave_their_group_are_not_waited_for(run, monkeypatch, chosen):
+    """After a failure they are killed in any case. A group that works has its time, and a user's own choice counts."""
     waited_s = []
-    monkeypatch.setenv("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S", "30")  # and removed again
     monkeypatch.setattr(torch_config.ray, "get", lambda futures, timeout: waited_s.append(timeout))
-    for _ in range(2):
+    if chosen:
+        monkeypatch.setenv(GROUP_TIMEOUT, str(chosen))
+
+    def group_ends():
         torch_config._TorchBackend().on_shutdown(mock.MagicMock(), torch_config.TorchConfig())
-        run.ends(0, died())
-    assert waited_s == [30, 1]
+
+    for step in range(2):
+        group_ends()
+        run.ends(step, died())
+        group_ends()
+        run.policy.after_report(None, [], None)
+    assert waited_s == ([chosen] * 4 if chosen else [30, 1, 30, 1])
