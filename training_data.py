@@ -6,7 +6,6 @@ costs each process ten seconds: what needs LeRobot is unpickled in the read task
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import itertools
 import os
@@ -81,11 +80,7 @@ class Deferred:
         if function is None:
             # A task has a CPU or so: a pool of threads for every tokenizer on the node would only contend.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-            gc.disable()  # as in vla.py: what this imports stays
-            try:
-                function = _opened[self._digest] = pickle.loads(self._payload)
-            finally:
-                gc.enable()
+            function = _opened[self._digest] = pickle.loads(self._payload)
         return function(batch)
 
 
@@ -201,7 +196,10 @@ def or_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[i
                 given.put((None, error))
 
     def pass_on() -> Iterator[Batch]:
+        threading.Thread(target=fetch, name="batches", daemon=True).start()
         try:
+            asked.put(True)
+            yield {}  # to `or_timeout`
             for number in itertools.count():
                 try:
                     batch, error = given.get(timeout=limit_s)
@@ -219,6 +217,6 @@ def or_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[i
         finally:
             asked.put(False)
 
-    asked.put(True)
-    threading.Thread(target=fetch, name="batches", daemon=True).start()
-    return pass_on()
+    passed_on = pass_on()
+    next(passed_on)
+    return passed_on
