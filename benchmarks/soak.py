@@ -79,6 +79,11 @@ def soak(folder: Path, seconds: float, rng: random.Random) -> dict[str, Any]:
         if victim != "read task":  # Ray runs that task again, and nothing else stops
             while len(attempts(output_dir)) == starts and driver.poll() is None:
                 time.sleep(0.1)
+            # Until its first line, the void ones of the attempt before are there.
+            again, resumed_from = time.time(), attempts(output_dir)[-1]["resumed_from_step"]
+            while (output_dir / METRICS_NAME).stat().st_mtime < again and driver.poll() is None:
+                time.sleep(0.1)
+            trains_on(driver, output_dir, resumed_from)
             recovered_s.append(round(time.monotonic() - struck, 1))
         print(f"{victim} killed; attempts {attempts(output_dir)[-1]}", file=sys.stderr, flush=True)
     (output_dir / "stop").touch()

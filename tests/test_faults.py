@@ -298,8 +298,14 @@ def started(argv, *faults, address=None, **environment):
 
 
 def wait_for_step(folder, step, process):
-    path = folder / "metrics.jsonl"
-    while not (path.exists() and f'"step": {step},' in path.read_text()):
+    """Of the newest attempt: until that has opened the file, the void lines of the one before are there."""
+    path, attempts_path = folder / "metrics.jsonl", folder / "attempts.jsonl"
+
+    def is_done():
+        is_of_newest = path.exists() and path.stat().st_mtime_ns > attempts_path.stat().st_mtime_ns
+        return is_of_newest and f'"step": {step},' in path.read_text()
+
+    while not is_done():
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
 
@@ -349,20 +355,20 @@ def test_checkpoints_that_are_not_written_not_committed_and_not_sound(setting, u
     assert message.startswith(f"error: checkpoint not written to {folder}/checkpoints/step_00000008 (")
     assert present() == ["step_00000004"]
 
-    # Everything dies when the one after step 12 is written, but not yet in its place.
-    process = started(again, Fault("die_at_commit", step=9, rank=0, attempt=1))
+    # Everything dies when the one after step 16 is written, but not yet in its place.
+    process = started(again, Fault("die_at_commit", step=13, rank=0, attempt=1))
     process.communicate(timeout=200)
     assert process.returncode == -signal.SIGKILL
-    assert present() == [".partial_step_00000012", "step_00000004", "step_00000008"]
+    assert present() == [".partial_step_00000016", "step_00000008", "step_00000012"]
 
     # A bit of the newest one flips.
-    path = folder / "checkpoints" / "step_00000008" / "trainable.safetensors"
+    path = folder / "checkpoints" / "step_00000012" / "trainable.safetensors"
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
     assert vla.main(again) == 0
-    assert resumed_from(folder) == [0, 4, 4]
-    assert (folder / "checkpoints" / "damaged_step_00000008").is_dir()
+    assert resumed_from(folder) == [0, 4, 8]
+    assert (folder / "checkpoints" / "damaged_step_00000012").is_dir()
     assert not list((folder / "checkpoints").glob(".partial*"))
     assert_every_row_once(folder)
     assert_same_weights(folder, undisturbed)
