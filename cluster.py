@@ -72,6 +72,7 @@ def start(run: Run) -> None:
     from ray.data import DataContext
     from ray.train.v2._internal.constants import (
         HEALTH_CHECK_INTERVAL_S_ENV_VAR,
+        WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,
         WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR,
     )
 
@@ -79,6 +80,9 @@ def start(run: Run) -> None:
     os.environ[WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR] = str(run.config.scaling.worker_timeout_s)
     # At its own 2 s, that and no sooner is when it notices a failure, the end of a run, or a second checkpoint.
     os.environ.setdefault(HEALTH_CHECK_INTERVAL_S_ENV_VAR, "0.5")
+    if run.config.scaling.min_workers:
+        # It plans an elastic group for nodes that have just died, too. It plans anew after this (its own: 60 s).
+        os.environ.setdefault(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, "15")
     DataContext.get_current().enable_progress_bars = False
     connect()
     check_nodes(node_needs(run), run.output_dir)

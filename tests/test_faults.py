@@ -341,7 +341,7 @@ def test_a_second_signal_does_not_wait(setting, undisturbed):
     assert process.returncode == 128 + signal.SIGTERM, told
 
 
-def test_checkpoints_that_are_not_written_not_committed_and_not_sound(setting, undisturbed, capsys):
+def test_broken_checkpoints(setting, undisturbed, capsys):
     """One after the other in one run; each time it goes on from the one before."""
     folder = setting[0] / "checkpoints"
     again = [f"--output_dir={folder}", "--resume"]
