@@ -214,10 +214,10 @@ def connect() -> None:
     """
     if not ray.is_initialized():
         address = running_cluster()
-        # What workers have to say goes to the run's own log, which `follow_progress` shows.
         ray.init(
             address=address or "local",
-            runtime_env=runtime_env() if address else {},
+            runtime_env=runtime_env() if address else None,
+            # What workers have to say goes to the run's own log, which `follow_progress` shows.
             logging_level=logging.WARNING,
             log_to_driver=False,
             include_dashboard=False,
@@ -257,15 +257,15 @@ def alive_nodes() -> list[Node]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def runtime_env() -> dict[str, Any]:
+def runtime_env() -> dict[str, Any] | None:
     """Ray's description of what workers get: this project's code as their working directory.
 
-    Empty in a submitted job that has a working directory already (`ray job submit --working-dir`): Ray allows one.
+    None in a submitted job that has a working directory already (`ray job submit --working-dir`): Ray allows one.
     Holds no environment variables: their values would show in Ray's logs and dashboard, and tokens are among them.
     """
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
     if (job.get("runtime_env") or {}).get("working_dir"):
-        return {}
+        return None
     return {"working_dir": str(PROJECT), "excludes": list(EXCLUDES)}
 
 

@@ -189,10 +189,11 @@ def train(
             losses.append(metrics["loss"])
             if log is not None:
                 log.write(done, optimizer.schedule(step), {**metrics, "checkpoint_pause_s": checkpoints.paused_s()})
-            # A node is about to be taken away: once is enough, Ray Train starts the group anew when it is gone.
-            leaving = not preempted and ray.train.get_preemption_info() is not None
-            preempted |= leaving
-            save |= stop or due or leaving
+            save |= stop or due
+            # A node is about to be taken away; Ray Train starts the group anew when it is gone.
+            if not preempted and (notice := ray.train.get_preemption_info()) is not None:
+                preempted = save = True
+                checkpoints.ends_at(notice.deadline_ms)
         if save:
             clock.mark("checkpoint")
             loss = sum(losses) / len(losses) if losses else None

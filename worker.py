@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -57,6 +58,8 @@ from util import (
 )
 
 logger = logging.getLogger(__name__)
+# With less time than this, a checkpoint of the little that was trained meanwhile would hardly be whole in time.
+SHORTEST_NOTICE_S = 10.0
 
 # ---- what a run starts from ---------------------------------------------------------------------------------------
 
@@ -255,12 +258,25 @@ class CheckpointWriter:
         self._idle = threading.Event()
         self._idle.set()
         self._last = time.monotonic()
+        self._ends = math.inf
         self._paused_s = 0.0
 
     def due(self) -> bool:
-        """Whether --save_every_s has gone by since the last one, by this rank's clock."""
-        every_s = self._run.config.save_every_s
-        return every_s is not None and time.monotonic() - self._last >= every_s
+        """Whether one is, by this rank's clock.
+
+        It is when --save_every_s has gone by since the last one. And when a node is about to be taken away, whenever
+        half of the time has gone that was left when the last one was taken: what is trained after that is lost.
+        """
+        every_s, now = self._run.config.save_every_s, time.monotonic()
+        left = self._ends - self._last
+        return (every_s is not None and now - self._last >= every_s) or (
+            left > SHORTEST_NOTICE_S and now - self._last >= left / 2
+        )
+
+    def ends_at(self, deadline_ms: int | None) -> None:
+        """A node is taken away then (UNIX time, as of `ray.train.get_preemption_info`), if that is known."""
+        if deadline_ms is not None:
+            self._ends = time.monotonic() + deadline_ms / 1000 - time.time()
 
     def paused_s(self) -> float:
         """Seconds that training has waited for checkpoints since this was last asked."""

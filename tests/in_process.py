@@ -80,6 +80,9 @@ class NoCheckpoints:
     def due(self):
         return False
 
+    def ends_at(self, deadline_ms):
+        pass
+
     def paused_s(self):
         return 0.0
 

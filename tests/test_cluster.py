@@ -72,7 +72,7 @@ def test_no_environment_variable_travels(monkeypatch):
 
 def test_a_submitted_jobs_own_working_directory_is_kept(monkeypatch):
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://x.zip"}}))
-    assert runtime_env() == {}
+    assert runtime_env() is None
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {}}))
     assert runtime_env()["working_dir"] == str(ROOT)
 

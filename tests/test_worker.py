@@ -139,6 +139,25 @@ def test_a_stop_that_comes_with_the_last_step_stops_nothing(setting, steps):
     assert (trained is not None) == (steps == 2)
 
 
+@pytest.mark.parametrize(
+    ("notice_s", "taken_at"), [(120, [0, 60, 90, 105, 113]), (30, [0, 15, 23]), (8, [0]), (None, [0])]
+)
+def test_before_a_node_is_taken_away_less_and_less_would_be_lost(setting, monkeypatch, notice_s, taken_at):
+    """A checkpoint at the notice, and each time that half of what was left has gone; looked at every second."""
+    now, saved = [1000.0], []
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0] + 1e9))
+    monkeypatch.setattr(ray.train, "report", lambda *_, **__: saved.append(now[0] - 1000))
+    run = resolved(setting)
+    writer = worker.CheckpointWriter(run, SimpleNamespace(params=[]), rank=1, attempt=0)
+    writer.save(Progress(0, 0, run.stream, run.base, run.config.train.mode, run.config.global_batch_size))
+    writer.ends_at(None if notice_s is None else round((now[0] + 1e9 + notice_s) * 1000))
+    for _ in range(150):
+        now[0] += 1
+        if writer.due():
+            writer.save(Progress(0, 0, run.stream, run.base, run.config.train.mode, run.config.global_batch_size))
+    assert saved == taken_at
+
+
 def test_the_data_come_while_the_model_is_made(setting, monkeypatch):
     run = resolved(setting, grad_accum=1, steps=2, output_dir=setting[0] / "meanwhile")
     asked = threading.Event()
