@@ -355,6 +355,8 @@ def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_clu
 @pytest.mark.ray
 def test_a_run_that_waits_for_room_is_ended_by_ctrl_c(ray_cluster, tmp_path):
     script = (
+        # What is started in the background of a shell ignores it otherwise.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import cluster; from tests.test_cluster import wanting; cluster.LOOK_EVERY_S = 0.2\n"
         "cluster.connect(); cluster.wait_for_room(wanting(3600, cpus_per_worker=100.0))"
     )
