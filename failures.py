@@ -43,8 +43,9 @@ class StopRetrying(ray.train.UserCallback):
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
         # A rank that is frozen, or waits for one that failed, does not leave its process group, however long (30 s) Ray
         # Train waits for that before it kills them all. It reads this each time, in the controller, where this runs.
-        self._hurries = self._hurries or TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S not in os.environ
-        os.environ.setdefault(TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S, "1")
+        if TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S not in os.environ:
+            os.environ[TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S] = "1"
+            self._hurries = True
         causes = {rank: unwrapped(error) for rank, error in worker_exceptions.items()}
         error = first_cause(causes.values())
         resumed_from = [line["resumed_from_step"] for line in attempts(self._output_dir)[-1:]]

@@ -257,14 +257,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if not ray.is_initialized():
                 held.callback(ray.shutdown)
-            cluster.start(run)
-            run = with_stats(run)
-            limits = cluster.wait_for_room(run)
+            run, data_options = on_cluster(run)
             from report import keep_report, record_run  # not above: training processes need no matplotlib
 
             record_run(run, describe(run), ray.cluster_resources())
             held.enter_context(keep_report(run.output_dir))
-            steps_done = fit(run, limits.execution_options())
+            steps_done = fit(run, data_options)
             if steps_done < run.steps:
                 print(f"Stopped      after step {steps_done} of {run.steps}; --resume goes on from there")
                 return 3
@@ -274,6 +272,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
     print(f"Policy       {run.output_dir / 'pretrained_model'}\nReport       {run.output_dir / 'report.html'}")
     return (push(run.output_dir, run.config.hub_repo_id) if run.config.hub_repo_id else 0) or status
+
+
+def on_cluster(run: Run) -> tuple[Run, ray.data.ExecutionOptions]:
+    """Join or start the run's cluster, and wait until there is room: the run with all its statistics, and for its data.
+
+    Statistics come first: nodes that an autoscaler brings for training should not stand idle meanwhile.
+    """
+    cluster.start(run)
+    run = with_stats(run)
+    return run, cluster.wait_for_room(run).execution_options()
 
 
 def evaluate(run: Run) -> int:

@@ -29,7 +29,7 @@ import psutil
 
 from benchmarks.data import RESULTS
 from diagnostics.environment import Environment
-from run_folder import METRICS_NAME, attempts, read_lines
+from run_folder import ATTEMPTS_NAME, METRICS_NAME, attempts, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 # What Ray calls the processes.
@@ -79,11 +79,7 @@ def soak(folder: Path, seconds: float, rng: random.Random) -> dict[str, Any]:
         if victim != "read task":  # Ray runs that task again, and nothing else stops
             while len(attempts(output_dir)) == starts and driver.poll() is None:
                 time.sleep(0.1)
-            # Until its first line, the void ones of the attempt before are there.
-            again, resumed_from = time.time(), attempts(output_dir)[-1]["resumed_from_step"]
-            while (output_dir / METRICS_NAME).stat().st_mtime < again and driver.poll() is None:
-                time.sleep(0.1)
-            trains_on(driver, output_dir, resumed_from)
+            trains_on(driver, output_dir, attempts(output_dir)[-1]["resumed_from_step"])
             recovered_s.append(round(time.monotonic() - struck, 1))
         print(f"{victim} killed; attempts {attempts(output_dir)[-1]}", file=sys.stderr, flush=True)
     (output_dir / "stop").touch()
@@ -145,8 +141,11 @@ def trains_on(driver: subprocess.Popen, output_dir: Path, step: int) -> int:
 
     Raises RuntimeError when the program ends by itself.
     """
+    metrics, starts = output_dir / METRICS_NAME, output_dir / ATTEMPTS_NAME
     while True:
-        lines = read_lines(output_dir / METRICS_NAME)
+        # Until that attempt has opened the file, the void lines of the one before are there.
+        opened = metrics.exists() and metrics.stat().st_mtime_ns > starts.stat().st_mtime_ns
+        lines = read_lines(metrics) if opened else []
         last = json.loads(lines[-1])["step"] if lines else 0
         if last > step:
             return last

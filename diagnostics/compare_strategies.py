@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import cluster
 import vla
 from config import Strategy
 from diagnostics.environment import Environment, Record
@@ -42,7 +41,7 @@ from diagnostics.page import time_line
 from diagnostics.report import Options, Report, Result, count, host_batches, run_tool, scratch_run
 from parallel import part, spread
 from pi05_loss import sample_noise_and_time
-from run_plan import Run, with_stats
+from run_plan import Run
 from training_data import Dealt
 from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
 from worker import build_model, build_optimizer, noise_for, policy_batches
@@ -323,10 +322,8 @@ def profile(run: Run, options: Namespace) -> StrategiesReport:
     started_ray = not ray.is_initialized()
     try:
         with scratch_run(run) as scratch:
-            cluster.start(scratch)
-            scratch = with_stats(scratch)
-            limits = cluster.wait_for_room(scratch)
-            vla.make_trainer(scratch, limits.execution_options(), compare_loop, options=options).fit()
+            scratch, data_options = vla.on_cluster(scratch)
+            vla.make_trainer(scratch, data_options, compare_loop, options=options).fit()
             ranks = [
                 RankStrategies.model_validate_json(_rank_path(scratch, rank).read_bytes())
                 for rank in range(run.config.scaling.num_workers)

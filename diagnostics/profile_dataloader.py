@@ -35,7 +35,6 @@ import numpy as np
 import ray
 import torch
 
-import cluster
 import lerobot_rows
 import vla
 from diagnostics.environment import Environment, Record
@@ -45,7 +44,7 @@ from diagnostics.report import Options, Report, Result, Spread, count, run_tool,
 from lerobot_decode import VideoReader
 from processors import Prepare
 from progress import object_store
-from run_plan import Run, with_stats
+from run_plan import Run
 from training_data import Dealt, Deferred, TrainingData
 from util import Batch, Clock, NumpyToTorchCollate, Phase
 
@@ -454,14 +453,10 @@ def profile(run: Run, options: Namespace) -> LoaderReport:
     try:
         with scratch_run(run) as scratch:
             pulled = pulled_run(scratch, options)
-            cluster.start(pulled)
-            pulled = with_stats(pulled)
-            limits = cluster.wait_for_room(pulled)
+            pulled, data_options = vla.on_cluster(pulled)
             data = vla.build_dataset(pulled)
             stamped = replace(data, prepare=Deferred(Stamped(data.prepare)))
-            trainer = vla.make_trainer(
-                pulled, limits.execution_options(), pull_loop, stamped, warmup=options.profile_warmup
-            )
+            trainer = vla.make_trainer(pulled, data_options, pull_loop, stamped, warmup=options.profile_warmup)
             with ClusterWatch() as watched:
                 trainer.fit()
             data_cpus = watched.cpus - run.config.scaling.num_workers * run.config.scaling.cpus_per_worker

@@ -42,7 +42,6 @@ import ray
 import torch
 from torch import Tensor
 
-import cluster
 import vla
 from diagnostics.environment import Environment, Record
 from diagnostics.page import shares, time_line
@@ -51,7 +50,7 @@ from diagnostics.step_clock import MEASURED, Communication, Pass, StepClock, Tim
 from diagnostics.step_comparison import compare, judge
 from pi05_loss import PolicyLoss
 from run_folder import LOG_NAME, prepare_folder
-from run_plan import Run, with_stats
+from run_plan import Run
 from util import UNWATCHED, Clock, Phase, TrainableOptimizer
 from worker import build_optimizer, flops_share
 
@@ -429,10 +428,8 @@ def profile(run: Run, settings: Settings, trace_path: Path | None = None) -> Ste
         with scratch_run(run) as scratch:
             watched = watched_run(scratch, settings)
             prepare_folder(watched)
-            cluster.start(watched)
-            watched = with_stats(watched)
-            limits = cluster.wait_for_room(watched)
-            vla.make_trainer(watched, limits.execution_options(), profile_loop, settings=settings).fit()
+            watched, data_options = vla.on_cluster(watched)
+            vla.make_trainer(watched, data_options, profile_loop, settings=settings).fit()
             ranks = [
                 RankProfile.model_validate_json(_rank_path(watched, rank).read_bytes())
                 for rank in range(run.config.scaling.num_workers)

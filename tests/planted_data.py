@@ -38,12 +38,17 @@ def note(output_dir: Path, event: str) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+def noted(output_dir: Path, event: str) -> list[dict]:
+    """All of that kind, in the order in which they came."""
+    lines = [json.loads(line) for line in read_lines(output_dir / EVENTS_NAME)]
+    return [line for line in lines if line["event"] == event]
+
+
 def recovered_s(output_dir: Path) -> list[float]:
     """For each fault, the seconds until a step was done that it did not prevent."""
-    events = [json.loads(line) for line in read_lines(output_dir / EVENTS_NAME)]
-    steps = [event for event in events if event["event"] == "step"]
+    steps = noted(output_dir, "step")
     found = []
-    for fault in (event for event in events if event["event"] == "fault"):
+    for fault in noted(output_dir, "fault"):
         later = [step for step in steps if step["time"] > fault["time"]]
         # Another attempt, where there is one: what the failing one still did is void.
         after = [step for step in later if step["attempt"] > fault["attempt"]] or later

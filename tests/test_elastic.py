@@ -1,6 +1,5 @@
 """Nodes that go and come back: a cluster of several raylets on one machine."""
 
-import json
 import subprocess
 import sys
 import time
@@ -82,10 +81,9 @@ def test_a_node_that_is_about_to_be_taken_away(setting, cluster, tmp_path):
     second = wait_for_attempt(folder, 1, process)
     assert second["world_size"] == 2
     # Ray looks for notices every 5 s; half of what is then left later, there is another checkpoint.
-    events = [json.loads(line) for line in (folder / planted_data.EVENTS_NAME).read_text().splitlines()]
-    done_at = [event["time"] for event in events if (event["event"], event["attempt"]) == ("step", 0)]
-    (noticed_at,) = (event["time"] for event in events if event["event"] == "fault")
-    assert done_at[second["resumed_from_step"] - 1] - noticed_at > 8
+    (noticed,) = planted_data.noted(folder, "fault")
+    saved = planted_data.noted(folder, "step")[second["resumed_from_step"] - 1]
+    assert saved["attempt"] == 0 and saved["time"] - noticed["time"] > 8
     cluster.remove_node(node, allow_graceful=False)
     wait_for_step(folder, second["resumed_from_step"] + 6, process)
     (folder / STOP_NAME).touch()

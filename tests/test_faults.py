@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 import tiny_pi05
 import vla
-from benchmarks.soak import steps_lost
+from benchmarks.soak import steps_lost, trains_on
 from diagnostics import check_rows
 from lerobot_metadata import load_metadata
 from progress import recorded_rows
@@ -298,16 +298,11 @@ def started(argv, *faults, address=None, **environment):
 
 
 def wait_for_step(folder, step, process):
-    """Of the newest attempt: until that has opened the file, the void lines of the one before are there."""
-    path, attempts_path = folder / "metrics.jsonl", folder / "attempts.jsonl"
-
-    def is_done():
-        is_of_newest = path.exists() and path.stat().st_mtime_ns > attempts_path.stat().st_mtime_ns
-        return is_of_newest and f'"step": {step},' in path.read_text()
-
-    while not is_done():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    """Of the newest attempt."""
+    try:
+        trains_on(process, folder, step - 1)
+    except RuntimeError as error:
+        raise AssertionError(process.communicate()) from error
 
 
 def test_a_signal_takes_a_checkpoint_and_ends_the_run(setting, undisturbed):

@@ -148,13 +148,14 @@ def test_before_a_node_is_taken_away_less_and_less_would_be_lost(setting, monkey
     monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0] + 1e9))
     monkeypatch.setattr(ray.train, "report", lambda *_, **__: saved.append(now[0] - 1000))
     run = resolved(setting)
+    progress = Progress(0, 0, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
     writer = worker.CheckpointWriter(run, SimpleNamespace(params=[]), rank=1, attempt=0)
-    writer.save(Progress(0, 0, run.stream, run.base, run.config.train.mode, run.config.global_batch_size))
+    writer.save(progress)
     writer.ends_at(None if notice_s is None else round((now[0] + 1e9 + notice_s) * 1000))
     for _ in range(150):
         now[0] += 1
         if writer.due():
-            writer.save(Progress(0, 0, run.stream, run.base, run.config.train.mode, run.config.global_batch_size))
+            writer.save(progress)
     assert saved == taken_at
 
 
