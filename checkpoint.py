@@ -255,17 +255,29 @@ def check_resumable(
         raise ValueError(
             f"--train.mode is {mode}, but the run was started with {found.mode}: what trains cannot change"
         )
-    if found.base.get("digest") != base.get("digest"):
-        raise ValueError(
-            f"the base policy is not the one the run was started from: {base.get('path')} has digest "
-            f"{base.get('digest')}, the checkpoint expects {found.base.get('digest')} ({found.base.get('path')})"
-        )
+    check_base(found, base)
     differing = {k: (found.stream.get(k), v) for k, v in stream.items() if found.stream.get(k) != v}
     if differing:
         told = "; ".join(f"{k}: was {was}, is {now}" for k, (was, now) in differing.items())
         raise ValueError(
             f"the data is not what the run was started with ({told}), so which rows are left cannot be told; "
             "start a new run with --policy.path set to this run's pretrained_model"
+        )
+
+
+def check_base(found: Progress, base: Mapping[str, Any]) -> None:
+    """Refuse another base policy than the run's: other weights, or other files beside them."""
+    if found.base.get("digest") != base.get("digest"):
+        raise ValueError(
+            f"the base policy is not the one the run was started from: {base.get('path')} has digest "
+            f"{base.get('digest')}, the checkpoint expects {found.base.get('digest')} ({found.base.get('path')})"
+        )
+    was, now = found.base.get("files"), base.get("files") or {}
+    if was is not None and was != now:  # checkpoints of earlier versions do not say
+        changed = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
+        raise ValueError(
+            f"the base policy is not the one the run was started from: in {base.get('path')}, {', '.join(changed[:5])} "
+            "changed, came or went; put it back as it was, or start a new run"
         )
 
 

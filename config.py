@@ -171,6 +171,9 @@ class Config:
     policy_revision: str | None = None
     # The policy's own options, as given: --policy.chunk_size=20 and so on.
     policy_options: list[str] = field(default_factory=list)
+    # Run code that comes with the policy (--policy.trust_remote_code), for types that need it. What runs is named.
+    # Only ever as this start's command line says: who can write a run's folder must not be able to ask for it.
+    policy_trust_remote_code: bool = False
 
     preset: str | None = None
     output_dir: str | None = None
@@ -275,12 +278,16 @@ PRESETS: dict[str, dict[str, str]] = {
 }
 
 
-# lerobot-train counts these to the policy. A base policy brings its own along, where it was once pushed to: not ours.
-HUB_FLAGS = {
+# Under --policy., but not the policy's own options. The first three lerobot-train counts to the policy; a base policy
+# brings its own along, where it was once pushed to: not ours.
+POLICY_FLAGS = {
     "policy.push_to_hub": "push_to_hub",
     "policy.repo_id": "policy_repo_id",
     "policy.private": "policy_private",
+    "policy.trust_remote_code": "policy_trust_remote_code",
 }
+# Options of one start, not of the run: what config.json says of them does not count.
+OF_A_START = ("resume", "dry_run", "policy_trust_remote_code")
 
 
 def parse_args(argv: Sequence[str]) -> Config:
@@ -302,7 +309,7 @@ def parse_args(argv: Sequence[str]) -> Config:
             defaults[other] = "null"
     flags = [*defaults.items(), *given]
     flags = [pair for name, value in flags for pair in _workers(name, value)]
-    flags = [(HUB_FLAGS.get(name, name), value) for name, value in flags]
+    flags = [(POLICY_FLAGS.get(name, name), value) for name, value in flags]
     policy = {k.removeprefix("policy."): v for k, v in flags if k.startswith("policy.")}
     rest = [f"--{k}={v}" for k, v in flags if not k.startswith("policy.") and k != "config_path"]
     try:
@@ -315,8 +322,9 @@ def parse_args(argv: Sequence[str]) -> Config:
             f"command line{f' or {config_path}' if config_path else ''}: {told}"
             + (hint if re.search(r"\b(list|dict)\[", told) else "")
         ) from error
-    # Of this start, not of the run whose config.json this may be.
-    config.resume, config.dry_run = (getattr(config, name) and name in names for name in ("resume", "dry_run"))
+    named = {POLICY_FLAGS.get(name, name) for name in names}
+    for option in OF_A_START:
+        setattr(config, option, getattr(config, option) and option in named)
     config.policy_path = policy.pop("path", config.policy_path)
     config.policy_type = policy.pop("type", config.policy_type)
     config.policy_revision = policy.pop("pretrained_revision", config.policy_revision)
@@ -332,7 +340,7 @@ def help_text() -> str:
     text = re.sub(r"\Ausage:.*?\n\n", "usage: vla.py [--FLAG VALUE ...]\n\n", told.getvalue(), flags=re.DOTALL)
     text = re.sub(rf"^ *--({'|'.join(GROUPS)}) str .*\n", "", text, flags=re.MULTILINE)
     names = {"policy_options list[str]": "policy.OPTION VALUE", "policy_revision": "policy.pretrained_revision"}
-    names |= {ours: theirs for theirs, ours in HUB_FLAGS.items()}
+    names |= {ours: theirs for theirs, ours in POLICY_FLAGS.items()}
     names |= {"policy_path": "policy.path", "policy_type": "policy.type"}
     for ours, theirs in names.items():
         text = text.replace(f"  --{ours} ", f"  --{theirs} ").replace(f"  --{ours}\n", f"  --{theirs}\n")
@@ -462,7 +470,7 @@ def _normalise(argv: Sequence[str]) -> list[tuple[str, str]]:
     pairs = []
     for name, value in given:
         if name not in flags and not name.startswith("policy."):
-            known = [*flags, "policy.path", "policy.type", *HUB_FLAGS]
+            known = [*flags, "policy.path", "policy.type", *POLICY_FLAGS]
             raise ValueError(f"command line: unknown flag --{name}{_meant(name, known)}")
         if value is None and not flags.get(name, True):
             raise ValueError(f"command line: --{name} needs a value")

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from lerobot.configs.policies import PreTrainedConfig
-from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION
 
@@ -23,7 +23,8 @@ from config import OnError
 from lerobot_datasource import LeRobotDatasource
 from lerobot_rows import IS_SKIPPED
 from policy import load_policy
-from processors import make_processors, to_float
+from processors import load_processors, to_float
+from remote_code import remote_code
 from run_plan import Run
 from tracking import EVALUATION_NAME
 
@@ -284,14 +285,16 @@ def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
     folder = run.output_dir / "pretrained_model"
     saved = PreTrainedConfig.from_pretrained(folder)
     saved.device = device.type
-    trained = get_policy_class(saved.type).from_pretrained(folder, config=saved)
+    trusted = run.config.policy_trust_remote_code
     # The dataset's keys are the policy's after the run's rename map, which the saved preprocessor applies.
-    pre, post = make_pre_post_processors(saved, pretrained_path=str(folder))
+    pre, post = load_processors(folder, saved, trusted=trusted)
+    with remote_code(trusted):
+        trained = get_policy_class(saved.type).from_pretrained(folder, config=saved)
     errors = {"trained": open_loop_errors(trained.to(device), pre, post, batches, **options)}
     del trained
     if run.policy_folder is not None:
-        untrained = load_policy(run.policy_folder, config).to(device)
-        pre, post = make_processors(run.policy_folder, config, run.stats, run.config.rename_map)
+        untrained = load_policy(run.policy_folder, config, trusted=trusted).to(device)
+        pre, post = run.processors(config)
         options["other_instruction"] = None
         errors["untrained"] = open_loop_errors(untrained, pre, post, batches, **options)
     write_json(run.output_dir / EVALUATION_NAME, errors)

@@ -40,6 +40,7 @@ from transformers.initialization import no_init_weights
 from hub import download_snapshot, resolve_commit
 from pi05_loss import meta_policy
 from processors import EMPTY_CAMERA, TOKENIZER_FOLDER, DatasetFeature, normalization_mode, policy_feature
+from remote_code import remote_code
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -81,13 +82,17 @@ def fetch_pretrained(path: str, revision: str | None = None) -> tuple[Path, str 
     return folder, commit
 
 
-def new_policy(config: PreTrainedConfig) -> PreTrainedPolicy:
-    """Build a policy with random weights on the CPU; `config.device` becomes "cpu"."""
+def new_policy(config: PreTrainedConfig, *, trusted: bool = False) -> PreTrainedPolicy:
+    """Build a policy with random weights on the CPU; `config.device` becomes "cpu".
+
+    `trusted`: whether code that comes with what `config` names may run. Raises RemoteCodeError if not, and some would.
+    """
     config.device = "cpu"
-    return get_policy_class(config.type)(config)
+    with remote_code(trusted):
+        return get_policy_class(config.type)(config)
 
 
-def load_policy(folder: Path, config: PreTrainedConfig) -> PreTrainedPolicy:
+def load_policy(folder: Path, config: PreTrainedConfig, *, trusted: bool = False) -> PreTrainedPolicy:
     """Build a policy on the CPU and load its weights, all of them or none.
 
     LeRobot's own `PI05Policy.from_pretrained` catches every error and goes on with random weights (lerobot
@@ -98,6 +103,7 @@ def load_policy(folder: Path, config: PreTrainedConfig) -> PreTrainedPolicy:
         folder: a pretrained folder with model.safetensors, or its shards and their index.
         config: the policy's configuration, from that folder and fitted to the dataset (`match_features`). Its
             `device` becomes "cpu".
+        trusted: whether code that comes with what `config` names may run.
     Returns:
         The policy, in eval mode, parameters in the precision of its configuration.
     Raises:
@@ -105,11 +111,9 @@ def load_policy(folder: Path, config: PreTrainedConfig) -> PreTrainedPolicy:
         ValueError: a file is corrupt; keys are missing, unexpected or of another shape; a weight is not finite.
     """
     folder = Path(folder)
-    policy_class = get_policy_class(config.type)
-    config.device = "cpu"
     # Every weight is about to be loaded, so drawing 4 billion random ones first (a minute) is left out.
     with no_init_weights() if isinstance(config, PI05Config) else contextlib.nullcontext():
-        policy = policy_class(config)
+        policy = new_policy(config, trusted=trusted)
     weights = _matching_weights(folder, policy)
     for key, tensor in weights.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():

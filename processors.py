@@ -9,6 +9,7 @@ Legend: N rows of a block, B batch, T chunk, A action, S state, L tokens, H W C 
 """
 
 import copy
+import inspect
 import json
 import logging
 import re
@@ -22,6 +23,7 @@ from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature, PreTr
 from lerobot.processor import (
     NormalizerProcessorStep,
     PolicyProcessorPipeline,
+    ProcessorStepRegistry,
     RenameObservationsProcessorStep,
     TokenizerProcessorStep,
 )
@@ -36,6 +38,7 @@ from lerobot.utils.feature_utils import dataset_to_policy_features
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+from remote_code import RemoteCodeError, remote_code
 from util import ROW_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,17 @@ EMPTY_CAMERA = f"{OBS_IMAGES}.empty_camera_"
 PLACE = ("dataset_index", "episode_index", "frame_index", "index")
 # Beside LeRobot's own files: the tokenizer that its processor would otherwise fetch from the Hub by name.
 TOKENIZER_FOLDER = "tokenizer"
+
+# Of the steps that LeRobot 0.6.1 registers, those that pipelines of its policies share. Others talk to robots,
+# teleoperators and environments, or load a second model; a policy's own stand beside its configuration.
+SHARED_STEPS = frozenset(
+    {
+        *("rename_observations_processor", "device_processor", "normalizer_processor", "unnormalizer_processor"),
+        *("to_batch_processor", "to_batch_processor_action", "to_batch_processor_observation"),
+        *("to_batch_processor_complementary_data", "relative_actions_processor", "absolute_actions_processor"),
+        *("tokenizer_processor", "action_tokenizer_processor", "smolvla_new_line_processor"),
+    }
+)
 
 NORMALIZATION_STATS = {
     NormalizationMode.IDENTITY: frozenset[str](),
@@ -109,7 +123,12 @@ def required_stats(
 
 
 def make_processors(
-    folder: Path | str | None, config: PreTrainedConfig, stats: Stats, rename_map: Mapping[str, str]
+    folder: Path | str | None,
+    config: PreTrainedConfig,
+    stats: Stats,
+    rename_map: Mapping[str, str],
+    *,
+    trusted: bool = False,
 ) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
     """LeRobot's pre- and postprocessor for a policy, normalising with a dataset's statistics, on the CPU.
 
@@ -121,9 +140,10 @@ def make_processors(
         config: the policy's configuration, fitted to the dataset (`match_features`).
         stats: the dataset's statistics by dataset key, vectors or images' (3, 1, 1).
         rename_map: dataset key to policy key.
+        trusted: whether code that comes with the folder, or with what its files name, may run.
     Raises:
         ValueError: a key would stay un-normalised; statistics of another shape or not finite; a pipeline
-            that cannot be built, or that names code that is not LeRobot's.
+            that cannot be built, that has steps other than such a policy's, or (`RemoteCodeError`) brings code along.
     """
     # Here, because every process that runs a `Prepare` imports this module, and LeRobot's factory takes seconds.
     from lerobot.policies.factory import make_pre_post_processors
@@ -137,7 +157,7 @@ def make_processors(
     local_tokenizer = None
     folder = None if folder is None else Path(folder)
     if folder is not None and (folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json").is_file():
-        steps = _saved_steps(folder)
+        steps = _saved_steps(folder, config)
         normalization = {"norm_map": config.normalization_mapping, "stats": renamed}
         before: dict[str, Any] = {
             "device_processor": {"device": "cpu"},
@@ -153,8 +173,8 @@ def make_processors(
             }
             after["absolute_actions_processor"] = {"enabled": True}
         if "tokenizer_processor" in steps and (folder / TOKENIZER_FOLDER).is_dir():
-            # Left out, transformers would ask at the terminal whether code beside the tokenizer may run.
-            local_tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER, trust_remote_code=False)
+            with remote_code(trusted):
+                local_tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER)
             before["tokenizer_processor"] = {"tokenizer": local_tokenizer}
         options |= {
             "pretrained_path": str(folder),
@@ -162,7 +182,10 @@ def make_processors(
             "postprocessor_overrides": after,
         }
     try:
-        preprocessor, postprocessor = make_pre_post_processors(config, **options)
+        with remote_code(trusted):
+            preprocessor, postprocessor = make_pre_post_processors(config, **options)
+    except RemoteCodeError:
+        raise
     except (ValueError, KeyError, ImportError, OSError) as error:
         raise ValueError(
             f"the processors of the '{config.type}' policy{f' {folder}' if folder else ''} cannot be built: "
@@ -176,30 +199,68 @@ def make_processors(
     return preprocessor, postprocessor
 
 
-def _saved_steps(folder: Path) -> set[str]:
-    """The registered names of a folder's saved steps.
+def load_processors(
+    folder: Path, config: PreTrainedConfig, *, trusted: bool = False
+) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
+    """The pipelines that a folder holds, as LeRobot loads them on a robot.
+
+    Raises:
+        ValueError: a pipeline has steps other than such a policy's, or (`RemoteCodeError`) brings code along.
+    """
+    from lerobot.policies.factory import make_pre_post_processors
+
+    _saved_steps(folder, config)
+    with remote_code(trusted):
+        return make_pre_post_processors(config, pretrained_path=str(folder))
+
+
+def _saved_steps(folder: Path, config: PreTrainedConfig) -> set[str]:
+    """The registered names of a folder's saved steps, all of which LeRobot may build.
 
     LeRobot 0.6.1 also accepts `{"class": "any.module.Callable", "config": {...}}` and calls it with what
-    the file says, so that a downloaded JSON file could start a program. Only steps from its registry are
-    let through.
+    the file says, so that a downloaded JSON file could start a program. Only steps of a policy's pipelines are
+    let through, with options that they have.
     """
     names = set()
     for name in (POLICY_PREPROCESSOR_DEFAULT_NAME, POLICY_POSTPROCESSOR_DEFAULT_NAME):
         file = folder / f"{name}.json"
         try:
-            steps = json.loads(file.read_text())["steps"]
-            unregistered = [step for step in steps if not isinstance(step["registry_name"], str)]
-            names |= {step["registry_name"] for step in steps}
+            steps = [
+                (s["registry_name"], s.get("config", {}), s.get("state_file"))
+                for s in json.loads(file.read_text())["steps"]
+            ]
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{folder} has one of its two processor files, but not {file.name}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{file} is no pipeline of steps that LeRobot has registered by name: {error!r}. Steps "
                 "named by a Python class are refused, as the file could name any"
             ) from error
-        if unregistered:
-            raise ValueError(f"{file} has steps without a name: {unregistered}")
+        for step, options, state_file in steps:
+            if reason := _why_not(step, options, state_file, config):
+                raise ValueError(
+                    f"{file}: the step {step!r:.100} {reason}; write the file anew with LeRobot, or leave it out"
+                )
+            names.add(step)
     return names
+
+
+def _why_not(step: Any, options: Any, state_file: Any, config: PreTrainedConfig) -> str | None:
+    """Why a step of somebody's file is not to be built; None if it may be."""
+    if step not in ProcessorStepRegistry.list():
+        return "is none that LeRobot has registered by that name"
+    kind = ProcessorStepRegistry.get(step)
+    # Beside the configuration, or that of a policy which this one is a kind of.
+    homes = {base.__module__ for base in type(config).__mro__ if issubclass(base, PreTrainedConfig)}
+    own = kind.__module__
+    if step not in SHARED_STEPS and not any(own == h or own.rpartition(".")[0] == h.rpartition(".")[0] for h in homes):
+        return f"does not belong to a '{config.type}' policy"
+    known = inspect.signature(kind).parameters
+    if not isinstance(options, dict) or (unknown := sorted(map(str, options.keys() - known.keys()))):
+        return f"has not the options {unknown if isinstance(options, dict) else options!r:.100}, but {sorted(known)}"
+    if state_file is not None and (not isinstance(state_file, str) or Path(state_file).name != state_file):
+        return f"keeps its state in {state_file!r:.100}, which is no file of its own folder"
+    return None
 
 
 def _gated_hint(error: BaseException | None) -> str:
@@ -256,6 +317,7 @@ class Prepare:
         rename_map: dataset key to policy key.
         config: the policy's configuration.
         keep: columns that are handed on as they are, where a block has them.
+        trusted: whether code that comes with the policy may run, in the processes that this is unpickled in too.
     Raises:
         ValueError: the pipeline does not split into this and `DeviceHalf`, which is tried with a made-up row.
     """
@@ -268,7 +330,9 @@ class Prepare:
         config: PreTrainedConfig,
         *,
         keep: Sequence[str] = ROW_COLUMNS,
+        trusted: bool = False,
     ):
+        self._trusted = trusted
         features = {**config.input_features, **config.output_features}
         self._cameras = {key: rename_map.get(key, key) for key in camera_keys}
         self._features = {key for key, feature in features.items() if feature.type is not FeatureType.VISUAL}
@@ -279,6 +343,9 @@ class Prepare:
         for step in self._pipeline.steps:
             step._current_transition = None  # what it remembers of the made-up row
             step.reset()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank_prepare, (self._trusted,), self.__dict__
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Prepare a block of frame rows for the policy.
@@ -371,6 +438,15 @@ class Prepare:
                     f"the preprocessor makes something else of '{key}' when images are processed apart; one of its "
                     f"steps {names} cannot be split"
                 )
+
+
+def _blank_prepare(trusted: bool) -> Prepare:
+    """Called before the rest of a pickle is opened, which may hold objects of classes that came with a policy."""
+    if trusted:
+        from transformers.dynamic_module_utils import init_hf_modules
+
+        init_hf_modules()  # where transformers keeps such code becomes a place to import from
+    return Prepare.__new__(Prepare)
 
 
 def _blank_row(column: np.ndarray) -> np.ndarray:

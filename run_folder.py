@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from checkpoint import Progress, check_resumable, latest_checkpoint, load_progress, require_space, write_json
-from config import CONFIG_NAME, GROUPS, PRESETS
+from config import CONFIG_NAME, GROUPS, OF_A_START, PRESETS
 
 if TYPE_CHECKING:
     from run_plan import Run
@@ -140,11 +140,10 @@ def changed_options(run: Run) -> list[str]:
     if not (run.config.resume and path.is_file()):
         return []
     was, now = (dict(_options(config)) for config in (json.loads(path.read_text()), run.config.to_json()))
-    of_a_start = {"resume", "dry_run"}
     return [
         f"{name} was {was.get(name)}, is {value}"
         for name, value in now.items()
-        if name not in of_a_start and value != was.get(name)
+        if name not in OF_A_START and value != was.get(name)
     ]
 
 

@@ -26,10 +26,11 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.datasets.compute_stats import aggregate_stats
 from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.processor import PolicyProcessorPipeline
 from lerobot.utils.constants import OBS_PREFIX
 
 import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
-from checkpoint import file_digest
+from checkpoint import check_base, file_digest, latest_checkpoint, load_progress
 from config import CACHE_DIR, Attention, Config, MissingCameras, OnError, TrainMode, TrainOptions
 from dataset_stats import check_stats, complete_stats
 from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
@@ -44,7 +45,8 @@ from lerobot_metadata import (
 )
 from pi05_loss import TrainableReport, choose_trainable, flops_per_sample, meta_policy, tokens_per_sample
 from policy import FeatureMatch, check_weights, fetch_pretrained, match_features
-from processors import make_processors, normalization_mode, required_stats
+from processors import TOKENIZER_FOLDER, make_processors, normalization_mode, required_stats
+from remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
 from run_folder import SKIPPED_NAME
 from step_memory import StepMemory, step_memory
 from storage import StoragePolicy
@@ -115,6 +117,18 @@ class Run:
         spare = self.config.scaling.num_workers * self.config.batch_size if self.config.scaling.min_workers else 0
         return self.steps * self.config.global_batch_size + spare
 
+    def processors(
+        self, config: PreTrainedConfig | None = None
+    ) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
+        """The policy's pre- and postprocessor, with the run's statistics. `config` stands in for `policy_config`."""
+        return make_processors(
+            self.policy_folder,
+            config or self.policy_config,
+            self.stats,
+            self.config.rename_map,
+            trusted=self.config.policy_trust_remote_code,
+        )
+
     def reader(self) -> partial[LeRobotDatasource]:
         """The datasource of the training rows, but for `stream`: which positions of the run's stream.
 
@@ -184,6 +198,10 @@ def resolve(config: Config, gpus_found: int) -> Run:
     metas = _named_alike([load_metadata(root, storage_policy=policy) for root in roots], config.rename_map)
 
     policy_config, folder, base_info = _resolve_policy(config, path_given)
+    if (brought := brought_along(policy_config)) and not config.policy_trust_remote_code:
+        raise RemoteCodeError(
+            f"policy {base_info['path']}: a '{policy_config.type}' runs code that comes with {brought}: {HOW_TO_TRUST}"
+        )
     if getattr(policy_config, "use_relative_actions", False):
         raise ValueError(
             f"policy {base_info['path']}: use_relative_actions needs statistics of relative actions, which are not "
@@ -254,7 +272,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
     source = run.reader()(stream=(0, run.last_row), look=True)
     if not missing:
         run = replace(run, stats=_join_stats([meta.stats for meta in metas]))
-        make_processors(folder, policy_config, run.stats, config.rename_map)  # a tokenizer out of reach is told now
+        run.processors()  # a tokenizer out of reach is told now
     # Where workers come and go, a micro-batch is a block: any number of workers can then be dealt any number of them.
     elastic = config.scaling.min_workers is not None
     rows_of_block = config.batch_size if elastic else block_rows(config.batch_size, source.row_bytes())
@@ -381,24 +399,38 @@ def _check_policy(policy_config: PreTrainedConfig, folder: Path | None, train: T
 def _resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:
     if path is None:
         kind = config.policy_type or ""
-        base = {"path": f"{kind} from random weights", "revision": None, "digest": None}
-        return _policy_config(f"--policy.type={kind}", kind, None, config.policy_options), None, base
+        nothing = {"path": f"{kind} from random weights", "revision": None, "digest": None}
+        return _policy_config(f"--policy.type={kind}", kind, None, config.policy_options), None, nothing
     folder, revision = fetch_pretrained(path, config.policy_revision)
     folder = folder.absolute()
+    weights = (sorted(folder.glob("*.safetensors.index.json")) or [folder / "model.safetensors"])[0]
+    if not weights.is_file():
+        found = sorted(entry.name for entry in folder.iterdir())
+        raise FileNotFoundError(
+            f"policy {path}: no model.safetensors, found {found}: there are no weights to start from; copy it again, "
+            "or use --policy.type if random ones are meant"
+        )
+    digests = {"digest": file_digest(weights), "files": _digests(folder, weights)}
+    base = {"path": path, "revision": revision, **digests}
+    newest = latest_checkpoint(Path(config.output_dir or "") / "checkpoints") if config.resume else None
+    if newest is not None:
+        # Which folder that is was read from the run's own config.json: nothing in it is opened before it is known to
+        # be the one that the run was started from.
+        check_base(load_progress(newest), base)
     try:
         kind = json.loads((folder / "config.json").read_bytes())["type"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"policy {path}: config.json is damaged or no policy's ({error!r}); copy it again") from error
     policy_config = _policy_config(f"policy {path}", kind, folder, config.policy_options)
     policy_config.pretrained_path = folder
-    weights = (sorted(folder.glob("*.safetensors.index.json")) or [folder / "model.safetensors"])[0]
-    if not weights.is_file():
-        found = sorted(entry.name for entry in folder.iterdir())
-        raise FileNotFoundError(
-            f"policy {path}: no model.safetensors, found {found}: there are no weights to start from; copy it again, "
-            f"or use --policy.type={kind} if random ones are meant"
-        )
-    return policy_config, folder, {"path": path, "revision": revision, "digest": file_digest(weights)}
+    return policy_config, folder, base
+
+
+def _digests(folder: Path, weights: Path) -> dict[str, str]:
+    """Of all else that loading the policy reads: its configuration, processors, tokenizer, shards of weights."""
+    files = [*folder.glob("*.json"), *folder.glob("*.safetensors"), *(folder / TOKENIZER_FOLDER).rglob("*")]
+    files = [path for path in sorted(files) if path.is_file() and path != weights]
+    return {str(path.relative_to(folder)): file_digest(path) for path in files}
 
 
 def _policy_config(where: str, kind: str, folder: Path | None, options: list[str]) -> PreTrainedConfig:
@@ -410,7 +442,7 @@ def _policy_config(where: str, kind: str, folder: Path | None, options: list[str
     options = [*options, "--device=cpu"]
     usage = io.StringIO()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(usage):
+        with warnings.catch_warnings(), contextlib.redirect_stderr(usage), remote_code(trusted=False):
             warnings.simplefilter("ignore")
             if folder is None:
                 return draccus.parse(PreTrainedConfig.get_choice_class(kind), args=options)
@@ -504,6 +536,8 @@ def describe(run: Run) -> str:
             f"(--train.mode {config.train.mode})"
             + (f", {run.flops_per_sample / 1e9:,.1f} GFLOP per sample and step" if run.flops_per_sample else "")
         )
+    if config.policy_trust_remote_code and (brought := brought_along(run.policy_config)):
+        lines.append(f"             runs code that comes with {brought}, as --policy.trust_remote_code says")
     lines.append("Features     dataset -> policy")
     lines += [f"             {line}" for line in run.match.table()]
     if config.dataset.image_size:

@@ -37,7 +37,7 @@ from failures import StopRetrying, root_cause
 from hub import check_push, push_policy
 from parallel import spread
 from pi05_loss import PolicyLoss
-from processors import Prepare, make_processors
+from processors import Prepare
 from progress import MetricsLog, RowsLog, follow_progress, log_to
 from run_folder import (
     changed_options,
@@ -88,8 +88,14 @@ def build_dataset(run: Run) -> TrainingData:
     them, and stream to the workers under backpressure, uint8 and in the plan's order.
     """
     reader = run.reader()
-    preprocessor, _ = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
-    prepare = Prepare(preprocessor, run.match.camera_keys, run.config.rename_map, run.policy_config)
+    preprocessor, _ = run.processors()
+    prepare = Prepare(
+        preprocessor,
+        run.match.camera_keys,
+        run.config.rename_map,
+        run.policy_config,
+        trusted=run.config.policy_trust_remote_code,
+    )
     example = prepare(reader(stream=(0, run.last_row)).example())
     return TrainingData(
         read=reader,

@@ -42,7 +42,7 @@ from config import Attention, TrainMode
 from parallel import is_part, part
 from pi05_loss import PolicyLoss, cast_frozen, check_batch, choose_trainable, sample_noise_and_time
 from policy import load_policy, new_policy, save_pretrained
-from processors import DeviceHalf, make_processors
+from processors import DeviceHalf
 from progress import RowsLog
 from run_folder import attempts, check_same_run
 from run_plan import Run
@@ -73,7 +73,7 @@ def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, torch.dtype
     )
     if bf16:
         cast_frozen(policy, torch.bfloat16)
-    preprocessor, _ = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
+    preprocessor, _ = run.processors()
     # Its device half: uint8 images become what the policy expects, on the device.
     images = DeviceHalf(preprocessor, run.policy_config)
     compiler = None
@@ -97,9 +97,9 @@ def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, torch.dtype
 def start_policy(run: Run) -> PreTrainedPolicy:
     """The policy as the run starts from it, on the CPU: pretrained, or seeded random weights if that was asked for."""
     if run.policy_folder is not None:
-        return load_policy(run.policy_folder, run.policy_config)
+        return load_policy(run.policy_folder, run.policy_config, trusted=run.config.policy_trust_remote_code)
     torch.manual_seed(run.config.seed)
-    return new_policy(run.policy_config)
+    return new_policy(run.policy_config, trusted=run.config.policy_trust_remote_code)
 
 
 def build_optimizer(run: Run, loss: PolicyLoss) -> TrainableOptimizer:
@@ -375,5 +375,5 @@ def export(run: Run, trained: TrainableOptimizer) -> None:
     policy = start_policy(run)
     tensors = policy.state_dict()
     load_checkpoint(newest, {name: tensors[name] for name in trained.named()})
-    pre, post = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
+    pre, post = run.processors()
     save_pretrained(policy, pre, post, run.output_dir / "pretrained_model")

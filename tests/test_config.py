@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from config import CONFIG_NAME, HUB_FLAGS, PRESETS, Config, flag_names, help_text, parse_args
+from config import CONFIG_NAME, POLICY_FLAGS, PRESETS, Config, flag_names, help_text, parse_args
 
 DATA = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
 
@@ -163,5 +163,7 @@ def test_a_range_of_workers():
 def test_every_flag_that_help_names_is_one():
     named = set(re.findall(r"^  --([\w.]+)", help_text(), flags=re.MULTILINE))
     policy = {name for name in named if name.startswith("policy.")}
-    assert policy == {f"policy.{name}" for name in ("path", "type", "pretrained_revision", "OPTION")} | HUB_FLAGS.keys()
+    assert (
+        policy == {f"policy.{name}" for name in ("path", "type", "pretrained_revision", "OPTION")} | POLICY_FLAGS.keys()
+    )
     assert named - policy == flag_names().keys() - {"push_to_hub"}

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from policy import match_features, save_pretrained
 from processors import DeviceHalf, Prepare, make_processors, required_stats, to_float
+from remote_code import remote_code
 from tests.datasets import make_dataset
 from tests.tiny import make_config
 from tiny_pi05 import TinyPI05Policy, make_tiny_base, make_tokenizer
@@ -386,10 +387,10 @@ def test_a_tokenizer_that_brings_its_own_code_is_refused(case, tmp_path, monkeyp
     description = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
     (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps(description))
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # what somebody in a hurry answers
-    with pytest.raises(ValueError, match="contains custom code"):
+    with pytest.raises(ValueError, match="only be loaded by code that comes with it, which is not run"):
         make_processors(folder, case.config, case.meta.stats, {})
     assert not victim.exists()
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), remote_code(trusted=True):
         AutoTokenizer.from_pretrained(folder / "tokenizer")
     assert victim.exists()
 

@@ -2,14 +2,17 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+import run_plan
 import tiny_pi05
-from config import parse_args
+from checkpoint import Progress, commit, write_pieces
+from config import CONFIG_NAME, parse_args
 from lerobot_metadata import load_metadata
 from pi05_loss import check_batch
 from policy import load_policy
@@ -244,3 +247,58 @@ def test_paths_from_the_home_folder(setting, monkeypatch):
     )
     assert (run.metas[0].root, run.policy_folder, run.output_dir) == (str(root), base, folder / "out")
     assert run.config.policy_path == str(base) and run.config.output_dir == str(folder / "out")
+
+
+@pytest.fixture
+def started(setting, tmp_path):
+    """The folder of a run with a checkpoint, and a base of its own that may be changed."""
+    folder, dataset, base = setting
+    base = Path(shutil.copytree(base, tmp_path / "base"))
+    run = plan((tmp_path, dataset, base))
+    run.output_dir.mkdir()
+    (run.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
+    step = run.checkpoints_dir / "step_00000002"
+    progress = Progress(2, 8, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
+    commit(step, progress, write_pieces(step, {}))
+    return run.output_dir, base
+
+
+def resumed(output_dir, *flags):
+    return resolve(parse_args(["--resume", f"--output_dir={output_dir}", *flags]), gpus_found=0)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "policy_preprocessor.json", "tokenizer/new.json"])
+def test_a_run_that_is_resumed_opens_no_base_but_its_own(started, monkeypatch, file):
+    """Whoever can write its config.json could name any folder there."""
+    output_dir, base = started
+    assert resumed(output_dir).base["files"].keys() >= {"config.json", "policy_preprocessor.json"}
+    (base / file).parent.mkdir(exist_ok=True)
+    (base / file).write_bytes((base / file).read_bytes() + b" " if (base / file).exists() else b"{}")
+    monkeypatch.setattr(run_plan, "_policy_config", None)  # where the first of its files would be opened
+    with pytest.raises(ValueError, match="the base policy is not the one the run was started from"):
+        resumed(output_dir)
+
+
+def test_a_checkpoint_from_before_the_files_were_listed_resumes(started):
+    output_dir, _ = started
+    state = output_dir / "checkpoints" / "step_00000002" / "state.json"
+    saved = json.loads(state.read_text())["progress"]
+    del saved["base"]["files"]
+    commit(state.parent, Progress(**saved), write_pieces(state.parent, {}))
+    assert resumed(output_dir).steps == 5
+
+
+def test_a_type_that_brings_code_is_refused_unless_this_start_allows_it(setting, started):
+    folder, dataset, _ = setting
+    flags = ["--policy.type=pi0_fast", f"--dataset.root={dataset}", f"--output_dir={folder / 'out'}", "--batch_size=4"]
+    flags += ["--train.mode=full"]
+    refusal = "'pi0_fast' runs code that comes with lerobot/fast-action-tokenizer: .*--policy.trust_remote_code true"
+    with pytest.raises(ValueError, match=refusal):
+        resolve(parse_args(flags), gpus_found=0)
+    with pytest.raises(ValueError, match="cannot be built"):  # further: there is no Hub here
+        resolve(parse_args([*flags, "--policy.trust_remote_code", "true"]), gpus_found=0)
+    # A run's folder cannot ask for it.
+    path = started[0] / CONFIG_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "policy_trust_remote_code": True}))
+    assert not resumed(started[0]).config.policy_trust_remote_code
+    assert resumed(started[0], "--policy.trust_remote_code=true").config.policy_trust_remote_code

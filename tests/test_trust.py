@@ -1,7 +1,7 @@
 """What came from elsewhere runs no code, and a secret stays where it was given.
 
-Here is what holds for the whole program and for its own checkpoints. docs/reliability.md lists the tests of the other
-ways in: policies, processors, data files, the Hub.
+Here is what holds for the whole program and for its own checkpoints. Policies that want to run something are loaded in
+test_remote_code.py; docs/reliability.md lists the tests of the other ways in.
 """
 
 import ast
