@@ -6,7 +6,7 @@ SHELL := /bin/sh
 PYTHON := .venv/bin/python
 # Written last, so a set-up that broke off half way has none and is done again.
 STAMP := .venv/.complete
-MYPY_TARGETS := $(wildcard *.py ci/*.py diagnostics benchmarks)
+MYPY_TARGETS := $(wildcard *.py ci/*.py vla_finetuning diagnostics benchmarks)
 # Extra arguments for the target's command: make test ARGS="-k lock"
 ARGS ?=
 

@@ -2,7 +2,7 @@
 
 Rows are those of ``LeRobotDataset.__getitem__`` (pyav backend, ``return_uint8=True``), except that camera columns are
 uint8 (H, W, 3), depth maps float32 (H, W, 1), `index` is absolute, and there is one more column, `dataset_index`. A
-read task is given a few window slices of the plan (`lerobot_plan.py`), decodes exactly the frames they name, each video
+read task is given a few window slices of the plan (`data/plan.py`), decodes exactly the frames they name, each video
 forward, straight into the arrays that become Arrow blocks, and emits them as fixed-shape tensors that come out of Ray
 zero-copy.
 
@@ -26,10 +26,17 @@ from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
-from config import DatasetOptions, OnError
-from lerobot_metadata import CAMERA_DTYPES, DatasetMetadata, Feature, check_files, load_metadata, select_episodes
-from lerobot_plan import Episodes, StreamPlan, WindowSlice, task_bounds
-from lerobot_rows import (
+from vla_finetuning.config import DatasetOptions, OnError
+from vla_finetuning.data.metadata import (
+    CAMERA_DTYPES,
+    DatasetMetadata,
+    Feature,
+    check_files,
+    load_metadata,
+    select_episodes,
+)
+from vla_finetuning.data.plan import Episodes, StreamPlan, WindowSlice, task_bounds
+from vla_finetuning.data.rows import (
     BOOKKEEPING,
     IS_PAD,
     IS_SKIPPED,
@@ -42,7 +49,7 @@ from lerobot_rows import (
     read_rows,
     row_dtype,
 )
-from storage import StoragePolicy
+from vla_finetuning.data.storage import StoragePolicy
 
 # Rows walked through in one go: fewer mix better, and jump more often. With LeRobot's key frame every other frame, 1.04
 # frames were decoded for one by 16, 1.03 by 32, 1.08 by 8; an object store is asked 1.3 times as often as by 32.
@@ -65,11 +72,11 @@ class LeRobotDatasource(Datasource):
         columns: other features of the datasets that are wanted, in which alone they must agree; None for all.
         delta_timestamps: key -> offsets in seconds, as LeRobot.
         image_size: (height, width) that cameras are fitted into; None for as stored.
-        weights: of the datasets in a mixture, see `lerobot_plan`; None to read every row once per epoch.
+        weights: of the datasets in a mixture, see `data.plan`; None to read every row once per epoch.
         shuffle_seed: None for stored order.
         shuffle_window: rows shuffled among themselves, at most; fewer when a window would exceed READ_BYTES, and a
             multiple of SEGMENT_ROWS.
-        stream: (first, last) positions of the run's stream (see `lerobot_plan`); None for one epoch. Rows then also
+        stream: (first, last) positions of the run's stream (see `data.plan`); None for one epoch. Rows then also
             carry `position`, their place in it. A long stream is read in several executions: the n-th execution of the
             dataset reads the n-th part, so that a consumer iterates until the stream is done.
         rows_multiple: executions end at multiples of this many rows after `first`.
@@ -434,7 +441,7 @@ def read_lerobot(
         image_size: (height, width) that frames are fitted into right after decoding, proportions kept, black around, as
             PI0.5 does with its 224x224, within one level of uint8 (`lerobot_decode.resize_with_pad`). What enters the
             object store is then 1.5 times less for cameras of 240x320, 6.1 times for 480x640. None: as stored.
-        shuffle_seed: None for stored order; otherwise rows are shuffled (see `lerobot_plan`), the same way for the
+        shuffle_seed: None for stored order; otherwise rows are shuffled (see `data.plan`), the same way for the
             same seed.
         shuffle_window: rows shuffled among themselves.
         tolerance_s: how far a video frame may lie from its row's timestamp, in seconds.

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel import accumulating, whole
+from vla_finetuning.training.parallel import accumulating, whole
 
 logger = logging.getLogger(__name__)
 

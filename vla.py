@@ -29,28 +29,6 @@ from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
-import cluster
-from checkpoint import latest_checkpoint, load_checkpoint, load_progress
-from config import Strategy, help_text, parse_args
-from evaluate import error_table, evaluate_run
-from failures import StopRetrying, root_cause
-from hub import check_push, push_policy
-from parallel import spread
-from pi05_loss import PolicyLoss
-from processors import Prepare
-from progress import MetricsLog, RowsLog, follow_progress, log_to
-from run_folder import (
-    changed_options,
-    check_place,
-    claim_folder,
-    prepare_folder,
-    start_attempt,
-    stop_requested,
-    stopping_on_signals,
-)
-from run_plan import Run, describe, resolve, with_stats
-from tracking import require_tracker, track
-from training_data import Dealt, Deferred, TrainingData, or_timeout, stream_batches
 from util import (
     UNWATCHED,
     Clock,
@@ -62,7 +40,29 @@ from util import (
     enable_gpu_perf_flags,
     train_step,
 )
-from worker import (
+from vla_finetuning.config import Strategy, help_text, parse_args
+from vla_finetuning.data.hub import check_push, push_policy
+from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.processors import Prepare
+from vla_finetuning.report.tracking import require_tracker, track
+from vla_finetuning.run import cluster
+from vla_finetuning.run.checkpoint import latest_checkpoint, load_checkpoint, load_progress
+from vla_finetuning.run.failures import StopRetrying, root_cause
+from vla_finetuning.run.folder import (
+    changed_options,
+    check_place,
+    claim_folder,
+    prepare_folder,
+    start_attempt,
+    stop_requested,
+    stopping_on_signals,
+)
+from vla_finetuning.run.plan import Run, describe, resolve, with_stats
+from vla_finetuning.run.progress import MetricsLog, RowsLog, follow_progress, log_to
+from vla_finetuning.training.parallel import spread
+from vla_finetuning.training.stream import Dealt, Deferred, TrainingData, or_timeout, stream_batches
+from vla_finetuning.training.worker import (
     CheckpointWriter,
     build_model,
     build_optimizer,
@@ -150,7 +150,7 @@ def train(
         device,
         world,
         autocast=autocast,
-        # Of PI0.5, nothing that trains is ever without a gradient (pi05_loss.choose_trainable).
+        # Of PI0.5, nothing that trains is ever without a gradient (pi05.choose_trainable).
         find_unused_parameters=config.scaling.find_unused_parameters,
     )
     optimizer = make_optimizer(run, policy_loss)
@@ -264,7 +264,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not ray.is_initialized():
                 held.callback(ray.shutdown)
             run, data_options = on_cluster(run)
-            from report import keep_report, record_run  # not above: training processes need no matplotlib
+            from vla_finetuning.report.page import (  # not above: training processes need no matplotlib
+                keep_report,
+                record_run,
+            )
 
             record_run(run, describe(run), ray.cluster_resources())
             held.enter_context(keep_report(run.output_dir))
@@ -308,7 +311,7 @@ def push(output_dir: Path, repo_id: str) -> int:
         print(f"Pushed       {push_policy(output_dir, repo_id)}")
         return 0
     except Exception as error:  # whatever an upload may end with, the policy is there
-        again = f"the policy is trained; `python hub.py {output_dir}` tries again to push it"
+        again = f"the policy is trained; `python -m vla_finetuning.data.hub {output_dir}` tries again to push it"
         print(f"error: {root_cause(error)}\n{again}", file=sys.stderr)
         return 4
 

@@ -36,7 +36,7 @@ import numpy as np
 from diagnostics.environment import Environment
 
 if TYPE_CHECKING:
-    from lerobot_plan import StreamPlan
+    from vla_finetuning.data.plan import StreamPlan
 
 BATCH, WINDOW, FPS, EPISODE_ROWS = 8, 50, 30, 100
 OUR_ROWS, PEER_ROWS = 6000, 800  # read in one go; a DataLoader is too slow for more
@@ -80,7 +80,7 @@ def _scratch(folder: Path) -> Path:
 def ours(root: Path, rows: int, **options: Any) -> Iterator[dict[str, np.ndarray]]:
     """Epoch after epoch, `rows` in all, as training reads."""
     from lerobot_datasource import LeRobotDatasource, read_source
-    from lerobot_metadata import load_metadata
+    from vla_finetuning.data.metadata import load_metadata
 
     windows = {"action": [i / FPS for i in range(WINDOW)]}
     source = LeRobotDatasource([load_metadata(root)], delta_timestamps=windows, stream=(0, rows), **options)
@@ -168,7 +168,7 @@ def distinct_episodes_at_random(length: np.ndarray, batch_rows: int) -> float:
 def mixing(windows: Sequence[int], episodes: int, rows: int) -> dict[str, Any]:
     """Distinct episodes per batch for several `shuffle_window`s, of a dataset of equal episodes."""
     from lerobot_datasource import SEGMENT_ROWS
-    from lerobot_plan import Episodes, StreamPlan
+    from vla_finetuning.data.plan import Episodes, StreamPlan
 
     number, length = np.arange(episodes), np.full(episodes, rows)
     drawn_from = Episodes(np.zeros(episodes, np.int32), number, number * rows, length)
@@ -253,7 +253,7 @@ class Watch:
         self.cpu_s = sum(self._used.values()) - self._before
 
     def _look(self) -> None:
-        from progress import object_store
+        from vla_finetuning.run.progress import object_store
 
         while not self._done.wait(0.5):
             self.store = max(self.store, object_store().object_store_bytes_used)
@@ -296,7 +296,7 @@ def planning(root: Path, episodes: Sequence[int], rows: int = 300) -> dict[str, 
     from ray import cloudpickle
 
     from lerobot_datasource import LeRobotDatasource
-    from lerobot_metadata import load_metadata
+    from vla_finetuning.data.metadata import load_metadata
 
     found: dict[str, Any] = {}
     meta = load_metadata(root)

@@ -29,7 +29,7 @@ import psutil
 
 from benchmarks.data import RESULTS
 from diagnostics.environment import Environment
-from run_folder import ATTEMPTS_NAME, METRICS_NAME, attempts, read_lines
+from vla_finetuning.run.folder import ATTEMPTS_NAME, METRICS_NAME, attempts, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 # What Ray calls the processes.
@@ -59,7 +59,7 @@ def main() -> int:
 def soak(folder: Path, seconds: float, rng: random.Random) -> dict[str, Any]:
     """Kill and resume for so long, then stop the run and check it."""
     from diagnostics.check_rows import check_rows
-    from run_plan import resolve
+    from vla_finetuning.run.plan import resolve
 
     output_dir = folder / "run"
     flags = first_flags(folder, output_dir)
@@ -85,7 +85,7 @@ def soak(folder: Path, seconds: float, rng: random.Random) -> dict[str, Any]:
     (output_dir / "stop").touch()
     status = driver.wait()
     config = json.loads((output_dir / "config.json").read_text())
-    from config import parse_args
+    from vla_finetuning.config import parse_args
 
     run = resolve(parse_args([f"--output_dir={output_dir}", "--resume"]), gpus_found=0)
     epochs = check_rows(run)
@@ -106,9 +106,9 @@ def soak(folder: Path, seconds: float, rng: random.Random) -> dict[str, Any]:
 
 def first_flags(folder: Path, output_dir: Path) -> list[str]:
     """Flags of a small run that would go on for hours."""
-    import tiny_pi05
-    from lerobot_metadata import load_metadata
     from tests.datasets import make_dataset
+    from vla_finetuning.data.metadata import load_metadata
+    from vla_finetuning.policies import tiny_pi05
 
     root = make_dataset(folder / "dataset", episodes=(40, 25, 33, 1, 18, 52))
     meta = load_metadata(root)

@@ -46,12 +46,7 @@ from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config import Attention, Config, TrainMode
 from diagnostics.environment import Environment
-from pi05_loss import PolicyLoss, cast_frozen, choose_trainable, flops_per_sample, sample_noise_and_time
-from processors import DeviceHalf, to_float
-from step_memory import step_memory
-from tiny_pi05 import TinyPI05Config
 from util import (
     NumpyToTorchCollate,
     TimedIterator,
@@ -62,6 +57,17 @@ from util import (
     peak_flops,
     train_step,
 )
+from vla_finetuning.config import Attention, Config, TrainMode
+from vla_finetuning.policies.memory import step_memory
+from vla_finetuning.policies.pi05 import (
+    PolicyLoss,
+    cast_frozen,
+    choose_trainable,
+    flops_per_sample,
+    sample_noise_and_time,
+)
+from vla_finetuning.policies.processors import DeviceHalf, to_float
+from vla_finetuning.policies.tiny_pi05 import TinyPI05Config
 
 Columns = dict[str, np.ndarray]
 Draws = tuple[torch.Tensor, torch.Tensor]
@@ -450,12 +456,12 @@ def live(mode: TrainMode, device: torch.device, bf16: bool, size: int, accum: in
 
     import vla
     from benchmarks.data import make
-    from config import parse_args
-    from lerobot_metadata import load_metadata
-    from run_plan import resolve
-    from tiny_pi05 import make_tiny_base
-    from training_data import Dealt, stream_batches
-    from worker import policy_batches
+    from vla_finetuning.config import parse_args
+    from vla_finetuning.data.metadata import load_metadata
+    from vla_finetuning.policies.tiny_pi05 import make_tiny_base
+    from vla_finetuning.run.plan import resolve
+    from vla_finetuning.training.stream import Dealt, stream_batches
+    from vla_finetuning.training.worker import policy_batches
 
     cpus = os.cpu_count() or 1
     ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

@@ -40,12 +40,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import vla
-import worker
-from config import help_text, parse_args
-from pi05_loss import PolicyLoss, meta_policy
-from run_plan import Run, resolve
-from training_data import Dealt
 from util import Batch, NumpyToTorchCollate, Window
+from vla_finetuning.config import help_text, parse_args
+from vla_finetuning.policies.pi05 import PolicyLoss, meta_policy
+from vla_finetuning.run.plan import Run, resolve
+from vla_finetuning.training import worker
+from vla_finetuning.training.stream import Dealt
 
 aten = torch.ops.aten
 

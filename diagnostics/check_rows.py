@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint import latest_checkpoint, load_progress
-from config import parse_args
-from progress import recorded_rows
-from run_folder import ROWS_NAME, attempts
-from run_plan import Run, resolve
+from vla_finetuning.config import parse_args
+from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
+from vla_finetuning.run.folder import ROWS_NAME, attempts
+from vla_finetuning.run.plan import Run, resolve
+from vla_finetuning.run.progress import recorded_rows
 
 Row = tuple[int, int]  # dataset_index, index
 

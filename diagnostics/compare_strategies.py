@@ -2,8 +2,9 @@
 
     python -m diagnostics.compare_strategies --preset demo
 
-takes the flags of `vla.py` and runs that program's training step with each way of spreading parameters (`parallel.py`),
-one after the other in the same workers, on the same model, noise and batches of the run's data, read once beforehand.
+takes the flags of `vla.py` and runs that program's training step with each way of spreading parameters
+(`training/parallel.py`), one after the other in the same workers, on the same model, noise and batches of the run's
+data, read once beforehand.
 On GPUs it then tries larger and larger batches, as long as the next one will fit, to find the largest. Own flags, each
 also an environment variable in capitals:
 
@@ -35,16 +36,16 @@ import torch.distributed as dist
 from torch import nn
 
 import vla
-from config import Strategy
 from diagnostics.environment import Environment, Record
 from diagnostics.page import time_line
 from diagnostics.report import Options, Report, Result, count, host_batches, run_tool, scratch_run
-from parallel import part, spread
-from pi05_loss import sample_noise_and_time
-from run_plan import Run
-from training_data import Dealt
 from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
-from worker import build_model, build_optimizer, noise_for, policy_batches
+from vla_finetuning.config import Strategy
+from vla_finetuning.policies.pi05 import sample_noise_and_time
+from vla_finetuning.run.plan import Run
+from vla_finetuning.training.parallel import part, spread
+from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.worker import build_model, build_optimizer, noise_for, policy_batches
 
 WARMUP_STEPS = 3
 BATCHES = 4

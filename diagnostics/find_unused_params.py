@@ -29,14 +29,14 @@ import torch
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from torch import Tensor
 
-import cluster
 from diagnostics.environment import Environment, Record
 from diagnostics.page import shares
 from diagnostics.report import Options, Report, Result, count, host_batches, run_tool, scratch_run, truth
-from run_plan import Run, with_stats
-from training_data import Dealt
 from util import UNWATCHED, Clock, TrainableOptimizer, cuda_prefetcher, train_step
-from worker import build_model, build_optimizer, noise_for, policy_batches
+from vla_finetuning.run import cluster
+from vla_finetuning.run.plan import Run, with_stats
+from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.worker import build_model, build_optimizer, noise_for, policy_batches
 
 # `sometimes`: without a gradient in some batches. `zero`: a gradient always, and never another than zero.
 Fate = Literal["unused", "sometimes", "zero", "frozen", "used"]
@@ -201,7 +201,7 @@ def advice(report: UnusedReport, run: Run) -> list[str]:
     said = []
     if isinstance(run.policy_config, PI05Config):
         said.append(
-            "PI0.5's unused parts are frozen by pi05_loss.choose_trainable: these are parts that it does not know; add "
+            "PI0.5's unused parts are frozen by pi05.choose_trainable: these are parts that it does not know; add "
             "them to its list."
         )
     elif report.of("unused"):

@@ -35,18 +35,18 @@ import numpy as np
 import ray
 import torch
 
-import lerobot_rows
 import vla
 from diagnostics.environment import Environment, Record
 from diagnostics.page import shares, time_line
 from diagnostics.profile_step import StepReport
 from diagnostics.report import Options, Report, Result, Spread, count, run_tool, scratch_run
-from lerobot_decode import VideoReader
-from processors import Prepare
-from progress import object_store
-from run_plan import Run
-from training_data import Dealt, Deferred, TrainingData
 from util import Batch, Clock, NumpyToTorchCollate, Phase
+from vla_finetuning.data import rows as lerobot_rows
+from vla_finetuning.data.decode import VideoReader
+from vla_finetuning.policies.processors import Prepare
+from vla_finetuning.run.plan import Run
+from vla_finetuning.run.progress import object_store
+from vla_finetuning.training.stream import Dealt, Deferred, TrainingData
 
 Columns = dict[str, np.ndarray]
 Stage = Literal["read", "decode", "convert", "resize", "shuffle", "prepare", "transfer", "collate", "other"]

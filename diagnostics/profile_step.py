@@ -48,11 +48,11 @@ from diagnostics.page import shares, time_line
 from diagnostics.report import Options, Report, Result, Spread, count, run_tool, scratch_run, truth
 from diagnostics.step_clock import MEASURED, Communication, Pass, StepClock, Times
 from diagnostics.step_comparison import compare, judge
-from pi05_loss import PolicyLoss
-from run_folder import LOG_NAME, prepare_folder
-from run_plan import Run
 from util import UNWATCHED, Clock, Phase, TrainableOptimizer
-from worker import build_optimizer, flops_share
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.run.folder import LOG_NAME, prepare_folder
+from vla_finetuning.run.plan import Run
+from vla_finetuning.training.worker import build_optimizer, flops_share
 
 # A pass is at least so many blocks: their spread is what a difference between two runs is judged by.
 MIN_BLOCKS = 5

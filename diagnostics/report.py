@@ -21,13 +21,13 @@ from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 
 import vla
-from config import help_text, parse_args
 from diagnostics.environment import Environment, Record
 from diagnostics.page import page
-from failures import root_cause
-from run_plan import Run, resolve
-from training_data import Dealt
 from util import Batch, NumpyToTorchCollate
+from vla_finetuning.config import help_text, parse_args
+from vla_finetuning.run.failures import root_cause
+from vla_finetuning.run.plan import Run, resolve
+from vla_finetuning.training.stream import Dealt
 
 TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 

@@ -5,8 +5,8 @@
 
 The page shows every camera at a few moments of an episode, state and action curves, how long the episodes are, what
 they are told to do, and the ranges that a policy's input is normalised by. It warns of what training would suffer from;
-`dataset_look.py` says what is looked for, and how much of a large dataset is read. Exit status: 0, with warnings too; 2
-when there is no such dataset or it cannot be read.
+`report/dataset_look.py` says what is looked for, and how much of a large dataset is read. Exit status: 0, with warnings
+too; 2 when there is no such dataset or it cannot be read.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dataset_look import look_at
-from lerobot_metadata import fetch_dataset, load_metadata
-from report import write_dataset_page
+from vla_finetuning.data.metadata import fetch_dataset, load_metadata
+from vla_finetuning.report.dataset_look import look_at
+from vla_finetuning.report.page import write_dataset_page
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from demo import writing_videos
+from vla_finetuning.demo import writing_videos
 
 FRAME_NUMBER_BITS = 16
 EXTRA_FEATURES: dict[str, dict] = {

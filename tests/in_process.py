@@ -10,13 +10,13 @@ import ray
 import ray.train.collective
 import torch
 
-import tiny_pi05
 import vla
-from config import parse_args
-from lerobot_metadata import load_metadata
-from run_plan import resolve
 from tests.datasets import make_dataset
-from training_data import Dealt
+from vla_finetuning.config import parse_args
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.run.plan import resolve
+from vla_finetuning.training.stream import Dealt
 
 TINY = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
 

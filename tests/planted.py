@@ -15,11 +15,11 @@ import ray
 import ray.train
 import torch
 
-import checkpoint
 import vla
-from pi05_loss import PolicyLoss
-from run_folder import attempts
 from tests.planted_data import DataFault, FaultyPrepare, note
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.run import checkpoint
+from vla_finetuning.run.folder import attempts
 
 
 @dataclass(frozen=True)

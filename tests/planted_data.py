@@ -1,6 +1,6 @@
 """Faults planted into a run's data, at a chosen row; and what was planted when.
 
-Kept apart from `planted`, as `training_data` is from `vla`: Ray's controller and its data coordinators open it too, and
+Kept apart from `planted`, as `training.stream` is from `vla`: Ray's controller and data coordinators open it too, and
 need not import LeRobot for that.
 
 What happens when goes to `OUTPUT_DIR/planted.jsonl`, `{"event": "fault" or "step", "attempt": 0, "time": seconds}`, so
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from run_folder import attempts, read_lines
-from training_data import Deferred
+from vla_finetuning.run.folder import attempts, read_lines
+from vla_finetuning.training.stream import Deferred
 
 EVENTS_NAME = "planted.jsonl"
 GREED_BYTES = 10 * 2**30

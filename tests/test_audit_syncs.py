@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_pi05
 import vla
-import worker
-from config import parse_args
 from diagnostics import audit_syncs
-from lerobot_metadata import load_metadata
-from pi05_loss import PolicyLoss
-from processors import DeviceHalf
-from run_plan import resolve
 from tests.datasets import make_dataset
 from util import NumpyToTorchCollate, TrainableOptimizer, Window
+from vla_finetuning.config import parse_args
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.processors import DeviceHalf
+from vla_finetuning.run.plan import resolve
+from vla_finetuning.training import worker
 
 CPU = torch.device("cpu")
 

@@ -5,10 +5,10 @@ import time
 import pytest
 
 from lerobot_datasource import LeRobotDatasource, read_source
-from lerobot_metadata import load_metadata
-from progress import spilled_bytes
 from tests import clusters
 from tests.datasets import make_dataset
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.run.progress import spilled_bytes
 
 STORE_BYTES = 100 * 10**6
 ROWS, SIZE = 240, (480, 640)  # 221 MB of frames

@@ -13,16 +13,16 @@ import torch
 from lerobot.configs.policies import PreTrainedConfig
 from safetensors.torch import load_file, save_file
 
-import tiny_pi05
 import vla
-import worker
-from checkpoint import SPARE_BYTES
-from config import parse_args
-from lerobot_metadata import load_metadata
-from policy import load_policy
-from run_folder import LOG_NAME
-from run_plan import resolve, with_stats
 from tests.datasets import make_dataset
+from vla_finetuning.config import parse_args
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.policies.loading import load_policy
+from vla_finetuning.run.checkpoint import SPARE_BYTES
+from vla_finetuning.run.folder import LOG_NAME
+from vla_finetuning.run.plan import resolve, with_stats
+from vla_finetuning.training import worker
 
 TOP, WRIST, SIDE = (f"observation.images.{name}" for name in ("top", "wrist", "side"))
 FRAMES = 54

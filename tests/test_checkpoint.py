@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
-from checkpoint import (
+from util import make_trainable_optimizer
+from vla_finetuning.run import checkpoint
+from vla_finetuning.run.checkpoint import (
     OPTIMIZER,
     TRAINABLE,
     Piece,
@@ -25,7 +26,6 @@ from checkpoint import (
     set_aside_damaged,
     write_pieces,
 )
-from util import make_trainable_optimizer
 
 PROGRESS = Progress(
     step=7, rows=56, stream={"seed": 0, "rows_per_epoch": 99}, base={"digest": "x"}, mode="full", global_batch_size=8

@@ -27,10 +27,19 @@ from ray._private.runtime_env import packaging
 from ray.data import DataContext, ExecutionResources
 from ray.data._internal.execution.resource_manager import ResourceManager
 
-import cluster
-from cluster import Needs, check_nodes, connect, data_limits, node_needs, probe, running_cluster, runtime_env
-from config import Config
 from tests import clusters
+from vla_finetuning.config import Config
+from vla_finetuning.run import cluster
+from vla_finetuning.run.cluster import (
+    Needs,
+    check_nodes,
+    connect,
+    data_limits,
+    node_needs,
+    probe,
+    running_cluster,
+    runtime_env,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = {name: cluster._public(importlib.metadata.version(name)) for name in cluster.PACKAGES}
@@ -48,7 +57,8 @@ def test_every_module_and_template_of_the_program_is_sent(tmp_path):
     environment = runtime_env()
     assert Path(environment["working_dir"]) == ROOT
     sent = shipped(ROOT, environment["excludes"], tmp_path)
-    code = (*ROOT.glob("*.py"), *ROOT.glob("diagnostics/*.py"), *ROOT.glob("templates/*"))
+    package = ROOT / "vla_finetuning"
+    code = (*ROOT.glob("*.py"), *ROOT.glob("diagnostics/*.py"), *package.rglob("*.py"), *package.glob("*/templates/*"))
     modules = [p.relative_to(ROOT) for p in code]
     assert sent == sorted(map(str, modules)) and "vla.py" in sent
 
@@ -57,7 +67,9 @@ def test_nothing_but_code_is_sent(tmp_path):
     project = tmp_path / "project"
     stay = [".env", ".git/config", ".venv/lib/a.py", "outputs/run/config.json", ".cache/demo/x.mp4", "token", "a.pem"]
     stay += ["my_data/meta/info.json", "tests/test_x.py", "diagnostics/trace.json", "diagnostics/old/x.py", "sub/x.py"]
-    go = ["vla.py", "diagnostics/__init__.py", "templates/report.html"]
+    stay += ["vla_finetuning/notes.json", "vla_finetuning/data/token", "vla_finetuning/data/old/x.py"]
+    go = ["vla.py", "diagnostics/__init__.py", "vla_finetuning/config.py", "vla_finetuning/data/plan.py"]
+    go += ["vla_finetuning/report/templates/report.html"]
     for name in stay + go:
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text("secret")
@@ -237,8 +249,8 @@ def test_a_cluster_that_is_gone_is_not_waited_for(monkeypatch, caplog):
     with socket.socket() as head:
         head.bind(("", 0))
         address = f"127.0.0.1:{head.getsockname()[1]}"
-        monkeypatch.setattr("cluster.services.find_gcs_addresses", set)
-        monkeypatch.setattr("cluster.services.find_bootstrap_address", lambda temp_dir: address)
+        monkeypatch.setattr("vla_finetuning.run.cluster.services.find_gcs_addresses", set)
+        monkeypatch.setattr("vla_finetuning.run.cluster.services.find_bootstrap_address", lambda temp_dir: address)
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         assert running_cluster() is None
         assert "does not answer; starting one here" in caplog.text
@@ -250,7 +262,7 @@ def test_a_cluster_that_is_gone_is_not_waited_for(monkeypatch, caplog):
         assert running_cluster().endswith(f":{port}")
         monkeypatch.delenv("RAY_ADDRESS")
         assert running_cluster().endswith(f":{port}")
-        monkeypatch.setattr("cluster.services.find_bootstrap_address", lambda temp_dir: None)
+        monkeypatch.setattr("vla_finetuning.run.cluster.services.find_bootstrap_address", lambda temp_dir: None)
         assert running_cluster() is None
 
 
@@ -273,7 +285,7 @@ def two_nodes(tmp_path, monkeypatch, no_ray_cluster):
 
 @ray.remote
 def where_code_is():
-    import config
+    from vla_finetuning import config
 
     return inspect.getfile(config), sorted(os.listdir(os.path.dirname(inspect.getfile(config))))
 
@@ -357,7 +369,7 @@ def test_a_run_that_waits_for_room_is_ended_by_ctrl_c(ray_cluster, tmp_path):
     script = (
         # What is started in the background of a shell ignores it otherwise.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import cluster; from tests.test_cluster import wanting; cluster.LOOK_EVERY_S = 0.2\n"
+        "from vla_finetuning.run import cluster; from tests.test_cluster import wanting; cluster.LOOK_EVERY_S = 0.2\n"
         "cluster.connect(); cluster.wait_for_room(wanting(3600, cpus_per_worker=100.0))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import compiling
-from compiling import Compiler, why_not
-from pi05_loss import PolicyLoss, choose_trainable
 from tests.test_pi05_loss import process_group  # noqa: F401  (a fixture)
 from tests.tiny import make_batch, make_policy
 from util import make_trainable_optimizer, train_step
+from vla_finetuning.policies import compiling
+from vla_finetuning.policies.compiling import Compiler, why_not
+from vla_finetuning.policies.pi05 import PolicyLoss, choose_trainable
 
 CPU = torch.device("cpu")
 
@@ -144,7 +144,7 @@ def test_a_failure_is_one_warning_and_the_step_is_right(backend, checkpointing, 
         assert (parameter.grad is None) is (reference.grad is None), name
         assert parameter.grad is None or torch.equal(parameter.grad, reference.grad), name
     module(*batch).backward()
-    warnings = [record.getMessage() for record in caplog.records if record.name == "compiling"]
+    warnings = [record.getMessage() for record in caplog.records if record.name == "vla_finetuning.policies.compiling"]
     assert len(warnings) == 1
     assert warnings[0].startswith("torch.compile failed, the run goes on without it: ")
     assert "no code generator" in warnings[0] or "no such kernel" in warnings[0]

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from config import CONFIG_NAME, POLICY_FLAGS, PRESETS, Config, flag_names, help_text, parse_args
+from vla_finetuning.config import CONFIG_NAME, POLICY_FLAGS, PRESETS, Config, flag_names, help_text, parse_args
 
 DATA = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
 
@@ -140,7 +140,7 @@ def test_modules_only_define():
     import subprocess
     import sys
 
-    code = "import config, sys; sys.exit(any(m in sys.modules for m in ('ray', 'torch', 'lerobot')))"
+    code = "import vla_finetuning.config, sys; sys.exit(any(m in sys.modules for m in ('ray', 'torch', 'lerobot')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from ci.validate_build_yaml import ComputeConfig, Faults, Yaml, check_compute_config, parse
-from config import PRESETS, parse_args
+from vla_finetuning.config import PRESETS, parse_args
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -133,8 +133,7 @@ def test_the_rayjob():
 
 def test_the_container_holds_every_module():
     copied = re.findall(r"^COPY --chown=ray (\S+) ", (CONFIGS / "Containerfile").read_text(), flags=re.MULTILINE)
-    assert copied == ["requirements.lock", "*.py", "diagnostics", "templates"]
-    imported = set(
-        re.findall(r"^(?:from|import) (benchmarks|ci|tests)\b", "".join(map(Path.read_text, ROOT.glob("*.py"))))
-    )
+    assert copied == ["requirements.lock", "*.py", "diagnostics", "vla_finetuning"]
+    code = [*ROOT.glob("*.py"), *ROOT.glob("vla_finetuning/**/*.py")]
+    imported = set(re.findall(r"^(?:from|import) (benchmarks|ci|tests)\b", "".join(map(Path.read_text, code))))
     assert not imported, "the program must not import what is not copied"

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import dataset_stats
-from dataset_stats import STATISTICS, aggregate_episode_stats, complete_stats, file_episode_stats
-from lerobot_metadata import load_metadata, rename_features
 from tests.datasets import make_dataset
+from vla_finetuning.data import statistics as dataset_stats
+from vla_finetuning.data.metadata import load_metadata, rename_features
+from vla_finetuning.data.statistics import STATISTICS, aggregate_episode_stats, complete_stats, file_episode_stats
 
 # Of one frame, shorter and longer than each other, in several parquet files.
 EPISODES = (12, 7, 15, 1, 10, 9)

@@ -14,8 +14,16 @@ from lerobot.datasets.dataset_metadata import LeRobotDatasetMetadata
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-import demo
-from demo import DEMO_CHUNK_SIZE, DEMO_FPS, DEMO_INSTRUCTIONS, demo_scenes, demonstrate, make_demo_dataset, prepare_demo
+from vla_finetuning import demo
+from vla_finetuning.demo import (
+    DEMO_CHUNK_SIZE,
+    DEMO_FPS,
+    DEMO_INSTRUCTIONS,
+    demo_scenes,
+    demonstrate,
+    make_demo_dataset,
+    prepare_demo,
+)
 
 SIDES = {"left": -18.0, "right": 18.0}
 
@@ -230,7 +238,7 @@ def test_everything_is_made_once(prepared, monkeypatch):
     root, base, cache = prepared
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
     monkeypatch.setattr(demo, "writing_videos", None)  # called only to write
-    monkeypatch.setattr("tiny_pi05.make_tiny_base", None)
+    monkeypatch.setattr("vla_finetuning.policies.tiny_pi05.make_tiny_base", None)
     assert prepare_demo(cache) == (str(root), base)
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
 
@@ -256,7 +264,7 @@ def test_anybodys_dataset_gets_a_base_of_its_own(prepared, tmp_path):
 ENCODE = """
 import os, sys
 import av, numpy as np
-from demo import writing_videos
+from vla_finetuning.demo import writing_videos
 
 def encode():
     with av.open(sys.argv[1], "w") as container:
@@ -279,7 +287,7 @@ print(undone == {os.SCHED_OTHER}, os.SCHED_FIFO in encode())
 @pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="only root has this on Linux")
 def test_the_encoder_leaves_no_real_time_threads_behind(tmp_path):
     """With the control that it makes some: a Ray cluster that inherits that can stand still for ever."""
-    root = Path(demo.__file__).parent
+    root = Path(demo.__file__).parents[1]
     command = [sys.executable, "-c", ENCODE, str(tmp_path / "video.mp4")]
     found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=600)
     assert found.stdout.split()[-2:] == ["True", "True"]

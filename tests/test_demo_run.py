@@ -9,10 +9,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
-import run_plan
 import vla
-from config import parse_args
 from tests.datasets import make_dataset
+from vla_finetuning.config import parse_args
+from vla_finetuning.run import plan as run_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from run_folder import STOP_NAME, attempts
 from tests import clusters, planted_data, test_faults
 from tests.test_faults import SAVE_FREQ, assert_every_row_once, flags, started, wait_for_step
+from vla_finetuning.run.folder import STOP_NAME, attempts
 
 setting, measured = test_faults.setting, test_faults.measured
 pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -8,10 +8,16 @@ import pytest
 import torch
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-from evaluate import error_table, evenly_spaced, held_out_frames, open_loop_errors, other_instructions
-from lerobot_metadata import load_metadata
 from tests.datasets import make_dataset
 from tests.test_tiny_pi05 import make_base, make_features
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.evaluation.open_loop import (
+    error_table,
+    evenly_spaced,
+    held_out_frames,
+    open_loop_errors,
+    other_instructions,
+)
 
 CHUNK, ACTION, ROWS = 5, 3, 7
 TASKS = ["Pick up the red cube.", "Open the drawer, slowly"]

@@ -11,8 +11,8 @@ from ray.train.constants import TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S as GROUP_
 from ray.train.torch import config as torch_config
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
-from failures import StopRetrying, root_cause
-from run_folder import ATTEMPTS_NAME, LOG_NAME
+from vla_finetuning.run.failures import StopRetrying, root_cause
+from vla_finetuning.run.folder import ATTEMPTS_NAME, LOG_NAME
 
 PEER = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4312")
 BAD_FILE = FileNotFoundError("dataset a: b.mp4 is missing")

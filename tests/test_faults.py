@@ -25,18 +25,18 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-import tiny_pi05
 import vla
 from benchmarks.soak import steps_lost, trains_on
 from diagnostics import check_rows
-from lerobot_metadata import load_metadata
-from progress import recorded_rows
-from run_folder import LOG_NAME, attempts
 from tests import clusters, planted, planted_data
 from tests.datasets import make_dataset
 from tests.loopback import Faults, Proxy, s3_server, serving
 from tests.planted import Fault
 from tests.planted_data import DataFault
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.run.folder import LOG_NAME, attempts
+from vla_finetuning.run.progress import recorded_rows
 
 STEPS, SAVE_FREQ = 20, 4
 # Three runs and a cluster in one test take their time on a machine that is busy.
@@ -436,7 +436,8 @@ def test_an_object_store_that_fails_again_and_again(setting, undisturbed, short_
 
 def test_a_second_run_in_the_same_folder(setting, undisturbed, capsys):
     script = (
-        "import sys, time; from pathlib import Path; from types import SimpleNamespace as S; import run_folder\n"
+        "import sys, time; from pathlib import Path; from types import SimpleNamespace as S\n"
+        "from vla_finetuning.run import folder as run_folder\n"
         "run = S(output_dir=Path(sys.argv[1]), config=S(resume=True, preset=None))\n"
         "with run_folder.claim_folder(run): print('held', flush=True); sys.stdin.read()"
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lerobot_metadata import check_files, fetch_dataset, load_metadata
 from tests.datasets import make_dataset
+from vla_finetuning.data.metadata import check_files, fetch_dataset, load_metadata
 
 TOP = "observation.images.top"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-import figures
-from dataset_look import Moment
+from vla_finetuning.report import figures
+from vla_finetuning.report.dataset_look import Moment
 
 
 def test_long_lines_are_thinned_and_keep_their_extremes():

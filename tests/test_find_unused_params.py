@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-import worker
 from diagnostics import find_unused_params
 from diagnostics.find_unused_params import UnusedReport, find_unused
-from pi05_loss import PolicyLoss
 from tests import in_process
 from tests.tiny import make_batch, make_policy
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.training import worker
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +116,7 @@ def test_the_program(setting, tmp_path, monkeypatch, capsys, everything_trains):
     printed = capsys.readouterr().out
     head = "model.paligemma_with_expert.paligemma.lm_head"
     assert f"  {head}" in printed
-    assert "pi05_loss.choose_trainable" in printed and "--scaling.find_unused_parameters=true" in printed
+    assert "pi05.choose_trainable" in printed and "--scaling.find_unused_parameters=true" in printed
     report = UnusedReport.read(tmp_path / "unused.json")
     assert report.batches == 1
     drawn = (tmp_path / "unused.html").read_text()

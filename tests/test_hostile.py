@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lerobot_datasource import LeRobotDatasource
-from lerobot_metadata import load_metadata
-from lerobot_plan import Episodes, StreamPlan
-from lerobot_rows import Reader, read_rows
 from tests.datasets import make_dataset
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.plan import Episodes, StreamPlan
+from vla_finetuning.data.rows import Reader, read_rows
 
 LENGTHS = (6, 4, 9)
 TOP, WRIST = "observation.images.top", "observation.images.wrist"

@@ -7,11 +7,11 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard, constants
 
-import hub
 import vla
-from config import Config, parse_args
 from tests.hub import READ_ONLY, TOKEN, PushHub
 from tests.loopback import serving
+from vla_finetuning.config import Config, parse_args
+from vla_finetuning.data import hub
 
 REPO = "me/pick"
 HOSTILE = "arm | <script>alert(1)</script> `x`"
@@ -159,7 +159,10 @@ def test_a_failed_push_says_how_to_do_it_again_and_that_works(server, finished, 
     server.fails["/commit/"] = 500
     assert vla.push(finished, REPO) == 4
     error = capsys.readouterr().err
-    assert f"the policy is trained; `python hub.py {finished}` tries again" in error and "(500)" in error
+    assert (
+        f"the policy is trained; `python -m vla_finetuning.data.hub {finished}` tries again" in error
+        and "(500)" in error
+    )
     assert TOKEN not in error and (finished / "pretrained_model/model.safetensors").is_file()
 
     assert hub.main([str(finished)]) == 1

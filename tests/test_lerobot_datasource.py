@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from ray import cloudpickle
 
-import lerobot_decode
-import lerobot_rows
 from lerobot_datasource import LeRobotDatasource, read_lerobot, reads_per_task
-from lerobot_metadata import load_metadata
-from lerobot_rows import BOOKKEEPING, Reader, ReadOptions, read_rows
 from tests.datasets import make_dataset
+from vla_finetuning.data import decode as lerobot_decode
+from vla_finetuning.data import rows as lerobot_rows
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.rows import BOOKKEEPING, Reader, ReadOptions, read_rows
 
 TOP, WRIST, STILL = "observation.images.top", "observation.images.wrist", "observation.images.still"
 FPS = 10

@@ -8,9 +8,9 @@ import av
 import numpy as np
 import pytest
 
-from demo import writing_videos
-from lerobot_decode import VideoReader
 from tests.datasets import draw_frame, read_frame_number
+from vla_finetuning.data.decode import VideoReader
+from vla_finetuning.demo import writing_videos
 
 FRAMES, FPS, SIZE = 60, 30, (48, 64)
 B_FRAMES = {"g": "12", "bf": "3"}

@@ -12,11 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import hub
-import lerobot_metadata
-from lerobot_metadata import check_files, load_metadata, select_episodes
-from safe_parquet import open_parquet
 from tests.datasets import make_dataset, read_frame_number
+from vla_finetuning.data import metadata as lerobot_metadata
+from vla_finetuning.data.metadata import check_files, load_metadata, select_episodes
+from vla_finetuning.data.safe_parquet import open_parquet
 
 EPISODES = (6, 4, 9, 1, 5, 7, 3, 8, 2, 5, 4, 6)
 TOP, WRIST, SIDE = "observation.images.top", "observation.images.wrist", "observation.images.side"
@@ -682,9 +681,9 @@ def test_importing_defines_only():
     import sys
 
     code = (
-        "import sys, lerobot_metadata; print([m for m in ('ray', 'torch', 'lerobot', 'datasets') if m in sys.modules])"
+        "import sys, vla_finetuning.data.metadata; "
+        "print([m for m in ('ray', 'torch', 'lerobot', 'datasets') if m in sys.modules])"
     )
-    cwd = Path(lerobot_metadata.__file__).parent
-    assert Path(hub.__file__).parent == cwd
+    cwd = Path(lerobot_metadata.__file__).parents[2]
     out = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from lerobot_plan import Dealer, Episodes, StreamPlan, apportion, task_bounds
+from vla_finetuning.data.plan import Dealer, Episodes, StreamPlan, apportion, task_bounds
 
 
 def episodes(*lengths: int, dataset: int = 0) -> Episodes:

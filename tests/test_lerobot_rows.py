@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import lerobot_rows
-from lerobot_rows import _array, _to_table, numbers
+from vla_finetuning.data import rows as lerobot_rows
+from vla_finetuning.data.rows import _array, _to_table, numbers
 
 
 def arrow(values, type_, shape, dtype=np.float32):

@@ -12,8 +12,8 @@ from lerobot.policies.factory import make_policy as make_lerobot_policy
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.utils.constants import ACTION, OBS_STATE
 
-from policy import match_features
 from tests.tiny import ACTION_DIM, STATE_DIM, make_config
+from vla_finetuning.policies.loading import match_features
 
 
 @dataclass(frozen=True)

@@ -22,18 +22,18 @@ import gcsfs
 import pytest
 import s3fs
 
-import tiny_pi05
 import vla
-from config import parse_args
 from lerobot_datasource import LeRobotDatasource, read_lerobot
-from lerobot_metadata import load_metadata
-from lerobot_rows import Reader, column_to_numpy, read_rows
-from run_plan import resolve
-from storage import StorageError, StoragePolicy
 from tests import clusters
 from tests.datasets import make_dataset
 from tests.loopback import Faults, GoogleStorage, Handler, Proxy, s3_server, serving
 from tests.test_lerobot_datasource import TOP, WINDOWS, assert_same_row, lerobot, rows_of
+from vla_finetuning.config import parse_args
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.rows import Reader, column_to_numpy, read_rows
+from vla_finetuning.data.storage import StorageError, StoragePolicy
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.run.plan import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 SECRET, TOKEN = "canary-secret-access-key", "hf_canaryTokenOfNobody"
@@ -311,7 +311,7 @@ def environment(bucket, monkeypatch):
 
 def test_a_wrong_endpoint(environment, base, tmp_path, capsys):
     """Told sooner than a store that goes away later on."""
-    environment.setattr("lerobot_metadata.FIRST_ANSWER_TIMEOUT_S", 2.0)
+    environment.setattr("vla_finetuning.data.metadata.FIRST_ANSWER_TIMEOUT_S", 2.0)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"

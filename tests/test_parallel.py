@@ -18,19 +18,18 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import parallel
-import worker
-from checkpoint import load_checkpoint
-from config import parse_args
 from diagnostics import compare_strategies
 from diagnostics.compare_strategies import StrategiesReport
 from diagnostics.environment import Environment
 from diagnostics.page import page
 from diagnostics.step_clock import StepClock
-from parallel import accumulating, spread, whole
-from run_folder import start_attempt
 from tests import in_process
 from util import train_step
+from vla_finetuning.config import parse_args
+from vla_finetuning.run.checkpoint import load_checkpoint
+from vla_finetuning.run.folder import start_attempt
+from vla_finetuning.training import parallel, worker
+from vla_finetuning.training.parallel import accumulating, spread, whole
 
 CPU = torch.device("cpu")
 STRATEGIES = ("ddp", "fsdp2", "fsdp2_reshard")

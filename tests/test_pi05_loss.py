@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pi05_loss import (
+from tests.tiny import ACTION_DIM, make_batch, make_config, make_policy, real_config, reference
+from vla_finetuning.policies.pi05 import (
     PolicyLoss,
     cast_frozen,
     check_batch,
@@ -26,7 +27,6 @@ from pi05_loss import (
     sample_noise_and_time,
     tokens_per_sample,
 )
-from tests.tiny import ACTION_DIM, make_batch, make_config, make_policy, real_config, reference
 
 MODES = ("heads", "expert", "full")
 # Attention does not change when a vector is added to all its keys, so the true gradient of this bias is zero.
@@ -332,7 +332,7 @@ def test_masked_padding_leaves_padded_steps_out():
 def test_other_policies_use_their_own_forward():
     from lerobot.policies.act.modeling_act import ACTPolicy
 
-    from processors import DeviceHalf
+    from vla_finetuning.policies.processors import DeviceHalf
 
     features = make_config(1)
     config = ACTConfig(

@@ -20,18 +20,18 @@ from lerobot.utils.constants import ACTION, OBS_STATE
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import policy as policy_module
-from pi05_loss import cast_frozen, choose_trainable
-from policy import (
+from tests.tiny import ACTION_DIM, STATE_DIM, make_batch, make_config, make_policy, real_config
+from vla_finetuning.policies import loading as policy_module
+from vla_finetuning.policies.loading import (
     exported_dtypes,
     fetch_pretrained,
     load_policy,
     new_policy,
     save_pretrained,
 )
-from processors import make_processors
-from tests.tiny import ACTION_DIM, STATE_DIM, make_batch, make_config, make_policy, real_config
-from tiny_pi05 import TinyPI05Policy
+from vla_finetuning.policies.pi05 import cast_frozen, choose_trainable
+from vla_finetuning.policies.processors import make_processors
+from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 
 EMBEDDING = "model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
 LANGUAGE_HEAD = "model.paligemma_with_expert.paligemma.lm_head.weight"
@@ -361,7 +361,7 @@ pre, post = make_pre_post_processors(config, {str(target)!r})
 batch = pre({{**load_file({str(tmp_path / "observation.safetensors")!r}), "task": ["go to the red bin"]}})
 torch.manual_seed(0)
 save_file({{"action": post(policy.predict_action_chunk(batch))}}, {str(tmp_path / "action.safetensors")!r})
-assert not {{"policy", "processors", "pi05_loss"}} & set(sys.modules)
+assert not {{"vla_finetuning", "loading", "processors", "pi05"}} & set(sys.modules)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-2000:]

@@ -20,12 +20,12 @@ from lerobot.processor import NormalizerProcessorStep, ProcessorStep, RenameObse
 from lerobot.processor.tokenizer_processor import TokenizerProcessorStep
 from transformers import AutoTokenizer
 
-from policy import match_features, save_pretrained
-from processors import DeviceHalf, Prepare, make_processors, required_stats, to_float
-from remote_code import remote_code
 from tests.datasets import make_dataset
 from tests.tiny import make_config
-from tiny_pi05 import TinyPI05Policy, make_tiny_base, make_tokenizer
+from vla_finetuning.policies.loading import match_features, save_pretrained
+from vla_finetuning.policies.processors import DeviceHalf, Prepare, make_processors, required_stats, to_float
+from vla_finetuning.policies.remote_code import remote_code
+from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base, make_tokenizer
 
 TOKENS, MASK = "observation.language.tokens", "observation.language.attention_mask"
 TOP, WRIST = "observation.images.top", "observation.images.wrist"

@@ -14,13 +14,13 @@ from torch.autograd import DeviceType
 
 import util
 import vla
-import worker
 from diagnostics import page, profile_step, step_clock
 from diagnostics.profile_step import Settings, StepReport, judge, parse_options
-from pi05_loss import PolicyLoss
-from run_plan import Run
 from tests import in_process
 from util import Phase, TrainableOptimizer, Window
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.run.plan import Run
+from vla_finetuning.training import worker
 
 PHASES = Phase.__args__
 VARIABLES = (

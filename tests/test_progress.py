@@ -3,8 +3,8 @@
 import json
 from types import SimpleNamespace
 
-import progress
-from progress import MetricsLog, follow_progress
+from vla_finetuning.run import progress
+from vla_finetuning.run.progress import MetricsLog, follow_progress
 
 
 def test_rates_are_counted_per_sample_and_told(tmp_path, monkeypatch, capsys):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import tiny_pi05
-from lerobot_metadata import load_metadata
 from tests.datasets import make_dataset
 from tests.exploits import with_step
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.policies import tiny_pi05
 
 ROOT = Path(__file__).parents[1]
 # Ways in that work where nobody is in the way, of those that need no package that is not locked.
@@ -100,10 +100,10 @@ class Tokenizer:
 PREPARED = """
 import pickle, sys
 from pathlib import Path
-import tiny_pi05
-from policy import fetch_pretrained
-from processors import Prepare, make_processors
-from run_plan import _policy_config
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.policies.loading import fetch_pretrained
+from vla_finetuning.policies.processors import Prepare, make_processors
+from vla_finetuning.run.plan import _policy_config
 from tests.exploits import made_up_stats
 
 folder, out = map(Path, sys.argv[1:])

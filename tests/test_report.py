@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 import torch
 
-import dataset_look
-import progress
-import report
-import tiny_pi05
-from checkpoint import write_json
-from config import CONFIG_NAME, parse_args
-from evaluate import open_loop_errors
-from lerobot_metadata import load_metadata
-from progress import MetricsLog
-from report import keep_report, record_run, write_report
-from run_plan import describe, resolve
 from tests.datasets import make_dataset
 from tests.pages import check_page
+from vla_finetuning.config import CONFIG_NAME, parse_args
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.evaluation.open_loop import open_loop_errors
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.report import dataset_look
+from vla_finetuning.report import page as report
+from vla_finetuning.report.page import keep_report, record_run, write_report
+from vla_finetuning.run import progress
+from vla_finetuning.run.checkpoint import write_json
+from vla_finetuning.run.plan import describe, resolve
+from vla_finetuning.run.progress import MetricsLog
 
 HOSTILE = "<script>alert('task')</script> & more"
 TASKS = (HOSTILE, "go to the blue bin")

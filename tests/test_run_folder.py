@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from config import CONFIG_NAME, Config, ScalingOptions
-from run_folder import changed_options, claim_folder
+from vla_finetuning.config import CONFIG_NAME, Config, ScalingOptions
+from vla_finetuning.run.folder import changed_options, claim_folder
 
 
 def test_what_a_resumed_run_is_given_anew_is_told(tmp_path):

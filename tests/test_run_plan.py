@@ -9,16 +9,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import run_plan
-import tiny_pi05
-from checkpoint import Progress, commit, write_pieces
-from config import CONFIG_NAME, parse_args
-from lerobot_metadata import load_metadata
-from pi05_loss import check_batch
-from policy import load_policy
-from processors import DeviceHalf, Prepare, make_processors
-from run_plan import describe, resolve
 from tests.datasets import make_dataset
+from vla_finetuning.config import CONFIG_NAME, parse_args
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.policies.loading import load_policy
+from vla_finetuning.policies.pi05 import check_batch
+from vla_finetuning.policies.processors import DeviceHalf, Prepare, make_processors
+from vla_finetuning.run import plan as run_plan
+from vla_finetuning.run.checkpoint import Progress, commit, write_pieces
+from vla_finetuning.run.plan import describe, resolve
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import safe_parquet
-from lerobot_metadata import load_metadata
-from safe_parquet import open_parquet
-from storage import StorageError
 from tests.datasets import make_dataset
+from vla_finetuning.data import safe_parquet
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.safe_parquet import open_parquet
+from vla_finetuning.data.storage import StorageError
 
 
 @pytest.fixture(scope="module")

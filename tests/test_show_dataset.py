@@ -10,13 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-import dataset_look
-from dataset_look import look_at, ranges_of, sample_episodes
 from diagnostics import show_dataset
 from diagnostics.show_dataset import main
-from lerobot_metadata import load_metadata
 from tests.datasets import make_dataset
 from tests.pages import check_page
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.report import dataset_look
+from vla_finetuning.report.dataset_look import look_at, ranges_of, sample_episodes
 
 EPISODES = (12, 9, 12, 10)
 VIDEO, IMAGES = "observation.images.top", "observation.images.side"

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pi05_loss import PolicyLoss, cast_frozen, choose_trainable
-from step_memory import step_memory
 from tests.tiny import make_batch, make_config, make_policy
 from util import make_trainable_optimizer, train_step
+from vla_finetuning.policies.memory import step_memory
+from vla_finetuning.policies.pi05 import PolicyLoss, cast_frozen, choose_trainable
 
 CPU = torch.device("cpu")
 ROWS = 16

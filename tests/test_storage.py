@@ -14,9 +14,9 @@ import gcsfs
 import pytest
 import s3fs
 
-import storage
-from storage import BlockCache, RemoteFileSystem, StorageError, StoragePolicy, connect
 from tests.loopback import Faults, GoogleStorage, Proxy, s3_server, serving
+from vla_finetuning.data import storage
+from vla_finetuning.data.storage import BlockCache, RemoteFileSystem, StorageError, StoragePolicy, connect
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = 3_500_000
@@ -268,7 +268,7 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path):
 USE_CACHE = """
 import os, random, sys, zlib
 from pathlib import Path
-from storage import BlockCache
+from vla_finetuning.data.storage import BlockCache
 folder, rng = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
 cache = BlockCache(folder, 50_000)
 hits = wrong = most = 0

@@ -17,9 +17,15 @@ from lerobot.policies.pi05 import modeling_pi05
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from lerobot.policies.pi_gemma import PiGemmaRMSNorm
 
-import tiny_pi05
 from tests.tiny import make_config
-from tiny_pi05 import TinyPI05Policy, TinyPI05TokenizerProcessorStep, atomic_folder, make_tiny_base, make_tokenizer
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.policies.tiny_pi05 import (
+    TinyPI05Policy,
+    TinyPI05TokenizerProcessorStep,
+    atomic_folder,
+    make_tiny_base,
+    make_tokenizer,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = ["Pick up the red cube.", "Open the drawer, slowly"]
@@ -80,7 +86,7 @@ def observation(features, rows=2, tasks=TASKS):
 FRESH_PROCESS = """
 import sys
 import torch
-import tiny_pi05  # puts `tiny_pi05` into LeRobot's registry; everything below is LeRobot's
+from vla_finetuning.policies import tiny_pi05  # puts `tiny_pi05` into LeRobot's registry; everything below is LeRobot's
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 from safetensors.torch import load_file, save_file

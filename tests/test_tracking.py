@@ -10,9 +10,9 @@ import threading
 
 import pytest
 
-import tracking
-from config import Config, parse_args
-from tracking import PACKAGE, Link, track
+from vla_finetuning.config import Config, parse_args
+from vla_finetuning.report import tracking
+from vla_finetuning.report.tracking import PACKAGE, Link, track
 
 PROJECT = "curves"
 EVALUATION = {
@@ -279,7 +279,10 @@ def test_a_tracker_that_fails_is_a_warning_and_gets_what_it_missed(folder, kept,
     with caplog.at_level(logging.WARNING), track(folder, "wandb", PROJECT):
         Kept.last.failing = True
     assert Kept.last.closed
-    assert f"no route; `python tracking.py {folder} --track wandb` sends what is missing" in caplog.text
+    assert (
+        f"no route; `python -m vla_finetuning.report.tracking {folder} --track wandb` sends what is missing"
+        in caplog.text
+    )
     assert tracking.main([str(folder), "--track=wandb"]) == 0
     assert Kept.last.points == [(10, 10.0), (20, 20.0)]
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-import training_data
-from training_data import Dealt, Deferred, or_timeout, stream_batches
+from vla_finetuning.training import stream as training_data
+from vla_finetuning.training.stream import Dealt, Deferred, or_timeout, stream_batches
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
@@ -152,5 +152,6 @@ def test_a_deferred_function_is_opened_at_its_first_call_and_once(monkeypatch):
 
 
 def test_rays_own_processes_need_not_import_lerobot_or_torch():
-    code = "import training_data, sys; sys.exit(any(m in sys.modules for m in ('torch', 'lerobot', 'transformers')))"
+    heavy = ("torch", "lerobot", "transformers")
+    code = f"import vla_finetuning.training.stream, sys; sys.exit(any(m in sys.modules for m in {heavy}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

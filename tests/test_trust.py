@@ -13,18 +13,19 @@ from pathlib import Path
 import pytest
 import ray
 
-import checkpoint
-import cluster
-from checkpoint import latest_checkpoint, load_checkpoint, set_aside_damaged
 from tests.test_checkpoint import empty, made
+from vla_finetuning.run import checkpoint, cluster
+from vla_finetuning.run.checkpoint import latest_checkpoint, load_checkpoint, set_aside_damaged
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = sorted([*ROOT.glob("*.py"), *(path for part in ("diagnostics", "ci") for path in (ROOT / part).glob("*.py"))])
+SOURCES = sorted(
+    [*ROOT.glob("*.py"), *(p for part in ("vla_finetuning", "diagnostics", "ci") for p in (ROOT / part).rglob("*.py"))]
+)
 # Modules whose files run code when they are read; and calls that run, or may run, what they are given.
 PICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 RUNNING = {"eval", "exec", "compile", "torch.load", "torch.save", "np.load", "numpy.load", "yaml.load", "os.system"}
-# In flight between processes of one run, never from or to a file (training_data.Deferred).
-IN_FLIGHT = {"training_data.py": {"pickle"}}
+# In flight between processes of one run, never from or to a file (training.stream.Deferred).
+IN_FLIGHT = {"stream.py": {"pickle"}}
 
 
 class Poison:
@@ -57,7 +58,7 @@ def test_no_module_reads_or_writes_what_can_run_code(path):
 
 def test_the_search_finds_the_one_use_there_is():
     """Otherwise the test above would pass on an empty list."""
-    assert len(SOURCES) > 30 and ROOT / "training_data.py" in SOURCES
+    assert len(SOURCES) > 30 and ROOT / "vla_finetuning/training/stream.py" in SOURCES
 
 
 @pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer.safetensors", checkpoint.STATE])

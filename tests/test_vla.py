@@ -10,18 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import tiny_pi05
 import vla
-import worker
-from config import parse_args
 from diagnostics import check_rows
-from lerobot_metadata import load_metadata
-from progress import recorded_rows
-from run_folder import attempts
-from run_plan import resolve
 from tests import planted
 from tests.datasets import make_dataset
 from tests.planted import Fault
+from vla_finetuning.config import parse_args
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.run.folder import attempts
+from vla_finetuning.run.plan import resolve
+from vla_finetuning.run.progress import recorded_rows
+from vla_finetuning.training import worker
 
 STEPS, GLOBAL_BATCH = 4, 8  # all of 30 frames, and two once more
 
@@ -96,7 +96,7 @@ def lerobot_loop(setting):
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-    from pi05_loss import sample_noise_and_time
+    from vla_finetuning.policies.pi05 import sample_noise_and_time
 
     _, root, base = setting
     run = resolve(parse_args(flags(setting, "unused")), gpus_found=0)
@@ -148,7 +148,7 @@ def test_the_program_equals_a_plain_loop_over_lerobot(setting, finished):
     expected = policy.state_dict()
     assert trained.keys() == start.keys()
     differently = {n for n in start if torch.equal(trained[n], start[n]) != torch.equal(expected[n], start[n])}
-    # LeRobot's AdamW decays these although nothing depends on them (pi05_loss.choose_trainable).
+    # LeRobot's AdamW decays these although nothing depends on them (pi05.choose_trainable).
     assert all("layers" in name and "q_proj" in name for name in differently), differently
     distance, name = apart(trained, expected, start)
     assert distance < 1e-3, name

@@ -11,19 +11,18 @@ import pytest
 import ray
 import torch
 
-import compiling
-import tiny_pi05
 import vla
-import worker
-from checkpoint import OPTIMIZER, TRAINABLE, Piece, Progress, commit, write_pieces
-from config import parse_args
-from lerobot_metadata import load_metadata
-from pi05_loss import sample_noise_and_time
-from run_folder import STOP_NAME, prepare_folder
-from run_plan import describe, resolve
 from tests import in_process
 from tests.datasets import make_dataset
-from training_data import Dealt
+from vla_finetuning.config import parse_args
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.policies import compiling, tiny_pi05
+from vla_finetuning.policies.pi05 import sample_noise_and_time
+from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, Progress, commit, write_pieces
+from vla_finetuning.run.folder import STOP_NAME, prepare_folder
+from vla_finetuning.run.plan import describe, resolve
+from vla_finetuning.training import worker
+from vla_finetuning.training.stream import Dealt
 
 CPU = torch.device("cpu")
 
@@ -241,7 +240,7 @@ def test_compiling_is_refused_with_a_reason_and_training_goes_on(setting, caplog
     with caplog.at_level(logging.WARNING):
         loss, autocast = worker.build_model(run, CPU)
     assert autocast is None and not made
-    assert [record.getMessage() for record in caplog.records if record.name == "worker"] == [
+    assert [record.getMessage() for record in caplog.records if record.name == "vla_finetuning.training.worker"] == [
         "--train.compile does nothing: the step runs on the CPU, and only GPUs gain from it"
     ]
     monkeypatch.setattr(worker, "why_not", lambda device: None)

@@ -6,7 +6,7 @@ import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
-from tiny_pi05 import TinyPI05Config, TinyPI05Policy
+from vla_finetuning.policies.tiny_pi05 import TinyPI05Config, TinyPI05Policy
 
 STATE_DIM, ACTION_DIM = 4, 3
 

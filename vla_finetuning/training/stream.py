@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from checkpoint import load_progress, set_aside_damaged
 from lerobot_datasource import LeRobotDatasource, read_source
+from vla_finetuning.run.checkpoint import load_progress, set_aside_damaged
 
 if TYPE_CHECKING:
     from util import Batch, NumpyToTorchCollate

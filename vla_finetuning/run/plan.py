@@ -29,12 +29,9 @@ from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.processor import PolicyProcessorPipeline
 from lerobot.utils.constants import OBS_PREFIX
 
-import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
-from checkpoint import check_base, file_digest, latest_checkpoint, load_progress
-from config import CACHE_DIR, Attention, Config, MissingCameras, OnError, TrainMode, TrainOptions
-from dataset_stats import check_stats, complete_stats
 from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
-from lerobot_metadata import (
+from vla_finetuning.config import CACHE_DIR, Attention, Config, MissingCameras, OnError, TrainMode, TrainOptions
+from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     DatasetMetadata,
     Feature,
@@ -43,13 +40,22 @@ from lerobot_metadata import (
     rename_features,
     select_episodes,
 )
-from pi05_loss import TrainableReport, choose_trainable, flops_per_sample, meta_policy, tokens_per_sample
-from policy import FeatureMatch, check_weights, fetch_pretrained, match_features
-from processors import TOKENIZER_FOLDER, make_processors, normalization_mode, required_stats
-from remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
-from run_folder import SKIPPED_NAME
-from step_memory import StepMemory, step_memory
-from storage import StoragePolicy
+from vla_finetuning.data.statistics import check_stats, complete_stats
+from vla_finetuning.data.storage import StoragePolicy
+from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
+from vla_finetuning.policies.loading import FeatureMatch, check_weights, fetch_pretrained, match_features
+from vla_finetuning.policies.memory import StepMemory, step_memory
+from vla_finetuning.policies.pi05 import (
+    TrainableReport,
+    choose_trainable,
+    flops_per_sample,
+    meta_policy,
+    tokens_per_sample,
+)
+from vla_finetuning.policies.processors import TOKENIZER_FOLDER, make_processors, normalization_mode, required_stats
+from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
+from vla_finetuning.run.checkpoint import check_base, file_digest, latest_checkpoint, load_progress
+from vla_finetuning.run.folder import SKIPPED_NAME
 
 Stats = dict[str, dict[str, np.ndarray]]
 # What LeRobot's `aggregate_stats` makes the statistics of several datasets from, besides quantiles.
@@ -187,7 +193,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
     if path_given and Path(_absolute(path_given)).is_dir():
         path_given = _absolute(path_given)
     if config.preset == "demo":
-        from demo import prepare_demo
+        from vla_finetuning.demo import prepare_demo
 
         root, base = prepare_demo(CACHE_DIR / "demo", roots[0] if roots else None)
         roots = roots or [str(root)]
@@ -242,7 +248,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
         )
     needed = required_stats(policy_config, {k: metas[0].features[k] for k in match.dataset_keys})
     if any(len(episodes) for episodes in held_out):
-        # The mean action is what a policy must beat on held-out episodes (evaluate.py).
+        # The mean action is what a policy must beat on held-out episodes (evaluation/open_loop.py).
         needed["action"] = needed.get("action", set()) | {"mean"}
     missing = _missing_stats(metas, needed)
     for meta in metas:

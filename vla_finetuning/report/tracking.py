@@ -1,6 +1,6 @@
 """Curves of a run in TensorBoard, Weights & Biases, Trackio or MLflow: `--track`. Runs on the driver.
 
-    python tracking.py OUTPUT_DIR --track trackio
+    python -m vla_finetuning.report.tracking OUTPUT_DIR --track trackio
 
 sends what a tracker does not have yet of a run that is over.
 
@@ -30,9 +30,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast, get_args
 
-from checkpoint import PREFIX, write_json
-from config import CONFIG_NAME, Config, TrackerName
-from run_folder import METRICS_NAME, read_lines
+from vla_finetuning.config import CONFIG_NAME, Config, TrackerName
+from vla_finetuning.run.checkpoint import PREFIX, write_json
+from vla_finetuning.run.folder import METRICS_NAME, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def track(output_dir: Path, name: str | None, project: str) -> Iterator[None]:
         try:
             link.finish()
         except Exception as error:
-            again = f"`python tracking.py {output_dir} --track {name}` sends what is missing"
+            again = f"`python -m vla_finetuning.report.tracking {output_dir} --track {name}` sends what is missing"
             logger.warning("--track %s: %s: %s; %s", name, type(error).__name__, error, again)
 
 
@@ -348,12 +348,12 @@ TRACKERS: dict[str, Any] = {
 
 def code_revision() -> str:
     """What code this is: the commit, with `-dirty` if files differ from it; outside of git a digest of the modules."""
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[2]
     describe = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     modules = hashlib.sha256()
-    for path in sorted(here.glob("*.py")):
+    for path in sorted([*here.glob("*.py"), *here.glob("vla_finetuning/**/*.py")]):
         modules.update(path.read_bytes())
     return f"sha256:{modules.hexdigest()}"
 

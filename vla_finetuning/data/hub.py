@@ -1,6 +1,6 @@
 """Repositories of the Hugging Face Hub: which commit a revision is, its files, and a trained policy pushed to one.
 
-    python hub.py OUTPUT_DIR [--repo_id USER/NAME] [--private]
+    python -m vla_finetuning.data.hub OUTPUT_DIR [--repo_id USER/NAME] [--private]
 
 pushes the policy of a run that is over. Runs on the driver. Tokens are found by `huggingface_hub` itself
 (`HF_TOKEN` or its token file); no error text holds one.
@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from config import CONFIG_NAME
-from run_folder import METRICS_NAME, RUN_NAME, read_lines
-from tracking import EVALUATION_NAME, held_out_errors, read_json
+from vla_finetuning.config import CONFIG_NAME
+from vla_finetuning.report.tracking import EVALUATION_NAME, held_out_errors, read_json
+from vla_finetuning.run.folder import METRICS_NAME, RUN_NAME, read_lines
 
 POLICY_DIR, CARD_NAME = "pretrained_model", "README.md"
 # Options that say where things are on somebody's machines, which is not for everybody to read.
@@ -169,7 +169,7 @@ def model_card(output_dir: Path, repo_id: str) -> str:
     )
     card = ModelCard.from_template(
         metadata,
-        template_path=str(Path(__file__).with_name("templates") / "model_card.md"),
+        template_path=str(Path(__file__).parents[1] / "report" / "templates" / "model_card.md"),
         name=_as_code(repo_id),
         repo_id=repo_id,
         type=_as_code(policy["type"]),

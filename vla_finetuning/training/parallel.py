@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from config import Strategy
+from vla_finetuning.config import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -24,7 +24,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
 if TYPE_CHECKING:
-    from dataset_look import Moment
+    from vla_finetuning.report.dataset_look import Moment
 
 # The colours that figures are drawn in, and the CSS variable that takes the place of each.
 INK, MUTED, GRID = "#1f2430", "#667085", "#dfe3ea"

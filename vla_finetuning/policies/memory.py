@@ -19,10 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from config import Attention, TrainMode
-from pi05_loss import PolicyLoss, cast_frozen, choose_trainable, empty_inputs, meta_policy, with_cameras
-from processors import DeviceHalf
 from util import make_trainable_optimizer, train_step
+from vla_finetuning.config import Attention, TrainMode
+from vla_finetuning.policies.pi05 import (
+    PolicyLoss,
+    cast_frozen,
+    choose_trainable,
+    empty_inputs,
+    meta_policy,
+    with_cameras,
+)
+from vla_finetuning.policies.processors import DeviceHalf
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from pathlib import Path
 import fsspec
 import numpy as np
 
-from lerobot_metadata import CAMERA_DTYPES, NUMERIC_DTYPES, DatasetMetadata, Feature, select_episodes
-from lerobot_rows import numbers
-from safe_parquet import open_parquet
+from vla_finetuning.data.metadata import CAMERA_DTYPES, NUMERIC_DTYPES, DatasetMetadata, Feature, select_episodes
+from vla_finetuning.data.rows import numbers
+from vla_finetuning.data.safe_parquet import open_parquet
 
 Stats = dict[str, dict[str, np.ndarray]]
 

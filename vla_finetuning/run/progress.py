@@ -15,10 +15,10 @@ import numpy as np
 import ray
 from tqdm import tqdm
 
-from run_folder import LOG_NAME, METRICS_NAME, ROWS_NAME, attempts, read_lines, skipped_episodes
+from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, ROWS_NAME, attempts, read_lines, skipped_episodes
 
 if TYPE_CHECKING:
-    from run_plan import Run
+    from vla_finetuning.run.plan import Run
 
 POLL_S = 0.5
 

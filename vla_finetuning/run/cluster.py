@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
@@ -35,13 +36,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 if TYPE_CHECKING:
     from ray.data import ExecutionOptions
 
-    from run_plan import Run
+    from vla_finetuning.run.plan import Run
 
 logger = logging.getLogger(__name__)
-PROJECT = Path(__file__).resolve().parent
-# Patterns as in .gitignore, the last that matches counts: nothing goes but the folder itself and the code that a node
-# runs. Data, outputs, caches and whatever secrets lie there stay.
-EXCLUDES = ("/*", "!/.", "!/*.py", "!/diagnostics", "/diagnostics/*", "!/diagnostics/*.py", "!/templates")
+PROJECT = Path(__file__).resolve().parents[2]
 # Where two versions would disagree about pickles, rows or weights.
 PACKAGES = ("ray", "torch", "lerobot", "transformers", "numpy", "pyarrow", "av")
 # What LeRobot writes videos in, and the decoders of PyAV (in FFmpeg's names) that can read it; any of them does.
@@ -266,7 +264,17 @@ def runtime_env() -> dict[str, Any] | None:
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
     if (job.get("runtime_env") or {}).get("working_dir"):
         return None
-    return {"working_dir": str(PROJECT), "excludes": list(EXCLUDES)}
+    return {"working_dir": str(PROJECT), "excludes": _all_but_code()}
+
+
+def _all_but_code() -> list[str]:
+    """Patterns as in .gitignore, the last that matches counts: nothing goes but the folder itself and the code that a
+    node runs. Data, outputs, caches and whatever secrets lie there stay.
+    """
+    package = Path(__file__).resolve().parents[1]
+    wings = sorted(f"{package.name}/{path.parent.name}" for path in package.glob("*/__init__.py"))
+    inside = [(f"!/{folder}", f"/{folder}/*", f"!/{folder}/*.py") for folder in ("diagnostics", package.name, *wings)]
+    return ["/*", "!/.", "!/*.py", *itertools.chain(*inside), f"!/{package.name}/report/templates"]
 
 
 # ---- every node has what is needed --------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A LeRobot policy for training: fetched, loaded and verified, matched to a dataset, and saved again.
 
 LeRobot's policy classes do the work; this room refuses what would otherwise go wrong silently: weights that do
-not load, cameras that do not match, states too wide. The processors are `processors`, the loss is `pi05_loss`.
+not load, cameras that do not match, states too wide. The processors are `processors`, the loss is `pi05`.
 """
 
 import contextlib
@@ -37,10 +37,16 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor
 from transformers.initialization import no_init_weights
 
-from hub import download_snapshot, resolve_commit
-from pi05_loss import meta_policy
-from processors import EMPTY_CAMERA, TOKENIZER_FOLDER, DatasetFeature, normalization_mode, policy_feature
-from remote_code import remote_code
+from vla_finetuning.data.hub import download_snapshot, resolve_commit
+from vla_finetuning.policies.pi05 import meta_policy
+from vla_finetuning.policies.processors import (
+    EMPTY_CAMERA,
+    TOKENIZER_FOLDER,
+    DatasetFeature,
+    normalization_mode,
+    policy_feature,
+)
+from vla_finetuning.policies.remote_code import remote_code
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"

@@ -23,11 +23,11 @@ import pyarrow.compute as pc
 from numpy.typing import DTypeLike
 from ray.data.extensions import ArrowTensorArray
 
-from lerobot_decode import VideoReader, decode_depth_image, decode_image, depth_table, resize_with_pad
-from lerobot_metadata import DatasetMetadata, Feature
-from lerobot_plan import WindowSlice
-from safe_parquet import open_parquet
-from storage import naming_file
+from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, depth_table, resize_with_pad
+from vla_finetuning.data.metadata import DatasetMetadata, Feature
+from vla_finetuning.data.plan import WindowSlice
+from vla_finetuning.data.safe_parquet import open_parquet
+from vla_finetuning.data.storage import naming_file
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lerobot_datasource import LeRobotDatasource
-from lerobot_metadata import NUMERIC_DTYPES, DatasetMetadata
+from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata
 
 STATE, ACTION = "observation.state", "action"
 

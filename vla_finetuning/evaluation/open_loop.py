@@ -18,15 +18,15 @@ from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION
 
-from checkpoint import write_json
-from config import OnError
 from lerobot_datasource import LeRobotDatasource
-from lerobot_rows import IS_SKIPPED
-from policy import load_policy
-from processors import load_processors, to_float
-from remote_code import remote_code
-from run_plan import Run
-from tracking import EVALUATION_NAME
+from vla_finetuning.config import OnError
+from vla_finetuning.data.rows import IS_SKIPPED
+from vla_finetuning.policies.loading import load_policy
+from vla_finetuning.policies.processors import load_processors, to_float
+from vla_finetuning.policies.remote_code import remote_code
+from vla_finetuning.report.tracking import EVALUATION_NAME
+from vla_finetuning.run.checkpoint import write_json
+from vla_finetuning.run.plan import Run
 
 # Held-out frames that a run ends with predicting, evenly spaced, and how many at once.
 EVAL_FRAMES, EVAL_BATCH = 192, 32

@@ -23,7 +23,21 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from ray.train import CheckpointUploadMode
 from torch import Tensor
 
-from checkpoint import (
+from util import (
+    ROW_COLUMNS,
+    Batch,
+    Draws,
+    TrainableOptimizer,
+    make_trainable_optimizer,
+    peak_flops,
+    warmup_cosine,
+)
+from vla_finetuning.config import Attention, TrainMode
+from vla_finetuning.policies.compiling import Compiler, why_not
+from vla_finetuning.policies.loading import load_policy, new_policy, save_pretrained
+from vla_finetuning.policies.pi05 import PolicyLoss, cast_frozen, check_batch, choose_trainable, sample_noise_and_time
+from vla_finetuning.policies.processors import DeviceHalf
+from vla_finetuning.run.checkpoint import (
     OPTIMIZER,
     TRAINABLE,
     Files,
@@ -37,25 +51,11 @@ from checkpoint import (
     prune,
     write_pieces,
 )
-from compiling import Compiler, why_not
-from config import Attention, TrainMode
-from parallel import is_part, part
-from pi05_loss import PolicyLoss, cast_frozen, check_batch, choose_trainable, sample_noise_and_time
-from policy import load_policy, new_policy, save_pretrained
-from processors import DeviceHalf
-from progress import RowsLog
-from run_folder import attempts, check_same_run
-from run_plan import Run
-from training_data import Dealt
-from util import (
-    ROW_COLUMNS,
-    Batch,
-    Draws,
-    TrainableOptimizer,
-    make_trainable_optimizer,
-    peak_flops,
-    warmup_cosine,
-)
+from vla_finetuning.run.folder import attempts, check_same_run
+from vla_finetuning.run.plan import Run
+from vla_finetuning.run.progress import RowsLog
+from vla_finetuning.training.parallel import is_part, part
+from vla_finetuning.training.stream import Dealt
 
 logger = logging.getLogger(__name__)
 # With less time than this, a checkpoint of the little that was trained meanwhile would hardly be whole in time.

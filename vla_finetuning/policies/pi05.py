@@ -48,8 +48,8 @@ from transformers import CONFIG_MAPPING
 from transformers.models.gemma.modeling_gemma import eager_attention_forward, rotate_half
 from transformers.models.siglip.modeling_siglip import SiglipVisionEmbeddings
 
-from config import Attention, TrainMode
-from processors import DeviceHalf, normalization_mode
+from vla_finetuning.config import Attention, TrainMode
+from vla_finetuning.policies.processors import DeviceHalf, normalization_mode
 
 HEAD_MODULES = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
 

@@ -15,7 +15,7 @@ from typing import Any
 import ray.train
 from ray.train.constants import TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 
-from run_folder import LOG_NAME, attempts
+from vla_finetuning.run.folder import LOG_NAME, attempts
 
 # What this program's own checks raise: bad input, a file that is gone, a run that does not learn. Libraries raise the
 # first for arguments that make no sense, which another attempt would give them again.

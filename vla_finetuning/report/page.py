@@ -1,6 +1,6 @@
 """A run's `report.html`, and the page about a dataset: each one self-contained file that needs no network.
 
-    python report.py OUTPUT_DIR
+    python -m vla_finetuning.report.page OUTPUT_DIR
 
 writes the report of a run anew from what its folder holds. What a folder lacks is left out, and the page says so. Pages
 are made from `templates/` with everything escaped: instructions, names and paths are a stranger's text.
@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-import figures
-from checkpoint import PREFIX
-from config import CONFIG_NAME
-from dataset_look import ACTION, OUTLIER, Look, dimension_names, look_at, scaled_ranges
-from figures import Chunk, plain
-from lerobot_metadata import load_metadata
-from run_folder import METRICS_NAME, RUN_NAME, attempts, read_lines, skipped_episodes
-from tracking import EVALUATION_NAME, code_revision, read_json
+from vla_finetuning.config import CONFIG_NAME
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.report import figures
+from vla_finetuning.report.dataset_look import ACTION, OUTLIER, Look, dimension_names, look_at, scaled_ranges
+from vla_finetuning.report.figures import Chunk, plain
+from vla_finetuning.report.tracking import EVALUATION_NAME, code_revision, read_json
+from vla_finetuning.run.checkpoint import PREFIX
+from vla_finetuning.run.folder import METRICS_NAME, RUN_NAME, attempts, read_lines, skipped_episodes
 
 if TYPE_CHECKING:
-    from run_plan import Run
+    from vla_finetuning.run.plan import Run
 
 REPORT_NAME = "report.html"
 PACKAGES = ("ray", "lerobot", "torch", "av")
@@ -59,7 +59,7 @@ def record_run(run: Run, plan: str, cluster: Mapping[str, float]) -> None:
     """Write `run.json`: what the report says of a run besides its measurements. Runs on the driver, once Ray is up.
 
     Args:
-        plan: what `run_plan.describe` says. cluster: `ray.cluster_resources()`.
+        plan: what `run.plan.describe` says. cluster: `ray.cluster_resources()`.
     """
     datasets = [
         {

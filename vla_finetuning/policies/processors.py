@@ -38,8 +38,8 @@ from lerobot.utils.feature_utils import dataset_to_policy_features
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from remote_code import RemoteCodeError, remote_code
 from util import ROW_COLUMNS
+from vla_finetuning.policies.remote_code import RemoteCodeError, remote_code
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +309,7 @@ class Prepare:
 
     LeRobot's own pipeline object runs on the block without its cameras, which pass through as they are
     under the policy's names. It can be pickled, but is not small (PaliGemma's tokenizer is 17 MB): see
-    `training_data.Deferred`.
+    `training.stream.Deferred`.
 
     Args:
         preprocessor: from `make_processors`.

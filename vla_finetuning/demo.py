@@ -149,7 +149,7 @@ def make_demo_dataset(folder: Path, *, pairs: int = DEMO_PAIRS, seed: int = DEMO
 
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
-    from tiny_pi05 import atomic_folder
+    from vla_finetuning.policies.tiny_pi05 import atomic_folder
 
     vector = {"dtype": "float32", "shape": (len(AXES),), "names": AXES}
     features = {
@@ -245,8 +245,8 @@ def prepare_demo(cache_dir: Path, dataset_root: str | Path | None = None) -> tup
     Raises:
         ValueError, FileNotFoundError: it is no dataset, or PI0.5 cannot use it (`load_metadata`, `make_tiny_base`).
     """
-    import tiny_pi05
-    from lerobot_metadata import load_metadata
+    from vla_finetuning.data.metadata import load_metadata
+    from vla_finetuning.policies import tiny_pi05
 
     cache_dir = Path(cache_dir)
     if dataset_root is None:

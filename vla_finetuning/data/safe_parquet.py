@@ -14,7 +14,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage import StorageError, naming_file
+from vla_finetuning.data.storage import StorageError, naming_file
 
 # What LeRobot writes: Hugging Face's fixed-shape arrays, and JSON text inside the language columns.
 _ARROW_EXTENSIONS = re.compile(r"datasets\.features\.features\.Array[2-5]DExtensionType|arrow\.json")

@@ -11,7 +11,7 @@ Files of `OUTPUT_DIR`::
     skipped.jsonl         with --dataset.on_error=skip, a line for each episode that a read task had to skip
     rows/rank<r>.jsonl    with --run.record_rows, a line per micro-batch and epoch:
                           {"attempt": 0, "epoch": 0, "step": 12, "rows": [[dataset_index, index], ...]}
-    checkpoints/          see checkpoint.py
+    checkpoints/          see run/checkpoint.py
     pretrained_model/     the trained policy, as LeRobot loads it
     stop                  whoever makes this file asks the run to take a checkpoint and end at its next log step
 
@@ -32,11 +32,18 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from checkpoint import Progress, check_resumable, latest_checkpoint, load_progress, require_space, write_json
-from config import CONFIG_NAME, GROUPS, OF_A_START, PRESETS
+from vla_finetuning.config import CONFIG_NAME, GROUPS, OF_A_START, PRESETS
+from vla_finetuning.run.checkpoint import (
+    Progress,
+    check_resumable,
+    latest_checkpoint,
+    load_progress,
+    require_space,
+    write_json,
+)
 
 if TYPE_CHECKING:
-    from run_plan import Run
+    from vla_finetuning.run.plan import Run
 
 ATTEMPTS_NAME, METRICS_NAME, LOG_NAME, ROWS_NAME = "attempts.jsonl", "metrics.jsonl", "run.log", "rows"
 LOCK_NAME, STOP_NAME, SKIPPED_NAME, RUN_NAME = ".lock", "stop", "skipped.jsonl", "run.json"

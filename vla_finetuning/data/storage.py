@@ -24,7 +24,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
-from config import CACHE_SIZE_GB, READ_TIMEOUT_S
+from vla_finetuning.config import CACHE_SIZE_GB, READ_TIMEOUT_S
 
 # Bytes fetched around what is asked for. Smaller blocks cost round trips, larger ones bytes that a shuffled read does
 # not want: 256 shuffled rows of two cameras (7 kB a frame, files of 21 MB) took 60 requests and 16 MB with 256 KiB,

@@ -1,7 +1,7 @@
 """What a LeRobot v3 dataset says about itself: features, tasks, statistics, which file holds which episode.
 
 Nothing here decodes a frame or starts Ray. A dataset's files are data, never trusted: paths are those that
-`lerobot_paths` allows, parquet is opened by `safe_parquet`, and every number is checked before it is used.
+`paths` allows, parquet is opened by `safe_parquet`, and every number is checked before it is used.
 Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`.
 """
 
@@ -23,11 +23,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from fsspec.implementations.local import LocalFileSystem
 
-from config import FIRST_ANSWER_TIMEOUT_S
-from hub import download_snapshot, resolve_commit
-from lerobot_paths import INFO_PATH, MAX_INDEX, assign_files, check_inside, first_row_in_file
-from safe_parquet import open_parquet
-from storage import RemoteFileSystem, StorageError, StoragePolicy, connect, naming_file
+from vla_finetuning.config import FIRST_ANSWER_TIMEOUT_S
+from vla_finetuning.data.hub import download_snapshot, resolve_commit
+from vla_finetuning.data.paths import INFO_PATH, MAX_INDEX, assign_files, check_inside, first_row_in_file
+from vla_finetuning.data.safe_parquet import open_parquet
+from vla_finetuning.data.storage import RemoteFileSystem, StorageError, StoragePolicy, connect, naming_file
 
 STATS_PATH = "meta/stats.json"
 TASKS_PATH = "meta/tasks.parquet"

@@ -48,7 +48,7 @@ class DatasetOptions:
     # A LeRobot v3 dataset: a local folder, s3://..., gs://..., or several separated by commas.
     root: str | None = None
     # Instead of root, datasets and their weights: {"s3://bucket/a": 3, "/data/b": 1}. Each gives every epoch rows in
-    # proportion to its weight, whatever its size; an epoch is as many rows as they hold together (lerobot_plan.py).
+    # proportion to its weight, whatever its size; an epoch is as many rows as they hold together (data/plan.py).
     mixture: dict[str, float] = field(default_factory=dict)
     # A dataset on the Hugging Face Hub; its revision is pinned in the run's config.json.
     repo_id: str | None = None
@@ -67,10 +67,10 @@ class DatasetOptions:
     # An episode that cannot be read: "stop" the run, or "skip" it: its rows then keep their places in the batches but
     # do not count in the loss, and OUTPUT_DIR/skipped.jsonl names it.
     on_error: str = "stop"
-    # Rows shuffled among themselves (bounded by memory); see lerobot_plan.py.
+    # Rows shuffled among themselves (bounded by memory); see data/plan.py.
     shuffle_window: int = 512
-    # Object stores (storage.py): seconds for one request with its retries; a folder on each node's own disk that keeps
-    # what was read, and how much of it (worth it where a node's share of the dataset fits and is read more than once).
+    # Object stores (data/storage.py): seconds for one request with its retries; a folder on each node's own disk that
+    # keeps what was read, and how much of it (worth it where a node's share of the dataset fits and is read twice).
     read_timeout_s: float = READ_TIMEOUT_S
     cache_dir: str | None = None
     cache_size_gb: float = CACHE_SIZE_GB
@@ -199,10 +199,10 @@ class Config:
     save_every_s: float | None = None
     keep_checkpoints: int = 2
     keep_best: int = 0
-    # Besides metrics.jsonl: draw the curves in a tracker (tracking.py), filed under a project.
+    # Besides metrics.jsonl: draw the curves in a tracker (report/tracking.py), filed under a project.
     track: str | None = None
     track_project: str = "vla-fine-tuning"
-    # Push the trained policy to the Hugging Face Hub (hub.py), with lerobot-train's flags: --policy.push_to_hub,
+    # Push the trained policy to the Hugging Face Hub (data/hub.py), with lerobot-train's flags: --policy.push_to_hub,
     # --policy.repo_id USER/NAME and --policy.private. To name the repository is to ask for it.
     push_to_hub: bool | None = None
     policy_repo_id: str | None = None
