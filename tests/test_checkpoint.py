@@ -3,12 +3,16 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.test_hostile import json_values
 from util import make_trainable_optimizer
 from vla_finetuning.run import checkpoint
 from vla_finetuning.run.checkpoint import (
@@ -179,6 +183,66 @@ def test_another_format_is_refused(tmp_path):
     (path / checkpoint.STATE).write_text(json.dumps({**state, "format": 99}))
     with pytest.raises(ValueError, match="format 99"):
         load_checkpoint(path, *empty())
+
+
+def rewrite(folder: Path, **changes) -> None:
+    """Change what state.json says, its checksum made to fit; `...` takes a key away."""
+    state = json.loads((folder / checkpoint.STATE).read_text()) | changes
+    state = {key: value for key, value in state.items() if value is not ... and key != "sha256"}
+    (folder / checkpoint.STATE).write_text(json.dumps({**state, "sha256": checkpoint._digest(state)}))
+
+
+ENTRY = {"bytes": 3, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"files": ...}, "no 'files'"),
+        ({"files": None}, "'items'"),
+        ({"files": [["trainable.safetensors", ENTRY]]}, "'items'"),
+        ({"files": {"../secret": ENTRY}}, "'../secret' is no file of a checkpoint"),
+        ({"files": {"/etc/hostname": ENTRY}}, "is no file of a checkpoint"),
+        ({"files": {"x" * 5000: ENTRY}}, "is no file of a checkpoint"),
+        ({"files": {"trainable.safetensors": {}}}, "no 'bytes'"),
+        ({"files": {"trainable.safetensors": None}}, "not subscriptable"),
+        ({"files": {"trainable.safetensors": {**ENTRY, "bytes": "3"}}}, "size and checksum of trainable.safetensors"),
+        ({"progress": ...}, "no 'progress'"),
+        ({"progress": {**PROGRESS.__dict__, "step": "7"}}, "step is '7'"),
+        ({"progress": {**PROGRESS.__dict__, "base": None}}, "base is None"),
+    ],
+)
+def test_a_state_that_is_none_is_a_damaged_checkpoint(tmp_path, changes, message, caplog):
+    """Named, and the one before is taken: also where its checksum fits, which anybody can compute."""
+    before, newest = made(tmp_path, 5), made(tmp_path, 7)
+    rewrite(newest, **changes)
+    with pytest.raises(ValueError, match=f"checkpoint {newest}: state.json is missing or damaged .*{message}"):
+        load_progress(newest)
+    assert latest_checkpoint(tmp_path) == set_aside_damaged(tmp_path) == before
+
+
+files_of_any_form = json_values | st.dictionaries(
+    st.text(max_size=8) | st.just("trainable.safetensors"),
+    json_values | st.fixed_dictionaries({"bytes": json_values, "sha256": json_values}),
+)
+
+
+@given(files_of_any_form, st.just(PROGRESS.__dict__) | json_values)
+def test_any_state_is_a_checkpoint_or_a_damaged_one(files, progress):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / checkpoint.STATE).write_text('{"format": 2}')
+        rewrite(folder, files=files, progress=progress)
+        try:
+            assert load_progress(folder) == PROGRESS and files == {}
+        except ValueError as error:
+            assert str(error).startswith(f"checkpoint {folder}: ")
+
+
+def test_a_state_nested_too_deep(tmp_path):
+    (tmp_path / checkpoint.STATE).write_text("[" * 10**6)
+    with pytest.raises(ValueError, match="state.json is missing or damaged"):
+        load_progress(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 TRAINABLE, OPTIMIZER, STATE = "trainable", "optimizer", "state.json"
 FORMAT = 2
 PREFIX, DAMAGED, PARTIAL = "step_", "damaged_", ".partial_"
+FILE_NAME = rf"({TRAINABLE}|{OPTIMIZER})(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors"
 # Left free on the disk after a checkpoint, for logs and everybody else.
 SPARE_BYTES = 256 * 2**20
 
@@ -60,6 +62,13 @@ class Progress:
     mode: str
     global_batch_size: int
     loss: float | None = None
+
+
+# As JSON has them.
+PROGRESS_TYPES: dict[str, tuple[type, ...]] = {
+    **{"step": (int,), "rows": (int,), "global_batch_size": (int,), "mode": (str,)},
+    **{"stream": (dict,), "base": (dict,), "loss": (float, int, type(None))},
+}
 
 
 class Piece(NamedTuple):
@@ -324,13 +333,30 @@ def _state(folder: Path) -> dict[str, Any]:
             raise ValueError(f"format {state['format']}, this version reads {FORMAT}")
         if state.pop("sha256") != _digest(state):
             raise ValueError("its checksum is another")
-        Progress(**state["progress"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"checkpoint {folder}: {STATE} is missing or damaged ({error})") from error
+        _check_form(state)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        told = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"checkpoint {folder}: {STATE} is missing or damaged ({told})") from error
     for name, written in state["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != written["bytes"]:
             raise ValueError(f"checkpoint {folder}: {name} is missing or truncated")
     return state
+
+
+def _check_form(state: Mapping[str, Any]) -> None:
+    """Refuse, with one of the errors that `_state` expects, what `commit` would not have written.
+
+    Its checksum says that a file is whole, not who wrote it.
+    """
+    for name, written in state["files"].items():
+        if not re.fullmatch(FILE_NAME, name):
+            raise ValueError(f"{name!r:.100} is no file of a checkpoint")
+        if type(written["bytes"]) is not int or type(written["sha256"]) is not str:
+            raise ValueError(f"size and checksum of {name} are {written!r:.100}")
+    progress = asdict(Progress(**state["progress"]))
+    for name, expected in PROGRESS_TYPES.items():
+        if type(progress[name]) not in expected:
+            raise ValueError(f"{name} is {progress[name]!r:.100}")
 
 
 def _verify(folder: Path, state: Mapping[str, Any]) -> None:
