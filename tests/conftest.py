@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 import sys
 import tempfile
 
@@ -87,3 +88,17 @@ def no_ray_cluster():
     from tests import clusters
 
     clusters.stop()
+
+
+@pytest.fixture(params=[0o022, 0o027], ids=["umask 022", "umask 027"])
+def assert_usual_permissions(request):
+    """Sets the umask, and checks that a folder, and everything in it, has the permissions that the umask gives."""
+    before = os.umask(request.param)
+
+    def check(folder):
+        for path in (folder, *folder.rglob("*")):
+            usual = (0o777 if path.is_dir() else 0o666) & ~request.param
+            assert oct(stat.S_IMODE(path.stat().st_mode)) == oct(usual), path
+
+    yield check
+    os.umask(before)

@@ -185,6 +185,10 @@ def test_another_format_is_refused(tmp_path):
         load_checkpoint(path, *empty())
 
 
+def test_whoever_may_read_a_folder_may_read_the_checkpoints_in_it(tmp_path, assert_usual_permissions):
+    assert_usual_permissions(made(tmp_path / "checkpoints").parent)
+
+
 def rewrite(folder: Path, **changes) -> None:
     """Change what state.json says, its checksum made to fit; `...` takes a key away."""
     state = json.loads((folder / checkpoint.STATE).read_text()) | changes

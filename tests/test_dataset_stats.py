@@ -105,6 +105,14 @@ def test_some_episodes_only(original):
     assert computed["count"].tolist() == [17]
 
 
+def test_whoever_may_read_the_run_may_read_them(root, tmp_path, monkeypatch, assert_usual_permissions):
+    monkeypatch.setattr(dataset_stats, "_compute", stats_without_ray)
+    edit_stats(root, drop_quantiles)
+    complete_stats(load_metadata(root), {"action": {"q01"}}, cache_dir=tmp_path / "stats")
+    assert len(list((tmp_path / "stats").iterdir())) == 1
+    assert_usual_permissions(tmp_path / "stats")
+
+
 def test_nothing_missing_starts_no_pass(original, monkeypatch):
     monkeypatch.setattr(dataset_stats, "_compute", no_pass)
     meta = load_metadata(original)

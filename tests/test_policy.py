@@ -392,6 +392,13 @@ def test_keys_shapes_and_dtypes_are_those_lerobot_writes(dtype, stored_as, saved
     assert {kind for _, kind in found.values()} == stored_as
 
 
+def test_the_robots_user_may_read_it(original, saved, tmp_path, assert_usual_permissions):
+    """Weights, and what the processors keep beside them, as every other file."""
+    folder = export(original, saved, tmp_path / "run" / "pretrained_model")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    assert_usual_permissions(folder.parent)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_real_policy_keeps_lerobots_keys_and_dtypes(dtype):
     """4.14 B parameters on the meta device, after what training does to them."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ import numpy as np
 from vla_finetuning.data.metadata import CAMERA_DTYPES, NUMERIC_DTYPES, DatasetMetadata, Feature, select_episodes
 from vla_finetuning.data.rows import numbers
 from vla_finetuning.data.safe_parquet import open_parquet
+from vla_finetuning.run.checkpoint import write_json
 
 Stats = dict[str, dict[str, np.ndarray]]
 
@@ -220,10 +219,7 @@ def _cached_stats(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray, 
         _logger.warning("%s is damaged (%s); computing the statistics again", path, error)
     values = _to_json(_compute(meta, keys, episodes))
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written elsewhere and moved: a reader sees the whole file or none.
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump(values, file)
-    os.replace(file.name, path)
+    write_json(path, values)
     return _to_stats(values)
 
 

@@ -47,6 +47,7 @@ from vla_finetuning.policies.processors import (
     policy_feature,
 )
 from vla_finetuning.policies.remote_code import remote_code
+from vla_finetuning.run.checkpoint import let_others_read
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -510,6 +511,8 @@ def save_pretrained(
                 for step in pipeline.steps
             ]
             pipeline.save_pretrained(partial, config_filename=f"{name}.json")
+        for path in partial.rglob("*.safetensors"):
+            let_others_read(path)
 
 
 def _save_tokenizer(preprocessor: PolicyProcessorPipeline, folder: Path) -> None:

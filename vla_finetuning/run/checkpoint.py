@@ -109,6 +109,7 @@ def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number
                 path,
                 metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)},
             )
+            let_others_read(path)
             files[path.name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
             _to_disk(path)
     except (OSError, SafetensorError) as error:
@@ -313,6 +314,18 @@ def write_json(path: Path, value: Any) -> None:
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(json.dumps(value, indent=2) + "\n")
     os.replace(scratch, path)
+
+
+def let_others_read(path: Path) -> None:
+    """Give a file the permissions that the process's umask gives every other file: those of its folder.
+
+    safetensors makes its files for their owner only (0.8.0, github.com/safetensors/safetensors/issues/782), so that the
+    user who drives the robot could not read a policy; this can go when it asks the umask again.
+    """
+    mode = path.stat().st_mode
+    usual = mode | path.parent.stat().st_mode & 0o666
+    if usual != mode:  # a network drive with fixed permissions need not be asked
+        path.chmod(usual)
 
 
 def _newest_first(folder: Path) -> list[Path]:
