@@ -1,17 +1,26 @@
 """Pushing the trained policy, against a stand-in of the Hub on loopback and with huggingface_hub's own client."""
 
 import json
+import os
+import shutil
 from dataclasses import replace
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard, constants
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 import vla
 from tests.hub import READ_ONLY, TOKEN, PushHub
 from tests.loopback import serving
+from tests.test_policy import STATS
+from tests.tiny import make_config, make_policy
 from vla_finetuning.config import Config, parse_args
 from vla_finetuning.data import hub
+from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.policies.processors import TOKENIZER_FOLDER, make_processors
 
 REPO = "me/pick"
 HOSTILE = "arm | <script>alert(1)</script> `x`"
@@ -96,6 +105,74 @@ def test_everything_arrives_with_a_card(server, finished):
     # Nobody's folders and buckets, nothing of a stranger's that is taken for HTML.
     assert "secret" not in text and "`arm / <script>alert(1)</script> 'x'`" in text
     assert TOKEN not in text
+
+
+def test_only_what_an_export_writes_is_pushed(server, finished, caplog):
+    server.private[REPO] = True
+    policy = finished / "pretrained_model"
+    for name in ("extra.json", ".env", "notes/todo.md", "tokenizer/tokenizer.json", "tokenizer/deep/vocab.json"):
+        (policy / name).parent.mkdir(exist_ok=True)
+        (policy / name).write_text("{}")
+    (policy / "tokenizer" / "code.py").touch()
+    os.mkfifo(policy / "policy_preprocessor.json")
+    hub.push_policy(finished, REPO)
+    assert set(server.files[REPO]) == {"README.md", "config.json", "model.safetensors", "tokenizer/tokenizer.json"}
+    left_out = ".env, extra.json, notes, policy_preprocessor.json, tokenizer/code.py, tokenizer/deep"
+    assert f"{policy}: not pushed, because no export writes it: {left_out}\n" in caplog.text
+
+
+def test_an_export_is_pushed_whole(tmp_path):
+    """With the tokenizer's files, whatever of them transformers writes."""
+    policy, config = make_policy(2), make_config(2)
+    folder = tmp_path / "pretrained_model"
+    save_pretrained(policy, *make_processors(None, config, STATS, {}), folder)
+    vocabulary = {"<pad>": 0, "pick": 1}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)), pad_token="<pad>")
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
+    files, others = hub.exported_files(folder)
+    assert others == [] and set(files) == {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    assert {"model.safetensors", "tokenizer/tokenizer.json", "policy_postprocessor.json"} < set(files)
+    assert len([name for name in files if name.endswith(".safetensors")]) > 1
+
+
+@pytest.mark.parametrize(
+    "name", ["extra.json", "README.md", "config.json", "tokenizer/vocab.json", "tokenizer", "more", "."]
+)
+def test_a_link_is_refused_and_its_target_left_alone(server, finished, tmp_path, name):
+    """Whoever can write the folder could otherwise publish, or overwrite, what only the user can read or write."""
+    server.private[REPO] = True
+    policy, secret = finished / "pretrained_model", tmp_path / "secret"
+    (policy / "tokenizer").mkdir()
+    path = policy / name
+    if name in ("tokenizer", "more", "."):  # a folder
+        shutil.copytree(policy, secret)
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        secret.write_text((policy / "config.json").read_text())
+        path.unlink(missing_ok=True)
+    before = {p: p.read_bytes() for p in [secret, *secret.rglob("*")] if p.is_file()}
+    path.symlink_to(secret)
+    with pytest.raises(ValueError, match=f"^{path} is a link"):
+        hub.push_policy(finished, REPO)
+    assert REPO not in server.files and path.is_symlink()
+    assert {p: p.read_bytes() for p in [secret, *secret.rglob("*")] if p.is_file()} == before
+
+
+def test_the_card_takes_the_place_of_a_link_that_comes_in_between(server, finished, tmp_path, monkeypatch):
+    server.private[REPO] = True
+    secret, card = tmp_path / "secret", finished / "pretrained_model" / "README.md"
+    secret.write_text("mine")
+    make_card = hub.model_card
+
+    def slow(*args):
+        card.symlink_to(secret)
+        return make_card(*args)
+
+    monkeypatch.setattr(hub, "model_card", slow)
+    hub.push_policy(finished, REPO)
+    assert secret.read_text() == "mine" and not card.is_symlink()
+    assert server.files[REPO]["README.md"] == card.read_bytes()
 
 
 def test_what_is_on_the_hub_is_named_with_its_commit(finished):

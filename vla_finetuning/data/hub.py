@@ -11,17 +11,31 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
+import os
 import re
+import stat
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.report.tracking import EVALUATION_NAME, held_out_errors, read_json
+from vla_finetuning.run.checkpoint import let_others_read
 from vla_finetuning.run.folder import METRICS_NAME, RUN_NAME, read_lines
 
-POLICY_DIR, CARD_NAME = "pretrained_model", "README.md"
+logger = logging.getLogger(__name__)
+
+POLICY_DIR, CARD_NAME, TOKENIZER_DIR = "pretrained_model", "README.md", "tokenizer"
+# What `policy.save_pretrained` writes, and the card: no more than this leaves the machine.
+POLICY_FILES = re.compile(
+    r"config\.json|model\.safetensors|README\.md|policy_(pre|post)processor\.json|\w+_step_\d+(_\w+)?\.safetensors"
+    r"|tokenizer/((tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|(vocab|merges)\.txt"
+    r"|(tokenizer|spiece)\.model|chat_template\.jinja)",
+    re.ASCII,
+)
 # Options that say where things are on somebody's machines, which is not for everybody to read.
 PLACES = ("root", "mixture", "cache_dir", "output_dir", "policy_path", "policy_options")
 
@@ -130,19 +144,57 @@ def check_push(repo_id: str, private: bool | None) -> str:
 def push_policy(output_dir: Path, repo_id: str) -> str:
     """Push `OUTPUT_DIR/pretrained_model` with a model card, in one commit, and return the commit's address.
 
+    Only what an export consists of is pushed; a warning names what else is there.
+
     Raises:
-        ValueError: there is no policy yet; no such repository, or no access.
+        ValueError: there is no policy yet, or a link in it; no such repository, or no access.
         OSError: the Hub cannot be reached.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi
 
     folder = output_dir / POLICY_DIR
     if not (folder / CONFIG_NAME).is_file():
         raise ValueError(f"{folder}: no trained policy is there; it is written when a run has done its last step")
-    (folder / CARD_NAME).write_text(model_card(output_dir, repo_id))
+    exported_files(folder)  # the card is made of one of them
+    _write_card(folder / CARD_NAME, model_card(output_dir, repo_id))
+    files, others = exported_files(folder)
+    if others:
+        logger.warning("%s: not pushed, because no export writes it: %s", folder, ", ".join(others))
     with _explaining_errors(repo_id, None, "model", cached=False):
+        added = [CommitOperationAdd(name, folder / name) for name in files]
         message = f"Policy trained by {output_dir.name}"
-        return str(HfApi().upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message).commit_url)
+        return str(HfApi().create_commit(repo_id, added, commit_message=message).commit_url)
+
+
+def exported_files(folder: Path) -> tuple[list[str], list[str]]:
+    """What of an exported policy's folder is to be pushed, and what else is in it: names in the folder, sorted.
+
+    Raises:
+        ValueError: a link is among them, which may lead to anything that the user who pushes can read.
+    """
+    files, others = [], []
+    for path in (folder, *sorted(folder.iterdir()), *sorted((folder / TOKENIZER_DIR).glob("*"))):
+        name = path.relative_to(folder).as_posix()
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            raise ValueError(
+                f"{path} is a link, and links are not followed to what is published; put the file itself there, or "
+                "remove the link"
+            )
+        if stat.S_ISREG(mode) and POLICY_FILES.fullmatch(name):
+            files.append(name)
+        elif name not in (".", TOKENIZER_DIR):
+            others.append(name)
+    return files, others
+
+
+def _write_card(path: Path, text: str) -> None:
+    """In place of what has the name, be it a link; through none."""
+    descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    let_others_read(Path(scratch))
+    os.replace(scratch, path)
 
 
 def model_card(output_dir: Path, repo_id: str) -> str:
