@@ -104,6 +104,63 @@ def test_what_is_wrong_is_said(flags, message):
         parse_args(flags)
 
 
+SECRET = "wJalr/XUtn+FEMI/canary"
+
+
+@pytest.mark.parametrize(
+    "root", [f"s3://AKIA:{SECRET}@b/arm", f"gs://{SECRET.replace('/', '')}@b", f"ftp://u:{SECRET}@h"]
+)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--dataset.root={}"],
+        ["--dataset.root", "{}"],
+        ["--dataset.root=/data/a@1,{}"],
+        ["--dataset.root", "simplecache::{}"],
+        ['--dataset.mixture={{"/data": 1, "{}": "no number"}}'],
+        ["--dataset.rot", "{}"],
+        ["--dataset.root", "/data", "{}"],
+        ["--{}"],
+        ["--policy.path={}"],
+        ["--output_dir={}"],
+        ["--config_path={}"],
+    ],
+)
+def test_an_address_with_credentials_is_refused_and_not_repeated(flags, root):
+    """Before anything else is looked at, whatever else is wrong."""
+    flags = [flag.format(root) for flag in flags]
+    with pytest.raises(ValueError, match="an address with credentials in it .* is refused.*environment") as refused:
+        parse_args([*DATA[1:], *flags, "--batch_size=many"])
+    assert "canary" not in str(refused.value) and refused.value.__cause__ is None
+    assert re.match("--(dataset.ro|dataset.mix|policy.path|output_dir|config_path)|command line:", str(refused.value))
+
+
+def test_nor_is_one_of_a_file_of_options(tmp_path):
+    path = tmp_path / "options.json"
+    path.write_text(json.dumps({"dataset": {"root": f"s3://AKIA:{SECRET}@b/arm"}, "batch_size": "many"}))
+    with pytest.raises(ValueError, match=f"^{path}: an address with credentials") as refused:
+        parse_args([*DATA[1:], f"--config_path={path}"])
+    assert "canary" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        *(
+            "/data/arm@2",
+            "s3://bucket/arm@2",
+            "s3://bucket/a:b@2",
+            "http://127.0.0.1:9000/arm@2",
+            "hf://datasets/a/b@main",
+        ),
+        *("s3://arn:aws:s3:eu-west-1:1:accesspoint/arms/a@2", "abfs://container@account.dfs.core.windows.net/arm"),
+        *("s3://a,b@2", "s3://a:80,/b@2"),
+    ],
+)
+def test_an_at_sign_elsewhere_is_no_credential(root):
+    assert parse_args([*DATA[1:], "--dataset.root", root]).dataset.root == root
+
+
 def test_a_job_that_is_retried_goes_on_where_there_is_a_run(tmp_path):
     flags = ["--resume", "auto", f"--output_dir={tmp_path}", "--dataset.root=/data", "--policy.type=pi05"]
     assert not parse_args(flags).resume

@@ -12,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from diagnostics import show_dataset
+from lerobot_datasource import read_lerobot
 from tests.datasets import make_dataset, read_frame_number
 from vla_finetuning.data import metadata as lerobot_metadata
 from vla_finetuning.data.metadata import check_files, load_metadata, select_episodes
@@ -274,6 +276,18 @@ def test_a_file_and_not_a_folder(root):
 
 def test_not_a_lerobot_dataset(root):
     refuses(root / "data", r"not a LeRobot dataset: meta/info.json is missing \(found \[chunk-000", FileNotFoundError)
+
+
+@pytest.mark.parametrize("protocol", ["s3", "gs", "nope", "simplecache::s3"])
+def test_credentials_in_an_address_are_not_repeated(protocol, capsys, caplog):
+    root = f"{protocol}://AKIA:canary/secret@bucket/arm"
+    for call in (load_metadata, read_lerobot, lambda root: read_lerobot({root: 1.0})):
+        with pytest.raises(ValueError, match="^dataset root: an address with credentials in it") as refused:
+            call(root)
+        assert "canary" not in repr(refused.value)
+    assert show_dataset.main([root]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: dataset root: ") and "canary" not in out + err + caplog.text
 
 
 def test_unknown_protocol():

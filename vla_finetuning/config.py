@@ -292,6 +292,9 @@ OF_A_START = ("resume", "dry_run", "policy_trust_remote_code")
 
 def parse_args(argv: Sequence[str]) -> Config:
     """Command line to a validated `Config`. Raises ValueError naming the flag, what was found and what to do."""
+    for before, arg in zip(["", *argv], argv, strict=False):  # first of all: every other error may repeat them
+        name = re.match(r"--[\w.]+(?==)", arg) or re.match(r"--[\w.]+$", before)
+        refuse_credentials(arg, name[0] if name else "command line")
     given = _normalise(argv)
     given = [(name, _resume(value, dict(given)) if name == "resume" else value) for name, value in given]
     names = dict(given)
@@ -313,6 +316,8 @@ def parse_args(argv: Sequence[str]) -> Config:
     policy = {k.removeprefix("policy."): v for k, v in flags if k.startswith("policy.")}
     rest = [f"--{k}={v}" for k, v in flags if not k.startswith("policy.") and k != "config_path"]
     try:
+        if config_path:
+            refuse_credentials(Path(config_path).read_text(), config_path)
         with draccus.config_type("json"):
             config = draccus.parse(Config, config_path=config_path, args=rest)
     except (draccus.utils.DraccusException, json.JSONDecodeError, OSError) as error:
@@ -331,6 +336,27 @@ def parse_args(argv: Sequence[str]) -> Config:
     config.policy_options = config.policy_options + [f"--{k}={v}" for k, v in policy.items()]
     validate(config)
     return config
+
+
+# What comes before the @ of scheme://USER:SECRET@place. Keys of object stores have slashes in them, so a secret may
+# reach past the first one; after a colon there may be a port instead, and a bucket may go by an ARN.
+_CREDENTIALS = re.compile(r"""://(?:[^/@,\s"']*@|(?!arn:)[^/@:,\s"']*:(?!\d{1,5}(?:[/,\s"']|$))[^@\s"']*@)""")
+# Where a name before the @ is a part of the address: Azure's containers.
+_NAMED = re.compile(r"""\b(?:abfss?|wasbs?)://[\w$-]+@""")
+
+
+def refuse_credentials(text: str, where: str) -> None:
+    """Raises ValueError when an address with credentials is in `text`, naming only `where`: it must not be shown.
+
+    What is given as a root is printed, saved in the run's folder, sent to trackers and named in errors.
+    """
+    if _CREDENTIALS.search(_NAMED.sub("", text)):
+        raise ValueError(
+            f"{where}: an address with credentials in it (SCHEME://KEY:SECRET@...) is refused, and not repeated here, "
+            "because addresses are shown, logged and saved; give SCHEME://BUCKET/PATH, and the credentials in the "
+            "environment or the store's own configuration files, on every node (S3: AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials; Google: GOOGLE_APPLICATION_CREDENTIALS)"
+        )
 
 
 def help_text() -> str:

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from fsspec.implementations.local import LocalFileSystem
 
-from vla_finetuning.config import FIRST_ANSWER_TIMEOUT_S
+from vla_finetuning.config import FIRST_ANSWER_TIMEOUT_S, refuse_credentials
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.data.paths import INFO_PATH, MAX_INDEX, assign_files, check_inside, first_row_in_file
 from vla_finetuning.data.safe_parquet import open_parquet
@@ -325,6 +325,7 @@ def _open_root(
     root: str | Path, storage_options: dict | None, policy: StoragePolicy
 ) -> tuple[fsspec.AbstractFileSystem, str, str]:
     root = str(root).rstrip("/") or "/"
+    refuse_credentials(root, "dataset root")
     try:
         found, base = connect(root, policy, storage_options)
     except (ImportError, ValueError) as error:
