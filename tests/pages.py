@@ -1,5 +1,8 @@
 """What the tests ask of a page: read as a browser reads it, without one."""
 
+import base64
+import hashlib
+import re
 from html.parser import HTMLParser
 
 VOID = {"meta", "link", "img", "br", "input", "hr"}
@@ -52,6 +55,17 @@ def check_page(html):
         for name in ("src", "href", "xlink:href", "data", "action"):
             value = attributes.get(name, "#")
             assert value.startswith(("#", "data:")), f"<{tag} {name}={value!r:.80}> leads out of the page"
+    # What a browser enforces of that, before it reads anything that could break it.
+    (policy,) = [a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
+    allowed = dict(part.strip().partition(" ")[::2] for part in policy.split(";"))
+    assert allowed.pop("default-src") == "'none'" and allowed.pop("img-src") == "data:"
+    assert [tag for tag, _ in page.elements[:4]] == ["html", "head", "meta", "meta"]
+    (style,) = re.findall(r"<style>(.*?)</style>", html, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert allowed == {
+        **{"style-src-elem": f"'sha256-{digest}'", "style-src-attr": "'unsafe-inline'", "style-src": "'unsafe-inline'"},
+        **{"base-uri": "'none'", "form-action": "'none'"},
+    }
     assert "@import" not in html and "url(http" not in html
 
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from tests.datasets import make_dataset
+from tests.loopback import Handler, serving
 from tests.pages import check_page
 from vla_finetuning.config import CONFIG_NAME, parse_args
 from vla_finetuning.data.metadata import load_metadata
@@ -415,6 +417,38 @@ def probe(folder, page, width):
 
 def test_the_console_of_the_page_is_heard(browser, tmp_path):
     assert any("M nan nan" in line for line in browser(probe(tmp_path, b'<svg><path d="M nan nan"/></svg>', 500))[1])
+
+
+class Heard(Handler):
+    def do_GET(self):
+        self.server.paths.append(self.path)
+        self.answer(404)
+
+
+@pytest.mark.parametrize("protected", [False, True])
+def test_markup_that_got_into_a_page_does_nothing(browser, folder, tmp_path, protected):
+    """As if a name had not been escaped: without the page's policy all of it works."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Heard)
+    server.paths = []
+    with serving(server) as there:
+        planted = (
+            f"<style>@import '{there}/import'; body {{ background: #123456 !important }}</style>"
+            f"<img src={there}/img alt=x><link rel=stylesheet href={there}/sheet><iframe src={there}/frame></iframe>"
+            f"<script src={there}/script></script><script>document.body.style.color = '#654321'</script>"
+            f"<img src=data:x onerror=\"fetch('{there}/handler')\" alt=x><p style='background: url({there}/url)'>x</p>"
+        )
+        page = re.sub("(<main [^>]*>)", lambda main: main[1] + planted, write_report(folder, []).read_text())
+        if not protected:
+            page = re.sub("<meta http-equiv=[^>]*>", "", page)
+        (tmp_path / "planted.html").write_text(page)
+        document, console = browser(tmp_path / "planted.html")
+    paths = {path.removeprefix("/") for path in server.paths} - {"favicon.ico"}
+    if protected:
+        assert paths == set() and 'style="color' not in document and len(console) >= 7
+        assert all("Content Security Policy" in line for line in console)
+    else:
+        assert paths == {"import", "img", "sheet", "frame", "script", "handler", "url"}
+        assert 'style="color' in document
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
