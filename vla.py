@@ -60,6 +60,7 @@ from vla_finetuning.run.folder import (
 )
 from vla_finetuning.run.plan import Run, describe, resolve, with_stats
 from vla_finetuning.run.progress import MetricsLog, RowsLog, follow_progress, log_to
+from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
 from vla_finetuning.training.parallel import spread
 from vla_finetuning.training.stream import Dealt, Deferred, TrainingData, or_timeout, stream_batches
 from vla_finetuning.training.worker import (
@@ -239,26 +240,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     4 the policy is trained but not pushed to the Hub, 5 it is trained but could not be evaluated.
     """
     argv = sys.argv[1:] if argv is None else argv
+    escape_warnings()
     if "--help" in argv or "-h" in argv:
-        print(help_text())
+        tell_text(help_text())
         return 0
     with contextlib.ExitStack() as held:
         try:
             run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
-            print(describe(run), flush=True)
+            tell_text(describe(run))
             check_place(run.output_dir)
             if run.config.dry_run:
                 return 0
             require_tracker(run.config.track)
             if run.config.hub_repo_id:
-                print(f"Hub          {check_push(run.config.hub_repo_id, run.config.policy_private)}", flush=True)
+                tell(f"Hub          {check_push(run.config.hub_repo_id, run.config.policy_private)}")
             held.enter_context(claim_folder(run))
             for changed in changed_options(run):
-                print(f"Changed      {changed}", flush=True)
+                tell(f"Changed      {changed}")
             prepare_folder(run)
             held.enter_context(track(run.output_dir, run.config.track, run.config.track_project))
         except (ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            tell_error(error)
             return 2
         try:
             if not ray.is_initialized():
@@ -273,13 +275,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             held.enter_context(keep_report(run.output_dir))
             steps_done = fit(run, data_options)
             if steps_done < run.steps:
-                print(f"Stopped      after step {steps_done} of {run.steps}; --resume goes on from there")
+                tell(f"Stopped      after step {steps_done} of {run.steps}; --resume goes on from there")
                 return 3
             status = evaluate(run) if any(len(episodes) for episodes in run.eval_episodes) else 0
         except (TrainingFailedError, RayError, ValueError, OSError) as error:
-            print(f"error: {root_cause(error)}", file=sys.stderr)
+            tell_error(root_cause(error))
             return 1
-    print(f"Policy       {run.output_dir / 'pretrained_model'}\nReport       {run.output_dir / 'report.html'}")
+    tell(f"Policy       {run.output_dir / 'pretrained_model'}", f"Report       {run.output_dir / 'report.html'}")
     return (push(run.output_dir, run.config.hub_repo_id) if run.config.hub_repo_id else 0) or status
 
 
@@ -298,21 +300,21 @@ def evaluate(run: Run) -> int:
     remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.use_gpu else 0)
     try:
         errors = cluster.wait_for(remote.remote(run).future(), run)
-        print(error_table(errors["trained"], errors.get("untrained")), flush=True)
+        tell_text(error_table(errors["trained"], errors.get("untrained")))
         return 0
     except (RayError, ValueError, OSError) as error:
-        print(f"error: the policy is trained, but could not be evaluated: {root_cause(error)}", file=sys.stderr)
+        tell_error(f"the policy is trained, but could not be evaluated: {root_cause(error)}")
         return 5
 
 
 def push(output_dir: Path, repo_id: str) -> int:
     """Push the trained policy, and say how to do it again when that fails. Returns the exit status."""
     try:
-        print(f"Pushed       {push_policy(output_dir, repo_id)}")
+        tell(f"Pushed       {push_policy(output_dir, repo_id)}")
         return 0
     except Exception as error:  # whatever an upload may end with, the policy is there
-        again = f"the policy is trained; `python -m vla_finetuning.data.hub {output_dir}` tries again to push it"
-        print(f"error: {root_cause(error)}\n{again}", file=sys.stderr)
+        tell_error(root_cause(error))
+        tell(f"the policy is trained; `python -m vla_finetuning.data.hub {output_dir}` tries again to push it", file=sys.stderr)
         return 4
 
 

@@ -44,6 +44,7 @@ from util import Batch, NumpyToTorchCollate, Window
 from vla_finetuning.config import help_text, parse_args
 from vla_finetuning.policies.pi05 import PolicyLoss, meta_policy
 from vla_finetuning.run.plan import Run, resolve
+from vla_finetuning.terminal import tell_error, tell_text
 from vla_finetuning.training import worker
 from vla_finetuning.training.stream import Dealt
 
@@ -627,20 +628,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Audit the run that the flags describe, and print the result. Returns the exit status: see the module."""
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
-        print(__doc__)
-        print(help_text())
+        tell_text(f"{__doc__}\n{help_text()}")
         return 0
     try:
         run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
         found = audit(run)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_error(error)
         return 2
     except (RuntimeError, NotImplementedError):
-        traceback.print_exc()
-        print("error: the audit could not run this policy", file=sys.stderr)
+        tell_error(f"the audit could not run this policy\n{traceback.format_exc()}")
         return 2
-    print(found.table())
+    tell_text(found.table())
     return 1 if found.syncs else 0
 
 

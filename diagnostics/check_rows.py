@@ -21,6 +21,7 @@ from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
 from vla_finetuning.run.folder import ROWS_NAME, attempts
 from vla_finetuning.run.plan import Run, resolve
 from vla_finetuning.run.progress import recorded_rows
+from vla_finetuning.terminal import tell, tell_error, tell_text
 
 Row = tuple[int, int]  # dataset_index, index
 
@@ -100,17 +101,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the check's result. Returns the exit status: see the module."""
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) != 1 or argv[0] in ("-h", "--help"):
-        print(__doc__)
+        tell_text(str(__doc__))
         return 0 if argv and argv[0] in ("-h", "--help") else 2
     folder = Path(argv[0]).absolute()
     try:
         run = resolve(parse_args([f"--output_dir={folder}", "--resume"]), gpus_found=0)
         epochs = check_rows(run)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_error(error)
         return 2
     starts = attempts(folder)
-    print(f"{folder}: {len(starts)} starts, resumed from steps {[line['resumed_from_step'] for line in starts]}")
+    tell(f"{folder}: {len(starts)} starts, resumed from steps {[line['resumed_from_step'] for line in starts]}")
     for epoch in epochs:
         told = f"epoch {epoch.number}: {epoch.trained} of {run.rows_per_epoch} rows trained"
         if epoch.skipped:
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, rows in (("missing", epoch.missing), ("doubled", epoch.doubled), ("not of the data", epoch.unknown)):
             if rows:
                 told += f"; {len(rows)} {name}, e.g. (dataset_index, index) {rows[:3]}"
-        print(f"{told}, as often as due" if epoch.ok else told)
+        tell(f"{told}, as often as due" if epoch.ok else told)
     return 0 if all(epoch.ok for epoch in epochs) else 1
 
 

@@ -43,6 +43,7 @@ from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.config import Strategy
 from vla_finetuning.policies.pi05 import sample_noise_and_time
 from vla_finetuning.run.plan import Run
+from vla_finetuning.terminal import tell
 from vla_finetuning.training.parallel import part, spread
 from vla_finetuning.training.stream import Dealt
 from vla_finetuning.training.worker import build_model, build_optimizer, noise_for, policy_batches
@@ -347,7 +348,7 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
         raise ValueError(f"--scaling.num_workers={workers}: there is nothing to spread; give at least 2")
 
     def examine() -> Result:
-        print(f"Running {', '.join(options.strategies)} on {workers} workers ...", flush=True)
+        tell(f"Running {', '.join(options.strategies)} on {workers} workers ...")
         report = profile(run, options)
         return Result(report, table(report), charts(report))
 

@@ -46,6 +46,7 @@ from vla_finetuning.data.decode import VideoReader
 from vla_finetuning.policies.processors import Prepare
 from vla_finetuning.run.plan import Run
 from vla_finetuning.run.progress import object_store
+from vla_finetuning.terminal import tell
 from vla_finetuning.training.stream import Dealt, Deferred, TrainingData
 
 Columns = dict[str, np.ndarray]
@@ -477,7 +478,7 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
 
     def examine() -> Result:
         batches = options.profile_warmup + options.profile_batches
-        print(f"Pulling {batches} batches by each of {run.config.scaling.num_workers} workers ...", flush=True)
+        tell(f"Pulling {batches} batches by each of {run.config.scaling.num_workers} workers ...")
         report = profile(run, options)
         told = "\n".join([table(report), "", *balance(report, step)]) if step is not None else table(report)
         return Result(report, told, charts(report))

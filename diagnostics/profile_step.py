@@ -50,8 +50,9 @@ from diagnostics.step_clock import MEASURED, Communication, Pass, StepClock, Tim
 from diagnostics.step_comparison import compare, judge
 from util import UNWATCHED, Clock, Phase, TrainableOptimizer
 from vla_finetuning.policies.pi05 import PolicyLoss
-from vla_finetuning.run.folder import LOG_NAME, prepare_folder
+from vla_finetuning.run.folder import LOG_NAME, prepare_folder, read_lines
 from vla_finetuning.run.plan import Run
+from vla_finetuning.terminal import tell, tell_error, tell_text
 from vla_finetuning.training.worker import build_optimizer, flops_share
 
 # A pass is at least so many blocks: their spread is what a difference between two runs is judged by.
@@ -435,8 +436,7 @@ def profile(run: Run, settings: Settings, trace_path: Path | None = None) -> Ste
                 for rank in range(run.config.scaling.num_workers)
             ]
             log = watched.output_dir / LOG_NAME
-            if log.exists():
-                print(log.read_text(), end="", file=sys.stderr)
+            tell(*read_lines(log), file=sys.stderr)
             if trace_path is not None:
                 write_trace(watched.output_dir / TRACE_NAME, ray.timeline(), trace_path)
             return summarise(run, settings, ranks)
@@ -466,10 +466,10 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
         if options.profile_trace:
             os.environ.setdefault("RAY_PROFILING", "1")
         steps = len(settings.passes(run.config.scaling.num_workers))
-        print(f"Running {steps} steps by {run.config.scaling.num_workers} workers ...", flush=True)
+        tell(f"Running {steps} steps by {run.config.scaling.num_workers} workers ...")
         report = profile(run, settings, options.profile_trace)
         if options.profile_trace:
-            print(f"trace written to {options.profile_trace}: open it in https://ui.perfetto.dev")
+            tell(f"trace written to {options.profile_trace}: open it in https://ui.perfetto.dev")
         return Result(report, table(report), charts(report))
 
     return examine
@@ -480,10 +480,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if any(arg.partition("=")[0] == "--compare" for arg in argv):
         try:
-            print(compare(*map(StepReport.read, parse_options(argv)[0].compare)))
+            tell_text(compare(*map(StepReport.read, parse_options(argv)[0].compare)))
             return 0
         except (ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            tell_error(error)
             return 2
     return run_tool(argv, __doc__, parse_options, prepare)
 

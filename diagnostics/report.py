@@ -27,6 +27,7 @@ from util import Batch, NumpyToTorchCollate
 from vla_finetuning.config import help_text, parse_args
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.plan import Run, resolve
+from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
 from vla_finetuning.training.stream import Dealt
 
 TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -65,30 +66,30 @@ def run_tool(
         The result's exit status; 1 when examining failed, 2 when it could not start.
     """
     argv = sys.argv[1:] if argv is None else argv
+    escape_warnings()
     if "--help" in argv or "-h" in argv:
-        print(doc)
-        print(help_text())
+        tell_text(f"{doc}\n{help_text()}")
         return 0
     try:
         options, rest = parse_options(argv)
         examine = prepare(resolve(parse_args(rest), gpus_found=torch.cuda.device_count()), options)
     except (ValueError, OSError, RayError) as error:
-        print(f"error: {root_cause(error)}", file=sys.stderr)
+        tell_error(root_cause(error))
         return 2
     try:
         result = examine()
     except (TrainingFailedError, RayError, ValueError, OSError, RuntimeError) as error:
-        print(f"error: {root_cause(error)}", file=sys.stderr)
+        tell_error(root_cause(error))
         return 1
-    print(result.table)
+    tell_text(result.table)
     if options.json:
         result.report.write(options.json)
-        print(f"written to {options.json}")
+        tell(f"written to {options.json}")
     if options.html:
         title = f"{result.report.tool}: {doc.splitlines()[0] if doc else ''}"
         options.html.parent.mkdir(parents=True, exist_ok=True)
         options.html.write_text(page(title, result.report.environment.line(), result.charts, result.table))
-        print(f"page written to {options.html}")
+        tell(f"page written to {options.html}")
     return result.status
 
 

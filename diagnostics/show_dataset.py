@@ -19,6 +19,7 @@ from pathlib import Path
 from vla_finetuning.data.metadata import fetch_dataset, load_metadata
 from vla_finetuning.report.dataset_look import look_at
 from vla_finetuning.report.page import write_dataset_page
+from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,17 +30,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--revision", help="of the dataset on the Hub (default: as of now)")
     parser.add_argument("--output", type=Path, default=Path("dataset.html"), help="the page (default: %(default)s)")
     options = parser.parse_args(argv)
+    escape_warnings()
     try:
         root = fetch_dataset(options.repo_id, options.revision)[0] if options.repo_id else options.root
         look = look_at(load_metadata(root))
         page = write_dataset_page(look, options.output)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_error(error)
         return 2
     for finding in look.findings:
-        print(f"warning [{finding.kind}] {finding.text}")
-    print(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
-    print(page)
+        tell(f"warning [{finding.kind}] {finding.text}")
+    tell(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
+    tell(str(page))
     return 0
 
 

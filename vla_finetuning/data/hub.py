@@ -25,6 +25,7 @@ from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.report.tracking import EVALUATION_NAME, held_out_errors, read_json
 from vla_finetuning.run.checkpoint import let_others_read
 from vla_finetuning.run.folder import METRICS_NAME, RUN_NAME, read_lines
+from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
 logger = logging.getLogger(__name__)
 
@@ -314,15 +315,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repo_id", help="USER/NAME; the run's own --policy.repo_id when absent")
     parser.add_argument("--private", action="store_true", default=None, help="the run's own --policy.private if absent")
     args = parser.parse_args(argv)
+    escape_warnings()
     try:
         config = read_json(args.output_dir / CONFIG_NAME)
         repo_id = args.repo_id or config.get("policy_repo_id")
         if repo_id is None:
             raise ValueError(f"{args.output_dir}: to which repository? give --repo_id USER/NAME")
         check_push(repo_id, args.private or config.get("policy_private"))
-        print(f"Pushed       {push_policy(args.output_dir, repo_id)}")
+        tell(f"Pushed       {push_policy(args.output_dir, repo_id)}")
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_error(error)
         return 1
     return 0
 

@@ -37,6 +37,7 @@ from vla_finetuning.report.figures import Chunk, plain
 from vla_finetuning.report.tracking import EVALUATION_NAME, code_revision, read_json
 from vla_finetuning.run.checkpoint import PREFIX
 from vla_finetuning.run.folder import METRICS_NAME, RUN_NAME, attempts, read_lines, skipped_episodes
+from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
 if TYPE_CHECKING:
     from vla_finetuning.run.plan import Run
@@ -567,10 +568,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path, help="a run's folder")
     folder = parser.parse_args(argv).output_dir
+    escape_warnings()
     if not (folder / CONFIG_NAME).is_file():
-        print(f"error: {folder} holds no run: {CONFIG_NAME} is missing; give a run's --output_dir", file=sys.stderr)
+        tell_error(f"{folder} holds no run: {CONFIG_NAME} is missing; give a run's --output_dir")
         return 2
-    print(write_report(folder))
+    tell(str(write_report(folder)))
     return 0
 
 

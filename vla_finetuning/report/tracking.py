@@ -33,6 +33,7 @@ from typing import Any, Protocol, cast, get_args
 from vla_finetuning.config import CONFIG_NAME, Config, TrackerName
 from vla_finetuning.run.checkpoint import PREFIX, write_json
 from vla_finetuning.run.folder import METRICS_NAME, read_lines
+from vla_finetuning.terminal import escape_warnings, tell_error
 
 logger = logging.getLogger(__name__)
 
@@ -402,13 +403,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--track", required=True, choices=get_args(TrackerName))
     parser.add_argument("--track_project", default=Config.track_project)
     args = parser.parse_args(argv)
+    escape_warnings()
     try:
         if not (args.output_dir / CONFIG_NAME).is_file():
             raise ValueError(f"{args.output_dir}: no run is there ({CONFIG_NAME} is missing)")
         link = Link(args.output_dir, args.track, args.track_project)
         link.finish()
     except Exception as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell_error(error)
         return 1
     return 0
 

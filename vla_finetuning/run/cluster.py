@@ -33,6 +33,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vla_finetuning.terminal import tell
+
 if TYPE_CHECKING:
     from ray.data import ExecutionOptions
 
@@ -112,7 +114,7 @@ def wait_for_room(run: Run) -> DataLimits:
     if before != {node["NodeID"] for node in nodes}:
         check_nodes(node_needs(run), run.output_dir)
     limits = data_limits(nodes, ray.get_runtime_context().get_temp_dir())
-    print("\n".join(limits.lines(nodes)), flush=True)
+    tell(*limits.lines(nodes))
     return limits
 
 
@@ -139,7 +141,7 @@ def _looks(run: Run) -> Iterator[None]:
             since = None
         elif since is None:
             since = time.monotonic()
-            print(f"waiting      for room, at most {limit_s:g} s: {told}", file=sys.stderr, flush=True)
+            tell(f"waiting      for room, at most {limit_s:g} s: {told}", file=sys.stderr)
         elif time.monotonic() - since > limit_s:
             raise ValueError(
                 f"{told}; none came for {limit_s:g} s (--scaling.nodes_timeout_s); {MAKE_ROOM}; --resume goes on"

@@ -16,6 +16,7 @@ import ray.train
 from ray.train.constants import TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 
 from vla_finetuning.run.folder import LOG_NAME, attempts
+from vla_finetuning.terminal import escaped
 
 # What this program's own checks raise: bad input, a file that is gone, a run that does not learn. Libraries raise the
 # first for arguments that make no sense, which another attempt would give them again.
@@ -60,7 +61,7 @@ class StopRetrying(ray.train.UserCallback):
         told = root_cause(error).strip().splitlines()[0]
         # It may be the disk that is full.
         with contextlib.suppress(OSError), open(self._output_dir / LOG_NAME, "a") as log:
-            log.write(f"WARNING attempt from step {(resumed_from or [0])[0]} failed on rank {ranks}: {told}\n")
+            log.write(f"WARNING attempt from step {(resumed_from or [0])[0]} failed on rank {ranks}: {escaped(told)}\n")
         if final:
             raise error
 

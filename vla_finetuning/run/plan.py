@@ -56,6 +56,7 @@ from vla_finetuning.policies.processors import TOKENIZER_FOLDER, make_processors
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
 from vla_finetuning.run.checkpoint import check_base, file_digest, latest_checkpoint, load_progress
 from vla_finetuning.run.folder import SKIPPED_NAME
+from vla_finetuning.terminal import escaped
 
 Stats = dict[str, dict[str, np.ndarray]]
 # What LeRobot's `aggregate_stats` makes the statistics of several datasets from, besides quantiles.
@@ -565,7 +566,7 @@ def describe(run: Run) -> str:
         lines.append(f"Memory       per worker {_memory(run, run.policy_config)}")
         if config.scaling.strategy != "ddp":
             lines.append(_in_parts(run))
-    return "\n".join(lines)
+    return "\n".join(map(escaped, lines))
 
 
 def _workers(config: Config) -> str:

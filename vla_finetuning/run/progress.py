@@ -16,6 +16,7 @@ import ray
 from tqdm import tqdm
 
 from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, ROWS_NAME, attempts, read_lines, skipped_episodes
+from vla_finetuning.terminal import LogFormatter, tell
 
 if TYPE_CHECKING:
     from vla_finetuning.run.plan import Run
@@ -106,7 +107,7 @@ def log_to(output_dir: Path) -> None:
     """Send this process's warnings to the run's log, where the driver finds them. Called by training workers."""
     handler = logging.FileHandler(output_dir / LOG_NAME)
     handler.setLevel(logging.WARNING)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(LogFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
 
 
@@ -141,15 +142,15 @@ def _follow(output_dir: Path, steps: int, last_step: int, warnings_shown: int, s
         while True:
             stopping = stop.is_set()
             for text in read_lines(output_dir / LOG_NAME)[warnings_shown:]:
-                tqdm.write(text, file=sys.stderr)
+                with tqdm.external_write_mode(file=sys.stderr):
+                    tell(text, file=sys.stderr)
                 warnings_shown += 1
             for line in skipped_episodes(output_dir):
                 episode = (line["root"], line["episode_index"])
                 if episode not in skipped:
                     skipped.add(episode)
-                    tqdm.write(
-                        f"WARNING {episode[0]}: episode {episode[1]} is skipped: {line['error']}", file=sys.stderr
-                    )
+                    with tqdm.external_write_mode(file=sys.stderr):
+                        tell(f"WARNING {episode[0]}: episode {episode[1]} is skipped: {line['error']}", file=sys.stderr)
             for text in read_lines(output_dir / METRICS_NAME):
                 line = json.loads(text)
                 if line["step"] <= last_step:
@@ -166,7 +167,7 @@ def _follow(output_dir: Path, steps: int, last_step: int, warnings_shown: int, s
                     bar.set_postfix_str(told)
                 else:
                     left_s = (steps - last_step) * line["step_s"]
-                    print(f"step {last_step}/{steps}  {told}, {_minutes(left_s)} left", flush=True)
+                    tell(f"step {last_step}/{steps}  {told}, {_minutes(left_s)} left")
             if stopping:
                 return
             stop.wait(POLL_S)
