@@ -1,13 +1,14 @@
 """What came from elsewhere runs no code, and a secret stays where it was given.
 
 Here is what holds for the whole program and for its own checkpoints. Policies that want to run something are loaded in
-test_remote_code.py; docs/reliability.md lists the tests of the other ways in.
+test_remote_code.py; docs/security.md lists the tests of the other ways in.
 """
 
 import ast
 import hashlib
 import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,11 @@ def test_ray_starts_without_a_dashboard_and_keeps_its_token(monkeypatch):
     assert [options["include_dashboard"] for options in started] == [False]
     assert not [path for path in SOURCES if "RAY_AUTH_MODE" in path.read_text()]
     assert "--dashboard-host 127.0.0.1" in (ROOT / "ci" / "smoke_job.sh").read_text()
+
+
+def test_every_test_that_is_named_exists():
+    """What is claimed can be checked, also after a test got another name."""
+    named = re.findall(r"`(?:tests/)?(test_\w+\.py)(?:::(test_\w+))?`", (ROOT / "docs" / "security.md").read_text())
+    assert len(named) > 20
+    for file, test in named:
+        assert re.search(rf"^def {test}\b" if test else "^def test_", (ROOT / "tests" / file).read_text(), re.M), test
