@@ -4,16 +4,18 @@ import errno
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from tests.datasets import make_dataset
 from vla_finetuning.data import safe_parquet
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.data.safe_parquet import open_parquet
+from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.data.storage import StorageError
 
 
@@ -138,3 +140,94 @@ def test_every_byte_of_the_embedded_schema_may_be_wrong(root):
             assert "meta/tasks.parquet" in str(error)
             outcomes.add("refused")
     assert outcomes == {"read", "refused"}
+
+
+# ---- no more than there is room for --------------------------------------------------------------------------------
+
+FORMS = {
+    "text": ["go", "go", None, "stop", "go"],
+    "a.dotted.name": ["x"] * 5,
+    "list": [["go"], [], None, ["go", "stop"], ["go"]],
+    "image": [{"bytes": b"\xff" * 9, "path": None}] * 5,
+    "language": [[{"role": "user", "content": {"text": "go"}}], [], None, [], []],
+    "numbers": [[1.0, 2.0]] * 5,
+}
+
+
+def write_forms(path):
+    """Texts wherever LeRobot has them, in row groups of two."""
+    json_texts = pa.ListArray.from_arrays([0, 1, 1, 1, 2, 2], pa.array(["{}", "[]"]).cast(pa.json_()))
+    table = pa.table({**FORMS, "events": json_texts, "large": pa.array(FORMS["text"], pa.large_string())})
+    pq.write_table(table, path, row_group_size=2)
+    return {**FORMS, "events": [["{}"], [], [], ["[]"], []], "large": FORMS["text"]}
+
+
+def read(path, columns, budget, **options):
+    with open_parquet(LocalFileSystem(), str(path)) as file:
+        return read_columns(file, columns, budget, name="a file", **options)
+
+
+def test_texts_of_every_form_come_out_as_they_are(tmp_path):
+    expected = write_forms(tmp_path / "forms.parquet")
+    table = read(tmp_path / "forms.parquet", list(reversed(expected)), Budget("rows", 5, 10_000))
+    assert table.column_names == list(reversed(expected))
+    assert table.to_pydict() == expected
+    assert table.schema.field("text").type == pa.string()
+    some = read(tmp_path / "forms.parquet", ["text"], Budget("rows", 3, 10_000), groups=[0, 2])
+    assert some["text"].to_pylist() == ["go", "go", "go"]
+
+
+@pytest.mark.parametrize("column", ["text", "list", "image", "language", "events"])
+def test_texts_count_as_often_as_they_are_there(tmp_path, column):
+    """A text of 1000 letters, 900 times: in the file it is there once."""
+    write_forms(tmp_path / "forms.parquet")
+    long = pa.array(["x" * 1000]).dictionary_encode().take(pa.array(np.zeros(900, np.int32)))
+    every = pa.array(range(901), pa.int32())
+    values = {
+        "text": long,
+        "list": pa.ListArray.from_arrays(every, long),
+        "image": pa.StructArray.from_arrays([long, long.slice(0, 900)], ["bytes", "path"]),
+        "language": pa.ListArray.from_arrays(every, pa.StructArray.from_arrays([long], ["content"])),
+        "events": pa.ListArray.from_arrays(every, long.cast(pa.string()).cast(pa.json_())),
+    }
+    path = tmp_path / "long.parquet"
+    pq.write_table(pa.table({column: values[column]}), path)
+    assert path.stat().st_size < 20_000
+    budget = Budget("texts", None, 800_000)
+    with pytest.raises(ValueError, match="a file: texts that unpack to 1 MiB, more than the 1 MiB|unpack to 2 MiB"):
+        read(path, [column], budget)
+    assert budget.bytes_taken == 0
+
+
+def test_numbers_count_as_often_as_they_are_there(tmp_path):
+    """A million zeros take a few bytes in the file, whatever its footer calls them together."""
+    path = tmp_path / "zeros.parquet"
+    pq.write_table(pa.table({"zero": np.zeros(10**6)}), path)
+    with pq.ParquetFile(path) as file:
+        assert file.metadata.row_group(0).column(0).total_uncompressed_size < 10_000
+    with pytest.raises(ValueError, match="a file: rows that unpack to 8 MiB, more than the 4 MiB"):
+        read(path, ["zero"], Budget("rows", None, 4 * 2**20))
+
+
+def test_a_footer_whose_numbers_make_no_sense():
+    """Negative sizes would make room for others; a row group may lack columns of the schema."""
+
+    def declared(num_columns=1, **changes):
+        chunk = SimpleNamespace(**{"num_values": 5, "total_uncompressed_size": 40, **changes})
+        group = SimpleNamespace(num_rows=5, num_columns=num_columns, column=lambda i: chunk)
+        metadata = SimpleNamespace(num_columns=1, row_group=lambda number: group)
+        return safe_parquet._declared(metadata, 0, [(0, "a", 8)])
+
+    assert declared() == (5, {"a": 40})
+    with pytest.raises(OSError, match="row group 0 has a negative size"):
+        declared(total_uncompressed_size=-(10**12))
+    with pytest.raises(OSError, match="row group 0 has 0 columns, its schema 1"):
+        declared(num_columns=0)
+
+
+def test_a_column_that_is_there_twice(root):
+    path = root / "meta/tasks.parquet"
+    table = pq.read_table(path)
+    index = table["task_index"]
+    pq.write_table(pa.Table.from_arrays([index, index, table.column(1)], ["task_index", "task_index", "task"]), path)
+    refuses(root, r"meta/tasks.parquet: columns \['task_index'\] must be there once")

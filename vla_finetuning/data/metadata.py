@@ -25,8 +25,18 @@ from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.config import FIRST_ANSWER_TIMEOUT_S, refuse_credentials
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
+from vla_finetuning.data.limits import (
+    MAX_EPISODES,
+    MAX_EPISODES_BYTES,
+    MAX_FRAME_PIXELS,
+    MAX_INFO_BYTES,
+    MAX_ROW_NUMBERS,
+    MAX_STATS_BYTES,
+    MAX_TASKS,
+    MAX_TASKS_BYTES,
+)
 from vla_finetuning.data.paths import INFO_PATH, MAX_INDEX, assign_files, check_inside, first_row_in_file
-from vla_finetuning.data.safe_parquet import open_parquet
+from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.data.storage import RemoteFileSystem, StorageError, StoragePolicy, connect, naming_file
 
 STATS_PATH = "meta/stats.json"
@@ -41,8 +51,6 @@ NUMERIC_DTYPES = ("bool", "float16", "float32", "float64") + tuple(
 )
 DTYPES = CAMERA_DTYPES + NUMERIC_DTYPES + ("string", "language")
 
-_MAX_DIMENSION = 100_000
-_MAX_VALUES = 2**30
 _MAX_FPS = 100_000
 
 
@@ -146,14 +154,15 @@ def load_metadata(
     """
     fs, base, root = _open_root(root, storage_options, storage_policy or StoragePolicy())
     with _naming_dataset(root):
-        info = _read_json(fs, base, INFO_PATH)
+        info = _read_json(fs, base, INFO_PATH, MAX_INFO_BYTES)
         version = _check_version(info, root)
         features = _parse_features(info)
         fps = _parse_fps(info)
         robot_type = info.get("robot_type")
         if robot_type is not None and not isinstance(robot_type, str):
             raise ValueError(f"{INFO_PATH}: robot_type is {robot_type!r}, expected a string")
-        stats = _parse_stats(_read_json(fs, base, STATS_PATH)) if fs.exists(f"{base}/{STATS_PATH}") else {}
+        has_stats = fs.exists(f"{base}/{STATS_PATH}")
+        stats = _parse_stats(_read_json(fs, base, STATS_PATH, MAX_STATS_BYTES)) if has_stats else {}
         tasks = _read_tasks(fs, base)
         video_keys = [key for key, feature in features.items() if feature.dtype == "video"]
         episodes = _read_episodes(fs, base, info, video_keys)
@@ -375,13 +384,21 @@ def _shorten(items: Sequence[Any], limit: int = 10) -> str:
     return f"[{text}{f', … {len(items)} in all' if len(items) > limit else ''}]"
 
 
-def _read_json(fs: fsspec.AbstractFileSystem, base: str, path: str) -> dict[str, Any]:
+def _read_json(fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: int) -> dict[str, Any]:
     check_inside(fs, base, [path])
     try:
         with naming_file(path):
-            value = json.loads(fs.cat_file(f"{base}/{path}"))
+            size = fs.size(f"{base}/{path}")
+            text = fs.cat_file(f"{base}/{path}") if size <= most_bytes else b""
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing") from None
+    if size > most_bytes:
+        raise ValueError(
+            f"{path} has {size / 2**20:,.1f} MiB, more than the {most_bytes / 2**20:.0f} MiB that it may have; "
+            "restore the file"
+        )
+    try:
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); restore the file") from error
     if not isinstance(value, dict):
@@ -443,12 +460,7 @@ def _parse_feature(key: str, raw: Any) -> Feature:
     dtype, shape, info = raw.get("dtype"), raw.get("shape"), raw.get("info")
     if dtype not in DTYPES:
         raise ValueError(f"{where}: dtype is {dtype!r:.50}, expected one of {', '.join(DTYPES)}")
-    if (
-        not isinstance(shape, list)
-        or not 1 <= len(shape) <= 5
-        or any(type(n) is not int or not 0 < n <= _MAX_DIMENSION for n in shape)
-        or math.prod(shape) > _MAX_VALUES
-    ):
+    if not isinstance(shape, list) or not 1 <= len(shape) <= 5 or any(type(n) is not int or n < 1 for n in shape):
         raise ValueError(f"{where}: shape is {shape!r:.100}, expected 1 to 5 positive whole numbers")
     if dtype in CAMERA_DTYPES and len(shape) != 3:
         raise ValueError(f"{where}: shape is {shape}, expected three numbers for a camera (height, width, 3)")
@@ -457,7 +469,25 @@ def _parse_feature(key: str, raw: Any) -> Feature:
         raise ValueError(f"{where}: info is {info or video_info!r:.50}, expected an object")
     flags = [(info or {}).get("is_depth_map"), (info or {}).get("video.is_depth_map")]
     flags.append((video_info or {}).get("video.is_depth_map"))
+    _check_size(where, dtype, shape, any(flags))
     return Feature(key, dtype, tuple(shape), _parse_names(where, raw.get("names")), any(flags), info or {})
+
+
+def _check_size(where: str, dtype: str, shape: Sequence[int], is_depth: bool) -> None:
+    """Refuse a feature of which a single row would be out of all proportion."""
+    found = "x".join(map(str, shape))
+    if dtype not in CAMERA_DTYPES:
+        if math.prod(shape) > MAX_ROW_NUMBERS:
+            raise ValueError(
+                f"{where}: shape is {found:.100}, more than the {MAX_ROW_NUMBERS:,} numbers that a row may have; "
+                "repair the shape, or remove the feature"
+            )
+    elif math.prod(shape) > MAX_FRAME_PIXELS * (1 if is_depth else 3):
+        raise ValueError(
+            f"{where}: this camera's frames are {found:.100}, more than the {MAX_FRAME_PIXELS / 1e6:.1f} megapixels "
+            "that a frame may have (8192x4320, an 8K camera); repair the shape, or convert the dataset with smaller "
+            "frames"
+        )
 
 
 def _parse_names(where: str, names: Any) -> tuple[str, ...] | None:
@@ -501,13 +531,15 @@ def _parse_stats(raw: dict[str, Any]) -> dict[str, dict[str, np.ndarray]]:
 def _read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
     check_inside(fs, base, [TASKS_PATH])
     with open_parquet(fs, f"{base}/{TASKS_PATH}", name=TASKS_PATH) as file:
-        table = file.read()
-    # pandas writes the texts as an index with or without a name, other writers as a plain column.
-    text_column = next((name for name in ("task", "__index_level_0__") if name in table.column_names), None)
-    if text_column is None or "task_index" not in table.column_names:
-        raise ValueError(
-            f"{TASKS_PATH}: expected the columns task_index and task (or an index of texts), found {table.column_names}"
-        )
+        names = file.schema_arrow.names
+        # pandas writes the texts as an index with or without a name, other writers as a plain column.
+        text_column = next((name for name in ("task", "__index_level_0__") if name in names), None)
+        if text_column is None or "task_index" not in names:
+            raise ValueError(
+                f"{TASKS_PATH}: expected the columns task_index and task (or an index of texts), found {names!s:.200}"
+            )
+        budget = Budget("tasks", MAX_TASKS, MAX_TASKS_BYTES)
+        table = read_columns(file, ["task_index", text_column], budget, name=TASKS_PATH)
     indices = _int_column(table, "task_index", TASKS_PATH, low=0).tolist()
     texts = table[text_column]
     if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)) or texts.null_count:
@@ -538,12 +570,13 @@ def _read_episodes(fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any
         raise FileNotFoundError(f"{EPISODES_DIR}/chunk-*/file-*.parquet is missing; copy the dataset again")
     check_inside(fs, base, paths)
     parts = []
+    budget = Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES)
     for path in paths:
         with open_parquet(fs, f"{base}/{path}", name=path) as file:
             missing = sorted(set(wanted) - set(file.schema_arrow.names))
             if missing:
                 raise ValueError(f"{path}: lacks the columns {_shorten(missing)}")
-            part = file.read(columns=wanted).select(wanted)
+            part = read_columns(file, wanted, budget, name=path)
         columns = {name: _int_column(part, name, path, low=0, high=MAX_INDEX) for name in index_columns}
         for name in start_columns:
             columns[name] = _start_column(part, name, path)

@@ -24,9 +24,10 @@ from numpy.typing import DTypeLike
 from ray.data.extensions import ArrowTensorArray
 
 from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, depth_table, resize_with_pad
-from vla_finetuning.data.metadata import DatasetMetadata, Feature
+from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES, MAX_DATA_BYTES
+from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.plan import WindowSlice
-from vla_finetuning.data.safe_parquet import open_parquet
+from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.data.storage import naming_file
 
 logger = logging.getLogger(__name__)
@@ -287,8 +288,9 @@ def _read_tabular(
     for (dataset_index, file), members in by_file.items():
         reader = readers[dataset_index]
         stored = [k for k in options.columns if k in reader.features and reader.features[k].dtype != "video"]
-        read_keys = list(dict.fromkeys([*BOOKKEEPING, *(reader.features[key].key for key in stored)]))
-        table = _read_rows(reader, file, members, read_keys)
+        row_bytes: dict[str, int | None] = {key: _row_bytes((1,)) for key in BOOKKEEPING}
+        row_bytes |= {reader.features[key].key: _stored_row_bytes(reader.features[key]) for key in stored}
+        table = _read_rows(reader, file, members, row_bytes)
         bookkeeping = {
             key: numbers(table.column(key), dtype, (1,), f"{reader.root}: {file}: column {key}")
             for key, dtype in BOOKKEEPING.items()
@@ -324,11 +326,14 @@ def _read_tabular(
                     _out(columns, key + IS_PAD, total, (len(deltas),), np.dtype(bool))[e.position] = pad
 
 
-def _read_rows(reader: Reader, file: str, members: list[_Episode], keys: list[str]) -> pa.Table:
-    """The row groups that hold the members' rows, as one table; sets each member's `table_row`."""
+def _read_rows(reader: Reader, file: str, members: list[_Episode], row_bytes: dict[str, int | None]) -> pa.Table:
+    """The row groups that hold the members' rows, as one table; sets each member's `table_row`.
+
+    Columns are those of `row_bytes`, with the most that a row of each may take; None: anything.
+    """
     name = f"{reader.root}: {file}"
     with open_parquet(reader.fs, reader.path(file), name=name) as parquet:
-        missing = [k for k in keys if k not in parquet.schema_arrow.names]
+        missing = [k for k in row_bytes if k not in parquet.schema_arrow.names]
         if missing:
             raise ValueError(f"{reader.root}: {file}: columns {missing} are missing; meta/info.json promises them")
         sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.metadata.num_row_groups)]
@@ -348,7 +353,27 @@ def _read_rows(reader: Reader, file: str, members: list[_Episode], keys: list[st
             # Where the episode's frame 0 is, or would be, in what is read.
             group = int(np.searchsorted(group_first, e.part.data_row + e.first, "right")) - 1
             e.table_row = e.part.data_row - int(skipped[group])
-        return parquet.read_row_groups(groups.tolist(), columns=keys)
+        return read_columns(
+            parquet,
+            list(row_bytes),
+            Budget("rows of the row groups that hold what is wanted", None, MAX_DATA_BYTES),
+            name=name,
+            groups=groups.tolist(),
+            row_bytes={key: size for key, size in row_bytes.items() if size is not None},
+        )
+
+
+def _stored_row_bytes(feature: Feature) -> int | None:
+    """The most bytes that a row of a feature can take in a parquet file, unpacked; None: it cannot be told (texts)."""
+    if feature.dtype == "image":
+        # As 4 bytes for a number; an encoded image is rarely larger than its pixels.
+        return math.prod(feature.shape) * 4 + IMAGE_OVERHEAD_BYTES
+    return _row_bytes(feature.shape) if feature.dtype in NUMERIC_DTYPES else None
+
+
+def _row_bytes(shape: tuple[int, ...]) -> int:
+    # 8 bytes a number, and as many where a dictionary says the same again or lists say where they begin.
+    return math.prod(shape) * 16
 
 
 def _check_rows(reader: Reader, file: str, e: _Episode, bookkeeping: dict[str, np.ndarray], row: np.ndarray) -> None:

@@ -7,17 +7,53 @@ import contextlib
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import fsspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from vla_finetuning.data.limits import MAX_FOOTER_BYTES, ROW_GROUP_OVERHEAD_BYTES
 from vla_finetuning.data.storage import StorageError, naming_file
 
 # What LeRobot writes: Hugging Face's fixed-shape arrays, and JSON text inside the language columns.
 _ARROW_EXTENSIONS = re.compile(r"datasets\.features\.features\.Array[2-5]DExtensionType|arrow\.json")
+# Bytes of a value in memory. Texts and bytes are read as numbers of the distinct ones.
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
+
+
+@dataclass
+class Budget:
+    """What may be read of a table, in one file or several: `read_columns` takes from it, and refuses what exceeds it.
+
+    Attributes:
+        of: what it is of, for errors ("episodes").
+        rows, bytes: the most that there may be of it in all; rows None: any number.
+    """
+
+    of: str
+    rows: int | None
+    bytes: int
+    rows_taken: int = 0
+    bytes_taken: int = 0
+
+    def check(self, name: str, rows: int, size: int) -> None:
+        """Refuse a file `name` that has, or claims, so many rows and bytes beyond what was taken before."""
+        rows, size = rows + self.rows_taken, size + self.bytes_taken
+        if self.rows is not None and rows > self.rows:
+            raise ValueError(
+                f"{name}: {rows:,} {self.of}, more than the {self.rows:,} that a dataset may have: it is damaged or "
+                "made to exhaust the memory; copy it again, or split the dataset"
+            )
+        if size > self.bytes:
+            raise ValueError(
+                f"{name}: {self.of} that unpack to {size / 2**20:,.0f} MiB, more than the "
+                f"{self.bytes / 2**20:,.0f} MiB that are read at once: it is damaged or made to exhaust the memory; "
+                "copy it again, or write it in smaller row groups and files"
+            )
 
 
 @contextlib.contextmanager
@@ -27,6 +63,8 @@ def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None =
     Before Arrow parses the schema, the names of its extension types are read from the raw bytes: Arrow
     deserialises registered types the moment it opens a file, and Ray's have run pickled code from there
     (CVE-2026-41486, closed in Ray 2.55; an environment variable opens it again).
+
+    Read it with `read_columns`, which unpacks no more than there is room for: texts come out of Arrow as dictionaries.
 
     Args:
         path: inside `fs`.
@@ -52,7 +90,12 @@ def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None =
                         "write and which could run code when read; write the column as plain lists"
                     )
             file.seek(0)
-            yield pq.ParquetFile(file)
+            metadata = pq.ParquetFile(file, arrow_extensions_enabled=False).metadata
+            leaves = [metadata.schema.column(i) for i in range(metadata.num_columns)]
+            texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+            file.seek(0)
+            # With its extension types Arrow would read LeRobot's JSON texts as plain ones.
+            yield pq.ParquetFile(file, metadata=metadata, read_dictionary=texts, arrow_extensions_enabled=False)
     except StorageError:
         raise
     except (pa.ArrowException, OSError) as error:
@@ -63,6 +106,117 @@ def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None =
         raise ValueError(f"{name} cannot be read as a parquet file ({reason}); copy it again") from error
 
 
+def read_columns(
+    file: pq.ParquetFile,
+    columns: Collection[str],
+    budget: Budget,
+    *,
+    name: str,
+    groups: Sequence[int] | None = None,
+    row_bytes: Mapping[str, int] | None = None,
+) -> pa.Table:
+    """Read columns of a file that `open_parquet` opened, if the footer says that they fit the budget. Call it inside.
+
+    A page can repeat one value millions of times in a few bytes. So values count, and not only packed bytes; and texts
+    are unpacked when it is known how long they are together.
+
+    Args:
+        columns: their names in the schema. budget: is taken from.
+        name: what errors call the file.
+        groups: numbers of the row groups to read; None for all.
+        row_bytes: the most that a row of a column takes by what the dataset says of it; columns left out: anything.
+    Raises:
+        ValueError: more than the budget or than `row_bytes`, or texts in a form whose length cannot be known.
+    """
+    if doubled := [column for column in columns if file.schema_arrow.names.count(column) != 1]:
+        raise ValueError(f"{name}: columns {doubled} must be there once; {len(file.schema_arrow.names)} columns found")
+    groups = range(file.metadata.num_row_groups) if groups is None else groups
+    leaves = _leaves(file.metadata, columns)
+    total_rows = total_bytes = 0
+    for group in groups:
+        rows, sizes = _declared(file.metadata, group, leaves)
+        for column, most in (row_bytes or {}).items():
+            if sizes[column] > rows * most + ROW_GROUP_OVERHEAD_BYTES:
+                raise ValueError(
+                    f"{name}: column {column} claims {sizes[column]:,} bytes in row group {group} of {rows:,} rows, "
+                    f"more than the {most:,} a row that its shape in meta/info.json allows: the file is damaged or "
+                    "belongs to another dataset; copy it again"
+                )
+        total_rows, total_bytes = total_rows + rows, total_bytes + sum(sizes.values())
+    budget.check(name, total_rows, total_bytes)
+    parts = [file.read_row_groups([], columns=list(columns)).select(columns)]
+    for group in groups:
+        # One by one: Arrow 26 cannot read nested dictionaries of several row groups at once.
+        part = file.read_row_group(group, columns=list(columns)).select(columns)
+        size = part.nbytes + sum(_text_bytes(chunk, name) for column in part.columns for chunk in column.chunks)
+        budget.check(name, part.num_rows, size)
+        budget.rows_taken += part.num_rows
+        budget.bytes_taken += size
+        parts.append(part)
+    schema = pa.schema([field.with_type(_plain(field.type)) for field in parts[0].schema])
+    return pa.concat_tables([part.cast(schema) for part in parts])
+
+
+def _leaves(metadata: pq.FileMetaData, columns: Collection[str]) -> list[tuple[int, str, int]]:
+    """The parquet columns that some columns of the schema consist of: number, whose it is, bytes of a value."""
+    found = []
+    for i in range(metadata.num_columns):
+        leaf = metadata.schema.column(i)
+        width = _WIDTHS.get(leaf.physical_type, leaf.length)
+        # Names may hold dots themselves; Arrow, too, then reads what begins alike.
+        found += [(i, name, width) for name in columns if leaf.path == name or leaf.path.startswith(f"{name}.")]
+    return found
+
+
+def _declared(
+    metadata: pq.FileMetaData, number: int, leaves: Sequence[tuple[int, str, int]]
+) -> tuple[int, dict[str, int]]:
+    """Rows of a row group, and bytes of each column in memory before its texts are unpacked, as the footer has it."""
+    group = metadata.row_group(number)
+    if group.num_columns != metadata.num_columns:
+        raise OSError(f"its row group {number} has {group.num_columns} columns, its schema {metadata.num_columns}")
+    sizes: dict[str, int] = {}
+    for i, column, width in leaves:
+        chunk = group.column(i)
+        if min(chunk.num_values, group.num_rows, chunk.total_uncompressed_size) < 0:
+            raise OSError(f"its row group {number} has a negative size")
+        size = max(chunk.total_uncompressed_size, max(chunk.num_values, group.num_rows) * width)
+        sizes[column] = sizes.get(column, 0) + size
+    return group.num_rows, sizes
+
+
+def _text_bytes(array: pa.Array, name: str) -> int:
+    """Bytes of the texts in an array, nested ones included, when they are no longer dictionaries."""
+    kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return _text_bytes(array.storage, name)
+    if pa.types.is_dictionary(kind):
+        lengths = pc.binary_length(array.dictionary).cast(pa.int64())
+        return pc.sum(lengths.take(array.indices)).as_py() or 0
+    if pa.types.is_struct(kind):
+        return sum(_text_bytes(field, name) for field in array.flatten())
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _text_bytes(array.flatten(), name)
+    if pa.types.is_primitive(kind) or pa.types.is_null(kind):
+        return 0
+    raise ValueError(f"{name}: holds {kind}, which LeRobot does not write; write numbers, texts, lists and structs")
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """A type without dictionaries in it."""
+    if pa.types.is_dictionary(kind):
+        return kind.value_type
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_plain(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_plain(kind.value_type)))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)), kind.list_size)
+    return kind
+
+
 def _read_footer(file: Any) -> bytes:
     size = file.seek(0, os.SEEK_END)
     if size < 12:
@@ -71,6 +225,11 @@ def _read_footer(file: Any) -> bytes:
     footer_size, magic = struct.unpack("<I4s", file.read(8))
     if magic != b"PAR1" or footer_size > size - 12:
         raise OSError("no parquet footer at its end: truncated, encrypted or another format")
+    if footer_size > MAX_FOOTER_BYTES:
+        raise OSError(
+            f"its footer of {footer_size / 2**20:,.0f} MiB is larger than {MAX_FOOTER_BYTES / 2**20:,.0f} MiB; such a "
+            "file needs fewer, larger row groups"
+        )
     file.seek(size - 8 - footer_size)
     return file.read(footer_size)
 

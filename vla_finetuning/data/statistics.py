@@ -17,10 +17,12 @@ from pathlib import Path
 import fsspec
 import numpy as np
 
+from vla_finetuning.data.limits import MAX_DATA_BYTES
 from vla_finetuning.data.metadata import CAMERA_DTYPES, NUMERIC_DTYPES, DatasetMetadata, Feature, select_episodes
 from vla_finetuning.data.rows import numbers
 from vla_finetuning.data.safe_parquet import open_parquet
 from vla_finetuning.run.checkpoint import write_json
+from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 
 Stats = dict[str, dict[str, np.ndarray]]
 
@@ -122,7 +124,7 @@ def file_episode_stats(
         absent = sorted({"episode_index", *keys} - set(file.schema_arrow.names))
         if absent:
             raise ValueError(f"{path} lacks the columns {absent}, which meta/info.json promises")
-        table = file.read(columns=["episode_index", *keys])
+        table = read_columns(file, ["episode_index", *keys], Budget("rows", None, MAX_DATA_BYTES), name=path)
     index = numbers(table["episode_index"], np.int64, (1,), f"{path}: column episode_index")
     arrays = {f.key: numbers(table[f.key], None, f.shape, f"{path}: column {f.key}") for f in features}
     declared = {f.key: {"dtype": f.dtype, "shape": f.shape, "info": f.info} for f in features}
