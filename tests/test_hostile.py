@@ -3,27 +3,34 @@
 The generated cases are a few hundred here; `python -m benchmarks.nightly` runs the same tests with 10 000 and more.
 """
 
+import io
 import json
 import os
 import shutil
 import struct
+import zlib
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import EpsImagePlugin, Image
 
 from lerobot_datasource import LeRobotDatasource
 from tests.datasets import make_dataset
 from tests.memory import takes_at_most
 from vla_finetuning.data import metadata as lerobot_metadata
 from vla_finetuning.data import rows as lerobot_rows
+from vla_finetuning.data.decode import decode_image
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.plan import Episodes, StreamPlan
 from vla_finetuning.data.rows import Reader, read_rows
+from vla_finetuning.report.dataset_look import look_at
 
 LENGTHS = (6, 4, 9)
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
@@ -73,13 +80,29 @@ def h264_that_claims(width, height):
 
 @pytest.mark.parametrize(("width", "height"), [(100_000, 100_000), (16_000, 16_000)])
 def test_a_video_that_claims_to_be_huge(root, width, height):
-    """Refused by its header: nothing of that size is allocated."""
+    """Refused by its header: nothing of that size is allocated, not by FFmpeg either when it looks what it is."""
     file = load_metadata(root).video_files[TOP][0]
     (root / file).write_bytes(h264_that_claims(width, height))
     refused = pytest.raises(
         ValueError, match=f"{root}: {file} .*episodes.*(not a readable video|frames are ({height}x{width}|0x0))"
     )
-    with takes_at_most(1000), refused:
+    with takes_at_most(200), refused:
+        read_all(root)
+
+
+def test_a_video_that_becomes_huge(root):
+    """Its first frames are as the metadata says; then comes a header of 16000x16000, 384 MB a frame."""
+    file = load_metadata(root).video_files[TOP][0]
+    with av.open(str(root / file), "w") as container:
+        stream = container.add_stream("libx264", rate=10, options={"bf": "0", "x264-params": "threads=1"})
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        frames = [av.VideoFrame.from_ndarray(np.full((48, 64, 3), 10 * i, np.uint8), "rgb24") for i in range(2)]
+        packets = [packet for frame in [*frames, None] for packet in stream.encode(frame)]
+        packets += [av.Packet(h264_that_claims(16_000, 16_000)) for _ in range(4)]
+        for i, packet in enumerate(packets):
+            packet.stream, packet.pts, packet.dts, packet.time_base = stream, i, i, Fraction(1, 10)
+            container.mux(packet)
+    with takes_at_most(300), pytest.raises(ValueError, match=f"{file} .*holds frames larger than 48x64: copy it again"):
         read_all(root)
 
 
@@ -106,6 +129,61 @@ def edit_info(root, change):
     info = json.loads(path.read_text())
     change(info)
     path.write_text(json.dumps(info))
+
+
+def png_that_claims(width, height):
+    """A PNG of one colour: it takes little more than a thousandth of its pixels' bytes."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    packer = zlib.compressobj(9)
+    rows = b"".join(packer.compress(bytes(1 + 3 * width)) for _ in range(height)) + packer.flush()
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def with_images(root, data, height, width):
+    """The dataset with one camera, whose images are all `data` and declared so large."""
+    still = "observation.images.still"
+
+    def change(info):
+        info["features"] = {k: v for k, v in info["features"].items() if v["dtype"] != "video"}
+        info["features"][still] = {"dtype": "image", "shape": [height, width, 3], "names": None}
+
+    edit_info(root, change)
+    for path in root.glob("data/*/*.parquet"):
+        table = pq.read_table(path)
+        kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        images = pa.array([{"bytes": data, "path": None}] * len(table), kind)
+        pq.write_table(table.append_column(still, images), path)
+    return still
+
+
+@pytest.mark.parametrize("side", [9_000, 14_000])
+def test_images_larger_than_declared(root, side):
+    """Read from the header. 14 000 x 14 000 is more than PIL itself opens."""
+    with_images(root, png_that_claims(side, side), 48, 64)
+    with (
+        takes_at_most(100),
+        pytest.raises(ValueError, match=f"frame 0: image is (far larger than the|{side}x{side}).*48x64"),
+    ):
+        read_all(root)
+    (finding,) = [finding for finding in look_at(load_metadata(root)).findings if "camera" in finding.text]
+    assert finding.kind == "damaged" and "48x64" in finding.text
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PPM", "RGBA", "16 bits"])
+def test_images_of_another_kind_are_not_decoded(kind, monkeypatch):
+    """PIL would hand EPS to Ghostscript. Channels and depth, too, are known from the header."""
+    buffer = io.BytesIO()
+    mode, form = {"RGBA": ("RGBA", "PNG"), "16 bits": ("I;16", "PNG")}.get(kind, ("RGB", kind))
+    Image.new(mode, (64, 48)).save(buffer, form)
+    Image.init()  # decodes something itself
+    for name, of in (("load", Image.Image), ("Ghostscript", EpsImagePlugin)):
+        monkeypatch.setattr(of, name, lambda *args, **options: pytest.fail("was decoded"))
+    with pytest.raises(ValueError, match="an image: (damaged image|expected 8-bit RGB, found an image of mode)"):
+        decode_image(buffer.getvalue(), name="an image", height=48, width=64)
 
 
 @pytest.mark.parametrize("shape", [[18_900, 18_900, 3], [3, 18_900, 18_900], [8192, 4321, 3]])

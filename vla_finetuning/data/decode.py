@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +13,8 @@ import numpy as np
 from av.video.reformatter import VideoReformatter
 from PIL import Image
 
+# What datasets hold. PIL knows more: some it gives to other programs (EPS), some unpack without limit.
+IMAGE_FORMATS = ("PNG", "JPEG", "TIFF", "WEBP", "BMP")
 # Walking this many frames is cheaper than seeking; beyond it, seek to the key frame before the target.
 SEEK_AFTER_FRAMES = 8
 
@@ -25,7 +27,8 @@ class VideoReader:
     Args:
         source: a path, or a seekable binary file object.
         name: how errors call it (dataset, camera, file).
-        height, width: what the dataset's metadata promises, in pixels; checked before anything is allocated.
+        height, width: what the dataset's metadata promises, in pixels; checked before any frame is decoded, and a
+            stream that grows later is refused by the decoder before it takes the memory.
         fps: frames per second of the dataset.
         tolerance_s: how far a frame may lie from its row's timestamp, as in LeRobot.
         threads: codec threads, one per CPU that the task holds.
@@ -49,13 +52,16 @@ class VideoReader:
         self._fps = fps
         self._tolerance_s = tolerance_s
         self._depth_mm = depth_mm
+        # FFmpeg decodes a little already to find out what a file holds. Codecs code whole blocks of up to 128 pixels.
+        options = {"max_pixels": str(-(-height // 128) * -(-width // 128) * 128**2)}
         try:
-            self._container = av.open(source)
+            self._container = av.open(source, options=options)
             self._stream = self._container.streams.video[0]
         except (av.FFmpegError, IndexError) as error:
             _raise_of_disk(error, name)
             raise ValueError(f"{name}: not a readable video ({error}); it may be truncated: copy it again") from error
         self._check_size(self._stream.codec_context.height, self._stream.codec_context.width)
+        self._stream.codec_context.options = options
         self._stream.codec_context.thread_count = threads
         self._reformatter = VideoReformatter()
         # Frames come at a steady rate: one that is as near as this is the nearest.
@@ -89,8 +95,9 @@ class VideoReader:
         except av.FFmpegError as error:
             _raise_of_disk(error, self.name)
             raise ValueError(
-                f"{self.name}: decoding failed near {wanted_s:.3f} s ({error}); the file is damaged or truncated: "
-                "copy it again, or leave its episodes out with --dataset.episodes"
+                f"{self.name}: decoding failed near {wanted_s:.3f} s ({error}); the file is damaged, truncated or "
+                f"holds frames larger than {self.shape[0]}x{self.shape[1]}: copy it again, or leave its episodes out "
+                "with --dataset.episodes"
             ) from error
 
     def _frame_at(self, wanted_s: float) -> av.VideoFrame:
@@ -204,9 +211,7 @@ def decode_depth_image(data: bytes | None, unit: str | None, *, name: str, heigh
     Raises:
         ValueError: as `decode_image`; values that are neither uint16 nor float32.
     """
-    depth = _open_image(data, name, height, width)
-    if depth.dtype.kind + str(depth.dtype.itemsize) not in ("u2", "f4") or depth.shape != (height, width):
-        raise ValueError(f"{name}: expected a depth map of uint16 or float32, found {depth.dtype} {depth.shape}")
+    depth = _open_image(data, ("I;16", "I;16B", "F"), "a depth map of uint16 or float32", name, height, width)
     depth = depth.astype(np.float32)[..., None]
     return depth * np.float32(1000) if unit == "m" else depth
 
@@ -217,24 +222,28 @@ def decode_image(data: bytes | None, *, name: str, height: int, width: int) -> n
     Raises:
         ValueError: missing or damaged bytes, or another size than (height, width).
     """
-    pixels = _open_image(data, name, height, width)
-    if pixels.dtype != np.uint8 or pixels.shape != (height, width, 3):
-        raise ValueError(f"{name}: expected 8-bit RGB, found {pixels.dtype} {pixels.shape}")
-    return pixels
+    return _open_image(data, ("RGB",), "8-bit RGB", name, height, width)
 
 
-def _open_image(data: bytes | None, name: str, height: int, width: int) -> np.ndarray:
+def _open_image(
+    data: bytes | None, modes: Sequence[str], expected: str, name: str, height: int, width: int
+) -> np.ndarray:
+    """The pixels, if the header has them in one of PIL's `modes` and in that size. Nothing else is decoded."""
     if data is None:
         raise ValueError(
             f"{name}: the image is not embedded in the parquet file; save the dataset with embedded images"
         )
     try:
-        image = Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
         if image.size != (width, height):
             raise ValueError(f"{name}: image is {image.size[1]}x{image.size[0]}, the metadata says {height}x{width}")
+        if image.mode not in modes:
+            raise ValueError(f"{name}: expected {expected}, found an image of mode {image.mode}")
         return np.asarray(image)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"{name}: image is far larger than the {height}x{width} of the metadata ({error})") from error
     except (OSError, SyntaxError) as error:
-        raise ValueError(f"{name}: damaged image ({error})") from error
+        raise ValueError(f"{name}: damaged image ({error}), or none of {', '.join(IMAGE_FORMATS)}") from error
 
 
 def resize_with_pad(rgb: np.ndarray, height: int, width: int) -> np.ndarray:
