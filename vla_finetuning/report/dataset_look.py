@@ -15,13 +15,17 @@ from typing import NamedTuple
 import numpy as np
 
 from lerobot_datasource import LeRobotDatasource
-from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata
+from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature
+from vla_finetuning.data.rows import height_width
 
 STATE, ACTION = "observation.state", "action"
 
 # How much is read: rows without images in all and of one episode; images per camera, from how many episodes.
 SAMPLE_ROWS, EPISODE_ROWS = 20_000, 2_000
 MOMENTS, CAMERA_EPISODES, MAX_CAMERAS = 5, 3, 8
+# How much is held: bytes of those rows, as they are read; and the longer side of an image, in pixels, to which it is
+# shrunk as soon as it is decoded. Pages show them half as wide; 120 of them are 110 MB at the most.
+SAMPLE_BYTES, IMAGE_SIDE = 256 * 2**20, 640
 
 # What counts as wrong. A jump: a move of more than so many times the dimension's usual one (the median of those that
 # are not zero), and of more than half of the range that 98 % of its values lie in.
@@ -64,7 +68,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """Frames of all cameras at one time of an episode: `{camera_key: uint8 (H, W, 3)}`."""
+    """Frames of all cameras at one time of an episode: `{camera_key: uint8 (H, W, 3)}`, no longer than IMAGE_SIDE."""
 
     episode: int
     time_s: float
@@ -116,11 +120,12 @@ def look_at(meta: DatasetMetadata) -> Look:
     columns = _Columns(vector_keys(meta))
     findings: list[Finding] = []
     source = _source(meta, [])
-    episodes = sample_episodes(meta.episode_length, SAMPLE_ROWS)
+    sample_rows = max(1, min(SAMPLE_ROWS, SAMPLE_BYTES // source.row_bytes()))
+    episodes = sample_episodes(meta.episode_length, sample_rows)
     damaged: dict[str, list[int]] = {}
     read = []
     for episode in episodes.tolist():
-        rows = min(int(meta.episode_length[episode]), EPISODE_ROWS)
+        rows = min(int(meta.episode_length[episode]), EPISODE_ROWS, sample_rows)
         first = int(meta.episode_start[episode])
         try:
             (batch,) = source.read_rows(range(first, first + rows), rows)
@@ -192,7 +197,7 @@ def scaled_ranges(ranges: Sequence[Range]) -> np.ndarray:
 
 def sample_episodes(lengths: np.ndarray, rows: int) -> np.ndarray:
     """Episodes spread evenly, int64 ascending, at most about `rows` rows of them; at least one."""
-    cost = np.minimum(lengths, EPISODE_ROWS)
+    cost = np.minimum(lengths, min(EPISODE_ROWS, rows))
     total = int(cost.sum())
     count = len(lengths) if total <= rows else max(1, int(len(lengths) * rows / total))
     return np.unique(np.linspace(0, len(lengths) - 1, count).round().astype(np.int64))
@@ -338,7 +343,7 @@ def _look_through_cameras(meta: DatasetMetadata, shown: int, read: Sequence[int]
     findings = []
     for key in cameras:
         try:
-            source = _source(meta, [key])
+            source = _source(meta, [key], _shown_size(meta.features[key]))
             for episode in chosen:
                 frames = np.unique(np.linspace(0, int(meta.episode_length[episode]) - 1, MOMENTS).astype(np.int64))
                 positions = frames + int(meta.episode_start[episode])
@@ -381,9 +386,18 @@ def _blocks(images: np.ndarray) -> np.ndarray:
     return cut.reshape(n, rows, side, columns, side, 3).mean(axis=(2, 4, 5))
 
 
-def _source(meta: DatasetMetadata, camera_keys: list[str]) -> LeRobotDatasource:
+def _source(
+    meta: DatasetMetadata, camera_keys: list[str], image_size: tuple[int, int] | None = None
+) -> LeRobotDatasource:
     """In stored order: the position of a row is its `index`. Any frame near its time will do for looking."""
-    return LeRobotDatasource([meta], camera_keys=camera_keys, tolerance_s=0.5 / meta.fps)
+    return LeRobotDatasource([meta], camera_keys=camera_keys, image_size=image_size, tolerance_s=0.5 / meta.fps)
+
+
+def _shown_size(feature: Feature) -> tuple[int, int] | None:
+    """Height and width that a camera's images are shrunk to, by a whole number; None: small enough as they are."""
+    height, width = height_width(feature)
+    by = -(-max(height, width) // IMAGE_SIDE)
+    return None if by == 1 else (max(1, height // by), max(1, width // by))
 
 
 def _reason(meta: DatasetMetadata, error: Exception) -> str:
