@@ -27,6 +27,7 @@ from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
 from vla_finetuning.config import DatasetOptions, OnError
+from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     DatasetMetadata,
@@ -39,7 +40,6 @@ from vla_finetuning.data.plan import Episodes, StreamPlan, WindowSlice, task_bou
 from vla_finetuning.data.rows import (
     BOOKKEEPING,
     IS_PAD,
-    IS_SKIPPED,
     Places,
     Read,
     Reader,

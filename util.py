@@ -19,13 +19,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from vla_finetuning.training.parallel import accumulating, whole
+from vla_finetuning.data.columns import ROW_COLUMNS
 
 logger = logging.getLogger(__name__)
-
-# Columns that say which rows a batch holds. They stay on the host.
-ROW_COLUMNS = ("dataset_index", "index", "position", "is_skipped")
 
 Batch = dict[str, Tensor]
 
@@ -293,6 +291,41 @@ def warmup_cosine(peak: float, final: float, warmup_steps: int, steps: int) -> C
         return final + (peak - final) * decay
 
     return schedule
+
+
+@contextlib.contextmanager
+def accumulating(model: nn.Module) -> Iterator[None]:
+    """While the block runs, backward adds to this process's gradients; the first one after it exchanges them.
+
+    With ddp and fsdp2 nothing at all travels between those; fsdp2_reshard goes on gathering units to compute with.
+    """
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    elif is_sharded(model):
+        sharded: Any = model
+        sharded.set_requires_gradient_sync(False)
+        sharded.set_reshard_after_backward(not sharded.whole_between_micro_batches)
+        try:
+            yield
+        finally:
+            sharded.set_requires_gradient_sync(True)
+            sharded.set_reshard_after_backward(True)
+    else:
+        yield
+
+
+# By their methods, because importing the classes takes half a second.
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 keeps the parameters in parts."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor as the plain tensor that all processes have; all must ask. Others as they are. No host read."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class StepResult(NamedTuple):

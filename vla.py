@@ -4,6 +4,12 @@
     python vla.py --preset l4 --dataset.root s3://bucket/my_robot --policy.path lerobot/pi05_base --output_dir out
 
 The architecture, top to bottom: `main` resolves the run and starts it, `build_dataset` streams decoded, prepared rows
+from vla_finetuning.run.push import push_policy
+from vla_finetuning.run.push import check_push
+from vla_finetuning.run.record import record_run
+from vla_finetuning.run.push import check_push
+from vla_finetuning.run.push import push_policy
+from vla_finetuning.run.record import record_run
 from CPUs anywhere in the cluster, `train_loop_per_worker` runs the training step on each GPU.
 """
 
@@ -41,7 +47,6 @@ from util import (
     train_step,
 )
 from vla_finetuning.config import Strategy, help_text, parse_args
-from vla_finetuning.data.hub import check_push, push_policy
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
 from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.processors import Prepare
@@ -60,6 +65,8 @@ from vla_finetuning.run.folder import (
 )
 from vla_finetuning.run.plan import Run, describe, resolve, with_stats
 from vla_finetuning.run.progress import MetricsLog, RowsLog, follow_progress, log_to
+from vla_finetuning.run.push import check_push, push_policy
+from vla_finetuning.run.record import record_run
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
 from vla_finetuning.training.parallel import spread
 from vla_finetuning.training.stream import Dealt, Deferred, TrainingData, or_timeout, stream_batches
@@ -254,10 +261,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             require_tracker(run.config.track)
             if run.config.hub_repo_id:
                 tell(f"Hub          {check_push(run.config.hub_repo_id, run.config.policy_private)}")
-            held.enter_context(claim_folder(run))
-            for changed in changed_options(run):
+            held.enter_context(claim_folder(run.config))
+            for changed in changed_options(run.config):
                 tell(f"Changed      {changed}")
-            prepare_folder(run)
+            prepare_folder(run.config, run.start, run.steps, run.disk_bytes)
             held.enter_context(track(run.output_dir, run.config.track, run.config.track_project))
         except (ValueError, OSError) as error:
             tell_error(error)
@@ -266,10 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not ray.is_initialized():
                 held.callback(ray.shutdown)
             run, data_options = on_cluster(run)
-            from vla_finetuning.report.page import (  # not above: training processes need no matplotlib
-                keep_report,
-                record_run,
-            )
+            from vla_finetuning.report.page import keep_report
 
             record_run(run, describe(run), ray.cluster_resources())
             held.enter_context(keep_report(run.output_dir))
@@ -314,7 +318,10 @@ def push(output_dir: Path, repo_id: str) -> int:
         return 0
     except Exception as error:  # whatever an upload may end with, the policy is there
         tell_error(root_cause(error))
-        tell(f"the policy is trained; `python -m vla_finetuning.data.hub {output_dir}` tries again to push it", file=sys.stderr)
+        tell(
+            f"the policy is trained; `python -m vla_finetuning.run.push {output_dir}` tries again to push it",
+            file=sys.stderr,
+        )
         return 4
 
 

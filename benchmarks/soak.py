@@ -29,7 +29,8 @@ import psutil
 
 from benchmarks.data import RESULTS
 from diagnostics.environment import Environment
-from vla_finetuning.run.folder import ATTEMPTS_NAME, METRICS_NAME, attempts, read_lines
+from vla_finetuning.files import read_lines
+from vla_finetuning.run.folder import ATTEMPTS_NAME, METRICS_NAME, attempts
 
 ROOT = Path(__file__).resolve().parent.parent
 # What Ray calls the processes.

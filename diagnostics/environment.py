@@ -12,7 +12,7 @@ from typing import Self
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from vla_finetuning.report.tracking import code_revision
+from vla_finetuning.run.record import code_revision
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "ray", "lerobot", "transformers", "numpy", "av", "pyarrow")

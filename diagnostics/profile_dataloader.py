@@ -38,8 +38,8 @@ import torch
 import vla
 from diagnostics.environment import Environment, Record
 from diagnostics.page import shares, time_line
-from diagnostics.profile_step import StepReport
 from diagnostics.report import Options, Report, Result, Spread, count, run_tool, scratch_run
+from diagnostics.step_report import StepReport
 from util import Batch, Clock, NumpyToTorchCollate, Phase
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data.decode import VideoReader

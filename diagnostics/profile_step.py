@@ -26,7 +26,6 @@ Whatever else is to be compared is a flag of `vla.py`: --batch_size, --grad_accu
 from __future__ import annotations
 
 import json
-import math
 import os
 import resource
 import sys
@@ -35,7 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import ray
@@ -43,22 +42,20 @@ import torch
 from torch import Tensor
 
 import vla
-from diagnostics.environment import Environment, Record
+from diagnostics.environment import Environment
 from diagnostics.page import shares, time_line
-from diagnostics.report import Options, Report, Result, Spread, count, run_tool, scratch_run, truth
-from diagnostics.step_clock import MEASURED, Communication, Pass, StepClock, Times
+from diagnostics.report import Options, Result, Spread, count, run_tool, scratch_run, truth
+from diagnostics.step_clock import Communication, Pass, StepClock
 from diagnostics.step_comparison import compare, judge
+from diagnostics.step_report import PhaseSummary, RankProfile, Settings, StepReport
 from util import UNWATCHED, Clock, Phase, TrainableOptimizer
+from vla_finetuning.files import read_lines
 from vla_finetuning.policies.pi05 import PolicyLoss
-from vla_finetuning.run.folder import LOG_NAME, prepare_folder, read_lines
+from vla_finetuning.run.folder import LOG_NAME, prepare_folder
 from vla_finetuning.run.plan import Run
 from vla_finetuning.terminal import tell, tell_error, tell_text
 from vla_finetuning.training.worker import build_optimizer, flops_share
 
-# A pass is at least so many blocks: their spread is what a difference between two runs is judged by.
-MIN_BLOCKS = 5
-COMMUNICATION_STEPS = 6
-TRACED_STEPS = 3
 TRACE_NAME = "trace.json"
 # Below these shares of a step there is nothing to be gained.
 NOTABLE = {"data_wait": 0.05, "optimizer": 0.10, "metrics": 0.05, "copy": 0.05}
@@ -82,73 +79,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     return options.parse_known_args(argv)
 
 
-class Settings(Record):
-    """How a run was profiled. `steps` are those of each pass, in blocks of `block_steps`."""
-
-    steps: int
-    warmup: int
-    block_steps: int
-    sync: bool
-    no_optim: bool
-    find_unused_params: bool
-    fused_adamw: bool
-    checkpoint: bool
-    trace: bool
-
-    @classmethod
-    def of(cls, options: Namespace, run: Run) -> Settings:
-        """Whole blocks; one is as long as the run's way from log step to log step, if that leaves MIN_BLOCKS."""
-        block = min(run.config.log_freq, max(1, options.profile_steps // MIN_BLOCKS))
-        search = options.find_unused_params
-        # The traced steps are among the first ones, but not the very first.
-        warmup = max(options.profile_warmup, TRACED_STEPS + 2 if options.profile_trace else 1)
-        return cls(
-            steps=block * math.ceil(options.profile_steps / block),
-            warmup=block * math.ceil(warmup / block),
-            block_steps=block,
-            sync=options.profile_sync,
-            no_optim=options.profile_no_optim,
-            find_unused_params=run.config.scaling.find_unused_parameters if search is None else search,
-            fused_adamw=options.fused_adamw is not False,
-            checkpoint=options.profile_checkpoint and not options.profile_no_optim,
-            trace=options.profile_trace is not None,
-        )
-
-    def passes(self, world: int) -> list[Pass]:
-        """What each step of the run serves. The passes take turns in going first, so that none gains by a drift."""
-        names = MEASURED if self.sync else MEASURED[:2]
-        # Early, while data is still being read ahead.
-        traced = TRACED_STEPS if self.trace else 0
-        plan: list[Pass] = ["warmup"] * self.warmup
-        plan[self.warmup - traced - 1 : -1] = ["traced"] * traced
-        for turn in range(self.steps // self.block_steps):
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
-                plan += [name] * self.block_steps
-        if world > 1:
-            plan += ["communication"] * COMMUNICATION_STEPS
-        if self.checkpoint:
-            plan += ["checkpoint"]
-        return plan
-
-
 # ---- what is measured, in every training process ------------------------------------------------------------------
-
-
-class RankProfile(Record):
-    """What one training process measured. `block_step_s`: per pass, each block's mean step in seconds."""
-
-    rank: int
-    environment: Environment
-    block_step_s: dict[Pass, list[float]]
-    timed: Times
-    synchronized: Times | None
-    communication: Communication | None
-    checkpoint_s: float | None
-    peak_allocated_bytes: int | None
-    peak_reserved_bytes: int | None
-    peak_rss_bytes: int
-    mfu_per_rate: float | None
 
 
 def profile_loop(loop_config: dict[str, Any]) -> None:
@@ -214,46 +145,6 @@ class _NoOptimizer(TrainableOptimizer):
 
 
 # ---- the result ---------------------------------------------------------------------------------------------------
-
-
-class PhaseSummary(Record):
-    """A phase over all timed steps and ranks. `full` and `exposed` as in `Times`; `share` of the step, exposed."""
-
-    full: Spread
-    exposed: Spread
-    share: float
-    slowest_rank: int
-    slowest_rank_mean: float
-
-
-class StepReport(Report):
-    """What `profile_step` found. `step_s`: each pass's mean step by block, over ranks, which wait for each other."""
-
-    tool: Literal["profile_step"] = "profile_step"
-    settings: Settings
-    world_size: int
-    global_batch_size: int
-    step_s: dict[Pass, list[float]]
-    phases: dict[Phase, PhaseSummary]
-    steps_per_s: float
-    samples_per_s: float
-    mfu: float | None
-    ranks: list[RankProfile]
-
-    @property
-    def untouched_s(self) -> float:
-        """Mean seconds of a step that nobody watched."""
-        return float(np.mean(self.step_s["untouched"]))
-
-    @property
-    def exposed_wait_s(self) -> float:
-        """Mean seconds of a step in which nothing is computed, for want of data."""
-        return self.phases["data_wait"].exposed.mean
-
-    @property
-    def hidden_s(self) -> float:
-        """Mean seconds of work in a step that takes none of its time, because other work goes on meanwhile."""
-        return sum(phase.full.mean - phase.exposed.mean for phase in self.phases.values())
 
 
 def summarise(run: Run, settings: Settings, ranks: Sequence[RankProfile]) -> StepReport:
@@ -428,7 +319,7 @@ def profile(run: Run, settings: Settings, trace_path: Path | None = None) -> Ste
     try:
         with scratch_run(run) as scratch:
             watched = watched_run(scratch, settings)
-            prepare_folder(watched)
+            prepare_folder(watched.config, watched.start, watched.steps, watched.disk_bytes)
             watched, data_options = vla.on_cluster(watched)
             vla.make_trainer(watched, data_options, profile_loop, settings=settings).fit()
             ranks = [

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
 
-if TYPE_CHECKING:
-    from diagnostics.profile_step import StepReport
+from diagnostics.step_report import StepReport
 
 
 class Verdict(NamedTuple):

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vla_finetuning.run.folder import attempts, read_lines
+from vla_finetuning.files import read_lines
+from vla_finetuning.run.folder import attempts
 from vla_finetuning.training.stream import Deferred
 
 EVENTS_NAME = "planted.jsonl"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -259,10 +260,9 @@ def test_a_state_nested_too_deep(tmp_path):
     ],
 )
 def test_another_runs_checkpoint_is_refused(change, message):
-    now = {"stream": PROGRESS.stream, "base": PROGRESS.base, "mode": "full", "global_batch_size": 8}
-    check_resumable(PROGRESS, **now)
+    check_resumable(PROGRESS, replace(PROGRESS, step=0, rows=0))
     with pytest.raises(ValueError, match=message):
-        check_resumable(PROGRESS, **{**now, **change})
+        check_resumable(PROGRESS, replace(PROGRESS, **change))
 
 
 def test_no_space_is_told_before_writing(tmp_path, monkeypatch):

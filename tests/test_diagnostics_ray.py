@@ -7,7 +7,7 @@ import pytest
 
 from diagnostics import profile_dataloader, profile_step
 from diagnostics.profile_dataloader import LoaderReport
-from diagnostics.profile_step import COMMUNICATION_STEPS, StepReport
+from diagnostics.step_report import COMMUNICATION_STEPS, StepReport
 from tests import in_process
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

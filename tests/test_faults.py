@@ -436,10 +436,8 @@ def test_an_object_store_that_fails_again_and_again(setting, undisturbed, short_
 
 def test_a_second_run_in_the_same_folder(setting, undisturbed, capsys):
     script = (
-        "import sys, time; from pathlib import Path; from types import SimpleNamespace as S\n"
-        "from vla_finetuning.run import folder as run_folder\n"
-        "run = S(output_dir=Path(sys.argv[1]), config=S(resume=True, preset=None))\n"
-        "with run_folder.claim_folder(run): print('held', flush=True); sys.stdin.read()"
+        "import sys; from vla_finetuning.config import Config; from vla_finetuning.run.folder import claim_folder\n"
+        "with claim_folder(Config(output_dir=sys.argv[1], resume=True)): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(undisturbed)]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -18,9 +18,9 @@ from tests.loopback import serving
 from tests.test_policy import STATS
 from tests.tiny import make_config, make_policy
 from vla_finetuning.config import Config, parse_args
-from vla_finetuning.data import hub
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER, make_processors
+from vla_finetuning.run import push
 
 REPO = "me/pick"
 HOSTILE = "arm | <script>alert(1)</script> `x`"
@@ -76,8 +76,8 @@ def finished(tmp_path):
 
 
 def test_everything_arrives_with_a_card(server, finished):
-    assert hub.check_push(REPO, True) == f"{server.endpoint}/{REPO}" and server.private[REPO] is True
-    assert hub.push_policy(finished, REPO).endswith("/commit/" + "c" * 40)
+    assert push.check_push(REPO, True) == f"{server.endpoint}/{REPO}" and server.private[REPO] is True
+    assert push.push_policy(finished, REPO).endswith("/commit/" + "c" * 40)
     policy = finished / "pretrained_model"
     assert server.files[REPO] == {path.name: path.read_bytes() for path in policy.iterdir()}
     assert set(server.files[REPO]) == {"README.md", "config.json", "model.safetensors"}
@@ -115,7 +115,7 @@ def test_only_what_an_export_writes_is_pushed(server, finished, caplog):
         (policy / name).write_text("{}")
     (policy / "tokenizer" / "code.py").touch()
     os.mkfifo(policy / "policy_preprocessor.json")
-    hub.push_policy(finished, REPO)
+    push.push_policy(finished, REPO)
     assert set(server.files[REPO]) == {"README.md", "config.json", "model.safetensors", "tokenizer/tokenizer.json"}
     left_out = ".env, extra.json, notes, policy_preprocessor.json, tokenizer/code.py, tokenizer/deep"
     assert f"{policy}: not pushed, because no export writes it: {left_out}\n" in caplog.text
@@ -130,7 +130,7 @@ def test_an_export_is_pushed_whole(tmp_path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)), pad_token="<pad>")
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
-    files, others = hub.exported_files(folder)
+    files, others = push.exported_files(folder)
     assert others == [] and set(files) == {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
     assert {"model.safetensors", "tokenizer/tokenizer.json", "policy_postprocessor.json"} < set(files)
     assert len([name for name in files if name.endswith(".safetensors")]) > 1
@@ -154,7 +154,7 @@ def test_a_link_is_refused_and_its_target_left_alone(server, finished, tmp_path,
     before = {p: p.read_bytes() for p in [secret, *secret.rglob("*")] if p.is_file()}
     path.symlink_to(secret)
     with pytest.raises(ValueError, match=f"^{path} is a link"):
-        hub.push_policy(finished, REPO)
+        push.push_policy(finished, REPO)
     assert REPO not in server.files and path.is_symlink()
     assert {p: p.read_bytes() for p in [secret, *secret.rglob("*")] if p.is_file()} == before
 
@@ -163,14 +163,14 @@ def test_the_card_takes_the_place_of_a_link_that_comes_in_between(server, finish
     server.private[REPO] = True
     secret, card = tmp_path / "secret", finished / "pretrained_model" / "README.md"
     secret.write_text("mine")
-    make_card = hub.model_card
+    make_card = push.model_card
 
     def slow(*args):
         card.symlink_to(secret)
         return make_card(*args)
 
-    monkeypatch.setattr(hub, "model_card", slow)
-    hub.push_policy(finished, REPO)
+    monkeypatch.setattr(push, "model_card", slow)
+    push.push_policy(finished, REPO)
     assert secret.read_text() == "mine" and not card.is_symlink()
     assert server.files[REPO]["README.md"] == card.read_bytes()
 
@@ -182,7 +182,7 @@ def test_what_is_on_the_hub_is_named_with_its_commit(finished):
     (finished / "config.json").write_text(json.dumps(config))
     (finished / "run.json").write_text(json.dumps(run))
     (finished / "evaluation.json").unlink()
-    card = ModelCard(hub.model_card(finished, REPO))
+    card = ModelCard(push.model_card(finished, REPO))
     assert card.data.base_model == "lerobot/pi05_base" and card.data.datasets == ["lab/bins"]
     assert (
         f"`lerobot/pi05_base` at commit `{'e' * 40}`" in card.text and f"`lab/bins` at commit `{'d' * 40}`" in card.text
@@ -190,13 +190,13 @@ def test_what_is_on_the_hub_is_named_with_its_commit(finished):
     assert "Not measured: no episode was held out." in card.text
 
     (finished / "config.json").write_text(json.dumps({**config, "policy_path": None, "policy_type": "pi05"}))
-    assert "A `pi05` policy, trained from random weights." in hub.model_card(finished, REPO)
+    assert "A `pi05` policy, trained from random weights." in push.model_card(finished, REPO)
 
 
 def test_no_token_is_said_before_anything(server, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ValueError, match="me/pick: no token to push with; set HF_TOKEN"):
-        hub.check_push(REPO, None)
+        push.check_push(REPO, None)
     assert REPO not in server.private
 
 
@@ -215,20 +215,20 @@ def test_what_cannot_be_pushed_to_is_refused(server, monkeypatch, token, repo_id
     server.private["me/old"] = False
     monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(ValueError, match=message) as error:
-        hub.check_push(repo_id, private)
+        push.check_push(repo_id, private)
     assert token not in str(error.value)
 
 
 def test_a_repository_that_exists_is_pushed_to(server):
     server.private[REPO] = True
-    hub.check_push(REPO, True)
-    hub.check_push(REPO, None)
+    push.check_push(REPO, True)
+    push.check_push(REPO, None)
 
 
 def test_no_network_is_said(server, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(OSError, match="model me/pick: the Hub cannot be reached; check the network"):
-        hub.check_push(REPO, None)
+        push.check_push(REPO, None)
 
 
 def test_a_failed_push_says_how_to_do_it_again_and_that_works(server, finished, capsys):
@@ -237,23 +237,23 @@ def test_a_failed_push_says_how_to_do_it_again_and_that_works(server, finished, 
     assert vla.push(finished, REPO) == 4
     error = capsys.readouterr().err
     assert (
-        f"the policy is trained; `python -m vla_finetuning.data.hub {finished}` tries again" in error
+        f"the policy is trained; `python -m vla_finetuning.run.push {finished}` tries again" in error
         and "(500)" in error
     )
     assert TOKEN not in error and (finished / "pretrained_model/model.safetensors").is_file()
 
-    assert hub.main([str(finished)]) == 1
+    assert push.main([str(finished)]) == 1
     assert "(500)" in capsys.readouterr().err
     server.fails.clear()
-    assert hub.main([str(finished)]) == 0
+    assert push.main([str(finished)]) == 0
     assert f"{server.endpoint}/{REPO}/commit/" in capsys.readouterr().out
-    assert hub.main([str(finished), "--repo_id=me/other", "--private"]) == 0
+    assert push.main([str(finished), "--repo_id=me/other", "--private"]) == 0
     assert server.private["me/other"] is True and set(server.files["me/other"]) == set(server.files[REPO])
 
 
 def test_a_run_that_is_not_over_has_nothing_to_push(server, finished, capsys):
     (finished / "pretrained_model/config.json").unlink()
-    assert hub.main([str(finished)]) == 1
+    assert push.main([str(finished)]) == 1
     assert "no trained policy is there" in capsys.readouterr().err
 
 

@@ -24,12 +24,12 @@ from diagnostics.environment import Environment
 from diagnostics.page import page
 from diagnostics.step_clock import StepClock
 from tests import in_process
-from util import train_step
+from util import accumulating, train_step, whole
 from vla_finetuning.config import parse_args
 from vla_finetuning.run.checkpoint import load_checkpoint
 from vla_finetuning.run.folder import start_attempt
 from vla_finetuning.training import parallel, worker
-from vla_finetuning.training.parallel import accumulating, spread, whole
+from vla_finetuning.training.parallel import spread
 
 CPU = torch.device("cpu")
 STRATEGIES = ("ddp", "fsdp2", "fsdp2_reshard")

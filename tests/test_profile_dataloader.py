@@ -11,8 +11,8 @@ import ray
 
 import vla
 from diagnostics import profile_dataloader, profile_step
+from diagnostics.environment import Environment
 from diagnostics.profile_dataloader import PRODUCED, LoaderReport, RankFetches, StageClock, balance
-from diagnostics.report import Environment
 from tests import in_process
 
 

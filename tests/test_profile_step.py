@@ -15,7 +15,8 @@ from torch.autograd import DeviceType
 import util
 import vla
 from diagnostics import page, profile_step, step_clock
-from diagnostics.profile_step import Settings, StepReport, judge, parse_options
+from diagnostics.profile_step import judge, parse_options
+from diagnostics.step_report import Settings, StepReport
 from tests import in_process
 from util import Phase, TrainableOptimizer, Window
 from vla_finetuning.policies.pi05 import PolicyLoss

@@ -22,14 +22,15 @@ from tests.pages import check_page
 from vla_finetuning.config import CONFIG_NAME, parse_args
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.open_loop import open_loop_errors
+from vla_finetuning.files import write_json
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report import page as report
-from vla_finetuning.report.page import keep_report, record_run, write_report
+from vla_finetuning.report.page import keep_report, write_report
 from vla_finetuning.run import progress
-from vla_finetuning.run.checkpoint import write_json
 from vla_finetuning.run.plan import describe, resolve
 from vla_finetuning.run.progress import MetricsLog
+from vla_finetuning.run.record import record_run
 
 HOSTILE = "<script>alert('task')</script> & more"
 TASKS = (HOSTILE, "go to the blue bin")

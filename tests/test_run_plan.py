@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -258,8 +259,7 @@ def started(setting, tmp_path):
     run.output_dir.mkdir()
     (run.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
     step = run.checkpoints_dir / "step_00000002"
-    progress = Progress(2, 8, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
-    commit(step, progress, write_pieces(step, {}))
+    commit(step, replace(run.start, step=2, rows=8), write_pieces(step, {}))
     return run.output_dir, base
 
 

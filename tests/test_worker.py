@@ -18,7 +18,7 @@ from vla_finetuning.config import parse_args
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.policies import compiling, tiny_pi05
 from vla_finetuning.policies.pi05 import sample_noise_and_time
-from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, Progress, commit, write_pieces
+from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.folder import STOP_NAME, prepare_folder
 from vla_finetuning.run.plan import describe, resolve
 from vla_finetuning.training import worker
@@ -147,14 +147,13 @@ def test_before_a_node_is_taken_away_less_and_less_would_be_lost(setting, monkey
     monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0] + 1e9))
     monkeypatch.setattr(ray.train, "report", lambda *_, **__: saved.append(now[0] - 1000))
     run = resolved(setting)
-    progress = Progress(0, 0, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
     writer = worker.CheckpointWriter(run, SimpleNamespace(params=[]), rank=1, attempt=0)
-    writer.save(progress)
+    writer.save(run.start)
     writer.ends_at(None if notice_s is None else round((now[0] + 1e9 + notice_s) * 1000))
     for _ in range(150):
         now[0] += 1
         if writer.due():
-            writer.save(progress)
+            writer.save(run.start)
     assert saved == taken_at
 
 
@@ -188,11 +187,10 @@ def test_more_steps_are_done_than_asked_for(setting):
     folder = run.checkpoints_dir / "step_00000004"
     pieces = {TRAINABLE: optimizer.named(), OPTIMIZER: optimizer.state()}
     taken = {kind: {k: Piece(v, (0,) * v.ndim) for k, v in tensors.items()} for kind, tensors in pieces.items()}
-    same = (run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
-    commit(folder, Progress(4, 4 * run.config.global_batch_size, *same), write_pieces(folder, taken))
+    commit(folder, replace(run.start, step=4, rows=4 * run.config.global_batch_size), write_pieces(folder, taken))
     run = replace(run, config=replace(run.config, resume=True))
     with pytest.raises(ValueError, match="4 steps are done, and --steps or MAX_TRAIN_STEPS says 3: ask for as many"):
-        prepare_folder(run)
+        prepare_folder(run.config, run.start, run.steps, run.disk_bytes)
 
 
 def test_a_policy_that_changes_itself_is_refused(setting):

@@ -221,6 +221,11 @@ class Config:
         return list(self.dataset.mixture) or [root for root in listed if root]
 
     @property
+    def folder(self) -> Path:
+        """The run's own folder, `output_dir`."""
+        return Path(self.output_dir or "")
+
+    @property
     def hub_repo_id(self) -> str | None:
         """Where the trained policy is pushed to; None: it is not."""
         return None if self.push_to_hub is False else self.policy_repo_id

@@ -229,6 +229,12 @@ def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetM
     )
 
 
+def dimension_names(meta: DatasetMetadata, key: str) -> list[str]:
+    """The feature's own names, or its key with a number."""
+    feature = meta.features[key]
+    return list(feature.names or [f"{key}[{i}]" for i in range(feature.shape[0])])
+
+
 def select_episodes(meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray | None) -> np.ndarray:
     """Check a choice of episodes; None chooses all.
 

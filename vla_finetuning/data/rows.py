@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from numpy.typing import DTypeLike
 from ray.data.extensions import ArrowTensorArray
 
+from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, depth_table, resize_with_pad
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES, MAX_DATA_BYTES
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature
@@ -32,7 +33,7 @@ from vla_finetuning.data.storage import naming_file
 
 logger = logging.getLogger(__name__)
 
-IS_PAD, IS_SKIPPED = "_is_pad", "is_skipped"
+IS_PAD = "_is_pad"
 # Columns that every data file has, and their dtypes in a row.
 BOOKKEEPING = {name: np.int64 for name in ("index", "episode_index", "frame_index", "task_index")} | {
     "timestamp": np.float32

@@ -20,12 +20,12 @@ from lerobot.utils.constants import ACTION
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.config import OnError
-from vla_finetuning.data.rows import IS_SKIPPED
+from vla_finetuning.data.columns import IS_SKIPPED
+from vla_finetuning.files import write_json
 from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.policies.processors import load_processors, to_float
 from vla_finetuning.policies.remote_code import remote_code
-from vla_finetuning.report.tracking import EVALUATION_NAME
-from vla_finetuning.run.checkpoint import write_json
+from vla_finetuning.run.folder import EVALUATION_NAME
 from vla_finetuning.run.plan import Run
 
 # Held-out frames that a run ends with predicting, evenly spaced, and how many at once.

@@ -38,6 +38,7 @@ from torch import Tensor
 from transformers.initialization import no_init_weights
 
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
+from vla_finetuning.files import let_others_read
 from vla_finetuning.policies.pi05 import meta_policy
 from vla_finetuning.policies.processors import (
     EMPTY_CAMERA,
@@ -47,7 +48,6 @@ from vla_finetuning.policies.processors import (
     policy_feature,
 )
 from vla_finetuning.policies.remote_code import remote_code
-from vla_finetuning.run.checkpoint import let_others_read
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"

@@ -38,7 +38,7 @@ from lerobot.utils.feature_utils import dataset_to_policy_features
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from util import ROW_COLUMNS
+from vla_finetuning.data.columns import ROW_COLUMNS
 from vla_finetuning.policies.remote_code import RemoteCodeError, remote_code
 
 logger = logging.getLogger(__name__)

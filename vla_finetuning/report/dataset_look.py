@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lerobot_datasource import LeRobotDatasource
-from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature
+from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature, dimension_names
 from vla_finetuning.data.rows import height_width
 
 STATE, ACTION = "observation.state", "action"
@@ -171,12 +171,6 @@ def vector_keys(meta: DatasetMetadata) -> list[str]:
         and len(feature.shape) == 1
         and (key == ACTION or key.startswith((f"{ACTION}.", "observation.")))
     ]
-
-
-def dimension_names(meta: DatasetMetadata, key: str) -> list[str]:
-    """The feature's own names, or its key with a number."""
-    feature = meta.features[key]
-    return list(feature.names or [f"{key}[{i}]" for i in range(feature.shape[0])])
 
 
 def ranges_of(meta: DatasetMetadata, key: str) -> list[Range]:

@@ -12,12 +12,10 @@ import argparse
 import base64
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import logging
 import math
 import os
-import platform
 import re
 import sys
 import threading
@@ -30,17 +28,17 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from vla_finetuning.config import CONFIG_NAME
-from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.metadata import dimension_names, load_metadata
+from vla_finetuning.files import read_json, read_lines
 from vla_finetuning.report import figures
-from vla_finetuning.report.dataset_look import ACTION, OUTLIER, Look, dimension_names, look_at, scaled_ranges
+from vla_finetuning.report.dataset_look import ACTION, OUTLIER, Look, look_at, scaled_ranges
 from vla_finetuning.report.figures import Chunk, plain
-from vla_finetuning.report.tracking import EVALUATION_NAME, code_revision, read_json
 from vla_finetuning.run.checkpoint import PREFIX
-from vla_finetuning.run.folder import METRICS_NAME, RUN_NAME, attempts, read_lines, skipped_episodes
+from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME, attempts, skipped_episodes
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
 if TYPE_CHECKING:
-    from vla_finetuning.run.plan import Run
+    pass
 
 REPORT_NAME = "report.html"
 PACKAGES = ("ray", "lerobot", "torch", "av")
@@ -56,55 +54,6 @@ Drawn = dict[str, Any] | str
 
 
 # ---- what a run writes down and keeps up ------------------------------------------------------------------------
-
-
-def record_run(run: Run, plan: str, cluster: Mapping[str, float]) -> None:
-    """Write `run.json`: what the report says of a run besides its measurements. Runs on the driver, once Ray is up.
-
-    Args:
-        plan: what `run.plan.describe` says. cluster: `ray.cluster_resources()`.
-    """
-    datasets = [
-        {
-            "root": meta.root,
-            "name": run.config.dataset.repo_id or meta.root,
-            "episodes": meta.num_episodes,
-            "frames": meta.total_frames,
-            "fps": meta.fps,
-            "robot_type": meta.robot_type,
-            "train_episodes": len(train),
-            "eval_episodes": len(held_out),
-        }
-        for meta, train, held_out in zip(run.metas, run.train_episodes, run.eval_episodes, strict=True)
-    ]
-    facts = {
-        "datasets": datasets,
-        "policy": {
-            "type": run.policy_config.type,
-            "base": run.base["path"],
-            "revision": run.base["revision"],
-            "parameters": run.parameters.total if run.parameters else None,
-            "trainable": run.parameters.trainable if run.parameters else None,
-        },
-        "steps": run.steps,
-        "rows_per_epoch": run.rows_per_epoch,
-        "action_names": dimension_names(run.metas[0], ACTION),
-        "use_gpu": run.use_gpu,
-        "hardware": {
-            "nodes": sum(name.startswith("node:") and name != "node:__internal_head__" for name in cluster),
-            "cpus": cluster.get("CPU", 0),
-            "gpus": cluster.get("GPU", 0),
-            "gpu_types": sorted(n.removeprefix("accelerator_type:") for n in cluster if n.startswith("accelerator_ty")),
-            "memory_bytes": cluster.get("memory", 0),
-        },
-        "versions": {
-            "code": code_revision(),
-            "python": platform.python_version(),
-            **{p: importlib.metadata.version(p) for p in PACKAGES},
-        },
-        "plan": plan,
-    }
-    _write(run.output_dir / RUN_NAME, json.dumps(facts, indent=2) + "\n")
 
 
 @contextlib.contextmanager

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import importlib
 import json
 import logging
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -31,13 +29,15 @@ from pathlib import Path
 from typing import Any, Protocol, cast, get_args
 
 from vla_finetuning.config import CONFIG_NAME, Config, TrackerName
-from vla_finetuning.run.checkpoint import PREFIX, write_json
-from vla_finetuning.run.folder import METRICS_NAME, read_lines
+from vla_finetuning.files import read_json, read_lines, write_json
+from vla_finetuning.run.checkpoint import PREFIX
+from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME
+from vla_finetuning.run.record import code_revision, held_out_errors
 from vla_finetuning.terminal import escape_warnings, tell_error
 
 logger = logging.getLogger(__name__)
 
-TRACKING_NAME, EVALUATION_NAME = "tracking.json", "evaluation.json"
+TRACKING_NAME = "tracking.json"
 POLL_S = 2.0
 # What to install.
 PACKAGE = {
@@ -347,33 +347,6 @@ TRACKERS: dict[str, Any] = {
 # ---- what is told --------------------------------------------------------------------------------------------------
 
 
-def code_revision() -> str:
-    """What code this is: the commit, with `-dirty` if files differ from it; outside of git a digest of the modules."""
-    here = Path(__file__).resolve().parents[2]
-    describe = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-    modules = hashlib.sha256()
-    for path in sorted([*here.glob("*.py"), *here.glob("vla_finetuning/**/*.py")]):
-        modules.update(path.read_bytes())
-    return f"sha256:{modules.hexdigest()}"
-
-
-def held_out_errors(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """Mean squared errors of the action chunk on held-out frames, from `evaluation.json`, by whose they are.
-
-    `mean_action` is the error of always predicting the mean of the dataset's statistics.
-    """
-    trained = evaluation["trained"]
-    errors = {
-        "mean_action": trained["mean_action"],
-        "before_training": evaluation.get("untrained", {}).get("policy"),
-        "trained": trained["policy"],
-        "told_another_instruction": trained["other_instruction"],
-    }
-    return {name: error["mse"] for name, error in errors.items() if error is not None}
-
-
 def _numbers(group: str, line: Mapping[str, Any]) -> dict[str, float]:
     return {f"{group}/{k}": v for k, v in line.items() if k != "step" and isinstance(v, int | float)}
 
@@ -385,11 +358,6 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """What a file of the run's folder holds; nothing when there is none."""
-    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def _new_id() -> str:

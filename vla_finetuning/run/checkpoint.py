@@ -33,6 +33,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError
 
+from vla_finetuning.files import let_others_read, write_json
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -251,22 +253,20 @@ def prune(folder: Path, keep: int, keep_best: int) -> None:
             logger.warning("old checkpoint %s could not be deleted (%s); training goes on", path, error)
 
 
-def check_resumable(
-    found: Progress, stream: Mapping[str, Any], base: Mapping[str, Any], mode: str, global_batch_size: int
-) -> None:
-    """Refuse to go on with another run's checkpoint, saying what differs."""
-    if found.global_batch_size != global_batch_size:
+def check_resumable(found: Progress, run: Progress) -> None:
+    """Refuse to go on with the checkpoint of another run than `run`, saying what differs."""
+    if found.global_batch_size != run.global_batch_size:
         raise ValueError(
-            f"batch_size x grad_accum x num_workers is {global_batch_size}, but the run was started with "
+            f"batch_size x grad_accum x num_workers is {run.global_batch_size}, but the run was started with "
             f"{found.global_batch_size}: its steps and learning rates would mean something else; choose numbers with "
             "the same product"
         )
-    if found.mode != mode:
+    if found.mode != run.mode:
         raise ValueError(
-            f"--train.mode is {mode}, but the run was started with {found.mode}: what trains cannot change"
+            f"--train.mode is {run.mode}, but the run was started with {found.mode}: what trains cannot change"
         )
-    check_base(found, base)
-    differing = {k: (found.stream.get(k), v) for k, v in stream.items() if found.stream.get(k) != v}
+    check_base(found, run.base)
+    differing = {k: (found.stream.get(k), v) for k, v in run.stream.items() if found.stream.get(k) != v}
     if differing:
         told = "; ".join(f"{k}: was {was}, is {now}" for k, (was, now) in differing.items())
         raise ValueError(
@@ -307,25 +307,6 @@ def require_space(folder: Path, needed_bytes: int, what: str) -> None:
 def file_digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Atomically: readers see the old file or the new one."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(scratch, path)
-
-
-def let_others_read(path: Path) -> None:
-    """Give a file the permissions that the process's umask gives every other file: those of its folder.
-
-    safetensors makes its files for their owner only (0.8.0, github.com/safetensors/safetensors/issues/782), so that the
-    user who drives the robot could not read a policy; this can go when it asks the umask again.
-    """
-    mode = path.stat().st_mode
-    usual = mode | path.parent.stat().st_mode & 0o666
-    if usual != mode:  # a network drive with fixed permissions need not be asked
-        path.chmod(usual)
 
 
 def _newest_first(folder: Path) -> list[Path]:

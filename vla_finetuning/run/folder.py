@@ -28,25 +28,17 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from vla_finetuning.config import CONFIG_NAME, GROUPS, OF_A_START, PRESETS
-from vla_finetuning.run.checkpoint import (
-    Progress,
-    check_resumable,
-    latest_checkpoint,
-    load_progress,
-    require_space,
-    write_json,
-)
-
-if TYPE_CHECKING:
-    from vla_finetuning.run.plan import Run
+from vla_finetuning.config import CONFIG_NAME, GROUPS, OF_A_START, PRESETS, Config
+from vla_finetuning.files import read_lines, write_json
+from vla_finetuning.run.checkpoint import Progress, check_resumable, latest_checkpoint, load_progress, require_space
 
 ATTEMPTS_NAME, METRICS_NAME, LOG_NAME, ROWS_NAME = "attempts.jsonl", "metrics.jsonl", "run.log", "rows"
 LOCK_NAME, STOP_NAME, SKIPPED_NAME, RUN_NAME = ".lock", "stop", "skipped.jsonl", "run.json"
+EVALUATION_NAME, CHECKPOINTS_NAME = "evaluation.json", "checkpoints"
 # Ray Train's own list of checkpoints, beside them.
 RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
@@ -64,29 +56,30 @@ def check_place(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def claim_folder(run: Run) -> Iterator[None]:
+def claim_folder(config: Config) -> Iterator[None]:
     """Hold the run's folder while the block runs. Raises FileExistsError when another process does, on any machine."""
-    _check_free(run)  # before so much as a lock is put there
+    folder = config.folder
+    _check_free(config)  # before so much as a lock is put there
     try:
-        run.output_dir.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(f"--output_dir={run.output_dir}: cannot be made ({error.strerror}); choose another") from error
-    lock = FileLock(run.output_dir / LOCK_NAME)
+        raise OSError(f"--output_dir={folder}: cannot be made ({error.strerror}); choose another") from error
+    lock = FileLock(folder / LOCK_NAME)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise FileExistsError(
-            f"--output_dir={run.output_dir}: a run is going on there; wait until it ends, or choose another folder"
+            f"--output_dir={folder}: a run is going on there; wait until it ends, or choose another folder"
         ) from error
     except (OSError, NotImplementedError) as error:
-        raise _unfit(run.output_dir, error) from error
+        raise _unfit(folder, error) from error
     try:
-        _try_storage(run.output_dir)
+        _try_storage(folder)
         yield
     finally:
         lock.release()
-        if not _contents(run.output_dir):  # a run that was refused leaves nothing
-            shutil.rmtree(run.output_dir, ignore_errors=True)
+        if not _contents(folder):  # a run that was refused leaves nothing
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _try_storage(folder: Path) -> None:
@@ -112,41 +105,41 @@ def _unfit(folder: Path, error: Exception) -> OSError:
     )
 
 
-def prepare_folder(run: Run) -> None:
-    """Make the run's folder, or refuse one that holds another run. The demo's own folder is simply started over."""
-    folder = run.output_dir
-    _check_free(run)
-    if not run.config.resume:
+def prepare_folder(config: Config, start: Progress, steps: int, disk_bytes: int) -> None:
+    """Make the run's folder, or refuse one that holds another run. The demo's own folder is simply started over.
+
+    Args:
+        start: the run before its first step. steps: of the whole run. disk_bytes: the most that it will write.
+    """
+    folder, checkpoints = config.folder, config.folder / CHECKPOINTS_NAME
+    _check_free(config)
+    if not config.resume:
         for path in _contents(folder):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    newest = latest_checkpoint(run.checkpoints_dir)
+    newest = latest_checkpoint(checkpoints)
     if newest is not None:
         progress = load_progress(newest)
-        check_same_run(run, progress)
-        if progress.step > run.steps:
+        check_resumable(progress, start)
+        if progress.step > steps:
             raise ValueError(
-                f"{progress.step} steps are done, and --steps or MAX_TRAIN_STEPS says {run.steps}: ask for as many at "
+                f"{progress.step} steps are done, and --steps or MAX_TRAIN_STEPS says {steps}: ask for as many at "
                 "least, or start a new run with --policy.path set to this one's pretrained_model"
             )
     # What was asked of an earlier process; and Ray Train's own list, which must not outlive it: which checkpoints there
     # are is what the folder says.
     (folder / STOP_NAME).unlink(missing_ok=True)
-    (run.checkpoints_dir / RAY_TRAIN_SNAPSHOT).unlink(missing_ok=True)
-    weights = (run.policy_folder or folder) / "model.safetensors"
-    # A checkpoint is what trains and Adam's two moments, fp32; there is one more while an old one is still there.
-    checkpoint_bytes = 3 * 4 * run.parameters.trainable if run.parameters else 0
-    export_bytes = weights.stat().st_size if weights.is_file() else 0
-    require_space(folder, 2 * checkpoint_bytes + export_bytes, "two checkpoints and the trained policy")
-    run.checkpoints_dir.mkdir(exist_ok=True)
-    write_json(folder / CONFIG_NAME, run.config.to_json())
+    (checkpoints / RAY_TRAIN_SNAPSHOT).unlink(missing_ok=True)
+    require_space(folder, disk_bytes, "two checkpoints and the trained policy")
+    checkpoints.mkdir(exist_ok=True)
+    write_json(folder / CONFIG_NAME, config.to_json())
 
 
-def changed_options(run: Run) -> list[str]:
+def changed_options(config: Config) -> list[str]:
     """What a run that is resumed was started with otherwise, in words; `prepare_folder` forgets it."""
-    path = run.output_dir / CONFIG_NAME
-    if not (run.config.resume and path.is_file()):
+    path = config.folder / CONFIG_NAME
+    if not (config.resume and path.is_file()):
         return []
-    was, now = (dict(_options(config)) for config in (json.loads(path.read_text()), run.config.to_json()))
+    was, now = (dict(_options(options)) for options in (json.loads(path.read_text()), config.to_json()))
     return [
         f"{name} was {was.get(name)}, is {value}"
         for name, value in now.items()
@@ -154,30 +147,25 @@ def changed_options(run: Run) -> list[str]:
     ]
 
 
-def _options(config: dict[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
+def _options(options: dict[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in options.items():
         if not group and name in GROUPS:
             yield from _options(value, f"{name}.")
         else:
             yield group + name, value
 
 
-def _check_free(run: Run) -> None:
-    is_demo = run.config.preset == "demo" and run.output_dir == Path(PRESETS["demo"]["output_dir"]).absolute()
-    if _contents(run.output_dir) and not (run.config.resume or is_demo):
+def _check_free(config: Config) -> None:
+    is_demo = config.preset == "demo" and config.folder == Path(PRESETS["demo"]["output_dir"]).absolute()
+    if _contents(config.folder) and not (config.resume or is_demo):
         raise FileExistsError(
-            f"--output_dir={run.output_dir} is not empty: --resume goes on with the run it holds; otherwise choose "
+            f"--output_dir={config.folder} is not empty: --resume goes on with the run it holds; otherwise choose "
             "another"
         )
 
 
 def _contents(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name != LOCK_NAME] if folder.exists() else []
-
-
-def check_same_run(run: Run, saved: Progress) -> None:
-    """Refuse to go on from a checkpoint of other data, another base policy or another global batch."""
-    check_resumable(saved, run.stream, run.base, run.config.train.mode, run.config.global_batch_size)
 
 
 def start_attempt(output_dir: Path, resumed_from_step: int, world_size: int) -> int:
@@ -234,11 +222,3 @@ def stopping_on_signals(output_dir: Path) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def read_lines(path: Path) -> list[str]:
-    """Whole lines of the file; one that is still being written is left for the next time."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    return text[: text.rfind("\n") + 1].splitlines()

@@ -43,7 +43,7 @@ from vla_finetuning.data.metadata import (
 from vla_finetuning.data.statistics import check_stats, complete_stats
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
-from vla_finetuning.policies.loading import FeatureMatch, check_weights, fetch_pretrained, match_features
+from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch, check_weights, fetch_pretrained, match_features
 from vla_finetuning.policies.memory import StepMemory, step_memory
 from vla_finetuning.policies.pi05 import (
     TrainableReport,
@@ -54,8 +54,8 @@ from vla_finetuning.policies.pi05 import (
 )
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER, make_processors, normalization_mode, required_stats
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
-from vla_finetuning.run.checkpoint import check_base, file_digest, latest_checkpoint, load_progress
-from vla_finetuning.run.folder import SKIPPED_NAME
+from vla_finetuning.run.checkpoint import Progress, check_base, file_digest, latest_checkpoint, load_progress
+from vla_finetuning.run.folder import CHECKPOINTS_NAME, SKIPPED_NAME
 from vla_finetuning.terminal import escaped
 
 Stats = dict[str, dict[str, np.ndarray]]
@@ -100,11 +100,24 @@ class Run:
 
     @property
     def output_dir(self) -> Path:
-        return Path(self.config.output_dir or "")
+        return self.config.folder
 
     @property
     def checkpoints_dir(self) -> Path:
-        return self.output_dir / "checkpoints"
+        return self.output_dir / CHECKPOINTS_NAME
+
+    @property
+    def start(self) -> Progress:
+        """The run before its first step: what it is a run of."""
+        return Progress(0, 0, self.stream, self.base, self.config.train.mode, self.config.global_batch_size)
+
+    @property
+    def disk_bytes(self) -> int:
+        """The most that the run keeps in its folder."""
+        weights = (self.policy_folder or self.output_dir) / WEIGHTS_FILE
+        # A checkpoint is what trains and Adam's two moments, fp32; there is one more while an old one is still there.
+        checkpoint_bytes = 3 * 4 * self.parameters.trainable if self.parameters else 0
+        return 2 * checkpoint_bytes + (weights.stat().st_size if weights.is_file() else 0)
 
     @property
     def use_gpu(self) -> bool:
@@ -419,7 +432,7 @@ def _resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig,
         )
     digests = {"digest": file_digest(weights), "files": _digests(folder, weights)}
     base = {"path": path, "revision": revision, **digests}
-    newest = latest_checkpoint(Path(config.output_dir or "") / "checkpoints") if config.resume else None
+    newest = latest_checkpoint(config.folder / CHECKPOINTS_NAME) if config.resume else None
     if newest is not None:
         # Which folder that is was read from the run's own config.json: nothing in it is opened before it is known to
         # be the one that the run was started from.

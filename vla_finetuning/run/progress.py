@@ -15,7 +15,8 @@ import numpy as np
 import ray
 from tqdm import tqdm
 
-from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, ROWS_NAME, attempts, read_lines, skipped_episodes
+from vla_finetuning.files import read_lines
+from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, ROWS_NAME, attempts, skipped_episodes
 from vla_finetuning.terminal import LogFormatter, tell
 
 if TYPE_CHECKING:

@@ -5,9 +5,7 @@ Runs in every training process, all of which call it alike.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -90,41 +88,6 @@ def units(loss: nn.Module) -> list[nn.Module]:
 def _only_products(unit: nn.Module) -> bool:
     """Whether all parameters are of `nn.Linear`."""
     return all(isinstance(m, nn.Linear) for m in unit.modules() if next(m.parameters(recurse=False), None) is not None)
-
-
-@contextlib.contextmanager
-def accumulating(model: nn.Module) -> Iterator[None]:
-    """While the block runs, backward adds to this process's gradients; the first one after it exchanges them.
-
-    With ddp and fsdp2 nothing at all travels between those; fsdp2_reshard goes on gathering units to compute with.
-    """
-    if isinstance(model, DistributedDataParallel):
-        with model.no_sync():
-            yield
-    elif is_sharded(model):
-        sharded: Any = model
-        sharded.set_requires_gradient_sync(False)
-        sharded.set_reshard_after_backward(not sharded.whole_between_micro_batches)
-        try:
-            yield
-        finally:
-            sharded.set_requires_gradient_sync(True)
-            sharded.set_reshard_after_backward(True)
-    else:
-        yield
-
-
-# By their methods, because importing the classes takes half a second.
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 keeps the parameters in parts."""
-    return hasattr(model, "set_requires_gradient_sync")
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A DTensor as the plain tensor that all processes have; all must ask. Others as they are. No host read."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def is_part(tensor: Tensor) -> bool:

@@ -23,16 +23,9 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from ray.train import CheckpointUploadMode
 from torch import Tensor
 
-from util import (
-    ROW_COLUMNS,
-    Batch,
-    Draws,
-    TrainableOptimizer,
-    make_trainable_optimizer,
-    peak_flops,
-    warmup_cosine,
-)
+from util import Batch, Draws, TrainableOptimizer, make_trainable_optimizer, peak_flops, warmup_cosine
 from vla_finetuning.config import Attention, TrainMode
+from vla_finetuning.data.columns import ROW_COLUMNS
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.loading import load_policy, new_policy, save_pretrained
 from vla_finetuning.policies.pi05 import PolicyLoss, cast_frozen, check_batch, choose_trainable, sample_noise_and_time
@@ -43,6 +36,7 @@ from vla_finetuning.run.checkpoint import (
     Files,
     Piece,
     Progress,
+    check_resumable,
     commit,
     discard,
     latest_checkpoint,
@@ -51,7 +45,7 @@ from vla_finetuning.run.checkpoint import (
     prune,
     write_pieces,
 )
-from vla_finetuning.run.folder import attempts, check_same_run
+from vla_finetuning.run.folder import attempts
 from vla_finetuning.run.plan import Run
 from vla_finetuning.run.progress import RowsLog
 from vla_finetuning.training.parallel import is_part, part
@@ -124,9 +118,9 @@ def saved_progress(run: Run) -> tuple[Progress, Path | None]:
     is_first = ray.train.get_context().get_world_rank() == 0
     newest = ray.train.collective.broadcast_from_rank_zero(latest_checkpoint(run.checkpoints_dir) if is_first else None)
     if newest is None:
-        return Progress(0, 0, run.stream, run.base, run.config.train.mode, run.config.global_batch_size), None
+        return run.start, None
     progress = load_progress(newest)
-    check_same_run(run, progress)
+    check_resumable(progress, run.start)
     return progress, newest
 
 

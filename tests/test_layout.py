@@ -1,0 +1,175 @@
+"""The rooms of the code, and which may know which: imports run one way, and nowhere in a circle."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "vla_finetuning"
+
+# What each room may import of the project, besides itself. A room is a file or a folder of files; the longest name that
+# fits a module counts. Whoever adds a line here says why in docs or review: each is one more thing to hold in the head.
+GROUND = {f"{PACKAGE}.config", f"{PACKAGE}.files", f"{PACKAGE}.terminal"}
+DATA = {*GROUND, f"{PACKAGE}.data", "lerobot_datasource"}
+POLICIES = {*GROUND, f"{PACKAGE}.policies", f"{PACKAGE}.data.columns", f"{PACKAGE}.data.hub", "util"}
+RUN = {*DATA, *POLICIES, f"{PACKAGE}.demo", f"{PACKAGE}.run"}
+TRAINING, REPORT = {*RUN, f"{PACKAGE}.training"}, {*RUN, f"{PACKAGE}.report"}
+EVALUATION = {*REPORT, f"{PACKAGE}.evaluation"}
+PROGRAMS = {*TRAINING, *EVALUATION}
+DIAGNOSTICS = {*PROGRAMS, "vla", "diagnostics"}
+MAY_IMPORT = {
+    f"{PACKAGE}.config": set(),
+    f"{PACKAGE}.files": set(),
+    f"{PACKAGE}.terminal": set(),
+    f"{PACKAGE}.data": DATA,
+    "lerobot_datasource": DATA,
+    "util": {f"{PACKAGE}.data.columns"},
+    f"{PACKAGE}.policies": POLICIES,
+    f"{PACKAGE}.demo": {*DATA, *POLICIES},
+    f"{PACKAGE}.run": RUN,
+    f"{PACKAGE}.training": TRAINING,
+    f"{PACKAGE}.report": REPORT,
+    f"{PACKAGE}.evaluation": EVALUATION,
+    "vla": PROGRAMS,
+    "diagnostics": DIAGNOSTICS,
+    "benchmarks": {*DIAGNOSTICS, "benchmarks", "tests"},
+    "ci": {"ci"},
+}
+# The policy's own file is copied to robots alone; the datasource's modules must not need what only training needs.
+FREE_STANDING = {f"{PACKAGE}.policies.tiny_pi05": set()}
+
+
+def modules(root):
+    """The project's Python files by module name, tests excepted."""
+    paths = [
+        *root.glob("*.py"),
+        *(p for part in (PACKAGE, "diagnostics", "benchmarks", "ci") for p in (root / part).rglob("*.py")),
+    ]
+    names = {path: ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for path in paths}
+    return {name: path for path, name in names.items()}
+
+
+def imports(root):
+    """(module, line, imported module) of every import, those inside functions and under TYPE_CHECKING included."""
+    known = modules(root)
+    for name, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path}:{node.lineno}: imports are written out"
+                found = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for target in found:
+                if target not in known:
+                    target = target.rpartition(".")[0] if isinstance(node, ast.ImportFrom) else target
+                if target != name and (target in known or target.partition(".")[0] == "tests"):
+                    yield name, node.lineno, target
+
+
+def within(module, rooms):
+    return [room for room in rooms if module == room or module.startswith(f"{room}.")]
+
+
+def offending(root):
+    """Imports that the table does not allow, as text."""
+    for module, line, target in imports(root):
+        room = max(within(module, MAY_IMPORT), key=len, default=None)
+        assert room, f"{module} is in no room of the table"
+        allowed = FREE_STANDING.get(module, MAY_IMPORT[room] | {room})
+        if not within(target, allowed):
+            yield f"{modules(root)[module].relative_to(root)}:{line}: {room} must not know {target}"
+
+
+def circles(root):
+    """Modules that import each other, maybe by way of others."""
+    graph = {}
+    for module, _, target in imports(root):
+        graph.setdefault(module, set()).add(target)
+    reach = {module: set(targets) for module, targets in graph.items()}
+    changed = True
+    while changed:
+        changed = False
+        for targets in reach.values():
+            more = set().union(*(reach.get(t, set()) for t in targets)) - targets
+            targets |= more
+            changed |= bool(more)
+    return sorted(module for module, targets in reach.items() if module in targets)
+
+
+def test_imports_run_one_way():
+    assert not list(offending(ROOT))
+
+
+def test_no_circles():
+    assert not circles(ROOT)
+
+
+@pytest.mark.parametrize(
+    "how", ["from {} import x", "def f():\n    from {} import x", "if TYPE_CHECKING:\n    import {}"]
+)
+@pytest.mark.parametrize(
+    ("room", "upward"),
+    [("config", "data.plan"), ("data", "policies.pi05"), ("policies", "run.plan"), ("run", "training.worker"),
+     ("report", "evaluation.open_loop"), ("training", "report.page")],
+)  # fmt: skip
+def test_a_planted_upward_import_is_named(tmp_path, room, upward, how):
+    for name in (room, upward):
+        path = tmp_path / PACKAGE / f"{name.replace('.', '/')}.py"
+        path = path if "." in name or name == "config" else path.with_suffix("") / "planted.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    path = next(p for p in (tmp_path / PACKAGE).rglob("*.py") if p.stem in ("planted", "config"))
+    path.write_text(how.format(f"{PACKAGE}.{upward}") + "\n")
+    (found,) = offending(tmp_path)
+    assert f"{PACKAGE}.{room} must not know {PACKAGE}.{upward}" in found and path.name in found
+
+
+def test_a_planted_circle_is_found(tmp_path):
+    folder = tmp_path / PACKAGE / "data"
+    folder.mkdir(parents=True)
+    for name, other in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
+        (folder / f"{name}.py").write_text(f"def f():\n    from {PACKAGE}.data import {other}\n")
+    assert circles(tmp_path) == [f"{PACKAGE}.data.{name}" for name in "abc"]
+
+
+# ---- the data wing alone --------------------------------------------------------------------------------------------
+
+
+def test_reading_a_dataset_loads_nothing_of_training():
+    code = (
+        "import sys; from lerobot_datasource import read_lerobot; "
+        "print(*sorted({'.'.join(m.split('.')[:2]) for m in sys.modules}))"
+    )
+    loaded = set(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.split())
+    ours = {name for name in loaded if name.startswith(f"{PACKAGE}.") or name in ("vla", "util")}
+    assert ours == {f"{PACKAGE}.config", f"{PACKAGE}.data"} and "ray" in loaded
+    assert not loaded & {"torch", "lerobot", "transformers", "datasets", "matplotlib"}
+
+
+def test_what_reading_needs_is_what_is_installed_with_it():
+    """The packages that the data wing imports, in the versions that are locked."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed = {canonicalize_name(r.name): str(r.specifier) for r in map(Requirement, project["dependencies"])}
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    locked = {canonicalize_name(r.name): str(r.specifier) for r in map(Requirement, filter(None, lines))}
+    assert installed.items() <= locked.items()
+    distributions = packages_distributions()
+    imported = set()
+    rooms = ("lerobot_datasource", f"{PACKAGE}.data", *GROUND, f"{PACKAGE}.config")
+    for name, path in modules(ROOT).items():
+        for node in ast.walk(ast.parse(path.read_text())) if within(name, rooms) else ():
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            imported |= {n.partition(".")[0] for n in names}
+    needed = {canonicalize_name(d) for name in imported for d in distributions.get(name, ())}
+    # Imported where they are used: what LeRobot computes, by its own functions.
+    assert needed - {"torch", "lerobot"} == set(installed) - {"s3fs", "gcsfs"} | needed & {"s3fs", "gcsfs"}
