@@ -2,8 +2,9 @@
 
     python -m benchmarks.nightly [--examples 10000] [--seed N]
 
-Runs every hypothesis test of tests/test_hostile.py (metadata parser, StreamPlan) with that many cases each. A failure
-prints the smallest case that shows it; the exit status is pytest's. The seed is printed: the same one repeats the run.
+Runs every hypothesis test of tests/data/test_hostile.py (metadata parser, StreamPlan) with that many cases each. A
+failure prints the smallest case that shows it; the exit status is pytest's. The seed is printed: the same one repeats
+the run.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     seed = secrets.randbits(32) if options.seed is None else options.seed
     print(f"seed {seed}, {options.examples} cases of each test", flush=True)
-    arguments = ["tests/test_hostile.py", f"--hypothesis-seed={seed}", "--timeout=0", "--durations=0"]
+    arguments = ["tests/data/test_hostile.py", f"--hypothesis-seed={seed}", "--timeout=0", "--durations=0"]
     return int(pytest.main([*arguments, "--hypothesis-show-statistics"], plugins=[ManyExamples(options.examples)]))
 
 

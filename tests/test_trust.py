@@ -1,7 +1,7 @@
 """What came from elsewhere runs no code, and a secret stays where it was given.
 
 Here is what holds for the whole program and for its own checkpoints. Policies that want to run something are loaded in
-test_remote_code.py; docs/security.md lists the tests of the other ways in.
+tests/policies/test_remote_code.py; docs/security.md lists the tests of the other ways in.
 """
 
 import ast
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.test_checkpoint import empty, made
+from tests.run.test_checkpoint import empty, made
 from vla_finetuning.run import checkpoint, cluster
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_checkpoint, set_aside_damaged
 
@@ -97,7 +97,7 @@ def test_ray_starts_without_a_dashboard_and_keeps_its_token(monkeypatch):
 
 def test_every_test_that_is_named_exists():
     """What is claimed can be checked, also after a test got another name."""
-    named = re.findall(r"`(?:tests/)?(test_\w+\.py)(?:::(test_\w+))?`", (ROOT / "docs" / "security.md").read_text())
+    named = re.findall(r"`tests/([\w/]+\.py)(?:::(test_\w+))?`", (ROOT / "docs" / "security.md").read_text())
     assert len(named) > 20
     for file, test in named:
         assert re.search(rf"^def {test}\b" if test else "^def test_", (ROOT / "tests" / file).read_text(), re.M), test

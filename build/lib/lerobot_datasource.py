@@ -1,0 +1,505 @@
+"""LeRobot v3 datasets as a Ray Data source: metadata -> plan -> read tasks -> decoded Arrow blocks.
+
+Rows are those of ``LeRobotDataset.__getitem__`` (pyav backend, ``return_uint8=True``), except that camera columns are
+uint8 (H, W, 3), depth maps float32 (H, W, 1), `index` is absolute, and there is one more column, `dataset_index`. A
+read task is given a few window slices of the plan (`data/plan.py`), decodes exactly the frames they name, each video
+forward, straight into the arrays that become Arrow blocks, and emits them as fixed-shape tensors that come out of Ray
+zero-copy.
+
+Knows nothing of torch, policies or training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+from ray.data import Dataset
+from ray.data.block import BlockMetadata
+from ray.data.context import DataContext
+from ray.data.datasource import Datasource, ReadTask
+
+from vla_finetuning.config import DatasetOptions, OnError
+from vla_finetuning.data.columns import IS_SKIPPED
+from vla_finetuning.data.metadata import (
+    CAMERA_DTYPES,
+    DatasetMetadata,
+    Feature,
+    check_files,
+    load_metadata,
+    select_episodes,
+)
+from vla_finetuning.data.plan import Episodes, StreamPlan, WindowSlice, task_bounds
+from vla_finetuning.data.rows import (
+    BOOKKEEPING,
+    IS_PAD,
+    Places,
+    Read,
+    Reader,
+    ReadOptions,
+    column_to_numpy,
+    frame_of,
+    read_rows,
+    row_dtype,
+)
+from vla_finetuning.data.storage import StoragePolicy
+
+# Rows walked through in one go: fewer mix better, and jump more often. With LeRobot's key frame every other frame, 1.04
+# frames were decoded for one by 16, 1.03 by 32, 1.08 by 8; an object store is asked 1.3 times as often as by 32.
+SEGMENT_ROWS = 16
+# A read task decodes a window at a time and holds its rows in memory: bound them. Several windows per task at most.
+READ_BYTES = 192 * 2**20
+BLOCK_BYTES = 32 * 2**20
+MAX_READS_PER_TASK = 4
+# One execution of Ray Data lists its read tasks up front; longer streams run as several executions.
+READS_PER_EXECUTION = 4096
+
+
+class LeRobotDatasource(Datasource):
+    """Ray Data source over one or several LeRobot v3 datasets. Most callers want `read_lerobot`.
+
+    Args:
+        metas: the datasets; their position is `dataset_index`.
+        episodes: per dataset, which episodes; None for all.
+        camera_keys: cameras to decode; None for all.
+        columns: other features of the datasets that are wanted, in which alone they must agree; None for all.
+        delta_timestamps: key -> offsets in seconds, as LeRobot.
+        image_size: (height, width) that cameras are fitted into; None for as stored.
+        weights: of the datasets in a mixture, see `data.plan`; None to read every row once per epoch.
+        shuffle_seed: None for stored order.
+        shuffle_window: rows shuffled among themselves, at most; fewer when a window would exceed READ_BYTES, and a
+            multiple of SEGMENT_ROWS.
+        stream: (first, last) positions of the run's stream (see `data.plan`); None for one epoch. Rows then also
+            carry `position`, their place in it. A long stream is read in several executions: the n-th execution of the
+            dataset reads the n-th part, so that a consumer iterates until the stream is done.
+        rows_multiple: executions end at multiples of this many rows after `first`.
+        block_rows: rows per block; None to choose by BLOCK_BYTES.
+        num_tasks: read tasks per execution; None: `reads_per_task` windows each.
+        num_cpus: CPUs that a read task holds; it decodes with as many threads.
+        on_error: "stop": an episode that cannot be read (damaged, missing, not what the metadata says) ends the task
+            with an error. "skip": its rows are blank, and true in one more column, `is_skipped`.
+        skip_log: a file that gets a JSON line for each episode that a task had to skip; all nodes must see it.
+        look: whether to look that all files are there, which lists the datasets' folders.
+    """
+
+    def __init__(
+        self,
+        metas: Sequence[DatasetMetadata],
+        *,
+        episodes: Sequence[Sequence[int] | None] | None = None,
+        camera_keys: Sequence[str] | None = None,
+        columns: Sequence[str] | None = None,
+        delta_timestamps: Mapping[str, Sequence[float]] | None = None,
+        image_size: Sequence[int] | None = None,
+        weights: Sequence[float] | None = None,
+        shuffle_seed: int | None = None,
+        shuffle_window: int = DatasetOptions.shuffle_window,
+        stream: tuple[int, int] | None = None,
+        rows_multiple: int = 1,
+        block_rows: int | None = None,
+        num_tasks: int | None = None,
+        tolerance_s: float = 1e-4,
+        num_cpus: float = 1,
+        on_error: OnError = "stop",
+        skip_log: Path | None = None,
+        look: bool = True,
+    ):
+        super().__init__()
+        self._skips, self._skip_log = on_error == "skip", skip_log
+        self.num_cpus = num_cpus
+        self._projection_map: dict[str, str] | None = None
+        self.metas = tuple(metas)
+        selected = [
+            select_episodes(meta, None if episodes is None else episodes[i]) for i, meta in enumerate(self.metas)
+        ]
+        self._image_size = _checked_size(image_size)
+        features = _common_features(self.metas, camera_keys, columns, self._image_size)
+        if delta_timestamps and len({meta.fps for meta in self.metas}) > 1:
+            raise ValueError(
+                f"datasets of different frame rates cannot be read together in windows: "
+                f"{', '.join(f'{meta.root} has {meta.fps} fps' for meta in self.metas)}; an action chunk would span "
+                "other times in each. Convert them to one rate"
+            )
+        self._delta_indices = resolve_delta_indices(delta_timestamps or {}, features, self.metas[0], tolerance_s)
+        self._tolerance_s = tolerance_s
+        self._features = features
+        self._with_position = stream is not None
+        for meta, chosen in zip(self.metas, selected, strict=True) if look else ():
+            check_files(meta, episodes=chosen, camera_keys=[k for k in meta.video_keys if k in features])
+
+        row_bytes = self.row_bytes()
+        window = max(1, min(shuffle_window, READ_BYTES // row_bytes))
+        if window > SEGMENT_ROWS:
+            window -= window % SEGMENT_ROWS  # so that whole blocks fill it, and no window is decoded by two tasks
+        places = self._places = _places(self.metas, selected, features)
+        self.plan = StreamPlan(
+            Episodes(places.dataset_index, places.episode_index, places.start, places.length),
+            seed=shuffle_seed,
+            segment_rows=SEGMENT_ROWS if shuffle_seed is not None else max(window, SEGMENT_ROWS),
+            window_rows=window,
+            weights=weights,
+        )
+        self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
+        most = max(1, min(window, BLOCK_BYTES // row_bytes))
+        self.block_rows = block_rows or next(n for n in range(most, 0, -1) if window % n == 0)
+        self._num_tasks = num_tasks
+        self._read_rows = max(window, self.block_rows)
+        if stream is None:
+            self._rows_per_execution = self._stream[1] - self._stream[0]
+        else:
+            self._rows_per_execution = max(1, READS_PER_EXECUTION * self._read_rows // rows_multiple) * rows_multiple
+
+    # ---- what Ray Data asks -------------------------------------------------------------------------------------
+
+    def get_name(self) -> str:
+        return "LeRobot"
+
+    def supports_projection_pushdown(self) -> bool:
+        return True
+
+    def columns(self) -> tuple[str, ...]:
+        """Columns of a row, in order, after projection."""
+        names = list(self._features)
+        names += [key + IS_PAD for key in self._delta_indices]
+        names += ["task", "dataset_index"]
+        names += ["position"] * self._with_position + [IS_SKIPPED] * self._skips
+        wanted = self._projection_map
+        if wanted is None:
+            return tuple(names)
+        # Ray asks for no columns at all when it only counts: a row must still be a row.
+        return tuple(name for name in names if name in wanted) or ("dataset_index",)
+
+    def row_bytes(self) -> int:
+        """Bytes of one row in the object store."""
+        total = 0
+        for key in self.columns():
+            feature = self._features.get(key)
+            if feature is None:
+                total += 16
+                continue
+            if feature.dtype in CAMERA_DTYPES:
+                shape, dtype = frame_of(feature, self._image_size)
+                size = math.prod(shape) * dtype.itemsize
+            else:
+                size = math.prod(feature.shape) * 4
+            total += size * len(self._delta_indices.get(key, (0,)))
+        return max(total, 1)
+
+    def row_frames(self) -> int:
+        """Camera frames in one row."""
+        cameras = [key for key in self.columns() if key in self._features]
+        return sum(
+            len(self._delta_indices.get(key, (0,))) for key in cameras if self._features[key].dtype in CAMERA_DTYPES
+        )
+
+    def estimate_inmemory_data_size(self) -> int:
+        return self.row_bytes() * (self._stream[1] - self._stream[0])
+
+    def example(self) -> dict[str, np.ndarray]:
+        """One made-up row, batched: the columns, shapes and dtypes that a numpy batch will have."""
+        row: dict[str, np.ndarray] = {}
+        for key in self.columns():
+            feature = self._features.get(key)
+            window = (len(self._delta_indices[key]),) if key in self._delta_indices else ()
+            if key.endswith(IS_PAD) and key.removesuffix(IS_PAD) in self._delta_indices:
+                row[key] = np.zeros((1, len(self._delta_indices[key.removesuffix(IS_PAD)])), bool)
+            elif key == IS_SKIPPED:
+                row[key] = np.zeros(1, bool)
+            elif key in ("dataset_index", "position"):
+                row[key] = np.zeros(1, np.int32 if key == "dataset_index" else np.int64)
+            elif feature is None or feature.dtype in ("string", "language"):
+                row[key] = np.array(["a"], object)
+            elif feature.dtype in CAMERA_DTYPES:
+                shape, dtype = frame_of(feature, self._image_size)
+                row[key] = np.zeros((1, *window, *shape), dtype)
+            else:
+                entries = () if feature.shape == (1,) else feature.shape
+                row[key] = np.zeros((1, *window, *entries), row_dtype(feature))
+        return row
+
+    def execution(self, number: int) -> tuple[int, int]:
+        """Stream positions that the `number`-th execution reads."""
+        if not self._with_position:
+            return self._stream
+        first = min(self._stream[0] + number * self._rows_per_execution, self._stream[1])
+        return first, min(first + self._rows_per_execution, self._stream[1])
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
+    ) -> list[ReadTask]:
+        """Read tasks of one execution. Pure but for putting what they share into the object store once.
+
+        `parallelism` is Ray's guess and is not followed: the plan knows better (memory, windows); `num_tasks` is.
+        """
+        first, last = self.execution(getattr(data_context, "_execution_idx", 0))
+        if self._num_tasks is not None:
+            bounds = np.unique(np.linspace(first, last, self._num_tasks + 1).astype(np.int64))
+        else:
+            task_rows = self._read_rows * reads_per_task(
+                (last - first) // self._read_rows, self._read_rows * self.row_bytes(), ray.cluster_resources()
+            )
+            bounds = task_bounds(first, last, task_rows, self.block_rows)
+        options = self._options(self.block_rows)
+        shared = ray.put([Reader.of(meta, self.columns()) for meta in self.metas])
+        row_bytes, limit = self.row_bytes(), per_task_row_limit
+        tasks = []
+        for a, b in itertools.pairwise(bounds.tolist()):
+            rows = b - a if limit is None else min(b - a, limit)
+            reads = self._reads(task_bounds(a, a + rows, self._read_rows, self.block_rows))
+            metadata = BlockMetadata(num_rows=rows, size_bytes=rows * row_bytes, input_files=None, exec_stats=None)
+            tasks.append(ReadTask(_ReadTask(shared, reads, a, options), metadata, per_task_row_limit=limit))
+        return tasks
+
+    def read_rows(self, positions: Sequence[int], batch_size: int) -> Iterator[dict[str, np.ndarray]]:
+        """Rows at chosen stream positions, decoded in this process, as numpy batches. Ray is not needed."""
+        readers = [Reader.of(meta, self.columns()) for meta in self.metas]
+        for first in range(0, len(positions), batch_size):
+            windows = [s for p in positions[first : first + batch_size] for s in self.plan.slices(int(p), int(p) + 1)]
+            (table,) = read_rows(readers, self._read(windows), first, self._options(block_rows=batch_size))
+            yield {name: column_to_numpy(table.column(name)) for name in table.column_names}
+
+    def _options(self, block_rows: int) -> ReadOptions:
+        return ReadOptions(
+            columns=self.columns(),
+            delta_indices=self._delta_indices,
+            tolerance_s=self._tolerance_s,
+            block_rows=block_rows,
+            threads=max(1, round(self.num_cpus)),
+            image_size=self._image_size,
+            blank=self.example() if self._skips else None,
+            skip_log=self._skip_log,
+        )
+
+    def _reads(self, cuts: np.ndarray) -> list[Read]:
+        """The rows between stream positions `cuts`, int64 (n + 1,), to be decoded in n turns."""
+        return [self._read(list(self.plan.slices(a, b))) for a, b in itertools.pairwise(cuts.tolist())]
+
+    def _read(self, windows: list[WindowSlice]) -> Read:
+        return Read(windows, self._places.take(np.concatenate([window.episode for window in windows])))
+
+
+def _places(metas: Sequence[DatasetMetadata], selected: Sequence[np.ndarray], features: Collection[str]) -> Places:
+    """Where the selected episodes of all datasets lie. Of a camera that is no video in one of them: file -1."""
+    videos = [key for key in features if any(key in meta.video_files for meta in metas)]
+
+    def together(columns: Iterable[np.ndarray | None]) -> np.ndarray:
+        pairs = zip(columns, selected, strict=True)
+        return np.concatenate([np.full(len(c), -1) if column is None else column[c] for column, c in pairs])
+
+    return Places(
+        dataset_index=np.repeat(np.arange(len(metas), dtype=np.int32), [len(chosen) for chosen in selected]),
+        episode_index=np.concatenate(selected),
+        start=together(m.episode_start for m in metas),
+        length=together(m.episode_length for m in metas),
+        data_file=together(m.episode_data_file for m in metas),
+        data_row=together(m.episode_data_row for m in metas),
+        video_file={key: together(m.episode_video_file.get(key) for m in metas) for key in videos},
+        video_start_s={key: together(m.episode_video_start_s.get(key) for m in metas) for key in videos},
+    )
+
+
+@dataclass
+class _ReadTask:
+    """The function of a read task. Its pickle holds only its own parts."""
+
+    shared: Any  # ObjectRef of list[Reader], or the list itself
+    reads: list[Read]  # decoded one after the other, which bounds the memory
+    first_position: int
+    options: ReadOptions
+    __name__: str = field(default="read_slices", repr=False)
+
+    def __call__(self) -> Iterator[pa.Table]:
+        readers = ray.get(self.shared) if isinstance(self.shared, ray.ObjectRef) else self.shared
+        position = self.first_position
+        for read in self.reads:
+            yield from read_rows(readers, read, position, self.options)
+            position += len(read)
+
+
+def reads_per_task(reads: int, read_bytes: int, cluster: Mapping[str, float]) -> int:
+    """How many windows a read task decodes, one after the other, where `reads` are to be read. Pure.
+
+    Ray Data 2.60 notices up to 0.3 s later that a task has ended; the next one then finds its CPU idle. Long tasks make
+    that matter less; but the CPUs must end about together, and when blocks are wanted in order, those of all tasks but
+    the first wait in the object store.
+    """
+    cpus = max(1.0, cluster.get("CPU", 1))
+    by_turns = reads / cpus / 4
+    by_store = cluster.get("object_store_memory", 0) / cpus / 3 / read_bytes
+    return int(max(1, min(by_turns, by_store, MAX_READS_PER_TASK)))
+
+
+# ---- on the driver ----------------------------------------------------------------------------------------------
+
+
+def resolve_delta_indices(
+    delta_timestamps: Mapping[str, Sequence[float]],
+    features: Mapping[str, Feature],
+    meta: DatasetMetadata,
+    tolerance_s: float,
+) -> dict[str, tuple[int, ...]]:
+    """Offsets in seconds to offsets in frames, refusing what lies between frames (as LeRobot does)."""
+    indices = {}
+    for key, seconds in delta_timestamps.items():
+        if key not in features:
+            raise ValueError(f"{meta.root}: delta_timestamps names {key!r}; the columns are {sorted(features)}")
+        if features[key].dtype in ("string", "language"):
+            raise ValueError(f"{meta.root}: delta_timestamps cannot window {key!r}, a {features[key].dtype} column")
+        frames = np.asarray(seconds, np.float64) * meta.fps
+        off = np.abs(frames - np.rint(frames)) / meta.fps
+        if len(frames) == 0 or off.max() > tolerance_s:
+            raise ValueError(
+                f"{meta.root}: delta_timestamps[{key!r}] = {list(seconds)} must be multiples of 1/{meta.fps} s "
+                f"(the dataset's frame rate), at least one"
+            )
+        indices[key] = tuple(np.rint(frames).astype(int).tolist())
+    return indices
+
+
+def _checked_size(image_size: Sequence[int] | None) -> tuple[int, int] | None:
+    if image_size is None:
+        return None
+    if len(image_size) != 2 or any(int(n) != n or n < 1 for n in image_size):
+        raise ValueError(f"image_size is {list(image_size)}, expected (height, width) in pixels")
+    return int(image_size[0]), int(image_size[1])
+
+
+def _array_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[Any, Any]:
+    """What columns of several datasets must agree in to be one."""
+    return frame_of(feature, image_size) if feature.dtype in CAMERA_DTYPES else (feature.shape, feature.dtype)
+
+
+def _common_features(
+    metas: Sequence[DatasetMetadata],
+    camera_keys: Sequence[str] | None,
+    columns: Sequence[str] | None,
+    image_size: tuple[int, int] | None,
+) -> dict[str, Feature]:
+    """Features of a row: cameras, columns and what every row has; all datasets must agree on them."""
+    if camera_keys is not None:
+        for meta in metas:
+            unknown = sorted(set(camera_keys) - set(meta.camera_keys))
+            if unknown:
+                raise ValueError(f"{meta.root}: no cameras {unknown}; it has {list(meta.camera_keys)}")
+    chosen: dict[str, Feature] = {}
+    for meta in metas:
+        kept = {}
+        for key, feature in meta.features.items():
+            wanted = camera_keys if key in meta.camera_keys else columns
+            if wanted is None or key in wanted or key in BOOKKEEPING:
+                kept[key] = feature
+        if not chosen:
+            chosen = kept
+        differing = sorted(
+            k
+            for k in chosen.keys() | kept.keys()
+            if k not in chosen or k not in kept or _array_of(chosen[k], image_size) != _array_of(kept[k], image_size)
+        )
+        if differing:
+            raise ValueError(
+                f"{meta.root} and {metas[0].root} cannot be read together: they differ in {differing}; "
+                "choose the cameras they share with camera_keys, bring cameras to one size with image_size, or convert "
+                "one of them"
+            )
+    return chosen
+
+
+def read_lerobot(
+    root: str | Path | Sequence[str | Path] | Mapping[str, float],
+    *,
+    episodes: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+    camera_keys: Sequence[str] | None = None,
+    delta_timestamps: Mapping[str, Sequence[float]] | None = None,
+    image_size: Sequence[int] | None = None,
+    shuffle_seed: int | None = None,
+    shuffle_window: int = DatasetOptions.shuffle_window,
+    tolerance_s: float = 1e-4,
+    storage_options: dict[str, Any] | None = None,
+    storage_policy: StoragePolicy | None = None,
+    override_num_blocks: int | None = None,
+    num_cpus: float = 1,
+    on_error: OnError = "stop",
+) -> Dataset:
+    """Read LeRobot v3 datasets as a Ray Dataset of frames.
+
+    Args:
+        root: a path or URI (`s3://`, `gs://`, anything fsspec opens), a list of them, or a mixture, `{root: weight}`.
+            A mixture needs a `shuffle_seed` and gives as many rows as its datasets hold together, of each a number in
+            proportion to its weight, spread evenly: of a dataset with more than its natural share, all rows and some of
+            them again; of one with less, a part (training's further epochs go on with the rest: `--dataset.mixture`).
+        episodes: which episodes; with several roots, `{root: episodes}`. None for all.
+        camera_keys: decode only these cameras; None for all.
+        delta_timestamps: offsets in seconds per key, e.g. ``{"action": [0.0, 1 / 30, 2 / 30]}``; the key's column then
+            has a leading time axis, and `<key>_is_pad` marks offsets outside the episode, where the edge repeats.
+        image_size: (height, width) that frames are fitted into right after decoding, proportions kept, black around, as
+            PI0.5 does with its 224x224, within one level of uint8 (`lerobot_decode.resize_with_pad`). What enters the
+            object store is then 1.5 times less for cameras of 240x320, 6.1 times for 480x640. None: as stored.
+        shuffle_seed: None for stored order; otherwise rows are shuffled (see `data.plan`), the same way for the
+            same seed.
+        shuffle_window: rows shuffled among themselves.
+        tolerance_s: how far a video frame may lie from its row's timestamp, in seconds.
+        storage_options: for fsspec (endpoint, credentials); the environment is used when None.
+        storage_policy: for object stores: how long a request may take, and a local cache (`storage.StoragePolicy`).
+        override_num_blocks: number of read tasks; chosen by memory when None.
+        num_cpus: CPUs that a read task holds; it decodes with as many threads.
+        on_error: "stop": an episode that cannot be read ends the job with an error that names it. "skip": its rows are
+            blank, and true in one more column, `is_skipped`; a warning in Ray's logs says why.
+
+    Returns:
+        One row per frame. Cameras: uint8 (H, W, 3), or (T, H, W, 3) when windowed. Depth maps: float32 (H, W, 1),
+        millimetres, at their stored size. Numbers: float32 or int64, shaped as in `meta/info.json` (shape (1,) is a
+        scalar). LeRobot's language columns: JSON text of their lists. `task`: the instruction. `index`: the row's place
+        in its dataset; `(dataset_index, index)` names a frame.
+
+    Raises:
+        ValueError, FileNotFoundError: here, for what the metadata and a listing of the files can tell; in the read
+            task, naming file, episode and time, for damaged files or videos that disagree with the metadata.
+    """
+    roots: list[str | Path] = [root] if isinstance(root, str | Path) else list(root)
+    metas = [load_metadata(r, storage_options=storage_options, storage_policy=storage_policy) for r in roots]
+    per_root: list[Sequence[int] | None]
+    if isinstance(episodes, Mapping):
+        unknown = sorted(set(map(str, episodes)) - set(map(str, roots)))
+        if unknown:
+            raise ValueError(f"episodes names {unknown}, which are not among the roots {list(map(str, roots))}")
+        chosen = {str(k): v for k, v in episodes.items()}
+        per_root = [chosen.get(str(r)) for r in roots]
+    elif episodes is not None and len(roots) > 1:
+        raise ValueError("several roots: say which episodes of which root, episodes={root: [...]}")
+    else:
+        per_root = [episodes]
+    source = LeRobotDatasource(
+        metas,
+        episodes=per_root if episodes is not None else None,
+        camera_keys=camera_keys,
+        delta_timestamps=delta_timestamps,
+        image_size=image_size,
+        weights=list(root.values()) if isinstance(root, Mapping) else None,
+        shuffle_seed=shuffle_seed,
+        shuffle_window=shuffle_window,
+        num_tasks=override_num_blocks,
+        tolerance_s=tolerance_s,
+        num_cpus=num_cpus,
+        on_error=on_error,
+    )
+    return read_source(source)
+
+
+def read_source(source: LeRobotDatasource) -> Dataset:
+    """A Ray Dataset over `source`, whose blocks stay as the source made them."""
+    # One is never more than the source's own number of tasks: Ray then does not split their output...
+    dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=source.num_cpus)
+    # ... and a target a little under a block's size makes Ray pass each on at once, neither merged nor cut.
+    dataset.context.target_max_block_size = max(1, int(0.8 * source.row_bytes() * source.block_rows))
+    # Blocks that a task may have ready before Ray Data takes one. It takes what is there ten times a second, and a task
+    # that has more waits with its CPU idle. Ray Data counts them as bytes that are on their way. The name is private in
+    # Ray 2.60; its default is 2.
+    dataset.context._max_num_blocks_in_streaming_gen_buffer = 2 + source._read_rows // source.block_rows
+    return dataset

@@ -1,0 +1,440 @@
+"""The training step and what feeds it. Knows nothing of which policy it trains.
+
+Between two log steps nothing here reads a value from the device: losses, gradient norms and the count of skipped
+steps stay device tensors until `Window.gather` fetches all of them in one collective and one read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from vla_finetuning.data.columns import ROW_COLUMNS
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, Tensor]
+
+# What a training process may be doing, each moment one thing. `other`: whatever no mark names, such as drawing noise.
+Phase = Literal[
+    "data_wait",
+    "copy",
+    "forward",
+    "backward",
+    "clip",
+    "optimizer",
+    "zero_grad_schedule",
+    "metrics",
+    "checkpoint",
+    "other",
+]
+
+
+class Clock:
+    """Is told what a training process does next. This one does not listen; that of diagnostics/step_clock.py does."""
+
+    def steps(self, numbers: range, model: nn.Module) -> Iterable[int]:
+        """The steps to run. Each lasts until the next is asked for, and begins with the phase `other`."""
+        return numbers
+
+    def mark(self, phase: Phase) -> None:
+        """A phase begins, and lasts until the next one."""
+
+
+UNWATCHED = Clock()
+
+
+class NumpyToTorchCollate:
+    """numpy columns of a batch -> CPU tensors, in pinned memory when they will be copied to a GPU.
+
+    Runs in the training process, in Ray Data's prefetching thread. Every column is copied once, from the object store
+    into the buffer that the GPU copies from. PyTorch's caching host allocator hands a pinned buffer out again only
+    when the copies issued from it are done, so buffers are reused without a wait.
+
+    Args:
+        pin_memory: whether a GPU will copy from the tensors.
+    """
+
+    def __init__(self, pin_memory: bool):
+        self.pin_memory = pin_memory
+        self._tried = False
+
+    def __call__(self, batch: Mapping[str, np.ndarray]) -> Batch:
+        """Columns (B, ...) of numbers to tensors of the same dtype and shape.
+
+        Raises:
+            ValueError: a column of Python objects; `prepare` must have turned them into numbers.
+        """
+        if self.pin_memory and not self._tried:
+            self._try_pinning()
+        tensors = {}
+        for key, values in batch.items():
+            if values.dtype == object:
+                raise ValueError(f"column {key!r} holds Python objects ({type(values.flat[0]).__name__}), not numbers")
+            pinned = self.pin_memory and key not in ROW_COLUMNS and values.nbytes > 0
+            target = torch.empty(values.shape, dtype=_torch_dtype(values.dtype), pin_memory=pinned)
+            np.copyto(target.numpy(), values)
+            tensors[key] = target
+        return tensors
+
+    def _try_pinning(self) -> None:
+        self._tried = True
+        try:
+            torch.empty(1, pin_memory=True)
+        except RuntimeError as error:
+            self.pin_memory = False
+            logger.warning("memory cannot be pinned (%s): copies to the GPU will block the host", error)
+
+
+def _torch_dtype(dtype: np.dtype) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def cuda_prefetcher(batches: Iterable[Batch], device: torch.device, clock: Clock = UNWATCHED) -> Iterator[Batch]:
+    """Batches on `device`, the next one copied on a side stream while this one is computed with.
+
+    Row columns stay on the host. Without a GPU the batches pass through as they are.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    stream = torch.cuda.Stream(device)
+    source = iter(batches)
+
+    def fetch() -> Batch | None:
+        batch = next(source, None)
+        if batch is None:
+            return None
+        with torch.cuda.stream(stream):
+            clock.mark("copy")
+            copied = {k: v if k in ROW_COLUMNS else v.to(device, non_blocking=True) for k, v in batch.items()}
+            clock.mark("copy")  # ends here on this stream; the one that computes may have to wait for it
+        return copied
+
+    upcoming = fetch()
+    while upcoming is not None:
+        current_stream = torch.cuda.current_stream(device)
+        current_stream.wait_stream(stream)
+        for tensor in upcoming.values():
+            if tensor.is_cuda:
+                # Allocated on the side stream: its memory may be reused only when this stream is done with it.
+                tensor.record_stream(current_stream)
+        current, upcoming = upcoming, None
+        yield current
+        upcoming = fetch()
+
+
+class TimedIterator:
+    """Passes batches on and adds up how long the consumer waited for them, in seconds."""
+
+    def __init__(self, batches: Iterable[Batch]):
+        self._batches = iter(batches)
+        self.waited_s = 0.0
+
+    def __iter__(self) -> TimedIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        start = time.perf_counter()
+        try:
+            return next(self._batches)
+        finally:
+            self.waited_s += time.perf_counter() - start
+
+
+def enable_gpu_perf_flags(deterministic: bool = False) -> None:
+    """TF32 matrix products and cuDNN autotuning; or, if asked, only kernels that repeat bit for bit."""
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        return
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+
+
+# Dense bf16 matrix products, FLOP/s, by words of what `torch.cuda.get_device_name` says; the first that fits counts.
+# NVIDIA's data sheets give most of them "with sparsity": those are halved.
+PEAK_BF16_FLOPS = {
+    "L40S": 362.05e12,  # nvidia.com/en-us/data-center/l40s
+    "L4": 121e12,  # nvidia.com/en-us/data-center/l4: 242 with sparsity
+    "A10G": 70e12,  # NVIDIA A10G for AWS, data sheet of 17 February 2022: 140 with sparsity
+    "A100": 312e12,  # nvidia.com/en-us/data-center/a100
+    "H100 NVL": 835.5e12,  # nvidia.com/en-us/data-center/h100: 1671 with sparsity
+    "H100 PCIe": 756.5e12,  # NVIDIA H100 PCIe, product brief PB-11133: 1513 with sparsity
+    "H100": 989.5e12,  # nvidia.com/en-us/data-center/h100, SXM: 1979 with sparsity
+    "H200 NVL": 835.5e12,  # nvidia.com/en-us/data-center/h200: 1671 with sparsity
+    "H200": 989.5e12,  # nvidia.com/en-us/data-center/h200, SXM: 1979 with sparsity
+    "B200": 2250e12,  # nvidia.com/en-us/data-center/hgx: 36 PFLOP/s with sparsity for 8 of them
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak dense bf16 FLOP/s of a GPU; None for others and for the CPU."""
+    if device.type != "cuda":
+        return None
+    # "A100-SXM4-80GB" is an A100; "RTX A1000" is none, nor is an "L40" an L4.
+    words = set(re.split(r"[\s-]", torch.cuda.get_device_name(device)))
+    return next((peak for key, peak in PEAK_BF16_FLOPS.items() if words >= set(key.split())), None)
+
+
+@dataclass
+class TrainableOptimizer:
+    """AdamW over what trains, its parameter list made once, and the learning rate as a function of the step.
+
+    A step whose gradients are not all finite changes nothing: the fused kernel is told so by a device flag, which the
+    host does not read.
+    """
+
+    optimizer: torch.optim.AdamW
+    names: list[str]
+    params: list[nn.Parameter]
+    buffers: dict[str, Tensor]
+    schedule: Callable[[int], float]
+    clip_norm: float
+
+    def named(self) -> dict[str, Tensor]:
+        """What training may change, by name: parameters that train, and buffers that are saved with them."""
+        return {name: param.detach() for name, param in zip(self.names, self.params, strict=True)} | self.buffers
+
+    def step(self, number: int, clock: Clock = UNWATCHED) -> tuple[Tensor, Tensor]:
+        """Clip, update, clear gradients. `number`: optimizer steps done before this one (sets the learning rate).
+
+        Returns:
+            Gradient norm before clipping, and 1.0 if the step was skipped; both 0-d float32 on the device.
+        """
+        clock.mark("clip")
+        gradients = [param.grad for param in self.params if param.grad is not None]
+        norm = whole(torch.nn.utils.get_total_norm(gradients, foreach=True))
+        torch.nn.utils.clip_grads_with_norm_(self.params, self.clip_norm, norm, foreach=True)
+        skipped = (~torch.isfinite(norm)).to(torch.float32)
+        # The protocol that torch.amp.GradScaler uses with fused optimizers.
+        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        clock.mark("zero_grad_schedule")
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule(number)
+        clock.mark("optimizer")
+        self.optimizer.step()
+        clock.mark("zero_grad_schedule")
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm.detach(), skipped
+
+    def state(self) -> dict[str, Tensor]:
+        """Adam's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`.
+
+        Zeros, as AdamW would make them, before the first step; what is written into them then counts.
+        """
+        flat: dict[str, Tensor] = {}
+        for name, param in zip(self.names, self.params, strict=True):
+            state = self.optimizer.state[param]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+                state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            flat |= {f"{key}.{name}": value for key, value in state.items()}
+        return flat
+
+
+def make_trainable_optimizer(
+    module: nn.Module,
+    *,
+    schedule: Callable[[int], float],
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    clip_norm: float,
+) -> TrainableOptimizer:
+    """Fused AdamW over the parameters of `module` that require gradients.
+
+    Raises:
+        ValueError: nothing trains, or something that trains is not float32 (Adam in bf16 does not learn:
+            0 % against 94 % success in OpenTau #181).
+    """
+    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    if not named:
+        raise ValueError("no parameter requires a gradient: nothing would be trained")
+    low = [n for n, p in named if p.dtype != torch.float32]
+    if low:
+        raise ValueError(f"{len(low)} trainable parameters are not float32, e.g. {low[0]}; master weights must be")
+    params = [p for _, p in named]
+    optimizer = torch.optim.AdamW(params, lr=schedule(0), betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+    all_parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    # Such as the statistics of batch norms; PI0.5 has none.
+    buffers = {name: value for name, value in module.state_dict().items() if name not in all_parameters}
+    return TrainableOptimizer(optimizer, [n for n, _ in named], params, buffers, schedule, clip_norm)
+
+
+def warmup_cosine(peak: float, final: float, warmup_steps: int, steps: int) -> Callable[[int], float]:
+    """Learning rate before optimizer step n (from 0), LeRobot's and openpi's `CosineDecaySchedule`.
+
+    Linear from peak / (warmup_steps + 1) over the warm-up; cosine over the whole run, down to `final`.
+    """
+
+    def schedule(step: int) -> float:
+        if step < warmup_steps:
+            first = peak / (warmup_steps + 1)
+            return first + (peak - first) * step / warmup_steps
+        decay = 0.5 * (1 + math.cos(math.pi * min(step, steps) / steps))
+        return final + (peak - final) * decay
+
+    return schedule
+
+
+@contextlib.contextmanager
+def accumulating(model: nn.Module) -> Iterator[None]:
+    """While the block runs, backward adds to this process's gradients; the first one after it exchanges them.
+
+    With ddp and fsdp2 nothing at all travels between those; fsdp2_reshard goes on gathering units to compute with.
+    """
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    elif is_sharded(model):
+        sharded: Any = model
+        sharded.set_requires_gradient_sync(False)
+        sharded.set_reshard_after_backward(not sharded.whole_between_micro_batches)
+        try:
+            yield
+        finally:
+            sharded.set_requires_gradient_sync(True)
+            sharded.set_reshard_after_backward(True)
+    else:
+        yield
+
+
+# By their methods, because importing the classes takes half a second.
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 keeps the parameters in parts."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor as the plain tensor that all processes have; all must ask. Others as they are. No host read."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+class StepResult(NamedTuple):
+    """One optimizer step of this rank, on the device, not read: its part of the loss, gradient norm, 1.0 if skipped."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    skipped: Tensor
+
+
+Draws = tuple[Tensor | None, Tensor | None]
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: TrainableOptimizer,
+    batches: Iterator[Batch],
+    *,
+    step: int,
+    grad_accum: int,
+    mean_over: float,
+    draws: Callable[[int], Draws],
+    autocast: torch.dtype | None,
+    device: torch.device,
+    clock: Clock = UNWATCHED,
+) -> StepResult:
+    """One optimizer step: `grad_accum` forwards and backwards, clip, update. Nothing is read from the device.
+
+    Args:
+        model: `forward(batch, noise, time)` gives a 0-d loss, the mean over the micro-batch; maybe `parallel.spread`.
+        batches: yields this rank's micro-batches, on `device`.
+        step: optimizer steps done before.
+        grad_accum: micro-batches of this rank in this step.
+        mean_over: micro-batches of the step over all ranks, by the number of ranks: what gradients are divided by,
+            before their mean over the ranks is taken. Differs from `grad_accum` where ranks have unequally many.
+        draws: micro-step -> (noise, time) for its rows.
+        autocast: bf16, or None for fp32.
+        clock: is told what happens when.
+    """
+    total = torch.zeros((), device=device)
+    for micro in range(grad_accum):
+        clock.mark("data_wait")
+        batch = next(batches)
+        clock.mark("forward")
+        noise, flow_time = draws(micro)
+        # Gradients travel between workers once per step, with the last micro-batch.
+        with accumulating(model) if micro + 1 < grad_accum else contextlib.nullcontext():
+            with torch.autocast(device.type, autocast, enabled=autocast is not None):
+                loss = model(batch, noise, flow_time)
+            clock.mark("backward")
+            (loss / mean_over).backward()
+        total += loss.detach()
+    grad_norm, skipped = optimizer.step(step, clock)
+    return StepResult(total / mean_over, grad_norm, skipped)
+
+
+@dataclass
+class Window:
+    """What happened since the last log step: device sums, host counts."""
+
+    device: torch.device
+    started: float = field(default_factory=time.perf_counter)
+    steps: int = 0
+    samples: int = 0
+    _sums: Tensor = field(init=False)
+    _norm: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sums = torch.zeros(2, device=self.device)
+        self._norm = torch.zeros((), device=self.device)
+
+    def add(self, result: StepResult, samples: int) -> None:
+        self.steps += 1
+        self.samples += samples
+        # A skipped step's loss may be NaN and must not hide the others'.
+        loss = torch.where(result.skipped > 0, torch.zeros_like(result.loss), result.loss)
+        self._sums += torch.stack([loss, result.skipped])
+        self._norm = result.grad_norm
+
+    def gather(self, waited_s: float, *asked: bool) -> tuple[dict[str, Any], list[bool]]:
+        """Everything of all ranks: one collective, one read. Every rank must call it. Times are the slowest rank's.
+
+        Args:
+            asked: what this rank would have all ranks do now, yes or no to each of some questions.
+        Returns:
+            The metrics, and for each question whether any rank said yes: the same on all ranks.
+        """
+        elapsed = time.perf_counter() - self.started
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+        host = torch.tensor([self.steps, self.samples, elapsed, waited_s, peak, *asked], dtype=torch.float64)
+        mine = torch.cat([self._sums.double(), self._norm.double()[None], host.to(self.device)])
+        if dist.is_initialized():
+            ranks = torch.empty(dist.get_world_size() * len(mine), dtype=mine.dtype, device=self.device)
+            dist.all_gather_into_tensor(ranks, mine)
+        else:
+            ranks = mine
+        rows = ranks.view(-1, len(mine)).tolist()
+        world = len(rows)
+        loss, skipped, norm, steps, samples = (sum(column) for column in list(zip(*rows, strict=True))[:5])
+        trained = steps - skipped
+        elapsed_s = max(row[5] for row in rows)
+        metrics = {
+            "loss": loss / trained if trained else float("nan"),
+            "grad_norm": norm / world,
+            "nonfinite_steps": int(max(row[1] for row in rows)),
+            "samples": int(samples),
+            "samples_per_s": samples / elapsed_s,
+            "step_s": elapsed_s / max(self.steps, 1),
+            "data_wait_s": max(row[6] for row in rows) / max(self.steps, 1),
+            "peak_memory_bytes": int(max(row[7] for row in rows)) or None,
+        }
+        return metrics, [any(row[8 + i] for row in rows) for i in range(len(asked))]

@@ -1,0 +1,386 @@
+"""Fine-tune a vision-language-action policy on LeRobot v3 datasets, on one laptop or a cluster.
+
+    python vla.py --preset demo
+    python vla.py --preset l4 --dataset.root s3://bucket/my_robot --policy.path lerobot/pi05_base --output_dir out
+
+The architecture, top to bottom: `main` resolves the run and starts it, `build_dataset` streams decoded, prepared rows
+from vla_finetuning.run.push import push_policy
+from vla_finetuning.run.push import check_push
+from vla_finetuning.run.record import record_run
+from vla_finetuning.run.push import check_push
+from vla_finetuning.run.push import push_policy
+from vla_finetuning.run.record import record_run
+from CPUs anywhere in the cluster, `train_loop_per_worker` runs the training step on each GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+import ray.train
+import ray.train.collective
+import torch
+from ray.exceptions import RayError
+from ray.train import TrainingFailedError
+from ray.train.torch import TorchConfig, TorchTrainer, get_device
+
+from util import (
+    UNWATCHED,
+    Clock,
+    NumpyToTorchCollate,
+    TimedIterator,
+    TrainableOptimizer,
+    Window,
+    cuda_prefetcher,
+    enable_gpu_perf_flags,
+    train_step,
+)
+from vla_finetuning.config import Strategy, help_text, parse_args
+from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.processors import Prepare
+from vla_finetuning.report.tracking import require_tracker, track
+from vla_finetuning.run import cluster
+from vla_finetuning.run.checkpoint import latest_checkpoint, load_checkpoint, load_progress
+from vla_finetuning.run.failures import StopRetrying, root_cause
+from vla_finetuning.run.folder import (
+    changed_options,
+    check_place,
+    claim_folder,
+    prepare_folder,
+    start_attempt,
+    stop_requested,
+    stopping_on_signals,
+)
+from vla_finetuning.run.plan import Run, describe, resolve, with_stats
+from vla_finetuning.run.progress import MetricsLog, RowsLog, follow_progress, log_to
+from vla_finetuning.run.push import check_push, push_policy
+from vla_finetuning.run.record import record_run
+from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+from vla_finetuning.training.parallel import spread
+from vla_finetuning.training.stream import Dealt, Deferred, TrainingData, or_timeout, stream_batches
+from vla_finetuning.training.worker import (
+    CheckpointWriter,
+    build_model,
+    build_optimizer,
+    check_finite,
+    export,
+    flops_share,
+    noise_for,
+    policy_batches,
+    saved_progress,
+    what_batch,
+)
+
+logger = logging.getLogger(__name__)
+
+
+# ---- data: Ray Data tasks, on CPUs --------------------------------------------------------------------------------
+
+
+def build_dataset(run: Run) -> TrainingData:
+    """The rows still to be trained, as a function that Ray Train calls at every start of the worker group.
+
+    Decoded frames are prepared (renamed, normalised, tokenised by LeRobot's own pipeline) in the same task that reads
+    them, and stream to the workers under backpressure, uint8 and in the plan's order.
+    """
+    reader = run.reader()
+    preprocessor, _ = run.processors()
+    prepare = Prepare(
+        preprocessor,
+        run.match.camera_keys,
+        run.config.rename_map,
+        run.policy_config,
+        trusted=run.config.policy_trust_remote_code,
+    )
+    example = prepare(reader(stream=(0, run.last_row)).example())
+    return TrainingData(
+        read=reader,
+        last_row=run.last_row,
+        prepare=Deferred(prepare),
+        row_bytes=sum(column.nbytes for column in example.values()),
+        checkpoints_dir=run.checkpoints_dir,
+    )
+
+
+# ---- training: one process per GPU --------------------------------------------------------------------------------
+
+
+def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
+    """Train to the end of the run and export the policy. Runs in every training process."""
+    run = ray.get(loop_config["run"])
+    trained = train(run)
+    if trained is not None and ray.train.get_context().get_world_rank() == 0:
+        export(run, trained)
+
+
+def train(
+    run: Run,
+    clock: Clock = UNWATCHED,
+    make_optimizer: Callable[[Run, PolicyLoss], TrainableOptimizer] = build_optimizer,
+) -> TrainableOptimizer | None:
+    """Train from the newest checkpoint to the end of the run; None if the run was asked to stop before.
+
+    `clock` is told what happens when.
+    """
+    config = run.config
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    device = get_device()
+    log_to(run.output_dir)
+    enable_gpu_perf_flags(config.train.deterministic)
+
+    progress, checkpoint = saved_progress(run)
+    # Rank 0 counts for all: the others need not see its files.
+    attempt = ray.train.collective.broadcast_from_rank_zero(
+        start_attempt(run.output_dir, progress.step, world) if rank == 0 else None
+    )
+    dealt = Dealt(config.batch_size, run.block_rows, rank, world, run.batches_per_step, progress.step)
+    rows_log = RowsLog(run.output_dir, rank, attempt) if config.run.record_rows else None
+    # The first batch is read while the model is made.
+    batches = feed(run, dealt, progress.rows, device, NumpyToTorchCollate(run.use_gpu), rows_log, clock)
+
+    policy_loss, autocast = build_model(run, device)
+    model = spread(
+        policy_loss,
+        cast(Strategy, config.scaling.strategy),
+        device,
+        world,
+        autocast=autocast,
+        # Of PI0.5, nothing that trains is ever without a gradient (pi05.choose_trainable).
+        find_unused_parameters=config.scaling.find_unused_parameters,
+    )
+    optimizer = make_optimizer(run, policy_loss)
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, optimizer.named(), optimizer.state())
+    per_sample = {"mfu": flops_share(run, world, device), **run.decoded}
+    log = MetricsLog(run, progress.step, per_sample) if rank == 0 else None
+    checkpoints = CheckpointWriter(run, optimizer, rank, attempt)
+
+    gc.disable()  # collected at log steps: in between it would stall the host at random
+    gc.collect()
+    gc.freeze()  # nor does a log step look again through all that libraries and model are made of: half a second
+    window, waited_before = Window(device), 0.0
+    losses: list[float] = []
+    nonfinite = 0
+    stop = preempted = False
+    for step in clock.steps(range(progress.step, run.steps), model):
+        result = train_step(
+            model,
+            optimizer,
+            batches,
+            step=step,
+            grad_accum=len(dealt.micros(step)),
+            mean_over=run.batches_per_step / world,
+            draws=noise_for(run, step, dealt, device),
+            autocast=autocast,
+            device=device,
+            clock=clock,
+        )
+        clock.mark("metrics")
+        window.add(result, samples=config.batch_size * len(dealt.micros(step)))
+        done = step + 1
+        save = done == run.steps or done % config.save_freq == 0
+        if done == run.steps or done % config.log_freq == 0:
+            # All that ranks must agree on rides on the one collective of a log step.
+            asked = (stop_requested(run.output_dir), checkpoints.due()) if rank == 0 else (False, False)
+            metrics, (stop, due) = window.gather(batches.waited_s - waited_before, *asked)
+            window, waited_before = Window(device), batches.waited_s
+            gc.collect()
+            nonfinite += metrics["nonfinite_steps"]
+            check_finite(run, metrics, nonfinite, done)
+            losses.append(metrics["loss"])
+            if log is not None:
+                log.write(done, optimizer.schedule(step), {**metrics, "checkpoint_pause_s": checkpoints.paused_s()})
+            save |= stop or due
+            # A node is about to be taken away; Ray Train starts the group anew when it is gone.
+            if not preempted and (notice := ray.train.get_preemption_info()) is not None:
+                preempted = save = True
+                checkpoints.ends_at(notice.deadline_ms)
+        if save:
+            clock.mark("checkpoint")
+            loss = sum(losses) / len(losses) if losses else None
+            progress = replace(progress, step=done, rows=done * config.global_batch_size, loss=loss)
+            checkpoints.save(progress)
+            losses.clear()
+        if stop:
+            break
+    gc.unfreeze()
+    gc.enable()
+    checkpoints.wait()
+    return None if stop and progress.step < run.steps else optimizer
+
+
+def feed(
+    run: Run,
+    dealt: Dealt,
+    first_row: int,
+    device: torch.device,
+    collate: NumpyToTorchCollate,
+    rows_log: RowsLog | None = None,
+    clock: Clock = UNWATCHED,
+) -> TimedIterator:
+    """This rank's micro-batches on its device, from a position of the stream to the run's end."""
+    host_batches = stream_batches(ray.train.get_dataset_shard("train"), dealt, first_row, run.steps, collate)
+    in_time = or_timeout(host_batches, run.config.dataset.batch_timeout_s, partial(what_batch, run, dealt))
+    return TimedIterator(policy_batches(run, cuda_prefetcher(in_time, device, clock), dealt, rows_log))
+
+
+# ---- the driver ---------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, resolve, train, evaluate.
+
+    Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed,
+    4 the policy is trained but not pushed to the Hub, 5 it is trained but could not be evaluated.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    escape_warnings()
+    if "--help" in argv or "-h" in argv:
+        tell_text(help_text())
+        return 0
+    with contextlib.ExitStack() as held:
+        try:
+            run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
+            tell_text(describe(run))
+            check_place(run.output_dir)
+            if run.config.dry_run:
+                return 0
+            require_tracker(run.config.track)
+            if run.config.hub_repo_id:
+                tell(f"Hub          {check_push(run.config.hub_repo_id, run.config.policy_private)}")
+            held.enter_context(claim_folder(run.config))
+            for changed in changed_options(run.config):
+                tell(f"Changed      {changed}")
+            prepare_folder(run.config, run.start, run.steps, run.disk_bytes)
+            held.enter_context(track(run.output_dir, run.config.track, run.config.track_project))
+        except (ValueError, OSError) as error:
+            tell_error(error)
+            return 2
+        try:
+            if not ray.is_initialized():
+                held.callback(ray.shutdown)
+            run, data_options = on_cluster(run)
+            from vla_finetuning.report.page import keep_report
+
+            record_run(run, describe(run), ray.cluster_resources())
+            held.enter_context(keep_report(run.output_dir))
+            steps_done = fit(run, data_options)
+            if steps_done < run.steps:
+                tell(f"Stopped      after step {steps_done} of {run.steps}; --resume goes on from there")
+                return 3
+            status = evaluate(run) if any(len(episodes) for episodes in run.eval_episodes) else 0
+        except (TrainingFailedError, RayError, ValueError, OSError) as error:
+            tell_error(root_cause(error))
+            return 1
+    tell(f"Policy       {run.output_dir / 'pretrained_model'}", f"Report       {run.output_dir / 'report.html'}")
+    return (push(run.output_dir, run.config.hub_repo_id) if run.config.hub_repo_id else 0) or status
+
+
+def on_cluster(run: Run) -> tuple[Run, ray.data.ExecutionOptions]:
+    """Join or start the run's cluster, and wait until there is room: the run with all its statistics, and for its data.
+
+    Statistics come first: nodes that an autoscaler brings for training should not stand idle meanwhile.
+    """
+    cluster.start(run)
+    run = with_stats(run)
+    return run, cluster.wait_for_room(run).execution_options()
+
+
+def evaluate(run: Run) -> int:
+    """Print what the trained policy predicts of held-out episodes. Returns the exit status."""
+    remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.use_gpu else 0)
+    try:
+        errors = cluster.wait_for(remote.remote(run).future(), run)
+        tell_text(error_table(errors["trained"], errors.get("untrained")))
+        return 0
+    except (RayError, ValueError, OSError) as error:
+        tell_error(f"the policy is trained, but could not be evaluated: {root_cause(error)}")
+        return 5
+
+
+def push(output_dir: Path, repo_id: str) -> int:
+    """Push the trained policy, and say how to do it again when that fails. Returns the exit status."""
+    try:
+        tell(f"Pushed       {push_policy(output_dir, repo_id)}")
+        return 0
+    except Exception as error:  # whatever an upload may end with, the policy is there
+        tell_error(root_cause(error))
+        tell(
+            f"the policy is trained; `python -m vla_finetuning.run.push {output_dir}` tries again to push it",
+            file=sys.stderr,
+        )
+        return 4
+
+
+def fit(run: Run, data_options: ray.data.ExecutionOptions) -> int:
+    """Train; on SIGTERM or Ctrl-C until a checkpoint is taken. Returns the optimizer steps that are done."""
+    trained: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            trained.set_result(make_trainer(run, data_options).fit())
+        except BaseException as error:
+            trained.set_exception(error)
+
+    with follow_progress(run.output_dir, run.steps), stopping_on_signals(run.output_dir):
+        # Not in the main thread, where Ray Train takes Ctrl-C for itself and loses what is done; and in a thread that a
+        # second signal need not wait for.
+        threading.Thread(target=work, daemon=True).start()
+        cluster.wait_for(trained, run)
+    newest = latest_checkpoint(run.checkpoints_dir)
+    return load_progress(newest).step if newest is not None else 0
+
+
+def make_trainer(
+    run: Run,
+    data_options: ray.data.ExecutionOptions,
+    loop: Callable[[dict[str, Any]], None] = train_loop_per_worker,
+    data: TrainingData | None = None,
+    **loop_config: Any,
+) -> TorchTrainer:
+    """The worker group and the data that it pulls. `loop` runs in every worker, with `loop_config` and the run."""
+    scaling = run.config.scaling
+    workers: dict[str, Any] = {"num_workers": scaling.num_workers}
+    if scaling.min_workers:
+        workers["num_workers"] = (scaling.min_workers, scaling.num_workers)
+        workers["elastic_resize_monitor_interval_s"] = scaling.resize_interval_s
+    resources = {"CPU": scaling.cpus_per_worker, **({"GPU": 1.0} if run.use_gpu else {})}
+    return TorchTrainer(
+        loop,
+        train_loop_config={"run": ray.put(run), **loop_config},  # a reference: the controller need not open it
+        datasets={"train": data or build_dataset(run)},
+        dataset_config=ray.train.DataConfig(execution_options=data_options),
+        torch_config=TorchConfig(timeout_s=round(scaling.collective_timeout_s)),
+        scaling_config=ray.train.ScalingConfig(
+            **workers,
+            use_gpu=run.use_gpu,
+            resources_per_worker=resources,
+            accelerator_type=scaling.accelerator_type,
+        ),
+        run_config=ray.train.RunConfig(
+            name=run.checkpoints_dir.name,
+            storage_path=str(run.output_dir),
+            failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
+            callbacks=[StopRetrying(run.output_dir)],  # type: ignore[list-item]  # mypy sees the RunConfig of Ray 1
+        ),
+    )
+
+
+if __name__ == "__main__":
+    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
+    import vla
+
+    sys.exit(vla.main())

@@ -1,0 +1,264 @@
+"""Pixels: video frames and encoded images into caller-owned arrays. Knows PyAV, PIL and OpenCV, not Ray or torch."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import av
+import cv2
+import numpy as np
+from av.video.reformatter import VideoReformatter
+from PIL import Image
+
+# What datasets hold. PIL knows more: some it gives to other programs (EPS), some unpack without limit.
+IMAGE_FORMATS = ("PNG", "JPEG", "TIFF", "WEBP", "BMP")
+# Walking this many frames is cheaper than seeking; beyond it, seek to the key frame before the target.
+SEEK_AFTER_FRAMES = 8
+
+_TimedFrame = tuple[float, av.VideoFrame]  # when it is shown, in seconds
+
+
+class VideoReader:
+    """One mp4, read forward. Runs in a Ray Data read task; use as a context manager.
+
+    Args:
+        source: a path, or a seekable binary file object.
+        name: how errors call it (dataset, camera, file).
+        height, width: what the dataset's metadata promises, in pixels; checked before any frame is decoded, and a
+            stream that grows later is refused by the decoder before it takes the memory.
+        fps: frames per second of the dataset.
+        tolerance_s: how far a frame may lie from its row's timestamp, as in LeRobot.
+        threads: codec threads, one per CPU that the task holds.
+        depth_mm: of a depth map, `depth_table`; None for RGB.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        name: str,
+        height: int,
+        width: int,
+        fps: float,
+        tolerance_s: float,
+        threads: int,
+        depth_mm: np.ndarray | None = None,
+    ):
+        self.name = name
+        self.shape = (height, width)
+        self._fps = fps
+        self._tolerance_s = tolerance_s
+        self._depth_mm = depth_mm
+        # FFmpeg decodes a little already to find out what a file holds. Codecs code whole blocks of up to 128 pixels.
+        options = {"max_pixels": str(-(-height // 128) * -(-width // 128) * 128**2)}
+        try:
+            self._container = av.open(source, options=options)
+            self._stream = self._container.streams.video[0]
+        except (av.FFmpegError, IndexError) as error:
+            _raise_of_disk(error, name)
+            raise ValueError(f"{name}: not a readable video ({error}); it may be truncated: copy it again") from error
+        self._check_size(self._stream.codec_context.height, self._stream.codec_context.width)
+        self._stream.codec_context.options = options
+        self._stream.codec_context.thread_count = threads
+        self._reformatter = VideoReformatter()
+        # Frames come at a steady rate: one that is as near as this is the nearest.
+        self._near_s = 0.25 / fps
+        self._frames: Any = None
+        self._current: _TimedFrame | None = None
+        self._ahead: _TimedFrame | None = None  # decoded, but later than `_current`
+        self.frames_decoded = 0
+
+    def __enter__(self) -> VideoReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._container.close()
+
+    def read(self, timestamps_s: np.ndarray, sink: Callable[[int, np.ndarray], None]) -> None:
+        """Decode the frames at `timestamps_s` (float64, ascending, (n,)) and hand each to `sink(i, pixels)`.
+
+        `pixels` are uint8 (H, W, 3), or float32 (H, W, 1) of a depth map, and valid only during the call. They are
+        those of LeRobot's pyav backend.
+
+        Raises:
+            ValueError: a frame is missing or farther than the tolerance from its timestamp; names the file and time.
+            OSError: the disk or the object store does not give the file.
+        """
+        try:
+            for i, wanted_s in enumerate(timestamps_s):
+                sink(i, self._pixels(self._frame_at(float(wanted_s))))
+        except av.FFmpegError as error:
+            _raise_of_disk(error, self.name)
+            raise ValueError(
+                f"{self.name}: decoding failed near {wanted_s:.3f} s ({error}); the file is damaged, truncated or "
+                f"holds frames larger than {self.shape[0]}x{self.shape[1]}: copy it again, or leave its episodes out "
+                "with --dataset.episodes"
+            ) from error
+
+    def _frame_at(self, wanted_s: float) -> av.VideoFrame:
+        near = self._current
+        if near is None or not -self._near_s <= wanted_s - near[0] <= SEEK_AFTER_FRAMES / self._fps:
+            near = self._seek(wanted_s)
+        end = False
+        while near[0] < wanted_s - self._near_s:
+            later = self._next()
+            if later is None:
+                end = True
+                break
+            if later[0] - wanted_s >= wanted_s - near[0]:
+                self._ahead = later
+                break
+            near = later
+        self._current = near
+        if abs(wanted_s - near[0]) <= self._tolerance_s:
+            return near[1]
+        if end:
+            raise ValueError(
+                f"{self.name}: no frame at {wanted_s:.4f} s; the video ends at {near[0]:.4f} s, before the "
+                "metadata says: it is truncated or the metadata is wrong; copy the file again or repair the dataset"
+            )
+        raise ValueError(
+            f"{self.name}: no frame at {wanted_s:.4f} s; the nearest is at {near[0]:.4f} s, farther than the tolerance "
+            f"of {self._tolerance_s} s: the timestamps in the data and in the video disagree; repair the dataset, or "
+            "raise --tolerance_s if a nearby frame will do"
+        )
+
+    def _seek(self, wanted_s: float) -> _TimedFrame:
+        """The frame at a key frame before `wanted_s`; where there is none, the video's first."""
+        # Key frames are found by the time they are decoded at: with B-frames, one may be shown after the frame wanted.
+        for back_s in (0.0, 1.0, 10.0, np.inf):
+            target_s = max(0.0, wanted_s + self._near_s - back_s)
+            offset = int(target_s / self._stream.time_base)
+            self._container.seek(offset, backward=True, any_frame=False, stream=self._stream)
+            self._frames, self._ahead = self._container.decode(self._stream), None
+            found = self._next()
+            if target_s == 0 or (found is not None and found[0] <= wanted_s + self._near_s):
+                break
+        if found is None:
+            raise ValueError(f"{self.name}: holds no frames; it is truncated: copy it again")
+        return found
+
+    def _next(self) -> _TimedFrame | None:
+        if self._ahead is not None:
+            frame, self._ahead = self._ahead, None
+            return frame
+        for frame in self._frames:
+            self.frames_decoded += 1
+            if frame.pts is not None:
+                return float(frame.pts * self._stream.time_base), frame
+        return None
+
+    def _pixels(self, frame: av.VideoFrame) -> np.ndarray:
+        self._check_size(frame.height, frame.width)
+        if self._depth_mm is not None:
+            plane = self._reformatter.reformat(frame, format="gray12le").planes[0]
+            codes = np.frombuffer(plane, "<u2").reshape(frame.height, plane.line_size // 2)[:, : frame.width, None]
+            return self._depth_mm.take(codes, mode="clip")
+        plane = self._reformatter.reformat(frame, format="rgb24").planes[0]
+        rows = np.frombuffer(plane, np.uint8).reshape(frame.height, plane.line_size)
+        return rows[:, : frame.width * 3].reshape(frame.height, frame.width, 3)
+
+    def _check_size(self, height: int, width: int) -> None:
+        if (height, width) != self.shape:
+            raise ValueError(
+                f"{self.name}: frames are {height}x{width}, the metadata (meta/info.json) says "
+                f"{self.shape[0]}x{self.shape[1]}: the file does not belong to this dataset"
+            )
+
+
+def _raise_of_disk(error: Exception, name: str) -> None:
+    """Where it is the disk's (a network drive that is gone), which says nothing of what is on it."""
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        raise OSError(error.errno, f"{name}: {error.strerror}") from error
+
+
+def depth_table(info: Mapping[str, Any], *, name: str) -> np.ndarray:
+    """What the 12-bit codes of a depth video stand for: float32 (4096,), millimetres, by LeRobot's own function.
+
+    Runs on the driver (it imports LeRobot). `info` is the feature's in meta/info.json.
+
+    Raises:
+        ValueError: the range of depths in `info` makes no sense.
+    """
+    import torch
+    from lerobot.configs.video import DepthEncoderConfig
+    from lerobot.datasets.depth_utils import dequantize_depth
+
+    codes = torch.arange(4096).reshape(1, 64, 64)
+    try:
+        config = DepthEncoderConfig.from_video_info(dict(info))
+        scale = {key: getattr(config, key) for key in ("depth_min", "depth_max", "shift", "use_log")}
+        table = np.asarray(dequantize_depth(codes, **scale)).ravel()
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise ValueError(
+            f"{name}: the depths that info states make no sense ({error}); repair meta/info.json"
+        ) from error
+    if not np.isfinite(table).all():
+        raise ValueError(f"{name}: the depths that info states are not finite: {scale}; repair meta/info.json")
+    return table
+
+
+def decode_depth_image(data: bytes | None, unit: str | None, *, name: str, height: int, width: int) -> np.ndarray:
+    """One encoded depth map (TIFF, PNG of 16 bits) to float32 (H, W, 1), as LeRobot's, which gives millimetres.
+
+    `unit` is what the dataset says its maps are in, "m" or "mm"; None leaves the values as they are.
+
+    Raises:
+        ValueError: as `decode_image`; values that are neither uint16 nor float32.
+    """
+    depth = _open_image(data, ("I;16", "I;16B", "F"), "a depth map of uint16 or float32", name, height, width)
+    depth = depth.astype(np.float32)[..., None]
+    return depth * np.float32(1000) if unit == "m" else depth
+
+
+def decode_image(data: bytes | None, *, name: str, height: int, width: int) -> np.ndarray:
+    """One encoded image (PNG, JPEG, ...) to uint8 (H, W, 3). Same pixels as LeRobot's image columns x 255.
+
+    Raises:
+        ValueError: missing or damaged bytes, or another size than (height, width).
+    """
+    return _open_image(data, ("RGB",), "8-bit RGB", name, height, width)
+
+
+def _open_image(
+    data: bytes | None, modes: Sequence[str], expected: str, name: str, height: int, width: int
+) -> np.ndarray:
+    """The pixels, if the header has them in one of PIL's `modes` and in that size. Nothing else is decoded."""
+    if data is None:
+        raise ValueError(
+            f"{name}: the image is not embedded in the parquet file; save the dataset with embedded images"
+        )
+    try:
+        image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+        if image.size != (width, height):
+            raise ValueError(f"{name}: image is {image.size[1]}x{image.size[0]}, the metadata says {height}x{width}")
+        if image.mode not in modes:
+            raise ValueError(f"{name}: expected {expected}, found an image of mode {image.mode}")
+        return np.asarray(image)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"{name}: image is far larger than the {height}x{width} of the metadata ({error})") from error
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"{name}: damaged image ({error}), or none of {', '.join(IMAGE_FORMATS)}") from error
+
+
+def resize_with_pad(rgb: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Fit uint8 (H, W, 3) into (height, width, 3): proportions kept, centred, black around, as PI0.5 does.
+
+    Bilinear without antialiasing, as LeRobot's `resize_with_pad_torch` on float images: every value is within one
+    level (1/255) of its, a fifth of a level on average, most of which is the rounding to uint8.
+    """
+    ratio = max(rgb.shape[1] / width, rgb.shape[0] / height)
+    inner = int(rgb.shape[0] / ratio), int(rgb.shape[1] / ratio)
+    if not all(inner):
+        raise ValueError(f"a frame of {rgb.shape[0]}x{rgb.shape[1]} pixels vanishes in {height}x{width}")
+    top, left = (height - inner[0]) // 2, (width - inner[1]) // 2
+    canvas = np.zeros((height, width, 3), np.uint8)
+    canvas[top : top + inner[0], left : left + inner[1]] = cv2.resize(
+        rgb, (inner[1], inner[0]), interpolation=cv2.INTER_LINEAR
+    )
+    return canvas

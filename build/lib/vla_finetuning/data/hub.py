@@ -1,0 +1,113 @@
+"""Repositories of the Hugging Face Hub: which commit a revision is, its files, and what its errors mean.
+
+Runs on the driver. Tokens are found by `huggingface_hub` itself (`HF_TOKEN` or its token file); no error text holds
+one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_commit(repo_id: str, revision: str | None, *, repo_type: str, default_revision: str | None = None) -> str:
+    """Find the commit that a revision names now, so that a run can be repeated exactly.
+
+    Args:
+        repo_id: `user/name`.
+        revision: branch, tag or full commit hash (returned as it is: a cached commit needs no network).
+            None is `default_revision` where the repository has it, or else its default branch.
+        repo_type: `"dataset"` or `"model"`.
+    Returns:
+        A commit hash of 40 hexadecimal digits.
+    Raises:
+        ValueError: no such repository or revision, or no access.
+        OSError: the Hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
+        return revision
+    with explaining_errors(repo_id, revision, repo_type):
+        try:
+            info = HfApi().repo_info(repo_id, repo_type=repo_type, revision=revision or default_revision)
+        except RevisionNotFoundError:
+            if revision is not None or default_revision is None:
+                raise
+            info = HfApi().repo_info(repo_id, repo_type=repo_type)
+    if not info.sha:
+        raise ValueError(f"{repo_type} {repo_id}: the Hub named no commit for revision {revision!r}")
+    return info.sha
+
+
+def download_snapshot(
+    repo_id: str,
+    commit: str,
+    *,
+    repo_type: str,
+    cache_dir: str | Path | None = None,
+    allow_patterns: Sequence[str] | None = None,
+) -> str:
+    """Download a repository's files at a commit, those in the cache excepted, and return their folder.
+
+    Args:
+        cache_dir: None is the cache of `huggingface_hub`.
+        allow_patterns: download only files that match one of these (`fnmatch`, `*` also matches `/`).
+    Raises:
+        ValueError: no such repository or revision, or no access.
+        OSError: the Hub cannot be reached and the cache does not hold the commit.
+    """
+    from huggingface_hub import snapshot_download
+
+    with explaining_errors(repo_id, commit, repo_type):
+        return snapshot_download(
+            repo_id,
+            repo_type=repo_type,
+            revision=commit,
+            cache_dir=cache_dir,
+            allow_patterns=None if allow_patterns is None else list(allow_patterns),
+        )
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def explaining_errors(repo_id: str, revision: str | None, repo_type: str, *, cached: bool = True) -> Iterator[None]:
+    """Turn the hub client's errors into what the user can do about them."""
+    import httpx
+    from huggingface_hub import errors
+
+    who = f"{repo_type} {repo_id}"
+    page = f"https://huggingface.co/{'datasets/' if repo_type == 'dataset' else ''}{repo_id}"
+    login = "set HF_TOKEN to the token of an account that has access, or run `hf auth login`"
+    try:
+        yield
+    except errors.HFValidationError as error:
+        raise ValueError(f"{who}: not a repository name, expected USER/NAME") from error
+    except errors.GatedRepoError as error:
+        raise ValueError(f"{who}: gated (403); accept its conditions at {page}, then {login}") from error
+    except errors.RevisionNotFoundError as error:
+        raise ValueError(f"{who}: no revision {revision!r} on the Hub; see {page}/tree/main") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ValueError(
+            f"{who}: not on the Hub, or private (401/404); check the name at {page}; if private, {login}"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 403):
+            raise ValueError(f"{who}: the Hub refused access ({status}); {login}") from error
+        raise OSError(f"{who}: the Hub answered with an error ({status}); try again later") from error
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx.TransportError) as error:
+        wanted = f"revision {revision!r}" if revision else "it"
+        lacking = f", and the cache does not hold {wanted}" if cached else ""
+        instead = ", or download it elsewhere and give the folder" if cached else ""
+        raise OSError(
+            f"{who}: the Hub cannot be reached{lacking}; check the network and HF_HUB_OFFLINE{instead}"
+        ) from error

@@ -1,0 +1,34 @@
+"""How large a LeRobot v3 dataset and its parts may be: what a file that says more is refused for, before it is read.
+
+A few hundred kilobytes can unpack into all the memory of a machine. Every limit is far above what robots record, and
+below what hurts the machine that looks. They hold for what a header, a footer or a file's size declares.
+"""
+
+from __future__ import annotations
+
+# The largest sensors of cameras on the market are read out as DCI 8K; a frame of it is 106 MB of RGB.
+MAX_FRAME_PIXELS = 8192 * 4320
+# Numbers in one row of a feature that is no camera, 64 MB as float32. A point cloud of a depth camera has 2 million.
+MAX_ROW_NUMBERS = 2**24
+
+# info.json lists features, some 200 bytes each, and their dimensions' names; stats.json has ten or so statistics for
+# each dimension. Both are a few kilobytes. Python's objects take up to 25 times the bytes of the text.
+MAX_INFO_BYTES = 4 * 2**20
+MAX_STATS_BYTES = 16 * 2**20
+
+# Open X-Embodiment, the largest collection, has 2.4 million episodes; instructions are far fewer.
+MAX_EPISODES = 5_000_000
+MAX_TASKS = 1_000_000
+# The columns that are read of those tables, texts unpacked: 200 bytes for each of so many rows.
+MAX_EPISODES_BYTES = MAX_EPISODES * 200
+MAX_TASKS_BYTES = MAX_TASKS * 200
+
+# What is unpacked of a data file at once: its row groups that hold wanted rows. LeRobot's files have 100 MB, those of
+# its converter in a single row group, and numbers of a robot pack ten to one at the very best.
+MAX_DATA_BYTES = 2 * 2**30
+# A footer takes 210 bytes for each column of a row group. LeRobot writes a row group every ten episodes, of 120 columns
+# with two cameras, and starts another file at 100 MB: 5000 row groups, 125 MB.
+MAX_FOOTER_BYTES = 128 * 2**20
+# Headers of pages, dictionaries and the like beside the values of a column in a row group, and of an encoded image.
+ROW_GROUP_OVERHEAD_BYTES = 64 * 2**10
+IMAGE_OVERHEAD_BYTES = 64 * 2**10

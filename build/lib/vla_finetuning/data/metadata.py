@@ -1,0 +1,706 @@
+"""What a LeRobot v3 dataset says about itself: features, tasks, statistics, which file holds which episode.
+
+Nothing here decodes a frame or starts Ray. A dataset's files are data, never trusted: paths are those that
+`paths` allows, parquet is opened by `safe_parquet`, and every number is checked before it is used.
+Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from fsspec.implementations.local import LocalFileSystem
+
+from vla_finetuning.config import FIRST_ANSWER_TIMEOUT_S, refuse_credentials
+from vla_finetuning.data.hub import download_snapshot, resolve_commit
+from vla_finetuning.data.limits import (
+    MAX_EPISODES,
+    MAX_EPISODES_BYTES,
+    MAX_FRAME_PIXELS,
+    MAX_INFO_BYTES,
+    MAX_ROW_NUMBERS,
+    MAX_STATS_BYTES,
+    MAX_TASKS,
+    MAX_TASKS_BYTES,
+)
+from vla_finetuning.data.paths import INFO_PATH, MAX_INDEX, assign_files, check_inside, first_row_in_file
+from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+from vla_finetuning.data.storage import RemoteFileSystem, StorageError, StoragePolicy, connect, naming_file
+
+STATS_PATH = "meta/stats.json"
+TASKS_PATH = "meta/tasks.parquet"
+EPISODES_DIR = "meta/episodes"
+
+# LeRobot's writer adds these to every dataset; without them rows cannot be placed.
+FRAME_FEATURES = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+CAMERA_DTYPES = ("video", "image")
+NUMERIC_DTYPES = ("bool", "float16", "float32", "float64") + tuple(
+    f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
+)
+DTYPES = CAMERA_DTYPES + NUMERIC_DTYPES + ("string", "language")
+
+_MAX_FPS = 100_000
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One column of a frame row, as `meta/info.json` declares it.
+
+    Attributes:
+        key: what the dataset's files call it; a row may call it otherwise (`rename_features`).
+        dtype: one of `DTYPES`.
+        shape: of one frame's value; `(1,)` is a scalar. Cameras: in the order of `names`.
+        names: of the dimensions (vectors: of the entries), or None.
+        is_depth: a depth map, not an RGB image.
+        info: LeRobot's `info` of a camera (`video.codec`, `video.fps`, …); else empty.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    names: tuple[str, ...] | None
+    is_depth: bool
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetMetadata:
+    """A LeRobot v3 dataset's metadata, E episodes. Made by `load_metadata`.
+
+    Attributes:
+        root: as the caller gave it, without a trailing slash; `base` is the same place inside `fs`.
+        fps: frames per second.
+        tasks: instruction by the value of the `task_index` column (never by position in the file).
+        stats: `{feature: {"mean" | "std" | "min" | "max" | "count" | "q01" …: array}}`; `{}` when there is no
+            stats.json.
+        episode_index: int64 (E,), 0..E-1.
+        episode_length: int64 (E,), frames.
+        episode_start: int64 (E,), first row of the episode in the dataset: cumulative lengths, and not the
+            stored `dataset_from_index`, which real datasets get wrong.
+        episode_tasks: instructions of each episode.
+        data_files: parquet files relative to `base`, unique, in order of first use.
+        episode_data_file: int32 (E,), index into `data_files`.
+        episode_data_row: int64 (E,), first row of the episode in its data file.
+        video_files: per video key, mp4 files relative to `base`, unique, in order of first use.
+        episode_video_file: per video key, int32 (E,), index into `video_files[key]`.
+        episode_video_start_s: per video key, float64 (E,), the episode's start inside that file, seconds.
+    """
+
+    root: str
+    fs: fsspec.AbstractFileSystem
+    base: str
+    codebase_version: str
+    fps: int
+    robot_type: str | None
+    features: dict[str, Feature]
+    tasks: dict[int, str]
+    stats: dict[str, dict[str, np.ndarray]]
+    episode_index: np.ndarray
+    episode_length: np.ndarray
+    episode_start: np.ndarray
+    episode_tasks: list[tuple[str, ...]]
+    data_files: tuple[str, ...]
+    episode_data_file: np.ndarray
+    episode_data_row: np.ndarray
+    video_files: dict[str, tuple[str, ...]]
+    episode_video_file: dict[str, np.ndarray]
+    episode_video_start_s: dict[str, np.ndarray]
+
+    @property
+    def num_episodes(self) -> int:
+        return len(self.episode_index)
+
+    @property
+    def total_frames(self) -> int:
+        return int(self.episode_length.sum())
+
+    @property
+    def video_keys(self) -> list[str]:
+        return [key for key, feature in self.features.items() if feature.dtype == "video"]
+
+    @property
+    def camera_keys(self) -> list[str]:
+        return [key for key, feature in self.features.items() if feature.dtype in CAMERA_DTYPES]
+
+
+def load_metadata(
+    root: str | Path, *, storage_options: dict | None = None, storage_policy: StoragePolicy | None = None
+) -> DatasetMetadata:
+    """Read and check the metadata of the LeRobot v3 dataset at `root`. Runs on the driver.
+
+    Reads `meta/` only; `check_files` tells whether the files it names are there.
+
+    Args:
+        root: a local folder, or a URL that fsspec knows (`s3://`, `gs://`, `memory://`, …).
+        storage_options: passed to fsspec's file system.
+        storage_policy: how long requests to an object store may take, and whether blocks of files are cached.
+    Raises:
+        FileNotFoundError: no such place, not a LeRobot dataset, or a file of `meta/` is missing.
+        ValueError: another version than v3.0 (with the conversion command), or a file of `meta/` that is
+            corrupt, contradicts another, or points outside the root.
+        OSError: the place cannot be read (credentials, permissions, network).
+    """
+    fs, base, root = _open_root(root, storage_options, storage_policy or StoragePolicy())
+    with _naming_dataset(root):
+        info = _read_json(fs, base, INFO_PATH, MAX_INFO_BYTES)
+        version = _check_version(info, root)
+        features = _parse_features(info)
+        fps = _parse_fps(info)
+        robot_type = info.get("robot_type")
+        if robot_type is not None and not isinstance(robot_type, str):
+            raise ValueError(f"{INFO_PATH}: robot_type is {robot_type!r}, expected a string")
+        has_stats = fs.exists(f"{base}/{STATS_PATH}")
+        stats = _parse_stats(_read_json(fs, base, STATS_PATH, MAX_STATS_BYTES)) if has_stats else {}
+        tasks = _read_tasks(fs, base)
+        video_keys = [key for key, feature in features.items() if feature.dtype == "video"]
+        episodes = _read_episodes(fs, base, info, video_keys)
+        num_episodes, length = episodes.num_rows, episodes["length"].to_numpy()
+
+        episode_tasks = _episode_tasks(episodes["tasks"], set(tasks.values()))
+        data_files, data_file = assign_files(info, episodes)
+        video_files, video_file, video_start_s = {}, {}, {}
+        for key in video_keys:
+            video_files[key], video_file[key] = assign_files(info, episodes, key)
+            video_start_s[key] = episodes[f"videos/{key}/from_timestamp"].to_numpy()
+        all_video_files = [path for key in video_keys for path in video_files[key]]
+        if len(set(all_video_files)) != len(all_video_files):
+            raise ValueError(
+                f"{INFO_PATH}: video_path {info.get('video_path')!r} gives two cameras the same file; "
+                "it must hold {video_key}"
+            )
+        check_inside(fs, base, [*data_files, *all_video_files])
+
+    return DatasetMetadata(
+        root=root,
+        fs=fs,
+        base=base,
+        codebase_version=version,
+        fps=fps,
+        robot_type=robot_type,
+        features=features,
+        tasks=tasks,
+        stats=stats,
+        episode_index=np.arange(num_episodes, dtype=np.int64),
+        episode_length=length,
+        episode_start=np.cumsum(length) - length,
+        episode_tasks=episode_tasks,
+        data_files=data_files,
+        episode_data_file=data_file,
+        episode_data_row=first_row_in_file(data_file, length),
+        video_files=video_files,
+        episode_video_file=video_file,
+        episode_video_start_s=video_start_s,
+    )
+
+
+def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetMetadata:
+    """The dataset with the features `{key: name}` under other names; its files are read as before.
+
+    Raises:
+        ValueError: two features would have the same name.
+    """
+
+    def renamed[T](values: Mapping[str, T]) -> dict[str, T]:
+        return {names.get(key, key): value for key, value in values.items()}
+
+    for name in names.values():
+        same = [key for key in meta.features if names.get(key, key) == name]
+        if len(same) > 1:
+            raise ValueError(f"dataset {meta.root}: {same} would all be called {name!r}")
+    return replace(
+        meta,
+        features=renamed(meta.features),
+        stats=renamed(meta.stats),
+        video_files=renamed(meta.video_files),
+        episode_video_file=renamed(meta.episode_video_file),
+        episode_video_start_s=renamed(meta.episode_video_start_s),
+    )
+
+
+def dimension_names(meta: DatasetMetadata, key: str) -> list[str]:
+    """The feature's own names, or its key with a number."""
+    feature = meta.features[key]
+    return list(feature.names or [f"{key}[{i}]" for i in range(feature.shape[0])])
+
+
+def select_episodes(meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray | None) -> np.ndarray:
+    """Check a choice of episodes; None chooses all.
+
+    Returns:
+        int64, ascending: LeRobot, too, reads chosen episodes in stored order.
+    Raises:
+        ValueError: not integers, none chosen, chosen twice, negative, or not in the dataset.
+    """
+    if episodes is None:
+        return meta.episode_index.copy()
+    where, last = f"dataset {meta.root}: episodes", meta.num_episodes - 1
+    chosen = np.asarray(episodes if isinstance(episodes, np.ndarray) else list(episodes))
+    if chosen.size == 0:
+        raise ValueError(f"{where}: none chosen; give some of 0..{last}, or None for all")
+    if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
+        raise ValueError(f"{where}: expected a list of whole numbers, got {episodes!r:.200}")
+    unknown = chosen[(chosen < 0) | (chosen > last)]
+    if unknown.size:
+        raise ValueError(f"{where}: {_shorten(unknown.tolist())} not in the dataset, which has 0..{last}")
+    values, counts = np.unique(chosen, return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(f"{where}: {_shorten(values[counts > 1].tolist())} chosen more than once")
+    return values.astype(np.int64)
+
+
+def check_files(
+    meta: DatasetMetadata,
+    *,
+    episodes: Sequence[int] | np.ndarray | None = None,
+    camera_keys: Sequence[str] | None = None,
+) -> None:
+    """Check that every parquet and mp4 file the chosen episodes and cameras need is there and not empty.
+
+    Runs on the driver; one listing per folder, so it is cheap on object storage too.
+
+    Raises:
+        FileNotFoundError: naming the files that are missing or empty, and the episodes that need them.
+        ValueError: an episode or a camera that the dataset does not have.
+    """
+    chosen = select_episodes(meta, episodes)
+    sizes: dict[str, dict[str, int]] = {}
+    problems = []
+    for path, used_by in _needed_files(meta, chosen, camera_keys).items():
+        folder, _, name = path.rpartition("/")
+        if folder not in sizes:
+            sizes[folder] = _list_sizes(meta, folder)
+        size = sizes[folder].get(name)
+        if not size:
+            what = "is missing" if size is None else "is empty"
+            problems.append(f"{path} {what} (needed by episodes {_shorten(used_by)})")
+    if problems:
+        more = f"; and {len(problems) - 5} more files" if len(problems) > 5 else ""
+        raise FileNotFoundError(
+            f"dataset {meta.root}: {'; '.join(problems[:5])}{more}. Copy or download the dataset again, "
+            "or leave these episodes out"
+        )
+
+
+def fetch_dataset(
+    repo_id: str,
+    revision: str | None = None,
+    *,
+    episodes: Sequence[int] | None = None,
+    camera_keys: Sequence[str] | None = None,
+    cache_dir: str | Path | None = None,
+) -> tuple[str, str]:
+    """Download a dataset, or what the chosen episodes and cameras need of it, from the Hugging Face Hub.
+
+    Runs on the driver. A token is found by `huggingface_hub` itself (`HF_TOKEN` or its token file).
+
+    Args:
+        repo_id: `user/name`.
+        revision: branch, tag or commit. None is the tag `v3.0`, as in LeRobot, or else the default branch.
+        cache_dir: None is LeRobot's own cache of Hub datasets, so nothing is downloaded twice.
+    Returns:
+        The local folder, and the full commit hash it holds; giving that as `revision` repeats it exactly.
+    Raises:
+        ValueError: no such repository or revision, no access, not a LeRobot v3 dataset, or an episode or a
+            camera that it does not have.
+        OSError: the Hub cannot be reached.
+    """
+    from lerobot.utils.constants import HF_LEROBOT_HUB_CACHE
+
+    if cache_dir is None:
+        cache_dir = HF_LEROBOT_HUB_CACHE
+    commit = resolve_commit(repo_id, revision, repo_type="dataset", default_revision="v3.0")
+    folder = download_snapshot(repo_id, commit, repo_type="dataset", cache_dir=cache_dir, allow_patterns=["meta/*"])
+    meta = load_metadata(folder)
+    needed = _needed_files(meta, select_episodes(meta, episodes), camera_keys)
+    if episodes is None and camera_keys is None:
+        # The hub client matches every file with every pattern: name folders where that is enough.
+        patterns = sorted({f"{glob.escape(path.split('/')[0])}/*" for path in needed})
+    else:
+        patterns = [glob.escape(path) for path in needed]
+    download_snapshot(repo_id, commit, repo_type="dataset", cache_dir=cache_dir, allow_patterns=patterns)
+    return folder, commit
+
+
+# --- opening the root, errors -------------------------------------------------------------------------------
+
+
+def _open_root(
+    root: str | Path, storage_options: dict | None, policy: StoragePolicy
+) -> tuple[fsspec.AbstractFileSystem, str, str]:
+    root = str(root).rstrip("/") or "/"
+    refuse_credentials(root, "dataset root")
+    try:
+        found, base = connect(root, policy, storage_options)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"dataset {root}: {error}; expected a local folder, s3://, gs:// or memory://") from error
+    base = base.rstrip("/")
+    fs = found.within(FIRST_ANSWER_TIMEOUT_S) if isinstance(found, RemoteFileSystem) else found
+    try:
+        if not fs.exists(f"{base}/{INFO_PATH}"):
+            if not fs.exists(base):
+                where = "path" if isinstance(fs, LocalFileSystem) else "bucket, the path and the endpoint"
+                raise FileNotFoundError(f"dataset {root}: no such folder; check the {where}")
+            if not fs.isdir(base):
+                raise FileNotFoundError(f"dataset {root}: is a file; give the folder that holds meta/, data/, …")
+            names = sorted(str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(base, detail=False))
+            raise FileNotFoundError(
+                f"dataset {root}: not a LeRobot dataset: {INFO_PATH} is missing (found {_shorten(names)}); "
+                "give the folder that holds meta/, data/ and videos/"
+            )
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _unreachable(root, error) from error
+    return found, base, root
+
+
+def _unreachable(root: str, error: OSError) -> OSError:
+    if isinstance(error, StorageError):
+        return StorageError(f"dataset {root}: {error}")
+    return type(error)(f"dataset {root}: cannot be read: {type(error).__name__}: {error}; check its permissions")
+
+
+@contextlib.contextmanager
+def _naming_dataset(root: str) -> Iterator[None]:
+    """Put the dataset's name before errors that name a file or a key inside it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"dataset {root}: {error}") from error.__cause__
+    except ValueError as error:
+        raise ValueError(f"dataset {root}: {error}") from error.__cause__
+    except OSError as error:
+        raise _unreachable(root, error) from error
+
+
+def _shorten(items: Sequence[Any], limit: int = 10) -> str:
+    text = ", ".join(str(item) for item in items[:limit])
+    return f"[{text}{f', … {len(items)} in all' if len(items) > limit else ''}]"
+
+
+def _read_json(fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: int) -> dict[str, Any]:
+    check_inside(fs, base, [path])
+    try:
+        with naming_file(path):
+            size = fs.size(f"{base}/{path}")
+            text = fs.cat_file(f"{base}/{path}") if size <= most_bytes else b""
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing") from None
+    if size > most_bytes:
+        raise ValueError(
+            f"{path} has {size / 2**20:,.1f} MiB, more than the {most_bytes / 2**20:.0f} MiB that it may have; "
+            "restore the file"
+        )
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); restore the file") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+# --- info.json and stats.json -------------------------------------------------------------------------------
+
+
+def _check_version(info: dict[str, Any], root: str) -> str:
+    version = info.get("codebase_version")
+    if not isinstance(version, str):
+        raise ValueError(f"{INFO_PATH}: codebase_version is {version!r}, expected 'v3.0'")
+    number = version.removeprefix("v")
+    if number == "3.0":
+        return version
+    if number == "2.1":
+        raise ValueError(
+            "is in LeRobot's format v2.1, expected v3.0. Convert it with LeRobot's own command: "
+            "`python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=USER/NAME` "
+            f"(a local folder, which stays local: add `--root={root} --push-to-hub=false`)"
+        )
+    if number == "2.0":
+        raise ValueError(
+            "is in LeRobot's format v2.0, expected v3.0. Convert it to v2.1 with a LeRobot that still has "
+            "`lerobot/datasets/v21/convert_dataset_v20_to_v21.py` (0.3), then with "
+            "`python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=USER/NAME`"
+        )
+    raise ValueError(f"is in LeRobot's format {version!r:.50}; only v3.0 is supported here")
+
+
+def _parse_fps(info: dict[str, Any]) -> int:
+    fps = info.get("fps")
+    if isinstance(fps, float) and fps.is_integer():
+        fps = int(fps)
+    if type(fps) is not int or not 0 < fps <= _MAX_FPS:
+        raise ValueError(f"{INFO_PATH}: fps is {fps!r:.50}, expected a positive whole number")
+    return fps
+
+
+def _parse_features(info: dict[str, Any]) -> dict[str, Feature]:
+    raw = info.get("features")
+    if not isinstance(raw, dict):
+        raise ValueError(f"{INFO_PATH}: features is {raw!r:.50}, expected an object of features")
+    features = {key: _parse_feature(key, value) for key, value in raw.items()}
+    missing = [key for key in FRAME_FEATURES if key not in features]
+    if missing:
+        raise ValueError(f"{INFO_PATH}: features lacks {missing}, which every LeRobot v3 dataset has")
+    return features
+
+
+def _parse_feature(key: str, raw: Any) -> Feature:
+    where = f"{INFO_PATH}: feature {key!r:.100}"
+    if not key or key in (".", "..") or not key.isprintable() or set(key) & set("/\\"):
+        raise ValueError(f"{where}: the name must be printable and without slashes")
+    if not isinstance(raw, dict):
+        raise ValueError(f"{where} is {raw!r:.50}, expected an object")
+    dtype, shape, info = raw.get("dtype"), raw.get("shape"), raw.get("info")
+    if dtype not in DTYPES:
+        raise ValueError(f"{where}: dtype is {dtype!r:.50}, expected one of {', '.join(DTYPES)}")
+    if not isinstance(shape, list) or not 1 <= len(shape) <= 5 or any(type(n) is not int or n < 1 for n in shape):
+        raise ValueError(f"{where}: shape is {shape!r:.100}, expected 1 to 5 positive whole numbers")
+    if dtype in CAMERA_DTYPES and len(shape) != 3:
+        raise ValueError(f"{where}: shape is {shape}, expected three numbers for a camera (height, width, 3)")
+    video_info = raw.get("video_info")  # where LeRobot kept it before v2.1
+    if not isinstance(info or {}, dict) or not isinstance(video_info or {}, dict):
+        raise ValueError(f"{where}: info is {info or video_info!r:.50}, expected an object")
+    flags = [(info or {}).get("is_depth_map"), (info or {}).get("video.is_depth_map")]
+    flags.append((video_info or {}).get("video.is_depth_map"))
+    _check_size(where, dtype, shape, any(flags))
+    return Feature(key, dtype, tuple(shape), _parse_names(where, raw.get("names")), any(flags), info or {})
+
+
+def _check_size(where: str, dtype: str, shape: Sequence[int], is_depth: bool) -> None:
+    """Refuse a feature of which a single row would be out of all proportion."""
+    found = "x".join(map(str, shape))
+    if dtype not in CAMERA_DTYPES:
+        if math.prod(shape) > MAX_ROW_NUMBERS:
+            raise ValueError(
+                f"{where}: shape is {found:.100}, more than the {MAX_ROW_NUMBERS:,} numbers that a row may have; "
+                "repair the shape, or remove the feature"
+            )
+    elif math.prod(shape) > MAX_FRAME_PIXELS * (1 if is_depth else 3):
+        raise ValueError(
+            f"{where}: this camera's frames are {found:.100}, more than the {MAX_FRAME_PIXELS / 1e6:.1f} megapixels "
+            "that a frame may have (8192x4320, an 8K camera); repair the shape, or convert the dataset with smaller "
+            "frames"
+        )
+
+
+def _parse_names(where: str, names: Any) -> tuple[str, ...] | None:
+    """Flatten the forms that datasets use: a list, `{"motors": [...]}`, nested lists."""
+    if names is None:
+        return None
+    if isinstance(names, str):
+        return (names,)
+    if isinstance(names, dict):
+        # Older datasets name entries by number: {"axis_0": 0}
+        names = [key if isinstance(value, int) else value for key, value in names.items()]
+    if not isinstance(names, list):
+        raise ValueError(f"{where}: names is {names!r:.50}, expected a list of strings")
+    return tuple(name for part in names for name in _parse_names(where, part) or ())
+
+
+def _parse_stats(raw: dict[str, Any]) -> dict[str, dict[str, np.ndarray]]:
+    """`{feature: {statistic: numbers}}` to arrays of one dimension or more, as LeRobot's `load_stats`."""
+    stats: dict[str, dict[str, np.ndarray]] = {}
+    for key, values in raw.items():
+        if not isinstance(values, dict):
+            raise ValueError(f"{STATS_PATH}: {key!r:.100} is {values!r:.50}, expected an object of statistics")
+        stats[key] = {}
+        for name, value in values.items():
+            try:
+                array = np.atleast_1d(np.array(value))
+            except ValueError:
+                array = np.array(None)
+            if array.dtype.kind not in "biuf" or array.size == 0:
+                raise ValueError(
+                    f"{STATS_PATH}: {name!r:.50} of {key!r:.100} is {value!r:.50}, expected numbers. "
+                    "Remove the entry (or the file) to have it computed again"
+                )
+            stats[key][name] = array
+    return stats
+
+
+# --- tasks and episodes -------------------------------------------------------------------------------------
+
+
+def _read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
+    check_inside(fs, base, [TASKS_PATH])
+    with open_parquet(fs, f"{base}/{TASKS_PATH}", name=TASKS_PATH) as file:
+        names = file.schema_arrow.names
+        # pandas writes the texts as an index with or without a name, other writers as a plain column.
+        text_column = next((name for name in ("task", "__index_level_0__") if name in names), None)
+        if text_column is None or "task_index" not in names:
+            raise ValueError(
+                f"{TASKS_PATH}: expected the columns task_index and task (or an index of texts), found {names!s:.200}"
+            )
+        budget = Budget("tasks", MAX_TASKS, MAX_TASKS_BYTES)
+        table = read_columns(file, ["task_index", text_column], budget, name=TASKS_PATH)
+    indices = _int_column(table, "task_index", TASKS_PATH, low=0).tolist()
+    texts = table[text_column]
+    if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)) or texts.null_count:
+        raise ValueError(f"{TASKS_PATH}: {text_column} has type {texts.type}, expected texts without nulls")
+    tasks = dict(zip(indices, texts.to_pylist(), strict=True))
+    if len(tasks) != len(indices):
+        raise ValueError(f"{TASKS_PATH}: a task_index appears twice in {_shorten(sorted(indices))}")
+    for index, text in tasks.items():
+        if "\0" in text:
+            raise ValueError(f"{TASKS_PATH}: task {index} holds a NUL character: {text!r:.100}")
+    return tasks
+
+
+def _read_episodes(fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any], video_keys: list[str]) -> pa.Table:
+    """Read what is needed of `meta/episodes`, in the order of `episode_index`, and check the numbers."""
+    index_columns = ["episode_index", "length"]
+    for prefix in ["data", *(f"videos/{key}" for key in video_keys)]:
+        index_columns += [f"{prefix}/chunk_index", f"{prefix}/file_index"]
+    start_columns = [f"videos/{key}/from_timestamp" for key in video_keys]
+    wanted = [*index_columns, *start_columns, "tasks"]
+
+    pattern = re.compile(re.escape(f"{base}/{EPISODES_DIR}/") + r"[^/]+/[^/]+\.parquet")
+    # Of local folders no more than the two levels there are: links may lead round and round. Stores have no folders.
+    depth = {"maxdepth": 2} if isinstance(fs, LocalFileSystem) else {}
+    found = sorted(path for path in fs.find(f"{base}/{EPISODES_DIR}", **depth) if pattern.fullmatch(path))
+    paths = [path[len(base) + 1 :] for path in found]
+    if not paths:
+        raise FileNotFoundError(f"{EPISODES_DIR}/chunk-*/file-*.parquet is missing; copy the dataset again")
+    check_inside(fs, base, paths)
+    parts = []
+    budget = Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES)
+    for path in paths:
+        with open_parquet(fs, f"{base}/{path}", name=path) as file:
+            missing = sorted(set(wanted) - set(file.schema_arrow.names))
+            if missing:
+                raise ValueError(f"{path}: lacks the columns {_shorten(missing)}")
+            part = read_columns(file, wanted, budget, name=path)
+        columns = {name: _int_column(part, name, path, low=0, high=MAX_INDEX) for name in index_columns}
+        for name in start_columns:
+            columns[name] = _start_column(part, name, path)
+        if (columns["length"] < 1).any():
+            episode = columns["episode_index"][columns["length"] < 1][0]
+            raise ValueError(f"{path}: episode {episode} has length 0, expected one frame or more")
+        if not pa.types.is_list(part["tasks"].type) and not pa.types.is_large_list(part["tasks"].type):
+            raise ValueError(f"{path}: tasks has type {part['tasks'].type}, expected lists of texts")
+        columns["tasks"] = part["tasks"].cast(pa.large_list(pa.large_string())).combine_chunks()
+        parts.append(pa.table(columns))
+
+    episodes = pa.concat_tables(parts).combine_chunks()
+    index = episodes["episode_index"].to_numpy()
+    order = np.argsort(index, kind="stable")
+    if not len(index):
+        raise ValueError(f"{EPISODES_DIR} holds no episode; record one or more first")
+    wrong = np.flatnonzero(index[order] != np.arange(len(index)))
+    if wrong.size:
+        raise ValueError(
+            f"{EPISODES_DIR}: {len(index)} episodes must be numbered 0..{len(index) - 1}, each once; "
+            f"found {index[order][wrong[0]]} where {wrong[0]} was expected"
+        )
+    for key, actual in (
+        ("total_episodes", len(index)),
+        ("total_frames", int(episodes["length"].to_numpy().sum())),
+    ):
+        if type(info.get(key)) is not int or info[key] != actual:
+            raise ValueError(
+                f"{INFO_PATH}: {key} is {info.get(key)!r:.50}, but {EPISODES_DIR} holds {actual}; "
+                "the metadata is incomplete or from two versions: copy the dataset again"
+            )
+    if (np.diff(order) < 0).any():
+        episodes = episodes.take(pa.array(order))
+    return episodes.combine_chunks()
+
+
+def _int_column(table: pa.Table, name: str, path: str, *, low: int, high: int = 2**62) -> np.ndarray:
+    column = table[name]
+    # Merged tables may hold whole numbers as floats.
+    if not pa.types.is_integer(column.type) and not pa.types.is_floating(column.type):
+        raise ValueError(f"{path}: {name} has type {column.type}, expected whole numbers")
+    if column.null_count:
+        raise ValueError(f"{path}: {name} has {column.null_count} empty values, expected whole numbers")
+    try:
+        values = column.cast(pa.int64()).to_numpy()
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path}: {name} must hold whole numbers: {error}") from error
+    outside = values[(values < low) | (values >= high)]
+    if outside.size:
+        raise ValueError(f"{path}: {name} is {outside[0]}, expected a number from {low} to {high - 1}")
+    return values
+
+
+def _start_column(table: pa.Table, name: str, path: str) -> np.ndarray:
+    column = table[name]
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)) or column.null_count:
+        raise ValueError(f"{path}: {name} has type {column.type} or empty values, expected seconds")
+    values = column.cast(pa.float64(), safe=False).to_numpy()
+    outside = values[~((values >= 0) & (values < MAX_INDEX))]
+    if outside.size:
+        raise ValueError(f"{path}: {name} is {outside[0]}, expected seconds from the start of a video")
+    return values
+
+
+def _episode_tasks(column: pa.ChunkedArray, known: set[str]) -> list[tuple[str, ...]]:
+    lists = column.combine_chunks()
+    if lists.null_count:
+        raise ValueError(f"{EPISODES_DIR}: tasks of episode {lists.is_null().index(True)} is empty (null)")
+    texts = pc.dictionary_encode(lists.flatten())
+    values = texts.dictionary.to_pylist()
+    ends = np.cumsum(pc.list_value_length(lists).to_numpy())
+    unknown = {position for position, text in enumerate(values) if text not in known}
+    if unknown or texts.null_count:
+        positions = texts.indices.to_numpy(zero_copy_only=False)
+        bad = next(i for i, position in enumerate(positions) if position in unknown or position != position)
+        episode = int(np.searchsorted(ends, bad, side="right"))
+        text = texts[bad].as_py()
+        raise ValueError(
+            f"{EPISODES_DIR}: episode {episode} has the task {text!r:.200}, which {TASKS_PATH} lacks; "
+            "the two files do not belong together"
+        )
+    flat = [values[position] for position in texts.indices.to_pylist()]
+    starts = ends - pc.list_value_length(lists).to_numpy()
+    return [tuple(flat[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+
+# --- files that are needed -----------------------------------------------------------------------------------
+
+
+def _needed_files(
+    meta: DatasetMetadata, episodes: np.ndarray, camera_keys: Sequence[str] | None
+) -> dict[str, list[int]]:
+    """The files that these episodes and cameras need, each with the episodes that need it."""
+    unknown = sorted(set(camera_keys or ()) - set(meta.camera_keys))
+    if unknown:
+        raise ValueError(f"dataset {meta.root}: no camera {unknown}; it has {meta.camera_keys}")
+    uses = [(meta.data_files, meta.episode_data_file)]
+    for key in meta.video_keys:
+        if camera_keys is None or key in camera_keys:
+            uses.append((meta.video_files[key], meta.episode_video_file[key]))
+    needed: dict[str, list[int]] = {}
+    for files, episode_file in uses:
+        # Without a loop over episodes, of which there may be 100 000.
+        order = np.argsort(episode_file[episodes], kind="stable")
+        numbers, first = np.unique(episode_file[episodes][order], return_index=True)
+        for number, used_by in zip(numbers, np.split(episodes[order], first[1:]), strict=False):
+            needed[files[number]] = used_by.tolist()
+    return needed
+
+
+def _list_sizes(meta: DatasetMetadata, folder: str) -> dict[str, int]:
+    """Sizes in bytes of the files in a folder of the dataset; empty when there is no such folder."""
+    path = f"{meta.base}/{folder}".rstrip("/")
+    meta.fs.invalidate_cache(path)
+    try:
+        found = meta.fs.find(path, maxdepth=1, detail=True)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise _unreachable(meta.root, error) from error
+    return {name.rpartition("/")[2]: int(entry.get("size") or 0) for name, entry in found.items()}

@@ -1,0 +1,147 @@
+"""Which file of a LeRobot v3 dataset holds which episode, and that it lies inside the dataset.
+
+Path templates and links are somebody else's: templates are parsed and not `.format`-ted, and every path stays below
+the root. Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+from fsspec.implementations.local import LocalFileSystem
+
+INFO_PATH = "meta/info.json"
+MAX_INDEX = 10**9  # of files and their chunks, and therefore the widest number in a path
+# LeRobot's values for an info.json that does not state them.
+DEFAULT_TEMPLATES = {
+    "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+    "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+}
+DEFAULT_CHUNKS_SIZE = 1000
+
+
+def assign_files(
+    info: Mapping[str, Any], episodes: pa.Table, video_key: str | None = None
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """Give every episode its parquet file, or its mp4 file of a camera.
+
+    Args:
+        info: what info.json says.
+        episodes: E rows in the order of `episode_index`: that, and of `data/` or `videos/{video_key}/` the
+            `chunk_index` and `file_index`; int64, checked.
+        video_key: the camera; None for the parquet files.
+    Returns:
+        The distinct paths in order of first use, and int32 (E,) into them.
+    Raises:
+        ValueError: the template is none, leads out of the dataset, or gives different files one path.
+    """
+    name, prefix = ("data_path", "data") if video_key is None else ("video_path", f"videos/{video_key}")
+    template = info.get(name, DEFAULT_TEMPLATES[name])
+    where = f"{INFO_PATH}: {name}"
+    parts = _parse(where, template, allow_video_key=video_key is not None)
+    columns = {"episode_index": episodes["episode_index"].to_numpy()}
+    columns |= {field: episodes[f"{prefix}/{field}"].to_numpy() for field in ("chunk_index", "file_index")}
+    used = {part.field for part in parts}
+    if "episode_chunk" in used:
+        chunks_size = info.get("chunks_size", DEFAULT_CHUNKS_SIZE)
+        if type(chunks_size) is not int or chunks_size < 1:
+            raise ValueError(f"{INFO_PATH}: chunks_size is {chunks_size!r:.50}, expected a positive whole number")
+        columns["episode_chunk"] = columns["episode_index"] // chunks_size
+
+    if used & {"episode_index", "episode_chunk"}:
+        identity = columns["episode_index"]
+    else:
+        identity = columns["chunk_index"] * MAX_INDEX + columns["file_index"]
+    _, first, inverse = np.unique(identity, return_index=True, return_inverse=True)
+    by_first_use = np.argsort(first)
+    rank = np.empty_like(by_first_use)
+    rank[by_first_use] = np.arange(len(first))
+    paths = [
+        _render(where, parts, {"video_key": video_key, **{field: int(c[episode]) for field, c in columns.items()}})
+        for episode in first[by_first_use].tolist()
+    ]
+    if len(set(paths)) != len(paths):
+        raise ValueError(
+            f"{where} {template!r:.200} gives different files the same path; it must hold {{chunk_index}} and "
+            "{file_index}"
+        )
+    return tuple(paths), rank[inverse].astype(np.int32)
+
+
+def first_row_in_file(file: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """First row of each episode in its file, where episodes stand in the order of their index: int64 (E,)."""
+    order = np.argsort(file, kind="stable")
+    before = np.cumsum(length[order]) - length[order]
+    first_of_file = np.r_[True, np.diff(file[order]) > 0]
+    before -= np.maximum.accumulate(np.where(first_of_file, before, 0))
+    rows = np.empty_like(before)
+    rows[order] = before
+    return rows
+
+
+def check_inside(fs: fsspec.AbstractFileSystem, base: str, paths: Sequence[str]) -> None:
+    """Refuse local files that symbolic links put outside the dataset.
+
+    The Hub's cache is made of links: `datasets--USER--NAME/snapshots/COMMIT/…` to `../../blobs/…` of the same
+    repository folder; those are allowed.
+    """
+    if not isinstance(fs, LocalFileSystem):
+        return
+    real_root = os.path.realpath(base)
+    allowed = [real_root]
+    for folder in [Path(real_root), *Path(real_root).parents]:
+        if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("datasets--"):
+            allowed.append(str(folder.parent.parent / "blobs"))
+    for path in paths:
+        real = os.path.realpath(os.path.join(base, path))
+        if not any(real.startswith(folder.rstrip("/") + "/") for folder in allowed):
+            raise ValueError(
+                f"{path} is a link to {real}, outside the dataset; copy the file into the dataset's folder, "
+                "or give the folder the link leads to"
+            )
+
+
+class _Part(NamedTuple):
+    """A stretch of a template: text, then the value of a field (None: no more) padded with zeros to a width."""
+
+    literal: str
+    field: str | None
+    width: int
+
+
+def _parse(where: str, template: Any, *, allow_video_key: bool) -> list[_Part]:
+    where = f"{where} {template!r:.200}"
+    if not isinstance(template, str):
+        raise ValueError(f"{where}: expected a path template such as {DEFAULT_TEMPLATES['data_path']!r}")
+    try:
+        raw = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"{where}: not a path template ({error})") from None
+    allowed = ["chunk_index", "file_index", "episode_index", "episode_chunk", *["video_key"] * allow_video_key]
+    parts = []
+    for literal, field, spec, conversion in raw:
+        width = re.fullmatch(r"0([1-9])d", spec or "")
+        plain = not conversion and (not spec or (width and field != "video_key"))
+        if field is not None and not (field in allowed and plain):
+            found = "{" + field + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "") + "}"
+            raise ValueError(
+                f"{where}: {found:.100} is not allowed; only {sorted(allowed)}, numbers in a format like :03d"
+            )
+        parts.append(_Part(literal, field, int(width[1]) if width else 0))
+    return parts
+
+
+def _render(where: str, parts: Sequence[_Part], values: Mapping[str, Any]) -> str:
+    text = "".join(p.literal + (str(values[p.field]).zfill(p.width) if p.field else "") for p in parts)
+    steps = text.split("/")
+    if not text.isprintable() or "\\" in text or ":" in text or any(step in ("", ".", "..") for step in steps):
+        raise ValueError(f"{where} leads to {text!r:.200}, which is not a path inside the dataset")
+    return text

@@ -1,0 +1,299 @@
+"""Which rows, in which order: decided before any I/O, from metadata and a seed alone.
+
+The rows of a run form one endless *stream* of epochs. Position ``p`` of the stream belongs to epoch
+``p // rows_per_epoch``. The stream is a pure function of (episodes, seed, segment_rows, window_rows, weights), so a run
+that has trained ``p`` rows is resumed by reading on from ``p``, with any number of workers, and no row of an epoch is
+missed or repeated.
+
+Order within an epoch::
+
+    episodes  ──cut──►  segments (contiguous rows one decoder walks through)
+              ──permute──►  laid end to end, filling positions eN .. (e+1)N
+              ──window──►  positions [k·W, (k+1)·W) form a window; its rows are permuted among themselves
+
+so a window mixes about ``window_rows / segment_rows`` places of the dataset while every video is still read forward.
+
+A *mixture* gives datasets weights. Each dataset is then a source of its own: endless epochs of its own rows, each
+another permutation of its segments. An epoch of the mixture is as many rows as the datasets hold together, and every
+source contributes its share of them by weight, always the next rows of its own stream, spread evenly (`Dealer`). So a
+source with twice its natural share is seen twice per epoch of the mixture, one with half of it every other; within each
+of a source's own epochs, every row comes exactly once.
+
+Nothing here knows Ray, files or frames; it is tested without any of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """The episodes a plan draws from, possibly of several datasets. All arrays have shape (E,).
+
+    dataset_index: int32, which dataset; episode_index: int64, its number there; start: int64, the `index` of its
+    first frame in its dataset; length: int64, frames (> 0).
+    """
+
+    dataset_index: np.ndarray
+    episode_index: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+@dataclass(frozen=True)
+class WindowSlice:
+    """Rows ``[lo, hi)`` of one shuffled window: what a read task is told to produce, in output order.
+
+    The parts are contiguous runs of rows, in stored order: part ``i`` is rows ``[start[i], end[i])`` of its dataset,
+    all inside episode ``episode[i]`` (a position in `Episodes`). ``shuffle_key`` seeds the permutation; None keeps
+    stored order.
+    """
+
+    epoch: int
+    episode: np.ndarray  # int64 (P,)
+    start: np.ndarray  # int64 (P,)
+    end: np.ndarray  # int64 (P,)
+    shuffle_key: tuple[int, ...] | None
+    lo: int
+    hi: int
+
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rows in output order: (part number, `index` in the dataset), both int64 (hi - lo,)."""
+        length = self.end - self.start
+        part = np.repeat(np.arange(len(length)), length)
+        offset = np.arange(len(part)) - np.repeat(np.cumsum(length) - length, length)
+        index = self.start[part] + offset
+        if self.shuffle_key is not None:
+            order = np.random.default_rng(self.shuffle_key).permutation(len(part))[self.lo : self.hi]
+        else:
+            order = np.arange(self.lo, self.hi, dtype=np.int64)
+        return part[order], index[order]
+
+
+# Episode, start and end of consecutive runs of rows, all int64 (P,).
+Parts = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class StreamPlan:
+    """The run's stream of rows.
+
+    Args:
+        episodes: what to draw from; at least one.
+        seed: None for stored order (every epoch alike); otherwise every epoch differs.
+        segment_rows: longest run of consecutive rows kept together for the decoder's sake.
+        window_rows: rows shuffled among themselves.
+        weights: of the datasets, in the order of `dataset_index`, positive: their shares of every epoch. None: every
+            row once per epoch, datasets taken together as one.
+    """
+
+    def __init__(
+        self,
+        episodes: Episodes,
+        *,
+        seed: int | None,
+        segment_rows: int,
+        window_rows: int,
+        weights: Sequence[float] | None = None,
+    ):
+        if not len(episodes):
+            raise ValueError("no episodes to read: the selection is empty")
+        if segment_rows < 1 or window_rows < 1:
+            raise ValueError(f"segment_rows ({segment_rows}) and window_rows ({window_rows}) must be positive")
+        if weights is not None and seed is None:
+            raise ValueError("a mixture has no stored order: its rows are drawn at random; give a shuffle seed")
+        self.episodes = episodes
+        self.seed = seed
+        self.segment_rows = segment_rows
+        self.window_rows = window_rows
+        self.rows_per_epoch = int(episodes.length.sum())
+        if weights is None:
+            source_of, self._dealer = np.zeros(len(episodes), np.int32), Dealer([self.rows_per_epoch])
+        else:
+            if len(weights) != episodes.dataset_index.max() + 1:
+                raise ValueError(f"{len(weights)} weights for {episodes.dataset_index.max() + 1} datasets")
+            source_of, self._dealer = episodes.dataset_index, Dealer(apportion(self.rows_per_epoch, weights))
+        self._sources = [
+            _Source(episodes, np.flatnonzero(source_of == number), seed, number, segment_rows)
+            for number in range(len(self._dealer.counts))
+        ]
+
+    @property
+    def rows_per_source(self) -> list[int]:
+        """How many rows of an epoch come from each dataset of a mixture; without weights, all from one source."""
+        return self._dealer.counts
+
+    def identity(self) -> dict[str, Any]:
+        """What must not change for a position in this stream to keep its meaning."""
+        episodes = self.episodes
+        columns = (episodes.dataset_index, episodes.episode_index, episodes.start, episodes.length)
+        digest = hashlib.sha256(b"".join(column.astype(np.int64).tobytes() for column in columns))
+        return {
+            "seed": self.seed,
+            "segment_rows": self.segment_rows,
+            "window_rows": self.window_rows,
+            "rows_per_epoch": self.rows_per_epoch,
+            "rows_per_source": self.rows_per_source,
+            "episodes": digest.hexdigest(),
+        }
+
+    def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
+        """The window slices that make up stream positions ``[first, last)``, in order."""
+        position = first
+        while position < last:
+            epoch, epoch_first = divmod(position, self.rows_per_epoch)
+            epoch_first = position - epoch_first
+            window = position // self.window_rows
+            # A window that straddles two epochs is two windows: no row of an epoch overtakes the one before it.
+            window_first = max(window * self.window_rows, epoch_first)
+            window_last = min((window + 1) * self.window_rows, epoch_first + self.rows_per_epoch)
+            hi = min(last, window_last)
+            episode, start, end = self._parts(epoch, window_first - epoch_first, window_last - epoch_first)
+            key = None if self.seed is None else (self.seed, 1, epoch, window)
+            yield WindowSlice(epoch, episode, start, end, key, position - window_first, hi - window_first)
+            position = hi
+
+    def _parts(self, epoch: int, first: int, last: int) -> Parts:
+        """The runs of rows at epoch positions [first, last), source by source."""
+        parts: list[Parts] = []
+        for source, count, a, b in zip(
+            self._sources, self._dealer.counts, self._dealer.dealt(first), self._dealer.dealt(last), strict=True
+        ):
+            parts += source.parts(epoch * count + a, epoch * count + b)
+        episode, start, end = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return episode, start, end
+
+
+class _Source:
+    """The rows of some episodes, epoch after epoch, each another permutation of their segments.
+
+    `members` are positions in `episodes`; `number` tells sources of one plan apart.
+    """
+
+    def __init__(self, episodes: Episodes, members: np.ndarray, seed: int | None, number: int, segment_rows: int):
+        self._members = members
+        self._start, self._length = episodes.start[members], episodes.length[members]
+        self._key = None if seed is None else (seed, 0, number)
+        self._segment_rows = segment_rows
+        self._rows = int(self._length.sum())
+        self._cached: tuple[int, tuple[Parts, np.ndarray]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cached": None}
+
+    def parts(self, first: int, last: int) -> Iterator[Parts]:
+        """The segments at positions [first, last) of the source's own stream, the outer two clipped."""
+        while first < last:
+            epoch, offset = divmod(first, self._rows)
+            until = min(last - first + offset, self._rows)
+            (episode, start, end), position = self._segments(epoch if self._key is not None else 0)
+            a = int(np.searchsorted(position, offset, side="right")) - 1
+            b = int(np.searchsorted(position, until, side="left"))
+            start, end = start[a:b].copy(), end[a:b].copy()
+            start[0] += offset - position[a]
+            end[-1] -= position[b] - until
+            yield episode[a:b], start, end
+            first += until - offset
+
+    def _segments(self, epoch: int) -> tuple[Parts, np.ndarray]:
+        if self._cached is None or self._cached[0] != epoch:
+            self._cached = (epoch, self._cut_and_permute(epoch))
+        return self._cached[1]
+
+    def _cut_and_permute(self, epoch: int) -> tuple[Parts, np.ndarray]:
+        """The S segments of an epoch in stream order, and the epoch position of each, int64 (S + 1,)."""
+        start, length, segment_rows = self._start, self._length, self._segment_rows
+        rng = None if self._key is None else np.random.default_rng((*self._key, epoch))
+        # Where an episode is first cut differs from epoch to epoch, so that the same rows are not always together.
+        first_cut = segment_rows if rng is None else rng.integers(1, segment_rows + 1, len(start))
+        first_cut = np.minimum(first_cut, length)
+        count = 1 + -(-(length - first_cut) // segment_rows)
+        episode = np.repeat(np.arange(len(start)), count)
+        nth = np.arange(len(episode)) - np.repeat(np.cumsum(count) - count, count)
+        cut = np.where(nth == 0, 0, first_cut[episode] + (nth - 1) * segment_rows)
+        segment_start = start[episode] + cut
+        segment_end = np.where(nth == 0, start[episode] + first_cut[episode], segment_start + segment_rows)
+        segment_end = np.minimum(segment_end, start[episode] + length[episode])
+        if rng is not None:
+            order = rng.permutation(len(episode))
+            episode, segment_start, segment_end = episode[order], segment_start[order], segment_end[order]
+        position = np.concatenate([[0], np.cumsum(segment_end - segment_start)])
+        return (self._members[episode], segment_start, segment_end), position
+
+
+class Dealer:
+    """Spreads the rows of several sources evenly over an epoch.
+
+    The i-th of a source's n rows is due at (2i + 1) / 2n of the epoch; rows come in the order in which they are due,
+    the earlier source first when two are due at once. So no stretch of the epoch has many rows more, or less, of a
+    source than its share.
+    """
+
+    def __init__(self, counts: Sequence[int]):
+        self.counts = list(counts)
+
+    def dealt(self, position: int) -> list[int]:
+        """Rows of each source among the first `position` of the epoch, found without walking there."""
+        total, sources = sum(self.counts), len(self.counts)
+        if position >= total:
+            return list(self.counts)
+        if sources == 1:
+            return [position]
+        # All that is due by (position - sources) / total of the epoch: at most `position` rows, and nearly as many.
+        dealt = [max(0, (2 * n * (position - sources) + total) // (2 * total)) for n in self.counts]
+        due = [(Fraction(2 * d + 1, n), source) for source, (d, n) in enumerate(zip(dealt, self.counts, strict=True))]
+        heapq.heapify(due)
+        for _ in range(position - sum(dealt)):
+            source = due[0][1]
+            dealt[source] += 1
+            heapq.heapreplace(due, (Fraction(2 * dealt[source] + 1, self.counts[source]), source))
+        return dealt
+
+
+def apportion(rows: int, weights: Sequence[float]) -> list[int]:
+    """Split `rows` in proportion to `weights`, whole rows, by largest remainder.
+
+    Raises:
+        ValueError: weights that are not positive numbers, or so small that no row falls to one.
+    """
+    if not all(math.isfinite(w) and w > 0 for w in weights):
+        raise ValueError(
+            f"mixture weights are {list(weights)}; expected positive numbers (leave a dataset out instead)"
+        )
+    shares = [rows * Fraction(w) / sum(map(Fraction, weights)) for w in weights]
+    counts = [int(share) for share in shares]
+    by_remainder = sorted(range(len(counts)), key=lambda i: counts[i] - shares[i])
+    for i in by_remainder[: rows - sum(counts)]:
+        counts[i] += 1
+    if 0 in counts:
+        raise ValueError(
+            f"mixture weights {list(weights)}: of the {rows} rows of an epoch, none would come from dataset_index "
+            f"{counts.index(0)}; raise its weight or leave it out"
+        )
+    return counts
+
+
+def task_bounds(first: int, last: int, task_rows: int, block_rows: int) -> np.ndarray:
+    """Cut stream positions [first, last) into read tasks.
+
+    Cuts fall near multiples of `task_rows` (windows, so that few are shared by two tasks) and at whole blocks counted
+    from `first`, so that every block but the very last has `block_rows` rows whatever task it comes from.
+
+    Returns int64 (tasks + 1,).
+    """
+    if last <= first:
+        return np.array([first], dtype=np.int64)
+    cuts = np.arange((first // task_rows + 1) * task_rows, last, task_rows, dtype=np.int64)
+    aligned = first + np.rint((cuts - first) / block_rows).astype(np.int64) * block_rows
+    return np.unique(np.concatenate([[first], aligned[(aligned > first) & (aligned < last)], [last]]))

@@ -1,0 +1,666 @@
+"""The rows a read task is told to produce: parquet columns and video frames into arrays, arrays into Arrow blocks.
+
+Every frame that is named is decoded once, each file is walked forward, and pixels go straight to their place in the
+output. Knows nothing of Ray's plans, shuffling or training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import DTypeLike
+from ray.data.extensions import ArrowTensorArray
+
+from vla_finetuning.data.columns import IS_SKIPPED
+from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, depth_table, resize_with_pad
+from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES, MAX_DATA_BYTES
+from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature
+from vla_finetuning.data.plan import WindowSlice
+from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+from vla_finetuning.data.storage import naming_file
+
+logger = logging.getLogger(__name__)
+
+IS_PAD = "_is_pad"
+# Columns that every data file has, and their dtypes in a row.
+BOOKKEEPING = {name: np.int64 for name in ("index", "episode_index", "frame_index", "task_index")} | {
+    "timestamp": np.float32
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of consecutive rows of one episode, with all a read task needs to find them."""
+
+    dataset_index: int
+    episode_index: int
+    episode_start: int  # `index` of the episode's first row
+    episode_length: int
+    data_file: str
+    data_row: int  # the episode's first row in its data file
+    videos: dict[str, tuple[str, float]]  # camera_key -> (file, where the episode starts in it, seconds)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where n episodes lie: arrays (n,). Files are numbers in the lists of their dataset's `Reader`.
+
+    dataset_index, episode_index, start (`index` of the first row), length (rows), data_file, data_row (the first row in
+    that file): integers. By camera: video_file, and video_start_s, where the episode starts in it, seconds.
+    """
+
+    dataset_index: np.ndarray
+    episode_index: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    data_file: np.ndarray
+    data_row: np.ndarray
+    video_file: dict[str, np.ndarray]
+    video_start_s: dict[str, np.ndarray]
+
+    def take(self, at: Any) -> Places:
+        """Those at some positions (anything that indexes an array)."""
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        taken: dict[str, Any] = {
+            k: {key: a[at] for key, a in v.items()} if isinstance(v, dict) else v[at] for k, v in columns.items()
+        }
+        return Places(**taken)
+
+    def part(self, number: int, readers: Sequence[Reader]) -> Part:
+        reader = readers[self.dataset_index[number]]
+        return Part(
+            dataset_index=int(self.dataset_index[number]),
+            episode_index=int(self.episode_index[number]),
+            episode_start=int(self.start[number]),
+            episode_length=int(self.length[number]),
+            data_file=reader.data_files[self.data_file[number]],
+            data_row=int(self.data_row[number]),
+            videos={
+                key: (files[self.video_file[key][number]], float(self.video_start_s[key][number]))
+                for key, files in reader.video_files.items()
+                if key in self.video_file
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Read:
+    """Window slices that are decoded in one go, and where the episodes of their parts lie, in the same order."""
+
+    windows: list[WindowSlice]
+    places: Places
+
+    def __len__(self) -> int:
+        return sum(window.hi - window.lo for window in self.windows)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What all read tasks share: one per dataset, shipped once through the object store. Holds no episodes."""
+
+    root: str
+    fs: Any
+    base: str
+    fps: int
+    features: dict[str, Feature]
+    tasks: dict[int, str]
+    data_files: tuple[str, ...]
+    video_files: dict[str, tuple[str, ...]]
+    depth_mm: dict[str, np.ndarray]  # of depth videos: millimetres by code
+
+    @classmethod
+    def of(cls, meta: DatasetMetadata, columns: Collection[str] | None = None) -> Reader:
+        """`columns`: those that will be read; None for all."""
+        depth_mm = {
+            key: depth_table(feature.info, name=f"{meta.root}: camera {key}")
+            for key, feature in meta.features.items()
+            if feature.is_depth and feature.dtype == "video" and (columns is None or key in columns)
+        }
+        shared = ("root", "fs", "base", "fps", "features", "tasks", "data_files", "video_files")
+        return cls(**{name: getattr(meta, name) for name in shared}, depth_mm=depth_mm)
+
+    def path(self, relative: str) -> str:
+        return f"{self.base}/{relative}"
+
+    def open_video(self, relative: str) -> Any:
+        """A path for local files (PyAV reads them itself), else a seekable file with read-ahead."""
+        path = self.path(relative)
+        if "file" in self.fs.protocol:
+            return path
+        try:
+            return self.fs.open(path, "rb")
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{self.root}: {relative} is missing; copy it again") from error
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How rows are turned into columns."""
+
+    columns: tuple[str, ...]
+    delta_indices: dict[str, tuple[int, ...]]
+    tolerance_s: float
+    block_rows: int
+    threads: int
+    image_size: tuple[int, int] | None = None  # (height, width) that frames are fitted into; None: as stored
+    # One made-up row, batched, for the rows of episodes that cannot be read; None: an error ends the task.
+    blank: dict[str, np.ndarray] | None = None
+    skip_log: Path | None = None  # gets a JSON line for each episode that could not be read
+
+
+@dataclass
+class _Episode:
+    """The rows of a read task that come from one episode."""
+
+    part: Part
+    position: np.ndarray  # int64 (n,), where each row goes in the task's output
+    frame: np.ndarray  # int64 (n,), its frame_index
+    first: int = 0  # frames [first, last) are read from parquet
+    last: int = 0
+    table_row: int = 0  # where frame 0 lies in the columns read (negative when it was not read)
+    timestamps: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64 (last - first,), of those frames
+
+
+def read_rows(readers: Sequence[Reader], read: Read, first_position: int, options: ReadOptions) -> Iterator[pa.Table]:
+    """Decode the rows of some window slices, in their order, and yield them as blocks of `block_rows`.
+
+    Runs in a Ray Data read task. Memory: those rows, once, plus a block, a frame and the parquet row groups touched.
+    """
+    episodes, total = _group_by_episode(readers, read)
+    if options.blank is None:
+        columns = _decode(readers, episodes, total, options)
+    else:
+        columns = _decode_what_can_be_read(readers, episodes, total, options, options.blank)
+    if "position" in options.columns:
+        columns["position"] = np.arange(first_position, first_position + total)
+    for first in range(0, total, options.block_rows):
+        last = min(first + options.block_rows, total)
+        if last == total:
+            # Whoever gets this block keeps it until the next is asked for: let go of the memory of all the others.
+            columns = {key: _copy(values[first:last]) for key, values in columns.items()}
+            first, last = 0, last - first
+        yield _to_table(columns, options.columns, first, last)
+
+
+def _decode(readers: Sequence[Reader], episodes: list[_Episode], total: int, options: ReadOptions) -> dict[str, Any]:
+    """All columns but `position`, `total` rows each."""
+    columns: dict[str, Any] = {}
+    _read_tabular(readers, episodes, total, options, columns)
+    for key in options.columns:
+        for dataset_index, reader in enumerate(readers):
+            feature = reader.features.get(key)
+            if feature is not None and feature.dtype == "video":
+                mine = [e for e in episodes if e.part.dataset_index == dataset_index]
+                _read_video(reader, key, mine, total, options, columns)
+    if IS_SKIPPED in options.columns:
+        columns[IS_SKIPPED] = np.zeros(total, bool)
+    return columns
+
+
+def _decode_what_can_be_read(
+    readers: Sequence[Reader], episodes: list[_Episode], total: int, options: ReadOptions, blank: dict[str, np.ndarray]
+) -> dict[str, Any]:
+    """As `_decode`; but rows of an episode that is damaged are blank, and `is_skipped`.
+
+    Only what is wrong with the data is skipped: an object store that does not answer ends the task, as ever.
+    """
+    with contextlib.suppress(ValueError, FileNotFoundError):
+        return _decode(readers, episodes, total, options)
+    columns: dict[str, Any] = {key: np.repeat(value, total, axis=0) for key, value in blank.items()}
+    for e in episodes:
+        alone = replace(e, position=np.arange(len(e.frame)))
+        try:
+            found = _decode(readers, [alone], len(e.frame), options)
+        except (ValueError, FileNotFoundError) as error:
+            found = {
+                "index": e.part.episode_start + e.frame,
+                "dataset_index": e.part.dataset_index,
+                IS_SKIPPED: True,
+            }
+            _tell_skipped(readers[e.part.dataset_index], e, error, options.skip_log)
+        for key in columns.keys() & found.keys():
+            columns[key][e.position] = found[key]
+    return columns
+
+
+def _tell_skipped(reader: Reader, e: _Episode, error: Exception, log: Path | None) -> None:
+    logger.warning("%s: episode %d is skipped: %s", reader.root, e.part.episode_index, error)
+    if log is not None:
+        line = {"root": reader.root, "episode_index": e.part.episode_index, "rows": len(e.frame), "error": str(error)}
+        with open(log, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _group_by_episode(readers: Sequence[Reader], read: Read) -> tuple[list[_Episode], int]:
+    """Rows by episode, ordered by where they lie in the data files, so that every file is read forward."""
+    found: dict[tuple[int, int], tuple[Part, list[np.ndarray], list[np.ndarray]]] = {}
+    offset = first_part = 0
+    for window in read.windows:
+        number, index = window.rows()
+        order = np.argsort(number, kind="stable")
+        bounds = np.searchsorted(number[order], np.arange(len(window.episode) + 1))
+        for i in range(len(window.episode)):
+            chosen = order[bounds[i] : bounds[i + 1]]
+            if len(chosen):
+                part = read.places.part(first_part + i, readers)
+                entry = found.setdefault((part.dataset_index, part.episode_index), (part, [], []))
+                entry[1].append(chosen + offset)
+                entry[2].append(index[chosen] - part.episode_start)
+        offset += len(index)
+        first_part += len(window.episode)
+    episodes = [_Episode(part, np.concatenate(p), np.concatenate(f)) for part, p, f in found.values()]
+    episodes.sort(key=lambda e: (e.part.dataset_index, e.part.data_file, e.part.data_row))
+    return episodes, offset
+
+
+def _windowed(frame: np.ndarray, deltas: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Frames at each offset, clamped to the episode, and which were clamped: int64 and bool (n, T).
+
+    Same rule as LeRobot's `DatasetReader._get_query_indices`.
+    """
+    target = frame[:, None] + np.asarray(deltas, np.int64)
+    return np.clip(target, 0, length - 1), (target < 0) | (target >= length)
+
+
+def _read_tabular(
+    readers: Sequence[Reader], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
+) -> None:
+    """Fill every column that lives in parquet, or is derived from it."""
+    reach = [d for deltas in options.delta_indices.values() for d in deltas] + [0]
+    for e in episodes:
+        e.first = max(0, int(e.frame.min()) + min(reach))
+        e.last = min(e.part.episode_length, int(e.frame.max()) + max(reach) + 1)
+    by_file: dict[tuple[int, str], list[_Episode]] = {}
+    for e in episodes:
+        by_file.setdefault((e.part.dataset_index, e.part.data_file), []).append(e)
+
+    for (dataset_index, file), members in by_file.items():
+        reader = readers[dataset_index]
+        stored = [k for k in options.columns if k in reader.features and reader.features[k].dtype != "video"]
+        row_bytes: dict[str, int | None] = {key: _row_bytes((1,)) for key in BOOKKEEPING}
+        row_bytes |= {reader.features[key].key: _stored_row_bytes(reader.features[key]) for key in stored}
+        table = _read_rows(reader, file, members, row_bytes)
+        bookkeeping = {
+            key: numbers(table.column(key), dtype, (1,), f"{reader.root}: {file}: column {key}")
+            for key, dtype in BOOKKEEPING.items()
+        }
+        rows = [np.arange(e.table_row + e.first, e.table_row + e.last) for e in members]
+        for e, row in zip(members, rows, strict=True):
+            _check_rows(reader, file, e, bookkeeping, row)
+            # LeRobot compares video times with the timestamp column, not with frame_index / fps.
+            e.timestamps = bookkeeping["timestamp"][row].astype(np.float64)
+        for key in stored:
+            feature = reader.features[key]
+            where = f"{reader.root}: {file}: column {feature.key}"
+            if feature.dtype == "image":
+                _fill_images(table.column(feature.key), key, feature, members, total, options, columns, where)
+                continue
+            values = _values(table.column(feature.key), feature, where)
+            for e in members:
+                _fill(columns, key, values, e, total, options)
+        names = reader.tasks
+        for e in members:
+            at = e.table_row + e.frame
+            if "task" in options.columns:
+                _out(columns, "task", total, (), np.dtype(object))[e.position] = _task_names(
+                    names, bookkeeping["task_index"][at], f"{reader.root}: {file}: episode {e.part.episode_index}"
+                )
+            if "index" in columns:
+                columns["index"][e.position] = e.part.episode_start + e.frame
+            if "dataset_index" in options.columns:
+                _out(columns, "dataset_index", total, (), np.dtype(np.int32))[e.position] = dataset_index
+            for key, deltas in options.delta_indices.items():
+                if key + IS_PAD in options.columns:
+                    pad = _windowed(e.frame, deltas, e.part.episode_length)[1]
+                    _out(columns, key + IS_PAD, total, (len(deltas),), np.dtype(bool))[e.position] = pad
+
+
+def _read_rows(reader: Reader, file: str, members: list[_Episode], row_bytes: dict[str, int | None]) -> pa.Table:
+    """The row groups that hold the members' rows, as one table; sets each member's `table_row`.
+
+    Columns are those of `row_bytes`, with the most that a row of each may take; None: anything.
+    """
+    name = f"{reader.root}: {file}"
+    with open_parquet(reader.fs, reader.path(file), name=name) as parquet:
+        missing = [k for k in row_bytes if k not in parquet.schema_arrow.names]
+        if missing:
+            raise ValueError(f"{reader.root}: {file}: columns {missing} are missing; meta/info.json promises them")
+        sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.metadata.num_row_groups)]
+        group_first = np.concatenate([[0], np.cumsum(sizes)])
+        wanted = np.zeros(len(sizes), bool)
+        for e in members:
+            a, b = e.part.data_row + e.first, e.part.data_row + e.last
+            if b > group_first[-1]:
+                raise ValueError(
+                    f"{reader.root}: {file}: episode {e.part.episode_index} should end at row {b}, the file has "
+                    f"{group_first[-1]} rows: the file is incomplete or meta/episodes is wrong"
+                )
+            wanted[np.searchsorted(group_first, a, "right") - 1 : np.searchsorted(group_first, b, "left")] = True
+        groups = np.flatnonzero(wanted)
+        skipped = np.concatenate([[0], np.cumsum(np.where(wanted, 0, sizes))])
+        for e in members:
+            # Where the episode's frame 0 is, or would be, in what is read.
+            group = int(np.searchsorted(group_first, e.part.data_row + e.first, "right")) - 1
+            e.table_row = e.part.data_row - int(skipped[group])
+        return read_columns(
+            parquet,
+            list(row_bytes),
+            Budget("rows of the row groups that hold what is wanted", None, MAX_DATA_BYTES),
+            name=name,
+            groups=groups.tolist(),
+            row_bytes={key: size for key, size in row_bytes.items() if size is not None},
+        )
+
+
+def _stored_row_bytes(feature: Feature) -> int | None:
+    """The most bytes that a row of a feature can take in a parquet file, unpacked; None: it cannot be told (texts)."""
+    if feature.dtype == "image":
+        # As 4 bytes for a number; an encoded image is rarely larger than its pixels.
+        return math.prod(feature.shape) * 4 + IMAGE_OVERHEAD_BYTES
+    return _row_bytes(feature.shape) if feature.dtype in NUMERIC_DTYPES else None
+
+
+def _row_bytes(shape: tuple[int, ...]) -> int:
+    # 8 bytes a number, and as many where a dictionary says the same again or lists say where they begin.
+    return math.prod(shape) * 16
+
+
+def _check_rows(reader: Reader, file: str, e: _Episode, bookkeeping: dict[str, np.ndarray], row: np.ndarray) -> None:
+    """The rows found are the rows looked for: a wrong file index must not give somebody else's frames."""
+    wrong = (bookkeeping["episode_index"][row] != e.part.episode_index) | (
+        bookkeeping["frame_index"][row] != np.arange(e.first, e.last)
+    )
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise ValueError(
+            f"{reader.root}: {file}: expected episode {e.part.episode_index} frame {e.first + at} at row "
+            f"{e.part.data_row + e.first + at}, found episode {bookkeeping['episode_index'][row][at]} frame "
+            f"{bookkeeping['frame_index'][row][at]}: meta/episodes and data disagree (a faulty merge or split?); "
+            "rebuild the dataset"
+        )
+
+
+def _task_names(names: dict[int, str], task_index: np.ndarray, where: str) -> np.ndarray:
+    found = np.empty(len(task_index), object)
+    for number in np.unique(task_index):
+        if int(number) not in names:
+            raise ValueError(
+                f"{where}: task_index {number} has no entry in meta/tasks.parquet (it has {len(names)} tasks); "
+                "add the task or correct the rows"
+            )
+        found[task_index == number] = names[int(number)]
+    return found
+
+
+def _values(column: pa.ChunkedArray, feature: Feature, where: str) -> np.ndarray | pa.ChunkedArray:
+    """A parquet column as an array (N, *shape) in LeRobot's dtypes; strings and structs stay Arrow."""
+    if feature.dtype == "language":
+        return column
+    if feature.dtype == "string":
+        try:
+            return column.cast(pa.string())
+        except pa.ArrowException as error:
+            raise ValueError(f"{where}: holds {column.type}, expected text ({error})") from error
+    return numbers(column, row_dtype(feature), feature.shape, where)
+
+
+def row_dtype(feature: Feature) -> np.dtype:
+    """What numbers of a feature are in a row, as in LeRobot's: float32, int64 or bool."""
+    kind = np.dtype(feature.dtype).kind
+    return np.dtype(np.float32 if kind == "f" else bool if kind == "b" else np.int64)
+
+
+def numbers(column: pa.ChunkedArray, dtype: DTypeLike | None, shape: tuple[int, ...], where: str) -> np.ndarray:
+    """Scalars, lists and nested lists of `dtype`, or of numbers that are exactly such, to (N,) or (N, *shape).
+
+    Args:
+        dtype: None for what is stored.
+        shape: of a row; (1,) is a scalar.
+        where: how errors begin.
+    Raises:
+        ValueError: something is missing, or of another shape or type.
+    """
+    array = column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = array.chunk(0) if array.num_chunks else pa.array([], column.type)
+    count = len(array)
+    lengths: list[int] = []  # of the lists in each dimension
+    while True:
+        if array.null_count:
+            raise ValueError(f"{where}: {array.null_count} empty values; every row must have one")
+        if isinstance(array.type, pa.BaseExtensionType):
+            array = array.storage
+        elif (
+            pa.types.is_list(array.type)
+            or pa.types.is_large_list(array.type)
+            or pa.types.is_fixed_size_list(array.type)
+        ):
+            found = pc.unique(pc.list_value_length(array)).to_pylist()
+            if len(found) > 1:
+                raise ValueError(f"{where}: lists of {sorted(found)[:5]} values, expected shape {shape} in every row")
+            lengths += found
+            array = array.flatten()
+        else:
+            break
+    # A scalar may be stored as a list of one.
+    if count and tuple(lengths) != shape and not (shape == (1,) and not lengths):
+        raise ValueError(f"{where}: values of shape {tuple(lengths)}, expected {shape} in every row")
+    kind = array.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise ValueError(f"{where}: holds {kind}, expected numbers")
+    if dtype is not None:
+        array = _as_declared(array, np.dtype(dtype), where)
+    values = array.to_numpy(zero_copy_only=False)
+    return values.astype(dtype or values.dtype, copy=False).reshape(count, *(() if shape == (1,) else shape))
+
+
+def _as_declared(array: pa.Array, dtype: np.dtype, where: str) -> pa.Array:
+    """Numbers that `dtype` can hold as they are; floats become float32 as in LeRobot, whatever that rounds."""
+    if dtype == np.float32:
+        return array
+    try:
+        whole = array.cast(pa.int64())
+        if dtype == np.bool_ and not pc.all(pc.is_in(whole, pa.array([0, 1]))).as_py():
+            raise pa.ArrowInvalid("values that are neither 0 nor 1")
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"{where}: holds {array.type} that cannot be {dtype}, as meta/info.json says ({error}); correct the one or "
+            "the other"
+        ) from error
+    return whole
+
+
+def _out(columns: dict[str, Any], key: str, total: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    if key not in columns:
+        columns[key] = _array((total, *shape), dtype)
+    return columns[key]
+
+
+# Memory of earlier read tasks of this process that nothing refers to any more. Frames of a task go where those of the
+# one before were: pages fresh from the operating system cost several times as much as what is copied into them.
+_unused: list[memoryview] = []
+_taking = threading.Lock()
+_WORTH_KEEPING_BYTES = 2**20
+
+
+def _array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """As `np.empty`. Large ones are made of memory that was used before; it is used again once no view is left."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < _WORTH_KEEPING_BYTES or dtype.hasobject:
+        return np.empty(shape, dtype)
+    with _taking:
+        fitting = [i for i, memory in enumerate(_unused) if memory.nbytes >= size]
+        if fitting:
+            memory = _unused.pop(min(fitting, key=lambda i: _unused[i].nbytes))
+        else:
+            _unused.clear()
+            memory = np.empty(size, np.uint8).data
+    # NumPy's and Arrow's views of this array keep it alive, not the memory: it is gone when the last of them is.
+    array = np.frombuffer(memory, dtype, math.prod(shape))
+    weakref.finalize(array, _unused.append, memory).atexit = False
+    return array.reshape(shape)
+
+
+def _copy(values: np.ndarray) -> np.ndarray:
+    copy = _array(values.shape, values.dtype)
+    copy[...] = values
+    return copy
+
+
+def _fill(
+    columns: dict[str, Any],
+    key: str,
+    values: np.ndarray | pa.ChunkedArray,
+    e: _Episode,
+    total: int,
+    options: ReadOptions,
+) -> None:
+    """Scatter an episode's rows of one column to their places in the output."""
+    if isinstance(values, pa.ChunkedArray):
+        picked = values.take(pa.array(e.table_row + e.frame)).to_pylist()
+        # Language columns: the types of LeRobot's lists of structs differ from file to file, as their content does.
+        if not pa.types.is_string(values.type):
+            picked = [json.dumps(value) for value in picked]
+        _out(columns, key, total, (), np.dtype(object))[e.position] = picked
+        return
+    if key in options.delta_indices:
+        frames = _windowed(e.frame, options.delta_indices[key], e.part.episode_length)[0]
+    else:
+        frames = e.frame
+    shape = frames.shape[1:] + values.shape[1:]
+    _out(columns, key, total, shape, values.dtype)[e.position] = values[e.table_row + frames]
+
+
+def _fill_images(
+    column: pa.ChunkedArray,
+    key: str,
+    feature: Feature,
+    members: list[_Episode],
+    total: int,
+    options: ReadOptions,
+    columns: dict[str, Any],
+    where: str,
+) -> None:
+    height, width = height_width(feature)
+    unit = feature.info.get("depth_unit")
+    for e in members:
+        frames, target, out = _camera_targets(key, feature, e, total, options, columns)
+        bytes_ = column.take(pa.array(e.table_row + frames)).combine_chunks().field("bytes")
+        for i, frame in enumerate(frames):
+            name = f"{where}: episode {e.part.episode_index} frame {frame}"
+            data = bytes_[i].as_py()
+            if feature.is_depth:
+                pixels = decode_depth_image(data, unit, name=name, height=height, width=width)
+            else:
+                pixels = decode_image(data, name=name, height=height, width=width)
+            _place(pixels, target[i], out)
+
+
+def _read_video(
+    reader: Reader, key: str, episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
+) -> None:
+    """Fill a camera's column: one decoder at a time, every file walked forward once."""
+    feature = reader.features[key]
+    height, width = height_width(feature)
+    by_file: dict[str, list[_Episode]] = {}
+    for e in sorted(episodes, key=lambda e: e.part.videos[key]):
+        by_file.setdefault(e.part.videos[key][0], []).append(e)
+    for file, members in by_file.items():
+        name = f"{reader.root}: {file} (camera {key}, episodes {[e.part.episode_index for e in members]})"
+        with (
+            naming_file(name),
+            VideoReader(
+                reader.open_video(file),
+                name=name,
+                height=height,
+                width=width,
+                fps=reader.fps,
+                tolerance_s=options.tolerance_s,
+                threads=options.threads,
+                depth_mm=reader.depth_mm.get(key),
+            ) as video,
+        ):
+            for e in members:
+                video.name = f"{reader.root}: {file} (camera {key}, episode {e.part.episode_index})"
+                frames, target, out = _camera_targets(key, feature, e, total, options, columns)
+
+                def sink(i: int, pixels: np.ndarray, target: list[list[Any]] = target, out: np.ndarray = out) -> None:
+                    _place(pixels, target[i], out)
+
+                stamps = e.timestamps[frames - e.first]
+                video.read(e.part.videos[key][1] + stamps, sink)
+
+
+def _place(pixels: np.ndarray, places: Sequence[Any], out: np.ndarray) -> None:
+    """Put a decoded frame where it belongs in the output, at the output's size."""
+    height, width = out.shape[-3:-1]
+    if pixels.shape[:2] != (height, width):
+        pixels = resize_with_pad(pixels, height, width)
+    for at in places:
+        out[at] = pixels
+
+
+def _camera_targets(
+    key: str, feature: Feature, e: _Episode, total: int, options: ReadOptions, columns: dict[str, Any]
+) -> tuple[np.ndarray, list[list[Any]], np.ndarray]:
+    """Distinct frames to decode, ascending; where in the output each goes (maybe several places); the output."""
+    shape, dtype = frame_of(feature, options.image_size)
+    if key in options.delta_indices:
+        deltas = options.delta_indices[key]
+        wanted = _windowed(e.frame, deltas, e.part.episode_length)[0]
+        out = _out(columns, key, total, (len(deltas), *shape), dtype)
+        places: list[tuple[int, ...]] = [(int(p), t) for p in e.position for t in range(len(deltas))]
+    else:
+        wanted = e.frame
+        out = _out(columns, key, total, shape, dtype)
+        places = [(int(p),) for p in e.position]
+    frames, inverse = np.unique(wanted.ravel(), return_inverse=True)
+    target: list[list[Any]] = [[] for _ in frames]
+    for place, i in zip(places, inverse.tolist(), strict=True):
+        target[i].append(place)
+    return frames, target, out
+
+
+def frame_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[tuple[int, int, int], np.dtype]:
+    """A camera's frame in a row: uint8 (H, W, 3), fitted into `image_size` if given; a depth map float32 (H, W, 1)."""
+    if feature.is_depth:
+        return (*height_width(feature), 1), np.dtype(np.float32)
+    return (*(image_size or height_width(feature)), 3), np.dtype(np.uint8)
+
+
+def height_width(feature: Feature) -> tuple[int, int]:
+    """LeRobot states (H, W, C), or (C, H, W) with names saying so; C is 3, of a depth map 1."""
+    channels = 1 if feature.is_depth else 3
+    if feature.shape[0] == channels and feature.shape[-1] != channels:
+        return feature.shape[1], feature.shape[2]
+    return feature.shape[0], feature.shape[1]
+
+
+def _to_table(columns: dict[str, Any], keys: Sequence[str], first: int, last: int) -> pa.Table:
+    arrays = []
+    for key in keys:
+        values = columns[key][first:last]
+        if values.dtype == object:
+            arrays.append(pa.array(values.tolist()))
+        elif values.ndim == 1:
+            arrays.append(pa.array(values))
+        else:
+            arrays.append(ArrowTensorArray.from_numpy(values))
+    return pa.table(arrays, names=list(keys))
+
+
+def column_to_numpy(column: pa.ChunkedArray) -> np.ndarray:
+    array = column.chunk(0)
+    return array.to_numpy() if isinstance(array, ArrowTensorArray) else array.to_numpy(zero_copy_only=False)

@@ -1,0 +1,307 @@
+"""Opening parquet files that somebody else wrote. Runs on the driver and in read tasks."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import re
+import struct
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from vla_finetuning.data.limits import MAX_FOOTER_BYTES, ROW_GROUP_OVERHEAD_BYTES
+from vla_finetuning.data.storage import StorageError, naming_file
+
+# What LeRobot writes: Hugging Face's fixed-shape arrays, and JSON text inside the language columns.
+_ARROW_EXTENSIONS = re.compile(r"datasets\.features\.features\.Array[2-5]DExtensionType|arrow\.json")
+# Bytes of a value in memory. Texts and bytes are read as numbers of the distinct ones.
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
+
+
+@dataclass
+class Budget:
+    """What may be read of a table, in one file or several: `read_columns` takes from it, and refuses what exceeds it.
+
+    Attributes:
+        of: what it is of, for errors ("episodes").
+        rows, bytes: the most that there may be of it in all; rows None: any number.
+    """
+
+    of: str
+    rows: int | None
+    bytes: int
+    rows_taken: int = 0
+    bytes_taken: int = 0
+
+    def check(self, name: str, rows: int, size: int) -> None:
+        """Refuse a file `name` that has, or claims, so many rows and bytes beyond what was taken before."""
+        rows, size = rows + self.rows_taken, size + self.bytes_taken
+        if self.rows is not None and rows > self.rows:
+            raise ValueError(
+                f"{name}: {rows:,} {self.of}, more than the {self.rows:,} that a dataset may have: it is damaged or "
+                "made to exhaust the memory; copy it again, or split the dataset"
+            )
+        if size > self.bytes:
+            raise ValueError(
+                f"{name}: {self.of} that unpack to {size / 2**20:,.0f} MiB, more than the "
+                f"{self.bytes / 2**20:,.0f} MiB that are read at once: it is damaged or made to exhaust the memory; "
+                "copy it again, or write it in smaller row groups and files"
+            )
+
+
+@contextlib.contextmanager
+def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None = None) -> Iterator[pq.ParquetFile]:
+    """Open a dataset's parquet file; the one way to do so.
+
+    Before Arrow parses the schema, the names of its extension types are read from the raw bytes: Arrow
+    deserialises registered types the moment it opens a file, and Ray's have run pickled code from there
+    (CVE-2026-41486, closed in Ray 2.55; an environment variable opens it again).
+
+    Read it with `read_columns`, which unpacks no more than there is room for: texts come out of Arrow as dictionaries.
+
+    Args:
+        path: inside `fs`.
+        name: what errors call the file; None is `path`.
+    Raises:
+        FileNotFoundError: there is no such file.
+        StorageError: the object store or the disk refused or did not answer.
+        ValueError: not a parquet file, corrupt (also when that is found while reading inside the `with`), or
+            it holds an extension type that LeRobot does not write.
+    """
+    name = name or path
+    try:
+        with naming_file(name):
+            file = fs.open(path, "rb")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{name} is missing; copy it again") from error
+    try:
+        with file, naming_file(name):
+            for extension in _extension_names_in_footer(_read_footer(file)):
+                if not _ARROW_EXTENSIONS.fullmatch(extension):
+                    raise ValueError(
+                        f"{name} holds the Arrow extension type {extension!r:.100}, which LeRobot does not "
+                        "write and which could run code when read; write the column as plain lists"
+                    )
+            file.seek(0)
+            metadata = pq.ParquetFile(file, arrow_extensions_enabled=False).metadata
+            leaves = [metadata.schema.column(i) for i in range(metadata.num_columns)]
+            texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+            file.seek(0)
+            # With its extension types Arrow would read LeRobot's JSON texts as plain ones.
+            yield pq.ParquetFile(file, metadata=metadata, read_dictionary=texts, arrow_extensions_enabled=False)
+    except StorageError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        # With a number it is the disk's (a network drive that is gone), and says nothing of what is on it.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise StorageError(f"{name}: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{name} cannot be read as a parquet file ({reason}); copy it again") from error
+
+
+def read_columns(
+    file: pq.ParquetFile,
+    columns: Collection[str],
+    budget: Budget,
+    *,
+    name: str,
+    groups: Sequence[int] | None = None,
+    row_bytes: Mapping[str, int] | None = None,
+) -> pa.Table:
+    """Read columns of a file that `open_parquet` opened, if the footer says that they fit the budget. Call it inside.
+
+    A page can repeat one value millions of times in a few bytes. So values count, and not only packed bytes; and texts
+    are unpacked when it is known how long they are together.
+
+    Args:
+        columns: their names in the schema. budget: is taken from.
+        name: what errors call the file.
+        groups: numbers of the row groups to read; None for all.
+        row_bytes: the most that a row of a column takes by what the dataset says of it; columns left out: anything.
+    Raises:
+        ValueError: more than the budget or than `row_bytes`, or texts in a form whose length cannot be known.
+    """
+    if doubled := [column for column in columns if file.schema_arrow.names.count(column) != 1]:
+        raise ValueError(f"{name}: columns {doubled} must be there once; {len(file.schema_arrow.names)} columns found")
+    groups = range(file.metadata.num_row_groups) if groups is None else groups
+    leaves = _leaves(file.metadata, columns)
+    total_rows = total_bytes = 0
+    for group in groups:
+        rows, sizes = _declared(file.metadata, group, leaves)
+        for column, most in (row_bytes or {}).items():
+            if sizes[column] > rows * most + ROW_GROUP_OVERHEAD_BYTES:
+                raise ValueError(
+                    f"{name}: column {column} claims {sizes[column]:,} bytes in row group {group} of {rows:,} rows, "
+                    f"more than the {most:,} a row that its shape in meta/info.json allows: the file is damaged or "
+                    "belongs to another dataset; copy it again"
+                )
+        total_rows, total_bytes = total_rows + rows, total_bytes + sum(sizes.values())
+    budget.check(name, total_rows, total_bytes)
+    parts = [file.read_row_groups([], columns=list(columns)).select(columns)]
+    for group in groups:
+        # One by one: Arrow 26 cannot read nested dictionaries of several row groups at once.
+        part = file.read_row_group(group, columns=list(columns)).select(columns)
+        size = part.nbytes + sum(_text_bytes(chunk, name) for column in part.columns for chunk in column.chunks)
+        budget.check(name, part.num_rows, size)
+        budget.rows_taken += part.num_rows
+        budget.bytes_taken += size
+        parts.append(part)
+    schema = pa.schema([field.with_type(_plain(field.type)) for field in parts[0].schema])
+    return pa.concat_tables([part.cast(schema) for part in parts])
+
+
+def _leaves(metadata: pq.FileMetaData, columns: Collection[str]) -> list[tuple[int, str, int]]:
+    """The parquet columns that some columns of the schema consist of: number, whose it is, bytes of a value."""
+    found = []
+    for i in range(metadata.num_columns):
+        leaf = metadata.schema.column(i)
+        width = _WIDTHS.get(leaf.physical_type, leaf.length)
+        # Names may hold dots themselves; Arrow, too, then reads what begins alike.
+        found += [(i, name, width) for name in columns if leaf.path == name or leaf.path.startswith(f"{name}.")]
+    return found
+
+
+def _declared(
+    metadata: pq.FileMetaData, number: int, leaves: Sequence[tuple[int, str, int]]
+) -> tuple[int, dict[str, int]]:
+    """Rows of a row group, and bytes of each column in memory before its texts are unpacked, as the footer has it."""
+    group = metadata.row_group(number)
+    if group.num_columns != metadata.num_columns:
+        raise OSError(f"its row group {number} has {group.num_columns} columns, its schema {metadata.num_columns}")
+    sizes: dict[str, int] = {}
+    for i, column, width in leaves:
+        chunk = group.column(i)
+        if min(chunk.num_values, group.num_rows, chunk.total_uncompressed_size) < 0:
+            raise OSError(f"its row group {number} has a negative size")
+        size = max(chunk.total_uncompressed_size, max(chunk.num_values, group.num_rows) * width)
+        sizes[column] = sizes.get(column, 0) + size
+    return group.num_rows, sizes
+
+
+def _text_bytes(array: pa.Array, name: str) -> int:
+    """Bytes of the texts in an array, nested ones included, when they are no longer dictionaries."""
+    kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return _text_bytes(array.storage, name)
+    if pa.types.is_dictionary(kind):
+        lengths = pc.binary_length(array.dictionary).cast(pa.int64())
+        return pc.sum(lengths.take(array.indices)).as_py() or 0
+    if pa.types.is_struct(kind):
+        return sum(_text_bytes(field, name) for field in array.flatten())
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _text_bytes(array.flatten(), name)
+    if pa.types.is_primitive(kind) or pa.types.is_null(kind):
+        return 0
+    raise ValueError(f"{name}: holds {kind}, which LeRobot does not write; write numbers, texts, lists and structs")
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """A type without dictionaries in it."""
+    if pa.types.is_dictionary(kind):
+        return kind.value_type
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_plain(field.type)) for field in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_plain(kind.value_type)))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)), kind.list_size)
+    return kind
+
+
+def _read_footer(file: Any) -> bytes:
+    size = file.seek(0, os.SEEK_END)
+    if size < 12:
+        raise OSError(f"{size} bytes long")
+    file.seek(size - 8)
+    footer_size, magic = struct.unpack("<I4s", file.read(8))
+    if magic != b"PAR1" or footer_size > size - 12:
+        raise OSError("no parquet footer at its end: truncated, encrypted or another format")
+    if footer_size > MAX_FOOTER_BYTES:
+        raise OSError(
+            f"its footer of {footer_size / 2**20:,.0f} MiB is larger than {MAX_FOOTER_BYTES / 2**20:,.0f} MiB; such a "
+            "file needs fewer, larger row groups"
+        )
+    file.seek(size - 8 - footer_size)
+    return file.read(footer_size)
+
+
+def _extension_names_in_footer(footer: bytes) -> Iterator[str]:
+    """Read the extension types in the Arrow schemas of a parquet footer, without letting Arrow do it.
+
+    Raises OSError where they cannot be followed: nobody knows then what Arrow would make of them.
+
+    The footer is Thrift (compact protocol): a string is its length as a varint, then its bytes; the value of
+    a key follows after one byte 0x18 (next field, binary). The schema is base64 of an Arrow IPC message.
+    """
+    key = b"ARROW:schema"
+    at = footer.find(key)
+    while at >= 0:
+        at += len(key)
+        try:
+            if footer[at] != 0x18:
+                raise ValueError("unknown encoding")
+            at, length, shift = at + 1, 0, 0
+            while True:
+                length |= (footer[at] & 0x7F) << shift
+                at, shift = at + 1, shift + 7
+                if footer[at - 1] < 0x80:
+                    break
+            names = _extension_names(base64.b64decode(footer[at : at + length], validate=True))
+        except (ValueError, IndexError, struct.error) as error:
+            raise OSError(f"its Arrow schema is damaged: {error}") from error
+        yield from names
+        at = footer.find(key, at + length)
+
+
+def _extension_names(message: bytes) -> list[str]:
+    """Names of the extension types in an Arrow IPC schema message, nested fields included.
+
+    A flatbuffer table starts with the distance back to its vtable, which holds the offset of each field
+    (format/Message.fbs, format/Schema.fbs of Apache Arrow: Message.header is field 2, Schema.fields 1,
+    Field.children 5, Field.custom_metadata 6, KeyValue.key 0 and value 1).
+    """
+
+    def number(code: str, at: int) -> int:
+        if at < 0:
+            raise ValueError("an offset leads outside")
+        return struct.unpack_from(code, message, at)[0]
+
+    def follow(table: int, field: int) -> int | None:
+        vtable = table - number("<i", table)
+        if 4 + 2 * field >= number("<H", vtable):
+            return None
+        offset = number("<H", vtable + 4 + 2 * field)
+        return table + offset + number("<I", table + offset) if offset else None
+
+    def vector(at: int | None) -> list[int]:
+        slots = [] if at is None else range(at + 4, at + 4 + 4 * number("<I", at), 4)
+        return [slot + number("<I", slot) for slot in slots]
+
+    def text(at: int | None) -> bytes:
+        return b"" if at is None else message[at + 4 : at + 4 + number("<I", at)]
+
+    # Messages start with a marker and their length; before Arrow 0.15 with the length alone.
+    start = 8 if number("<I", 0) == 0xFFFFFFFF else 4
+    schema = follow(start + number("<I", start), 2)
+    pending = [] if schema is None else vector(follow(schema, 1))
+    names = []
+    seen = 0
+    while pending:
+        field = pending.pop()
+        seen += 1
+        if seen > 100_000:
+            raise ValueError("its fields refer to each other")
+        for pair in vector(follow(field, 6)):
+            if text(follow(pair, 0)) == b"ARROW:extension:name":
+                names.append(text(follow(pair, 1)).decode("utf-8", "backslashreplace"))
+        pending += vector(follow(field, 5))
+    return names

@@ -1,0 +1,299 @@
+"""Normalisation statistics that a dataset's `meta/stats.json` lacks, computed from its parquet files.
+
+The numbers are those that LeRobot's writer would have stored: its `compute_episode_stats` for each episode,
+then its `aggregate_stats` one episode after the other. So quantiles are, as LeRobot's are, frame-weighted
+means of the episodes' quantiles (`lerobot/datasets/compute_stats.py`). Video is never decoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import numpy as np
+
+from vla_finetuning.data.limits import MAX_DATA_BYTES
+from vla_finetuning.data.metadata import CAMERA_DTYPES, NUMERIC_DTYPES, DatasetMetadata, Feature, select_episodes
+from vla_finetuning.data.rows import numbers
+from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+from vla_finetuning.files import write_json
+
+Stats = dict[str, dict[str, np.ndarray]]
+
+STATISTICS = ("min", "max", "mean", "std", "count", "q01", "q10", "q50", "q90", "q99")
+# Pairs of them that a value is normalised between.
+RANGES = (("min", "max"), ("q01", "q99"), ("q10", "q90"))
+_CACHE_FORMAT = 1
+_logger = logging.getLogger(__name__)
+
+
+def complete_stats(
+    meta: DatasetMetadata,
+    required: Mapping[str, set[str]],
+    *,
+    cache_dir: str | Path | None,
+    episodes: Sequence[int] | np.ndarray | None = None,
+) -> tuple[Stats, list[str]]:
+    """Return the dataset's statistics with every required one in place.
+
+    Runs on the driver. What is missing is computed by a Ray Data pass, one task per parquet file, over the
+    columns concerned only; Ray is started if it is not running. What stats.json holds is returned as it is.
+
+    Args:
+        required: `{"action": {"q01", "q99"}, ...}`; names out of `STATISTICS`.
+        cache_dir: folder for what was computed, as JSON; a later call reads it there as long as the dataset's
+            metadata and the sizes and dates of its parquet files are the same. None: no cache.
+        episodes: which episodes the missing statistics describe; None is all, as in stats.json.
+    Returns:
+        The statistics, `{feature: {statistic: array}}`, and the sorted `"feature/statistic"` that stats.json
+        lacks and that were therefore computed (now, or earlier and read from the cache).
+    Raises:
+        ValueError: a feature the dataset does not have, or one without such statistics (cameras, text); a
+            statistic that is not finite or of another shape than its feature; data that contradicts the
+            metadata or holds NaN.
+        FileNotFoundError: a parquet file is missing.
+    """
+    chosen = select_episodes(meta, episodes)
+    missing: dict[str, list[str]] = {}
+    for key, wanted in required.items():
+        unknown = sorted(set(wanted) - set(STATISTICS))
+        if unknown:
+            raise ValueError(f"statistics {unknown} of {key!r}: unknown; LeRobot has {', '.join(STATISTICS)}")
+        absent = sorted(set(wanted) - set(meta.stats.get(key, {})))
+        if absent:
+            _check_computable(meta, key, absent)
+            missing[key] = absent
+
+    stats: Stats = {key: dict(values) for key, values in meta.stats.items()}
+    if missing:
+        computed = _cached_stats(meta, sorted(missing), chosen, cache_dir)
+        for key, names in missing.items():
+            stats.setdefault(key, {}).update({name: computed[key][name] for name in names})
+    check_stats(replace(meta, stats=stats), required)
+    return stats, sorted(f"{key}/{name}" for key, names in missing.items() for name in names)
+
+
+def check_stats(meta: DatasetMetadata, required: Mapping[str, set[str]]) -> None:
+    """Check those of the required statistics that the dataset has; LeRobot would normalise with them as they are.
+
+    Raises:
+        ValueError: a statistic that is not finite or of another shape than its feature, or a lower end of a range that
+            lies above the upper one.
+    """
+    for key, wanted in required.items():
+        found = {name: meta.stats[key][name] for name in sorted(wanted & meta.stats.get(key, {}).keys())}
+        for name, value in found.items():
+            _check_values(meta, key, name, value)
+        for low, high in RANGES:
+            if low in found and high in found and (found[low] > found[high]).any():
+                raise ValueError(
+                    f"dataset {meta.root}: {low} of {key!r} is above {high}: {found[low].tolist()!s:.200} and "
+                    f"{found[high].tolist()!s:.200}; remove {key!r} from meta/stats.json to have it computed again"
+                )
+
+
+def file_episode_stats(
+    fs: fsspec.AbstractFileSystem,
+    path: str,
+    features: Sequence[Feature],
+    episodes: Sequence[int],
+    first_rows: Sequence[int],
+    lengths: Sequence[int],
+) -> dict[str, np.ndarray]:
+    """Compute LeRobot's statistics of each episode of one parquet file. Pure; runs in a Ray Data task.
+
+    Args:
+        path: of the parquet file inside `fs`.
+        features: numeric ones.
+        episodes, first_rows, lengths: of the n episodes to describe: index, first row in the file, frames.
+    Returns:
+        `"episode_index"`, int64 (n,), and for every feature and statistic `"feature/statistic"`, (n, ...).
+    Raises:
+        ValueError: the rows are not those of the episodes, or a value is missing or not finite.
+    """
+    from lerobot.datasets.compute_stats import compute_episode_stats
+
+    keys = [feature.key for feature in features]
+    with open_parquet(fs, path) as file:
+        absent = sorted({"episode_index", *keys} - set(file.schema_arrow.names))
+        if absent:
+            raise ValueError(f"{path} lacks the columns {absent}, which meta/info.json promises")
+        table = read_columns(file, ["episode_index", *keys], Budget("rows", None, MAX_DATA_BYTES), name=path)
+    index = numbers(table["episode_index"], np.int64, (1,), f"{path}: column episode_index")
+    arrays = {f.key: numbers(table[f.key], None, f.shape, f"{path}: column {f.key}") for f in features}
+    declared = {f.key: {"dtype": f.dtype, "shape": f.shape, "info": f.info} for f in features}
+
+    rows: dict[str, list[np.ndarray]] = {}
+    for episode, first, length in zip(episodes, first_rows, lengths, strict=True):
+        part = index[first : first + length]
+        if len(part) != length or (part != episode).any():
+            raise ValueError(
+                f"{path}: rows {first}..{first + length - 1} should be episode {episode}, found "
+                f"{sorted(set(part.tolist()))[:5]} in {len(part)} rows: the file and meta/episodes do not "
+                "belong together; rebuild the dataset"
+            )
+        data = {key: array[first : first + length] for key, array in arrays.items()}
+        for key, array in data.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                frame = int(np.flatnonzero(~np.isfinite(array).reshape(length, -1).all(axis=1))[0])
+                raise ValueError(
+                    f"{path}: {key} of episode {episode}, frame {frame} holds NaN or infinity; leave the "
+                    "episode out (--dataset.episodes) or repair it"
+                )
+        for key, values in compute_episode_stats(data, declared).items():
+            for name, value in values.items():
+                rows.setdefault(f"{key}/{name}", []).append(value)
+    return {"episode_index": np.asarray(episodes, dtype=np.int64)} | {
+        name: np.stack(values) for name, values in rows.items()
+    }
+
+
+def aggregate_episode_stats(columns: Mapping[str, np.ndarray]) -> Stats:
+    """Fold the statistics of n episodes into the dataset's, as LeRobot's writer does episode by episode.
+
+    Args:
+        columns: of `file_episode_stats`, of all files concatenated, in any order.
+    Returns:
+        `{feature: {statistic: float64 array}}`; `count` is int64 (1,).
+    """
+    from lerobot.datasets.compute_stats import aggregate_stats
+
+    total: Stats | None = None
+    names = [name.rpartition("/") for name in columns if name != "episode_index"]
+    for row in np.argsort(columns["episode_index"], kind="stable").tolist():
+        episode: Stats = {}
+        for key, _, name in names:
+            episode.setdefault(key, {})[name] = columns[f"{key}/{name}"][row]
+        total = episode if total is None else aggregate_stats([total, episode])
+    if total is None:
+        raise ValueError("no episode to aggregate statistics of")
+    return total
+
+
+def _check_computable(meta: DatasetMetadata, key: str, names: list[str]) -> None:
+    where = f"dataset {meta.root}: statistics {names} of {key!r} are missing in meta/stats.json"
+    feature = meta.features.get(key)
+    if feature is None:
+        raise ValueError(f"{where}, and the dataset has no such feature; it has {sorted(meta.features)}")
+    if feature.dtype in CAMERA_DTYPES:
+        raise ValueError(
+            f"{where}; those of cameras are not computed here, since every video would have to be decoded. "
+            "Use a normalisation of images that needs none (IDENTITY), or LeRobot's "
+            "`python -m lerobot.scripts.augment_dataset_quantile_stats`"
+        )
+    if feature.dtype not in NUMERIC_DTYPES:
+        raise ValueError(f"{where}, and a feature of dtype {feature.dtype} has none")
+
+
+def _check_values(meta: DatasetMetadata, key: str, name: str, value: np.ndarray) -> None:
+    where = f"dataset {meta.root}: statistic {name!r} of {key!r}"
+    if not np.isfinite(value).all():
+        raise ValueError(
+            f"{where} is not finite: {value.tolist()!s:.200}; remove {key!r} from meta/stats.json to have it "
+            "computed again"
+        )
+    feature = meta.features.get(key)
+    expected = (1,) if name == "count" else feature.shape if feature and len(feature.shape) == 1 else value.shape
+    if value.shape != expected:
+        raise ValueError(
+            f"{where} has shape {value.shape}, expected {expected}; remove {key!r} from meta/stats.json to "
+            "have it computed again"
+        )
+
+
+def _cached_stats(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray, cache_dir: str | Path | None) -> Stats:
+    """All statistics of `keys`, from the cache or computed (and then cached)."""
+    if cache_dir is None:
+        return _to_stats(_to_json(_compute(meta, keys, episodes)))
+    path = Path(cache_dir) / f"stats-{_digest(meta, keys, episodes)}.json"
+    try:
+        found = json.loads(path.read_bytes())
+        return _to_stats({key: {name: found[key][name] for name in STATISTICS} for key in keys})
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, TypeError) as error:
+        _logger.warning("%s is damaged (%s); computing the statistics again", path, error)
+    values = _to_json(_compute(meta, keys, episodes))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, values)
+    return _to_stats(values)
+
+
+def _compute(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray) -> Stats:
+    import ray
+
+    features = [meta.features[key] for key in keys]
+    fs, base = meta.fs, meta.base
+    items = []
+    for file in np.unique(meta.episode_data_file[episodes]).tolist():
+        members = episodes[meta.episode_data_file[episodes] == file]
+        items.append(
+            {
+                "path": f"{base}/{meta.data_files[file]}",
+                "episodes": members.tolist(),
+                "first_rows": meta.episode_data_row[members].tolist(),
+                "lengths": meta.episode_length[members].tolist(),
+            }
+        )
+
+    def describe(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        (path,), (members,) = batch["path"], batch["episodes"]
+        (first_rows,), (lengths,) = batch["first_rows"], batch["lengths"]
+        return file_episode_stats(fs, path, features, members.tolist(), first_rows.tolist(), lengths.tolist())
+
+    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(describe, batch_size=1)
+    dataset.context.raise_original_map_exception = True
+    try:
+        batches = list(dataset.iter_batches(batch_size=None, batch_format="numpy"))
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ValueError | OSError):
+            raise type(error.cause)(f"dataset {meta.root}: {error.cause}") from None
+        raise
+    stats = aggregate_episode_stats({name: np.concatenate([b[name] for b in batches]) for name in batches[0]})
+    return {key: stats[feature.key] for key, feature in zip(keys, features, strict=True)}
+
+
+def _digest(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray) -> str:
+    """Identify the dataset's content as far as it can be told without reading it."""
+    import lerobot
+
+    digest = hashlib.sha256()
+    description = {
+        "format": _CACHE_FORMAT,
+        "lerobot": lerobot.__version__,
+        "root": meta.base,
+        "features": {key: [f.key, f.dtype, f.shape] for key, f in meta.features.items() if key in keys},
+        "data_files": meta.data_files,
+        "listing": _listing(meta),
+    }
+    digest.update(json.dumps(description, sort_keys=True).encode())
+    for array in (meta.episode_length, meta.episode_data_file, meta.episode_data_row, episodes):
+        digest.update(np.ascontiguousarray(array).tobytes() + b"|")
+    return digest.hexdigest()[:32]
+
+
+def _listing(meta: DatasetMetadata) -> list[list[str]]:
+    """Size, and date or hash, of each parquet file: a dataset rewritten at the same place is another one."""
+    listing = []
+    for folder in sorted({path.rpartition("/")[0] for path in meta.data_files}):
+        found = meta.fs.find(f"{meta.base}/{folder}".rstrip("/"), maxdepth=1, detail=True)
+        for name, entry in sorted(found.items()):
+            marks = [entry.get(mark) for mark in ("size", "mtime", "ETag", "LastModified", "md5Hash", "created")]
+            listing.append([name, *map(str, marks)])
+    return listing
+
+
+def _to_json(stats: Stats) -> dict[str, dict[str, list]]:
+    return {key: {name: value.tolist() for name, value in values.items()} for key, values in stats.items()}
+
+
+def _to_stats(values: Mapping[str, Mapping[str, list]]) -> Stats:
+    stats = {key: {name: np.atleast_1d(np.array(v)) for name, v in named.items()} for key, named in values.items()}
+    if any(value.dtype.kind not in "biuf" for named in stats.values() for value in named.values()):
+        raise ValueError("not numbers")
+    return stats

@@ -1,0 +1,397 @@
+"""Datasets in object stores: files read in ranges, with read-ahead, retries, and limits on how long all of it may take.
+
+`connect` gives a file system that the rest of the program uses as it uses the local one. Behind it is the store's own
+fsspec file system, whose patience is configured here: one policy of retries for all stores, on top, so that a store
+that fails for good is reported within `StoragePolicy.timeout_s`, and one that stalls never hangs a run. Blocks that
+were read may be kept on a local disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import os
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
+
+from vla_finetuning.config import CACHE_SIZE_GB, READ_TIMEOUT_S
+
+# Bytes fetched around what is asked for. Smaller blocks cost round trips, larger ones bytes that a shuffled read does
+# not want: 256 shuffled rows of two cameras (7 kB a frame, files of 21 MB) took 60 requests and 16 MB with 256 KiB,
+# 34 and 32 MB with 1 MiB, 14 and all 42 MB with 4 MiB.
+BLOCK_BYTES = 2**20
+# Blocks that an open file remembers: the index at the start of an mp4, and the frames being decoded.
+KEPT_BLOCKS = 32
+# A longer read is several requests, so that a slow line has time for each.
+MAX_REQUEST_BYTES = 16 * 2**20
+# A connection that is silent for this share of the time a read may take is given up and made anew.
+STALL_SHARE = 1 / 8
+# Pauses between attempts: at random, up to 0.5, 1, 2, 4, 8 s and then always 10 s.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+
+
+class StorageError(OSError):
+    """A store refused or did not answer. Says nothing about what the file holds; the message tells what to do."""
+
+
+@contextlib.contextmanager
+def naming_file(name: str) -> Iterator[None]:
+    """Put the file's name before a `StorageError` from inside the block."""
+    try:
+        yield
+    except StorageError as error:
+        raise StorageError(f"{name}: {error}") from error
+
+
+@dataclass(frozen=True)
+class StoragePolicy:
+    """How files in object stores are read.
+
+    Attributes:
+        timeout_s: the longest that one request may take, with all its retries, in seconds.
+        cache_dir: a local folder that keeps blocks of files between reads and runs; None for no cache. Any number of
+            processes may share it.
+        cache_size_gb: the most it holds, in 10^9 bytes; what was not used for longest is dropped.
+    """
+
+    timeout_s: float = READ_TIMEOUT_S
+    cache_dir: str | None = None
+    cache_size_gb: float = CACHE_SIZE_GB
+
+
+def connect(
+    url: str, policy: StoragePolicy, storage_options: Mapping[str, Any] | None = None
+) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system of a path or URL, and the place inside it. Nothing is read yet.
+
+    Args:
+        storage_options: for the store's own file system (endpoint, credentials); they go before the policy's.
+    Raises:
+        ImportError, ValueError: no such protocol, or its package is missing.
+    """
+    options = _client_options(fsspec.utils.get_protocol(url), policy.timeout_s * STALL_SHARE)
+    for key, value in (storage_options or {}).items():
+        known = options.get(key)
+        options[key] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
+    fs, base = fsspec.core.url_to_fs(url, **options)
+    return (fs if isinstance(fs, LocalFileSystem) else RemoteFileSystem(fs, policy)), base
+
+
+def _client_options(protocol: str, stall_s: float) -> dict[str, Any]:
+    """Options that make a store's client notice a stalled connection, and leave retries to this module."""
+    if protocol in ("s3", "s3a"):
+        config = {"connect_timeout": stall_s, "read_timeout": stall_s, "retries": {"total_max_attempts": 1}}
+        return {"config_kwargs": config}
+    if protocol in ("gs", "gcs"):
+        import aiohttp
+
+        # Without this gcsfs waits for ever. Its own retries (6 attempts, half a minute in all) cannot be configured.
+        return {"requests_timeout": aiohttp.ClientTimeout(sock_connect=stall_s, sock_read=stall_s)}
+    return {}
+
+
+class RemoteFileSystem(fsspec.AbstractFileSystem):
+    """A store, for reading: every call is retried while the failure may pass, and ends in time.
+
+    All methods raise FileNotFoundError for what is not there, and `StorageError` for everything else that goes wrong
+    in the store or on the way to it.
+    """
+
+    cachable = False
+
+    def __init__(self, fs: fsspec.AbstractFileSystem, policy: StoragePolicy):
+        super().__init__()
+        self.fs, self.policy, self.protocol = fs, policy, fs.protocol
+        self.cache = None
+        if policy.cache_dir is not None:
+            self.cache = BlockCache(Path(policy.cache_dir), int(policy.cache_size_gb * 1e9))
+        if "s3" in fs.protocol:
+            # s3fs retries 5 times what it has retried 5 times already; instances, unlike classes, cannot be told so
+            # by an option (2026.2.0).
+            fs.retries = 1
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        return self._call("exists", path, **kwargs)
+
+    def isdir(self, path: str) -> bool:
+        return self._call("isdir", path)
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        return self._call("info", path, **kwargs)
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        return self._call("ls", path, detail=detail, **kwargs)
+
+    def find(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
+        # With a depth fsspec (2026.2.0) walks, and would silently leave out a folder that it failed to list.
+        depth = {} if maxdepth is None else {"maxdepth": maxdepth, "on_error": "raise"}
+        return self._call("find", path, **depth, **kwargs)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        return self._call("cat_file", path, start=start, end=end, **kwargs)
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.fs.invalidate_cache(path)
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> RemoteFile:
+        if mode != "rb":
+            raise ValueError(f"{path}: datasets are only read, not opened with mode {mode!r}")
+        return RemoteFile(self, path)
+
+    def within(self, timeout_s: float) -> RemoteFileSystem:
+        """The same store with less time for each request."""
+        return RemoteFileSystem(self.fs, replace(self.policy, timeout_s=min(timeout_s, self.policy.timeout_s)))
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        started = time.monotonic()
+        last: Exception | None = None
+        retrying = Retrying(
+            retry=retry_if_exception(_may_pass),
+            wait=wait_random_exponential(FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
+            stop=stop_before_delay(self.policy.timeout_s),
+            reraise=True,
+        )
+        try:
+            for attempt in retrying:
+                with attempt:
+                    if self.fs.async_impl:
+                        # The store's client may retry, and wait for a lock or a token: this bounds all of it.
+                        kwargs["timeout"] = max(0.01, self.policy.timeout_s - (time.monotonic() - started))
+                    try:
+                        return getattr(self.fs, method)(*args, **kwargs)
+                    except TimeoutError as error:
+                        last = last or error  # what went wrong before time was up says more
+                        raise
+                    except Exception as error:
+                        last = error
+                        raise
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise _explained(last or error, time.monotonic() - started) from error
+
+
+def _explained(error: Exception, elapsed_s: float) -> StorageError:
+    told = " ".join(str(error).split())
+    words = f"{type(error).__name__}: {told}" if told else "no answer"
+    if _may_pass(error):
+        return StorageError(
+            f"cannot be read: {words}; gave up after {elapsed_s:.0f} s of retries: check the network, the endpoint, "
+            "the credentials and that the store is not overloaded (a run goes on with --resume; "
+            "--dataset.read_timeout_s waits longer)"
+        )
+    return StorageError(
+        f"cannot be read: {words}; check credentials, permissions and endpoint (environment variables of the object "
+        "store, on every node)"
+    )
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the same request may succeed a little later."""
+    import aiohttp
+    from botocore.exceptions import ConnectionError as BotoConnectionError
+    from botocore.exceptions import HTTPClientError
+
+    status = _http_status(error)
+    if status is not None:
+        return status in (408, 429) or status >= 500
+    return isinstance(
+        error, TimeoutError | ConnectionError | aiohttp.ClientError | HTTPClientError | BotoConnectionError
+    )
+
+
+def _http_status(error: BaseException) -> int | None:
+    """The status that a store answered with: s3fs keeps it in the cause, gcsfs in `code`, aiohttp in `status`."""
+    for e in (error, error.__cause__):
+        response = getattr(e, "response", None)
+        if isinstance(response, dict):
+            return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    status = str(getattr(error, "code", None) or getattr(error, "status", None))
+    return int(status) if status.isdigit() else None
+
+
+class RemoteFile(io.RawIOBase):
+    """A file in a store, for reading. Fetches whole blocks, and neighbouring ones in one request.
+
+    Raises FileNotFoundError when opened, `StorageError` from then on.
+    """
+
+    def __init__(self, fs: RemoteFileSystem, path: str):
+        info = fs.info(path)
+        self.fs, self.path, self.size = fs, path, int(info["size"])
+        # What tells this content from another at the same place; without such a mark nothing is kept on disk.
+        marks = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
+        mark = next((str(info[name]) for name in marks if info.get(name)), None)
+        self._identity = None if mark is None else f"{fs.protocol}\0{path}\0{self.size}\0{mark}\0{BLOCK_BYTES}"
+        self._blocks: dict[int, bytes] = {}
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence])
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        # Never more memory than there are bytes: lengths may come from a damaged file.
+        left = max(0, self.size - self._at)
+        return super().read(left if size is None or size < 0 else min(size, left)) or b""
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        first, last = self._at // BLOCK_BYTES, -(-min(self._at + len(view), self.size) // BLOCK_BYTES)
+        done = 0
+        for number in range(first, last):
+            # Asked for one by one: of a long read no more is in memory than is kept anyway.
+            block = self._block(number, last)
+            part = memoryview(block)[self._at - number * BLOCK_BYTES :][: len(view) - done]
+            view[done : done + len(part)] = part
+            done += len(part)
+            self._at += len(part)
+        return done
+
+    def close(self) -> None:
+        self._blocks.clear()
+        super().close()
+
+    def _block(self, number: int, wanted: int) -> bytes:
+        """Block `number`; when it must be fetched, with those after it, up to block `wanted`."""
+        block = self._blocks.pop(number, None)
+        if block is None and self.fs.cache is not None and self._identity is not None:
+            block = self.fs.cache.get(self._key(number), self._end(number) - number * BLOCK_BYTES)
+        if block is None:
+            last = min(wanted, number + min(KEPT_BLOCKS, MAX_REQUEST_BYTES // BLOCK_BYTES))
+            data = self._fetch(number * BLOCK_BYTES, self._end(last - 1))
+            for n in range(number, last):
+                self._keep(n, data[(n - number) * BLOCK_BYTES :][:BLOCK_BYTES])
+                if self.fs.cache is not None and self._identity is not None:
+                    self.fs.cache.put(self._key(n), self._blocks[n])
+            block = self._blocks.pop(number)
+        self._keep(number, block)
+        return block
+
+    def _keep(self, number: int, block: bytes) -> None:
+        self._blocks[number] = block
+        while len(self._blocks) > KEPT_BLOCKS:
+            del self._blocks[next(iter(self._blocks))]  # the one used longest ago
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        try:
+            data = self.fs.cat_file(self.path, start, end)
+        except FileNotFoundError as error:
+            raise StorageError("was deleted while it was being read; copy it again") from error
+        if len(data) != end - start:
+            raise StorageError(
+                f"changed while it was being read: {len(data)} bytes at {start}, expected {end - start}; datasets must "
+                "not be written to while they are read"
+            )
+        return data
+
+    def _end(self, number: int) -> int:
+        return min((number + 1) * BLOCK_BYTES, self.size)
+
+    def _key(self, number: int) -> str:
+        return hashlib.sha256(f"{self._identity}\0{number}".encode()).hexdigest()
+
+
+class BlockCache:
+    """Blocks of remote files in a local folder, at most `limit_bytes` of them, shared by any number of processes.
+
+    A block is a file of its own, named by what it holds, written elsewhere and moved into place: readers see the whole
+    block or none, and one that is dropped while it is read is read to its end. Blocks carry a checksum: a disk that
+    lost power may keep a file's length and not its bytes.
+    """
+
+    SUFFIX = ".block"  # nothing else in the folder is touched
+    LEDGER = "ledger"  # bytes stored, never too few; its lock is the cache's
+    SCRATCH = "scratch"  # the block being written
+    FREED_SHARE = 0.1  # dropped at once, so that the folder is not searched for every block
+
+    def __init__(self, folder: Path, limit_bytes: int):
+        self.folder, self.limit_bytes = folder, limit_bytes
+
+    def get(self, key: str, length: int) -> bytes | None:
+        """A block of `length` bytes, or None."""
+        path = self._path(key)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        block = data[:-4]
+        if len(block) != length or zlib.crc32(block).to_bytes(4) != data[-4:]:
+            path.unlink(missing_ok=True)
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path)
+        return block
+
+    def put(self, key: str, block: bytes) -> None:
+        """Keep a block, dropping what was not used for longest when there is no room."""
+        size = len(block) + 4
+        if size > self.limit_bytes:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with self._ledger() as ledger:
+                known = os.pread(ledger, 20, 0)
+                stored = int(known) if known.isdigit() else self._drop(self.limit_bytes)
+                if stored + size > self.limit_bytes:
+                    stored = self._drop(self.limit_bytes * (1 - self.FREED_SHARE) - size)
+                os.pwrite(ledger, b"%020d" % (stored + size), 0)
+                scratch = self.folder / self.SCRATCH
+                with open(scratch, "wb") as file:
+                    file.write(block)
+                    file.write(zlib.crc32(block).to_bytes(4))
+                os.replace(scratch, self._path(key))
+        except OSError as error:
+            raise StorageError(
+                f"cache folder {self.folder}: {error}; choose another --dataset.cache_dir, lower "
+                "--dataset.cache_size_gb, or leave both out"
+            ) from error
+
+    def _path(self, key: str) -> Path:
+        return self.folder / (key + self.SUFFIX)
+
+    @contextlib.contextmanager
+    def _ledger(self) -> Iterator[int]:
+        """The ledger's file descriptor, locked."""
+        descriptor = os.open(self.folder / self.LEDGER, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield descriptor
+        finally:
+            os.close(descriptor)  # lets go of the lock, as the end of the process would
+
+    def _drop(self, goal_bytes: float) -> int:
+        """Delete blocks until `goal_bytes` are left; returns the bytes that are. Under the ledger's lock."""
+        found = []
+        for entry in os.scandir(self.folder):
+            if entry.name.endswith(self.SUFFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat()
+                    found.append((status.st_mtime, status.st_size, entry.path))
+        found.sort()
+        stored = sum(size for _, size, _ in found)
+        for _, size, path in found:
+            if stored <= goal_bytes:
+                break
+            Path(path).unlink(missing_ok=True)
+            stored -= size
+        return stored

@@ -1,0 +1,301 @@
+"""How far predicted action chunks are from recorded ones: the proof, at the end of a run, that a policy learned.
+
+Open loop: each frame's observation goes to the policy, and the chunk it predicts is compared with the one that was
+recorded. Errors are in the dataset's own units, over action steps within the episode (padded ones do not count).
+
+Legend: N rows of a batch, T chunk, A action, H W C image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.policies.factory import get_policy_class
+from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.utils.constants import ACTION
+
+from lerobot_datasource import LeRobotDatasource
+from vla_finetuning.config import OnError
+from vla_finetuning.data.columns import IS_SKIPPED
+from vla_finetuning.files import write_json
+from vla_finetuning.policies.loading import load_policy
+from vla_finetuning.policies.processors import load_processors, to_float
+from vla_finetuning.policies.remote_code import remote_code
+from vla_finetuning.run.folder import EVALUATION_NAME
+from vla_finetuning.run.plan import Run
+
+# Held-out frames that a run ends with predicting, evenly spaced, and how many at once.
+EVAL_FRAMES, EVAL_BATCH = 192, 32
+TASK = "task"
+ACTION_IS_PAD = f"{ACTION}_is_pad"
+# Where an example comes from.
+PLACE = ("dataset_index", "episode_index", "frame_index")
+
+
+def other_instructions(instructions: Iterable[str]) -> dict[str, str]:
+    """Another of the instructions for each of them; empty if there is only one."""
+    distinct = list(dict.fromkeys(instructions))
+    return dict(zip(distinct, distinct[1:] + distinct[:1], strict=True)) if len(distinct) > 1 else {}
+
+
+def evenly_spaced(count: int, limit: int) -> np.ndarray:
+    """At most `limit` of `count` indices, int64, evenly spaced over the whole range and without repeats."""
+    if count < 0 or limit < 1:
+        raise ValueError(f"at most {limit} of {count} frames: there is nothing to choose")
+    return (
+        np.unique(np.linspace(0, count - 1, min(count, limit)).round().astype(np.int64)) if count else np.empty(0, int)
+    )
+
+
+def open_loop_errors(
+    policy: PreTrainedPolicy,
+    preprocessor: Any,
+    postprocessor: Any,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    *,
+    mean_action: np.ndarray,
+    other_instruction: Mapping[str, str] | None = None,
+    seed: int = 0,
+    num_steps: int | None = None,
+) -> dict[str, Any]:
+    """Mean errors of a policy's action chunks, and of what it must beat, over the same frames.
+
+    Runs where the policy is, on CPU or CUDA. The noise that sampling starts from is the same for the same seed and
+    batches, so policies are compared on the same draws; the process's random state is left as it was.
+
+    Args:
+        policy: predicts chunks of T actions.
+        preprocessor, postprocessor: the policy's own, whole (LeRobot's pipelines, `processors.make_processors`).
+        batches: columns of N frame rows (DESIGN.md): cameras uint8 (N, H, W, 3), `observation.state` (N, S), `action`
+            (N, T, A), `action_is_pad` bool (N, T), `task` (N,) strings; bookkeeping columns are ignored.
+        mean_action: (A,), predicted by the constant policy: the mean of the dataset's statistics.
+        other_instruction: what to say instead of each instruction (`other_instructions`); None or empty: not tried.
+        seed: of the noise.
+        num_steps: of the denoising, for policies that denoise; None is the policy's own.
+    Returns:
+        `{"frames": n, "mean_action": e, "policy": e, "other_instruction": e or None}`, where each e is
+        `{"mse": float, "mae": [A floats]}`: the squared error averaged over all actions that are not padding and their
+        dimensions, and the absolute error of each dimension. Besides, `"by_task": {instruction: {"frames": n,
+        "mean_action": e, "policy": e}}`, and `"examples"`, the first frame of every batch: `{"task": str, "recorded":
+        T x A, "predicted": T x A, "is_pad": T}` and its place in the dataset. All of it JSON.
+    Raises:
+        ValueError: no frames; chunks of another shape than recorded; an instruction that `other_instruction` lacks.
+    """
+    device = next(policy.parameters()).device
+    options = {} if num_steps is None else {"num_steps": num_steps}
+    sums = {name: _ErrorSum() for name in ("mean_action", "policy", "other_instruction")}
+    by_task: dict[str, dict[str, _ErrorSum]] = {}
+    examples = []
+    was_training = policy.training
+    policy.eval()
+    try:
+        for number, batch in enumerate(batches):
+            recorded = np.asarray(batch[ACTION], np.float64)
+            counted = ~np.asarray(batch[ACTION_IS_PAD], bool)
+            constant = np.broadcast_to(np.asarray(mean_action, np.float64), recorded.shape)
+            sums["mean_action"].add(constant, recorded, counted)
+            instructions = [str(task) for task in batch[TASK]]
+            spoken = {"policy": instructions}
+            if other_instruction:
+                spoken["other_instruction"] = [_look_up(other_instruction, task) for task in instructions]
+            for name, tasks in spoken.items():
+                observation = _observation(preprocessor, batch, tasks, device)
+                chunk = _predict(policy, observation, (seed, number), options)
+                predicted = postprocessor(chunk).double().cpu().numpy()
+                sums[name].add(predicted, recorded, counted)
+                if name != "policy":
+                    continue
+                for task in dict.fromkeys(instructions):
+                    rows = [i for i, told in enumerate(instructions) if told == task]
+                    of_task = by_task.setdefault(task, {"mean_action": _ErrorSum(), "policy": _ErrorSum()})
+                    of_task["mean_action"].add(constant[rows], recorded[rows], counted[rows])
+                    of_task["policy"].add(predicted[rows], recorded[rows], counted[rows])
+                examples.append(
+                    {
+                        TASK: instructions[0],
+                        **{key: int(batch[key][0]) for key in PLACE if key in batch},
+                        "recorded": recorded[0].tolist(),
+                        "predicted": predicted[0].tolist(),
+                        "is_pad": (~counted[0]).tolist(),
+                    }
+                )
+    finally:
+        policy.train(was_training)
+    if not sums["policy"].frames:
+        raise ValueError("there are no frames to evaluate on: hold out at least one episode (--dataset.eval_split)")
+    return {
+        "frames": sums["policy"].frames,
+        **{name: total.mean() for name, total in sums.items()},
+        "by_task": {
+            task: {"frames": of_task["policy"].frames, **{name: total.mean() for name, total in of_task.items()}}
+            for task, of_task in by_task.items()
+        },
+        "examples": examples,
+    }
+
+
+def _look_up(other_instruction: Mapping[str, str], task: str) -> str:
+    if task not in other_instruction:
+        raise ValueError(f"no other instruction for {task!r}; there are some for {sorted(other_instruction)}")
+    return other_instruction[task]
+
+
+def _observation(
+    preprocessor: Any, batch: Mapping[str, np.ndarray], tasks: Sequence[str], device: torch.device
+) -> dict[str, Any]:
+    """The policy's input for the rows of a batch, with `tasks` as their instructions, on `device`."""
+    prepared = preprocessor({TASK: list(tasks), **_observed(batch)})
+    # Processors are saved for one device, often the CPU; the policy's is what counts.
+    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in prepared.items()}
+
+
+def _observed(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """What `LeRobotDataset` gives for the observations of a batch: images float32 (N, 3, H, W) in [0, 1]."""
+    tensors = {k: torch.from_numpy(np.array(column)) for k, column in batch.items() if k.startswith("observation.")}
+    return {k: to_float(t) if t.dtype == torch.uint8 and t.ndim >= 4 else t for k, t in tensors.items()}
+
+
+def _predict(
+    policy: PreTrainedPolicy, observation: dict[str, Any], seed: tuple[int, int], options: dict[str, Any]
+) -> torch.Tensor:
+    """`predict_action_chunk` (N, T, A), normalised, with noise drawn from a seed."""
+    device = next(policy.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
+        return policy.predict_action_chunk(observation, **options)
+
+
+class _ErrorSum:
+    """Running sums of squared and absolute errors over action steps that count."""
+
+    def __init__(self) -> None:
+        self.frames = self.actions = 0
+        self.squared: Any = 0.0
+        self.absolute: Any = 0.0
+
+    def add(self, predicted: np.ndarray, recorded: np.ndarray, counted: np.ndarray) -> None:
+        """`predicted` and `recorded` float64 (N, T, A), `counted` bool (N, T)."""
+        if predicted.shape != recorded.shape:
+            raise ValueError(
+                f"the policy predicts chunks of shape {predicted.shape}, the dataset's are {recorded.shape} "
+                "(frames, actions per chunk, dimensions): read it with the policy's own chunk size"
+            )
+        difference = (predicted - recorded)[counted]
+        self.frames += len(recorded)
+        self.actions += len(difference)
+        self.squared = self.squared + (difference**2).sum(axis=0)
+        self.absolute = self.absolute + np.abs(difference).sum(axis=0)
+
+    def mean(self) -> dict[str, Any] | None:
+        if not self.actions:
+            return None
+        return {
+            "mse": float(self.squared.mean() / self.actions),
+            "mae": [float(value) for value in self.absolute / self.actions],
+        }
+
+
+def error_table(trained: Mapping[str, Any], untrained: Mapping[str, Any] | None = None) -> str:
+    """The table that a run ends with.
+
+    Args:
+        trained, untrained: what `open_loop_errors` says of the trained policy and of the base it started from, over
+            the same frames.
+    """
+    baseline = trained["mean_action"]["mse"]
+    rows = [("mean action (a)", trained["mean_action"])]
+    if untrained is not None:
+        rows.append(("before training (b)", untrained["policy"]))
+    rows.append(("trained", trained["policy"]))
+    rows.append(("trained, told another instruction (c)", trained["other_instruction"]))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"Open-loop error of the action chunk on {trained['frames']} held-out frames"]
+    lines.append(f"  {'':{width}}  {'MSE':>10}  relative to (a)")
+    for name, error in rows:
+        if error is None:
+            lines.append(f"  {name:{width}}  {'-':>10}  the dataset has one instruction only")
+        else:
+            relative = error["mse"] / baseline if baseline else float("nan")
+            lines.append(f"  {name:{width}}  {error['mse']:10.4g}  {relative:15.3f}")
+    return "\n".join(lines)
+
+
+def held_out_frames(run: Run, limit: int = EVAL_FRAMES) -> Iterator[dict[str, Any]]:
+    """The first held-out episode, frame by frame, as `LeRobotDataset` gives it and as a robot would see it.
+
+    Frames are dicts of `task` (a string), observations and `action` (A,); at most `limit` of them.
+
+    Raises:
+        ValueError: no episode is held out.
+    """
+    number = next((n for n, held_out in enumerate(run.eval_episodes) if len(held_out)), None)
+    if number is None:
+        raise ValueError("no episode is held out: give --dataset.eval_split")
+    meta, episode = run.metas[number], int(run.eval_episodes[number][0])
+    source = LeRobotDatasource(
+        [meta],
+        episodes=[[episode]],
+        camera_keys=run.match.camera_keys,
+        columns=run.match.dataset_keys,
+        image_size=run.config.dataset.image_size,
+        tolerance_s=run.config.tolerance_s,
+    )
+    for row in source.read_rows(range(min(int(meta.episode_length[episode]), limit)), batch_size=1):
+        observed = {key: tensor[0] for key, tensor in _observed(row).items()}
+        yield {TASK: str(row[TASK][0]), **observed, ACTION: torch.from_numpy(row[ACTION][0].copy())}
+
+
+def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
+    """Open-loop errors of a finished run on its held-out episodes, before and after training.
+
+    Runs in a process of its own, on a GPU if the run had GPUs. The trained policy is read back from
+    `OUTPUT_DIR/pretrained_model` as anybody would, by LeRobot's own loading.
+
+    Returns:
+        `{"trained": ..., "untrained": ...}`, each as from `open_loop_errors`; also written to `evaluation.json`.
+    """
+    config = run.policy_config
+    source = LeRobotDatasource(
+        run.metas,
+        episodes=[held_out.tolist() for held_out in run.eval_episodes],
+        camera_keys=run.match.camera_keys,
+        columns=run.match.dataset_keys,
+        delta_timestamps=run.match.delta_timestamps,
+        image_size=run.config.dataset.image_size,
+        tolerance_s=run.config.tolerance_s,
+        on_error=cast(OnError, run.config.dataset.on_error),
+    )
+    batches = []
+    for batch in source.read_rows(evenly_spaced(source.plan.rows_per_epoch, frames).tolist(), EVAL_BATCH):
+        read = ~batch.pop(IS_SKIPPED, np.zeros(len(batch["index"]), bool))
+        if read.any():
+            batches.append({key: values[read] for key, values in batch.items()})
+    if not batches:
+        raise ValueError("none of the held-out episodes can be read")
+    device = torch.device("cuda" if run.use_gpu else "cpu")
+    options: dict[str, Any] = {
+        "mean_action": run.stats[ACTION]["mean"],
+        "other_instruction": other_instructions(task for meta in run.metas for task in meta.tasks.values()),
+        "seed": run.config.seed,
+    }
+    folder = run.output_dir / "pretrained_model"
+    saved = PreTrainedConfig.from_pretrained(folder)
+    saved.device = device.type
+    trusted = run.config.policy_trust_remote_code
+    # The dataset's keys are the policy's after the run's rename map, which the saved preprocessor applies.
+    pre, post = load_processors(folder, saved, trusted=trusted)
+    with remote_code(trusted):
+        trained = get_policy_class(saved.type).from_pretrained(folder, config=saved)
+    errors = {"trained": open_loop_errors(trained.to(device), pre, post, batches, **options)}
+    del trained
+    if run.policy_folder is not None:
+        untrained = load_policy(run.policy_folder, config, trusted=trusted).to(device)
+        pre, post = run.processors(config)
+        options["other_instruction"] = None
+        errors["untrained"] = open_loop_errors(untrained, pre, post, batches, **options)
+    write_json(run.output_dir / EVALUATION_NAME, errors)
+    return errors

@@ -1,0 +1,543 @@
+"""A LeRobot policy for training: fetched, loaded and verified, matched to a dataset, and saved again.
+
+LeRobot's policy classes do the work; this room refuses what would otherwise go wrong silently: weights that do
+not load, cameras that do not match, states too wide. The processors are `processors`, the loss is `pi05`.
+"""
+
+import contextlib
+import copy
+import difflib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
+from lerobot.policies.factory import get_policy_class
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.policies.pi05.modeling_pi05 import PI05Policy
+from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.processor import DeviceProcessorStep, PolicyProcessorPipeline, TokenizerProcessorStep
+from lerobot.utils.constants import (
+    ACTION,
+    OBS_PREFIX,
+    OBS_STATE,
+    POLICY_POSTPROCESSOR_DEFAULT_NAME,
+    POLICY_PREPROCESSOR_DEFAULT_NAME,
+    REWARD,
+)
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file, save_model
+from torch import Tensor
+from transformers.initialization import no_init_weights
+
+from vla_finetuning.data.hub import download_snapshot, resolve_commit
+from vla_finetuning.files import let_others_read
+from vla_finetuning.policies.pi05 import meta_policy
+from vla_finetuning.policies.processors import (
+    EMPTY_CAMERA,
+    TOKENIZER_FOLDER,
+    DatasetFeature,
+    normalization_mode,
+    policy_feature,
+)
+from vla_finetuning.policies.remote_code import remote_code
+
+WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+PRETRAINED_FILES = ("*.json", "*.safetensors", "*.model")
+
+
+# --- fetch and load ---------------------------------------------------------------------------------------
+
+
+def fetch_pretrained(path: str, revision: str | None = None) -> tuple[Path, str | None]:
+    """Find a pretrained policy, and download it if `path` is an id on the Hub. Runs on the driver.
+
+    Only configuration, safetensors and tokenizer files are downloaded.
+
+    Args:
+        path: a folder, or `owner/name` on the Hub. An existing folder wins.
+        revision: branch, tag or commit on the Hub.
+    Returns:
+        The folder, and the commit it holds or None for a folder of the user's.
+    Raises:
+        FileNotFoundError: neither a folder nor a Hub id, or no config.json in it.
+        ValueError: a URI; a revision of a local folder; no such repository or revision, or no access.
+        OSError: the Hub cannot be reached, and the cache does not hold the files.
+    """
+    if "://" in path:
+        raise ValueError(f"a policy cannot be read from {path}; copy it to a folder, or name it on the Hub")
+    folder, commit = Path(path).expanduser(), None
+    if folder.is_dir():
+        if revision is not None:
+            raise ValueError(f"{path} is a local folder, which has no revision {revision!r}")
+    elif not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path):
+        raise FileNotFoundError(f"{path} is no folder and no Hub id of the form owner/name")
+    else:
+        commit = resolve_commit(path, revision, repo_type="model")
+        folder = Path(download_snapshot(path, commit, repo_type="model", allow_patterns=PRETRAINED_FILES))
+    if not (folder / "config.json").is_file():
+        found = sorted(entry.name for entry in folder.iterdir())
+        raise FileNotFoundError(f"{path} is no pretrained LeRobot policy: no config.json among {found}")
+    return folder, commit
+
+
+def new_policy(config: PreTrainedConfig, *, trusted: bool = False) -> PreTrainedPolicy:
+    """Build a policy with random weights on the CPU; `config.device` becomes "cpu".
+
+    `trusted`: whether code that comes with what `config` names may run. Raises RemoteCodeError if not, and some would.
+    """
+    config.device = "cpu"
+    with remote_code(trusted):
+        return get_policy_class(config.type)(config)
+
+
+def load_policy(folder: Path, config: PreTrainedConfig, *, trusted: bool = False) -> PreTrainedPolicy:
+    """Build a policy on the CPU and load its weights, all of them or none.
+
+    LeRobot's own `PI05Policy.from_pretrained` catches every error and goes on with random weights (lerobot
+    0.6.1); this reads the same files, renames keys as it does, and verifies. Runs wherever the policy is
+    needed.
+
+    Args:
+        folder: a pretrained folder with model.safetensors, or its shards and their index.
+        config: the policy's configuration, from that folder and fitted to the dataset (`match_features`). Its
+            `device` becomes "cpu".
+        trusted: whether code that comes with what `config` names may run.
+    Returns:
+        The policy, in eval mode, parameters in the precision of its configuration.
+    Raises:
+        FileNotFoundError: no safetensors weights in the folder.
+        ValueError: a file is corrupt; keys are missing, unexpected or of another shape; a weight is not finite.
+    """
+    folder = Path(folder)
+    # Every weight is about to be loaded, so drawing 4 billion random ones first (a minute) is left out.
+    with no_init_weights() if isinstance(config, PI05Config) else contextlib.nullcontext():
+        policy = new_policy(config, trusted=trusted)
+    weights = _matching_weights(folder, policy)
+    for key, tensor in weights.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(f"{key} in {folder} holds values that are not finite; the file is damaged")
+    policy.load_state_dict(weights, strict=False)
+    return policy.eval()
+
+
+def check_weights(folder: Path, policy: PreTrainedPolicy) -> None:
+    """Refuse what `load_policy` would refuse of a folder's files, keys and shapes, in seconds. Runs on the driver.
+
+    Only the files' headers are read, so values that are not finite are left to `load_policy`.
+
+    Args:
+        policy: built for the folder's configuration, on any device; the meta device will do.
+    """
+    _matching_weights(Path(folder), policy)
+
+
+def _matching_weights(folder: Path, policy: PreTrainedPolicy) -> dict[str, Tensor]:
+    """All tensors of a pretrained folder under the policy's keys, mapped into memory and not read yet."""
+    weights = _read_weights(folder)
+    if isinstance(policy, PI05Policy):
+        weights = _pi05_keys(policy, weights)
+    _check_keys(folder, policy.config, weights, policy.state_dict(keep_vars=True))
+    return weights
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a pretrained folder, mapped into memory and not read yet."""
+    if (folder / WEIGHTS_FILE).is_file():
+        files = [WEIGHTS_FILE]
+    elif (folder / WEIGHTS_INDEX).is_file():
+        try:
+            files = sorted(set(json.loads((folder / WEIGHTS_INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{folder / WEIGHTS_INDEX} is no index of safetensors shards: {error!r}") from error
+        for file in files:
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(f"{folder / WEIGHTS_INDEX} names {file!r}, which is no file in its own folder")
+    else:
+        found = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else "nothing"
+        raise FileNotFoundError(
+            f"no {WEIGHTS_FILE} in {folder}, found {found}; pickled weights (.bin, .pt) are never loaded, "
+            "and adapters must be merged into their base first"
+        )
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(folder / file, framework="pt", device="cpu") as opened:
+                weights.update({key: opened.get_tensor(key) for key in opened.keys()})  # noqa: SIM118
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{folder / WEIGHTS_INDEX} names {file}, which is not there") from error
+        except SafetensorError as error:
+            raise ValueError(f"{folder / file} is truncated or no safetensors file: {error}") from error
+    return weights
+
+
+def _pi05_keys(policy: PI05Policy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename keys as LeRobot's `PI05Policy.from_pretrained` does.
+
+    Published checkpoints hold the word embedding only under the name of the language head that it was tied
+    to, and LeRobot copies it from there; it does so as well where the file has both, and then the order of
+    the file decides. Here the embedding's own weights win.
+    """
+
+    def prefixed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {key if key.startswith("model.") else f"model.{key}": tensor for key, tensor in tensors.items()}
+
+    # LeRobot's function leaves these keys alone, but warns of each in every process that loads.
+    plain = {key: tensor for key, tensor in weights.items() if "patch_embedding" in key}
+    rest = {key: tensor for key, tensor in weights.items() if key not in plain}
+    renamed = prefixed({**policy._fix_pytorch_state_dict_keys(rest, policy.config), **plain})
+    return {**renamed, **{key: tensor for key, tensor in prefixed(weights).items() if key in renamed}}
+
+
+def _check_keys(
+    folder: Path, config: PreTrainedConfig, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> None:
+    # One tensor under two names is written once; loading either loads both.
+    loaded = {id(expected[key]) for key in expected if key in weights}
+    missing = [key for key in expected if key not in weights and id(expected[key]) not in loaded]
+    unexpected = [key for key in weights if key not in expected]
+    shapes = [
+        f"{key} (found {tuple(weights[key].shape)}, expected {tuple(expected[key].shape)})"
+        for key in expected
+        if key in weights and weights[key].shape != expected[key].shape
+    ]
+    problems = [
+        f"{len(keys)} {what}: {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
+        for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+        if keys
+    ]
+    if problems:
+        raise ValueError(
+            f"the weights in {folder} are not of its '{config.type}' policy: {'; '.join(problems)}. Nothing "
+            "was loaded. Check that config.json and weights belong together, and to this version of LeRobot"
+        )
+
+
+# --- match dataset and policy -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FeatureRow:
+    """A policy's feature and where it comes from, for a printed table.
+
+    Attributes:
+        dataset_key, dataset_shape: None for a camera that is masked.
+        policy_key, policy_shape: images channel-first.
+        normalization: mode, as LeRobot names it.
+    """
+
+    dataset_key: str | None
+    policy_key: str
+    dataset_shape: tuple[int, ...] | None
+    policy_shape: tuple[int, ...]
+    normalization: str
+
+
+@dataclass(frozen=True)
+class FeatureMatch:
+    """How a dataset feeds a policy.
+
+    Attributes:
+        camera_keys: cameras to decode, by their names in the dataset.
+        rows: a row for each input and output of the policy.
+        delta_timestamps: seconds from a frame, by dataset key, as LeRobot's `resolve_delta_timestamps`.
+    """
+
+    camera_keys: tuple[str, ...]
+    rows: tuple[FeatureRow, ...]
+    delta_timestamps: dict[str, list[float]]
+
+    @property
+    def dataset_keys(self) -> tuple[str, ...]:
+        """What the policy uses of the dataset."""
+        return tuple(row.dataset_key for row in self.rows if row.dataset_key is not None)
+
+    def table(self) -> list[str]:
+        """The rows as aligned lines of text."""
+        cells = [
+            (
+                row.dataset_key or "(no camera)",
+                "masked" if row.dataset_shape is None else "x".join(map(str, row.dataset_shape)),
+                "->",
+                row.policy_key,
+                "x".join(map(str, row.policy_shape)),
+                row.normalization,
+            )
+            for row in self.rows
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+
+
+def match_features(
+    config: PreTrainedConfig,
+    dataset_features: Mapping[str, DatasetFeature],
+    rename_map: Mapping[str, str],
+    *,
+    fps: float,
+    missing_cameras: Literal["error", "mask"] = "error",
+) -> FeatureMatch:
+    """Match a dataset's features to a policy's, and fit the configuration to the dataset.
+
+    As LeRobot's `make_policy`, it sets `config.output_features` to the dataset's actions,
+    `config.input_features` if it is empty, and `config.action_feature_names`. LeRobot takes any cameras as
+    long as one side's are a subset of the other's; here a camera is left out only on request.
+
+    Args:
+        config: the policy's configuration.
+        dataset_features: the dataset's features, without the cameras that were not chosen.
+        rename_map: dataset key to policy key, for `observation.*`.
+        fps: frames per second of the dataset.
+        missing_cameras: "mask" lets PI0.5 run without cameras that it has and the dataset lacks.
+    Raises:
+        ValueError: naming the key, what was found, what was expected, and the flag that settles it.
+    """
+    _check_rename_map(config, dataset_features, rename_map)
+    sources = {rename_map.get(key, key): key for key in dataset_features}
+    available = {key: policy_feature(source, dataset_features[source]) for key, source in sources.items()}
+    found = {key: feature for key, feature in available.items() if feature is not None}
+
+    outputs = {key: feature for key, feature in found.items() if feature.type is FeatureType.ACTION}
+    if ACTION not in outputs:
+        raise ValueError(f"the dataset has no '{ACTION}'; its features are {sorted(dataset_features)}")
+    fitted = copy.deepcopy(config)
+    fitted.output_features = outputs
+    fitted.input_features = fitted.input_features or {key: f for key, f in found.items() if key not in outputs}
+    fitted.validate_features()  # what the policy's constructor adds, its state among others, must be normalised too
+    inputs = fitted.input_features
+    cameras = [key for key, feature in found.items() if feature.type is FeatureType.VISUAL]
+    masked = _check_cameras(config, inputs, cameras, sources, rename_map, missing_cameras)
+    for key, feature in inputs.items():
+        if feature.type is not FeatureType.VISUAL and key not in found:
+            raise ValueError(
+                f"the policy needs '{key}', and the dataset's features are {sorted(dataset_features)}; "
+                f'--rename_map=\'{{"observation.x": "{key}"}}\' gives one of them that name'
+            )
+    for key, limit in ((OBS_STATE, "max_state_dim"), (ACTION, "max_action_dim")):
+        if key in found:
+            _check_vector(sources[key], dataset_features[sources[key]], limit, getattr(config, limit, None))
+
+    config.output_features, config.input_features = outputs, inputs
+    names = _flat_names(dataset_features[ACTION].names)
+    if names is not None and hasattr(config, "action_feature_names"):
+        config.action_feature_names = names
+
+    used = {**inputs, **outputs}
+    rows = tuple(
+        FeatureRow(
+            None if key in masked else sources[key],
+            key,
+            None if key in masked else tuple(dataset_features[sources[key]].shape),
+            tuple(feature.shape),
+            normalization_mode(config, feature.type).value,
+        )
+        for key, feature in used.items()
+    )
+    return FeatureMatch(
+        camera_keys=tuple(sources[key] for key in config.image_features if key in cameras),
+        rows=rows,
+        delta_timestamps=_delta_timestamps(config, dataset_features, fps),
+    )
+
+
+def _check_rename_map(
+    config: PreTrainedConfig, dataset_features: Mapping[str, DatasetFeature], rename_map: Mapping[str, str]
+) -> None:
+    names = {key: rename_map.get(key, key) for key in dataset_features}
+    for key, name in rename_map.items():
+        where = f'--rename_map has "{key}": "{name}"'
+        if key not in dataset_features:
+            raise ValueError(f"{where}, and the dataset's features are {sorted(dataset_features)}")
+        if not key.startswith(OBS_PREFIX):
+            raise ValueError(f"{where}; LeRobot renames only keys that start with '{OBS_PREFIX}'")
+        if config.input_features and name not in config.input_features:
+            raise ValueError(f"{where}, and the policy's inputs are {sorted(config.input_features)}")
+        same = sorted(other for other in names if names[other] == name)
+        if len(same) > 1:
+            raise ValueError(f"{where}, so that {same} would all be called '{name}'")
+
+
+def _check_cameras(
+    config: PreTrainedConfig,
+    inputs: Mapping[str, PolicyFeature],
+    cameras: Sequence[str],
+    sources: Mapping[str, str],
+    rename_map: Mapping[str, str],
+    missing_cameras: str,
+) -> set[str]:
+    """The policy's cameras that stay without an image; an error unless that was asked for."""
+    wanted = [key for key, feature in inputs.items() if feature.type is FeatureType.VISUAL]
+    empty = {key for key in wanted if key.startswith(EMPTY_CAMERA) and key not in cameras}
+    missing = [key for key in wanted if key not in cameras and key not in empty]
+    unknown = [key for key in cameras if key not in wanted]
+    can_mask = isinstance(config, PI05Config) and len(missing) < len(wanted) - len(empty)
+    if not unknown and (not missing or (missing_cameras == "mask" and can_mask)):
+        return empty | set(missing)
+    problems, ways = [], []
+    if missing:
+        problems.append(f"the policy has cameras that the dataset lacks: {missing}")
+    if unknown:
+        problems.append(f"the dataset has cameras that the policy does not know: {[sources[key] for key in unknown]}")
+    if missing and unknown:
+        pairs = _pair_names(unknown, missing)
+        suggestion = json.dumps({**rename_map, **{sources[key]: name for key, name in pairs.items()}})
+        ways.append(f"if these are the same cameras, --rename_map='{suggestion}'")
+    if unknown:
+        ways.append("name the dataset's cameras to use with --dataset.camera_keys")
+    if missing and cameras and isinstance(config, PI05Config):
+        ways.append("let the policy run without the missing ones with --dataset.missing_cameras=mask")
+    raise ValueError(f"{'; '.join(problems)}. Either {', or '.join(ways or ['choose another policy'])}")
+
+
+def _pair_names(keys: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Pair each key with one name, the most alike first."""
+
+    def last(key: str) -> str:
+        return key.rpartition(".")[2]
+
+    likeness = sorted(
+        ((difflib.SequenceMatcher(None, last(key), last(name)).ratio(), key, name) for key in keys for name in names),
+        key=lambda candidate: -candidate[0],
+    )
+    pairs: dict[str, str] = {}
+    for _, key, name in likeness:
+        if key not in pairs and name not in pairs.values():
+            pairs[key] = name
+    return pairs
+
+
+def _check_vector(key: str, feature: DatasetFeature, limit_name: str, limit: int | None) -> None:
+    shape = tuple(feature.shape)
+    if len(shape) != 1 or shape[0] < 2:
+        # LeRobot reads a feature of shape (1,) as a scalar, and its processors then take rows for dimensions.
+        raise ValueError(f"'{key}' has the shape {shape}; policies need a vector of two or more numbers")
+    if limit is not None and shape[0] > limit:
+        raise ValueError(f"'{key}' has {shape[0]} dimensions, and the policy takes {limit} ({limit_name})")
+
+
+def _flat_names(names: Any) -> list[str] | None:
+    """The names of a vector's dimensions: datasets store a list, or a dict of lists."""
+    if isinstance(names, Mapping):
+        names = [name for group in names.values() for name in group]
+    return [str(name) for name in names] if names else None
+
+
+def _delta_timestamps(
+    config: PreTrainedConfig, dataset_features: Mapping[str, DatasetFeature], fps: float
+) -> dict[str, list[float]]:
+    """Seconds for each windowed key, by the rule of LeRobot's `resolve_delta_timestamps`."""
+    deltas: dict[str, list[float]] = {}
+    for key in dataset_features:
+        if key == ACTION:
+            indices = config.action_delta_indices
+        elif key == REWARD:
+            indices = config.reward_delta_indices
+        else:
+            indices = config.observation_delta_indices if key.startswith(OBS_PREFIX) else None
+        if indices is not None:
+            deltas[key] = [index / fps for index in indices]
+    return deltas
+
+
+# --- save -------------------------------------------------------------------------------------------------
+
+
+def exported_dtypes(policy: PreTrainedPolicy) -> dict[str, torch.dtype]:
+    """The keys `save_pretrained` writes, and their precision: for PI0.5 those of LeRobot's own new policy.
+
+    Raises:
+        ValueError: the policy's keys or shapes are not those LeRobot's class has for its configuration.
+    """
+    own = policy.state_dict()
+    if not isinstance(policy, PI05Policy):
+        return {key: tensor.dtype for key, tensor in own.items()}
+    built = meta_policy(policy.config).state_dict()
+    different = sorted(
+        key
+        for key in own.keys() | built.keys()
+        if key not in own or key not in built or own[key].shape != built[key].shape
+    )
+    if different:
+        raise ValueError(f"the policy is not as LeRobot builds it; keys or shapes differ: {different[:5]}")
+    return {key: tensor.dtype for key, tensor in built.items()}
+
+
+def save_pretrained(
+    policy: PreTrainedPolicy,
+    preprocessor: PolicyProcessorPipeline,
+    postprocessor: PolicyProcessorPipeline,
+    folder: Path,
+) -> None:
+    """Write what LeRobot calls a pretrained policy. An existing folder is replaced, never half-written.
+
+    config.json, model.safetensors, both processors with their statistics, and the tokenizer if LeRobot
+    would fetch it by name. No device and no local path is in it. `from_pretrained` and
+    `make_pre_post_processors` of LeRobot read it.
+
+    Raises:
+        ValueError: the tokenizer has no name under which LeRobot would find it.
+        OSError: of the file system; nothing is left behind.
+    """
+    folder = Path(folder)
+    with _replacing_folder(folder) as partial:
+        config = copy.deepcopy(policy.config)
+        config.device = None
+        config.pretrained_path = None
+        config._save_pretrained(partial)
+        if isinstance(policy, PI05Policy):
+            dtypes = exported_dtypes(policy)
+            weights = {
+                key: tensor.detach().to("cpu", dtypes[key]).contiguous() for key, tensor in policy.state_dict().items()
+            }
+            save_file(weights, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        else:
+            save_model(policy, str(partial / WEIGHTS_FILE))
+        _save_tokenizer(preprocessor, partial)
+        for pipeline, name in (
+            (preprocessor, POLICY_PREPROCESSOR_DEFAULT_NAME),
+            (postprocessor, POLICY_POSTPROCESSOR_DEFAULT_NAME),
+        ):
+            pipeline = copy.copy(pipeline)
+            pipeline.steps = [
+                DeviceProcessorStep("cpu", step.float_dtype) if isinstance(step, DeviceProcessorStep) else step
+                for step in pipeline.steps
+            ]
+            pipeline.save_pretrained(partial, config_filename=f"{name}.json")
+        for path in partial.rglob("*.safetensors"):
+            let_others_read(path)
+
+
+def _save_tokenizer(preprocessor: PolicyProcessorPipeline, folder: Path) -> None:
+    for step in preprocessor.steps:
+        if type(step) is not TokenizerProcessorStep:
+            continue  # other classes know how to save themselves
+        if "tokenizer_name" not in step.get_config():
+            raise ValueError(
+                "the preprocessor's tokenizer was given as an object, and LeRobot saves only the name of one on "
+                "the Hub: the policy could not be loaded again. Use a step that saves its tokenizer itself"
+            )
+        step.input_tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
+
+
+@contextlib.contextmanager
+def _replacing_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary sibling to fill; it takes the place of `folder` if the block ends without error."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    workspace = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    try:
+        partial = workspace / "new"
+        partial.mkdir()
+        yield partial
+        if folder.exists():
+            os.rename(folder, workspace / "old")
+        os.rename(partial, folder)
+    finally:
+        shutil.rmtree(workspace, ignore_errors=True)

@@ -1,0 +1,527 @@
+"""LeRobot's processors for a training run, split between Ray Data's CPUs and the training worker.
+
+`make_processors` builds LeRobot's own pipelines with a dataset's statistics. Of the preprocessor, `Prepare`
+runs everything but images in Ray Data tasks (normalise, discretise, tokenise; strings end there), and
+`DeviceHalf` makes floats of the uint8 images in the training worker. Together they give what the whole
+pipeline gives.
+
+Legend: N rows of a block, B batch, T chunk, A action, S state, L tokens, H W C image.
+"""
+
+import copy
+import inspect
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature, PreTrainedConfig
+from lerobot.processor import (
+    NormalizerProcessorStep,
+    PolicyProcessorPipeline,
+    ProcessorStepRegistry,
+    RenameObservationsProcessorStep,
+    TokenizerProcessorStep,
+)
+from lerobot.processor.rename_processor import rename_stats
+from lerobot.utils.constants import (
+    ACTION,
+    OBS_IMAGES,
+    POLICY_POSTPROCESSOR_DEFAULT_NAME,
+    POLICY_PREPROCESSOR_DEFAULT_NAME,
+)
+from lerobot.utils.feature_utils import dataset_to_policy_features
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.policies.remote_code import RemoteCodeError, remote_code
+
+logger = logging.getLogger(__name__)
+
+Stats = Mapping[str, Mapping[str, Any]]
+
+# PI0.5's `empty_cameras` are inputs that no dataset has.
+EMPTY_CAMERA = f"{OBS_IMAGES}.empty_camera_"
+# Which row of which dataset, for messages.
+PLACE = ("dataset_index", "episode_index", "frame_index", "index")
+# Beside LeRobot's own files: the tokenizer that its processor would otherwise fetch from the Hub by name.
+TOKENIZER_FOLDER = "tokenizer"
+
+# Of the steps that LeRobot 0.6.1 registers, those that pipelines of its policies share. Others talk to robots,
+# teleoperators and environments, or load a second model; a policy's own stand beside its configuration.
+SHARED_STEPS = frozenset(
+    {
+        *("rename_observations_processor", "device_processor", "normalizer_processor", "unnormalizer_processor"),
+        *("to_batch_processor", "to_batch_processor_action", "to_batch_processor_observation"),
+        *("to_batch_processor_complementary_data", "relative_actions_processor", "absolute_actions_processor"),
+        *("tokenizer_processor", "action_tokenizer_processor", "smolvla_new_line_processor"),
+    }
+)
+
+NORMALIZATION_STATS = {
+    NormalizationMode.IDENTITY: frozenset[str](),
+    NormalizationMode.MEAN_STD: frozenset({"mean", "std"}),
+    NormalizationMode.MIN_MAX: frozenset({"min", "max"}),
+    NormalizationMode.QUANTILES: frozenset({"q01", "q99"}),
+    NormalizationMode.QUANTILE10: frozenset({"q10", "q90"}),
+}
+
+
+class DatasetFeature(Protocol):
+    """A feature as a dataset's info.json describes it; images (H, W, 3), or (3, H, W) if `names` says so."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def names(self) -> Any: ...
+
+
+def policy_feature(key: str, feature: DatasetFeature) -> PolicyFeature | None:
+    """LeRobot's view of a dataset feature: its type, and its shape channel-first; None if it has none.
+
+    Raises:
+        ValueError: a camera that is not RGB.
+    """
+    shape, names = tuple(feature.shape), feature.names
+    if feature.dtype in ("image", "video"):
+        if len(shape) == 3 and names and str(list(names)[0]).startswith("channel"):
+            shape = (*shape[1:], shape[0])
+        if len(shape) != 3 or shape[2] != 3:
+            raise ValueError(
+                f"camera '{key}' has the shape {tuple(feature.shape)}; policies see RGB, (height, width, 3): "
+                "leave it out with --dataset.camera_keys"
+            )
+        names = ["height", "width", "channels"]
+    elif feature.dtype in ("string", "language"):
+        return None
+    description = {"dtype": feature.dtype, "shape": shape, "names": names}
+    return dataset_to_policy_features({key: description}).get(key)
+
+
+def normalization_mode(config: PreTrainedConfig, kind: FeatureType) -> NormalizationMode:
+    """How LeRobot normalises features of a type."""
+    return NormalizationMode(config.normalization_mapping.get(kind.value, NormalizationMode.IDENTITY))
+
+
+def required_stats(
+    config: PreTrainedConfig, features: Mapping[str, PolicyFeature | DatasetFeature]
+) -> dict[str, set[str]]:
+    """The statistics LeRobot's normaliser needs for each feature; features it leaves alone are not listed."""
+    needed = {}
+    for key, feature in features.items():
+        known = feature if isinstance(feature, PolicyFeature) else policy_feature(key, feature)
+        if known is not None and (names := NORMALIZATION_STATS[normalization_mode(config, known.type)]):
+            needed[key] = set(names)
+    return needed
+
+
+def make_processors(
+    folder: Path | str | None,
+    config: PreTrainedConfig,
+    stats: Stats,
+    rename_map: Mapping[str, str],
+    *,
+    trusted: bool = False,
+) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
+    """LeRobot's pre- and postprocessor for a policy, normalising with a dataset's statistics, on the CPU.
+
+    As `lerobot-train`: the folder's own pipelines with statistics, features and renaming replaced; where it
+    has none, those LeRobot makes for this type of policy.
+
+    Args:
+        folder: the pretrained folder, or None.
+        config: the policy's configuration, fitted to the dataset (`match_features`).
+        stats: the dataset's statistics by dataset key, vectors or images' (3, 1, 1).
+        rename_map: dataset key to policy key.
+        trusted: whether code that comes with the folder, or with what its files name, may run.
+    Raises:
+        ValueError: a key would stay un-normalised; statistics of another shape or not finite; a pipeline
+            that cannot be built, that has steps other than such a policy's, or (`RemoteCodeError`) brings code along.
+    """
+    # Here, because every process that runs a `Prepare` imports this module, and LeRobot's factory takes seconds.
+    from lerobot.policies.factory import make_pre_post_processors
+
+    features = {**config.input_features, **config.output_features}
+    renamed = rename_stats({key: dict(value) for key, value in stats.items()}, dict(rename_map))
+    _check_stats(config, features, renamed)
+    config = copy.copy(config)
+    config.device = "cpu"
+    options: dict[str, Any] = {"dataset_stats": renamed}
+    local_tokenizer = None
+    folder = None if folder is None else Path(folder)
+    if folder is not None and (folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json").is_file():
+        steps = _saved_steps(folder, config)
+        normalization = {"norm_map": config.normalization_mapping, "stats": renamed}
+        before: dict[str, Any] = {
+            "device_processor": {"device": "cpu"},
+            "normalizer_processor": {"features": features, **normalization},
+            "rename_observations_processor": {"rename_map": dict(rename_map)},
+        }
+        after: dict[str, Any] = {"unnormalizer_processor": {"features": config.output_features, **normalization}}
+        if getattr(config, "use_relative_actions", False):
+            before["relative_actions_processor"] = {
+                "enabled": True,
+                "exclude_joints": getattr(config, "relative_exclude_joints", []),
+                "action_names": getattr(config, "action_feature_names", None),
+            }
+            after["absolute_actions_processor"] = {"enabled": True}
+        if "tokenizer_processor" in steps and (folder / TOKENIZER_FOLDER).is_dir():
+            with remote_code(trusted):
+                local_tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER)
+            before["tokenizer_processor"] = {"tokenizer": local_tokenizer}
+        options |= {
+            "pretrained_path": str(folder),
+            "preprocessor_overrides": before,
+            "postprocessor_overrides": after,
+        }
+    try:
+        with remote_code(trusted):
+            preprocessor, postprocessor = make_pre_post_processors(config, **options)
+    except RemoteCodeError:
+        raise
+    except (ValueError, KeyError, ImportError, OSError) as error:
+        raise ValueError(
+            f"the processors of the '{config.type}' policy{f' {folder}' if folder else ''} cannot be built: "
+            f"{str(error).rstrip('.')}.{_gated_hint(error)}"
+        ) from error
+    for step in preprocessor.steps:
+        if isinstance(step, RenameObservationsProcessorStep):
+            step.rename_map = dict(rename_map)  # LeRobot gives fresh pipelines an empty one
+        if isinstance(step, TokenizerProcessorStep) and step.tokenizer is local_tokenizer and step.tokenizer_name:
+            step.tokenizer = None  # a step that holds an object does not save the name LeRobot needs
+    return preprocessor, postprocessor
+
+
+def load_processors(
+    folder: Path, config: PreTrainedConfig, *, trusted: bool = False
+) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
+    """The pipelines that a folder holds, as LeRobot loads them on a robot.
+
+    Raises:
+        ValueError: a pipeline has steps other than such a policy's, or (`RemoteCodeError`) brings code along.
+    """
+    from lerobot.policies.factory import make_pre_post_processors
+
+    _saved_steps(folder, config)
+    with remote_code(trusted):
+        return make_pre_post_processors(config, pretrained_path=str(folder))
+
+
+def _saved_steps(folder: Path, config: PreTrainedConfig) -> set[str]:
+    """The registered names of a folder's saved steps, all of which LeRobot may build.
+
+    LeRobot 0.6.1 also accepts `{"class": "any.module.Callable", "config": {...}}` and calls it with what
+    the file says, so that a downloaded JSON file could start a program. Only steps of a policy's pipelines are
+    let through, with options that they have.
+    """
+    names = set()
+    for name in (POLICY_PREPROCESSOR_DEFAULT_NAME, POLICY_POSTPROCESSOR_DEFAULT_NAME):
+        file = folder / f"{name}.json"
+        try:
+            steps = [
+                (s["registry_name"], s.get("config", {}), s.get("state_file"))
+                for s in json.loads(file.read_text())["steps"]
+            ]
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{folder} has one of its two processor files, but not {file.name}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{file} is no pipeline of steps that LeRobot has registered by name: {error!r}. Steps "
+                "named by a Python class are refused, as the file could name any"
+            ) from error
+        for step, options, state_file in steps:
+            if reason := _why_not(step, options, state_file, config):
+                raise ValueError(
+                    f"{file}: the step {step!r:.100} {reason}; write the file anew with LeRobot, or leave it out"
+                )
+            names.add(step)
+    return names
+
+
+def _why_not(step: Any, options: Any, state_file: Any, config: PreTrainedConfig) -> str | None:
+    """Why a step of somebody's file is not to be built; None if it may be."""
+    if step not in ProcessorStepRegistry.list():
+        return "is none that LeRobot has registered by that name"
+    kind = ProcessorStepRegistry.get(step)
+    # Beside the configuration, or that of a policy which this one is a kind of.
+    homes = {base.__module__ for base in type(config).__mro__ if issubclass(base, PreTrainedConfig)}
+    own = kind.__module__
+    if step not in SHARED_STEPS and not any(own == h or own.rpartition(".")[0] == h.rpartition(".")[0] for h in homes):
+        return f"does not belong to a '{config.type}' policy"
+    known = inspect.signature(kind).parameters
+    if not isinstance(options, dict) or (unknown := sorted(map(str, options.keys() - known.keys()))):
+        return f"has not the options {unknown if isinstance(options, dict) else options!r:.100}, but {sorted(known)}"
+    if state_file is not None and (not isinstance(state_file, str) or Path(state_file).name != state_file):
+        return f"keeps its state in {state_file!r:.100}, which is no file of its own folder"
+    return None
+
+
+def _gated_hint(error: BaseException | None) -> str:
+    while error is not None:
+        if re.search(r"gated|40[13]|authenticat", str(error), re.IGNORECASE):
+            return (
+                " If this is the gated PaliGemma tokenizer: accept its terms at "
+                "https://huggingface.co/google/paligemma-3b-pt-224 and set HF_TOKEN"
+            )
+        error = error.__cause__
+    return ""
+
+
+def _check_stats(config: PreTrainedConfig, features: Mapping[str, PolicyFeature], stats: Stats) -> None:
+    for key, names in required_stats(config, features).items():
+        if key.startswith(EMPTY_CAMERA):
+            continue
+        mode = normalization_mode(config, features[key].type)
+        found = stats.get(key, {})
+        if missing := sorted(names - set(found)):
+            raise ValueError(
+                f"'{key}' is to be normalised by {mode.value}, and its statistics lack {missing} (found "
+                f"{sorted(found)}). LeRobot would leave it as it is, or fail at the first row: compute them "
+                "from the dataset first"
+            )
+        values = {name: np.asarray(found[name], dtype=np.float64) for name in sorted(names)}
+        for name, value in values.items():
+            if not np.isfinite(value).all():
+                raise ValueError(f"the statistic '{name}' of '{key}' is not finite: {value.tolist()}")
+            if key == ACTION and value.shape != tuple(features[key].shape):
+                raise ValueError(
+                    f"the statistic '{name}' of '{key}' has shape {value.shape}, not {features[key].shape}"
+                )
+        if mode is not NormalizationMode.MEAN_STD:
+            low, high = values.values()
+            if len(flat := np.flatnonzero(low == high)):
+                logger.warning(
+                    "'%s': %s are equal in the dimensions %s; LeRobot divides by 1e-8 there, so that any "
+                    "other value becomes huge",
+                    *(key, " and ".join(values), flat.tolist()),
+                )
+
+
+class Prepare:
+    """The preprocessor for blocks of rows, in Ray Data tasks on CPUs: all of it but images.
+
+    LeRobot's own pipeline object runs on the block without its cameras, which pass through as they are
+    under the policy's names. It can be pickled, but is not small (PaliGemma's tokenizer is 17 MB): see
+    `training.stream.Deferred`.
+
+    Args:
+        preprocessor: from `make_processors`.
+        camera_keys: cameras in the block, by their names in the dataset.
+        rename_map: dataset key to policy key.
+        config: the policy's configuration.
+        keep: columns that are handed on as they are, where a block has them.
+        trusted: whether code that comes with the policy may run, in the processes that this is unpickled in too.
+    Raises:
+        ValueError: the pipeline does not split into this and `DeviceHalf`, which is tried with a made-up row.
+    """
+
+    def __init__(
+        self,
+        preprocessor: PolicyProcessorPipeline,
+        camera_keys: Sequence[str],
+        rename_map: Mapping[str, str],
+        config: PreTrainedConfig,
+        *,
+        keep: Sequence[str] = ROW_COLUMNS,
+        trusted: bool = False,
+    ):
+        self._trusted = trusted
+        features = {**config.input_features, **config.output_features}
+        self._cameras = {key: rename_map.get(key, key) for key in camera_keys}
+        self._features = {key for key, feature in features.items() if feature.type is not FeatureType.VISUAL}
+        self._keep = tuple(keep)
+        self._pipeline = copy.copy(preprocessor)
+        self._pipeline.steps = [copy.copy(step) for step in preprocessor.steps]
+        self._check_split(config)
+        for step in self._pipeline.steps:
+            step._current_transition = None  # what it remembers of the made-up row
+            step.reset()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _blank_prepare, (self._trusted,), self.__dict__
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Prepare a block of frame rows for the policy.
+
+        Args:
+            batch: columns of N rows (DESIGN.md, frame row): cameras uint8 (N, H, W, 3), `observation.state`
+                float32 (N, S), `action` float32 (N, T, A), `action_is_pad` bool (N, T), `task` (N,)
+                strings, and others.
+        Returns:
+            The same rows, numbers of fixed shape only: cameras, the same memory under the policy's names;
+            the policy's other features, normalised, and their `_is_pad`; what the pipeline added
+            (`observation.language.tokens` int64 (N, L), `observation.language.attention_mask` bool (N, L));
+            the columns to keep; with `is_skipped`, also `row_weight` float32 (N,), 0.0 where it is true.
+        Raises:
+            ValueError: a camera is missing or not uint8 (..., H, W, 3); an instruction is not a string; a state or
+                action is not finite, where the row counts.
+        """
+        for key in self._cameras:
+            if key not in batch:
+                raise ValueError(f"the block has no camera '{key}'; its columns are {sorted(batch)}")
+            if batch[key].dtype != np.uint8 or batch[key].ndim < 4 or batch[key].shape[-1] != 3:
+                raise ValueError(
+                    f"camera '{key}' is {batch[key].dtype} {batch[key].shape}, expected uint8 (N, H, W, 3)"
+                )
+        rest = {key: value for key, value in batch.items() if key not in self._cameras}
+        rows = len(next(iter(batch.values())))
+        # The tokenizer refuses to do nothing, so an empty block borrows a row to learn its columns.
+        prepared = self._run(rest if rows else {key: _blank_row(value) for key, value in rest.items()})
+        columns = {name: batch[key] for key, name in self._cameras.items()}
+        columns |= {key: value[:rows] for key, value in prepared.items()}
+        self._check_finite(batch, columns)
+        if "is_skipped" in batch:
+            columns["row_weight"] = (~batch["is_skipped"]).astype(np.float32)
+        return columns | {key: batch[key] for key in self._keep if key in batch}
+
+    def _check_finite(self, batch: Mapping[str, np.ndarray], prepared: Mapping[str, np.ndarray]) -> None:
+        """NaN in a state becomes an ordinary word of PI0.5's prompt, and in an action the loss of a whole step."""
+        for key in self._features & prepared.keys():
+            bad = ~np.isfinite(prepared[key]).all(axis=tuple(range(1, prepared[key].ndim)))
+            bad &= ~batch.get("is_skipped", np.zeros_like(bad))
+            if bad.any():
+                place = ", ".join(f"{name} {batch[name][bad.argmax()]}" for name in PLACE if name in batch)
+                raise ValueError(
+                    f"'{key}' holds NaN or infinity, or what follows it in its window does, at {place}: repair the "
+                    "dataset, or leave the episode out with --dataset.episodes"
+                )
+
+    def _run(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        data: dict[str, Any] = {}
+        for key, value in columns.items():
+            if key == "task":
+                data[key] = [instruction for instruction in value if isinstance(instruction, str)]
+                if len(data[key]) != len(value):
+                    raise ValueError(f"'task' holds values that are not strings: {list(value)[:5]}")
+            elif value.dtype.kind in "biuf":
+                # Blocks are read-only views of shared memory, which torch cannot express.
+                data[key] = torch.from_numpy(value if value.flags.writeable else value.copy())
+        processed = self._pipeline(data)
+        wanted = {key for key in processed if key in self._features or key not in columns}
+        wanted |= {f"{key}_is_pad" for key in wanted}
+        return {key: value.numpy() for key, value in processed.items() if key in wanted and isinstance(value, Tensor)}
+
+    def _check_split(self, config: PreTrainedConfig) -> None:
+        """Compare with the whole pipeline on a made-up row: a step that needs images must not go unseen."""
+        normalizer = _normalizer(self._pipeline)
+        originals = {name: key for key, name in _rename_map(self._pipeline).items()}
+        rng = np.random.default_rng(0)
+        row: dict[str, np.ndarray] = {"task": np.array([""], dtype=object)}
+        for key in sorted(self._features):
+            # Pretrained policies declare a padded state; its statistics have the dataset's shape.
+            stats = normalizer._tensor_stats.get(key, {}) if normalizer else {}
+            declared = {**config.input_features, **config.output_features}[key].shape
+            shape = next((tuple(value.shape) for name, value in stats.items() if name != "count"), declared)
+            deltas = config.action_delta_indices if key == ACTION else config.observation_delta_indices
+            window = () if deltas is None else (len(deltas),)
+            row[originals.get(key, key)] = rng.random((1, *window, *shape), dtype=np.float32)
+        deltas = config.observation_delta_indices
+        window = () if deltas is None else (len(deltas),)
+        for key in self._cameras:
+            row[key] = rng.integers(0, 256, (1, *window, 8, 8, 3), dtype=np.uint8)
+
+        split = DeviceHalf(self._pipeline, config)({key: torch.from_numpy(value) for key, value in self(row).items()})
+        numbers = {key: torch.from_numpy(value) for key, value in row.items() if key != "task"}
+        images = {key: to_float(numbers[key]) for key in self._cameras}
+        whole = self._pipeline({**numbers, **images, "task": [""]})
+        for key, value in split.items():
+            if key not in whole or not torch.equal(value, whole[key]):
+                names = [getattr(step, "_registry_name", type(step).__name__) for step in self._pipeline.steps]
+                raise ValueError(
+                    f"the preprocessor makes something else of '{key}' when images are processed apart; one of its "
+                    f"steps {names} cannot be split"
+                )
+
+
+def _blank_prepare(trusted: bool) -> Prepare:
+    """Called before the rest of a pickle is opened, which may hold objects of classes that came with a policy."""
+    if trusted:
+        from transformers.dynamic_module_utils import init_hf_modules
+
+        init_hf_modules()  # where transformers keeps such code becomes a place to import from
+    return Prepare.__new__(Prepare)
+
+
+def _blank_row(column: np.ndarray) -> np.ndarray:
+    fill: Any = "" if column.dtype.kind in "OU" else 0
+    return np.full((1, *column.shape[1:]), fill, dtype=column.dtype)
+
+
+def _normalizer(preprocessor: PolicyProcessorPipeline) -> NormalizerProcessorStep | None:
+    return next((step for step in preprocessor.steps if isinstance(step, NormalizerProcessorStep)), None)
+
+
+def _rename_map(preprocessor: PolicyProcessorPipeline) -> dict[str, str]:
+    return next((s.rename_map for s in preprocessor.steps if isinstance(s, RenameObservationsProcessorStep)), {})
+
+
+class DeviceHalf(nn.Module):
+    """The preprocessor's images, on the training worker's device: uint8 to what LeRobot's policies expect.
+
+    The values are those of `LeRobotDataset` and the normaliser, to the bit, on CPU and CUDA. No host sync.
+
+    Args:
+        preprocessor: from `make_processors`; None if the policy does not normalise images.
+        config: the policy's configuration.
+    """
+
+    divisor: Tensor
+
+    def __init__(self, preprocessor: PolicyProcessorPipeline | None, config: PreTrainedConfig):
+        super().__init__()
+        # A tensor: dividing by a number, CUDA multiplies by its reciprocal, which is one bit off at times.
+        self.register_buffer("divisor", torch.tensor(255.0), persistent=False)
+        self._keys = tuple(config.image_features)
+        self._scales: dict[str, tuple[NormalizationMode, str, str]] = {}
+        normalizer = None if preprocessor is None else _normalizer(preprocessor)
+        if normalizer is None:
+            return
+        mode = normalizer.norm_map.get(FeatureType.VISUAL, NormalizationMode.IDENTITY)
+        chosen = normalizer.normalize_observation_keys
+        for number, key in enumerate(self._keys):
+            stats = normalizer._tensor_stats.get(key, {})
+            if mode is NormalizationMode.IDENTITY or not stats or (chosen is not None and key not in chosen):
+                continue
+            if mode is NormalizationMode.MEAN_STD:
+                shift, scale = stats["mean"], stats["std"] + normalizer.eps
+            else:
+                low, high = sorted(NORMALIZATION_STATS[mode], key=("min", "q01", "q10", "max", "q99", "q90").index)
+                shift, scale = stats[low], stats[high] - stats[low]
+                scale = torch.where(scale == 0, torch.tensor(normalizer.eps, dtype=scale.dtype), scale)
+            self.register_buffer(f"shift_{number}", shift.clone(), persistent=False)
+            self.register_buffer(f"scale_{number}", scale.clone(), persistent=False)
+            self._scales[key] = (mode, f"shift_{number}", f"scale_{number}")
+
+    def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Replace cameras uint8 (B, H, W, 3) by float32 (B, 3, H, W); the rest stays.
+
+        In [0, 1], or as the policy normalises images. With a window of observations, (B, T, H, W, 3). Cameras
+        that are float already stay as they are.
+        """
+        converted = dict(batch)
+        for key in self._keys:
+            if key not in batch or batch[key].dtype != torch.uint8:
+                continue
+            image = to_float(batch[key], self.divisor)
+            if key in self._scales:
+                mode, shift, scale = self._scales[key]
+                image = image - getattr(self, shift)
+                if mode is NormalizationMode.MEAN_STD:
+                    image = image / getattr(self, scale)
+                else:
+                    image = 2 * image / getattr(self, scale) - 1
+            converted[key] = image
+        return converted
+
+
+def to_float(image: Tensor, divisor: Tensor | float = 255.0) -> Tensor:
+    """Convert uint8 (..., H, W, 3) to contiguous float32 (..., 3, H, W) in [0, 1], as `LeRobotDataset` does."""
+    planes = image.movedim(-1, -3).to(torch.float32, memory_format=torch.contiguous_format)
+    return planes.div_(divisor)

@@ -1,0 +1,120 @@
+"""Code that comes along with weights: not run, unless the user has said so.
+
+transformers runs Python files of a folder or a Hub repository where a configuration names them (`auto_map`) and
+somebody passed `trust_remote_code=True`. LeRobot 0.6.1 passes it for what a policy's files name: in the step
+`action_tokenizer_processor` by default, and in pi0_fast, groot, wall_x and gaussian_actor always. So a folder of JSON
+files could run a program. It is decided here instead, at the two places of transformers that every such load passes:
+where it resolves whether code is wanted, and where it executes a file.
+
+A process is guarded from the first load of a policy on, for good: some policies load more at their first batch. Knows
+no policy but for the names of those that bring code by design.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from lerobot.configs import PreTrainedConfig
+
+logger = logging.getLogger(__name__)
+
+HOW_TO_TRUST = (
+    "read that code; if you trust it with this machine and your tokens, --policy.trust_remote_code true lets it run"
+)
+# Names of transformers 5.5.
+DECIDES, EXECUTES = "resolve_trust_remote_code", "get_class_in_module"
+# Policies of LeRobot 0.6.1 that load something with `trust_remote_code=True`, and the option that names it. groot does
+# so too, for a model that transformers itself has.
+BRINGS_CODE = {
+    "pi0_fast": "action_tokenizer_name",
+    "wall_x": "action_tokenizer_path",
+    "gaussian_actor": "vision_encoder_name",
+}
+
+_trusted: ContextVar[bool] = ContextVar("trusted", default=False)
+
+
+class RemoteCodeError(ValueError):
+    """A policy wants to run code that came along with it, and the user has not said that it may."""
+
+
+def brought_along(config: PreTrainedConfig) -> str | None:
+    """What a policy of this configuration runs code of, a folder or Hub id; None if its type runs none by design."""
+    option = BRINGS_CODE.get(config.type)
+    return getattr(config, option, None) if option else None
+
+
+@contextlib.contextmanager
+def remote_code(trusted: bool) -> Iterator[None]:
+    """While the block runs, code that comes with a policy runs if `trusted`; elsewhere in a process it never does.
+
+    What runs is named in the log. To be put around whatever is loaded on behalf of a policy's files.
+
+    Raises:
+        RemoteCodeError: (inside the block) transformers was about to run code, naming it.
+    """
+    _guard()
+    before = _trusted.set(trusted)
+    try:
+        yield
+    finally:
+        _trusted.reset(before)
+
+
+def _guard() -> None:
+    """Put the two functions of transformers behind checks, under every name they have been imported by already."""
+    import transformers.dynamic_module_utils as transformers_code
+    import transformers.generation.utils  # noqa: F401  (has its own names for them, and runs `custom_generate`)
+
+    guards: dict[str, Callable[..., Any]] = {DECIDES: _decides, EXECUTES: _executes}
+    for name, guard in guards.items():
+        original = getattr(transformers_code, name)
+        if original.__module__ == __name__:
+            continue  # done before
+        replacement = guard(original)
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(name) is original:
+                setattr(module, name, replacement)
+
+
+def _decides(original: Callable[..., bool]) -> Callable[..., bool]:
+    def resolve_trust_remote_code(
+        trust_remote_code: bool | None,
+        model_name: str,
+        has_local_code: bool,
+        has_remote_code: bool,
+        error_message: str | None = None,
+        upstream_repo: str | None = None,
+    ) -> bool:
+        if _trusted.get():
+            wanted = True if trust_remote_code is None else trust_remote_code
+            return original(wanted, model_name, has_local_code, has_remote_code, error_message, upstream_repo)
+        if has_remote_code and not has_local_code:
+            raise RemoteCodeError(
+                f"{model_name} can only be loaded by code that comes with {upstream_repo or 'it'}, which is not run: "
+                f"{HOW_TO_TRUST}"
+            )
+        return False  # transformers' own class does
+
+    return resolve_trust_remote_code
+
+
+def _executes(original: Callable[..., type]) -> Callable[..., type]:
+    def get_class_in_module(class_name: str, module_path: Any, **options: Any) -> type:
+        from transformers.utils import HF_MODULES_CACHE
+
+        path = Path(HF_MODULES_CACHE, module_path)
+        if not _trusted.get():
+            raise RemoteCodeError(f"{class_name} is in {path}, a file that came with a policy: {HOW_TO_TRUST}")
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        logger.warning("running %s of %s (sha256 %s), as --policy.trust_remote_code allows", class_name, path, digest)
+        return original(class_name, module_path, **options)
+
+    return get_class_in_module

@@ -1,0 +1,460 @@
+"""A PI0.5 small enough to train on a laptop: LeRobot's own `PI05Policy` with other sizes and its own tokenizer.
+
+Importing this module registers `tiny_pi05` with LeRobot, which then finds `TinyPI05Policy` and
+`make_tiny_pi05_pre_post_processors` here by its naming convention, so `make_policy`, `make_pre_post_processors` and
+the `from_pretrained` methods treat it like any policy of theirs. Everything that computes is LeRobot's: the forward
+pass, the flow matching, the sampling, the processors. Only sizes, initial weights and the tokenizer are ours.
+
+It exists for the demo, for rehearsals on a laptop and for tests. It is no pretrained model: it starts from random
+weights and is trained from scratch.
+"""
+
+import contextlib
+import itertools
+import logging
+import shutil
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
+from lerobot.lerobot_types import TransitionKey
+from lerobot.policies.pi05 import modeling_pi05
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.policies.pi05.modeling_pi05 import PI05Policy
+from lerobot.policies.pi05.processor_pi05 import Pi05PrepareStateTokenizerProcessorStep
+from lerobot.policies.pi_gemma import PiGemmaRMSNorm
+from lerobot.processor import (
+    AbsoluteActionsProcessorStep,
+    PolicyAction,
+    PolicyProcessorPipeline,
+    ProcessorStepRegistry,
+    RelativeActionsProcessorStep,
+    TokenizerProcessorStep,
+    create_transition,
+    make_default_policy_processor_steps,
+    make_policy_processor_pipelines,
+)
+from lerobot.utils.constants import (
+    ACTION,
+    OBS_STATE,
+    POLICY_POSTPROCESSOR_DEFAULT_NAME,
+    POLICY_PREPROCESSOR_DEFAULT_NAME,
+)
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+# Every prompt is PI0.5's "Task: {instruction}, State: {bins};\nAction: ", whose bins are 0..255, or -1 for a value
+# below the range that normalisation maps to [-1, 1].
+PROMPT_WORDS = ("task", "state", "action", ":", ",", ";")
+STATE_BINS = range(-1, 256)
+PAD_TOKEN, UNKNOWN_TOKEN = "<pad>", "<unk>"
+MAX_VOCABULARY = 4096
+# Room in the prompt for instructions longer than any in the dataset.
+SPARE_WORDS = 4
+
+# LeRobot's joint attention is written for 8 query heads and one key-value head, as in Gemma.
+NUM_HEADS, NUM_KV_HEADS = 8, 1
+
+_construction_lock = threading.Lock()
+
+
+@PreTrainedConfig.register_subclass("tiny_pi05")
+@dataclass
+class TinyPI05Config(PI05Config):
+    """`PI05Config` with the sizes that PI0.5 itself takes from its Gemma variant and its SigLIP.
+
+    `paligemma_variant` and `action_expert_variant` are inherited and mean nothing here.
+
+    Attributes:
+        width, depth, mlp_dim, head_dim: of the language model and of the action expert alike (8 heads).
+        vision_width, vision_depth, vision_mlp_dim, vision_heads, patch_size: of SigLIP.
+        vocabulary: words the tokenizer knows besides the prompt's own words and the integers -1 to 255.
+    """
+
+    width: int = 64
+    depth: int = 3
+    mlp_dim: int = 128
+    head_dim: int = 16
+    vision_width: int = 64
+    vision_depth: int = 2
+    vision_mlp_dim: int = 128
+    vision_heads: int = 4
+    patch_size: int = 14
+    image_resolution: tuple[int, int] = (56, 56)
+    vocabulary: list[str] = field(default_factory=list)
+    tokenizer_max_length: int = 64
+    chunk_size: int = 10
+    n_action_steps: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.width % 2:
+            raise ValueError(f"width must be even, for the sine and cosine of the time embedding, not {self.width}")
+        if self.vision_width % self.vision_heads:
+            raise ValueError(f"vision_width {self.vision_width} is not a multiple of vision_heads {self.vision_heads}")
+        if self.image_resolution[0] % self.patch_size:
+            raise ValueError(
+                f"image_resolution {self.image_resolution} is not a multiple of patch_size {self.patch_size}"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens the tokenizer can emit."""
+        return len(tokenizer_vocabulary(self.vocabulary))
+
+
+class TinyPI05Policy(PI05Policy):
+    """LeRobot's `PI05Policy` built at the sizes of a `TinyPI05Config`."""
+
+    config_class = TinyPI05Config
+    name = "tiny_pi05"
+
+    def __init__(self, config: TinyPI05Config, **kwargs: Any):
+        with _construction_at(config):
+            super().__init__(config, **kwargs)
+        _initialise(self)
+
+
+@contextlib.contextmanager
+def _construction_at(config: TinyPI05Config) -> Iterator[None]:
+    """While active, LeRobot builds a PI0.5 of the given sizes.
+
+    LeRobot 0.6.1 takes PI0.5's sizes from a table with two entries (`get_gemma_config`) and writes the vocabulary and
+    SigLIP's sizes as literals into `PaliGemmaWithExpertModel.__init__`, so no configuration reaches them. This replaces
+    the three names through which that constructor builds, for as long as it runs: nothing else of LeRobot is touched,
+    and a finished policy holds nothing of ours. It can go when these sizes become configurable upstream.
+    """
+
+    def gemma_config(variant: str) -> modeling_pi05.GemmaConfig:
+        return modeling_pi05.GemmaConfig(
+            config.width, config.depth, config.mlp_dim, NUM_HEADS, NUM_KV_HEADS, config.head_dim
+        )
+
+    def paligemma(config_hf: Any) -> nn.Module:
+        vision = config_hf.vision_config
+        vision.hidden_size = config.vision_width
+        vision.num_hidden_layers = config.vision_depth
+        vision.num_attention_heads = config.vision_heads
+        vision.intermediate_size = config.vision_mlp_dim
+        vision.patch_size = config.patch_size
+        vision.projection_dim = config_hf.projection_dim = config.width
+        config_hf.text_config.vocab_size = config_hf._vocab_size = config.vocab_size
+        config_hf.image_token_index = config.vocab_size  # as in PI0.5: one past the last token, never looked up
+        return originals["PaliGemmaForConditionalGenerationWithPiGemma"](config=config_hf)
+
+    def expert(config_hf: Any) -> nn.Module:
+        config_hf.vocab_size = config.vocab_size
+        return originals["PiGemmaForCausalLM"](config=config_hf)
+
+    replacements = {
+        "get_gemma_config": gemma_config,
+        "PaliGemmaForConditionalGenerationWithPiGemma": lambda config: paligemma(config),
+        "PiGemmaForCausalLM": lambda config: expert(config),
+    }
+    with _construction_lock:
+        originals = {name: getattr(modeling_pi05, name) for name in replacements}
+        try:
+            for name, replacement in replacements.items():
+                setattr(modeling_pi05, name, replacement)
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(modeling_pi05, name, original)
+
+
+@torch.no_grad()
+def _initialise(policy: TinyPI05Policy) -> None:
+    """Draw weights that suit a narrow network trained from scratch; loading a checkpoint overwrites them.
+
+    Gemma's initialisation has one standard deviation, 0.02, for every width: about right at 2048, but at 64 each layer
+    shrinks its input tenfold. And the expert's adaptive norms start with gates near zero, which suits a pretrained
+    backbone and closes a fresh network: with both as LeRobot has them the demo's task is not learned in several hundred
+    steps. So: variance-preserving linear layers, and gates that start open.
+    """
+    joint = policy.model.paligemma_with_expert
+    language_model, expert = joint.paligemma.model.language_model, joint.gemma_expert.model
+    for part in (language_model, expert, joint.paligemma.model.multi_modal_projector):
+        for module in part.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+    for module in expert.modules():
+        if isinstance(module, PiGemmaRMSNorm):
+            nn.init.zeros_(module.dense.weight)
+            scale, shift, gate = module.dense.bias.chunk(3)
+            scale.zero_(), shift.zero_(), gate.fill_(1.0)
+
+
+# --- tokenizer -------------------------------------------------------------------------------------------------------
+
+
+def tokenizer_vocabulary(words: Sequence[str]) -> dict[str, int]:
+    """Token ids: padding, unknown, the integers -1..255, the prompt's own words, then `words` in their order."""
+    tokens = itertools.chain((PAD_TOKEN, UNKNOWN_TOKEN), map(str, STATE_BINS), PROMPT_WORDS, words)
+    return {token: index for index, token in enumerate(dict.fromkeys(tokens))}
+
+
+def make_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per word, integer or punctuation mark; case is ignored, strangers become `<unk>`.
+
+    One token per state dimension keeps the prompt, and so the attention, short.
+    """
+    tokenizer = Tokenizer(models.WordLevel(tokenizer_vocabulary(words), unk_token=UNKNOWN_TOKEN))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"-?\d+|\w+|[^\w\s]"), behavior="removed", invert=True)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD_TOKEN, unk_token=UNKNOWN_TOKEN)
+
+
+def split_words(text: str) -> list[str]:
+    """`text` as the tokenizer sees it: its words, integers and punctuation marks."""
+    backend = make_tokenizer(()).backend_tokenizer
+    return [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(backend.normalizer.normalize_str(text))]
+
+
+@dataclass
+@ProcessorStepRegistry.register(name="tiny_pi05_tokenizer_processor")
+class TinyPI05TokenizerProcessorStep(TokenizerProcessorStep):
+    """LeRobot's tokenizer step with a tokenizer that travels as a list of words inside the step's own JSON.
+
+    So a pretrained folder is complete: nothing to download, no path that breaks when the folder moves. A prompt that
+    does not fit `max_length` is a `ValueError`: truncation would cut off state and the end of the prompt unseen.
+    """
+
+    tokenizer: Any | None = None
+    vocabulary: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is None:
+            self.tokenizer = make_tokenizer(self.vocabulary)
+        super().__post_init__()
+
+    def _tokenize_text(self, text: str | list[str]) -> dict[str, torch.Tensor]:
+        texts = [text] if isinstance(text, str) else list(text)
+        encoded = self.input_tokenizer(
+            texts,
+            padding="max_length",
+            max_length=self.max_length,
+            padding_side=self.padding_side,
+            truncation=False,
+        )
+        for prompt, ids in zip(texts, encoded["input_ids"], strict=True):
+            if len(ids) > self.max_length:
+                raise ValueError(
+                    f"the prompt {prompt!r} has {len(ids)} tokens, more than this tiny policy's tokenizer_max_length "
+                    f"{self.max_length}; shorten the instruction, or make the base policy for these instructions"
+                )
+        return {key: torch.tensor(encoded[key]) for key in ("input_ids", "attention_mask")}
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "vocabulary": list(self.vocabulary)}
+
+
+def make_tiny_pi05_pre_post_processors(
+    config: TinyPI05Config, dataset_stats: Mapping[str, Mapping[str, Any]] | None = None
+) -> tuple[
+    PolicyProcessorPipeline[dict[str, Any], dict[str, Any]],
+    PolicyProcessorPipeline[PolicyAction, PolicyAction],
+]:
+    """PI0.5's processors (the same steps in the same order) with the tokenizer of `config.vocabulary`."""
+    relative = RelativeActionsProcessorStep(
+        enabled=config.use_relative_actions,
+        exclude_joints=config.relative_exclude_joints,
+        action_names=config.action_feature_names,
+    )
+    steps = make_default_policy_processor_steps(config, dataset_stats)
+    return make_policy_processor_pipelines(
+        input_steps=[
+            steps.rename_observations,
+            steps.add_batch_dim,
+            relative,
+            steps.normalize,
+            Pi05PrepareStateTokenizerProcessorStep(max_state_dim=config.max_state_dim),
+            TinyPI05TokenizerProcessorStep(vocabulary=config.vocabulary, max_length=config.tokenizer_max_length),
+            steps.to_device,
+        ],
+        output_steps=[
+            steps.unnormalize,
+            AbsoluteActionsProcessorStep(enabled=config.use_relative_actions, relative_step=relative),
+            steps.to_cpu,
+        ],
+    )
+
+
+# --- the base policy of a dataset ------------------------------------------------------------------------------------
+
+
+def make_tiny_base(
+    folder: Path,
+    *,
+    features: Mapping[str, Any],
+    tasks: Sequence[str],
+    stats: Mapping[str, Mapping[str, Any]] | None,
+    fps: float,
+    chunk_size: int | None = None,
+    seed: int = 0,
+    **sizes: Any,
+) -> Path:
+    """Write a randomly initialised tiny PI0.5 for a dataset's cameras, state and action as a LeRobot pretrained folder.
+
+    The folder appears complete or not at all. The same arguments give the same bytes.
+
+    Args:
+        folder: to create; must not exist.
+        features: the dataset's features, as dicts or objects with `dtype`, `shape` and `names`. All RGB cameras,
+            `observation.state` and `action` are used; depth cameras and other columns are not, as PI0.5 has no input
+            for them.
+        tasks: the dataset's instructions; the tokenizer's words are theirs.
+        stats: the dataset's statistics; `observation.state` and `action` need PI0.5's quantiles `q01` and `q99`. None
+            leaves them out of the processors: whoever uses the folder then has to bring them (LeRobot's
+            `preprocessor_overrides`).
+        fps: frames per second of the dataset.
+        chunk_size: actions per prediction; None is one second of them, at most PI0.5's 50.
+        seed: of the initial weights. The process's random state is left alone.
+        sizes: further fields of `TinyPI05Config`.
+    Returns:
+        `folder`.
+    Raises:
+        FileExistsError: `folder` exists.
+        ValueError: the dataset has no RGB camera, state or action, or they lack quantiles or are wider than 32.
+    """
+    if Path(folder).exists():
+        raise FileExistsError(f"{folder} exists; remove it, or choose another folder for the base policy")
+    input_features, output_features = _policy_features(features)
+    for key in (OBS_STATE, ACTION):
+        found = set(stats.get(key, {})) if stats is not None else {"q01", "q99"}
+        if missing := {"q01", "q99"} - found:
+            raise ValueError(
+                f"the statistics of '{key}' lack {sorted(missing)}, which PI0.5 normalises by; found {sorted(found)}: "
+                "add them with `python -m lerobot.scripts.augment_dataset_quantile_stats`"
+            )
+    if chunk_size is None:
+        chunk_size = min(max(round(fps), 2), PI05Config.chunk_size)
+    prompts = _prompts(tasks, input_features[OBS_STATE].shape[0])
+    config = TinyPI05Config(
+        input_features=input_features,
+        output_features=output_features,
+        chunk_size=chunk_size,
+        n_action_steps=chunk_size,
+        vocabulary=_vocabulary(prompts),
+        tokenizer_max_length=_prompt_length(prompts),
+        action_feature_names=_flat_names(features[ACTION]),
+        device="cpu",  # the one device every machine has; whoever loads the folder may override it
+        **sizes,
+    )
+    for key, feature, limit in (
+        (OBS_STATE, input_features[OBS_STATE], config.max_state_dim),
+        (ACTION, output_features[ACTION], config.max_action_dim),
+    ):
+        if feature.shape[0] > limit:
+            raise ValueError(f"'{key}' has {feature.shape[0]} dimensions, more than PI0.5's {limit}")
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = TinyPI05Policy(config)
+    preprocessor, postprocessor = make_tiny_pi05_pre_post_processors(
+        config, stats and {key: stats[key] for key in (OBS_STATE, ACTION)}
+    )
+    with atomic_folder(folder) as partial:
+        policy.save_pretrained(partial)
+        preprocessor.save_pretrained(partial, config_filename=f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json")
+        postprocessor.save_pretrained(partial, config_filename=f"{POLICY_POSTPROCESSOR_DEFAULT_NAME}.json")
+    return Path(folder)
+
+
+def _field(feature: Any, name: str) -> Any:
+    return feature.get(name) if isinstance(feature, Mapping) else getattr(feature, name, None)
+
+
+def _policy_features(
+    features: Mapping[str, Any],
+) -> tuple[dict[str, PolicyFeature], dict[str, PolicyFeature]]:
+    """The policy's inputs (RGB cameras channel-first, then the state) and its output (the action)."""
+    cameras = {}
+    for key, feature in features.items():
+        if _field(feature, "dtype") not in ("image", "video"):
+            continue
+        height, width, channels = _channels_last(key, feature)
+        if channels == 3:
+            cameras[key] = PolicyFeature(type=FeatureType.VISUAL, shape=(3, height, width))
+        else:
+            logger.warning("'%s' has %d channels and is no input of PI0.5, which sees RGB only", key, channels)
+    if not cameras:
+        raise ValueError(f"the dataset has no RGB camera, which PI0.5 needs; its features are {sorted(features)}")
+    vectors = {}
+    for key, kind in ((OBS_STATE, FeatureType.STATE), (ACTION, FeatureType.ACTION)):
+        if key not in features:
+            raise ValueError(f"the dataset has no '{key}', which PI0.5 needs; its features are {sorted(features)}")
+        shape = tuple(_field(features[key], "shape"))
+        if len(shape) != 1:
+            raise ValueError(f"'{key}' must be a vector for PI0.5, its shape is {shape}")
+        vectors[key] = PolicyFeature(type=kind, shape=shape)
+    return {**cameras, OBS_STATE: vectors[OBS_STATE]}, {ACTION: vectors[ACTION]}
+
+
+def _channels_last(key: str, feature: Any) -> tuple[int, int, int]:
+    """(height, width, channels) of a camera; datasets of LeRobot name their axes, and some are channel-first."""
+    shape, names = tuple(_field(feature, "shape")), _field(feature, "names")
+    if len(shape) != 3:
+        raise ValueError(f"the camera '{key}' must have a shape of height, width and channels, not {shape}")
+    if names and str(names[0]).startswith("channel"):
+        shape = (*shape[1:], shape[0])
+    return shape
+
+
+def _flat_names(feature: Any) -> list[str] | None:
+    """The names of a vector's dimensions; LeRobot stores a list, or a dict of lists."""
+    names = _field(feature, "names")
+    if isinstance(names, Mapping):
+        names = list(itertools.chain.from_iterable(names.values()))
+    return [str(name) for name in names] if names else None
+
+
+def _prompts(tasks: Sequence[str], state_dim: int) -> list[list[str]]:
+    """The words of each instruction's prompt as LeRobot's PI0.5 writes it, for a state of zeros."""
+    tasks = list(dict.fromkeys(tasks)) or [""]
+    transition = create_transition(
+        observation={OBS_STATE: torch.zeros(len(tasks), state_dim)}, complementary_data={"task": tasks}
+    )
+    prepared = Pi05PrepareStateTokenizerProcessorStep()(transition)
+    return [split_words(prompt) for prompt in prepared[TransitionKey.COMPLEMENTARY_DATA]["task"]]
+
+
+def _vocabulary(prompts: Sequence[Sequence[str]]) -> list[str]:
+    """The prompts' words that not every tokenizer knows, the most frequent first, at most `MAX_VOCABULARY`."""
+    counts = Counter(word for prompt in prompts for word in prompt)
+    ranked = sorted(counts.keys() - tokenizer_vocabulary(()).keys(), key=lambda word: (-counts[word], word))
+    return ranked[:MAX_VOCABULARY]
+
+
+def _prompt_length(prompts: Sequence[Sequence[str]]) -> int:
+    """Tokens that hold every prompt, with some to spare for longer instructions; a multiple of 8."""
+    return -(-(max(map(len, prompts)) + SPARE_WORDS) // 8) * 8
+
+
+@contextlib.contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a fresh path beside `folder` for the block to create, and rename it to `folder` when the block succeeds.
+
+    A reader never sees a half-written folder, and what an interrupted writer leaves behind is never taken for a folder.
+    When two writers race, the first to finish wins and the other's work is dropped: use it where both write the same.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.partial"
+    try:
+        yield partial
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,407 @@
+"""A look at a LeRobot v3 dataset before anybody trains on it: a few images, curves, and what seems wrong.
+
+Bounded on datasets of any size: a sample of episodes is read, and a few frames are decoded. Ray is not started. What is
+said of a sample is a hint, not a proof; `Look.sample` says how much was read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from lerobot_datasource import LeRobotDatasource
+from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature, dimension_names
+from vla_finetuning.data.rows import height_width
+
+STATE, ACTION = "observation.state", "action"
+
+# How much is read: rows without images in all and of one episode; images per camera, from how many episodes.
+SAMPLE_ROWS, EPISODE_ROWS = 20_000, 2_000
+MOMENTS, CAMERA_EPISODES, MAX_CAMERAS = 5, 3, 8
+# How much is held: bytes of those rows, as they are read; and the longer side of an image, in pixels, to which it is
+# shrunk as soon as it is decoded. Pages show them half as wide; 120 of them are 110 MB at the most.
+SAMPLE_BYTES, IMAGE_SIDE = 256 * 2**20, 640
+
+# What counts as wrong. A jump: a move of more than so many times the dimension's usual one (the median of those that
+# are not zero), and of more than half of the range that 98 % of its values lie in.
+JUMP_MEDIANS, JUMP_RANGES = 20.0, 0.5
+# Distance of two timestamps, in frames, from which on a frame is missing between them.
+GAP_FRAMES = 1.5
+# An image is dark when its 99th percentile is below this, of 255; a camera frozen when no block of 8 x 8 pixels changes
+# by more between two moments of an episode (compression alone changes a block's mean by less).
+DARK_LEVEL, FROZEN_CHANGE, BLOCK = 16, 2.0, 8
+# Beyond this an extreme is called an outlier, in half ranges: 1 is where q01 and q99 are.
+OUTLIER = 5.0
+
+
+class Finding(NamedTuple):
+    """Something that seems wrong: damaged, dark, frozen, gaps, duplicates, quantiles, constant or jumps."""
+
+    kind: str
+    text: str
+
+
+class Range(NamedTuple):
+    """One dimension's normalisation range. q01 and q99 are NaN where stats.json lacks them."""
+
+    name: str
+    minimum: float
+    q01: float
+    mean: float
+    q99: float
+    maximum: float
+
+    def scaled(self, value: float) -> float:
+        """Where quantile normalisation puts a value: q01 at -1, q99 at 1. NaN if there is no such range."""
+        half = (self.q99 - self.q01) / 2
+        return (value - self.q01) / half - 1 if half > 0 else float("nan")
+
+    @property
+    def outliers(self) -> bool:
+        return abs(self.scaled(self.minimum)) > OUTLIER or abs(self.scaled(self.maximum)) > OUTLIER
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """Frames of all cameras at one time of an episode: `{camera_key: uint8 (H, W, 3)}`, no longer than IMAGE_SIDE."""
+
+    episode: int
+    time_s: float
+    images: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """What was seen of a dataset.
+
+    Attributes:
+        episodes: int64, those read. rows: how many rows of them.
+        shown: the episode that `time_s` (N,) and `curves` (`{feature: float (N, D)}`) and `sheet` are of.
+        ranges: per feature, one entry per dimension; only features that stats.json describes.
+        findings: warnings, worst first.
+    """
+
+    meta: DatasetMetadata
+    episodes: np.ndarray
+    rows: int
+    shown: int
+    time_s: np.ndarray
+    curves: dict[str, np.ndarray]
+    sheet: list[Moment]
+    ranges: dict[str, list[Range]]
+    findings: list[Finding]
+
+    @property
+    def sample(self) -> str:
+        """What the warnings rest on, in words."""
+        meta = self.meta
+        whole = len(self.episodes) == meta.num_episodes and self.rows == meta.total_frames
+        read = "every row" if whole else f"{self.rows:,} of {meta.total_frames:,} rows"
+        of = "" if whole else f", from {len(self.episodes):,} of {meta.num_episodes:,} episodes spread evenly"
+        cameras = f"; images at {MOMENTS} moments of up to {CAMERA_EPISODES} episodes" if meta.camera_keys else ""
+        return f"{read} without images{of}{cameras}"
+
+    @property
+    def task_counts(self) -> list[tuple[str, int]]:
+        """Instructions and how many episodes have each, most frequent first."""
+        return Counter(task for tasks in self.meta.episode_tasks for task in tasks).most_common()
+
+
+def look_at(meta: DatasetMetadata) -> Look:
+    """Read a sample of the dataset and say what is in it. Runs on the driver; Ray is not needed.
+
+    Damaged rows and videos become findings, so that the rest can still be looked at.
+    """
+    columns = _Columns(vector_keys(meta))
+    findings: list[Finding] = []
+    source = _source(meta, [])
+    sample_rows = max(1, min(SAMPLE_ROWS, SAMPLE_BYTES // source.row_bytes()))
+    episodes = sample_episodes(meta.episode_length, sample_rows)
+    damaged: dict[str, list[int]] = {}
+    read = []
+    for episode in episodes.tolist():
+        rows = min(int(meta.episode_length[episode]), EPISODE_ROWS, sample_rows)
+        first = int(meta.episode_start[episode])
+        try:
+            (batch,) = source.read_rows(range(first, first + rows), rows)
+        except (ValueError, OSError) as error:
+            damaged.setdefault(_reason(meta, error), []).append(episode)
+            continue
+        read.append(episode)
+        columns.add(episode, batch)
+    # In the middle of the sample, and with enough frames to see something move.
+    shown = max(read[len(read) // 4 :] or [0], key=lambda e: min(int(meta.episode_length[e]), 100))
+    sheet, camera_findings = _look_through_cameras(meta, shown, read)
+
+    findings += [
+        Finding("damaged", f"{_episodes(members)}: cannot be read: {why}") for why, members in list(damaged.items())[:5]
+    ]
+    findings += columns.not_finite()
+    findings += camera_findings
+    findings += columns.gaps(meta.fps)
+    findings += columns.duplicates()
+    findings += missing_quantiles(meta)
+    findings += columns.constants(meta)
+    findings += columns.jumps(meta)
+    time_s, curves = columns.of(shown) if read else (np.zeros(0), {})
+    return Look(
+        meta=meta,
+        episodes=np.asarray(read, np.int64),
+        rows=columns.rows,
+        shown=shown,
+        time_s=time_s,
+        curves=curves,
+        sheet=sheet,
+        ranges={key: found for key in columns.keys if (found := ranges_of(meta, key))},
+        findings=findings,
+    )
+
+
+def vector_keys(meta: DatasetMetadata) -> list[str]:
+    """State and action, and whatever else a policy could be given as a vector of numbers."""
+    return [
+        key
+        for key, feature in meta.features.items()
+        if feature.dtype in NUMERIC_DTYPES
+        and len(feature.shape) == 1
+        and (key == ACTION or key.startswith((f"{ACTION}.", "observation.")))
+    ]
+
+
+def ranges_of(meta: DatasetMetadata, key: str) -> list[Range]:
+    """Normalisation ranges of a feature's dimensions; empty where stats.json does not describe it."""
+    stats, size = meta.stats.get(key, {}), meta.features[key].shape[0]
+    if any(name not in stats or stats[name].shape != (size,) for name in ("min", "max", "mean")):
+        return []
+    absent = np.full(size, np.nan)
+    columns = [stats.get(name, absent) for name in ("min", "q01", "mean", "q99", "max")]
+    columns = [column if column.shape == (size,) else absent for column in columns]
+    return [Range(n, *map(float, v)) for n, v in zip(dimension_names(meta, key), np.stack(columns, 1), strict=True)]
+
+
+def scaled_ranges(ranges: Sequence[Range]) -> np.ndarray:
+    """Minimum, mean and maximum of D dimensions, as `Range.scaled` puts them: float (D, 3)."""
+    return np.array([[r.scaled(r.minimum), r.scaled(r.mean), r.scaled(r.maximum)] for r in ranges]).reshape(-1, 3)
+
+
+def sample_episodes(lengths: np.ndarray, rows: int) -> np.ndarray:
+    """Episodes spread evenly, int64 ascending, at most about `rows` rows of them; at least one."""
+    cost = np.minimum(lengths, min(EPISODE_ROWS, rows))
+    total = int(cost.sum())
+    count = len(lengths) if total <= rows else max(1, int(len(lengths) * rows / total))
+    return np.unique(np.linspace(0, len(lengths) - 1, count).round().astype(np.int64))
+
+
+def missing_quantiles(meta: DatasetMetadata) -> list[Finding]:
+    lacking = [k for k in (STATE, ACTION) if k in meta.features and not {"q01", "q99"} <= meta.stats.get(k, {}).keys()]
+    if not lacking:
+        return []
+    return [
+        Finding(
+            "quantiles",
+            f"meta/stats.json has no quantiles (q01, q99) of {' and '.join(lacking)}, which PI0.5 normalises by: "
+            "training computes them first, which reads every parquet file",
+        )
+    ]
+
+
+@dataclass
+class _Columns:
+    """The sampled episodes' numbers, without images."""
+
+    keys: list[str]
+    rows: int = 0
+    times: dict[int, np.ndarray] = field(default_factory=dict)
+    values: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
+
+    def add(self, episode: int, batch: dict[str, np.ndarray]) -> None:
+        self.times[episode] = batch["timestamp"].astype(np.float64)
+        self.rows += len(self.times[episode])
+        for key in self.keys:
+            values = batch[key].astype(np.float64)
+            self.values.setdefault(key, {})[episode] = values.reshape(len(values), -1)
+
+    def of(self, episode: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        return self.times[episode], {key: self.values[key][episode] for key in self.keys}
+
+    def not_finite(self) -> list[Finding]:
+        findings = []
+        for key in self.keys:
+            if bad := [e for e, v in self.values.get(key, {}).items() if not np.isfinite(v).all()]:
+                findings.append(Finding("damaged", f"{key} holds NaN or infinity in {_episodes(bad)}: leave them out"))
+        return findings
+
+    def gaps(self, fps: int) -> list[Finding]:
+        """Frames that are missing, or out of order, by the timestamps."""
+        found = {}
+        for episode, time_s in self.times.items():
+            steps = np.diff(time_s) * fps
+            if count := int(((steps > GAP_FRAMES) | (steps <= 0)).sum()):
+                found[episode] = count
+        if not found:
+            return []
+        return [
+            Finding(
+                "gaps",
+                f"dropped frames: {sum(found.values())} timestamps in {_episodes(found)} do not follow the one before "
+                f"at 1/{fps} s; action chunks there span more time than the policy thinks",
+            )
+        ]
+
+    def duplicates(self) -> list[Finding]:
+        """Episodes whose states and actions are the same to the bit. Very short ones may be so by chance."""
+        groups: dict[bytes, list[int]] = {}
+        for episode, time_s in self.times.items():
+            digest = hashlib.sha256()
+            for key in self.keys:
+                digest.update(self.values[key][episode].tobytes())
+            if len(time_s) > 1 and self.keys:
+                groups.setdefault(digest.digest(), []).append(episode)
+        same = [members for members in groups.values() if len(members) > 1]
+        if not same:
+            return []
+        shown = "; ".join(_episodes(members) for members in same[:5])
+        return [
+            Finding(
+                "duplicates",
+                f"duplicated episodes: {shown}{' and more' if len(same) > 5 else ''} hold the same states and actions: "
+                "they count twice in training, and held-out copies make the held-out error look better than it is",
+            )
+        ]
+
+    def constants(self, meta: DatasetMetadata) -> list[Finding]:
+        """Dimensions without any spread: nothing to learn, and a division by almost nothing when normalised."""
+        findings = []
+        for key in self.keys:
+            if self.rows < 2:
+                continue
+            values = np.concatenate(list(self.values[key].values()))
+            flat = np.ptp(values, axis=0) == 0
+            names = dimension_names(meta, key)
+            ranges = ranges_of(meta, key)
+            narrow = [r.q01 == r.q99 and not flat[i] for i, r in enumerate(ranges)] or [False] * len(flat)
+            for which, what in ((flat, "never changes"), (narrow, "has the same q01 and q99 though it changes")):
+                if chosen := [name for name, bad in zip(names, which, strict=True) if bad]:
+                    findings.append(
+                        Finding(
+                            "constant",
+                            f"{key}: {_list(chosen)} {what}: normalising divides by almost nothing, so that the "
+                            "slightest change on the robot becomes a huge input",
+                        )
+                    )
+        return findings
+
+    def jumps(self, meta: DatasetMetadata) -> list[Finding]:
+        """Actions that leap from one frame to the next."""
+        findings = []
+        for key in (key for key in self.keys if key == ACTION or key.startswith(f"{ACTION}.")):
+            if not self.values.get(key):
+                continue
+            values = np.concatenate(list(self.values[key].values()))
+            low, high = np.quantile(values, [0.01, 0.99], axis=0)
+            moves = {e: np.abs(np.diff(v, axis=0)) for e, v in self.values[key].items()}
+            pooled = np.concatenate(list(moves.values()))
+            for i, name in enumerate(dimension_names(meta, key)):
+                moving = pooled[:, i][pooled[:, i] > 0]
+                if not len(moving):
+                    continue
+                limit = max(JUMP_MEDIANS * float(np.median(moving)), JUMP_RANGES * float(high[i] - low[i]))
+                leaps = {e: int((m[:, i] > limit).sum()) for e, m in moves.items()}
+                leaps = {e: n for e, n in leaps.items() if n}
+                if leaps:
+                    worst = max(leaps, key=lambda e: float(moves[e][:, i].max()))
+                    at = int(moves[worst][:, i].argmax()) + 1
+                    findings.append(
+                        Finding(
+                            "jumps",
+                            f"{key}: {name} jumps {sum(leaps.values())} times, by {moves[worst][at - 1, i]:.4g} into "
+                            f"frame {at} of episode {worst}, where it usually moves by {np.median(moving):.2g} (a "
+                            "gripper may; a joint may not: a glitch, or an angle that wraps around)",
+                        )
+                    )
+        return findings
+
+
+def _look_through_cameras(meta: DatasetMetadata, shown: int, read: Sequence[int]) -> tuple[list[Moment], list[Finding]]:
+    """The contact sheet, and the cameras that show nothing or always the same."""
+    others = [e for e in np.asarray(read)[np.linspace(0, len(read) - 1, CAMERA_EPISODES).astype(int)] if e != shown]
+    chosen = list(dict.fromkeys([shown, *map(int, others)]))[:CAMERA_EPISODES] if read else []
+    cameras = [key for key in meta.camera_keys if not meta.features[key].is_depth][:MAX_CAMERAS]
+    seen: dict[str, dict[int, np.ndarray]] = {key: {} for key in cameras}
+    times: dict[int, np.ndarray] = {}
+    findings = []
+    for key in cameras:
+        try:
+            source = _source(meta, [key], _shown_size(meta.features[key]))
+            for episode in chosen:
+                frames = np.unique(np.linspace(0, int(meta.episode_length[episode]) - 1, MOMENTS).astype(np.int64))
+                positions = frames + int(meta.episode_start[episode])
+                (batch,) = source.read_rows(positions.tolist(), len(positions))
+                seen[key][episode] = batch[key]
+                times[episode] = frames / meta.fps
+        except (ValueError, OSError) as error:
+            findings.append(Finding("damaged", f"camera {key} cannot be read: {_reason(meta, error)}"))
+        findings += camera_findings(key, seen[key].values())
+    sheet = [
+        Moment(shown, float(time_s), {key: seen[key][shown][i] for key in cameras if shown in seen[key]})
+        for i, time_s in enumerate(times.get(shown, []))
+    ]
+    return sheet, findings
+
+
+def camera_findings(key: str, episodes: Iterable[np.ndarray]) -> list[Finding]:
+    """Is the camera dark in all images, or frozen within every episode?
+
+    Args:
+        episodes: uint8 (N, H, W, 3) each, a few moments of an episode.
+    """
+    episodes = [images for images in episodes if len(images)]
+    if not episodes:
+        return []
+    if max(float(np.quantile(images, 0.99)) for images in episodes) < DARK_LEVEL:
+        return [Finding("dark", f"camera {key} is dark: covered, unplugged or not exposed?")]
+    longer = [images for images in episodes if len(images) > 1]
+    if longer and max(float(np.ptp(_blocks(images), axis=0).max()) for images in longer) <= FROZEN_CHANGE:
+        return [Finding("frozen", f"camera {key} is frozen: its image does not change within an episode")]
+    return []
+
+
+def _blocks(images: np.ndarray) -> np.ndarray:
+    """Mean brightness of blocks, which compression hardly changes: float (N, H', W')."""
+    n, height, width, _ = images.shape
+    side = min(BLOCK, height, width)
+    rows, columns = height // side, width // side
+    cut = images[:, : rows * side, : columns * side].astype(np.float32)
+    return cut.reshape(n, rows, side, columns, side, 3).mean(axis=(2, 4, 5))
+
+
+def _source(
+    meta: DatasetMetadata, camera_keys: list[str], image_size: tuple[int, int] | None = None
+) -> LeRobotDatasource:
+    """In stored order: the position of a row is its `index`. Any frame near its time will do for looking."""
+    return LeRobotDatasource([meta], camera_keys=camera_keys, image_size=image_size, tolerance_s=0.5 / meta.fps)
+
+
+def _shown_size(feature: Feature) -> tuple[int, int] | None:
+    """Height and width that a camera's images are shrunk to, by a whole number; None: small enough as they are."""
+    height, width = height_width(feature)
+    by = -(-max(height, width) // IMAGE_SIDE)
+    return None if by == 1 else (max(1, height // by), max(1, width // by))
+
+
+def _reason(meta: DatasetMetadata, error: Exception) -> str:
+    return str(error).removeprefix(f"dataset {meta.root}: ").removeprefix(f"{meta.root}: ")
+
+
+def _episodes(numbers: Iterable[int]) -> str:
+    numbers = sorted(numbers)
+    return f"episode{'s' if len(numbers) > 1 else ''} {_list(list(map(str, numbers)))}"
+
+
+def _list(names: Sequence[str], limit: int = 8) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,376 @@
+"""Charts of a run and of a dataset: arrays in, matplotlib figures out; and those as SVG that follows a page's colours.
+
+In a notebook the figures show as they are. `to_svg` makes them part of a page: text stays text, colours become the
+page's CSS variables (light and dark), and nothing is loaded from elsewhere. Figures are small: a page sets them side by
+side, and a phone shows one at its own width.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import io
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from PIL import Image
+
+if TYPE_CHECKING:
+    from vla_finetuning.report.dataset_look import Moment
+
+# The colours that figures are drawn in, and the CSS variable that takes the place of each.
+INK, MUTED, GRID = "#1f2430", "#667085", "#dfe3ea"
+BLUE, ORANGE, RED = "#1d5fd1", "#c2570c", "#c01d2e"
+CSS_VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", BLUE: "--blue", ORANGE: "--orange", RED: "--red"}
+
+WIDTH, HEIGHT = 4.1, 2.4  # inches
+STRIP_HEIGHT = 0.76
+IMAGE_WIDTH = 1.6
+MAX_POINTS = 1_000  # of a line: a page need not hold more than a screen shows
+JPEG_WIDTH, JPEG_QUALITY = 240, 78
+UNITS = ("cm", "mm", "m", "rad", "deg", "s", "hz", "m_s", "rad_s", "deg_s")
+
+_STYLE: dict[Any, Any] = {
+    "axes.edgecolor": MUTED,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 9,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9,
+    "figure.facecolor": "none",
+    "figure.figsize": (WIDTH, HEIGHT),
+    "axes.facecolor": "none",
+    "font.size": 9,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "lines.linewidth": 1.6,
+    "lines.solid_capstyle": "round",
+    "text.color": INK,
+    # Names of joints and cameras are a stranger's: no `$...$` of theirs is a formula.
+    "text.parse_math": False,
+    "xtick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.color": MUTED,
+    "ytick.labelcolor": INK,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "vla",
+}
+
+
+class Chunk(NamedTuple):
+    """Actions that were recorded and predicted from one frame on: float (T, A) each, NaN where padded."""
+
+    title: str
+    recorded: np.ndarray
+    predicted: np.ndarray
+
+
+def example_chunk(example: Mapping[str, Any], fps: float) -> Chunk:
+    """One of the examples that `evaluate.open_loop_errors` keeps, as `chunk_strips` draws it."""
+    padded = np.asarray(example["is_pad"], bool)[:, None]
+    recorded, predicted = (
+        np.where(padded, np.nan, np.asarray(example[k], np.float64)) for k in ("recorded", "predicted")
+    )
+    known = "episode_index" in example
+    title = f"episode {example['episode_index']}, {example['frame_index'] / fps:.1f} s" if known else ""
+    return Chunk(title, recorded, predicted)
+
+
+@contextlib.contextmanager
+def _styled() -> Iterator[None]:
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        # Only widths are guessed with matplotlib's own font; the page shows the text in the reader's.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        yield
+
+
+def line_chart(
+    lines: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    *,
+    xlabel: str,
+    ylabel: str,
+    log: bool = False,
+    from_zero: bool = False,
+    marks: Sequence[float] = (),
+) -> Figure:
+    """Lines over one x axis. Values that are not finite leave a gap.
+
+    Args:
+        lines: `{name: (x, y)}`, at most three; one line needs no legend.
+        marks: x of vertical lines.
+    """
+    with _styled():
+        figure = Figure(layout="constrained")
+        axes = figure.add_subplot()
+        for (name, (x, y)), colour in zip(lines.items(), (BLUE, ORANGE, INK), strict=False):
+            x, y = _thin(x, y)
+            alone = "o" if len(x) < 3 else None
+            axes.plot(x, y, color=colour, label=plain(name), marker=alone, markersize=3, clip_on=False)
+        if log:
+            axes.set_yscale("log")
+        for mark in marks:
+            axes.axvline(mark, color=RED, linewidth=1, linestyle=(0, (3, 3)))
+        if from_zero:
+            axes.set_ylim(0, None if any(np.nanmax(y, initial=0) > 0 for _, y in lines.values()) else 1)
+        if log:
+            # Plain numbers: matplotlib's own labels here are formulas.
+            low, high = axes.get_ylim()
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if high < 30 * low else (1,)))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        else:
+            axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_formatter(_short_number)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.set_xlabel(plain(xlabel))
+        axes.set_ylabel(plain(ylabel))
+        if len(lines) > 1:
+            axes.legend()
+        return figure
+
+
+def histogram(values: np.ndarray, *, xlabel: str, ylabel: str) -> Figure:
+    """How many of the values (N,) fall into each of at most 24 bins."""
+    with _styled():
+        figure = Figure(layout="constrained")
+        axes = figure.add_subplot()
+        bins = max(1, min(24, len(np.unique(values))))
+        axes.hist(values, bins=bins, color=BLUE, rwidth=0.9)
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.set_xlabel(plain(xlabel))
+        axes.set_ylabel(plain(ylabel))
+        return figure
+
+
+def bars(counts: Sequence[tuple[str, int]], *, xlabel: str) -> Figure:
+    """(name, count) pairs as horizontal bars, first on top. Their counts stand beside them."""
+    with _styled():
+        figure = Figure(figsize=(WIDTH, 0.75 + 0.24 * len(counts)), layout="constrained")
+        axes = figure.add_subplot()
+        drawn = axes.barh(range(len(counts)), [count for _, count in counts], color=BLUE)
+        axes.bar_label(drawn, fmt="{:,.0f}", padding=3)
+        axes.set_yticks(range(len(counts)), [plain(name, 32) for name, _ in counts])
+        axes.set_ylim(len(counts) - 0.4, -0.6)
+        axes.margins(x=0.12)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.grid(True, axis="x")
+        axes.grid(False, axis="y")
+        axes.set_xlabel(plain(xlabel))
+        return figure
+
+
+def contact_sheet(moments: Sequence[Moment]) -> Figure:
+    """What every camera sees: a row for each camera, a column for each moment. Images keep their shape."""
+    cameras = list(dict.fromkeys(key for moment in moments for key in moment.images))
+    # Rows are as high as their camera's images are at one width.
+    shapes = [next(m.images[key] for m in moments if key in m.images).shape for key in cameras]
+    heights = [IMAGE_WIDTH * height / width for height, width, _ in shapes]
+    with _styled():
+        size = (IMAGE_WIDTH * len(moments) + 0.3, sum(heights) + 0.35)
+        figure = Figure(figsize=size, layout="constrained")
+        if not cameras:
+            return figure
+        grid = figure.subplots(len(cameras), len(moments), squeeze=False, height_ratios=heights)
+        for axes, key in zip(grid[:, 0], cameras, strict=True):
+            axes.set_ylabel(_shorten(plain(key.removeprefix("observation.images."))))
+        for axes, moment in zip(grid[0], moments, strict=True):
+            axes.set_title(f"{moment.time_s:.1f} s", loc="center")
+        for (row, column), axes in np.ndenumerate(grid):
+            axes.set(xticks=[], yticks=[])
+            axes.spines[:].set_visible(False)
+            if cameras[row] in moments[column].images:
+                axes.imshow(moments[column].images[cameras[row]])
+        return figure
+
+
+def strips(time_s: np.ndarray, values: np.ndarray, names: Sequence[str]) -> Figure:
+    """A feature's dimensions (N, D) over time (N,), seconds: one strip each, with its name and unit."""
+    with _styled():
+        rows = _strips(len(names), 1)
+        for axes, name, column in zip(rows.axes, names, values.T, strict=True):
+            axes.plot(*_thin(time_s, column), color=BLUE, linewidth=1.3)
+            axes.set_title(with_unit(name))
+        rows.axes[-1].set_xlabel("time in the episode / s")
+        return rows
+
+
+def chunk_strips(
+    chunks: Sequence[Chunk], names: Sequence[str], fps: float, xlabel: str = "time from the observed frame / s"
+) -> Figure:
+    """Recorded and predicted action chunks: a row for each of the A dimensions, a column for each chunk."""
+    with _styled():
+        figure = _strips(len(names), len(chunks), legend_height=0.3)
+        for i, axes in enumerate(figure.axes):
+            dimension, chunk = i // len(chunks), chunks[i % len(chunks)]
+            time_s = np.arange(len(chunk.recorded)) / fps
+            axes.plot(time_s, chunk.recorded[:, dimension], color=MUTED, linewidth=2.4, label="recorded")
+            axes.plot(time_s, chunk.predicted[:, dimension], color=ORANGE, linewidth=1.4, label="predicted")
+            if chunk is chunks[0]:
+                axes.set_title(with_unit(names[dimension]))
+            if dimension == len(names) - 1:
+                axes.set_xlabel(plain(chunk.title))
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
+        figure.supxlabel(plain(xlabel), fontsize=9)
+        return figure
+
+
+def ranges(scaled: np.ndarray, names: Sequence[str], *, limit: float) -> Figure:
+    """Normalisation ranges of D dimensions, on the scale where q01 is -1 and q99 is 1.
+
+    `scaled` (D, 3) holds minimum, mean and maximum. What lies beyond `limit` is an outlier: it is marked, and its
+    value stands at the edge. Dimensions that have no such range (NaN) are named and left empty.
+    """
+    known = np.isfinite(scaled).all(axis=1)
+    widest = float(np.abs(scaled[known]).max(initial=0))
+    edge = 1.15 * limit if widest > limit else max(1.5, 1.1 * widest)
+    with _styled():
+        figure = Figure(figsize=(WIDTH, 0.75 + 0.24 * len(names)), layout="constrained")
+        axes = figure.add_subplot()
+        y = np.arange(len(names))[known]
+        scaled = scaled[known]
+        minimum, mean, maximum = np.clip(scaled, -edge, edge).T
+        axes.hlines(y, minimum, maximum, color=MUTED, linewidth=1.2)
+        axes.hlines(y, -1, 1, color=BLUE, linewidth=6, alpha=0.9)
+        axes.plot(mean, y, "o", color=INK, markersize=3.5)
+        for column, marker, align in ((0, "<", "left"), (2, ">", "right")):
+            out = np.abs(scaled[:, column]) > limit
+            side = -edge if column == 0 else edge
+            axes.plot(np.full(out.sum(), side), y[out], marker, color=RED, markersize=6, clip_on=False)
+            for row, value in zip(y[out], scaled[out, column], strict=True):
+                shift = (6, 5) if column == 0 else (-6, 5)
+                axes.annotate(
+                    f"{value:.3g}",
+                    (side, row),
+                    xytext=shift,
+                    textcoords="offset points",
+                    ha=align,
+                    color=RED,
+                    fontsize=8,
+                )
+        axes.set_xlim(-edge, edge)
+        axes.set_ylim(len(names) - 0.4, -0.8)
+        axes.set_yticks(np.arange(len(names)), [_shorten(plain(name)) for name in names])
+        axes.grid(True, axis="x")
+        axes.grid(False, axis="y")
+        axes.set_xlabel("normalised value (q01 = −1, q99 = 1)")
+        return figure
+
+
+def unit_of(name: str) -> str | None:
+    """The unit that a name ends with (`x_cm`, `elbow.deg`), which is the only place where a dataset can state it."""
+    found = re.search(rf"[_.\s(\[]({'|'.join(UNITS)})[)\]]?$", name.lower())
+    return found[1].replace("_", "/") if found else None
+
+
+def with_unit(name: str) -> str:
+    """A dimension's name and its unit, if it states one: `x_cm (cm)`."""
+    unit = unit_of(name)
+    return plain(name, 40) + (f" ({unit})" if unit else "")
+
+
+def plain(text: str, limit: int = 80) -> str:
+    """A stranger's text on one line, without what cannot be printed."""
+    text = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(str(text).split()))
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def to_svg(figure: Figure, label: str) -> str:
+    """An `<svg>` element for a page: scales with its width, uses the page's font and colours, says `label` aloud."""
+    buffer = io.StringIO()
+    with _styled():
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    drawn = buffer.getvalue()
+    root = ElementTree.fromstring(drawn)
+    # Several figures on a page: names that are referred to must not meet, the others are not needed.
+    prefix = f"f{hashlib.sha256(drawn.encode()).hexdigest()[:8]}-"
+    used = set(re.findall(r'(?:url\(|href=")#([\w.-]+)', drawn))
+    for parent in list(root.iter()):
+        for child in [child for child in parent if child.tag.endswith(("}metadata", "}style"))]:
+            parent.remove(child)
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
+        element.attrib.clear()
+        for name, value in attributes.items():
+            if name == "id":
+                if value in used:
+                    element.set(name, prefix + value)
+            elif name == "href":
+                element.set(name, f"#{prefix}{value[1:]}")
+            else:
+                element.set(name, _themed(value).replace("url(#", f"url(#{prefix}"))
+    width = float(root.attrib.pop("width").removesuffix("pt")) * 4 / 3
+    for name in ("height", "version"):
+        del root.attrib[name]
+    root.set("role", "img")
+    root.set("aria-label", plain(label, 300))
+    root.set("style", f"max-width: {width:.0f}px; stroke-linejoin: round")
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def to_data_uri(image: np.ndarray) -> str:
+    """A small JPEG of an image, uint8 (H, W, 3), as a `data:` URI."""
+    height, width = image.shape[:2]
+    picture = Image.fromarray(image)
+    if width > JPEG_WIDTH:
+        picture = picture.resize((JPEG_WIDTH, max(1, round(height * JPEG_WIDTH / width))), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=JPEG_QUALITY, optimize=True)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _strips(rows: int, columns: int, legend_height: float = 0.0) -> Figure:
+    """A grid of small axes: a row shares its y axis, all share x."""
+    figure = Figure(figsize=(WIDTH, 0.5 + legend_height + STRIP_HEIGHT * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, sharex="col", sharey="row", squeeze=False)
+    for axes in grid.flat:
+        axes.yaxis.set_major_locator(MaxNLocator(2))
+        axes.yaxis.set_major_formatter(_short_number)
+        axes.xaxis.set_major_locator(MaxNLocator(6 if columns == 1 else 2))
+        axes.tick_params(labelsize=8)
+    return figure
+
+
+def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most MAX_POINTS of a line's points, the extremes of every stretch among them."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    y = np.where(np.isfinite(y), y, np.nan)
+    if len(x) <= MAX_POINTS:
+        return x, y
+    kept = [np.array([0, len(x) - 1])]
+    for stretch in np.array_split(np.arange(len(x)), MAX_POINTS // 2):
+        if np.isfinite(y[stretch]).any():
+            kept.append(stretch[[np.nanargmin(y[stretch]), np.nanargmax(y[stretch])]])
+    chosen = np.unique(np.concatenate(kept))
+    return x[chosen], y[chosen]
+
+
+def _short_number(value: float, _: float) -> str:
+    return f"{value:g}".replace("-", "\N{MINUS SIGN}")
+
+
+def _shorten(name: str, limit: int = 22) -> str:
+    return name if len(name) <= limit else "…" + name[1 - limit :]
+
+
+def _themed(style: str) -> str:
+    """Colours become the page's variables, and the font is left to the page."""
+    for colour, variable in CSS_VARIABLES.items():
+        style = style.replace(colour, f"var({variable})")
+    return re.sub(r"font-family: [^;]*; ?", "", style)

@@ -1,0 +1,529 @@
+"""A run's `report.html`, and the page about a dataset: each one self-contained file that needs no network.
+
+    python -m vla_finetuning.report.page OUTPUT_DIR
+
+writes the report of a run anew from what its folder holds. What a folder lacks is left out, and the page says so. Pages
+are made from `templates/` with everything escaped: instructions, names and paths are a stranger's text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from vla_finetuning.config import CONFIG_NAME
+from vla_finetuning.data.metadata import dimension_names, load_metadata
+from vla_finetuning.files import read_json, read_lines
+from vla_finetuning.report import figures
+from vla_finetuning.report.dataset_look import ACTION, OUTLIER, Look, look_at, scaled_ranges
+from vla_finetuning.report.figures import Chunk, plain
+from vla_finetuning.run.checkpoint import PREFIX
+from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME, attempts, skipped_episodes
+from vla_finetuning.terminal import escape_warnings, tell, tell_error
+
+if TYPE_CHECKING:
+    pass
+
+REPORT_NAME = "report.html"
+PACKAGES = ("ray", "lerobot", "torch", "av")
+POLL_S = 2.0
+# A page stays readable, and small, whatever the run and the dataset are.
+MAX_DIMENSIONS, STRIPS_PER_FIGURE, EXAMPLES, TABLE_ROWS, MAX_DATASETS = 32, 8, 3, 20, 4
+
+logger = logging.getLogger(__name__)
+# Columns of metrics.jsonl, float64, by name.
+Metrics = dict[str, np.ndarray]
+# A dataset as the template shows it, or a sentence in its place.
+Drawn = dict[str, Any] | str
+
+
+# ---- what a run writes down and keeps up ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def keep_report(output_dir: Path) -> Iterator[None]:
+    """While the block runs: write the report at its start, at each new checkpoint, and at the end however it ends.
+
+    Runs on the driver, in a thread, so that no training process waits for it. A report that cannot be written is a
+    warning and does not end the run.
+    """
+    stop = threading.Event()
+    thread = threading.Thread(target=_keep, args=(output_dir, stop), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _keep(output_dir: Path, stop: threading.Event) -> None:
+    looks: list[Drawn] | None = None
+    written_for: str | None = "nothing yet"
+    while True:
+        stopping = stop.is_set()
+        newest = max((p.name for p in (output_dir / "checkpoints").glob(f"{PREFIX}*")), default=None)
+        if stopping or newest != written_for:
+            try:
+                looks = look_at_datasets(output_dir) if looks is None else looks
+                write_report(output_dir, looks)
+            except Exception as error:
+                logger.warning("%s could not be written: %r", output_dir / REPORT_NAME, error)
+            written_for = newest
+        if stopping:
+            return
+        stop.wait(POLL_S)
+
+
+def write_report(output_dir: Path, looks: Sequence[Drawn] | None = None) -> Path:
+    """Write `OUTPUT_DIR/report.html` from what the run's folder holds. Atomically: readers see the old page or the new.
+
+    Args:
+        looks: `look_at_datasets`, which need not be done again for every page; None does it now.
+    """
+    output_dir = Path(output_dir)
+    page = render_report(output_dir, look_at_datasets(output_dir) if looks is None else looks)
+    return _write(output_dir / REPORT_NAME, page)
+
+
+def write_dataset_page(look: Look, path: Path) -> Path:
+    """Write the page about one dataset."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    page = _template("dataset.html").render(title=plain(look.meta.root, 200), looks=[_draw_look(look)])
+    return _write(path, page)
+
+
+def look_at_datasets(output_dir: Path) -> list[Drawn]:
+    """The dataset half of a run's report, a part for each dataset; of one that cannot be read, why."""
+    facts = read_json(output_dir / RUN_NAME)
+    looks: list[Drawn] = []
+    for dataset in facts.get("datasets", [])[:MAX_DATASETS]:
+        try:
+            looks.append(_draw_look(look_at(load_metadata(dataset["root"]))))
+        except (ValueError, OSError) as error:
+            looks.append(f"The dataset could not be looked at: {error}")
+    return looks
+
+
+# ---- the report -------------------------------------------------------------------------------------------------
+
+
+def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
+    """The page of a run, as text."""
+    config = read_json(output_dir / CONFIG_NAME)
+    facts = read_json(output_dir / RUN_NAME)
+    metrics = _columns([json.loads(line) for line in read_lines(output_dir / METRICS_NAME)])
+    evaluation = read_json(output_dir / EVALUATION_NAME) or None
+    starts = attempts(output_dir)
+    names = facts.get("action_names")
+    total = facts.get("steps") or config.get("steps")
+    done = int(metrics["step"][-1]) if metrics else 0
+    return _template("report.html").render(
+        title=output_dir.name,
+        subtitle=_subtitle(done, total),
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        key_figures=_key_figures(config, metrics, evaluation, done, total),
+        facts=_facts(config, facts, metrics),
+        missing=[
+            name for name, found in ((RUN_NAME, facts), (CONFIG_NAME, config), (METRICS_NAME, metrics)) if not found
+        ],
+        charts=_training_charts(metrics, starts),
+        metrics=_metrics_table(metrics),
+        held_out=None if evaluation is None else _held_out(evaluation, names, facts),
+        held_out_expected=bool((config.get("dataset") or {}).get("eval_split")),
+        attempts=starts,
+        skipped=_skipped(output_dir),
+        looks=looks,
+        plan=facts.get("plan"),
+        config=json.dumps(config, indent=2) if config else None,
+    )
+
+
+def _subtitle(done: int, total: int | None) -> str:
+    if not done:
+        return "No step has been logged yet."
+    if total is None:
+        return f"{done:,} steps done."
+    return f"All {total:,} steps done." if done >= total else f"Step {done:,} of {total:,}."
+
+
+def _key_figures(
+    config: Mapping[str, Any], metrics: Metrics, evaluation: Mapping[str, Any] | None, done: int, total: int | None
+) -> list[tuple[str, str]]:
+    """What a reader looks for first: (name, value)."""
+    found = [(f"of {total:,} steps" if total else "steps", f"{done:,}")]
+    if metrics:
+        found.append(("loss", _g(metrics["loss"][-1])))
+    if evaluation is not None:
+        trained = evaluation["trained"]
+        if baseline := trained["mean_action"]["mse"]:
+            found.append(("of the mean action's error", f"{trained['policy']['mse'] / baseline:.2f} ×"))
+    if metrics:
+        seconds, samples, waited = _totals(metrics)
+        found.append(("samples / s", _g(samples / seconds, 3)))
+        found.append(("waiting for data", f"{waited / seconds:.0%}"))
+        if cost := _cost(config, samples / seconds):
+            found.append(("cost of 1000 samples", _g(cost, 3)))
+    return found
+
+
+def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, str]]:
+    """The summary's lines."""
+    lines = []
+    for dataset in facts.get("datasets", []):
+        robot = f", robot {plain(dataset['robot_type'])}" if dataset["robot_type"] else ""
+        lines.append(("Dataset", plain(dataset["name"], 300)))
+        lines.append(
+            (
+                "",
+                f"{dataset['episodes']:,} episodes, {dataset['frames']:,} frames at {dataset['fps']} fps{robot}; "
+                f"trains on {dataset['train_episodes']:,} episodes, {dataset['eval_episodes']:,} held out",
+            )
+        )
+    if policy := facts.get("policy"):
+        revision = f" @ {policy['revision'][:12]}" if policy["revision"] else ""
+        lines.append(("Policy", f"{policy['type']} from {plain(policy['base'], 300)}{revision}"))
+        if policy["parameters"]:
+            lines.append(("", f"{policy['parameters']:,} parameters, {policy['trainable']:,} of them train"))
+    scaling = config.get("scaling") or {}
+    if scaling:
+        batch = [config["batch_size"], config["grad_accum"], scaling["num_workers"]]
+        lines.append(
+            (
+                "Batch",
+                f"{batch[0]} rows × {_count(batch[1], 'micro-step')} × {_count(batch[2], 'worker')} = "
+                f"{math.prod(batch):,} a step",
+            )
+        )
+    if hardware := facts.get("hardware"):
+        kind = "GPU" if facts["use_gpu"] else "CPU"
+        gpus = f", {hardware['gpus']:g} GPUs ({', '.join(hardware['gpu_types'])})" if hardware["gpus"] else ""
+        lines.append(
+            (
+                "Hardware",
+                f"{scaling.get('num_workers', '?')} {kind} workers; cluster of {_count(hardware['nodes'], 'node')}: "
+                f"{hardware['cpus']:g} CPUs{gpus}, {_bytes(hardware['memory_bytes'])} of memory",
+            )
+        )
+    if versions := facts.get("versions"):
+        short = {name: re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}", r"\1", version) for name, version in versions.items()}
+        lines.append(("Versions", ", ".join(f"{name} {version}" for name, version in short.items())))
+    if metrics:
+        seconds, samples, _ = _totals(metrics)
+        lines.append(("Time", f"{_duration(seconds)} in training steps, {samples:,.0f} samples"))
+        price = config.get("price_per_gpu_hour")
+        if price and (cost := _cost(config, samples / seconds)):
+            gpus = _count(scaling["num_workers"], "GPU")
+            lines.append(("Cost", f"{_g(cost, 3)} per 1000 samples, at {price:g} per GPU hour and {gpus}"))
+        elif price:
+            lines.append(("Cost", "not known: the run has a price per GPU hour and no GPU"))
+        else:
+            lines.append(("Cost", "give --price_per_gpu_hour to have it computed"))
+    return lines
+
+
+def _totals(metrics: Metrics) -> tuple[float, float, float]:
+    """Seconds spent in steps, samples trained in them, seconds spent waiting for data: of what is logged."""
+    steps = np.diff(metrics["step"], prepend=0)
+    seconds = float((metrics["step_s"] * steps).sum())
+    return seconds, float(metrics["samples"][-1]), float((metrics["data_wait_s"] * steps).sum())
+
+
+def _cost(config: Mapping[str, Any], samples_per_s: float) -> float | None:
+    """What 1000 samples cost; None without a price or without GPUs."""
+    price, scaling = config.get("price_per_gpu_hour"), config.get("scaling") or {}
+    if not price or not scaling.get("use_gpu"):
+        return None
+    return price * scaling["num_workers"] / 3600 / samples_per_s * 1000
+
+
+def _training_charts(metrics: Metrics, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Everything that is logged, over steps; what has no value anywhere is a sentence instead."""
+    if not metrics:
+        return []
+    wait = {"wait": metrics["data_wait_s"] / np.maximum(metrics["step_s"], 1e-9) * 100} if "step_s" in metrics else {}
+    gib = {name: metrics[name] / 2**30 for name in ("peak_memory_bytes", "spilled_bytes") if name in metrics}
+    mfu = {"mfu": metrics["mfu"] * 100} if "mfu" in metrics else {}
+    known = metrics | wait | gib | mfu
+    restarts = [a["resumed_from_step"] for a in starts[1:]]
+    charts = []
+    for key, title, axis, zero in (
+        ("loss", "Loss", "loss", False),
+        ("lr", "Learning rate", "learning rate", True),
+        ("grad_norm", "Gradient norm before clipping", "gradient norm", False),
+        ("samples_per_s", "Throughput", "samples / s", True),
+        ("wait", "Waiting for data", "share of the step / %", True),
+        ("mfu", "Model FLOP utilisation", "of the peak / %", True),
+        ("peak_memory_bytes", "Peak GPU memory", "GiB", True),
+        ("spilled_bytes", "Spilled to disk since the cluster started", "GiB", True),
+    ):
+        y = known.get(key)
+        if y is None or not np.isfinite(y).any():
+            charts.append({"title": title, "absent": "not measured in this run"})
+            continue
+        seen = y[np.isfinite(y)]
+        log = not zero and seen.min() > 0 and seen.max() > 30 * seen.min()
+        chart = figures.line_chart(
+            {title: (metrics["step"], y)}, xlabel="step", ylabel=axis, log=log, from_zero=zero, marks=restarts
+        )
+        spoken = f"{title} over steps: from {_g(seen[0])} to {_g(seen[-1])}, lowest {_g(seen.min())}, {axis}"
+        charts.append({"title": title, "svg": figures.to_svg(chart, spoken)})
+    return charts
+
+
+def _metrics_table(metrics: Metrics) -> list[list[str]] | None:
+    if not metrics:
+        return None
+    keys = [key for key in ("step", "epoch", "loss", "lr", "grad_norm", "samples_per_s", "step_s", "data_wait_s")]
+    keys = [key for key in keys if key in metrics]
+    rows = np.unique(np.linspace(0, len(metrics["step"]) - 1, TABLE_ROWS).round().astype(int))
+    return [keys, *([_g(metrics[key][row]) for key in keys] for row in rows)]
+
+
+def _held_out(evaluation: Mapping[str, Any], names: list[str] | None, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Errors on held-out episodes: of all, by task, by dimension; and a few predicted chunks."""
+    trained, untrained = evaluation["trained"], evaluation.get("untrained") or {}
+    baseline = trained["mean_action"]["mse"]
+    named = [
+        ("mean action", trained["mean_action"]),
+        ("before training", untrained.get("policy")),
+        ("trained", trained["policy"]),
+        ("trained, told another instruction", trained["other_instruction"]),
+    ]
+
+    def relative(mse: float) -> str:
+        return _g(mse / baseline, 3) if baseline else "–"
+
+    size = len(trained["policy"]["mae"])
+    if names is None or len(names) != size:
+        names = [f"{ACTION}[{i}]" for i in range(size)]
+    by_task = {task: e for task, e in trained.get("by_task", {}).items() if e["policy"] is not None}
+    worst_first = sorted(by_task.items(), key=lambda item: -item[1]["policy"]["mse"])
+    worst = worst_first[0][1]["policy"]["mse"] if worst_first else 0.0
+    return {
+        "frames": trained["frames"],
+        "errors": [(name, _g(e["mse"]), relative(e["mse"])) for name, e in named if e is not None],
+        "by_task": [
+            (task, e["frames"], _g(e["policy"]["mse"]), relative(e["policy"]["mse"]), _bar(e["policy"]["mse"], worst))
+            for task, e in worst_first[:TABLE_ROWS]
+        ],
+        "tasks": len(by_task),
+        "by_dimension": [
+            (figures.with_unit(name), _g(policy, 3), _g(mean, 3))
+            for name, policy, mean in zip(names, trained["policy"]["mae"], trained["mean_action"]["mae"], strict=True)
+        ],
+        "chunks": _chunk_figures(trained.get("examples", []), names, facts),
+    }
+
+
+def _chunk_figures(examples: list[dict[str, Any]], names: list[str], facts: Mapping[str, Any]) -> list[dict[str, str]]:
+    if not examples or not facts.get("datasets"):
+        return []
+    fps = facts["datasets"][0]["fps"]
+    chosen = [examples[i] for i in np.unique(np.linspace(0, len(examples) - 1, EXAMPLES).round().astype(int))]
+    chunks = [figures.example_chunk(example, fps) for example in chosen]
+    drawn = []
+    for first in range(0, min(len(names), MAX_DIMENSIONS), STRIPS_PER_FIGURE):
+        part = slice(first, min(first + STRIPS_PER_FIGURE, MAX_DIMENSIONS))
+        some = [Chunk(c.title, c.recorded[:, part], c.predicted[:, part]) for c in chunks]
+        spoken = "Predicted and recorded actions of " + ", ".join(names[part])
+        title = "Recorded and predicted" + _which(part, len(names))
+        drawn.append({"title": title, "svg": figures.to_svg(figures.chunk_strips(some, names[part], fps), spoken)})
+    drawn[0]["told"] = "; ".join(dict.fromkeys(f"“{plain(e['task'])}”" for e in chosen))
+    return drawn
+
+
+def _skipped(output_dir: Path) -> dict[str, Any] | None:
+    """Rows that could not be read and were left out, or None when nothing says so."""
+    lines = skipped_episodes(output_dir)
+    if not lines:
+        return None
+    keys = list(dict.fromkeys(key for line in lines for key in line))
+    rows = [[plain(line.get(key, ""), 200) for key in keys] for line in lines[:TABLE_ROWS]]
+    return {"count": len(lines), "keys": keys, "rows": rows}
+
+
+# ---- a dataset --------------------------------------------------------------------------------------------------
+
+
+def _draw_look(look: Look) -> dict[str, Any]:
+    """What the template shows of a dataset, figures drawn."""
+    meta = look.meta
+    lengths_s = meta.episode_length / meta.fps
+    curves = []
+    for key, values in look.curves.items():
+        names = dimension_names(meta, key)
+        for first in range(0, min(len(names), MAX_DIMENSIONS), STRIPS_PER_FIGURE):
+            part = slice(first, min(first + STRIPS_PER_FIGURE, MAX_DIMENSIONS))
+            drawn = figures.strips(look.time_s, values[:, part], names[part])
+            curves.append(
+                {
+                    "title": plain(key) + _which(part, len(names)),
+                    "svg": figures.to_svg(drawn, f"{key} over time in episode {look.shown}: {', '.join(names[part])}"),
+                }
+            )
+    ranges = []
+    for key, found in look.ranges.items():
+        scaled = scaled_ranges(found)
+        drawable = np.isfinite(scaled).all(axis=1)
+        drawable[MAX_DIMENSIONS:] = False
+        svg = None
+        if drawable.any():
+            chart = figures.ranges(
+                scaled[drawable], [r.name for r, d in zip(found, drawable, strict=True) if d], limit=OUTLIER
+            )
+            svg = figures.to_svg(chart, f"Normalisation ranges of {key}; the table has the numbers")
+        rows = [(plain(r.name), *(_g(v) for v in r[1:]), r.outliers) for r in found[:MAX_DIMENSIONS]]
+        ranges.append({"key": key, "svg": svg, "rows": rows, "outliers": sum(r.outliers for r in found)})
+    tasks = look.task_counts
+    most = tasks[0][1] if tasks else 0
+    histogram = figures.histogram(lengths_s, xlabel="length of the episode / s", ylabel="episodes")
+    spoken = (
+        f"Histogram of episode lengths: {meta.num_episodes} episodes from {_g(lengths_s.min())} to "
+        f"{_g(lengths_s.max())} s, half of them longer than {_g(float(np.median(lengths_s)))} s"
+    )
+    return {
+        "root": meta.root,
+        "facts": [
+            ("Episodes", f"{meta.num_episodes:,}"),
+            ("Frames", f"{meta.total_frames:,} at {meta.fps} fps, {_duration(meta.total_frames / meta.fps)}"),
+            ("Robot", plain(meta.robot_type or "not stated")),
+            ("Instructions", f"{len(meta.tasks):,}"),
+        ],
+        "sample": look.sample,
+        "findings": look.findings,
+        "shown": look.shown,
+        "cameras": [
+            {
+                "key": key,
+                "size": " × ".join(map(str, meta.features[key].shape)),
+                "images": [
+                    {"uri": figures.to_data_uri(moment.images[key]), "time": f"{moment.time_s:.1f} s"}
+                    for moment in look.sheet
+                    if key in moment.images
+                ],
+            }
+            for key in meta.camera_keys
+        ],
+        "curves": curves,
+        "lengths": figures.to_svg(histogram, spoken),
+        "tasks": [(task, count, _bar(count, most)) for task, count in tasks[:TABLE_ROWS]],
+        "more_tasks": max(0, len(tasks) - TABLE_ROWS),
+        "ranges": ranges,
+        "outlier": f"{OUTLIER:g}",
+    }
+
+
+# ---- reading, numbers, writing ----------------------------------------------------------------------------------
+
+
+def _columns(lines: Sequence[Mapping[str, Any]]) -> Metrics:
+    """Log lines to float64 columns, NaN where a line has no value; `{}` if there are no lines."""
+    keys = dict.fromkeys(key for line in lines for key in line)
+    return {key: np.array([math.nan if line.get(key) is None else float(line[key]) for line in lines]) for key in keys}
+
+
+def _g(value: float, digits: int = 4) -> str:
+    """A number with so many digits that count, and thousands apart: 0.01235, 1,234."""
+    if not math.isfinite(value):
+        return "–"
+    if abs(value) >= 10**digits and abs(value) < 1e12:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def _bytes(count: float) -> str:
+    return f"{_g(count / 2**30, 3)} GiB"
+
+
+def _count(number: float, thing: str) -> str:
+    return f"{number:g} {thing}{'s' * (number != 1)}"
+
+
+def _which(part: slice, count: int) -> str:
+    """Which of `count` dimensions a figure shows, if not all."""
+    return "" if count <= STRIPS_PER_FIGURE else f" ({part.start + 1} to {min(part.stop, count)} of {count})"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
+
+
+def _bar(value: float, most: float) -> int:
+    """Length of a bar in percent."""
+    return round(100 * min(value / most, 1)) if most else 0
+
+
+def _template(name: str) -> Any:
+    folder = Path(__file__).parent / "templates"
+    environment = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    environment.globals |= {"style": style, "content_policy": _content_policy(style)}
+    return environment.get_template(name)
+
+
+def _content_policy(style: str) -> str:
+    """What a browser may do for a page, should a stranger's text ever get into it unescaped: show it, and no more.
+
+    No script runs and nothing is fetched; of style sheets the page's own. Figures have their colours in attributes, and
+    `style-src` is for browsers that do not tell those from style sheets.
+    """
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return "; ".join(
+        (
+            "default-src 'none'",
+            "img-src data:",
+            f"style-src-elem 'sha256-{digest}'",
+            "style-src-attr 'unsafe-inline'",
+            "style-src 'unsafe-inline'",
+            "base-uri 'none'; form-action 'none'",
+        )
+    )
+
+
+def _write(path: Path, text: str) -> Path:
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    # What no encoding has (half of a surrogate pair in a task) must not cost the page.
+    scratch.write_text(text, encoding="utf-8", errors="replace")
+    os.replace(scratch, path)
+    return path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output_dir", type=Path, help="a run's folder")
+    folder = parser.parse_args(argv).output_dir
+    escape_warnings()
+    if not (folder / CONFIG_NAME).is_file():
+        tell_error(f"{folder} holds no run: {CONFIG_NAME} is missing; give a run's --output_dir")
+        return 2
+    tell(str(write_report(folder)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

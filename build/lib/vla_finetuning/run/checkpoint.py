@@ -1,0 +1,367 @@
+"""What a run leaves behind: checkpoints that hold only what trains, and the position in the run's stream of rows.
+
+A checkpoint folder::
+
+    trainable.safetensors    the parameters that train, by their names in the policy
+    optimizer.safetensors    Adam's state, `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`
+    state.json               step, rows trained, the stream they were drawn from, the base policy, sizes and checksums
+
+Where every process holds a part (FSDP2), every process writes its own: `trainable-00001-of-00008.safetensors` and so
+on. This is the layout of torch.distributed.checkpoint's safetensors storage, whose reader puts parts together for any
+number of processes; its usual one keeps a pickle, and gathering a large policy in one process would take that one's
+memory, and all others' time.
+
+A folder appears under its name in one rename, when everything in it has reached the disk. Nothing is pickled. torch is
+imported where tensors are read or written, because processes of Ray that only look for progress should not have to
+load it. Randomness needs no state: noise, times and row order are functions of (seed, step) or of (seed, position).
+Knows nothing of how a step is computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from safetensors import SafetensorError
+
+from vla_finetuning.files import let_others_read, write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+TRAINABLE, OPTIMIZER, STATE = "trainable", "optimizer", "state.json"
+FORMAT = 2
+PREFIX, DAMAGED, PARTIAL = "step_", "damaged_", ".partial_"
+FILE_NAME = rf"({TRAINABLE}|{OPTIMIZER})(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors"
+# Left free on the disk after a checkpoint, for logs and everybody else.
+SPARE_BYTES = 256 * 2**20
+
+
+@dataclass
+class Progress:
+    """How far a run is, and what it is a run of.
+
+    step: optimizer steps done. rows: stream positions [0, rows) have been trained. stream: `StreamPlan.identity()`.
+    base: the pretrained policy (path, revision, digest of its weights). mode: what trains. loss: mean training loss
+    since the checkpoint before; None when no step of it was logged.
+    """
+
+    step: int
+    rows: int
+    stream: dict[str, Any]
+    base: dict[str, Any]
+    mode: str
+    global_batch_size: int
+    loss: float | None = None
+
+
+# As JSON has them.
+PROGRESS_TYPES: dict[str, tuple[type, ...]] = {
+    **{"step": (int,), "rows": (int,), "global_batch_size": (int,), "mode": (str,)},
+    **{"stream": (dict,), "base": (dict,), "loss": (float, int, type(None))},
+}
+
+
+class Piece(NamedTuple):
+    """What a process holds of a tensor, and where in the whole it begins: an index for each dimension."""
+
+    values: Tensor
+    offsets: tuple[int, ...]
+
+
+# What state.json says of each file: {"trainable.safetensors": {"bytes": ..., "sha256": ...}}.
+Files = dict[str, dict[str, Any]]
+
+
+def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number: int = 0, of: int = 1) -> Files:
+    """Write one process's files of the checkpoint that `commit` will make appear at `folder`.
+
+    Args:
+        pieces: under TRAINABLE and OPTIMIZER, by name. Together, those of all processes are whole tensors.
+        number: of this process, among `of` that write.
+    Raises:
+        OSError: the disk is full; says how much was needed.
+    """
+    from safetensors.torch import save_file
+
+    needed = of * sum(piece.values.nbytes for group in pieces.values() for piece in group.values())
+    require_space(folder.parent, needed, "a checkpoint")
+    partial = _partial(folder)
+    files: Files = {}
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        for kind, group in pieces.items():
+            path = partial / _file_name(kind, number, of)
+            # Nothing of a tensor with fewer rows than there are processes.
+            held = {name: piece for name, piece in group.items() if piece.values.numel()}
+            offsets = {name: {"saved_offsets": piece.offsets} for name, piece in held.items()}
+            save_file(
+                {name: piece.values.detach().cpu().contiguous() for name, piece in held.items()},
+                path,
+                metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)},
+            )
+            let_others_read(path)
+            files[path.name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+            _to_disk(path)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"checkpoint not written to {folder} ({needed / 1e9:.2f} GB needed): {error}") from error
+    return files
+
+
+def commit(folder: Path, progress: Progress, files: Files) -> None:
+    """Have the checkpoint appear at `folder`, whole, or not at all: also when the machine stops in the middle.
+
+    Called by one process when all have written their pieces. `files`: of all of them.
+    """
+    partial = _partial(folder)
+    for path in partial.iterdir():
+        if path.name not in files:  # of an attempt that died while writing
+            path.unlink()
+    state = {"format": FORMAT, "files": files, "progress": asdict(progress)}
+    write_json(partial / STATE, {**state, "sha256": _digest(state)})
+    _to_disk(partial / STATE)
+    _to_disk(partial)
+    # One of that name is of an attempt that was thought to have failed before it was written.
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(partial, folder)
+    _to_disk(folder.parent)
+
+
+def discard(folder: Path) -> None:
+    """Remove what was written of a checkpoint that will not appear at `folder`."""
+    shutil.rmtree(_partial(folder), ignore_errors=True)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(PARTIAL + folder.name)
+
+
+def _file_name(kind: str, number: int, of: int) -> str:
+    return f"{kind}.safetensors" if of == 1 else f"{kind}-{number + 1:05d}-of-{of:05d}.safetensors"
+
+
+def load_progress(folder: Path) -> Progress:
+    """Only `state.json`. Raises ValueError when it is missing or damaged, or files are not of the size written."""
+    return Progress(**_state(folder)["progress"])
+
+
+def load_checkpoint(
+    folder: Path, trainable: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None = None
+) -> Progress:
+    """Read what `set_aside_damaged` or `latest_checkpoint` found into tensors that are there already, by their names.
+
+    Each process reads what it holds of them, whole tensors or DTensors, whichever processes wrote the checkpoint.
+
+    Args:
+        optimizer: Adam's state; None leaves it unread.
+    Raises:
+        ValueError: its files are damaged or gone, or names or shapes are not those in the checkpoint.
+        OSError: the disk does not give them.
+    """
+    from safetensors import safe_open
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    progress = load_progress(folder)
+    wanted = {TRAINABLE: trainable} if optimizer is None else {TRAINABLE: trainable, OPTIMIZER: optimizer}
+    try:
+        for kind, tensors in wanted.items():
+            saved: set[str] = set()
+            for path in folder.glob(f"{kind}*.safetensors"):
+                with safe_open(path, framework="pt") as file:
+                    saved |= set(file.keys())
+            if saved != tensors.keys():
+                odd = sorted(saved ^ tensors.keys())[:5]
+                raise ValueError(f"it holds another {kind} state than is wanted now, e.g. {odd}")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for: each by itself
+            everything = {name: tensor for tensors in wanted.values() for name, tensor in tensors.items()}
+            load(everything, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except (OSError, SafetensorError, ValueError, CheckpointException) as error:
+        reason: BaseException = error
+        if isinstance(error, CheckpointException):  # keeps what went wrong, and a traceback, by rank
+            reason = next(iter(error.failures.values()))[0]
+        # A disk may answer the next attempt; what is in a file stays.
+        raised = OSError if isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError) else ValueError
+        raise raised(f"checkpoint {folder}: cannot be read: {reason}") from error
+    return progress
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in `folder` whose files are there; None when there is none. Reads no weights."""
+    for path in _newest_first(folder):
+        try:
+            _state(path)
+            return path
+        except ValueError as error:
+            logger.warning("%s; taking the one before", error)
+    return None
+
+
+def set_aside_damaged(folder: Path) -> Path | None:
+    """The newest checkpoint that is what was written, by its checksums; None when there is none.
+
+    A damaged one (a failing disk, somebody's hand) is reported and renamed to `damaged_...`, so that whoever looks for
+    the newest afterwards finds the same one without reading all its bytes. What a crash left half-written is removed.
+    To be called by one process, while nobody writes.
+    """
+    if folder.is_dir():
+        for path in folder.glob(PARTIAL + "*"):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in _newest_first(folder):
+        try:
+            _verify(path, _state(path))
+            return path
+        except ValueError as error:
+            logger.warning("%s; it is set aside as %s and the one before is taken", error, DAMAGED + path.name)
+            shutil.rmtree(folder / (DAMAGED + path.name), ignore_errors=True)
+            os.rename(path, folder / (DAMAGED + path.name))
+    return None
+
+
+def prune(folder: Path, keep: int, keep_best: int) -> None:
+    """Delete all but the newest `keep` checkpoints and the `keep_best` with the lowest loss.
+
+    What cannot be deleted is reported and stays.
+    """
+    paths = _newest_first(folder)
+    losses = {}
+    for path in paths[keep:]:
+        try:
+            loss = load_progress(path).loss
+        except ValueError:
+            continue  # neither good nor known to be bad: left for a person to look at
+        losses[path] = float("inf") if loss is None or loss != loss else loss
+    for path in sorted(losses, key=lambda path: losses[path])[keep_best:]:
+        # In one rename out of sight: half a checkpoint must not be taken for one.
+        doomed = path.with_name(PARTIAL + path.name)
+        try:
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            logger.warning("old checkpoint %s could not be deleted (%s); training goes on", path, error)
+
+
+def check_resumable(found: Progress, run: Progress) -> None:
+    """Refuse to go on with the checkpoint of another run than `run`, saying what differs."""
+    if found.global_batch_size != run.global_batch_size:
+        raise ValueError(
+            f"batch_size x grad_accum x num_workers is {run.global_batch_size}, but the run was started with "
+            f"{found.global_batch_size}: its steps and learning rates would mean something else; choose numbers with "
+            "the same product"
+        )
+    if found.mode != run.mode:
+        raise ValueError(
+            f"--train.mode is {run.mode}, but the run was started with {found.mode}: what trains cannot change"
+        )
+    check_base(found, run.base)
+    differing = {k: (found.stream.get(k), v) for k, v in run.stream.items() if found.stream.get(k) != v}
+    if differing:
+        told = "; ".join(f"{k}: was {was}, is {now}" for k, (was, now) in differing.items())
+        raise ValueError(
+            f"the data is not what the run was started with ({told}), so which rows are left cannot be told; "
+            "start a new run with --policy.path set to this run's pretrained_model"
+        )
+
+
+def check_base(found: Progress, base: Mapping[str, Any]) -> None:
+    """Refuse another base policy than the run's: other weights, or other files beside them."""
+    if found.base.get("digest") != base.get("digest"):
+        raise ValueError(
+            f"the base policy is not the one the run was started from: {base.get('path')} has digest "
+            f"{base.get('digest')}, the checkpoint expects {found.base.get('digest')} ({found.base.get('path')})"
+        )
+    was, now = found.base.get("files"), base.get("files") or {}
+    if was is not None and was != now:  # checkpoints of earlier versions do not say
+        changed = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
+        raise ValueError(
+            f"the base policy is not the one the run was started from: in {base.get('path')}, {', '.join(changed[:5])} "
+            "changed, came or went; put it back as it was, or start a new run"
+        )
+
+
+def require_space(folder: Path, needed_bytes: int, what: str) -> None:
+    """Raises OSError when the disk of `folder` cannot take `needed_bytes` more."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes + SPARE_BYTES:
+        raise OSError(
+            f"no space for {what} in {folder}: {needed_bytes / 1e9:.2f} GB needed (and {SPARE_BYTES / 1e9:.2f} GB "
+            f"spare), {free / 1e9:.2f} GB free; make room or choose another --output_dir"
+        )
+
+
+def file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if path.name.startswith(PREFIX)), reverse=True)
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    path = folder / STATE
+    try:
+        state = json.loads(path.read_text())
+        if state["format"] != FORMAT:
+            raise ValueError(f"format {state['format']}, this version reads {FORMAT}")
+        if state.pop("sha256") != _digest(state):
+            raise ValueError("its checksum is another")
+        _check_form(state)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        told = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"checkpoint {folder}: {STATE} is missing or damaged ({told})") from error
+    for name, written in state["files"].items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != written["bytes"]:
+            raise ValueError(f"checkpoint {folder}: {name} is missing or truncated")
+    return state
+
+
+def _check_form(state: Mapping[str, Any]) -> None:
+    """Refuse, with one of the errors that `_state` expects, what `commit` would not have written.
+
+    Its checksum says that a file is whole, not who wrote it.
+    """
+    for name, written in state["files"].items():
+        if not re.fullmatch(FILE_NAME, name):
+            raise ValueError(f"{name!r:.100} is no file of a checkpoint")
+        if type(written["bytes"]) is not int or type(written["sha256"]) is not str:
+            raise ValueError(f"size and checksum of {name} are {written!r:.100}")
+    progress = asdict(Progress(**state["progress"]))
+    for name, expected in PROGRESS_TYPES.items():
+        if type(progress[name]) not in expected:
+            raise ValueError(f"{name} is {progress[name]!r:.100}")
+
+
+def _verify(folder: Path, state: Mapping[str, Any]) -> None:
+    for name, written in state["files"].items():
+        if file_digest(folder / name) != written["sha256"]:
+            raise ValueError(f"checkpoint {folder}: {name} has changed since it was written")
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,510 @@
+"""A run on a cluster of several nodes: what is sent there, and whether each node has what the run needs.
+
+On one machine nothing is sent and nothing can differ; there this module only looks at the machine's own disk.
+
+Every node imports this module to look at itself, whatever it lacks: what is heavy or may be missing is imported where
+it is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import itertools
+import json
+import logging
+import os
+import shutil
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+from ray._common.utils import RESOURCE_CONSTRAINT_PREFIX
+from ray._private import services
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vla_finetuning.terminal import tell
+
+if TYPE_CHECKING:
+    from ray.data import ExecutionOptions
+
+    from vla_finetuning.run.plan import Run
+
+logger = logging.getLogger(__name__)
+PROJECT = Path(__file__).resolve().parents[2]
+# Where two versions would disagree about pickles, rows or weights.
+PACKAGES = ("ray", "torch", "lerobot", "transformers", "numpy", "pyarrow", "av")
+# What LeRobot writes videos in, and the decoders of PyAV (in FFmpeg's names) that can read it; any of them does.
+DECODERS = {"AV1": ("libdav1d", "libaom-av1"), "H.264": ("h264",), "HEVC": ("hevc",)}
+# A worker process that is still starting; a node that takes longer would hold up the run itself.
+ANSWER_S = 120.0
+# A head node's socket, which answers at once or not at all.
+HEAD_ANSWER_S = 10.0
+# A cluster that is not busy gives room at once; for one that is, or grows, nobody should wait without a word for long.
+LOOK_EVERY_S = 10.0
+MAKE_ROOM = "lower --scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add nodes"
+# Share of the object store that Ray Data may fill. The rest is for blocks that the training processes still read.
+DATA_SHARE = 0.5
+
+Node = Mapping[str, Any]
+
+
+# ---- connecting ---------------------------------------------------------------------------------------------------
+
+
+def start(run: Run) -> None:
+    """Join or start the cluster of `run`, and check the nodes that are there.
+
+    Raises:
+        ConnectionError: nothing answers where RAY_ADDRESS says.
+        ValueError: a node lacks something.
+    """
+    from ray.data import DataContext
+    from ray.train.v2._internal.constants import (
+        HEALTH_CHECK_INTERVAL_S_ENV_VAR,
+        WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,
+        WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR,
+    )
+
+    # Ray Train 2.60 takes these from the driver's environment only.
+    os.environ[WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR] = str(run.config.scaling.worker_timeout_s)
+    # At its own 2 s, that and no sooner is when it notices a failure, the end of a run, or a second checkpoint.
+    os.environ.setdefault(HEALTH_CHECK_INTERVAL_S_ENV_VAR, "0.5")
+    if run.config.scaling.min_workers:
+        # It plans an elastic group for nodes that have just died, too. It plans anew after this (its own: 60 s).
+        os.environ.setdefault(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, "15")
+    DataContext.get_current().enable_progress_bars = False
+    connect()
+    check_nodes(node_needs(run), run.output_dir)
+
+
+def wait_for_room(run: Run) -> DataLimits:
+    """Wait until the cluster can hold the run's fewest workers and a read task all at once, and say what it is then.
+
+    To ask for that is also what has an autoscaler add nodes. What is asked for is given back as soon as it is there,
+    for Ray Train to take, and when this process ends.
+
+    Raises:
+        ValueError: too small, and cannot grow; no room for so long as --scaling.nodes_timeout_s; or a node that came
+            meanwhile lacks something.
+    """
+    before = {node["NodeID"] for node in alive_nodes()}
+    largest = _largest()
+    if largest is not None and (told := _too_small(run, largest)):
+        raise ValueError(f"{told}; {MAKE_ROOM}")
+    workers, each, read_task = _wanted(run)
+    room = placement_group([each] * workers + [read_task])
+    try:
+        there, looks = room.ready(), _looks(run)
+        while not ray.wait([there], timeout=LOOK_EVERY_S)[0]:
+            next(looks)
+    finally:
+        remove_placement_group(room)
+    nodes = alive_nodes()
+    if before != {node["NodeID"] for node in nodes}:
+        check_nodes(node_needs(run), run.output_dir)
+    limits = data_limits(nodes, ray.get_runtime_context().get_temp_dir())
+    tell(*limits.lines(nodes))
+    return limits
+
+
+def wait_for(work: Future[Any], run: Run) -> Any:
+    """Wait until work of the run is done, but not for ever for room that is gone and does not come back.
+
+    Ray 2.60 waits without a word for as long as it takes.
+
+    Returns the work's result, or raises what went wrong.
+    Raises ValueError: no room for --scaling.nodes_timeout_s.
+    """
+    looks = _looks(run)
+    while not wait([work], LOOK_EVERY_S).done:
+        next(looks)
+    return work.result()
+
+
+def _looks(run: Run) -> Iterator[None]:
+    """Each step looks what the run waits for, and says it once. Raises ValueError when it has waited too long."""
+    limit_s, since = run.config.scaling.nodes_timeout_s, None
+    while True:
+        told = _too_small(run, ray.cluster_resources()) or _without_room(run)
+        if told is None:
+            since = None
+        elif since is None:
+            since = time.monotonic()
+            tell(f"waiting      for room, at most {limit_s:g} s: {told}", file=sys.stderr)
+        elif time.monotonic() - since > limit_s:
+            raise ValueError(
+                f"{told}; none came for {limit_s:g} s (--scaling.nodes_timeout_s); {MAKE_ROOM}; --resume goes on"
+            )
+        yield
+
+
+def _largest() -> dict[str, float] | None:
+    """The resources of the cluster at its largest; None where nobody knows."""
+    node, found = ray._private.worker._global_node, ray.cluster_resources()
+    if node is not None and node.is_head():  # started by this process: it stays as it is
+        return found
+    most = ray._private.state.state.get_max_resources_from_cluster_config()
+    if most is None:  # few autoscalers say
+        return None
+    return {kind: max(found.get(kind, 0), most.get(kind, 0)) for kind in {*found, *most}}
+
+
+def _wanted(run: Run) -> tuple[int, dict[str, float], dict[str, float]]:
+    """The run's fewest workers, what Ray gives to each, and to a read task."""
+    scaling = run.config.scaling
+    each = {"CPU": scaling.cpus_per_worker}
+    if run.use_gpu:
+        each["GPU"] = 1.0
+    if scaling.accelerator_type:
+        each[f"{RESOURCE_CONSTRAINT_PREFIX}{scaling.accelerator_type}"] = 0.001  # as Ray Train asks for it
+    return scaling.min_workers or scaling.num_workers, each, {"CPU": scaling.cpus_per_read_task}
+
+
+def _in_words(kind: str, n: float) -> str:
+    if kind.startswith(RESOURCE_CONSTRAINT_PREFIX):
+        return kind.removeprefix(RESOURCE_CONSTRAINT_PREFIX)
+    return f"{n:g} {kind}{'s' * (n != 1)}"
+
+
+def _too_small(run: Run, cluster: Mapping[str, float]) -> str | None:
+    """What a cluster of such resources lacks in all for the run's fewest workers, in words; None if it has enough."""
+    workers, each, read_task = _wanted(run)
+    wanted = {kind: workers * n + read_task.get(kind, 0) for kind, n in each.items()}
+    lacking = [f"{_in_words(k, n)}, {cluster.get(k, 0):g} found" for k, n in wanted.items() if cluster.get(k, 0) < n]
+    return (
+        f"the cluster is too small for {_in_words('worker', workers)} and one read task: needs {'; '.join(lacking)}"
+        if lacking
+        else None
+    )
+
+
+def _without_room(run: Run) -> str | None:
+    """Says that the run's worker group waits for room in a cluster that is large enough; None when it does not."""
+    workers, each, _ = _wanted(run)
+    job = ray.get_runtime_context().get_job_id()  # the last part of the ids of what it makes
+    states = {group["state"] for id, group in placement_group_table().items() if id.endswith(job)}
+    if not states & {"PENDING", "RESCHEDULING"}:
+        return None
+    share = " and ".join(_in_words(kind, n) for kind, n in each.items())
+    return (
+        f"the cluster has no room for {_in_words('worker', workers)} with {share} each and one read task: others use "
+        "it, or no node is large enough"
+    )
+
+
+def connect() -> None:
+    """Join the cluster that RAY_ADDRESS or a head node on this machine names, or start one here.
+
+    A cluster that is joined gets the code along (`runtime_env`): its nodes, and those that come later, may not have it.
+    A connection that exists already is kept.
+
+    Raises:
+        ConnectionError: nothing answers where RAY_ADDRESS says.
+    """
+    if not ray.is_initialized():
+        address = running_cluster()
+        ray.init(
+            address=address or "local",
+            runtime_env=runtime_env() if address else None,
+            # What workers have to say goes to the run's own log, which `follow_progress` shows.
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+            include_dashboard=False,
+        )
+
+
+def running_cluster() -> str | None:
+    """host:port of the cluster to join; None where there is none.
+
+    Ray 2.60 waits minutes for a head node that is gone, and remembers its address when it died without saying so.
+
+    Raises:
+        ConnectionError: nothing answers where RAY_ADDRESS says.
+    """
+    named = os.environ.get("RAY_ADDRESS")
+    if named and "://" in named:
+        return named  # of Ray Client, or a provider's own
+    address = services.canonicalize_bootstrap_address(cast(Any, None))
+    if address is None:
+        return None
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=HEAD_ANSWER_S).close()
+        return address
+    except OSError as error:
+        if named:
+            raise ConnectionError(
+                f"RAY_ADDRESS={named}: no Ray cluster answers there ({error}); start its head node, or unset it to "
+                "start one on this machine"
+            ) from error
+        logger.warning("the Ray cluster at %s, the last on this machine, does not answer; starting one here", address)
+        return None
+
+
+def alive_nodes() -> list[Node]:
+    """Ray's records of the nodes that live, the head among them."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def runtime_env() -> dict[str, Any] | None:
+    """Ray's description of what workers get: this project's code as their working directory.
+
+    None in a submitted job that has a working directory already (`ray job submit --working-dir`): Ray allows one.
+    Holds no environment variables: their values would show in Ray's logs and dashboard, and tokens are among them.
+    """
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
+    if (job.get("runtime_env") or {}).get("working_dir"):
+        return None
+    return {"working_dir": str(PROJECT), "excludes": _all_but_code()}
+
+
+def _all_but_code() -> list[str]:
+    """Patterns as in .gitignore, the last that matches counts: nothing goes but the folder itself and the code that a
+    node runs. Data, outputs, caches and whatever secrets lie there stay.
+    """
+    package = Path(__file__).resolve().parents[1]
+    wings = sorted(f"{package.name}/{path.parent.name}" for path in package.glob("*/__init__.py"))
+    inside = [(f"!/{folder}", f"/{folder}/*", f"!/{folder}/*.py") for folder in ("diagnostics", package.name, *wings)]
+    return ["/*", "!/.", "!/*.py", *itertools.chain(*inside), f"!/{package.name}/report/templates"]
+
+
+# ---- every node has what is needed --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What every node must have.
+
+    Attributes:
+        packages: installed packages and their versions.
+        paths: what must exist, and whose it is: {path: words for a message}.
+        cuda: the CUDA version that torch was built for, e.g. "13.0"; needed on nodes with GPUs. None: no GPUs needed.
+        free_bytes: free disk under Ray's temporary directory, where objects are spilled to and logs are written.
+    """
+
+    packages: Mapping[str, str]
+    paths: Mapping[str, str]
+    cuda: str | None
+    free_bytes: int
+
+
+def node_needs(run: Run) -> Needs:
+    """What `run` needs on every node: the driver's versions, and the paths that the driver uses."""
+    import torch
+
+    hub = "; for what comes from the Hub, HF_HOME says where it lies"
+    paths = {meta.root: f"the dataset (--dataset.root{hub})" for meta in run.metas if "://" not in meta.root}
+    if run.policy_folder is not None:
+        paths[str(run.policy_folder)] = f"the policy (--policy.path{hub})"
+    return Needs(
+        packages={name: _public(importlib.metadata.version(name)) for name in PACKAGES},
+        paths=paths,
+        cuda=torch.version.cuda if run.use_gpu else None,
+        free_bytes=round(run.config.scaling.free_disk_gb * 1e9),
+    )
+
+
+def check_nodes(needs: Needs, output_dir: Path, nodes: Sequence[Node] | None = None) -> None:
+    """Have each node look whether it has what the run needs, before any GPU is held.
+
+    Nodes that come later are not looked at; they come from the same image as those of their kind.
+
+    Args:
+        output_dir: where the run writes. Must exist here, and be the same folder on all nodes.
+        nodes: as `alive_nodes()`, the default.
+    Raises:
+        ValueError: naming every node that lacks something, what it lacks, and what to do.
+    """
+    nodes = alive_nodes() if nodes is None else nodes
+    with _marker(output_dir) as marker:
+        seen = replace(needs, paths={**needs.paths, marker: f"{output_dir} (--output_dir)"})
+        lacks = _ask(nodes, seen)
+    if lacks:
+        raise ValueError(
+            f"{len(lacks)} of {len(nodes)} nodes cannot take part:\n"
+            + "\n".join(f"  node {node}: {one}" for node, found in lacks.items() for one in found)
+        )
+
+
+def _ask(nodes: Sequence[Node], needs: Needs) -> dict[str, list[str]]:
+    """{node: what it lacks}, of those that lack something."""
+    if len(nodes) == 1:
+        # The driver's own machine: no process need be started to look at it.
+        found = probe(needs, nodes[0]["Resources"].get("GPU", 0), ray.get_runtime_context().get_temp_dir())
+        return {_name(nodes[0]): found} if found else {}
+    task = ray.remote(num_cpus=0, max_retries=0)(probe_here)
+    answers = {
+        _name(node): task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(needs, node["Resources"].get("GPU", 0))
+        for node in nodes
+    }
+    ray.wait(list(answers.values()), num_returns=len(answers), timeout=ANSWER_S)
+    lacks = {}
+    for name, answer in answers.items():
+        try:
+            found = ray.get(answer, timeout=0)
+        except GetTimeoutError:
+            found = [f"gave no answer in {ANSWER_S:g} s; look at it with `ray status` and in its logs, or take it out"]
+        except RayError as error:
+            found = [f"cannot run this project's code: {str(error).strip().splitlines()[-1]}"]
+        if found:
+            lacks[name] = found
+    return lacks
+
+
+def probe_here(needs: Needs, gpus: float) -> list[str]:
+    """`probe`, as a Ray task."""
+    return probe(needs, gpus, ray.get_runtime_context().get_temp_dir())
+
+
+def probe(needs: Needs, gpus: float, temp_dir: str) -> list[str]:
+    """What this machine lacks, a sentence each. Imports nothing heavy: versions come from installed metadata.
+
+    Args:
+        gpus: how many GPUs Ray counts here.
+        temp_dir: Ray's temporary directory here.
+    """
+    lacks = []
+    for name, wanted in needs.packages.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            lacks.append(f"{name} is not installed, the driver has {wanted}; install requirements.lock there")
+            continue
+        if _public(found) != wanted:
+            lacks.append(f"{name} is {found}, the driver has {wanted}; install requirements.lock on both")
+    lacks += _decoder_problems()
+    if needs.cuda is not None and gpus and (problem := _cuda_problem(needs.cuda)):
+        lacks.append(problem)
+    for path, whose in needs.paths.items():
+        if not Path(path).exists():
+            lacks.append(f"does not see {whose}: no {path}; put it on storage that all nodes share, at the same path")
+    free = shutil.disk_usage(temp_dir).free
+    if free < needs.free_bytes:
+        lacks.append(
+            f"{free / 1e9:.1f} GB free in {temp_dir}, needs {needs.free_bytes / 1e9:.1f} GB "
+            "(--scaling.free_disk_gb); make room there"
+        )
+    return lacks
+
+
+def _decoder_problems() -> list[str]:
+    """What PyAV here cannot decode."""
+    try:
+        from av import codecs_available
+    except ImportError as error:
+        return [f"PyAV does not load ({error}); install av from requirements.lock there"]
+    return [
+        f"PyAV cannot decode {codec} ({' or '.join(names)}); install av from requirements.lock there"
+        for codec, names in DECODERS.items()
+        if not any(name in codecs_available for name in names)
+    ]
+
+
+def _cuda_problem(wanted: str) -> str | None:
+    """Why the NVIDIA driver here cannot serve a torch that was built for CUDA `wanted`; None when it can.
+
+    Asks the driver's library itself: Ray hides the GPUs from a task that holds none, and torch takes seconds to import.
+    Within a major version every driver will do (CUDA's minor version compatibility).
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "Ray counts GPUs here, but there is no NVIDIA driver (libcuda.so.1); start the container with GPU access"
+    version = ctypes.c_int()
+    if (status := driver.cuDriverGetVersion(ctypes.byref(version))) != 0:
+        return f"the NVIDIA driver does not answer (CUDA error {status}); look at nvidia-smi there"
+    major, minor = version.value // 1000, version.value % 1000 // 10
+    if major < int(wanted.partition(".")[0]):
+        return f"the NVIDIA driver serves CUDA {major}.{minor}, torch was built for {wanted}; update the driver there"
+    return None
+
+
+@contextmanager
+def _marker(folder: Path) -> Iterator[str]:
+    """A file in `folder` while nodes look for it: a folder of the same name elsewhere does not have it."""
+    marker = folder / f".seen-from-all-nodes-{uuid.uuid4().hex}"
+    marker.touch()
+    try:
+        yield str(marker)
+    finally:
+        marker.unlink(missing_ok=True)
+
+
+def _name(node: Node) -> str:
+    return f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+
+
+def _public(version: str) -> str:
+    """Without the build's own label: 2.11.0+cu130 and 2.11.0 agree about everything that is sent."""
+    return version.partition("+")[0]
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DataLimits:
+    """How much of the cluster's shared memory the data may fill.
+
+    Attributes:
+        store_bytes: object stores of the nodes that run tasks. Ray sizes each by its node's memory and /dev/shm.
+        idle_bytes: object stores of nodes without CPUs for tasks, such as a head that only runs the driver. No block is
+            made there, so what Ray Data adds up must leave them out: it would have the others spill instead.
+        spill_dir: where objects go that do not fit; on the node that this process runs on.
+    """
+
+    store_bytes: int
+    idle_bytes: int
+    spill_dir: Path
+
+    @property
+    def data_bytes(self) -> int:
+        """What Ray Data may hold; above it, read tasks wait (backpressure)."""
+        return round(DATA_SHARE * self.store_bytes)
+
+    def execution_options(self) -> ExecutionOptions:
+        """For `ray.train.DataConfig`. A share and not a number, so that nodes which join later add theirs.
+
+        The plan's order is kept all the way: batches repeat exactly, and a position says which rows are done.
+        """
+        from ray.data import DataContext, ExecutionOptions, ExecutionResources
+
+        DataContext.get_current().override_object_store_memory_limit_fraction = DATA_SHARE
+        options = ExecutionOptions(preserve_order=True)
+        if self.idle_bytes:
+            options.exclude_resources = ExecutionResources(object_store_memory=DATA_SHARE * self.idle_bytes)
+        return options
+
+    def lines(self, nodes: Sequence[Node]) -> list[str]:
+        """The cluster, as lines of the plan."""
+        total = {kind: sum(node["Resources"].get(kind, 0) for node in nodes) for kind in ("CPU", "GPU", "memory")}
+        free = shutil.disk_usage(self.spill_dir).free
+        return [
+            f"Cluster      {len(nodes)} node{'s' * (len(nodes) != 1)}, {total['CPU']:g} CPUs, {total['GPU']:g} GPUs, "
+            f"{total['memory'] / 1e9:.1f} GB for processes",
+            f"Object store {self.store_bytes / 1e9:.1f} GB; data in flight may fill {self.data_bytes / 1e9:.1f} GB, "
+            "then reading waits",
+            f"             should it overflow, it spills to {self.spill_dir} ({free / 1e9:.0f} GB free)",
+        ]
+
+
+def data_limits(nodes: Sequence[Node], spill_dir: str | Path) -> DataLimits:
+    """Limits for a cluster of `nodes` (as `alive_nodes()`)."""
+    stores: dict[bool, float] = {True: 0, False: 0}
+    for node in nodes:
+        resources = node["Resources"]
+        stores[resources.get("CPU", 0) > 0] += resources.get("object_store_memory", 0)
+    return DataLimits(round(stores[True]), round(stores[False]), Path(spill_dir))

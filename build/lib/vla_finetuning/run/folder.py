@@ -1,0 +1,224 @@
+"""A run's folder on the path that all nodes share: who holds it, how often it was started, how it is asked to stop.
+
+Files of `OUTPUT_DIR`::
+
+    config.json           the run's options; `--resume` reads them
+    run.json              what a run is, for its readers: datasets, policy, hardware, versions, the plan
+    .lock                 held by the process that drives the run
+    attempts.jsonl        a line per start of the worker group: {"attempt": 1, "resumed_from_step": 10, "world_size": 2}
+    metrics.jsonl         a line per log step
+    run.log               warnings of the training processes
+    skipped.jsonl         with --dataset.on_error=skip, a line for each episode that a read task had to skip
+    rows/rank<r>.jsonl    with --run.record_rows, a line per micro-batch and epoch:
+                          {"attempt": 0, "epoch": 0, "step": 12, "rows": [[dataset_index, index], ...]}
+    checkpoints/          see run/checkpoint.py
+    pretrained_model/     the trained policy, as LeRobot loads it
+    stop                  whoever makes this file asks the run to take a checkpoint and end at its next log step
+
+Lines of an attempt past the step that the next one resumed from are void.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from vla_finetuning.config import CONFIG_NAME, GROUPS, OF_A_START, PRESETS, Config
+from vla_finetuning.files import read_lines, write_json
+from vla_finetuning.run.checkpoint import Progress, check_resumable, latest_checkpoint, load_progress, require_space
+
+ATTEMPTS_NAME, METRICS_NAME, LOG_NAME, ROWS_NAME = "attempts.jsonl", "metrics.jsonl", "run.log", "rows"
+LOCK_NAME, STOP_NAME, SKIPPED_NAME, RUN_NAME = ".lock", "stop", "skipped.jsonl", "run.json"
+EVALUATION_NAME, CHECKPOINTS_NAME = "evaluation.json", "checkpoints"
+# Ray Train's own list of checkpoints, beside them.
+RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
+
+
+def check_place(folder: Path) -> None:
+    """Raises OSError when no folder can be made at `folder`, or nothing be written into the one that is there."""
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError as error:  # a name too long, or below a file
+        raise OSError(f"--output_dir={folder}: no folder can be there ({error.strerror}); choose another") from error
+    if not there.is_dir():
+        raise NotADirectoryError(f"--output_dir={folder}: {there} is a file; choose another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f"--output_dir={folder}: {there} cannot be written to; choose another folder")
+
+
+@contextlib.contextmanager
+def claim_folder(config: Config) -> Iterator[None]:
+    """Hold the run's folder while the block runs. Raises FileExistsError when another process does, on any machine."""
+    folder = config.folder
+    _check_free(config)  # before so much as a lock is put there
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"--output_dir={folder}: cannot be made ({error.strerror}); choose another") from error
+    lock = FileLock(folder / LOCK_NAME)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise FileExistsError(
+            f"--output_dir={folder}: a run is going on there; wait until it ends, or choose another folder"
+        ) from error
+    except (OSError, NotImplementedError) as error:
+        raise _unfit(folder, error) from error
+    try:
+        _try_storage(folder)
+        yield
+    finally:
+        lock.release()
+        if not _contents(folder):  # a run that was refused leaves nothing
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _try_storage(folder: Path) -> None:
+    """Do what a run does: add to a file, replace one, rename a folder. Raises OSError where that cannot be done."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".storage-", dir=folder) as scratch:
+            log, other, made = (Path(scratch, name) for name in ("log", "other", "made"))
+            for _ in range(2):
+                with open(log, "a") as file:
+                    file.write("line\n")
+            other.touch()
+            os.replace(other, log)
+            made.mkdir()
+            os.rename(made, made.with_name("renamed"))
+    except OSError as error:
+        raise _unfit(folder, error) from error
+
+
+def _unfit(folder: Path, error: Exception) -> OSError:
+    return OSError(
+        f"--output_dir={folder}: its storage does not lock, append, replace and rename ({error}), as a mounted bucket "
+        "does not; choose a folder on a disk or a network file system"
+    )
+
+
+def prepare_folder(config: Config, start: Progress, steps: int, disk_bytes: int) -> None:
+    """Make the run's folder, or refuse one that holds another run. The demo's own folder is simply started over.
+
+    Args:
+        start: the run before its first step. steps: of the whole run. disk_bytes: the most that it will write.
+    """
+    folder, checkpoints = config.folder, config.folder / CHECKPOINTS_NAME
+    _check_free(config)
+    if not config.resume:
+        for path in _contents(folder):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    newest = latest_checkpoint(checkpoints)
+    if newest is not None:
+        progress = load_progress(newest)
+        check_resumable(progress, start)
+        if progress.step > steps:
+            raise ValueError(
+                f"{progress.step} steps are done, and --steps or MAX_TRAIN_STEPS says {steps}: ask for as many at "
+                "least, or start a new run with --policy.path set to this one's pretrained_model"
+            )
+    # What was asked of an earlier process; and Ray Train's own list, which must not outlive it: which checkpoints there
+    # are is what the folder says.
+    (folder / STOP_NAME).unlink(missing_ok=True)
+    (checkpoints / RAY_TRAIN_SNAPSHOT).unlink(missing_ok=True)
+    require_space(folder, disk_bytes, "two checkpoints and the trained policy")
+    checkpoints.mkdir(exist_ok=True)
+    write_json(folder / CONFIG_NAME, config.to_json())
+
+
+def changed_options(config: Config) -> list[str]:
+    """What a run that is resumed was started with otherwise, in words; `prepare_folder` forgets it."""
+    path = config.folder / CONFIG_NAME
+    if not (config.resume and path.is_file()):
+        return []
+    was, now = (dict(_options(options)) for options in (json.loads(path.read_text()), config.to_json()))
+    return [
+        f"{name} was {was.get(name)}, is {value}"
+        for name, value in now.items()
+        if name not in OF_A_START and value != was.get(name)
+    ]
+
+
+def _options(options: dict[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in options.items():
+        if not group and name in GROUPS:
+            yield from _options(value, f"{name}.")
+        else:
+            yield group + name, value
+
+
+def _check_free(config: Config) -> None:
+    is_demo = config.preset == "demo" and config.folder == Path(PRESETS["demo"]["output_dir"]).absolute()
+    if _contents(config.folder) and not (config.resume or is_demo):
+        raise FileExistsError(
+            f"--output_dir={config.folder} is not empty: --resume goes on with the run it holds; otherwise choose "
+            "another"
+        )
+
+
+def _contents(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name != LOCK_NAME] if folder.exists() else []
+
+
+def start_attempt(output_dir: Path, resumed_from_step: int, world_size: int) -> int:
+    """Add a line to `attempts.jsonl`; returns the attempt's number. Called by rank 0 when the worker group starts."""
+    number = len(attempts(output_dir))
+    line = {"attempt": number, "resumed_from_step": resumed_from_step, "world_size": world_size}
+    with open(output_dir / ATTEMPTS_NAME, "a") as file:
+        file.write(json.dumps(line) + "\n")
+    return number
+
+
+def attempts(output_dir: Path) -> list[dict[str, int]]:
+    """The lines of `attempts.jsonl`, oldest first."""
+    return [json.loads(line) for line in read_lines(output_dir / ATTEMPTS_NAME)]
+
+
+def skipped_episodes(output_dir: Path) -> list[dict[str, Any]]:
+    """The lines of `skipped.jsonl`, oldest first.
+
+    Tasks on several nodes write it, and a network drive may mix two lines up that are written at once: those are left
+    out.
+    """
+    found = []
+    for line in read_lines(output_dir / SKIPPED_NAME):
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def stop_requested(output_dir: Path) -> bool:
+    return (output_dir / STOP_NAME).exists()
+
+
+@contextlib.contextmanager
+def stopping_on_signals(output_dir: Path) -> Iterator[None]:
+    """While the block runs, SIGTERM and Ctrl-C ask the run to take a checkpoint and end; a second one does not wait.
+
+    Must be entered in the main thread.
+    """
+    asked = False
+
+    def ask(number: int, frame: object) -> None:
+        nonlocal asked
+        if asked:
+            raise SystemExit(128 + number)
+        asked = True
+        (output_dir / STOP_NAME).touch()
+        # Not by print: what is interrupted may be in the middle of one, and Python's streams do not stand that.
+        os.write(2, b"stopping: a checkpoint is taken at the next log step; once more to end now\n")
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,632 @@
+"""What a run is, resolved and checked on the driver before Ray starts: data, policy, how they fit, how many steps.
+
+`resolve` looks at files but starts nothing; `describe` is what `--dry_run` prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import draccus
+import numpy as np
+import torch
+from draccus.utils import DraccusException
+from lerobot.configs import FeatureType, NormalizationMode
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.datasets.compute_stats import aggregate_stats
+from lerobot.policies.factory import get_policy_class
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.processor import PolicyProcessorPipeline
+from lerobot.utils.constants import OBS_PREFIX
+
+from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
+from vla_finetuning.config import CACHE_DIR, Attention, Config, MissingCameras, OnError, TrainMode, TrainOptions
+from vla_finetuning.data.metadata import (
+    CAMERA_DTYPES,
+    DatasetMetadata,
+    Feature,
+    fetch_dataset,
+    load_metadata,
+    rename_features,
+    select_episodes,
+)
+from vla_finetuning.data.statistics import check_stats, complete_stats
+from vla_finetuning.data.storage import StoragePolicy
+from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
+from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch, check_weights, fetch_pretrained, match_features
+from vla_finetuning.policies.memory import StepMemory, step_memory
+from vla_finetuning.policies.pi05 import (
+    TrainableReport,
+    choose_trainable,
+    flops_per_sample,
+    meta_policy,
+    tokens_per_sample,
+)
+from vla_finetuning.policies.processors import TOKENIZER_FOLDER, make_processors, normalization_mode, required_stats
+from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
+from vla_finetuning.run.checkpoint import Progress, check_base, file_digest, latest_checkpoint, load_progress
+from vla_finetuning.run.folder import CHECKPOINTS_NAME, SKIPPED_NAME
+from vla_finetuning.terminal import escaped
+
+Stats = dict[str, dict[str, np.ndarray]]
+# What LeRobot's `aggregate_stats` makes the statistics of several datasets from, besides quantiles.
+AGGREGATED = {"min", "max", "mean", "std", "count"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A resolved run. Pickled in flight to the training workers (without secrets; tokens stay in the environment).
+
+    Attributes:
+        train_episodes, eval_episodes: per dataset, int64 arrays; disjoint.
+        policy_folder: a LeRobot pretrained folder, or None to start from random weights.
+        parameters: how many there are and which train; None for policies other than PI0.5, which are not built here.
+        flops_per_sample: forward and backward of a row, counted. tokens_per_sample: positions computed for it.
+        base: which weights the run starts from (path, revision, digest).
+        stats: normalisation statistics; `missing_stats` are still to be computed.
+        rows_per_epoch: frames of the training episodes. steps: optimizer updates of the whole run.
+        block_rows: rows of a block of training data. stream: identity of the run's stream of rows.
+        decoded: of a row, by the names of their rates in metrics.jsonl: camera frames, and bytes out of the read task.
+    """
+
+    config: Config
+    metas: tuple[DatasetMetadata, ...]
+    train_episodes: tuple[np.ndarray, ...]
+    eval_episodes: tuple[np.ndarray, ...]
+    policy_config: PreTrainedConfig
+    policy_folder: Path | None
+    base: dict[str, Any]
+    match: FeatureMatch
+    stats: Stats
+    missing_stats: dict[str, set[str]]
+    rows_per_epoch: int
+    steps: int
+    parameters: TrainableReport | None = None
+    flops_per_sample: int | None = None
+    tokens_per_sample: int | None = None
+    block_rows: int = 1
+    stream: dict[str, Any] = field(default_factory=dict)
+    decoded: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def output_dir(self) -> Path:
+        return self.config.folder
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.output_dir / CHECKPOINTS_NAME
+
+    @property
+    def start(self) -> Progress:
+        """The run before its first step: what it is a run of."""
+        return Progress(0, 0, self.stream, self.base, self.config.train.mode, self.config.global_batch_size)
+
+    @property
+    def disk_bytes(self) -> int:
+        """The most that the run keeps in its folder."""
+        weights = (self.policy_folder or self.output_dir) / WEIGHTS_FILE
+        # A checkpoint is what trains and Adam's two moments, fp32; there is one more while an old one is still there.
+        checkpoint_bytes = 3 * 4 * self.parameters.trainable if self.parameters else 0
+        return 2 * checkpoint_bytes + (weights.stat().st_size if weights.is_file() else 0)
+
+    @property
+    def use_gpu(self) -> bool:
+        return bool(self.config.scaling.use_gpu)
+
+    @property
+    def batches_per_step(self) -> int:
+        """Micro-batches of an optimizer step, of all workers together."""
+        return self.config.grad_accum * self.config.scaling.num_workers
+
+    @property
+    def last_row(self) -> int:
+        """Where the run's stream of rows ends: with its last step, filled up so that workers get equally many blocks.
+
+        With a fixed number of workers they do anyway.
+        """
+        spare = self.config.scaling.num_workers * self.config.batch_size if self.config.scaling.min_workers else 0
+        return self.steps * self.config.global_batch_size + spare
+
+    def processors(
+        self, config: PreTrainedConfig | None = None
+    ) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
+        """The policy's pre- and postprocessor, with the run's statistics. `config` stands in for `policy_config`."""
+        return make_processors(
+            self.policy_folder,
+            config or self.policy_config,
+            self.stats,
+            self.config.rename_map,
+            trusted=self.config.policy_trust_remote_code,
+        )
+
+    def reader(self) -> partial[LeRobotDatasource]:
+        """The datasource of the training rows, but for `stream`: which positions of the run's stream.
+
+        It does not look for files: `resolve` did, and where an error is told a store that hangs must not be asked.
+        """
+        return partial(
+            LeRobotDatasource,
+            self.metas,
+            episodes=[e.tolist() for e in self.train_episodes],
+            camera_keys=self.match.camera_keys,
+            columns=self.match.dataset_keys,
+            delta_timestamps=self.match.delta_timestamps,
+            image_size=self.config.dataset.image_size,
+            weights=list(self.config.dataset.mixture.values()) or None,
+            shuffle_seed=self.config.seed,
+            shuffle_window=self.config.dataset.shuffle_window,
+            rows_multiple=self.config.rows_multiple,
+            block_rows=self.block_rows,
+            tolerance_s=self.config.tolerance_s,
+            num_cpus=self.config.scaling.cpus_per_read_task,
+            on_error=cast(OnError, self.config.dataset.on_error),
+            skip_log=self.output_dir / SKIPPED_NAME,
+            look=False,
+        )
+
+
+def block_rows(batch_size: int, row_bytes: int) -> int:
+    """The most rows that divide a micro-batch and stay within BLOCK_BYTES: workers then get whole blocks in turn."""
+    return max([n for n in range(1, batch_size + 1) if batch_size % n == 0 and n * row_bytes <= BLOCK_BYTES], default=1)
+
+
+def resolve(config: Config, gpus_found: int) -> Run:
+    """Find, read and check everything the run needs. Raises ValueError or FileNotFoundError saying what to do."""
+    if config.scaling.use_gpu is None:
+        config = replace(config, scaling=replace(config.scaling, use_gpu=gpus_found > 0))
+    # Workers, and whoever resumes the run, have other working directories.
+    roots = [_absolute(root) for root in config.roots]
+    mixture = dict(zip(roots, config.dataset.mixture.values(), strict=False))
+    if len(mixture) < len(config.dataset.mixture):
+        raise ValueError(f"--dataset.mixture names a dataset twice: {list(config.dataset.mixture)}")
+    config = replace(
+        config,
+        output_dir=_absolute(config.output_dir or ""),
+        dataset=replace(config.dataset, root=None if mixture else ",".join(roots) or None, mixture=mixture),
+    )
+    if config.dataset.repo_id:
+        path, commit = fetch_dataset(
+            config.dataset.repo_id,
+            config.dataset.revision,
+            episodes=config.dataset.episodes,
+            camera_keys=config.dataset.camera_keys,
+        )
+        config = replace(config, dataset=replace(config.dataset, revision=commit))
+        roots = [path]
+    path_given = config.policy_path
+    if path_given and Path(_absolute(path_given)).is_dir():
+        path_given = _absolute(path_given)
+    if config.preset == "demo":
+        from vla_finetuning.demo import prepare_demo
+
+        root, base = prepare_demo(CACHE_DIR / "demo", roots[0] if roots else None)
+        roots = roots or [str(root)]
+        if not (path_given or config.policy_type):
+            path_given = _absolute(base)
+    d = config.dataset
+    policy = StoragePolicy(d.read_timeout_s, _absolute(d.cache_dir) if d.cache_dir else None, d.cache_size_gb)
+    metas = _named_alike([load_metadata(root, storage_policy=policy) for root in roots], config.rename_map)
+
+    policy_config, folder, base_info = _resolve_policy(config, path_given)
+    if (brought := brought_along(policy_config)) and not config.policy_trust_remote_code:
+        raise RemoteCodeError(
+            f"policy {base_info['path']}: a '{policy_config.type}' runs code that comes with {brought}: {HOW_TO_TRUST}"
+        )
+    if getattr(policy_config, "use_relative_actions", False):
+        raise ValueError(
+            f"policy {base_info['path']}: use_relative_actions needs statistics of relative actions, which are not "
+            "computed yet; choose a policy with absolute actions, or --policy.use_relative_actions=false"
+        )
+    if hasattr(get_policy_class(policy_config.type), "update"):
+        raise ValueError(
+            f"policy {base_info['path']}: a '{policy_config.type}' changes after every step otherwise than by its "
+            "gradients, which is not done here: train it with lerobot-train"
+        )
+    if config.dataset.on_error == "skip" and not isinstance(policy_config, PI05Config):
+        raise ValueError(
+            f"policy {base_info['path']}: --dataset.on_error=skip needs a loss that can leave rows out, as PI0.5's "
+            f"can; this is a '{policy_config.type}': use --dataset.on_error=stop"
+        )
+    config = replace(config, policy_path=path_given, policy_revision=base_info["revision"])
+    try:
+        match = match_features(
+            policy_config,
+            _selected_features(metas[0], config.dataset.camera_keys),
+            _names_of_first(metas, config.rename_map),
+            missing_cameras=cast(MissingCameras, config.dataset.missing_cameras),
+            fps=metas[0].fps,
+        )
+    except ValueError as error:
+        raise ValueError(f"dataset {metas[0].root} and policy {base_info['path']}: {error}") from error
+    if config.dataset.image_size is not None:
+        _check_image_size(policy_config, config.dataset.image_size)
+    _check_alike(metas, match, config.rename_map)
+    parameters = _check_policy(policy_config, folder, config.train)
+    train, held_out = zip(*(_split_episodes(meta, config) for meta in metas), strict=True)
+    rows = sum(int(meta.episode_length[e].sum()) for meta, e in zip(metas, train, strict=True))
+    if config.global_batch_size > rows:
+        raise ValueError(
+            f"a global batch of {config.global_batch_size} rows (batch_size {config.batch_size} x grad_accum "
+            f"{config.grad_accum} x {config.scaling.num_workers} workers) is more than the {rows} training frames: a "
+            "step would see frames twice; lower --batch_size or --grad_accum, or add episodes"
+        )
+    needed = required_stats(policy_config, {k: metas[0].features[k] for k in match.dataset_keys})
+    if any(len(episodes) for episodes in held_out):
+        # The mean action is what a policy must beat on held-out episodes (evaluation/open_loop.py).
+        needed["action"] = needed.get("action", set()) | {"mean"}
+    missing = _missing_stats(metas, needed)
+    for meta in metas:
+        check_stats(meta, needed)
+    run = Run(
+        config=config,
+        metas=metas,
+        train_episodes=train,
+        eval_episodes=held_out,
+        policy_config=policy_config,
+        policy_folder=folder,
+        base=base_info,
+        match=match,
+        stats={},
+        missing_stats=missing,
+        rows_per_epoch=rows,
+        steps=config.resolve_steps(rows),
+        parameters=parameters,
+        flops_per_sample=None
+        if parameters is None
+        else flops_per_sample(
+            policy_config, len(match.camera_keys), cast(TrainMode, config.train.mode), config.train.noise_draws
+        ),
+        tokens_per_sample=tokens_per_sample(policy_config, len(match.camera_keys), config.train.noise_draws),
+    )
+    # Checks that all files are there and that the datasets agree.
+    source = run.reader()(stream=(0, run.last_row), look=True)
+    if not missing:
+        run = replace(run, stats=_join_stats([meta.stats for meta in metas]))
+        run.processors()  # a tokenizer out of reach is told now
+    # Where workers come and go, a micro-batch is a block: any number of workers can then be dealt any number of them.
+    elastic = config.scaling.min_workers is not None
+    rows_of_block = config.batch_size if elastic else block_rows(config.batch_size, source.row_bytes())
+    return replace(
+        run,
+        block_rows=rows_of_block,
+        stream=source.plan.identity(),
+        decoded={"frames_per_s": source.row_frames(), "decoded_bytes_per_s": source.row_bytes()},
+    )
+
+
+def with_stats(run: Run) -> Run:
+    """Compute the statistics that are missing, in a Ray Data pass, cached beside the run."""
+    if not run.missing_stats:
+        return run
+    completed = [complete_stats(meta, run.missing_stats, cache_dir=run.output_dir / "stats")[0] for meta in run.metas]
+    return replace(run, stats=_join_stats(completed), missing_stats={})
+
+
+def _absolute(path: str | Path) -> str:
+    """Local paths made absolute, `~` being home; URIs as they are."""
+    return str(path) if "://" in str(path) else str(Path(os.path.expanduser(path)).absolute())
+
+
+def _named_alike(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> tuple[DatasetMetadata, ...]:
+    """The datasets with features called as the first calls those that --rename_map gives the same name."""
+    first = {rename_map.get(key, key): key for key in metas[0].features}
+    renamed = []
+    for meta in metas[1:]:
+        names = {key: first.get(rename_map.get(key, key), key) for key in meta.features if key.startswith(OBS_PREFIX)}
+        renamed.append(rename_features(meta, {key: name for key, name in names.items() if key != name}))
+    return metas[0], *renamed
+
+
+def _names_of_first(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> dict[str, str]:
+    """The rename map without what only other datasets than the first have."""
+    elsewhere = {feature.key for meta in metas[1:] for feature in meta.features.values()} - metas[0].features.keys()
+    return {key: name for key, name in rename_map.items() if key not in elsewhere}
+
+
+def _check_alike(metas: Sequence[DatasetMetadata], match: FeatureMatch, rename_map: Mapping[str, str]) -> None:
+    """Refuse datasets that lack what the policy gets of the first, and say which renaming would do."""
+    first = metas[0]
+    for meta in metas[1:]:
+        lacking = [key for key in match.dataset_keys if key not in meta.features]
+        if not lacking:
+            continue
+        names: dict[str, str] = {}
+        spare = [key for key in meta.features if key not in first.features]
+        for key in lacking:
+            alike = [k for k in spare if k not in names and _same_kind(first.features[key], meta.features[k])]
+            names |= dict.fromkeys(alike[:1], rename_map.get(key, key))
+        hint = "convert it, or leave it out"
+        if len(names) == len(lacking):
+            hint = f"if these are the same, --rename_map='{json.dumps({**rename_map, **names})}'"
+        raise ValueError(
+            f"datasets {first.root} and {meta.root} cannot be trained on together: the second lacks {lacking} of the "
+            f"first; its features are {sorted(meta.features)}; {hint}"
+        )
+
+
+def _same_kind(a: Feature, b: Feature) -> bool:
+    if a.dtype in CAMERA_DTYPES and b.dtype in CAMERA_DTYPES:
+        return a.is_depth == b.is_depth
+    return (a.dtype, a.shape) == (b.dtype, b.shape)
+
+
+def _missing_stats(metas: Sequence[DatasetMetadata], needed: dict[str, set[str]]) -> dict[str, set[str]]:
+    """What has to be computed, `{feature: statistics}`: with several datasets, all must have what is joined."""
+    if len(metas) > 1:
+        needed = {key: names | AGGREGATED for key, names in needed.items()}
+    missing = {
+        key: {name for name in names if any(name not in meta.stats.get(key, {}) for meta in metas)}
+        for key, names in needed.items()
+    }
+    missing = {key: names for key, names in missing.items() if names}
+    if cameras := sorted(missing.keys() & set(metas[0].camera_keys)):
+        raise ValueError(
+            f"dataset {', '.join(meta.root for meta in metas)}: the policy normalises images, and meta/stats.json "
+            f"lacks {', '.join(f'{sorted(missing[key])} of {key}' for key in cameras)}. These are not computed here, "
+            "since every video would have to be decoded; have LeRobot write them with "
+            "`python -m lerobot.scripts.augment_dataset_quantile_stats`"
+        )
+    return missing
+
+
+def _join_stats(stats: Sequence[Stats]) -> Stats:
+    """The statistics of several datasets taken together, of the features that all have."""
+    if len(stats) == 1:
+        return stats[0]
+    shared = [key for key in stats[0] if all(s.get(key, {}).keys() >= AGGREGATED for s in stats)]
+    return aggregate_stats([{key: s[key] for key in shared} for s in stats])
+
+
+def _check_policy(policy_config: PreTrainedConfig, folder: Path | None, train: TrainOptions) -> TrainableReport | None:
+    """Refuse weights that do not load, and count what there is and what trains, without any memory for it."""
+    if not isinstance(policy_config, PI05Config):
+        if train.mode != "full":
+            raise ValueError(
+                f"--train.mode={train.mode} names parts of PI0.5, and the policy is of type {policy_config.type}; use "
+                "--train.mode=full, or what the policy's own options (--policy.*) offer to freeze parts of it"
+            )
+        for name in ("mask_padding", "noise_draws", "activation_checkpointing", "compile"):
+            value, default = getattr(train, name), getattr(TrainOptions(), name)
+            if value != default:
+                raise ValueError(
+                    f"--train.{name}={value} is for PI0.5, and the policy is of type {policy_config.type}: leave it "
+                    "out, or look for the like among the policy's own options (--policy.*)"
+                )
+        return None  # building others may download their backbones
+    policy = meta_policy(policy_config)
+    if folder is not None:
+        check_weights(folder, policy)
+    report = choose_trainable(policy, cast(TrainMode, train.mode))
+    if any(parameter.requires_grad and parameter.dtype != torch.float32 for parameter in policy.parameters()):
+        raise ValueError(
+            f"--policy.dtype={policy_config.dtype}, the user's or the pretrained policy's own: weights that train must "
+            "be float32, or small updates are lost; give --policy.dtype=float32 (--train.precision says what the step "
+            "computes in, and keeps what is frozen in bf16)"
+        )
+    return report
+
+
+def _resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:
+    if path is None:
+        kind = config.policy_type or ""
+        nothing = {"path": f"{kind} from random weights", "revision": None, "digest": None}
+        return _policy_config(f"--policy.type={kind}", kind, None, config.policy_options), None, nothing
+    folder, revision = fetch_pretrained(path, config.policy_revision)
+    folder = folder.absolute()
+    weights = (sorted(folder.glob("*.safetensors.index.json")) or [folder / "model.safetensors"])[0]
+    if not weights.is_file():
+        found = sorted(entry.name for entry in folder.iterdir())
+        raise FileNotFoundError(
+            f"policy {path}: no model.safetensors, found {found}: there are no weights to start from; copy it again, "
+            "or use --policy.type if random ones are meant"
+        )
+    digests = {"digest": file_digest(weights), "files": _digests(folder, weights)}
+    base = {"path": path, "revision": revision, **digests}
+    newest = latest_checkpoint(config.folder / CHECKPOINTS_NAME) if config.resume else None
+    if newest is not None:
+        # Which folder that is was read from the run's own config.json: nothing in it is opened before it is known to
+        # be the one that the run was started from.
+        check_base(load_progress(newest), base)
+    try:
+        kind = json.loads((folder / "config.json").read_bytes())["type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"policy {path}: config.json is damaged or no policy's ({error!r}); copy it again") from error
+    policy_config = _policy_config(f"policy {path}", kind, folder, config.policy_options)
+    policy_config.pretrained_path = folder
+    return policy_config, folder, base
+
+
+def _digests(folder: Path, weights: Path) -> dict[str, str]:
+    """Of all else that loading the policy reads: its configuration, processors, tokenizer, shards of weights."""
+    files = [*folder.glob("*.json"), *folder.glob("*.safetensors"), *(folder / TOKENIZER_FOLDER).rglob("*")]
+    files = [path for path in sorted(files) if path.is_file() and path != weights]
+    return {str(path.relative_to(folder)): file_digest(path) for path in files}
+
+
+def _policy_config(where: str, kind: str, folder: Path | None, options: list[str]) -> PreTrainedConfig:
+    """LeRobot's configuration of a policy, the folder's or the type's defaults, with the user's own options."""
+    known = PreTrainedConfig.get_known_choices()
+    if kind not in known:
+        raise ValueError(f"{where}: no policy is of type {kind!r}; LeRobot knows {', '.join(sorted(known))}")
+    given = ", ".join(f"--policy.{option.removeprefix('--')}" for option in options)
+    options = [*options, "--device=cpu"]
+    usage = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(usage), remote_code(trusted=False):
+            warnings.simplefilter("ignore")
+            if folder is None:
+                return draccus.parse(PreTrainedConfig.get_choice_class(kind), args=options)
+            return PreTrainedConfig.from_pretrained(folder, cli_overrides=options)
+    except SystemExit as error:  # how draccus refuses an option that it does not know
+        names = ", ".join(sorted(known[kind].__dataclass_fields__))
+        raise ValueError(f"{where}: {given}: a {kind} policy has only the options {names}") from error
+    except (DraccusException, ValueError, TypeError) as error:
+        reason = "; ".join(str(e) for e in (error, error.__cause__) if e is not None)
+        source = " with ".join(filter(None, ["config.json" if folder else "", given]))
+        raise ValueError(f"{where}: {source}: {reason}") from error
+
+
+def _check_image_size(policy_config: PreTrainedConfig, image_size: list[int]) -> None:
+    """Refuse a size at which the policy would see other pixels than after its own resizing.
+
+    PI0 and its kin fit images, in [0, 1], into `image_resolution`, and leave those alone that have that size.
+    """
+    own = getattr(policy_config, "image_resolution", None)
+    if own is None:
+        raise ValueError(
+            f"--dataset.image_size={image_size}: a {policy_config.type} policy fits no images into a size as PI0.5 "
+            "does (centred, black around), so it would be trained on others than it gets on the robot; leave it out"
+        )
+    if tuple(image_size) != tuple(own):
+        raise ValueError(f"--dataset.image_size={image_size}: the policy sees {list(own)}; give that, or leave it out")
+    if normalization_mode(policy_config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY:
+        raise ValueError(
+            f"--dataset.image_size={image_size}: the policy normalises images before it resizes them, which cannot be "
+            "had in the other order; leave it out"
+        )
+
+
+def _selected_features(meta: DatasetMetadata, camera_keys: list[str] | None) -> dict[str, Any]:
+    if unknown := sorted(set(camera_keys or ()) - set(meta.camera_keys)):
+        raise ValueError(f"--dataset.camera_keys names {unknown}, and the cameras are {meta.camera_keys}")
+    dropped = set(meta.camera_keys) - set(camera_keys) if camera_keys is not None else set()
+    return {k: f for k, f in meta.features.items() if k not in dropped and not f.is_depth}
+
+
+def _split_episodes(meta: DatasetMetadata, config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Training and held-out episodes: the last ceil(n x eval_split) of each task are held out, as in LeRobot."""
+    chosen = select_episodes(meta, config.dataset.episodes)
+    share = config.dataset.eval_split
+    by_task: dict[str, list[int]] = {}
+    for episode in chosen.tolist():
+        by_task.setdefault((meta.episode_tasks[episode] or ("",))[0], []).append(episode)
+    held_out = sorted(e for group in by_task.values() for e in group[len(group) - math.ceil(len(group) * share) :])
+    train = np.setdiff1d(chosen, held_out)
+    if not len(train):
+        raise ValueError(
+            f"{meta.root}: --dataset.eval_split={share} leaves no episode to train on ({len(chosen)} episodes, "
+            f"{len(by_task)} tasks, at least one held out of each); lower it or add episodes"
+        )
+    return train, np.asarray(held_out, np.int64)
+
+
+# ---- for people -------------------------------------------------------------------------------------------------
+
+
+def describe(run: Run) -> str:
+    """The plan, as text: datasets, policy, how features map, batch arithmetic, cadence."""
+    config = run.config
+    lines = []
+    for number, (meta, train, held_out) in enumerate(
+        zip(run.metas, run.train_episodes, run.eval_episodes, strict=True)
+    ):
+        lines += [
+            f"Dataset      {config.dataset.repo_id or meta.root}" + _at(config.dataset.revision),
+            f"             {meta.num_episodes} episodes, {meta.total_frames} frames at {meta.fps} fps"
+            + (f", robot {meta.robot_type}" if meta.robot_type else ""),
+            f"             trains on {len(train)} episodes, {int(meta.episode_length[train].sum())} frames; "
+            f"{len(held_out)} held out",
+            *([_share(run, number)] if config.dataset.mixture else []),
+            f"             {len(meta.tasks)} tasks: "
+            + "; ".join(repr(t) for t in list(meta.tasks.values())[:4])
+            + (" ..." if len(meta.tasks) > 4 else ""),
+        ]
+        for key in meta.camera_keys:
+            feature = meta.features[key]
+            used = "" if key in run.match.camera_keys else "  (not used)"
+            lines.append(f"             camera {key} {_size(feature.shape)} {feature.dtype}{used}")
+    missing = "; ".join(f"{k}: {', '.join(sorted(v))}" for k, v in run.missing_stats.items())
+    lines.append(
+        f"Statistics   {'to be computed from the dataset: ' + missing if missing else 'all that is needed is present'}"
+    )
+    lines.append(f"Policy       {run.policy_config.type}, {run.base['path']}" + _at(run.base["revision"]))
+    if run.parameters is not None:
+        lines.append(
+            f"             {run.parameters.total:,} parameters, {run.parameters.trainable:,} of them train "
+            f"(--train.mode {config.train.mode})"
+            + (f", {run.flops_per_sample / 1e9:,.1f} GFLOP per sample and step" if run.flops_per_sample else "")
+        )
+    if config.policy_trust_remote_code and (brought := brought_along(run.policy_config)):
+        lines.append(f"             runs code that comes with {brought}, as --policy.trust_remote_code says")
+    lines.append("Features     dataset -> policy")
+    lines += [f"             {line}" for line in run.match.table()]
+    if config.dataset.image_size:
+        lines.append(f"Images       fitted into {_size(tuple(config.dataset.image_size))} where they are decoded")
+    batch = config.global_batch_size
+    lines += [
+        f"Batch        {config.batch_size} rows x {config.grad_accum} micro-steps x {config.scaling.num_workers} "
+        f"workers = {batch} per step" + (", with fewer workers too" if config.scaling.min_workers else ""),
+        f"Steps        {run.steps} ({run.steps * batch / run.rows_per_epoch:.2f} epochs of {run.rows_per_epoch} rows, "
+        f"{run.rows_per_epoch / batch:.1f} steps each); a line every {config.log_freq}",
+        f"             epochs follow each other without a gap: the last {run.rows_per_epoch % batch} rows of one share "
+        "a step with the first of the next",
+        f"Checkpoints  every {config.save_freq} steps and at the end, the last {config.keep_checkpoints} kept, in "
+        f"{run.checkpoints_dir}",
+        f"Hardware     {_workers(config)} {'GPU' if run.use_gpu else 'CPU'} workers, "
+        f"{config.scaling.strategy}, {config.train.precision} precision",
+    ]
+    if config.dry_run and isinstance(run.policy_config, PI05Config):
+        lines.append(f"Memory       per worker {_memory(run, run.policy_config)}")
+        if config.scaling.strategy != "ddp":
+            lines.append(_in_parts(run))
+    return "\n".join(map(escaped, lines))
+
+
+def _workers(config: Config) -> str:
+    least, most = config.scaling.min_workers, config.scaling.num_workers
+    return f"{least} to {most}" if least else str(most)
+
+
+def _share(run: Run, number: int) -> str:
+    """What a mixture takes of a dataset."""
+    weights, rows = list(run.config.dataset.mixture.values()), run.stream["rows_per_source"][number]
+    own = int(run.metas[number].episode_length[run.train_episodes[number]].sum())
+    return (
+        f"             weight {weights[number]:g} of {sum(weights):g}: {rows} of an epoch's {run.rows_per_epoch} rows, "
+        f"{rows / own:.2f} times its frames"
+    )
+
+
+def _memory(run: Run, policy_config: PI05Config) -> StepMemory:
+    config, train = run.config, run.config.train
+    return step_memory(
+        policy_config,
+        cast(TrainMode, train.mode),
+        cameras=len(run.match.camera_keys),
+        batch_size=config.batch_size,
+        grad_accum=config.grad_accum,
+        draws=train.noise_draws,
+        # Every GPU that can hold a VLA knows bf16.
+        bf16=train.precision == "bf16" or (train.precision == "auto" and run.use_gpu),
+        attention=cast(Attention, train.attention),
+        checkpointing=train.activation_checkpointing,
+    )
+
+
+def _in_parts(run: Run) -> str:
+    """What FSDP2 changes about the memory that DDP takes, as far as it can be told without a GPU."""
+    assert run.parameters is not None
+    scaling, state = run.config.scaling, 3 * 4 * run.parameters.trainable / 2**30
+    workers = scaling.min_workers or scaling.num_workers
+    return (
+        f"             of that, weights that train and Adam's moments: {state:.2f}; with {scaling.strategy}, each of "
+        f"{workers} workers holds {state / workers:.2f} of them between steps"
+    )
+
+
+def _size(shape: tuple[int, ...] | None) -> str:
+    return "x".join(map(str, shape or ()))
+
+
+def _at(revision: str | None) -> str:
+    return f" @ {revision[:12]}" if revision else ""

@@ -1,0 +1,180 @@
+"""What a run tells while it runs: metrics, warnings and rows into its folder, progress onto the driver's terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+from tqdm import tqdm
+
+from vla_finetuning.files import read_lines
+from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, ROWS_NAME, attempts, skipped_episodes
+from vla_finetuning.terminal import LogFormatter, tell
+
+if TYPE_CHECKING:
+    from vla_finetuning.run.plan import Run
+
+POLL_S = 0.5
+
+
+class MetricsLog:
+    """`metrics.jsonl`, a line per log step, written by rank 0. After a restart, lines past the checkpoint are void.
+
+    Args:
+        resumed_step: optimizer steps that the checkpoint contains; later lines are removed.
+        per_sample: what a sample amounts to, by the name of its rate; None where it is not known.
+    """
+
+    def __init__(self, run: Run, resumed_step: int, per_sample: Mapping[str, float | None]):
+        self._run, self._per_sample = run, dict(per_sample)
+        self.path = run.output_dir / METRICS_NAME
+        kept = [line for line in read_lines(self.path) if json.loads(line)["step"] <= resumed_step]
+        self.path.write_text("".join(line + "\n" for line in kept))
+
+    def write(self, step: int, lr: float, metrics: dict[str, Any]) -> None:
+        """Append a line for the window of steps that ends with `step`."""
+        samples = step * self._run.config.global_batch_size
+        epoch = round(samples / self._run.rows_per_epoch, 4)
+        line = {
+            **{"step": step, "epoch": epoch, "lr": lr},
+            **metrics,
+            "samples": samples,
+            "tokens": None if self._run.tokens_per_sample is None else self._run.tokens_per_sample * samples,
+            # Of the whole step, waiting for data included.
+            **{k: None if v is None else v * metrics["samples_per_s"] for k, v in self._per_sample.items()},
+            "spilled_bytes": spilled_bytes(),
+        }
+        with open(self.path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class RowsLog:
+    """`rows/rank<r>.jsonl`: which rows this rank has trained on, for anybody to check (`diagnostics.check_rows`)."""
+
+    def __init__(self, output_dir: Path, rank: int, attempt: int):
+        path = output_dir / ROWS_NAME / f"rank{rank}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        # A line is in the file when `write` returns, whatever happens to the process afterwards.
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115  (as long as the process)
+        self._attempt = attempt
+
+    def write(
+        self, step: int, epochs: np.ndarray, dataset_index: np.ndarray, index: np.ndarray, is_skipped: np.ndarray
+    ) -> None:
+        """A micro-batch of optimizer step `step` (from 1). epochs, dataset_index, index: int (B,); is_skipped: bool."""
+        for epoch in np.unique(epochs).tolist():
+            line = {"attempt": self._attempt, "epoch": epoch, "step": step}
+            for name, chosen in (("rows", ~is_skipped), ("skipped", is_skipped)):
+                of_it = (epochs == epoch) & chosen
+                line[name] = np.stack([dataset_index[of_it], index[of_it]], axis=1).tolist()
+            self._file.write(json.dumps(line) + "\n")
+
+
+def recorded_rows(output_dir: Path) -> Iterator[dict[str, Any]]:
+    """The lines that count: without those that a later attempt has trained anew."""
+    resumed_from = [line["resumed_from_step"] for line in attempts(output_dir)]
+    for path in sorted((output_dir / ROWS_NAME).glob("rank*.jsonl")):
+        for text in read_lines(path):
+            line = json.loads(text)
+            if line["step"] <= min(resumed_from[line["attempt"] + 1 :], default=line["step"]):
+                yield line
+
+
+def spilled_bytes() -> int:
+    """Bytes that the cluster's object stores have written to disk since it started."""
+    return object_store().spilled_bytes_total
+
+
+def object_store() -> Any:
+    """Ray's account of the cluster's object stores: `object_store_bytes_used`, `spilled_bytes_total`, ...
+
+    Ray 2.60 offers it only through this private call, which its own benchmarks use.
+    """
+    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+    state = get_state_from_address(ray.get_runtime_context().gcs_address)
+    return get_memory_info_reply(state).store_stats
+
+
+def log_to(output_dir: Path) -> None:
+    """Send this process's warnings to the run's log, where the driver finds them. Called by training workers."""
+    handler = logging.FileHandler(output_dir / LOG_NAME)
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(LogFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+
+
+@contextlib.contextmanager
+def follow_progress(output_dir: Path, steps: int) -> Iterator[None]:
+    """While the block runs: a progress bar on a terminal, otherwise a line per log step; and workers' warnings.
+
+    Args:
+        output_dir: the run's folder; `metrics.jsonl` and `run.log` in it need not exist yet.
+        steps: optimizer steps of the whole run.
+    """
+    stop = threading.Event()
+    # What an earlier attempt of a resumed run wrote is not news.
+    last_step = max([json.loads(line)["step"] for line in read_lines(output_dir / METRICS_NAME)], default=0)
+    warnings_shown = len(read_lines(output_dir / LOG_NAME))
+    args = (output_dir, steps, last_step, warnings_shown, stop)
+    thread = threading.Thread(target=_follow, args=args, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _follow(output_dir: Path, steps: int, last_step: int, warnings_shown: int, stop: threading.Event) -> None:
+    interactive = sys.stdout.isatty()
+    skipped: set[tuple[str, int]] = set()
+    with tqdm(
+        total=steps, initial=last_step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
+    ) as bar:
+        while True:
+            stopping = stop.is_set()
+            for text in read_lines(output_dir / LOG_NAME)[warnings_shown:]:
+                with tqdm.external_write_mode(file=sys.stderr):
+                    tell(text, file=sys.stderr)
+                warnings_shown += 1
+            for line in skipped_episodes(output_dir):
+                episode = (line["root"], line["episode_index"])
+                if episode not in skipped:
+                    skipped.add(episode)
+                    with tqdm.external_write_mode(file=sys.stderr):
+                        tell(f"WARNING {episode[0]}: episode {episode[1]} is skipped: {line['error']}", file=sys.stderr)
+            for text in read_lines(output_dir / METRICS_NAME):
+                line = json.loads(text)
+                if line["step"] <= last_step:
+                    continue
+                bar.update(line["step"] - last_step)
+                last_step = line["step"]
+                share = line["data_wait_s"] / line["step_s"] if line["step_s"] else 0.0
+                told = (
+                    f"loss {line['loss']:.4f}, {line['samples_per_s']:.1f} samples/s "
+                    f"({line['frames_per_s']:.0f} frames, {line['decoded_bytes_per_s'] / 1e6:.1f} MB), "
+                    f"{share:.0%} waiting for data"
+                )
+                if interactive:
+                    bar.set_postfix_str(told)
+                else:
+                    left_s = (steps - last_step) * line["step_s"]
+                    tell(f"step {last_step}/{steps}  {told}, {_minutes(left_s)} left")
+            if stopping:
+                return
+            stop.wait(POLL_S)
+
+
+def _minutes(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,232 @@
+"""A run's trained policy, pushed to a repository of the Hugging Face Hub with a model card.
+
+    python -m vla_finetuning.run.push OUTPUT_DIR [--repo_id USER/NAME] [--private]
+
+pushes the policy of a run that is over. Runs on the driver. Tokens are found by `huggingface_hub` itself
+(`HF_TOKEN` or its token file); no error text holds one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import stat
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vla_finetuning.config import CONFIG_NAME
+from vla_finetuning.data.hub import explaining_errors
+from vla_finetuning.files import let_others_read, read_json, read_lines
+from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
+from vla_finetuning.run.record import held_out_errors
+from vla_finetuning.terminal import escape_warnings, tell, tell_error
+
+logger = logging.getLogger(__name__)
+
+POLICY_DIR, CARD_NAME, TOKENIZER_DIR = "pretrained_model", "README.md", "tokenizer"
+# What `policy.save_pretrained` writes, and the card: no more than this leaves the machine.
+POLICY_FILES = re.compile(
+    r"config\.json|model\.safetensors|README\.md|policy_(pre|post)processor\.json|\w+_step_\d+(_\w+)?\.safetensors"
+    r"|tokenizer/((tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|(vocab|merges)\.txt"
+    r"|(tokenizer|spiece)\.model|chat_template\.jinja)",
+    re.ASCII,
+)
+# Options that say where things are on somebody's machines, which is not for everybody to read.
+PLACES = ("root", "mixture", "cache_dir", "output_dir", "policy_path", "policy_options")
+
+
+def check_push(repo_id: str, private: bool | None) -> str:
+    """Make sure, before a long run, that its policy can be pushed: a token, a repository (made if it does not exist),
+    the right to write to it.
+
+    Args:
+        private: whether others may not see it; None is as it is, or the account's default for a new one.
+    Returns:
+        The repository's address.
+    Raises:
+        ValueError: no token, one that may not write there, not a repository name, or a public repository for a policy
+            that is to be private.
+        OSError: the Hub cannot be reached.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    api = HfApi()
+    if not get_token():
+        raise ValueError(f"model {repo_id}: no token to push with; set HF_TOKEN, or run `hf auth login`")
+    with explaining_errors(repo_id, None, "model", cached=False):
+        user = api.whoami()["name"]
+        url = api.create_repo(repo_id, private=private, exist_ok=True)
+        try:
+            api.auth_check(repo_id, write=True)
+        except OSError as error:
+            if _status(error) not in (401, 403, 404):
+                raise
+            raise ValueError(
+                f"model {repo_id}: the token of {user} may not write to it; give one with write access to it, or "
+                "another --policy.repo_id"
+            ) from error
+        if private and not api.repo_info(repo_id).private:
+            raise ValueError(
+                f"model {repo_id}: exists and is public, but --policy.private=true; make it private in its settings, "
+                "or give another --policy.repo_id"
+            )
+    return str(url)
+
+
+def push_policy(output_dir: Path, repo_id: str) -> str:
+    """Push `OUTPUT_DIR/pretrained_model` with a model card, in one commit, and return the commit's address.
+
+    Only what an export consists of is pushed; a warning names what else is there.
+
+    Raises:
+        ValueError: there is no policy yet, or a link in it; no such repository, or no access.
+        OSError: the Hub cannot be reached.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    folder = output_dir / POLICY_DIR
+    if not (folder / CONFIG_NAME).is_file():
+        raise ValueError(f"{folder}: no trained policy is there; it is written when a run has done its last step")
+    exported_files(folder)  # the card is made of one of them
+    _write_card(folder / CARD_NAME, model_card(output_dir, repo_id))
+    files, others = exported_files(folder)
+    if others:
+        logger.warning("%s: not pushed, because no export writes it: %s", folder, ", ".join(others))
+    with explaining_errors(repo_id, None, "model", cached=False):
+        added = [CommitOperationAdd(name, folder / name) for name in files]
+        message = f"Policy trained by {output_dir.name}"
+        return str(HfApi().create_commit(repo_id, added, commit_message=message).commit_url)
+
+
+def exported_files(folder: Path) -> tuple[list[str], list[str]]:
+    """What of an exported policy's folder is to be pushed, and what else is in it: names in the folder, sorted.
+
+    Raises:
+        ValueError: a link is among them, which may lead to anything that the user who pushes can read.
+    """
+    files, others = [], []
+    for path in (folder, *sorted(folder.iterdir()), *sorted((folder / TOKENIZER_DIR).glob("*"))):
+        name = path.relative_to(folder).as_posix()
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            raise ValueError(
+                f"{path} is a link, and links are not followed to what is published; put the file itself there, or "
+                "remove the link"
+            )
+        if stat.S_ISREG(mode) and POLICY_FILES.fullmatch(name):
+            files.append(name)
+        elif name not in (".", TOKENIZER_DIR):
+            others.append(name)
+    return files, others
+
+
+def _write_card(path: Path, text: str) -> None:
+    """In place of what has the name, be it a link; through none."""
+    descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    let_others_read(Path(scratch))
+    os.replace(scratch, path)
+
+
+def model_card(output_dir: Path, repo_id: str) -> str:
+    """The model card of a finished run, Markdown, from what its folder holds: data, base, options, measurements.
+
+    Paths and buckets stay out of it: a dataset or base that is not on the Hub goes by its last name. What datasets say
+    is shown as code, so that none of it is taken for Markdown or HTML.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    config, facts = read_json(output_dir / CONFIG_NAME), read_json(output_dir / RUN_NAME)
+    policy = read_json(output_dir / POLICY_DIR / CONFIG_NAME)
+    lines, evaluation = read_lines(output_dir / METRICS_NAME), read_json(output_dir / EVALUATION_NAME)
+    on_hub = config["dataset"]["repo_id"]
+    base = None if config["policy_type"] else facts["policy"]["base"]
+    base_on_hub = facts["policy"]["revision"] is not None
+    metadata = ModelCardData(
+        library_name="lerobot",
+        pipeline_tag="robotics",
+        tags=sorted({"robotics", "lerobot", policy["type"], *(policy.get("tags") or ())}),
+        license=policy.get("license"),
+        datasets=[on_hub] if on_hub else None,
+        base_model=base if base_on_hub else None,
+    )
+    card = ModelCard.from_template(
+        metadata,
+        template_path=str(Path(__file__).with_name("model_card.md")),
+        name=_as_code(repo_id),
+        repo_id=repo_id,
+        type=_as_code(policy["type"]),
+        datasets=[
+            {
+                **dataset,
+                "name": _as_code(on_hub or _last_name(dataset["root"])),
+                "robot": _as_code(dataset["robot_type"]),
+            }
+            for dataset in facts["datasets"]
+        ],
+        revision=config["dataset"]["revision"] if on_hub else None,
+        weights=list(config["dataset"]["mixture"].values()),
+        base=_as_code(base if base_on_hub else _last_name(base)) if base else None,
+        base_revision=facts["policy"]["revision"],
+        parameters=facts["policy"]["parameters"],
+        trainable=facts["policy"]["trainable"],
+        metrics=json.loads(lines[-1]) if lines else {},
+        errors=held_out_errors(evaluation) if evaluation else {},
+        frames=evaluation["trained"]["frames"] if evaluation else 0,
+        versions=facts["versions"],
+        options=json.dumps(_without_places(config), indent=2),
+    )
+    return str(card)
+
+
+def _without_places(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_places(value) if isinstance(value, Mapping) else value
+        for key, value in options.items()
+        if key not in PLACES
+    }
+
+
+def _as_code(text: str | None) -> str | None:
+    """A stranger's text as Markdown that is shown as it is, on one line, in a table too."""
+    return None if text is None else f"`{' '.join(str(text).split()).replace('`', chr(39)).replace('|', '/')[:200]}`"
+
+
+def _last_name(place: str) -> str:
+    return place.rstrip("/").rpartition("/")[2]
+
+
+def _status(error: OSError) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Push a finished run's policy. Returns the exit status: 0 pushed, 1 not."""
+    parser = argparse.ArgumentParser(description="Push the policy of a finished run to the Hugging Face Hub.")
+    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("--repo_id", help="USER/NAME; the run's own --policy.repo_id when absent")
+    parser.add_argument("--private", action="store_true", default=None, help="the run's own --policy.private if absent")
+    args = parser.parse_args(argv)
+    escape_warnings()
+    try:
+        config = read_json(args.output_dir / CONFIG_NAME)
+        repo_id = args.repo_id or config.get("policy_repo_id")
+        if repo_id is None:
+            raise ValueError(f"{args.output_dir}: to which repository? give --repo_id USER/NAME")
+        check_push(repo_id, args.private or config.get("policy_private"))
+        tell(f"Pushed       {push_policy(args.output_dir, repo_id)}")
+    except (ValueError, OSError) as error:
+        tell_error(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

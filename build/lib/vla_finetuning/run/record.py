@@ -1,0 +1,95 @@
+"""What a run writes down of itself for its readers, and what they make of it: reports, trackers, model cards."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vla_finetuning.data.metadata import dimension_names
+from vla_finetuning.files import write_json
+from vla_finetuning.run.folder import RUN_NAME
+from vla_finetuning.run.plan import Run
+
+PACKAGES = ("ray", "lerobot", "torch", "av")
+
+
+def record_run(run: Run, plan: str, cluster: Mapping[str, float]) -> None:
+    """Write `run.json`: what the report says of a run besides its measurements. Runs on the driver, once Ray is up.
+
+    Args:
+        plan: what `run.plan.describe` says. cluster: `ray.cluster_resources()`.
+    """
+    datasets = [
+        {
+            "root": meta.root,
+            "name": run.config.dataset.repo_id or meta.root,
+            "episodes": meta.num_episodes,
+            "frames": meta.total_frames,
+            "fps": meta.fps,
+            "robot_type": meta.robot_type,
+            "train_episodes": len(train),
+            "eval_episodes": len(held_out),
+        }
+        for meta, train, held_out in zip(run.metas, run.train_episodes, run.eval_episodes, strict=True)
+    ]
+    facts = {
+        "datasets": datasets,
+        "policy": {
+            "type": run.policy_config.type,
+            "base": run.base["path"],
+            "revision": run.base["revision"],
+            "parameters": run.parameters.total if run.parameters else None,
+            "trainable": run.parameters.trainable if run.parameters else None,
+        },
+        "steps": run.steps,
+        "rows_per_epoch": run.rows_per_epoch,
+        "action_names": dimension_names(run.metas[0], "action"),
+        "use_gpu": run.use_gpu,
+        "hardware": {
+            "nodes": sum(name.startswith("node:") and name != "node:__internal_head__" for name in cluster),
+            "cpus": cluster.get("CPU", 0),
+            "gpus": cluster.get("GPU", 0),
+            "gpu_types": sorted(n.removeprefix("accelerator_type:") for n in cluster if n.startswith("accelerator_ty")),
+            "memory_bytes": cluster.get("memory", 0),
+        },
+        "versions": {
+            "code": code_revision(),
+            "python": platform.python_version(),
+            **{p: importlib.metadata.version(p) for p in PACKAGES},
+        },
+        "plan": plan,
+    }
+    write_json(run.output_dir / RUN_NAME, facts)
+
+
+def code_revision() -> str:
+    """What code this is: the commit, with `-dirty` if files differ from it; outside of git a digest of the modules."""
+    here = Path(__file__).resolve().parents[2]
+    describe = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    modules = hashlib.sha256()
+    for path in sorted([*here.glob("*.py"), *here.glob("vla_finetuning/**/*.py")]):
+        modules.update(path.read_bytes())
+    return f"sha256:{modules.hexdigest()}"
+
+
+def held_out_errors(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """Mean squared errors of the action chunk on held-out frames, from `evaluation.json`, by whose they are.
+
+    `mean_action` is the error of always predicting the mean of the dataset's statistics.
+    """
+    trained = evaluation["trained"]
+    errors = {
+        "mean_action": trained["mean_action"],
+        "before_training": evaluation.get("untrained", {}).get("policy"),
+        "trained": trained["policy"],
+        "told_another_instruction": trained["other_instruction"],
+    }
+    return {name: error["mse"] for name, error in errors.items() if error is not None}

@@ -1,0 +1,222 @@
+"""The training rows as Ray Train wants them: a function it calls at every start of the worker group.
+
+Kept apart from `vla.py` because Ray's controller and its data coordinators unpickle it too, and importing LeRobot
+costs each process ten seconds: what needs LeRobot is unpickled in the read tasks, at their first row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+
+from lerobot_datasource import LeRobotDatasource, read_source
+from vla_finetuning.run.checkpoint import load_progress, set_aside_damaged
+
+if TYPE_CHECKING:
+    from util import Batch, NumpyToTorchCollate
+
+Columns = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The rows still to be trained.
+
+    After a failure Ray Train calls it again: it finds the newest sound checkpoint and plans only what that one has not
+    seen.
+
+    Attributes:
+        read: `LeRobotDatasource` with all arguments but `stream`. last_row: where the run's stream ends.
+        prepare: the CPU half of the policy's preprocessor. row_bytes: of a prepared row.
+        checkpoints_dir: where the run's checkpoints are.
+    """
+
+    read: Callable[..., LeRobotDatasource]
+    last_row: int
+    prepare: Deferred
+    row_bytes: int
+    checkpoints_dir: Path
+
+    def __call__(self) -> ray.data.Dataset:
+        newest = set_aside_damaged(self.checkpoints_dir)
+        first_row = load_progress(newest).rows if newest else 0
+        source = self.read(stream=(first_row, self.last_row))
+        # One function with the read's own resources: Ray fuses it into the read tasks, so frames cross the object
+        # store once.
+        rows = read_source(source).map_batches(
+            self.prepare, batch_size=None, zero_copy_batch=True, num_cpus=source.num_cpus
+        )
+        # As in read_source: a little under a block's size, so that blocks pass whole.
+        rows.context.target_max_block_size = max(1, int(0.8 * source.block_rows * self.row_bytes))
+        rows.context.enable_progress_bars = False
+        return rows
+
+
+class Deferred:
+    """A function whose pickle is opened at its first call, once per process, not where it merely passes through.
+
+    Ray unpickles a task's function for every task; the policy's preprocessor holds a tokenizer of 17 MB.
+    """
+
+    def __init__(self, function: Callable[[Columns], Columns]):
+        # An array, because Ray then shares its memory instead of copying it into every task. In flight only: this
+        # never goes to a disk.
+        self._payload = np.frombuffer(pickle.dumps(function, protocol=5), np.uint8)
+        self._digest = hashlib.sha256(self._payload).hexdigest()
+
+    def __call__(self, batch: Columns) -> Columns:
+        function: Any = _opened.get(self._digest)
+        if function is None:
+            # A task has a CPU or so: a pool of threads for every tokenizer on the node would only contend.
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+            function = _opened[self._digest] = pickle.loads(self._payload)
+        return function(batch)
+
+
+_opened: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Which rows of the stream a rank gets: blocks are dealt to the ranks in turn.
+
+    An optimizer step is the next `batches_per_step x batch_size` rows of the stream, whatever the number of ranks. Its
+    micro-batches need not be a multiple of the ranks, provided that a block is a micro-batch; otherwise `block_rows`
+    divides `batch_size`, and a micro-batch of all ranks together is the next `batch_size x world` rows.
+
+    Attributes:
+        batches_per_step: micro-batches of an optimizer step, of all ranks together; at least `world`.
+        first_step: optimizer steps done when the ranks were started; rows and micro-batches are counted from there.
+    """
+
+    batch_size: int
+    block_rows: int
+    rank: int
+    world: int
+    batches_per_step: int
+    first_step: int = 0
+
+    def __post_init__(self) -> None:
+        even = self.batches_per_step % self.world == 0
+        if self.batches_per_step < self.world or not (even or self.block_rows == self.batch_size):
+            raise ValueError(
+                f"{self.batches_per_step} micro-batches of {self.batch_size // self.block_rows} blocks cannot be dealt "
+                f"to {self.world} ranks"
+            )
+
+    def micros(self, step: int) -> range:
+        """This rank's micro-batches of optimizer step `step` (steps done before it)."""
+        start = (step - self.first_step) * self.batches_per_step - self.rank
+        return range(-(-start // self.world), -(-(start + self.batches_per_step) // self.world))
+
+    def step_of(self, micro: int) -> int:
+        """The optimizer step that this rank's `micro`-th batch belongs to."""
+        return self.first_step + (micro * self.world + self.rank) // self.batches_per_step
+
+    def block_starts(self, micro: int) -> np.ndarray:
+        """Where the blocks of this rank's `micro`-th batch start, in rows: int64 (blocks per batch,)."""
+        blocks = self.batch_size // self.block_rows
+        return ((micro * blocks + np.arange(blocks)) * self.world + self.rank) * self.block_rows
+
+    def rows(self, micro: int) -> np.ndarray:
+        """This rank's `micro`-th batch: its rows, int64 (batch_size,)."""
+        return (self.block_starts(micro)[:, None] + np.arange(self.block_rows)).ravel()
+
+    def rows_of_step(self, step: int, nth: int) -> np.ndarray:
+        """This rank's `nth` micro-batch of a step: its rows' places among the step's, int64 (batch_size,)."""
+        before = (step - self.first_step) * self.batches_per_step * self.batch_size
+        return self.rows(self.micros(step)[nth]) - before
+
+
+def stream_batches(
+    shard: ray.data.DataIterator, dealt: Dealt, first_row: int, steps: int, collate: NumpyToTorchCollate
+) -> Iterator[Batch]:
+    """This rank's micro-batches in CPU memory, each checked to be exactly the rows that the plan says.
+
+    Runs in a training process. Stops with optimizer step `steps`. `first_row`: stream position where the ranks start.
+
+    Raises:
+        RuntimeError: the rows are not those of the plan (out of step with the checkpoint, lost or repeated).
+    """
+    count = dealt.micros(steps - 1).stop
+    micro = 0
+    while micro < count:
+        # A long stream is several executions of the dataset (LeRobotDatasource).
+        executed = micro
+        for batch in shard.iter_torch_batches(
+            batch_size=dealt.batch_size, collate_fn=collate, device="cpu", prefetch_batches=2
+        ):
+            found, expected = batch["position"].numpy(), first_row + dealt.rows(micro)
+            if not np.array_equal(found, expected):
+                raise RuntimeError(
+                    f"rank {dealt.rank}: expected stream positions {expected[0]}..{expected[-1]}, found {found.min()}.."
+                    f"{found.max()} ({len(found)} rows): rows were lost, repeated or reordered on the way"
+                )
+            micro += 1
+            yield batch
+            if micro == count:
+                return  # what follows only fills up the ranks' equal shares
+        if micro == executed:
+            raise RuntimeError(
+                f"rank {dealt.rank}: the data ended after {micro} of {count} micro-batches; this is a fault in the plan"
+            )
+
+
+def or_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[int], str]) -> Iterator[Batch]:
+    """Passes batches on, unless the next one does not come. The first is fetched at once, whenever it is taken.
+
+    A thread of its own waits for them, because one that waits inside Ray cannot be told to stop. Ray Data's own guard
+    (`execution_no_progress_timeout_s`, 30 minutes in 2.60) also counts the time in which training takes no batch.
+
+    Args:
+        limit_s: for one batch, in seconds that its taker waits.
+        waited_for: says in words what the n-th batch (from 0) is.
+    Raises:
+        TimeoutError: the next batch did not come in time; says which.
+    """
+    asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    given: queue.SimpleQueue[tuple[Batch | None, BaseException | None]] = queue.SimpleQueue()
+
+    def fetch() -> None:
+        while asked.get():
+            try:
+                given.put((next(batches, None), None))
+            except BaseException as error:
+                given.put((None, error))
+
+    def pass_on() -> Iterator[Batch]:
+        threading.Thread(target=fetch, name="batches", daemon=True).start()
+        try:
+            asked.put(True)
+            yield {}  # to `or_timeout`
+            for number in itertools.count():
+                try:
+                    batch, error = given.get(timeout=limit_s)
+                except queue.Empty:
+                    raise TimeoutError(
+                        f"no data for {limit_s:g} s (--dataset.batch_timeout_s): a read task hangs, or the cluster has "
+                        f"no CPU left for it (`ray list tasks` and `ray status` tell). Waited for {waited_for(number)}"
+                    ) from None
+                if error is not None:
+                    raise error
+                if batch is None:
+                    return
+                yield batch
+                asked.put(True)
+        finally:
+            asked.put(False)
+
+    passed_on = pass_on()
+    next(passed_on)
+    return passed_on

@@ -1,0 +1,373 @@
+"""What a training process does around its steps: the model and optimizer it starts from, the noise each step needs, and
+what it leaves behind. `vla.train_loop_per_worker` is the loop that calls these.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import ray.train
+import ray.train.collective
+import torch
+import torch.distributed as dist
+from lerobot.policies.pretrained import PreTrainedPolicy
+from ray.train import CheckpointUploadMode
+from torch import Tensor
+
+from util import Batch, Draws, TrainableOptimizer, make_trainable_optimizer, peak_flops, warmup_cosine
+from vla_finetuning.config import Attention, TrainMode
+from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.policies.compiling import Compiler, why_not
+from vla_finetuning.policies.loading import load_policy, new_policy, save_pretrained
+from vla_finetuning.policies.pi05 import PolicyLoss, cast_frozen, check_batch, choose_trainable, sample_noise_and_time
+from vla_finetuning.policies.processors import DeviceHalf
+from vla_finetuning.run.checkpoint import (
+    OPTIMIZER,
+    TRAINABLE,
+    Files,
+    Piece,
+    Progress,
+    check_resumable,
+    commit,
+    discard,
+    latest_checkpoint,
+    load_checkpoint,
+    load_progress,
+    prune,
+    write_pieces,
+)
+from vla_finetuning.run.folder import attempts
+from vla_finetuning.run.plan import Run
+from vla_finetuning.run.progress import RowsLog
+from vla_finetuning.training.parallel import is_part, part
+from vla_finetuning.training.stream import Dealt
+
+logger = logging.getLogger(__name__)
+# With less time than this, a checkpoint of the little that was trained meanwhile would hardly be whole in time.
+SHORTEST_NOTICE_S = 10.0
+
+# ---- what a run starts from ---------------------------------------------------------------------------------------
+
+
+def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, torch.dtype | None]:
+    """The policy with its loss on `device`, what trains chosen; and the autocast dtype (None: fp32 throughout)."""
+    policy, train = start_policy(run), run.config.train
+    choose_trainable(policy, cast(TrainMode, train.mode))
+    bf16 = train.precision == "bf16" or (
+        train.precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
+    )
+    if bf16:
+        cast_frozen(policy, torch.bfloat16)
+    preprocessor, _ = run.processors()
+    # Its device half: uint8 images become what the policy expects, on the device.
+    images = DeviceHalf(preprocessor, run.policy_config)
+    compiler = None
+    if train.compile:
+        if reason := why_not(device):
+            logger.warning("--train.compile does nothing: %s", reason)
+        else:
+            compiler = Compiler()
+    loss = PolicyLoss(
+        policy,
+        images=images,
+        mask_padding=train.mask_padding,
+        attention=cast(Attention, train.attention),
+        checkpointing=train.activation_checkpointing,
+        compile=compiler,
+    ).to(device)
+    loss.train()
+    return loss, torch.bfloat16 if bf16 else None
+
+
+def start_policy(run: Run) -> PreTrainedPolicy:
+    """The policy as the run starts from it, on the CPU: pretrained, or seeded random weights if that was asked for."""
+    if run.policy_folder is not None:
+        return load_policy(run.policy_folder, run.policy_config, trusted=run.config.policy_trust_remote_code)
+    torch.manual_seed(run.config.seed)
+    return new_policy(run.policy_config, trusted=run.config.policy_trust_remote_code)
+
+
+def build_optimizer(run: Run, loss: PolicyLoss) -> TrainableOptimizer:
+    """AdamW with the policy's own constants (LeRobot's preset) and the run's learning rate."""
+    config, preset = run.config, run.policy_config.get_optimizer_preset()
+    peak = config.lr or preset.lr
+    return make_trainable_optimizer(
+        loss.policy,
+        schedule=warmup_cosine(peak, peak * config.final_lr_frac, round(config.warmup_frac * run.steps), run.steps),
+        betas=preset.betas,
+        eps=preset.eps,
+        weight_decay=preset.weight_decay,
+        clip_norm=config.train.clip_norm or preset.grad_clip_norm,
+    )
+
+
+def saved_progress(run: Run) -> tuple[Progress, Path | None]:
+    """How far the run is, and the newest sound checkpoint, which says so; None where there is none yet.
+
+    Rank 0 looks which one that is: where the folder is on a network, the others may see it late.
+    """
+    is_first = ray.train.get_context().get_world_rank() == 0
+    newest = ray.train.collective.broadcast_from_rank_zero(latest_checkpoint(run.checkpoints_dir) if is_first else None)
+    if newest is None:
+        return run.start, None
+    progress = load_progress(newest)
+    check_resumable(progress, run.start)
+    return progress, newest
+
+
+# ---- what a step needs ---------------------------------------------------------------------------------------------
+
+
+def policy_batches(
+    run: Run, batches: Iterable[Batch], dealt: Dealt, rows_log: RowsLog | None = None
+) -> Iterator[Batch]:
+    """What the policy sees: no row columns, which would cost a copy to the GPU. Checks the run's first batch.
+
+    `rows_log` is told the rows of each batch as it is taken.
+    """
+    for number, batch in enumerate(batches):
+        if rows_log is not None:
+            rows = {key: batch[key].numpy() for key in ROW_COLUMNS if key in batch}
+            skipped = rows.get("is_skipped", np.zeros(len(rows["index"]), bool))
+            epochs = rows["position"] // run.rows_per_epoch
+            rows_log.write(dealt.step_of(number) + 1, epochs, rows["dataset_index"], rows["index"], skipped)
+        inputs = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
+        if number == 0:
+            check_batch(inputs, run.policy_config)
+        yield inputs
+
+
+def noise_for(run: Run, step: int, dealt: Dealt, device: torch.device) -> Callable[[int], Draws]:
+    """Noise and time for this rank's rows of each micro-step.
+
+    Drawn for the whole global batch and indexed by a row's place in it, so the trajectory of a run does not depend on
+    how many workers share its batch. A row's draws follow each other.
+    """
+    config, per_row = run.config, run.config.train.noise_draws
+    rows = config.global_batch_size * per_row
+    noise, time = sample_noise_and_time(run.policy_config, rows, config.seed, step, device)
+    if noise is None or time is None:
+        # Other policies draw their own, from the default generators.
+        torch.manual_seed(config.seed * 1_000_003 + step * dealt.world + dealt.rank)
+        return lambda micro: (None, None)
+
+    def draws(nth: int) -> Draws:
+        # Block by block: indexing with a list of rows would have the host wait for the device.
+        starts = dealt.rows_of_step(step, nth)[:: dealt.block_rows].tolist()
+        blocks = [slice(start * per_row, (start + dealt.block_rows) * per_row) for start in starts]
+        return torch.cat([noise[block] for block in blocks]), torch.cat([time[block] for block in blocks])
+
+    return draws
+
+
+def flops_share(run: Run, world: int, device: torch.device) -> float | None:
+    """Model FLOP utilisation per sample/s of the whole run; None where the policy or the hardware is not known."""
+    peak = peak_flops(device)
+    return run.flops_per_sample / (world * peak) if run.flops_per_sample and peak else None
+
+
+def check_finite(run: Run, metrics: dict, nonfinite: int, done: int) -> None:
+    """End a run that keeps producing losses or gradients that are not finite, and say what it was trained on.
+
+    Args:
+        metrics: of the window of steps that ends with the `done`-th.
+        nonfinite: such steps since the worker group was started, this window's among them.
+    """
+    if nonfinite <= run.config.train.max_nonfinite or not metrics["nonfinite_steps"]:
+        return
+    steps = metrics["samples"] // run.config.global_batch_size
+    raise FloatingPointError(
+        f"{nonfinite} steps had a loss or gradient that is not finite, {metrics['nonfinite_steps']} of them among the "
+        f"last {steps} (more than --train.max_nonfinite={run.config.train.max_nonfinite}; they were skipped): lower "
+        f"--lr, or look for bad values in the state and action columns of what these were trained on, by `index`: "
+        f"{_rows_in_words(run, done - steps, done)}"
+    )
+
+
+def what_batch(run: Run, dealt: Dealt, number: int) -> str:
+    """A rank's `number`-th micro-batch since its start, in words: its step, and the rows of all ranks in that step."""
+    step = dealt.step_of(number)
+    return f"a batch of step {step + 1} on rank {dealt.rank}; rows by `index`: {_rows_in_words(run, step, step + 1)}"
+
+
+def _rows_in_words(run: Run, first: int, last: int) -> str:
+    return "; ".join(
+        f"{root}: " + ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+        for root, runs in rows_of_steps(run, first, last).items()
+    )
+
+
+def rows_of_steps(run: Run, first: int, last: int) -> dict[str, list[tuple[int, int]]]:
+    """The rows of optimizer steps [first, last), over all ranks: for each dataset's root, runs of `index`, inclusive.
+
+    Computed from the plan alone, which is what every batch was checked against.
+    """
+    batch = run.config.global_batch_size
+    plan = run.reader()(stream=(first * batch, last * batch)).plan
+    found: dict[int, set[int]] = {}
+    for window in plan.slices(first * batch, last * batch):
+        part, index = window.rows()
+        datasets = plan.episodes.dataset_index[window.episode[part]]
+        for dataset, row in zip(datasets.tolist(), index.tolist(), strict=True):
+            found.setdefault(dataset, set()).add(row)
+    runs = {}
+    for dataset, rows in sorted(found.items()):
+        index = np.array(sorted(rows))
+        pieces = np.split(index, np.flatnonzero(np.diff(index) > 1) + 1)
+        runs[run.metas[dataset].root] = [(int(piece[0]), int(piece[-1])) for piece in pieces]
+    return runs
+
+
+# ---- what a run leaves behind -------------------------------------------------------------------------------------
+
+
+class CheckpointWriter:
+    """Takes checkpoints while training goes on: the step waits for a copy in host memory, not for the disk.
+
+    Rank 0, or where parameters are in parts every rank, copies what it holds; a thread of Ray Train's then writes that
+    into the run's folder. When all have, rank 0 has the checkpoint appear there, and it is reported. One is in flight
+    at a time: the next one waits for it, so host memory holds one copy (12 bytes for each parameter that trains). All
+    ranks make their writers together.
+
+    Args:
+        attempt: number of this start of the worker group. A writer whose attempt is over refuses to write.
+    """
+
+    def __init__(self, run: Run, optimizer: TrainableOptimizer, rank: int, attempt: int):
+        self._run, self._optimizer, self._rank, self._attempt = run, optimizer, rank, attempt
+        self._group = None
+        if any(is_part(param) for param in optimizer.params):
+            # Of its own: threads must not disturb each other's collectives. On the host, as the files are.
+            timeout = datetime.timedelta(seconds=run.config.scaling.collective_timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._idle = threading.Event()
+        self._idle.set()
+        self._last = time.monotonic()
+        self._ends = math.inf
+        self._paused_s = 0.0
+
+    def due(self) -> bool:
+        """Whether one is, by this rank's clock.
+
+        It is when --save_every_s has gone by since the last one. And when a node is about to be taken away, whenever
+        half of the time has gone that was left when the last one was taken: what is trained after that is lost.
+        """
+        every_s, now = self._run.config.save_every_s, time.monotonic()
+        left = self._ends - self._last
+        return (every_s is not None and now - self._last >= every_s) or (
+            left > SHORTEST_NOTICE_S and now - self._last >= left / 2
+        )
+
+    def ends_at(self, deadline_ms: int | None) -> None:
+        """A node is taken away then (UNIX time, as of `ray.train.get_preemption_info`), if that is known."""
+        if deadline_ms is not None:
+            self._ends = time.monotonic() + deadline_ms / 1000 - time.time()
+
+    def paused_s(self) -> float:
+        """Seconds that training has waited for checkpoints since this was last asked."""
+        paused_s, self._paused_s = self._paused_s, 0.0
+        return paused_s
+
+    def save(self, progress: Progress) -> None:
+        """Take a checkpoint of this moment. Every rank must call it."""
+        started = time.monotonic()
+        name = f"step_{progress.step:08d}"
+        if self._rank != 0 and self._group is None:
+            ray.train.report({"step": progress.step}, checkpoint_dir_name=name)
+        else:
+            self.wait()
+            self._idle.clear()
+            taken = {TRAINABLE: self._copied(self._optimizer.named()), OPTIMIZER: self._copied(self._optimizer.state())}
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            ray.train.report(
+                {"step": progress.step},
+                # Not what is uploaded: `_write` makes that from memory, straight in its place.
+                checkpoint=ray.train.Checkpoint.from_directory(self._run.checkpoints_dir),
+                checkpoint_dir_name=name,
+                checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+                checkpoint_upload_fn=partial(self._write, taken, progress),
+                delete_local_checkpoint_after_upload=False,
+            )
+        self._last = time.monotonic()
+        self._paused_s += self._last - started
+
+    def wait(self) -> None:
+        """Until nothing is being written. An error while writing ends the attempt by way of Ray Train."""
+        self._idle.wait()
+
+    def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+        """Copies in host memory, where further steps do not change them: of parts this rank's, of the rest rank 0's."""
+        pieces = {}
+        for name, tensor in tensors.items():
+            if self._rank == 0 or is_part(tensor):
+                held, offsets = part(tensor)
+                copy = torch.empty_like(held, device="cpu", pin_memory=held.is_cuda)
+                pieces[name] = Piece(copy.copy_(held, non_blocking=True), offsets)
+        return pieces
+
+    def _write(
+        self, taken: dict[str, dict[str, Piece]], progress: Progress, _: ray.train.Checkpoint, name: str
+    ) -> ray.train.Checkpoint:
+        run, folder = self._run, self._run.checkpoints_dir / name
+        try:
+            files = self._write_pieces(folder, taken)
+            if self._rank == 0:
+                commit(folder, progress, files)
+                prune(run.checkpoints_dir, run.config.keep_checkpoints, run.config.keep_best)
+        except OSError:
+            if self._rank == 0:
+                discard(folder)
+            raise
+        finally:
+            self._idle.set()
+        return ray.train.Checkpoint.from_directory(folder)
+
+    def _write_pieces(self, folder: Path, taken: dict[str, dict[str, Piece]]) -> Files:
+        """Write this rank's pieces. Returns this rank's files; on rank 0 all ranks', when all have written theirs."""
+        written: Files | Exception
+        try:
+            if len(attempts(self._run.output_dir)) != self._attempt + 1:
+                raise RuntimeError(
+                    f"{self._run.output_dir}: another process goes on with this run; {folder.name} is not written"
+                )
+            of = dist.get_world_size() if self._group is not None else 1
+            written = write_pieces(folder, taken, self._rank, of)
+        except Exception as error:
+            written = error
+        everyones: list[Any] = [written]
+        if self._group is not None:
+            everyones = [None] * dist.get_world_size() if self._rank == 0 else []
+            dist.gather_object(written, everyones or None, group=self._group)
+        for of_rank in [written, *everyones]:
+            if isinstance(of_rank, Exception):
+                raise of_rank
+        return {name: file for files in everyones for name, file in files.items()}
+
+
+def export(run: Run, trained: TrainableOptimizer) -> None:
+    """`OUTPUT_DIR/pretrained_model`, as LeRobot loads it: the base with what trained put in, processors included.
+
+    What trained is read from the run's last checkpoint, where all of it is, however it was spread. The base is read
+    anew, because what is frozen may have been rounded to bf16 for training.
+
+    Raises:
+        RuntimeError: the run's last checkpoint was not written.
+    """
+    newest = latest_checkpoint(run.checkpoints_dir)
+    if newest is None or load_progress(newest).step != run.steps:
+        raise RuntimeError(f"{run.checkpoints_dir}: no checkpoint of the last step, {run.steps}: nothing to export")
+    policy = start_policy(run)
+    tensors = policy.state_dict()
+    load_checkpoint(newest, {name: tensors[name] for name in trained.named()})
+    pre, post = run.processors()
+    save_pretrained(policy, pre, post, run.output_dir / "pretrained_model")

@@ -1,0 +1,139 @@
+"""configs/: every cluster file is well formed, its arithmetic is what it says, and its command is one we understand."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ci.validate_build_yaml import ComputeConfig, Faults, Yaml, check_compute_config, parse
+from vla_finetuning.config import PRESETS, parse_args
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+COMPUTE = sorted(CONFIGS.glob("*_*.yaml"))
+PRESET_GPU = {"l4": "L4", "a100": "A100", "h100": "H100"}
+# vCPUs, memory (GiB on AWS, GB on Google Cloud as their tables give it), GPUs: the providers' own lists of 2026.
+MACHINES = {
+    "m5.2xlarge": (8, 32, ""),
+    "m6i.8xlarge": (32, 128, ""),
+    "g6.12xlarge": (48, 192, "4 x L4"),
+    "p4de.24xlarge": (96, 1152, "8 x A100"),
+    "p5.48xlarge": (192, 2048, "8 x H100"),
+    "n2-standard-8": (8, 32, ""),
+    "n2-standard-32": (32, 128, ""),
+    "g2-standard-48-nvidia-l4-4": (48, 192, "4 x L4"),
+    "a2-ultragpu-8g-nvidia-a100-80gb-8": (96, 1360, "8 x A100"),
+    "a3-highgpu-8g-nvidia-h100-80gb-8": (208, 1872, "8 x H100"),
+}
+
+
+def ray_version():
+    return re.search(r"^ray\[.*?\]==(\S+)", (ROOT / "requirements.txt").read_text(), flags=re.MULTILINE)[1]
+
+
+def stated_ratios(text):
+    return tuple(map(int, re.search(r"CPUs per GPU: (\d+) on the GPU node, (\d+) with all", text).groups()))
+
+
+def command_config(entrypoint):
+    """The run that an entrypoint starts: parsed by the program itself."""
+    python, script, *flags = shlex.split(entrypoint)
+    assert python == "python" and Path(script).name == "vla.py"
+    return parse_args(flags)
+
+
+def test_each_gpu_is_there_for_each_cloud():
+    assert [path.stem for path in COMPUTE] == [f"{c}_{g}" for c in ("aws", "gcp") for g in ("a100", "h100", "l4")]
+
+
+@pytest.mark.parametrize("path", COMPUTE, ids=lambda path: path.stem)
+def test_a_compute_config_is_sound_and_says_what_it_has(path):
+    faults = Faults()
+    check_compute_config(path, faults)
+    assert faults.found == []
+    text = path.read_text()
+    shape = yaml.safe_load(text)
+    assert shape["head_node"]["resources"] == {"CPU": 0, "GPU": 0}
+    for machine in re.findall(r"instance_type: (\S+)", text):
+        cpus, memory, gpus = MACHINES[machine]
+        said = "\n".join(line for line in text.splitlines() if f"{cpus} vCPUs, {memory} G" in line)
+        assert gpus in said and said, f"{machine}: {cpus} vCPUs, {memory} GiB or GB, {gpus} is not said"
+    gpu, decode = shape["worker_nodes"]
+    cpus, _, gpus = MACHINES[gpu["instance_type"]]
+    count = int(gpus.split()[0])
+    extra = decode["max_nodes"] * MACHINES[decode["instance_type"]][0]
+    assert stated_ratios(text) == (cpus // count, (cpus + extra) // count)
+    preset = path.stem.partition("_")[2]
+    assert gpus.endswith(PRESET_GPU[preset]) and f"--preset {preset}" in text
+    assert int(PRESETS[preset]["scaling.num_workers"]) == count * gpu["max_nodes"], "the preset uses every GPU"
+    assert decode["min_nodes"] == 0, "CPU-only workers cost nothing while nobody needs them"
+
+
+def test_the_table_states_the_same_ratios():
+    rows = [line for line in (CONFIGS / "README.md").read_text().splitlines() if re.match(r"\| `\w+_\w+\.yaml`", line)]
+    said = {}
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        said.update({name: (int(cells[3]), int(cells[4])) for name in re.findall(r"`(\S+)`", cells[0])})
+    assert said == {path.name: stated_ratios(path.read_text()) for path in COMPUTE}
+
+
+def test_the_anyscale_job():
+    job = yaml.safe_load((CONFIGS / "job.yaml").read_text())
+    fields = {"name", "image_uri", "requirements", "compute_config", "working_dir", "excludes", "entrypoint"}
+    assert set(job) == fields | {"max_retries", "env_vars"}
+    faults = Faults()
+    parse(ComputeConfig, Yaml(CONFIGS / "job.yaml", job["compute_config"], {(): 1}), faults)
+    assert faults.found == [] and job["compute_config"] == yaml.safe_load((CONFIGS / "aws_l4.yaml").read_text())
+    assert job["image_uri"] == yaml.safe_load((ROOT / "build.yaml").read_text())[0]["cluster_env"]["image_uri"]
+    assert (ROOT / job["requirements"]).is_file()
+    config = command_config(job["entrypoint"])
+    assert config.preset == "l4"
+    assert "--resume auto" in job["entrypoint"] and job["max_retries"], "a retry goes on with the run"
+    # What all nodes must see is on storage that is not one job's own.
+    assert all(path.startswith("/mnt/user_storage/") for path in (config.output_dir, job["env_vars"]["HF_HOME"]))
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().split()}
+    assert {".venv", "outputs", ".cache"} <= ignored & set(job["excludes"])
+
+
+def test_the_rayjob():
+    job = yaml.safe_load((CONFIGS / "rayjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["rayVersion"] == ray_version()
+    head, groups = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    pods = [group["template"]["spec"] for group in (head, *groups)]
+    containers = [pod["containers"][0] for pod in pods]
+    assert {c["image"] for c in containers} == {f"vla-fine-tuning:{ray_version()}-py312-cu128"}
+    base = re.search(r"^FROM (\S+)", (CONFIGS / "Containerfile").read_text(), flags=re.MULTILINE)[1]
+    assert base == f"rayproject/ray:{ray_version()}-py312-cu128"
+    for pod, container in zip(pods, containers, strict=True):
+        mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
+        assert mounts == {"shared": "/shared", "shm": "/dev/shm"} and {v["name"] for v in pod["volumes"]} == set(mounts)
+        # Ray gives its object store 30 % of the memory, if /dev/shm has room for it.
+        (shm,) = [v["emptyDir"]["sizeLimit"] for v in pod["volumes"] if v["name"] == "shm"]
+        memory = container["resources"]["limits"]["memory"]
+        assert int(shm.removesuffix("Gi")) >= 0.3 * int(memory.removesuffix("Gi"))
+        assert container["resources"]["limits"] == container["resources"]["requests"]
+        (token,) = [e for e in container["env"] if e["name"] == "HF_TOKEN"]
+        assert "value" not in token, "a secret is referred to, never written here"
+    (cpus, gpus), decode_cpus = (
+        (int(containers[1]["resources"]["limits"][k]) for k in ("cpu", "nvidia.com/gpu")),
+        int(containers[2]["resources"]["limits"]["cpu"]) * groups[1]["maxReplicas"],
+    )
+    assert stated_ratios((CONFIGS / "rayjob.yaml").read_text()) == (cpus // gpus, (cpus + decode_cpus) // gpus)
+    config = command_config(job["spec"]["entrypoint"])
+    assert "--resume auto" in job["spec"]["entrypoint"] and job["spec"]["backoffLimit"], "a retry goes on with the run"
+    assert config.scaling.num_workers == gpus * groups[0]["maxReplicas"]
+    assert config.output_dir.startswith("/shared/") and config.roots[0].startswith("/shared/")
+
+
+def test_the_container_holds_every_module():
+    copied = re.findall(r"^COPY --chown=ray (\S+) ", (CONFIGS / "Containerfile").read_text(), flags=re.MULTILINE)
+    assert copied == ["requirements.lock", "*.py", "diagnostics", "vla_finetuning"]
+    code = [*ROOT.glob("*.py"), *ROOT.glob("vla_finetuning/**/*.py")]
+    imported = set(re.findall(r"^(?:from|import) (benchmarks|ci|tests)\b", "".join(map(Path.read_text, code))))
+    assert not imported, "the program must not import what is not copied"

@@ -1,0 +1,127 @@
+"""README.ipynb and what is made from it, without running it; and one run of it with few steps."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from ci.check_notebook import PARAMETERS, problems_before
+from ci.readme import main as readme
+from ci.strip_notebooks import main as strip_notebooks
+from vla_finetuning.config import flag_names, parse_args
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOK = ROOT / "README.ipynb"
+MAX_CELL_LINES = 20
+IMAGES_LIMIT_BYTES = 150_000
+
+
+@pytest.fixture(scope="module")
+def book():
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def page():
+    return (ROOT / "README.md").read_text()
+
+
+def parsed(cell):
+    """A code cell as Python; IPython's magics say how to draw and are left out."""
+    return ast.parse("\n".join(line for line in cell.source.splitlines() if not line.startswith("%")))
+
+
+def code_cells(book):
+    return [cell for cell in book.cells if cell.cell_type == "code"]
+
+
+def test_it_can_be_run_with_parameters_and_judged(book):
+    nbformat.validate(book)
+    assert problems_before(book) == []
+
+
+def test_it_defines_nothing(book):
+    defining = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+    for cell in code_cells(book):
+        found = [node for node in ast.walk(parsed(cell)) if isinstance(node, defining)]
+        assert not found, f"cell {cell.id} defines something; that belongs into a module"
+        assert len(cell.source.splitlines()) <= MAX_CELL_LINES, f"cell {cell.id} is long"
+
+
+def test_the_parameters_are_plain_values_and_the_rest_follows_from_them(book):
+    (cell,) = (cell for cell in book.cells if "parameters" in cell.metadata.get("tags", []))
+    values = {node.targets[0].id: ast.literal_eval(node.value) for node in parsed(cell).body}
+    assert values.keys() >= PARAMETERS and values["preset"] == "demo"
+    # Every one of them reaches the program.
+    (given,) = (cell for cell in book.cells if cell.id == "run")
+    chosen = {
+        "preset": "l4",
+        "dataset": "/data/robot",
+        "policy": "lerobot/pi05_base",
+        "workers": "2,8",
+        "steps": 7,
+        "output_dir": "/shared/run",
+        "more": "--seed 3",
+    }
+    around = {"resolve": lambda config, gpus_found: config, "parse_args": parse_args, "torch": _NoGpu, "shlex": shlex}
+    names = chosen | around
+    assert chosen.keys() == values.keys()
+    exec(given.source, names)
+    config = names["run"]
+    assert (config.preset, config.dataset.root, config.policy_path) == ("l4", "/data/robot", "lerobot/pi05_base")
+    assert (config.scaling.min_workers, config.scaling.num_workers, config.steps) == (2, 8, 7)
+    assert (config.output_dir, config.seed) == ("/shared/run", 3)
+
+
+class _NoGpu:
+    class cuda:
+        device_count = staticmethod(lambda: 0)
+
+
+def test_every_figure_is_one_that_would_be_missed(book):
+    for cell in code_cells(book):
+        draws = "display(" in cell.source
+        assert draws == ("figure" in cell.metadata.get("tags", [])), f"cell {cell.id}"
+
+
+def test_git_keeps_no_outputs(tmp_path):
+    (tmp_path / "a.ipynb").write_bytes(NOTEBOOK.read_bytes())
+    assert strip_notebooks([str(tmp_path / "a.ipynb")]) == 0
+
+
+def test_the_readme_is_what_the_notebook_makes(capsys):
+    assert readme(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_its_images_are_small_and_there(page):
+    shown = set(re.findall(r'src="([^"]+)"', page))
+    files = {path.relative_to(ROOT).as_posix(): path.stat().st_size for path in (ROOT / "docs" / "images").iterdir()}
+    assert shown == {name for name in files if name.endswith(".png")} and len(shown) >= 5
+    assert sum(files.values()) < IMAGES_LIMIT_BYTES
+
+
+def test_the_first_screen_says_what_how_and_with_which_result(page):
+    first = "\n".join(page.splitlines()[:50])
+    for needed in ("Fine-tune", "make demo", "make test", "step 300/300", "mean action (a)", "trained, told another"):
+        assert needed in first
+
+
+def test_every_flag_that_the_readme_names_exists(page):
+    named = set(re.findall(r"--([a-z][\w.]*)", page)) - {"help"}
+    sources = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+    own = set(re.findall(r'add_argument\("--(\w+)"', sources))
+    unknown = {name for name in named if not name.startswith("policy.")} - set(flag_names()) - own
+    assert not unknown and len(named) > 30
+
+
+def test_what_the_readme_names_is_there_and_every_module_has_its_line(page):
+    paths = re.findall(r"\b((?:benchmarks|configs|docs|tests)/[\w./]+\w)", page)
+    modules = [name.replace(".", "/") + ".py" for name in re.findall(r"python -m ([\w.]+)", page)]
+    assert len(modules) >= 8 and [name for name in paths + modules if not (ROOT / name).exists()] == []
+    table = page[page.index("## The code") : page.index("## What is proven")]
+    described = set(re.findall(r"`([\w/.]+)`", table))
+    rooms = {f"{path.parent.relative_to(ROOT)}/" for path in ROOT.glob("vla_finetuning/*/__init__.py")}
+    assert described >= {path.name for path in ROOT.glob("*.py")} | rooms and len(rooms) >= 6

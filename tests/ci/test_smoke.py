@@ -1,0 +1,114 @@
+"""ci/smoke_notebook.sh and ci/check_notebook.py: a run that is not whole does not pass."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import v4
+
+from ci.check_notebook import main as check_notebook
+from ci.check_notebook import problems_after, problems_before
+
+ROOT = Path(__file__).resolve().parents[2]
+PARAMETERS = "preset = 'l4'\ndataset = policy = workers = steps = None\noutput_dir = 'outputs/run'"
+DRAW = "from IPython.display import SVG, display\ndisplay(SVG('<svg xmlns=\"http://www.w3.org/2000/svg\"/>'))"
+RUN = (
+    "import os, pathlib\n"
+    "from vla_finetuning import config  # the kernel works in the project's folder\n"
+    "pathlib.Path(output_dir).mkdir()\n"
+    "print('preset', preset, 'capped at', os.environ['MAX_TRAIN_STEPS'])"
+)
+
+
+def code(source, *tags):
+    return v4.new_code_cell(source, metadata={"tags": list(tags)})
+
+
+def notebook(*cells):
+    """A stand-in for README.ipynb: the agreed parameters, a cell that works, a figure, and `cells`."""
+    return v4.new_notebook(cells=[code(PARAMETERS, "parameters"), code(RUN), code(DRAW, "figure"), *cells])
+
+
+def smoke(book, folder):
+    """The script on `book`, as on a machine with a cluster and an old run: neither may matter."""
+    (folder / "out" / "run").mkdir(parents=True)
+    nbformat.write(book, folder / "in.ipynb")
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "NOTEBOOK": str(folder / "in.ipynb"),
+        "OUTPUT_DIR": str(folder / "out"),
+        "MAX_TRAIN_STEPS": "3",
+        "IPYTHONDIR": str(folder / "ipython"),
+    }
+    done = subprocess.run(
+        ["bash", str(ROOT / "ci" / "smoke_notebook.sh")], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    return done, folder / "out" / "README.ipynb"
+
+
+def printed(path):
+    cells = nbformat.read(path, as_version=4).cells
+    return "".join(o.get("text", "") for cell in cells if cell.cell_type == "code" for o in cell.outputs)
+
+
+def test_a_notebook_that_runs_passes_and_is_kept(tmp_path):
+    done, executed = smoke(notebook(), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert printed(executed) == "preset demo capped at 3\n"
+    assert (tmp_path / "out" / "run").is_dir()
+    assert "outputs" not in str(nbformat.read(tmp_path / "in.ipynb", as_version=4).cells[1].outputs)
+
+
+def test_a_cell_that_fails_fails_the_run_and_the_notebook_is_kept(tmp_path):
+    done, executed = smoke(notebook(code("1 / 0"), code("print('after')")), tmp_path)
+    assert done.returncode != 0 and "ZeroDivisionError" in done.stderr
+    assert "preset demo" in printed(executed) and "after" not in printed(executed)
+
+
+def test_what_cannot_be_judged_is_not_run(tmp_path):
+    book = notebook()
+    book.cells[0].source = "preset = 'demo'"
+    done, executed = smoke(book, tmp_path)
+    assert done.returncode != 0 and not executed.exists()
+    assert "does not set dataset, output_dir, policy, steps, workers" in done.stderr
+
+
+def test_a_notebook_needs_parameters_and_figures():
+    assert problems_before(notebook()) == []
+    assert "0 cells are tagged `parameters`" in problems_before(v4.new_notebook(cells=[code("", "figure")]))[0]
+    assert "2 cells are tagged `parameters`" in problems_before(notebook(code(PARAMETERS, "parameters")))[0]
+    assert "nobody would notice" in problems_before(v4.new_notebook(cells=[code(PARAMETERS, "parameters")]))[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"execution_count": None}, "cell 3 was not run"),
+        ({"outputs": []}, "cell 3, `figure`, shows none"),
+        ({"outputs": [v4.new_output("display_data", data={"text/plain": "<Figure>"})]}, "cell 3, `figure`, shows none"),
+    ],
+)
+def test_a_figure_that_is_missing_is_noticed(change, problem):
+    book = notebook(v4.new_markdown_cell("text"), code(""))
+    for count, cell in enumerate(book.cells[:3], 1):
+        cell.execution_count = count
+    book.cells[2].outputs = [v4.new_output("display_data", data={"image/png": "iVBORw0="})]
+    assert problems_after(book) == []
+    book.cells[2].update(change)
+    assert problems_after(book) == [problem]
+
+
+def test_an_error_output_is_noticed():
+    book = notebook()
+    book.cells[1].outputs = [v4.new_output("error", ename="ValueError", evalue="no", traceback=[])]
+    assert "cell 2: ValueError: no" in problems_after(book)
+
+
+def test_a_damaged_notebook_is_told(tmp_path, capsys):
+    (tmp_path / "a.ipynb").write_text("{")
+    assert check_notebook([str(tmp_path / "a.ipynb")]) == 1
+    assert "cannot be read" in capsys.readouterr().err

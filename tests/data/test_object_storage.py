@@ -1,0 +1,500 @@
+"""Datasets that are not on this machine: S3 (moto's server), Google's store and the Hub (stand-ins), on loopback."""
+
+import hashlib
+import itertools
+import json
+import os
+import pickle
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import boto3
+import gcsfs
+import pytest
+import s3fs
+
+import vla
+from lerobot_datasource import LeRobotDatasource, read_lerobot
+from tests import clusters
+from tests.data.test_datasource import TOP, WINDOWS, assert_same_row, lerobot, rows_of
+from tests.datasets import make_dataset
+from tests.loopback import Faults, GoogleStorage, Handler, Proxy, s3_server, serving
+from vla_finetuning.config import parse_args
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.rows import Reader, column_to_numpy, read_rows
+from vla_finetuning.data.storage import StorageError, StoragePolicy
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.run.plan import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET, TOKEN = "canary-secret-access-key", "hf_canaryTokenOfNobody"
+FRAMES = 54
+# Retries of many small faults, on a machine that may be busy.
+PATIENT = StoragePolicy(timeout_s=60)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("object_storage")
+
+
+@pytest.fixture(scope="module")
+def local(folder):
+    """The dataset that is uploaded: several files of each kind."""
+    return make_dataset(folder / "dataset")
+
+
+@pytest.fixture(scope="module")
+def base(folder, local):
+    meta = load_metadata(local)
+    return tiny_pi05.make_tiny_base(
+        folder / "base",
+        features=meta.features,
+        tasks=list(meta.tasks.values()),
+        stats=meta.stats,
+        fps=meta.fps,
+        chunk_size=4,
+        width=32,
+        depth=2,
+        vision_width=32,
+    )
+
+
+def flags(base, output_dir, **changes):
+    options = {"policy.path": base, "output_dir": output_dir, "steps": 2, "batch_size": 4, **changes}
+    return [f"--{key}={value}" for key, value in options.items()]
+
+
+# ---- S3 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bucket(local):
+    """A bucket that holds the dataset as `arm/`, found by environment variables alone; yields an S3 client."""
+    with s3_server() as endpoint, pytest.MonkeyPatch.context() as environment:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            environment.delenv(name)
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "canary",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_ENDPOINT_URL": endpoint,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }.items():
+            environment.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="robots")
+        upload(client, local, "arm")
+        yield client
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def proxied(bucket):
+    """A way to the bucket that can be made to fail: (its faults, storage options that lead there)."""
+    faults = Faults()
+    with serving(Proxy(os.environ["AWS_ENDPOINT_URL"], faults)) as endpoint:
+        yield faults, {"client_kwargs": {"endpoint_url": endpoint}}
+
+
+@pytest.fixture(scope="module")
+def cluster(bucket):
+    """A Ray cluster of its own, which starts after the bucket, so that its workers inherit the credentials."""
+    clusters.start()
+    yield
+    clusters.stop()
+
+
+def upload(client, folder, prefix):
+    for path in folder.rglob("*"):
+        if path.is_file():
+            client.upload_file(str(path), "robots", f"{prefix}/{path.relative_to(folder).as_posix()}")
+
+
+@pytest.fixture
+def damaged(bucket, local, request):
+    """A second copy of the dataset, to be damaged; yields (URL, prefix)."""
+    prefix = request.node.name
+    upload(bucket, local, prefix)
+    return f"s3://robots/{prefix}", prefix
+
+
+def refused(argv, capsys):
+    """The program's message; it must refuse before Ray starts, and tell no secret."""
+    assert vla.main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "Traceback" not in err and SECRET not in err
+    return err
+
+
+def read_directly(source):
+    """A source's tables without Ray, as its read tasks read them."""
+    for meta in source.metas:
+        meta.fs.invalidate_cache()
+    read = source._read(list(source.plan.slices(0, source.plan.rows_per_epoch)))
+    return list(read_rows([Reader.of(m) for m in source.metas], read, 0, source._options(16)))
+
+
+def assert_lerobots_rows(rows, local, windows):
+    """All rows of the dataset, each once, equal to LeRobot's on the local copy."""
+    meta, reference = load_metadata(local), lerobot(local, delta_timestamps=windows)
+    seen = []
+    for row in rows:
+        seen.append(int(row["index"]))
+        assert_same_row(row, reference[seen[-1]], meta)
+    assert sorted(seen) == list(range(len(reference))) == list(range(FRAMES))
+
+
+def rows_in_process(source):
+    """A source's rows without Ray, as its read tasks read them."""
+    for table in read_directly(source):
+        columns = {name: column_to_numpy(table.column(name)) for name in table.column_names}
+        yield from ({name: values[i] for name, values in columns.items()} for i in range(table.num_rows))
+
+
+@pytest.mark.ray
+def test_every_row_on_s3_equals_lerobots_on_the_local_copy(cluster, local):
+    """Read tasks find the endpoint and the credentials in their own environment."""
+    dataset = read_lerobot("s3://robots/arm", delta_timestamps=WINDOWS, shuffle_seed=0, shuffle_window=16)
+    assert_lerobots_rows(rows_of(dataset), local, WINDOWS)
+
+
+def test_every_row_on_s3_through_a_bad_network_equals_lerobots(bucket, proxied, local):
+    """Every object's first requests fail, each in another way."""
+    faults, options = proxied
+    kinds = itertools.cycle(["503", "reset", "cut", None])
+    faults.choose = lambda request: next(kinds) if request.attempt == 1 else None
+    meta = load_metadata("s3://robots/arm", storage_options=options, storage_policy=PATIENT)
+    source = LeRobotDatasource([meta], shuffle_seed=0, shuffle_window=16, delta_timestamps=WINDOWS)
+    assert_lerobots_rows(rows_in_process(source), local, WINDOWS)
+    assert len([r for r in faults.requests if r.attempt > 1]) > 10
+
+
+@pytest.mark.parametrize("kind", ["data", "video"])
+@pytest.mark.parametrize("fault", ["503", "stall", "403"])
+def test_a_store_that_fails_for_good_in_the_middle(bucket, proxied, fault, kind):
+    """The error names dataset and file and says what to do, within the time given."""
+    faults, options = proxied
+    meta = load_metadata("s3://robots/arm", storage_options=options, storage_policy=PATIENT)
+    meta = replace(meta, fs=meta.fs.within(2))
+    source = LeRobotDatasource([meta])
+    file = meta.data_files[1] if kind == "data" else meta.video_files[TOP][1]
+    faults.choose = lambda request: fault if request in faults.of(file) else None
+    remedy = {
+        "503": "Service Unavailable; gave up after [12] s of retries: check the network",
+        "stall": "no answer; gave up after [23] s of retries: check the network",
+        "403": "PermissionError: .*; check credentials, permissions and endpoint",
+    }[fault]
+    started = time.monotonic()
+    with pytest.raises(StorageError, match=f"^s3://robots/arm: {file}.*: cannot be read: .*{remedy}"):
+        read_directly(source)
+    assert time.monotonic() - started < 20
+    assert len(faults.of(file)) == 1 if fault == "403" else len(faults.of(file)) >= 1
+
+
+def test_metadata_that_may_not_be_read(bucket, proxied):
+    faults, options = proxied
+    for file in ("meta/stats.json", "meta/episodes/chunk-000/file-000.parquet"):
+        faults.choose = lambda request, file=file: "403" if request in faults.of(file) else None
+        with pytest.raises(StorageError, match=f"^dataset s3://robots/arm: {file}: cannot be read: PermissionError: "):
+            load_metadata("s3://robots/arm", storage_options=options, storage_policy=PATIENT)
+        assert len(faults.of(file)) == 1
+
+
+def test_a_second_reading_is_served_from_the_cache(bucket, proxied, local, tmp_path):
+    faults, options = proxied
+    policy = StoragePolicy(cache_dir=str(tmp_path / "cache"))
+    meta = load_metadata("s3://robots/arm", storage_options=options, storage_policy=policy)
+    source = LeRobotDatasource([meta], shuffle_seed=0, delta_timestamps=WINDOWS)
+    first = read_directly(source)
+    assert any(request.sent_bytes for request in faults.requests)
+    faults.requests.clear()
+    assert_lerobots_rows(rows_in_process(source), local, WINDOWS)
+    # What is left is the question whether the objects are still those.
+    assert {request.method for request in faults.requests} == {"HEAD"}
+    assert sum(table.num_rows for table in first) == FRAMES
+
+
+def test_the_program_passes_its_flags_on(bucket, base, tmp_path):
+    flags_ = {"dataset.root": "s3://robots/arm", "dataset.cache_dir": tmp_path / "c", "dataset.cache_size_gb": 2}
+    run = resolve(parse_args(flags(base, tmp_path / "out", **flags_, **{"dataset.read_timeout_s": 30})), gpus_found=0)
+    assert run.metas[0].fs.policy == StoragePolicy(30, str(tmp_path / "c"), 2)
+
+
+# ---- Google Cloud Storage ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def google(local, monkeypatch):
+    """A bucket `robots` that is the dataset's parent folder, found by environment variables alone."""
+    for name in [name for name in os.environ if name.startswith(("GOOGLE_", "GCSFS_", "CLOUDSDK_"))]:
+        monkeypatch.delenv(name)
+    with serving(GoogleStorage("robots", local.parent)) as endpoint:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
+        monkeypatch.setenv("CLOUDSDK_CONFIG", "/nonexistent")
+        monkeypatch.setenv("NO_GCE_CHECK", "true")  # nobody asks a metadata server for credentials
+        gcsfs.GCSFileSystem.clear_instance_cache()
+        yield
+        gcsfs.GCSFileSystem.clear_instance_cache()
+
+
+def test_every_row_on_google_storage_equals_lerobots(google, local):
+    meta = load_metadata(f"gs://robots/{local.name}")
+    assert meta.root == f"gs://robots/{local.name}"
+    source = LeRobotDatasource([meta], shuffle_seed=0, shuffle_window=16, delta_timestamps=WINDOWS)
+    assert_lerobots_rows(rows_in_process(pickle.loads(pickle.dumps(source))), local, WINDOWS)
+
+
+def test_a_dry_run_on_google_storage(google, local, base, tmp_path, capsys):
+    assert vla.main([*flags(base, tmp_path / "out", **{"dataset.root": f"gs://robots/{local.name}"}), "--dry_run"]) == 0
+    assert f"Dataset      gs://robots/{local.name}\n" in capsys.readouterr().out
+
+
+def test_what_google_storage_does_not_have(google, local, base, tmp_path, capsys):
+    message = refused(flags(base, tmp_path / "out", **{"dataset.root": "gs://robots/leg"}), capsys)
+    assert "dataset gs://robots/leg: no such folder; check the bucket, the path and the endpoint" in message
+
+
+# ---- S3, what the program says --------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_on_s3(bucket, base, tmp_path, capsys):
+    assert vla.main([*flags(base, tmp_path / "out", **{"dataset.root": "s3://robots/arm/"}), "--dry_run"]) == 0
+    out, err = capsys.readouterr()
+    assert "Dataset      s3://robots/arm\n" in out and f"6 episodes, {FRAMES} frames at 10 fps" in out
+    assert SECRET not in out + err
+
+
+def test_credentials_do_not_travel(bucket):
+    """Workers find them in their own environment: what is sent to them holds none."""
+    source = LeRobotDatasource([load_metadata("s3://robots/arm")])
+    sent = pickle.dumps((source, [Reader.of(meta) for meta in source.metas]))
+    assert b"robots/arm" in sent and SECRET.encode() not in sent
+
+
+def test_a_missing_object(damaged, bucket, base, tmp_path, capsys):
+    url, prefix = damaged
+    file = load_metadata(url).video_files[TOP][1]
+    bucket.delete_object(Bucket="robots", Key=f"{prefix}/{file}")
+    message = refused(flags(base, tmp_path / "out", **{"dataset.root": url}), capsys)
+    assert f"dataset {url}: {file} is missing (needed by episodes [" in message
+    bucket.delete_object(Bucket="robots", Key=f"{prefix}/meta/tasks.parquet")
+    message = refused(flags(base, tmp_path / "out", **{"dataset.root": url}), capsys)
+    assert f"dataset {url}: meta/tasks.parquet is missing" in message
+
+
+@pytest.mark.parametrize("url", ["s3://nothing/arm", "s3://robots/leg"], ids=["bucket", "prefix"])
+def test_a_missing_bucket_or_prefix(bucket, base, tmp_path, capsys, url):
+    message = refused(flags(base, tmp_path / "out", **{"dataset.root": url}), capsys)
+    assert f"dataset {url}: no such folder; check the bucket, the path and the endpoint" in message
+
+
+@pytest.fixture
+def environment(bucket, monkeypatch):
+    """Environment variables for one test: file systems made before, with other ones, are forgotten."""
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield monkeypatch
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_wrong_endpoint(environment, base, tmp_path, capsys):
+    """Told sooner than a store that goes away later on."""
+    environment.setattr("vla_finetuning.data.metadata.FIRST_ANSWER_TIMEOUT_S", 2.0)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        environment.setenv("AWS_ENDPOINT_URL", endpoint)
+        message = refused(flags(base, tmp_path / "out", **{"dataset.root": "s3://robots/arm"}), capsys)
+    expected = (
+        rf"dataset s3://robots/arm: cannot be read: .*{endpoint}.*; gave up after [0-3] s .*: check the network, the e"
+    )
+    assert re.search(expected, message)
+
+
+def test_no_credentials(environment, base, tmp_path, capsys):
+    environment.delenv("AWS_ACCESS_KEY_ID")
+    environment.delenv("AWS_SECRET_ACCESS_KEY")
+    message = refused(flags(base, tmp_path / "out", **{"dataset.root": "s3://robots/arm"}), capsys)
+    assert re.search(r"dataset s3://robots/arm: cannot be read: NoCredentialsError: .*; check credentials", message)
+
+
+def test_objects_that_vanish_after_the_start(damaged, bucket):
+    url, prefix = damaged
+    source = LeRobotDatasource([load_metadata(url)])
+    for file in (source.metas[0].video_files[TOP][1], source.metas[0].data_files[1]):
+        bucket.delete_object(Bucket="robots", Key=f"{prefix}/{file}")
+        with pytest.raises(FileNotFoundError, match=f"{url}: {file} is missing; copy it again"):
+            read_directly(source)
+
+
+def test_a_store_that_goes_away_after_the_start(environment):
+    """Its client's own error would say neither dataset nor file."""
+    with s3_server() as endpoint:
+        source = LeRobotDatasource(
+            [
+                load_metadata(
+                    "s3://robots/arm",
+                    storage_policy=StoragePolicy(timeout_s=2),
+                    storage_options={"client_kwargs": {"endpoint_url": endpoint}},
+                )
+            ]
+        )
+        assert sum(table.num_rows for table in read_directly(source)) == FRAMES
+    file = source.metas[0].data_files[0]
+    with pytest.raises(
+        OSError, match=rf"s3://robots/arm: {file}: cannot be read: .*{endpoint}.*gave up after \d s.*check the net"
+    ):
+        read_directly(source)
+
+
+# ---- the Hub -------------------------------------------------------------------------------------------------------
+
+
+class Hub(ThreadingHTTPServer):
+    """What `huggingface_hub` asks of the Hub for one gated dataset: its commits, its files, who may read it.
+
+    Attributes:
+        commits: commit hash by branch or tag. asked: "METHOD path" of each request that was let in.
+    """
+
+    def __init__(self, repo_id, folder, commits):
+        self.repo_id, self.folder, self.commits = repo_id, folder, commits
+        self.asked = []
+        super().__init__(("127.0.0.1", 0), HubRequest)
+
+    @property
+    def endpoint(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class HubRequest(Handler):
+    def do_GET(self):
+        hub, path = self.server, unquote(urlsplit(self.path).path)
+        of_repository = re.fullmatch(
+            rf"/(?:api/)?datasets/{hub.repo_id}(?:/(revision|tree|resolve)/([^/]+)(?:/(.+))?)?", path
+        )
+        if not of_repository:
+            return self.refuse(401, "RepoNotFound")
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self.refuse(401, "GatedRepo")
+        hub.asked.append(f"{self.command} {path}")
+        what, revision, file = of_repository.groups()
+        commit = hub.commits.get(revision or "main", revision)
+        if commit not in hub.commits.values():
+            return self.refuse(404, "RevisionNotFound")
+        files = sorted(f.relative_to(hub.folder).as_posix() for f in hub.folder.rglob("*") if f.is_file())
+        if what == "resolve":
+            if file not in files:
+                return self.refuse(404, "EntryNotFound")
+            data = (hub.folder / file).read_bytes()
+            return self.answer(200, data, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'})
+        if what == "tree":
+            sizes = [{"type": "file", "path": f, "size": (hub.folder / f).stat().st_size, "oid": f} for f in files]
+            return self.answer(200, json.dumps(sizes).encode())
+        info = {"id": hub.repo_id, "sha": commit, "private": False, "siblings": [{"rfilename": f} for f in files]}
+        return self.answer(200, json.dumps(info).encode())
+
+    def refuse(self, status, code):
+        self.answer(status, headers={"X-Error-Code": code})
+
+
+@pytest.fixture
+def hub(local):
+    server = Hub("somebody/arm", local, {"main": "a" * 40, "v3.0": "b" * 40})
+    with serving(server):
+        yield server
+
+
+# HF_ENDPOINT and HF_HUB_OFFLINE are read at import, hence a process of its own. It makes one call after the other.
+PROGRAM = """
+import json, os, pickle, sys
+import vla
+
+def stop_here(run):
+    # What training workers would be sent, and an end instead of Ray.
+    print(f"SENT {pickle.dumps(run)!r}")
+    raise OSError("not trained")
+
+calls, train = json.loads(sys.argv[1])
+if not train:
+    vla.cluster.start = stop_here
+for argv, token in calls:
+    os.environ.pop("HF_TOKEN", None)
+    if token:
+        os.environ["HF_TOKEN"] = token
+    for stream in (sys.stdout, sys.stderr):
+        print("=====", file=stream, flush=True)
+    print(vla.main(argv), flush=True)
+"""
+
+
+@pytest.fixture
+def short_folder():
+    """Ray puts Unix sockets into it, whose paths must be short."""
+    path = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    "train", [False, pytest.param(True, marks=[pytest.mark.ray, pytest.mark.slow])], ids=["prepared", "trained"]
+)
+def test_a_gated_dataset_of_the_hub(hub, base, tmp_path, short_folder, train):
+    """Downloaded once, pinned to a commit, with a token that goes to the Hub and nowhere else."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "AWS_"))}
+    environment |= {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(tmp_path / "hf"),
+        "RAY_TMPDIR": short_folder,
+        "PYTHONPATH": str(ROOT),
+    }
+    out = tmp_path / "out"
+    good = flags(base, out, **{"dataset.repo_id": hub.repo_id, "scaling.cpus_per_worker": 0.5})
+    calls = [
+        ([*good, "--dataset.repo_id=somebody/else", "--dry_run"], TOKEN),
+        ([*good, "--dataset.revision=v9", "--dry_run"], TOKEN),
+        ([*good, "--dry_run"], None),
+        (good, TOKEN),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps([calls, train])],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    plans, errors = (text.split("=====\n")[1:] for text in (done.stdout, done.stderr))
+    statuses = [int(plan.strip().splitlines()[-1]) for plan in plans]
+    assert statuses == [2, 2, 2, 0 if train else 1], done.stderr
+    assert "dataset somebody/else: not on the Hub, or private" in errors[0]
+    assert "dataset somebody/arm: no revision 'v9' on the Hub" in errors[1]
+    assert "dataset somebody/arm: gated (403)" in errors[2] and "set HF_TOKEN" in errors[2]
+
+    commit = hub.commits["v3.0"]  # as LeRobot: the tag of the format's version, where there is one
+    assert f"Dataset      {hub.repo_id} @ {commit[:12]}\n" in plans[3]
+    assert json.loads((out / "config.json").read_text())["dataset"]["revision"] == commit
+    assert (out / "pretrained_model/model.safetensors").is_file() == train
+    assert train or "SENT b" in plans[3] and errors[3].endswith("error: not trained\n")
+    downloads = [request for request in hub.asked if request.startswith("GET") and "/resolve/" in request]
+    files = [path for path in hub.folder.rglob("*") if path.is_file()]
+    assert len(downloads) == len(set(downloads)) == len(files)
+    assert all(f"/resolve/{commit}/" in request for request in downloads)
+
+    assert TOKEN not in done.stdout + done.stderr
+    written = [path for place in (out, Path(short_folder)) for path in place.rglob("*") if path.is_file()]
+    assert len(written) > (20 if train else 0)
+    assert [path for path in written if TOKEN.encode() in path.read_bytes()] == []

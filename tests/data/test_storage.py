@@ -1,0 +1,303 @@
+"""Object stores that fail, and the cache: over HTTP on loopback, through a proxy that injects the faults."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import boto3
+import fsspec
+import gcsfs
+import pytest
+import s3fs
+
+from tests.loopback import Faults, GoogleStorage, Proxy, s3_server, serving
+from vla_finetuning.data import storage
+from vla_finetuning.data.storage import BlockCache, RemoteFileSystem, StorageError, StoragePolicy, connect
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZE = 3_500_000
+DATA = random.Random(0).randbytes(SIZE)
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """{protocol: endpoint} of two stores that hold `robots/hand/file`."""
+    folder = tmp_path_factory.mktemp("store")
+    (folder / "hand").mkdir()
+    (folder / "hand/file").write_bytes(DATA)
+    with s3_server() as s3, serving(GoogleStorage("robots", folder)) as google, pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "GCSFS_", "CLOUDSDK_"))]:
+            patch.delenv(name)
+        patch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_CONFIG_FILE", os.devnull)
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+        client = boto3.client("s3", endpoint_url=s3)
+        client.create_bucket(Bucket="robots")
+        client.put_object(Bucket="robots", Key="hand/file", Body=DATA)
+        yield {"s3": s3, "gs": google}
+
+
+@pytest.fixture(params=["s3", "gs"])
+def store(request, stores, monkeypatch):
+    """A store behind a proxy: `connect(**policy)` and `impatient(timeout_s)` lead there; `faults` are the proxy's."""
+    # Pauses as short as the faults; gcsfs's own cannot be configured otherwise.
+    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.05)
+    sleep = gcsfs.retry.asyncio.sleep
+    monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=lambda seconds: sleep(seconds / 20)))
+    faults = Faults()
+    with serving(Proxy(stores[request.param], faults)) as endpoint:
+        options = {"s3": {"endpoint_url": endpoint}, "gs": {"endpoint_url": endpoint, "token": "anon"}}[request.param]
+
+        def connected(**policy):
+            fs, path = connect(f"{request.param}://robots/hand/file", StoragePolicy(**policy), options)
+            return fs, path
+
+        def impatient(timeout_s):
+            """The file, opened in any time, to be read within this one."""
+            fs, path = connected()
+            file = fs.open(path)
+            file.fs = fs.within(timeout_s)
+            return file
+
+        yield SimpleNamespace(connect=connected, impatient=impatient, faults=faults)
+    s3fs.S3FileSystem.clear_instance_cache()
+    gcsfs.GCSFileSystem.clear_instance_cache()
+
+
+def contents(request):
+    """Whether a request is for bytes of the file, and not about it."""
+    return bool(request.range)
+
+
+def assert_random_reads_are_right(file):
+    rng = random.Random(1)
+    for _ in range(40):
+        start, length = rng.randrange(SIZE), rng.choice([1, 1000, 32768, 2_500_000])
+        file.seek(start)
+        assert file.read(length) == DATA[start : start + length]
+
+
+def test_faults_that_pass_do_not_show(store):
+    """Every range is refused in one way and then in another, and comes out right."""
+    faults = [["503", "cut"], ["reset", "503"], ["cut", "reset"], ["503", "reset"]]
+    seen = {}
+
+    def choose(request):
+        if not contents(request):
+            return None if request.attempt > 1 else "reset"
+        mine = seen.setdefault(request.range, faults[len(seen) % len(faults)])
+        return mine[request.attempt - 1] if request.attempt <= len(mine) else None
+
+    store.faults.choose, store.faults.delay_s = choose, 0.01
+    fs, path = store.connect(timeout_s=60)
+    with fs.open(path) as file:
+        assert_random_reads_are_right(file)
+    assert len(seen) >= 3 and max(r.attempt for r in store.faults.requests) >= 3
+
+
+@pytest.mark.parametrize("fault", ["503", "reset", "cut"])
+@pytest.mark.parametrize("depth", [{}, {"maxdepth": 1}])
+def test_a_listing_that_fails_is_not_an_empty_one(store, fault, depth):
+    fs, path = store.connect(timeout_s=60)
+    store.faults.choose = lambda request: fault if request.attempt == 1 else None
+    assert list(fs.find(path.rpartition("/")[0], **depth)) == [path]
+
+
+def test_a_stalled_connection_is_given_up_and_made_anew(store):
+    store.faults.choose = lambda request: "stall" if contents(request) and request.attempt == 1 else None
+    fs, path = store.connect(timeout_s=12)
+    with fs.open(path) as file:
+        assert file.read(100) == DATA[:100]
+    assert [r.attempt for r in store.faults.requests if contents(r)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("503", "503|Service Unavailable"),
+        ("reset", "ConnectionClosedError|EndpointConnection|ClientOSError|ServerDisc"),
+    ],
+)
+def test_what_does_not_pass_is_told_in_time(store, fault, says):
+    file = store.impatient(4)
+    store.faults.choose = lambda request: fault
+    started = time.monotonic()
+    with pytest.raises(
+        StorageError, match=rf"cannot be read: .*({says}).*; gave up after \d s of retries: check the n"
+    ):
+        file.read(100)
+    assert time.monotonic() - started < 20
+    assert store.faults.requests[-1].attempt >= 2
+
+
+def test_a_store_that_never_answers_does_not_hang_anybody(store):
+    file = store.impatient(2)
+    store.faults.choose = lambda request: "stall"
+    started = time.monotonic()
+    with pytest.raises(StorageError, match=r"cannot be read: .*; gave up after \d s of retries: check the network"):
+        file.read(100)
+    assert time.monotonic() - started < 20
+
+
+def test_what_is_forbidden_is_not_asked_for_again(store):
+    file = store.impatient(60)
+    store.faults.choose = lambda request: "403"
+    with pytest.raises(
+        StorageError, match="cannot be read: .*Forbidden.*; check credentials, permissions and endpoint"
+    ):
+        file.read(100)
+    assert [r.attempt for r in store.faults.requests if contents(r)] == [1]
+
+
+def test_what_is_not_there_is_not_asked_for_again(store):
+    fs, path = store.connect(timeout_s=60)
+    with pytest.raises(FileNotFoundError):
+        fs.open(path + "s")
+    assert [r for r in store.faults.requests if r.attempt > 2] == []  # gcsfs asks twice
+
+
+def test_neighbouring_blocks_come_in_one_request(store):
+    fs, path = store.connect()
+    with fs.open(path) as file:
+        file.seek(10)
+        assert file.read(3 * 2**20) == DATA[10 : 10 + 3 * 2**20]
+        file.seek(0)
+        assert file.read() == DATA  # what is remembered is not asked for again
+    assert [r.range for r in store.faults.requests if contents(r)] == [f"bytes=0-{SIZE - 1}"]
+
+
+def test_a_file_that_shrinks_while_it_is_read():
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/shrinking", DATA)
+    with RemoteFileSystem(fs, StoragePolicy()).open("/shrinking") as file:
+        file.read(1)
+        fs.pipe("/shrinking", DATA[:-1])
+        file.seek(-1, os.SEEK_END)
+        with pytest.raises(StorageError, match="changed while it was being read"):
+            file.read()
+        fs.rm("/shrinking")
+        with pytest.raises(StorageError, match="was deleted while it was being read"):
+            file.read()
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_any_seeking_and_reading_gives_the_files_bytes(monkeypatch, tmp_path, kept):
+    """With blocks so small that all their boundaries are met; a cache must make no difference."""
+    monkeypatch.setattr(storage, "BLOCK_BYTES", 7)
+    monkeypatch.setattr(storage, "KEPT_BLOCKS", kept)
+    monkeypatch.setattr(storage, "MAX_REQUEST_BYTES", 21)
+    fs, rng = fsspec.filesystem("memory"), random.Random(kept)
+    for size in (0, 1, 6, 7, 8, 50, 70):
+        fs.pipe("/small", DATA[:size])
+        for cache_dir in (None, str(tmp_path)):
+            with RemoteFileSystem(fs, StoragePolicy(cache_dir=cache_dir)).open("/small") as file:
+                for _ in range(100):
+                    start, length = rng.randrange(80), rng.randrange(80)
+                    assert file.seek(start) == start == file.tell()
+                    expected = DATA[:size][start : start + length]
+                    assert file.read(length) == expected
+                    assert file.tell() == start + len(expected)
+
+
+# ---- the cache -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_cached_is_not_fetched_until_it_changes(tmp_path):
+    fs = fsspec.filesystem("memory")
+    remote = RemoteFileSystem(fs, StoragePolicy(cache_dir=str(tmp_path / "cache")))
+    fetched = []
+    remote.cat_file = lambda path, start, end: fetched.append(start) or fs.cat_file(path, start, end)
+
+    def read():
+        fetched.clear()
+        with remote.open("/changing") as file:
+            return file.read()
+
+    fs.pipe("/changing", DATA)
+    assert read() == DATA and fetched
+    assert read() == DATA and not fetched
+    fs.pipe("/changing", DATA[::-1])  # as long as before
+    assert read() == DATA[::-1] and fetched
+
+
+def stored_bytes(folder):
+    return sum(path.stat().st_size for path in folder.glob("*.block"))
+
+
+def test_the_cache_stays_within_its_limit_and_keeps_what_is_used(tmp_path):
+    cache = BlockCache(tmp_path / "cache", 10_000)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/thesis.tex").write_bytes(bytes(20_000))  # somebody else's, and it stays
+    blocks = {f"key{i:02d}": bytes([i]) * 1000 for i in range(30)}
+    for key, block in blocks.items():
+        cache.put(key, block)
+        os.utime(cache.folder / f"{key}.block", (int(key[3:]), int(key[3:])))  # used in this order
+        if key > "key00":
+            assert cache.get("key00", 1000) == blocks["key00"]  # and this one now
+        assert stored_bytes(cache.folder) <= 10_000
+    kept = [key for key, block in blocks.items() if cache.get(key, 1000) == block]
+    assert "key00" in kept and "key29" in kept and "key10" not in kept and len(kept) >= 8
+    assert (tmp_path / "cache/thesis.tex").stat().st_size == 20_000
+    cache.put("large", bytes(20_000))  # larger than all: not kept, and nothing is dropped for it
+    assert [key for key in blocks if cache.get(key, 1000)] == kept
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", b"x" * 1004, b"\0" * 1004])
+def test_a_damaged_block_is_fetched_again(tmp_path, damage):
+    cache = BlockCache(tmp_path, 10_000)
+    cache.put("key", b"a" * 1000)
+    assert cache.get("key", 1000) == b"a" * 1000
+    (tmp_path / "key.block").write_bytes(damage)
+    assert cache.get("key", 1000) is None
+    assert not (tmp_path / "key.block").exists()
+
+
+def test_a_cache_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(OSError, match=f"cache folder {tmp_path / 'file'}: .*; choose another --dataset.cache_dir"):
+        BlockCache(tmp_path / "file", 10_000).put("key", b"a")
+
+
+# One of several processes: prints hits, wrong blocks, and the most bytes it saw in the folder.
+USE_CACHE = """
+import os, random, sys, zlib
+from pathlib import Path
+from vla_finetuning.data.storage import BlockCache
+folder, rng = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
+cache = BlockCache(folder, 50_000)
+hits = wrong = most = 0
+for _ in range(400):
+    key = rng.randrange(100)
+    block = zlib.crc32(bytes([key])).to_bytes(4) * 250
+    found = cache.get(f"key{key}", 1000)
+    hits, wrong = hits + (found is not None), wrong + (found not in (None, block))
+    if found is None:
+        cache.put(f"key{key}", block)
+    most = max(most, 1004 * sum(name.startswith("key") for name in os.listdir(folder)))
+print(hits, wrong, most)
+"""
+
+
+def test_processes_share_a_cache(tmp_path):
+    commands = [[sys.executable, "-c", USE_CACHE, str(tmp_path / "cache"), str(seed)] for seed in range(3)]
+    running = [subprocess.Popen(c, stdout=subprocess.PIPE, text=True, cwd=ROOT) for c in commands]
+    results = [tuple(map(int, process.communicate()[0].split())) for process in running]
+    assert all(hits > 0 and not wrong for hits, wrong, _ in results)
+    assert 30_000 < max(most for *_, most in results) <= 50_000
+    assert int((tmp_path / "cache" / BlockCache.LEDGER).read_text()) >= stored_bytes(tmp_path / "cache") > 30_000
+
+
+def test_a_ledger_that_was_lost_is_made_again(tmp_path):
+    cache = BlockCache(tmp_path, 10_000)
+    for i in range(9):
+        cache.put(f"key{i}", bytes(1000))
+    (tmp_path / BlockCache.LEDGER).write_bytes(b"")
+    cache.put("key9", bytes(1000))
+    assert stored_bytes(tmp_path) <= 10_000
+    assert int((tmp_path / BlockCache.LEDGER).read_text()) == stored_bytes(tmp_path)

@@ -1,0 +1,455 @@
+"""The audit finds nothing in our loop, and everything that is planted there."""
+
+import gc
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import vla
+from diagnostics import audit_syncs
+from tests.datasets import make_dataset
+from util import NumpyToTorchCollate, TrainableOptimizer, Window
+from vla_finetuning.config import parse_args
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.processors import DeviceHalf
+from vla_finetuning.run.plan import resolve
+from vla_finetuning.training import worker
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    """A folder, a dataset and a tiny base policy for it."""
+    folder = tmp_path_factory.mktemp("audit")
+    root = make_dataset(folder / "dataset", episodes=(6, 5, 4))
+    meta = load_metadata(root)
+    sizes = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
+    base = tiny_pi05.make_tiny_base(
+        folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10, **sizes
+    )
+    return folder, root, base
+
+
+def flags(setting, **changes):
+    folder, root, base = setting
+    options = {
+        "dataset.root": root,
+        "policy.path": base,
+        "output_dir": folder / "run",
+        "batch_size": 2,
+        "grad_accum": 2,
+        "steps": 3,
+        **changes,
+    }
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+@pytest.fixture(scope="module")
+def run(setting):
+    return resolve(parse_args(flags(setting, **{"train.mode": "heads"})), gpus_found=0)
+
+
+@pytest.fixture
+def one_step(monkeypatch):
+    """One optimizer step, two micro-batches, between two log steps; and no garbage collection, which takes longest."""
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)
+    monkeypatch.setattr(audit_syncs, "WINDOW_STEPS", 1)
+
+
+def plant(monkeypatch, planted):
+    """Replace PI0.5's loss by one that costs little and is seen by the planted function."""
+
+    def forward(self, batch, noise, time):
+        weights = sum(parameter.sum() for parameter in self.parameters() if parameter.requires_grad)
+        loss = weights * noise.mean() + batch["action"].mean()
+        planted(loss)
+        return loss
+
+    monkeypatch.setattr(PolicyLoss, "forward", forward)
+
+
+def places(found):
+    """{function: times}; all of it must be in this file."""
+    assert {sync.where.file for sync in found.syncs} <= {__file__}, found.table()
+    return {sync.where.function.rsplit(".")[-1]: sync.times for sync in found.syncs}
+
+
+# --- our loop ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["heads", "full"])
+def test_our_loop_is_clean(setting, mode, capsys):
+    options = {"train.mode": mode, "train.mask_padding": "true", "scaling.use_gpu": "false"}
+    assert audit_syncs.main(flags(setting, **options)) == 0
+    printed = capsys.readouterr().out
+    assert "Nothing waits for the device in 2 steps of 2 micro-batches between two log steps." in printed
+    assert "Not seen   the backward on CUDA" in printed
+    assert not (setting[0] / "run").exists()
+
+
+def test_every_part_of_the_step_is_looked_at(run, monkeypatch, one_step):
+    def beside_noise(args, drawn):
+        drawn[0].sum().item()
+
+    def beside_copies(args, batch):
+        batch["action"].sum().item()
+
+    def beside_images(args, batch):
+        batch["observation.images.top"].sum().item()
+
+    def beside_forward(args, loss):
+        loss.item()
+
+    def beside_optimizer(args, result):
+        result[0].item()
+
+    def beside_window(args, _):
+        args[1].loss.item()
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            gradient.item()
+            return gradient
+
+    def beside(owner, name, look):
+        original = getattr(owner, name)
+
+        def replacement(*args, **options):
+            result = original(*args, **options)
+            look((*args, *options.values()), result)
+            return Identity.apply(result) if look is beside_forward else result
+
+        monkeypatch.setattr(owner, name, replacement)
+
+    prefetcher = vla.cuda_prefetcher
+
+    def prefetched(batches, device, *rest):
+        for batch in prefetcher(batches, device, *rest):
+            beside_copies((), batch)
+            yield batch
+
+    monkeypatch.setattr(vla, "cuda_prefetcher", prefetched)
+    beside(worker, "sample_noise_and_time", beside_noise)
+    beside(DeviceHalf, "forward", beside_images)
+    beside(PolicyLoss, "forward", beside_forward)
+    beside(TrainableOptimizer, "step", beside_optimizer)
+    beside(Window, "add", beside_window)
+    assert places(audit_syncs.audit(run)) == {
+        "beside_noise": 1,
+        "beside_copies": 2,
+        "beside_images": 2,
+        "beside_forward": 2,
+        "backward": 2,
+        "beside_optimizer": 1,
+        "beside_window": 1,
+    }
+
+
+def test_host_batches_must_be_pinned(run, monkeypatch, one_step):
+    collate = NumpyToTorchCollate.__call__
+    monkeypatch.setattr(NumpyToTorchCollate, "__call__", lambda _, batch: collate(NumpyToTorchCollate(False), batch))
+    found = audit_syncs.audit(run).syncs
+    assert {(Path(sync.where.file).name, sync.where.function) for sync in found} == {
+        ("util.py", "cuda_prefetcher.<locals>.fetch")
+    }
+    assert all("not pinned" in sync.operation for sync in found)
+
+
+def test_lerobots_own_forward_waits_where_it_is_known_to(run, monkeypatch, one_step):
+    monkeypatch.setattr(PolicyLoss, "forward", lambda self, batch, noise, time: self.policy(self.images(batch))[0])
+    found = audit_syncs.audit(run)
+    assert {(Path(sync.where.file).name, sync.where.source) for sync in found.syncs} == {
+        ("flow_matching.py", "return dist.sample((bsize,)).to(device)"),
+        ("modeling_pi05.py", "att_masks = torch.tensor(att_masks, dtype=torch.bool, device=pad_masks.device)"),
+        (
+            "modeling_pi05.py",
+            "att_masks = torch.tensor(att_masks, dtype=action_emb.dtype, device=action_emb.device)",
+        ),
+        ("modeling_pi05.py", '"loss_per_dim": losses.mean(dim=[0, 1]).detach().cpu().numpy().tolist(),'),
+        ("modeling_pi05.py", 'loss_dict["loss"] = loss.item()'),
+    }
+    assert {sync.times for sync in found.syncs} == {2}
+    assert "lerobot/policies/pi05/modeling_pi05.py:" in found.table()
+
+
+# --- planted ----------------------------------------------------------------------------------------------
+
+
+def item(loss):
+    loss.item()
+
+
+def converted(loss):
+    float(loss.detach())
+
+
+def formatted(loss):
+    _ = f"{loss:.3f}"
+
+
+def as_list(loss):
+    loss.expand(2, 3).tolist()
+
+
+def to_cpu(loss):
+    loss.cpu()
+
+
+def to_numpy(loss):
+    loss.detach().cpu().numpy()
+
+
+def copied_into_host(loss):
+    torch.zeros(()).copy_(loss.detach())
+
+
+def branch(loss):
+    if loss > 0:
+        pass
+
+
+def compared(loss):
+    torch.equal(loss, loss)
+
+
+def nonzero(loss):
+    torch.nonzero(loss.expand(3))
+
+
+def masked(loss):
+    loss.expand(3)[torch.ones(3, dtype=torch.bool, device=loss.device)].sum()
+
+
+def masked_write(loss):
+    torch.zeros(3, device=loss.device)[torch.ones(3, dtype=torch.bool, device=loss.device)] = loss.detach()
+
+
+def masked_select(loss):
+    torch.masked_select(loss.expand(3), loss.expand(3) > 0)
+
+
+def unique(loss):
+    torch.unique(loss.expand(3))
+
+
+def number_made_there(loss):
+    torch.tensor(0.5, device="cuda")
+
+
+def list_made_there(loss):
+    torch.tensor([0.5, 1.0], device=loss.device)
+
+
+def array_sent_there(loss):
+    torch.as_tensor(np.ones(3), device=loss.device)
+
+
+def pageable(loss):
+    torch.ones(1000).to("cuda")
+
+
+def pageable_not_blocking(loss):
+    torch.ones(1000).to("cuda", non_blocking=True)
+
+
+def pinned_blocking(loss):
+    torch.ones(1000).pin_memory().to("cuda")
+
+
+def host_index(loss):
+    torch.zeros(3, device=loss.device)[torch.tensor([0, 1])]
+
+
+def host_scalar_in_where(loss):
+    torch.where(loss > 0, loss, torch.tensor(0.0))
+
+
+def scaler_state(loss):
+    (scaler := torch.amp.GradScaler("cuda")).scale(loss), scaler.get_scale()
+
+
+def printed(loss):
+    print(loss)
+
+
+def synchronized(loss):
+    torch.cuda.synchronize()
+
+
+PLANTED = [
+    item,
+    converted,
+    formatted,
+    as_list,
+    to_cpu,
+    to_numpy,
+    copied_into_host,
+    branch,
+    compared,
+    nonzero,
+    masked,
+    masked_write,
+    masked_select,
+    unique,
+    number_made_there,
+    list_made_there,
+    array_sent_there,
+    pageable,
+    pageable_not_blocking,
+    pinned_blocking,
+    host_index,
+    host_scalar_in_where,
+    scaler_state,
+    printed,
+    synchronized,
+]
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda function: function.__name__)
+def test_a_planted_sync_is_found_with_its_line(planted, run, monkeypatch, one_step):
+    plant(monkeypatch, planted)
+    (found,) = audit_syncs.audit(run).syncs
+    line = planted.__code__.co_firstlineno + 1
+    assert found.where == (__file__, line, planted.__name__)
+    assert found.times == 2
+
+
+def test_a_loop_that_believes_what_was_made_up_is_told_where(setting, run, monkeypatch, one_step, capsys):
+    def refuses(loss):
+        if torch.isnan(loss):
+            raise RuntimeError("not a number")
+
+    plant(monkeypatch, refuses)
+    monkeypatch.setattr(audit_syncs, "resolve", lambda config, gpus_found: run)
+    assert audit_syncs.main(flags(setting)) == 2
+    line = refuses.__code__.co_firstlineno + 1
+    told = f"last read a value from the device at tests/diagnostics/test_audit_syncs.py:{line}, `if torch.isnan(loss):`"
+    assert told in capsys.readouterr().err
+
+
+def test_what_autograd_waits_for_by_itself_is_reported(run, monkeypatch, one_step):
+    original = PolicyLoss.forward
+
+    def forward(self, batch, noise, time):
+        loss = original(self, batch, noise, time)
+        return loss.expand(3)[torch.ones(3, dtype=torch.bool, device=loss.device)].sum()
+
+    monkeypatch.setattr(PolicyLoss, "forward", forward)
+    found = audit_syncs.audit(run)
+    assert {(sync.where.function, sync.times) for sync in found.syncs} == {(forward.__qualname__, 2), ("backward", 2)}
+    assert "  autograd  " in found.table()
+
+
+def test_what_does_not_wait_is_not_reported(run, monkeypatch, one_step):
+    def innocent(loss):
+        values, mask = loss.detach().expand(3).clone(), torch.ones(3, dtype=torch.bool, device=loss.device)
+        values[mask] = 0.0
+        torch.zeros(2, 3, device=loss.device)[1] = 2.0
+        values[torch.zeros(2, dtype=torch.int64, device=loss.device)].sum()
+        torch.where(mask, 0.0, values)
+        values * torch.tensor(2.0)
+        torch.full((3,), 0.5, device=loss.device)
+        torch.isfinite(values).all()
+        torch.ones(10).pin_memory().to("cuda", non_blocking=True)
+        values.to("cpu", non_blocking=True)
+        values.to(torch.bfloat16)
+        print(values.shape, torch.tensor(1.0), torch.ones(3).sum().item(), torch.ones(3).tolist())
+
+    plant(monkeypatch, innocent)
+    assert audit_syncs.audit(run).syncs == []
+
+
+def test_exit_statuses_and_the_table(setting, run, monkeypatch, one_step, capsys):
+    plant(monkeypatch, item)
+    monkeypatch.setattr(audit_syncs, "resolve", lambda config, gpus_found: run)  # counts FLOPs with the real loss
+    assert audit_syncs.main(flags(setting)) == 1
+    table = capsys.readouterr().out
+    line = item.__code__.co_firstlineno + 1
+    assert f"2      tests/diagnostics/test_audit_syncs.py:{line}  item      a value is read  loss.item()" in table
+    assert "The host waits for the device 2 times in 1 steps of 2 micro-batches" in table
+
+    monkeypatch.undo()
+    assert audit_syncs.main(["--preset", "nonsense"]) == 2
+    assert "--preset nonsense" in capsys.readouterr().err
+
+
+def test_statistics_that_are_missing_are_no_obstacle(run, monkeypatch, one_step):
+    plant(monkeypatch, item)
+    stats = {key: {name: v for name, v in values.items() if name != "q01"} for key, values in run.stats.items()}
+    metas = tuple(replace(meta, stats=stats) for meta in run.metas)
+    missing = {"action": {"q01"}, "observation.state": {"q01"}}
+    assert places(audit_syncs.audit(replace(run, metas=metas, stats={}, missing_stats=missing))) == {"item": 2}
+
+
+def test_the_process_is_left_as_it_was(run, monkeypatch, one_step):
+    before = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream, Window.gather, vla.get_device, vla.ray.get]
+    precision = torch.get_float32_matmul_precision()
+    plant(monkeypatch, item)
+    audit_syncs.audit(run)
+    after = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream, Window.gather, vla.get_device, vla.ray.get]
+    assert after == before
+    assert gc.isenabled() and torch.get_float32_matmul_precision() == precision
+    weight = torch.ones(2, requires_grad=True)
+    (weight * 2).sum().backward()
+    assert weight.grad.tolist() == [2, 2]
+
+
+# --- with CUDA --------------------------------------------------------------------------------------------
+
+
+def test_warnings_of_cuda_become_lines(run, monkeypatch, one_step, tmp_path):
+    """The way with CUDA, on the CPU: PyTorch's warning is given by hand where CUDA would give it."""
+
+    def synchronise():
+        warnings.warn(f"{audit_syncs.CUDA_WARNING} (Triggered internally at CUDAFunctions.cpp)", stacklevel=1)
+
+    def waits(loss):
+        synchronise()
+        warnings.warn("something else", stacklevel=1)
+
+    modes = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    plant(monkeypatch, waits)
+    with pytest.warns(UserWarning, match="something else"):
+        found = audit_syncs._audit_on(audit_syncs._shortened(run, str(tmp_path)), CPU)
+    assert places(found) == {"synchronise": 2}
+    assert modes == ["warn", 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["heads", "full"])
+def test_our_loop_is_clean_on_the_gpu(setting, mode, capsys):
+    status = audit_syncs.main(flags(setting, **{"train.mode": mode}))
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    assert "Looked at  the whole step on NVIDIA" in printed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda function: function.__name__)
+def test_a_planted_sync_is_found_on_the_gpu(planted, setting, monkeypatch, one_step):
+    run = resolve(parse_args(flags(setting)), gpus_found=1)
+    plant(monkeypatch, planted)
+    found = audit_syncs.audit(run).syncs
+    assert {tuple(sync.where) for sync in found} == {(__file__, planted.__code__.co_firstlineno + 1, planted.__name__)}

@@ -1,0 +1,248 @@
+"""Open-loop errors against a loop written by hand over LeRobot's own calls."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+from tests.datasets import make_dataset
+from tests.policies.test_tiny_pi05 import make_base, make_features
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.evaluation.open_loop import (
+    error_table,
+    evenly_spaced,
+    held_out_frames,
+    open_loop_errors,
+    other_instructions,
+)
+
+CHUNK, ACTION, ROWS = 5, 3, 7
+TASKS = ["Pick up the red cube.", "Open the drawer, slowly"]
+MEAN = np.array([0.5, -0.25, 1.0])
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    folder = make_base(tmp_path_factory.mktemp("base") / "base")
+    policy = get_policy_class("tiny_pi05").from_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # so that instructions and images matter
+        for parameter in policy.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return policy, *make_pre_post_processors(policy.config, pretrained_path=str(folder))
+
+
+@pytest.fixture
+def without_noise(loaded, monkeypatch):
+    """The policy denoises from zero: then one row at a time gives what a batch gives."""
+    monkeypatch.setattr(loaded[0].model, "sample_noise", lambda shape, device: torch.zeros(shape, device=device))
+
+
+def make_batches(sizes=(4, 3)):
+    """Frame rows as the dataset reader emits them."""
+    rng = np.random.default_rng(5)
+    features = make_features()
+    row = {key: features[key]["shape"] for key in ("observation.images.top", "observation.images.wrist")}
+    batches, first = [], 0
+    for n in sizes:
+        batch = {key: rng.integers(0, 256, (n, *shape), dtype=np.uint8) for key, shape in row.items()}
+        batch["observation.state"] = rng.normal(size=(n, 4)).astype(np.float32)
+        batch["action"] = rng.normal(size=(n, CHUNK, ACTION)).astype(np.float32)
+        steps_left = (np.arange(first, first + n) * 3) % CHUNK + 1
+        batch["action_is_pad"] = np.arange(CHUNK)[None] >= steps_left[:, None]
+        batch["action"][batch["action_is_pad"]] = 1e6  # would be seen in any average
+        batch["task"] = np.array([TASKS[i % 2] for i in range(first, first + n)], dtype=object)
+        batch["index"] = np.arange(first, first + n)
+        batches.append(batch)
+        first += n
+    return batches
+
+
+def by_hand(loaded, told, only=TASKS):
+    """Row by row, step by step, dimension by dimension; `told` maps a row's instruction to the one to give."""
+    policy, preprocessor, postprocessor = loaded
+    squared, absolute, count = 0.0, np.zeros(ACTION), 0
+    for batch in make_batches():
+        for i in range(len(batch["index"])):
+            if batch["task"][i] not in only:
+                continue
+            if told is None:
+                chunk = np.tile(MEAN, (CHUNK, 1))
+            else:
+                row = {"task": [told(batch["task"][i])]}
+                row["observation.state"] = torch.from_numpy(batch["observation.state"][i : i + 1])
+                for key in ("observation.images.top", "observation.images.wrist"):
+                    row[key] = torch.from_numpy(batch[key][i : i + 1]).permute(0, 3, 1, 2) / 255
+                chunk = postprocessor(policy.predict_action_chunk(preprocessor(row)))[0].numpy()
+            for t in range(CHUNK):
+                if batch["action_is_pad"][i, t]:
+                    continue
+                count += 1
+                for d in range(ACTION):
+                    difference = float(chunk[t, d]) - float(batch["action"][i, t, d])
+                    squared += difference**2
+                    absolute[d] += abs(difference)
+    return {"mse": squared / count / ACTION, "mae": list(absolute / count)}
+
+
+def evaluate(loaded, batches=None, **options):
+    options = {"mean_action": MEAN, "other_instruction": other_instructions(TASKS), **options}
+    return open_loop_errors(*loaded, make_batches() if batches is None else batches, **options)
+
+
+def test_errors_are_those_of_a_loop_by_hand(loaded, without_noise):
+    errors = evaluate(loaded)
+    other = {TASKS[0]: TASKS[1], TASKS[1]: TASKS[0]}
+    expected = {
+        "mean_action": by_hand(loaded, None),
+        "policy": by_hand(loaded, lambda task: task),
+        "other_instruction": by_hand(loaded, other.__getitem__),
+    }
+    assert errors.pop("frames") == ROWS
+    by_task, examples = errors.pop("by_task"), errors.pop("examples")
+    assert errors.keys() == expected.keys()
+    for name in expected:
+        assert errors[name]["mse"] == pytest.approx(expected[name]["mse"], rel=1e-4), name
+        assert errors[name]["mae"] == pytest.approx(expected[name]["mae"], rel=1e-4), name
+    assert errors["policy"]["mse"] != pytest.approx(errors["other_instruction"]["mse"], rel=1e-3)
+
+    assert {task: of_task["frames"] for task, of_task in by_task.items()} == {TASKS[0]: 4, TASKS[1]: 3}
+    for task in TASKS:
+        for name, told in (("mean_action", None), ("policy", lambda task: task)):
+            alone = by_hand(loaded, told, only=[task])
+            assert by_task[task][name]["mse"] == pytest.approx(alone["mse"], rel=1e-4)
+            assert by_task[task][name]["mae"] == pytest.approx(alone["mae"], rel=1e-4)
+    for example, batch in zip(examples, make_batches(), strict=True):
+        assert example["task"] == batch["task"][0] and example["is_pad"] == batch["action_is_pad"][0].tolist()
+        assert example["recorded"] == batch["action"][0].tolist()
+        assert np.shape(example["predicted"]) == (CHUNK, ACTION)
+    assert json.loads(json.dumps(examples)) == examples
+
+
+def test_a_seed_is_a_result_and_leaves_no_trace(loaded):
+    policy = loaded[0]
+    policy.train()
+    state = torch.random.get_rng_state()
+    first, again, other = (evaluate(loaded, seed=seed) for seed in (1, 1, 2))
+    assert first == again and first["policy"] != other["policy"]
+    assert first["mean_action"] == other["mean_action"]
+    assert torch.equal(torch.random.get_rng_state(), state) and policy.training
+    policy.eval()
+    same = dict.fromkeys(TASKS, "") | {task: task for task in TASKS}
+    assert evaluate(loaded, seed=1, other_instruction=same)["other_instruction"] == first["policy"]
+
+
+def test_batches_draw_different_noise(loaded, monkeypatch):
+    drawn = []
+    sample = loaded[0].model.sample_noise
+
+    def keep(shape, device):
+        drawn.append(sample(shape, device))
+        return drawn[-1]
+
+    monkeypatch.setattr(loaded[0].model, "sample_noise", keep)
+    evaluate(loaded, [*make_batches((4,)), *make_batches((4,))])
+    assert torch.equal(drawn[0], drawn[1])  # own and other instruction: the same draws
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_the_number_of_denoising_steps_can_be_chosen(loaded, without_noise):
+    own = loaded[0].config.num_inference_steps
+    assert evaluate(loaded, num_steps=own)["policy"] == evaluate(loaded)["policy"]
+    assert evaluate(loaded, num_steps=1)["policy"] != evaluate(loaded)["policy"]
+
+
+def test_without_another_instruction_there_is_no_such_error(loaded):
+    errors = evaluate(loaded, other_instruction=other_instructions(["the only one"]))
+    assert errors["other_instruction"] is None
+    assert "one instruction" in error_table(errors).splitlines()[-1]
+
+
+def test_what_cannot_be_compared_is_refused(loaded):
+    with pytest.raises(ValueError, match="no frames.*eval_split"):
+        evaluate(loaded, [])
+    short = [
+        batch | {"action": batch["action"][:, :3], "action_is_pad": batch["action_is_pad"][:, :3]}
+        for batch in make_batches()
+    ]
+    with pytest.raises(ValueError, match=r"\(4, 5, 3\).*\(4, 3, 3\)"):
+        evaluate(loaded, short)
+    with pytest.raises(ValueError, match="no other instruction for 'Pick up"):
+        evaluate(loaded, other_instruction={"x": "y"})
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_errors(loaded, without_noise):
+    import copy
+
+    expected = evaluate(loaded)
+    policy, *processors = loaded
+    found = evaluate((copy.deepcopy(policy).cuda(), *processors))
+    for name in ("policy", "other_instruction"):
+        assert found[name]["mse"] == pytest.approx(expected[name]["mse"], rel=1e-3)
+
+
+def test_the_table_says_what_was_measured():
+    def errors(policy, other):
+        return {"frames": 12, "mean_action": {"mse": 8.0, "mae": [1.0]}, "policy": {"mse": policy, "mae": [1.0]}} | {
+            "other_instruction": {"mse": other, "mae": [1.0]}
+        }
+
+    trained, untrained = errors(2.0, 12.0), errors(16.0, 17.0)
+    lines = error_table(trained, untrained).splitlines()
+    assert "12 held-out frames" in lines[0]
+    rows = {line.split("  ")[1]: line.split()[-2:] for line in lines[2:]}
+    assert rows == {
+        "mean action (a)": ["8", "1.000"],
+        "before training (b)": ["16", "2.000"],
+        "trained": ["2", "0.250"],
+        "trained, told another instruction (c)": ["12", "1.500"],
+    }
+    assert json.loads(json.dumps(trained)) == trained
+    assert "before training" not in error_table(trained)
+
+
+def test_errors_are_json(loaded):
+    errors = evaluate(loaded)
+    assert json.loads(json.dumps(errors)) == errors
+
+
+def test_other_instructions():
+    assert other_instructions(["a", "b", "a", "c"]) == {"a": "b", "b": "c", "c": "a"}
+    assert other_instructions(["a", "a"]) == {}
+
+
+@pytest.mark.parametrize(("count", "limit"), [(10, 4), (4, 10), (1, 5), (1000, 128), (0, 3), (7, 7)])
+def test_frames_are_spread_evenly(count, limit):
+    chosen = evenly_spaced(count, limit)
+    assert len(chosen) == min(count, limit) and chosen.dtype == np.int64
+    if count:
+        assert chosen[0] == 0 and (len(chosen) == 1 or chosen[-1] == count - 1)
+        gaps = np.diff(chosen)
+        assert not len(gaps) or gaps.max() - gaps.min() <= 1
+
+
+def test_held_out_frames_are_lerobots(tmp_path):
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    metas = [load_metadata(make_dataset(tmp_path / name, episodes=(4, 6, 5), seed=i)) for i, name in enumerate("ab")]
+    run = SimpleNamespace(
+        metas=metas,
+        eval_episodes=(np.array([], int), np.array([1, 2])),
+        match=SimpleNamespace(camera_keys=metas[1].camera_keys, dataset_keys=("observation.state", "action")),
+        config=SimpleNamespace(dataset=SimpleNamespace(image_size=None), tolerance_s=1e-4),
+    )
+    theirs = LeRobotDataset("local/b", root=tmp_path / "b", episodes=[1], video_backend="pyav")
+    frames = list(held_out_frames(run))
+    assert len(frames) == len(theirs) == 6 and len(list(held_out_frames(run, limit=2))) == 2
+    for ours, expected in zip(frames, theirs, strict=True):
+        assert ours["task"] == expected["task"]
+        keys = {key for key in expected if key.startswith("observation.") or key == "action"}
+        assert set(ours) == keys | {"task"}
+        assert all(ours[key].dtype == expected[key].dtype and torch.equal(ours[key], expected[key]) for key in keys)
+    run.eval_episodes = ((), ())
+    with pytest.raises(ValueError, match="--dataset.eval_split"):
+        next(held_out_frames(run))

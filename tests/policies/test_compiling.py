@@ -1,0 +1,175 @@
+"""Compiled layers against the same step uncompiled, and what happens where compiling fails."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.policies.test_pi05 import process_group  # noqa: F401  (a fixture)
+from tests.tiny import make_batch, make_policy
+from util import make_trainable_optimizer, train_step
+from vla_finetuning.policies import compiling
+from vla_finetuning.policies.compiling import Compiler, why_not
+from vla_finetuning.policies.pi05 import PolicyLoss, choose_trainable
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Counting:
+    """A backend that runs the graphs that Dynamo captures as they are, and counts them."""
+
+    graphs = 0
+
+    def __call__(self, graph, examples):
+        self.graphs += 1
+        return graph
+
+
+def train(policy, module, steps, accum=1, autocast=None, first=0):
+    optimizer = make_trainable_optimizer(
+        policy, schedule=lambda step: 1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01, clip_norm=1.0
+    )
+    losses = []
+    for step in range(first, first + steps):
+        made = [make_batch(policy, seed=step * accum + micro) for micro in range(accum)]
+        result = train_step(
+            module,
+            optimizer,
+            iter([batch for batch, _, _ in made]),
+            step=step,
+            grad_accum=accum,
+            mean_over=accum,
+            draws=lambda micro, made=made: made[micro][1:],
+            autocast=autocast,
+            device=CPU,
+        )
+        losses.append(result.loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("mode, checkpointing", [("heads", False), ("full", False), ("full", True)])
+def test_layers_compile_once_and_change_nothing(mode, checkpointing):
+    """AOTAutograd's graphs, forward and backward, run by PyTorch: all of compiling but the code generator."""
+    policy = make_policy(2)
+    choose_trainable(policy, mode)
+    plain = copy.deepcopy(policy)
+    options = {"attention": "sdpa", "checkpointing": checkpointing}
+    module, reference = PolicyLoss(policy, **options, compile=Compiler("aot_eager")), PolicyLoss(plain, **options)
+    found = train(policy, module, 1)
+    # From now on nothing may compile: other noise, other weights.
+    with torch.compiler.set_stance("fail_on_recompile"):
+        found += train(policy, module, 2, first=1)
+    expected = train(plain, reference, 1) + train(plain, reference, 2, first=1)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("mode, graphs", [("heads", 3), ("full", 3)])
+def test_one_graph_for_all_layers_of_a_kind(mode, graphs):
+    policy = make_policy(2)
+    choose_trainable(policy, mode)
+    backend = Counting()
+    module = PolicyLoss(policy, compile=Compiler(backend))
+    train(policy, module, 1, accum=2)
+    assert backend.graphs == graphs  # vision, language and action layers; 2, 2 and 3 of them
+    frames = torch._dynamo.utils.counters["frames"]["total"]
+    train(policy, module, 3, accum=2, first=1)
+    assert backend.graphs == graphs and torch._dynamo.utils.counters["frames"]["total"] == frames
+
+
+def test_under_autocast_and_ddp(process_group):  # noqa: F811
+    policy = make_policy(2)
+    choose_trainable(policy, "expert")
+    plain = copy.deepcopy(policy)
+    backend = Counting()
+    module = DistributedDataParallel(PolicyLoss(policy, attention="sdpa", compile=Compiler(backend)))
+    reference = DistributedDataParallel(PolicyLoss(plain, attention="sdpa"))
+    found = train(policy, module, 3, accum=2, autocast=torch.bfloat16)
+    assert found == pytest.approx(train(plain, reference, 3, accum=2, autocast=torch.bfloat16), rel=1e-4)
+    assert backend.graphs == 3
+
+
+def test_names_in_checkpoints_stay():
+    policy = make_policy(1)
+    names = list(PolicyLoss(policy).state_dict())
+    module = PolicyLoss(policy, compile=Compiler("eager"))
+    module(*make_batch(policy)).backward()
+    assert list(module.state_dict()) == names
+
+
+def fails_to_compile(graph, examples):
+    raise RuntimeError("no code generator\nand a long story")
+
+
+def fails_in_forward(graph, examples):
+    def run(*arguments):
+        raise RuntimeError("no such kernel")
+
+    return run
+
+
+def fails_in_backward(graph, examples):
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(context, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            raise RuntimeError("no such kernel")
+
+    return lambda *arguments: tuple(Fail.apply(output) for output in graph(*arguments))
+
+
+@pytest.mark.parametrize("backend", [fails_to_compile, fails_in_forward, fails_in_backward])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_a_failure_is_one_warning_and_the_step_is_right(backend, checkpointing, caplog):
+    policy = make_policy(2)
+    choose_trainable(policy, "full")
+    plain = copy.deepcopy(policy)
+    module = PolicyLoss(policy, checkpointing=checkpointing, compile=Compiler(backend))
+    batch = make_batch(policy)
+    found, expected = module(*batch), PolicyLoss(plain)(*batch)
+    found.backward(), expected.backward()
+    assert found.item() == expected.item()
+    for (name, parameter), reference in zip(policy.named_parameters(), plain.parameters(), strict=True):
+        assert (parameter.grad is None) is (reference.grad is None), name
+        assert parameter.grad is None or torch.equal(parameter.grad, reference.grad), name
+    module(*batch).backward()
+    warnings = [record.getMessage() for record in caplog.records if record.name == "vla_finetuning.policies.compiling"]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("torch.compile failed, the run goes on without it: ")
+    assert "no code generator" in warnings[0] or "no such kernel" in warnings[0]
+
+
+def test_where_compiling_is_not_tried(monkeypatch):
+    assert why_not(CPU) == "the step runs on the CPU, and only GPUs gain from it"
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla P100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 0))
+    assert why_not(gpu) == "Tesla P100 has compute capability 6.0, and Triton needs 7.0"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(compiling, "has_triton", lambda: False)
+    assert why_not(gpu) == "Triton, which it needs, is not installed or does not work here"
+    monkeypatch.setattr(compiling, "has_triton", lambda: True)
+    assert why_not(gpu) is None
+
+
+@pytest.mark.slow
+def test_inductors_code_trains_alike():
+    """With the compiler of C++ that PyTorch's code generator calls on a CPU: a minute or two."""
+    policy = make_policy(2)
+    choose_trainable(policy, "full")
+    plain = copy.deepcopy(policy)
+    compiler = Compiler()
+    found = train(policy, PolicyLoss(policy, attention="sdpa", compile=compiler), 3)
+    assert not compiler.failed
+    assert found == pytest.approx(train(plain, PolicyLoss(plain, attention="sdpa"), 3), rel=1e-4)

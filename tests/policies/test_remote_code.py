@@ -1,0 +1,136 @@
+"""Code that comes with a policy: never run unasked, whichever way it is named; run, and named, where it is trusted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.datasets import make_dataset
+from tests.exploits import with_step
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.policies import tiny_pi05
+
+ROOT = Path(__file__).parents[2]
+# Ways in that work where nobody is in the way, of those that need no package that is not locked.
+KNOWN_WAYS = {
+    *("evo1.vlm_model_name", "gaussian_actor.vision_encoder_name", "pi0_fast.text_tokenizer_name"),
+    *("pi0_fast.action_tokenizer_name", "smolvla.vlm_model_name", "xvla.tokenizer_name"),
+    *("a step's default", "a step's default, in an export", "a step's option", "a step's option, in an export"),
+    *("a tokenizer's name", "a tokenizer's name, in an export", "a tokenizer's files"),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("remote_code")
+    meta = load_metadata(make_dataset(folder / "dataset", episodes=(3, 3)))
+    stats = {key: meta.stats[key] for key in ("observation.state", "action")}
+    return tiny_pi05.make_tiny_base(
+        folder / "base", features=meta.features, tasks=sorted(meta.tasks.values()), stats=stats, fps=10, chunk_size=5
+    )
+
+
+def start(scratch, code):
+    """A Python process that has a token to steal."""
+    environment = {**os.environ, "HF_TOKEN": "hf_secret", "HF_HOME": str(scratch / "hf"), "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        [sys.executable, *code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finished(process):
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return output, errors
+
+
+@pytest.fixture(scope="module")
+def outcomes(base, tmp_path_factory):
+    """What became of every exploit, by whether the user trusts such code."""
+    started = {}
+    for trusted in ("untrusted", "trusted"):
+        scratch = tmp_path_factory.mktemp(trusted)
+        started[trusted] = start(scratch, ["-m", "tests.exploits", str(scratch), str(base), trusted])
+    return {trusted: json.loads(finished(process)[0]) for trusted, process in started.items()}
+
+
+def test_nothing_that_is_loaded_runs(outcomes):
+    assert not [way for way, found in outcomes["untrusted"].items() if found["ran"]]
+    assert KNOWN_WAYS | {"a class", "a step of robots", "an adapter's files"} <= outcomes["untrusted"].keys()
+
+
+def test_the_exploits_work_where_they_are_trusted(outcomes):
+    """Otherwise the test above would show nothing."""
+    assert {way for way, found in outcomes["trusted"].items() if found["ran"]} >= KNOWN_WAYS
+
+
+# (pi0_fast itself hides the error of its second; run_plan refuses the type before.)
+@pytest.mark.parametrize("way", sorted(KNOWN_WAYS - {"pi0_fast.action_tokenizer_name"}))
+def test_the_error_says_what_wanted_to_run_and_how_to_let_it(outcomes, way):
+    told = " ".join(outcomes["untrusted"][way]["errors"])
+    assert "code that comes with" in told and "--policy.trust_remote_code true" in told
+
+
+def test_a_class_or_a_step_of_robots_is_not_let_in_by_trust(outcomes):
+    for way in ("a class", "a class, in an export", "a step of robots", "a step of robots, in an export"):
+        assert not outcomes["trusted"][way]["ran"] and outcomes["trusted"][way]["errors"]
+
+
+TOKENIZER = """
+class Tokenizer:
+    bos_token_id, vocab_size = 1, 1000
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        return cls()
+
+    @classmethod
+    def register_for_auto_class(cls, *args):
+        pass
+
+    def encode(self, *args, **kwargs):
+        return [5]
+
+    def __call__(self, actions):
+        return [2, 3, 4]
+"""
+PREPARED = """
+import pickle, sys
+from pathlib import Path
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.policies.loading import fetch_pretrained
+from vla_finetuning.policies.processors import Prepare, make_processors
+from vla_finetuning.run.plan import _policy_config
+from tests.exploits import made_up_stats
+
+folder, out = map(Path, sys.argv[1:])
+config = _policy_config("it", "tiny_pi05", folder, [])
+stats = {key: made_up_stats(f.shape) for key, f in {**config.input_features, **config.output_features}.items()}
+pre, _ = make_processors(folder, config, stats, {}, trusted=True)
+prepare = Prepare(pre, list(config.image_features), {}, config, trusted=True)
+out.write_bytes(pickle.dumps(prepare))
+"""
+OPENED = """
+import pickle, sys
+print(type(pickle.loads(open(sys.argv[1], "rb").read())).__name__)
+"""
+
+
+def test_trusted_code_is_named_and_reaches_the_read_tasks(base, tmp_path):
+    """A step whose tokenizer is code: prepared on the driver, unpickled in a process that has never seen it."""
+    brought = tmp_path / "brought"
+    brought.mkdir()
+    (brought / "tokenizing.py").write_text(TOKENIZER)
+    auto_map = {"AutoProcessor": "tokenizing.Tokenizer", "AutoTokenizer": ["tokenizing.Tokenizer", None]}
+    for name in ("processor_config.json", "tokenizer_config.json"):
+        (brought / name).write_text(json.dumps({"auto_map": auto_map}))
+    options = {"action_tokenizer_name": str(brought), "paligemma_tokenizer_name": str(brought)}
+    folder = with_step(tmp_path / "policy", base, {"registry_name": "action_tokenizer_processor", "config": options})
+    pickled = tmp_path / "prepare.pkl"
+    _, errors = finished(start(tmp_path, ["-c", PREPARED, str(folder), str(pickled)]))
+    assert "running Tokenizer of" in errors and "tokenizing.py (sha256" in errors
+    output, _ = finished(start(tmp_path, ["-c", OPENED, str(pickled)]))
+    assert output.strip() == "Prepare"

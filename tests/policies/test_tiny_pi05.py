@@ -1,0 +1,385 @@
+"""The tiny PI0.5: LeRobot's own code loads, saves and runs it, and nothing of LeRobot's is left changed."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.factory import get_policy_class, make_policy, make_pre_post_processors
+from lerobot.policies.pi05 import modeling_pi05
+from lerobot.policies.pi05.modeling_pi05 import PI05Policy
+from lerobot.policies.pi_gemma import PiGemmaRMSNorm
+
+from tests.tiny import make_config
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.policies.tiny_pi05 import (
+    TinyPI05Policy,
+    TinyPI05TokenizerProcessorStep,
+    atomic_folder,
+    make_tiny_base,
+    make_tokenizer,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = ["Pick up the red cube.", "Open the drawer, slowly"]
+
+
+def camera(height, width, dtype="video", channels=3):
+    return {"dtype": dtype, "shape": (height, width, channels), "names": ["height", "width", "channels"]}
+
+
+def vector(size, names=None):
+    return {"dtype": "float32", "shape": (size,), "names": names}
+
+
+def make_features(state=4, action=3):
+    return {
+        "observation.images.top": camera(40, 60),
+        "observation.images.wrist": camera(32, 32),
+        "observation.state": vector(state),
+        "action": vector(action, [f"joint_{i}.pos" for i in range(action)]),
+        "timestamp": vector(1),
+    }
+
+
+def make_stats(features):
+    stats = {}
+    for key in ("observation.state", "action"):
+        (size,) = features[key]["shape"]
+        stats[key] = {"q01": -np.arange(1.0, size + 1), "q99": np.arange(1.0, size + 1), "mean": np.zeros(size)}
+    return stats
+
+
+def make_base(folder, *, features=None, **options):
+    features = features or make_features()
+    if "stats" not in options:
+        options["stats"] = make_stats(features)
+    return make_tiny_base(folder, **{"features": features, "tasks": TASKS, "fps": 10, "chunk_size": 5, **options})
+
+
+def load(folder):
+    """As LeRobot loads any policy."""
+    config = PreTrainedConfig.from_pretrained(folder)
+    policy = get_policy_class(config.type).from_pretrained(folder, config=config)
+    return policy, *make_pre_post_processors(config, pretrained_path=str(folder))
+
+
+def observation(features, rows=2, tasks=TASKS):
+    generator = torch.Generator().manual_seed(1)
+    batch = {"task": [tasks[i % len(tasks)] for i in range(rows)]}
+    for key, feature in features.items():
+        shape = tuple(feature["shape"])
+        if feature["dtype"] in ("video", "image"):
+            batch[key] = torch.rand((rows, 3, *shape[:2]), generator=generator)
+        elif key == "observation.state":
+            batch[key] = torch.randn((rows, *shape), generator=generator)
+    return batch
+
+
+FRESH_PROCESS = """
+import sys
+import torch
+from vla_finetuning.policies import tiny_pi05  # puts `tiny_pi05` into LeRobot's registry; everything below is LeRobot's
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from safetensors.torch import load_file, save_file
+
+folder, inputs, outputs = sys.argv[1:]
+config = PreTrainedConfig.from_pretrained(folder)
+policy = get_policy_class(config.type).from_pretrained(folder)
+preprocessor, postprocessor = make_pre_post_processors(config, pretrained_path=folder)
+batch = preprocessor({**load_file(inputs), "task": ["Pick up the red cube.", "Open the drawer, slowly"]})
+torch.manual_seed(3)
+chunk = policy.predict_action_chunk(batch)
+found = {"chunk": chunk, "action": postprocessor(chunk), "tokens": batch["observation.language.tokens"]}
+save_file({key: value.contiguous() for key, value in found.items()}, outputs)
+"""
+
+
+def test_a_saved_policy_predicts_the_same_in_a_fresh_process_and_another_place(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    features = make_features()
+    policy, preprocessor, postprocessor = load(make_base(tmp_path / "base"))
+    with torch.no_grad():  # as training leaves it: no weight where it was, embeddings and unused heads apart
+        for parameter in policy.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    saved = tmp_path / "saved"
+    policy.save_pretrained(saved)
+    preprocessor.save_pretrained(saved, config_filename="policy_preprocessor.json")
+    postprocessor.save_pretrained(saved, config_filename="policy_postprocessor.json")
+    batch = observation(features)
+    prepared = preprocessor(dict(batch))
+    torch.manual_seed(3)
+    chunk = policy.predict_action_chunk(prepared)
+    assert chunk.shape == (2, 5, 3)
+
+    moved = tmp_path / "elsewhere" / "moved"
+    moved.parent.mkdir()
+    shutil.move(saved, moved)
+    shutil.rmtree(tmp_path / "base")
+    save_file({key: value for key, value in batch.items() if key != "task"}, tmp_path / "in.safetensors")
+    command = [sys.executable, "-c", FRESH_PROCESS, moved, tmp_path / "in.safetensors", tmp_path / "out.safetensors"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = load_file(tmp_path / "out.safetensors")
+    assert torch.equal(found["tokens"], prepared["observation.language.tokens"])
+    assert torch.equal(found["chunk"], chunk)
+    assert torch.equal(found["action"], postprocessor(chunk))
+
+
+def test_lerobot_makes_and_trains_one_from_dataset_metadata(tmp_path):
+    features = make_features()
+    folder = make_base(tmp_path / "base")
+    config = PreTrainedConfig.from_pretrained(folder)
+    config.pretrained_path = folder
+    metadata = SimpleNamespace(features=features, stats=make_stats(features))
+    policy = make_policy(config, ds_meta=metadata)
+    assert isinstance(policy, TinyPI05Policy) and isinstance(policy, PI05Policy)
+    saved, _ = make_pre_post_processors(config, pretrained_path=str(folder))
+    fresh, _ = make_pre_post_processors(config, dataset_stats=metadata.stats)
+    batch = {**observation(features), "action": torch.randn(2, 5, 3)}
+    from_folder, from_config = saved(dict(batch)), fresh(dict(batch))
+    for key in ("observation.state", "action", "observation.language.tokens", "observation.language.attention_mask"):
+        assert torch.equal(from_folder[key], from_config[key]), key
+    loss, _ = policy.forward(from_folder)
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+def test_lerobot_is_left_as_it_was():
+    names = ("get_gemma_config", "PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM")
+    before = [getattr(modeling_pi05, name) for name in names]
+    TinyPI05Policy(make_config())
+    assert [getattr(modeling_pi05, name) for name in names] == before
+    config = make_config()
+    config.image_resolution = (28, 56)  # refused by LeRobot, in the middle of its constructor
+    with pytest.raises(ValueError, match="square"):
+        TinyPI05Policy(config)
+    assert [getattr(modeling_pi05, name) for name in names] == before
+    assert modeling_pi05.get_gemma_config("gemma_2b").width == 2048
+
+
+def test_sizes_reach_the_model():
+    config = make_config(depth=2, vision_depth=1, patch_size=7)
+    policy = TinyPI05Policy(config)
+    joint = policy.model.paligemma_with_expert
+    assert joint.paligemma.model.language_model.embed_tokens.weight.shape == (config.vocab_size, 32)
+    assert len(joint.gemma_expert.model.layers) == len(joint.paligemma.model.language_model.layers) == 2
+    vision = joint.paligemma.model.vision_tower.vision_model
+    assert len(vision.encoder.layers) == 1
+    assert vision.embeddings.patch_embedding.weight.shape == (32, 3, 7, 7)
+    assert joint.embed_image(torch.zeros(1, 3, 28, 28)).shape == (1, 16, 32)
+    assert config.vocab_size < 300 and sum(p.numel() for p in policy.parameters()) < 200_000
+
+
+@pytest.mark.parametrize(
+    ("option", "complaint"),
+    [({"width": 33}, "even"), ({"vision_heads": 5}, "vision_heads"), ({"patch_size": 9}, "patch")],
+)
+def test_sizes_that_cannot_work_are_refused(option, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        make_config(**option)
+
+
+def test_a_fresh_policy_starts_with_open_gates_and_scaled_weights():
+    joint = TinyPI05Policy(make_config(width=64)).model.paligemma_with_expert
+    norms = [m for m in joint.gemma_expert.model.modules() if isinstance(m, PiGemmaRMSNorm)]
+    assert len(norms) == 3 * 2 + 1
+    for norm in norms:
+        scale, shift, gate = norm.dense(torch.randn(1, 64)).chunk(3, dim=-1)
+        assert (gate == 1).all() and (scale == 0).all() and (shift == 0).all()
+    for layer in (joint.paligemma.model.language_model.layers[0], joint.gemma_expert.model.layers[0]):
+        assert layer.mlp.up_proj.weight.std().item() == pytest.approx(64**-0.5, rel=0.1)
+
+
+def test_a_base_is_a_function_of_its_arguments(tmp_path):
+    state = torch.random.get_rng_state()
+    bases = [make_base(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    files = [{path.name: path.read_bytes() for path in base.iterdir()} for base in bases]
+    assert {"config.json", "model.safetensors", "policy_preprocessor.json", "policy_postprocessor.json"} <= set(
+        files[0]
+    )
+    assert files[0] == files[1]
+    assert [name for name in files[0] if files[0][name] != files[2][name]] == ["model.safetensors"]
+    for name, content in files[0].items():
+        assert str(tmp_path).encode() not in content, f"{name} holds an absolute path"
+
+
+def test_any_dataset_gets_a_base_that_runs(tmp_path):
+    features = {
+        "observation.images.left": {"dtype": "image", "shape": [3, 24, 30], "names": ["channels", "height", "width"]},
+        "observation.images.depth": camera(24, 30, channels=1),
+        "observation.images.right": camera(50, 20),
+        "observation.state": vector(32, {"motors": [f"m{i}" for i in range(32)]}),
+        "observation.force": vector(3),
+        "action": vector(32, {"arm": ["a"] * 16, "hand": ["b"] * 16}),
+        "next.done": {"dtype": "bool", "shape": (1,), "names": None},
+    }
+    objects = {key: SimpleNamespace(**feature) for key, feature in features.items()}
+    tasks = ["put the Größere block — die rote — into bin_3, then go back 250 mm"]
+    folder = make_tiny_base(tmp_path / "base", features=objects, tasks=tasks, stats=make_stats(features), fps=30)
+    policy, preprocessor, postprocessor = load(folder)
+    assert list(policy.config.image_features) == ["observation.images.left", "observation.images.right"]
+    assert policy.config.image_features["observation.images.left"].shape == (3, 24, 30)
+    assert policy.config.image_features["observation.images.right"].shape == (3, 50, 20)
+    assert policy.config.chunk_size == 30 and policy.config.action_feature_names == ["a"] * 16 + ["b"] * 16
+    shapes = {"observation.images.left": (24, 30, 3), "observation.images.right": (50, 20, 3)}
+    batch = observation({"observation.state": vector(32)}, tasks=tasks)
+    for key, (height, width, _) in shapes.items():
+        batch[key] = torch.rand(2, 3, height, width)
+    prepared = preprocessor(batch)
+    assert not (prepared["observation.language.tokens"] == make_tokenizer([]).unk_token_id).any()
+    assert postprocessor(policy.predict_action_chunk(prepared)).shape == (2, 30, 32)
+
+
+def test_a_chunk_is_a_second_unless_told_otherwise(tmp_path):
+    for fps, expected in ((10, 10), (200, 50), (1, 2)):
+        folder = make_base(tmp_path / str(fps), fps=fps, chunk_size=None)
+        assert json.loads((folder / "config.json").read_text())["chunk_size"] == expected
+
+
+def test_statistics_may_come_later(tmp_path):
+    folder = make_base(tmp_path / "base", stats=None)
+    features = make_features()
+    config = PreTrainedConfig.from_pretrained(folder)
+    preprocessor, _ = make_pre_post_processors(
+        config,
+        pretrained_path=str(folder),
+        preprocessor_overrides={"normalizer_processor": {"stats": make_stats(features)}},
+    )
+    batch = observation(features)
+    expected = batch["observation.state"] / torch.arange(1.0, 5)
+    torch.testing.assert_close(preprocessor(batch)["observation.state"], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"observation.images.top": None, "observation.images.wrist": camera(9, 9, channels=1)}, "no RGB camera"),
+        ({"observation.state": None}, "no 'observation.state'"),
+        ({"action": None}, "no 'action'"),
+        ({"observation.state": {"dtype": "float32", "shape": (2, 2), "names": None}}, "must be a vector"),
+        ({"observation.images.top": {"dtype": "video", "shape": (3,), "names": None}}, "'observation.images.top'"),
+    ],
+)
+def test_a_dataset_that_pi05_cannot_use_is_refused(tmp_path, change, complaint):
+    features = {key: feature for key, feature in {**make_features(), **change}.items() if feature is not None}
+    with pytest.raises(ValueError, match=complaint):
+        make_base(tmp_path / "base", features=features, stats=make_stats(make_features()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_bad_arguments_are_refused(tmp_path):
+    wide = make_features(state=33)
+    with pytest.raises(ValueError, match="'observation.state' has 33 dimensions, more than PI0.5's 32"):
+        make_base(tmp_path / "base", features=wide)
+    stats = make_stats(make_features())
+    del stats["action"]["q99"]
+    with pytest.raises(ValueError, match=r"'action' lack \['q99'\].*augment_dataset_quantile_stats"):
+        make_base(tmp_path / "base", stats=stats)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "base").mkdir()
+    with pytest.raises(FileExistsError, match="base"):
+        make_base(tmp_path / "base")
+
+
+# --- tokenizer -------------------------------------------------------------------------------------------------------
+
+
+def test_every_state_bin_is_a_token_of_its_own():
+    tokenizer = make_tokenizer([])
+    ids = [tokenizer(str(value))["input_ids"] for value in range(-1, 256)]
+    assert all(len(token) == 1 for token in ids) and len({token[0] for token in ids}) == 257
+    assert tokenizer.unk_token_id not in {token[0] for token in ids}
+
+
+def test_words_are_told_apart_and_strangers_are_unknown():
+    tokenizer = make_tokenizer(["red", "größer"])
+    pieces = tokenizer.convert_ids_to_tokens(
+        tokenizer("Task: RED blue 红色 Größer 300, State: -1 7;\nAction: ")["input_ids"]
+    )
+    unknown = tokenizer.unk_token
+    assert pieces == [
+        "task",
+        ":",
+        "red",
+        unknown,
+        unknown,
+        "größer",
+        unknown,
+        ",",
+        "state",
+        ":",
+        "-1",
+        "7",
+        ";",
+        "action",
+        ":",
+    ]
+
+
+def test_every_word_of_the_instructions_is_known(tmp_path):
+    _, preprocessor, _ = load(make_base(tmp_path / "base"))
+    batch = preprocessor(observation(make_features()))
+    tokens, mask = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
+    tokenizer = next(s for s in preprocessor.steps if isinstance(s, TinyPI05TokenizerProcessorStep)).input_tokenizer
+    assert not (tokens == tokenizer.unk_token_id).any()
+    assert torch.equal(mask, tokens != tokenizer.pad_token_id)
+    first = [token for token in tokenizer.convert_ids_to_tokens(tokens[0]) if token != tokenizer.pad_token]
+    assert " ".join(first).startswith("task : pick up the red cube . , state :")
+    assert first[-3:] == [";", "action", ":"]  # nothing cut off
+    assert len(first) == 8 + 6 + 4
+
+
+def test_a_prompt_that_does_not_fit_is_an_error(tmp_path):
+    policy, preprocessor, _ = load(make_base(tmp_path / "base"))
+    features = make_features()
+    spare = "very " * tiny_pi05.SPARE_WORDS
+    preprocessor(observation(features, tasks=[spare + TASKS[0]]))
+    limit = policy.config.tokenizer_max_length
+    with pytest.raises(ValueError, match=rf"tokenizer_max_length {limit}.*shorten the instruction"):
+        preprocessor(observation(features, tasks=["very " * limit]))
+
+
+def test_a_large_vocabulary_keeps_the_frequent_words(monkeypatch):
+    monkeypatch.setattr(tiny_pi05, "MAX_VOCABULARY", 2)
+    prompts = [["go", "b"], ["go", "a"], ["go", "c", "c", "task", "255"]]
+    assert tiny_pi05._vocabulary(prompts) == ["go", "c"]
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_appears_complete_or_not_at_all(tmp_path):
+    folder = tmp_path / "deep" / "folder"
+    with pytest.raises(RuntimeError), atomic_folder(folder) as partial:
+        partial.mkdir()
+        (partial / "half").write_text("x")
+        assert not folder.exists()
+        raise RuntimeError
+    assert list(folder.parent.iterdir()) == []
+    with atomic_folder(folder) as partial:
+        partial.mkdir()
+        (partial / "whole").write_text("x")
+    assert [path.name for path in folder.parent.rglob("*")] == ["folder", "whole"]
+
+
+def test_the_first_of_two_writers_wins(tmp_path):
+    folder = tmp_path / "folder"
+    with atomic_folder(folder) as late:
+        late.mkdir()
+        (late / "late").write_text("x")
+        with atomic_folder(folder) as early:
+            early.mkdir()
+            (early / "early").write_text("x")
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "early"]

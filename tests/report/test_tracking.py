@@ -1,0 +1,339 @@
+"""What reaches a tracker of a run that fails, goes on, and ends; read back with the trackers' own code."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from vla_finetuning.config import Config, parse_args
+from vla_finetuning.report import tracking
+from vla_finetuning.report.tracking import PACKAGE, Link, track
+
+PROJECT = "curves"
+EVALUATION = {
+    "trained": {
+        "frames": 8,
+        "mean_action": {"mse": 2.0, "mae": [1.0]},
+        "policy": {"mse": 0.5, "mae": [0.5]},
+        "other_instruction": None,
+    },
+    "untrained": {"policy": {"mse": 3.0, "mae": [1.0]}},
+}
+ERRORS = {"eval_mse/mean_action": 2.0, "eval_mse/before_training": 3.0, "eval_mse/trained": 0.5}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run's folder at its start."""
+    folder = tmp_path / "run7"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(Config(lr=2.5e-5, steps=50).to_json()))
+    return folder
+
+
+def logged(folder, *steps, attempt=0):
+    """What `MetricsLog` adds: a line for each of the steps. The loss tells the step and the attempt."""
+    with open(folder / "metrics.jsonl", "a") as file:
+        for step in steps:
+            line = {"step": step, "lr": 0.5, "loss": step + attempt / 4, "mfu": None, "data_wait_s": 0.0}
+            file.write(json.dumps(line) + "\n")
+
+
+def checkpoint(folder, step):
+    (folder / "checkpoints" / f"step_{step:08d}").mkdir()
+
+
+def resumed(folder, step):
+    """What `MetricsLog` does when a worker group starts: lines past the checkpoint are void."""
+    path = folder / "metrics.jsonl"
+    kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
+    path.write_text("".join(line + "\n" for line in kept))
+
+
+def a_whole_run(folder, name):
+    """Fails at 30 and goes on from 20 in the same process; stops at 40 and is resumed by another, from 30; ends at 50.
+
+    A checkpoint at 30 is written late: what is passed on is looked at in between.
+    """
+    link = Link(folder, name, PROJECT)
+    logged(folder, 10, 20)
+    link.forward()
+    checkpoint(folder, 20)
+    link.forward()
+    logged(folder, 30)
+    link.forward()
+    resumed(folder, 20)
+    link.forward()
+    logged(folder, 30, 40, attempt=1)
+    link.forward()
+    checkpoint(folder, 30)
+    link.finish()
+
+    link = Link(folder, name, PROJECT)
+    resumed(folder, 30)
+    link.forward()
+    logged(folder, 40, 50, attempt=2)
+    link.forward()
+    checkpoint(folder, 50)
+    (folder / "evaluation.json").write_text(json.dumps(EVALUATION))
+    link.finish()
+    # Nothing is new: nothing is sent again.
+    Link(folder, name, PROJECT).finish()
+
+
+LOSSES = [(10, 10.0), (20, 20.0), (30, 30.25), (40, 40.5), (50, 50.5)]
+
+
+def said(folder):
+    """metrics.jsonl's own curve, which every tracker must show."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+# ---- TensorBoard ---------------------------------------------------------------------------------------------------
+
+
+def events(folder):
+    """The folder as TensorBoard reads it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def scalars(folder, key="train/loss"):
+    return [(event.step, event.value) for event in events(folder).Scalars(key)]
+
+
+def test_tensorboard_shows_what_metrics_jsonl_says(folder):
+    a_whole_run(folder, "tensorboard")
+    assert scalars(folder) == LOSSES == said(folder)
+    read = events(folder)
+    assert set(read.Tags()["scalars"]) == {"train/loss", "train/lr", "train/data_wait_s", *ERRORS}
+    assert {key: [(e.step, e.value) for e in read.Scalars(key)] for key in ERRORS} == {
+        key: [(50, value)] for key, value in ERRORS.items()
+    }
+    config = json.loads(read.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode().strip("`json\n"))
+    assert config == {**json.loads((folder / "config.json").read_text()), "code_revision": tracking.code_revision()}
+
+
+def test_tensorboard_gets_lines_at_once_and_takes_them_back(folder):
+    link = Link(folder, "tensorboard", PROJECT)
+    logged(folder, 10, 20)
+    link.forward()
+    assert scalars(folder) == [(10, 10.0), (20, 20.0)]
+    resumed(folder, 0)
+    logged(folder, 10, attempt=1)
+    link.forward()
+    assert scalars(folder) == [(10, 10.25)]
+    link.finish()
+
+
+def test_a_line_that_is_still_being_written_waits(folder):
+    link = Link(folder, "tensorboard", PROJECT)
+    logged(folder, 10)
+    whole = (folder / "metrics.jsonl").read_text()
+    for part in ("", whole[:9], whole):
+        (folder / "metrics.jsonl").write_text(part)
+        link.forward()
+    # As `MetricsLog` writes the file anew, it is empty for a moment: nothing is void yet.
+    (folder / "metrics.jsonl").write_text("")
+    link.forward()
+    assert scalars(folder) == [(10, 10.0)]
+    (folder / "metrics.jsonl").write_text(whole)
+    link.finish()
+    assert scalars(folder) == [(10, 10.0)]
+
+
+# ---- trackers that keep what they are given ------------------------------------------------------------------------
+
+
+# A process of its own for each: they read the environment when they are imported, and leave threads behind.
+READ_BACK = {
+    "trackio": """
+import trackio
+from trackio.sqlite_storage import SQLiteStorage
+
+[run] = trackio.Api().runs(PROJECT)
+points = [(line["step"], key, value) for line in SQLiteStorage.get_logs(PROJECT, run.name)
+          for key, value in line.items() if "/" in key]
+found = [points, run.config["lr"], run.config["code_revision"]]
+""",
+    "mlflow": """
+from mlflow.tracking import MlflowClient
+
+client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+[run] = client.search_runs([client.get_experiment_by_name(PROJECT).experiment_id])
+points = [(p.step, key, p.value) for key in run.data.metrics for p in client.get_metric_history(run.info.run_id, key)]
+found = [points, float(run.data.params["lr"]), run.data.params["code_revision"]]
+""",
+    # The files of one id that `wandb sync` would send, one after the other. wandb has no public reader for them:
+    # records in LevelDB's log format (blocks of 32 KiB; checksum, length, type of each piece) after 7 bytes of its own.
+    "wandb": """
+import struct
+from wandb.proto import wandb_internal_pb2
+
+def records(data):
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole, at = whole + data[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+points, config, ids = [], {}, set()
+for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime):
+    for record in records(path.read_bytes()):
+        for item in record.run.config.update:
+            config[item.key] = json.loads(item.value_json)
+        if record.run.run_id:
+            ids.add(record.run.run_id)
+        row = {i.key or i.nested_key[0]: json.loads(i.value_json) for i in record.history.item}
+        points += [(record.history.step.num, key, value) for key, value in row.items() if "/" in key]
+assert len(ids) == 1, ids
+found = [points, config["lr"], config["code_revision"]]
+""",
+}
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from tests.report.test_tracking import PROJECT, a_whole_run
+
+folder = Path(sys.argv[1])
+a_whole_run(folder, sys.argv[2])
+exec(sys.argv[3])
+print("FOUND " + json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("name", READ_BACK)
+def test_others_show_what_metrics_jsonl_says(folder, tmp_path, name):
+    """Every step once, though they take nothing back; offline."""
+    if name != "trackio":  # which is among the requirements
+        pytest.importorskip(name, reason=f"pip install {PACKAGE[name]}")
+    offline = {"TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), name, READ_BACK[name]],
+        env={**os.environ, **offline, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    [found] = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    points, lr, revision = json.loads(found.removeprefix("FOUND "))
+    assert [(step, value) for step, key, value in points if key == "train/loss"] == LOSSES == said(folder)
+    assert {(step, key, value) for step, key, value in points if key.startswith("eval")} == {
+        (50, key, value) for key, value in ERRORS.items()
+    }
+    assert (lr, revision) == (2.5e-5, tracking.code_revision())
+
+
+class Kept:
+    """A tracker that keeps what it is given, and fails when told to."""
+
+    takes_back, run_id = False, "one"
+
+    def __init__(self, *_):
+        self.points, self.failing, self.closed = [], False, False
+        Kept.last = self
+
+    def log(self, step, values):
+        if self.failing:
+            raise ConnectionError("no route")
+        self.points.append((step, values["train/loss"]))
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    monkeypatch.setitem(tracking.TRACKERS, "wandb", Kept)
+    monkeypatch.setattr(tracking, "require_tracker", lambda name: None)
+
+
+def test_a_line_waits_for_the_checkpoint_that_makes_it_final(folder, kept):
+    link = Link(folder, "wandb", PROJECT)
+    logged(folder, 10, 20, 30)
+    link.forward()
+    assert Kept.last.points == []
+    checkpoint(folder, 20)
+    link.forward()
+    assert Kept.last.points == [(10, 10.0), (20, 20.0)]
+
+
+def test_a_tracker_that_fails_is_a_warning_and_gets_what_it_missed(folder, kept, caplog):
+    logged(folder, 10, 20)
+    checkpoint(folder, 20)
+    with caplog.at_level(logging.WARNING), track(folder, "wandb", PROJECT):
+        Kept.last.failing = True
+    assert Kept.last.closed
+    assert (
+        f"no route; `python -m vla_finetuning.report.tracking {folder} --track wandb` sends what is missing"
+        in caplog.text
+    )
+    assert tracking.main([str(folder), "--track=wandb"]) == 0
+    assert Kept.last.points == [(10, 10.0), (20, 20.0)]
+
+
+def test_lines_are_passed_on_while_the_run_goes_on(folder, kept, monkeypatch):
+    monkeypatch.setattr(tracking, "POLL_S", 0.01)
+    arrived = threading.Event()
+    monkeypatch.setattr(Kept, "log", lambda self, step, values: arrived.set())
+    with track(folder, "wandb", PROJECT):
+        logged(folder, 10)
+        checkpoint(folder, 10)
+        assert arrived.wait(60)
+
+
+# ---- flags ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PACKAGE)
+def test_a_missing_package_is_named_before_anything_is_written(folder, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(ValueError, match=f"^--track {name}: .*; pip install {PACKAGE[name]}"), track(folder, name, "p"):
+        pass
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_tracker_that_cannot_be_opened_is_an_error(folder, monkeypatch, capsys):
+    def refuse(*_):
+        raise RuntimeError("no API key")
+
+    monkeypatch.setattr(tracking, "require_tracker", lambda name: None)
+    monkeypatch.setitem(tracking.TRACKERS, "wandb", refuse)
+    assert tracking.main([str(folder), "--track=wandb"]) == 1
+    assert "--track wandb: cannot be opened: RuntimeError: no API key; `wandb login`" in capsys.readouterr().err
+
+
+def test_the_flag():
+    argv = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
+    assert parse_args(argv).track is None
+    assert parse_args([*argv, "--track", "mlflow"]).track == "mlflow"
+    with pytest.raises(ValueError, match="--track=excel: expected one of tensorboard, wandb, trackio, mlflow"):
+        parse_args([*argv, "--track=excel"])
+
+
+def test_no_tracker_writes_nothing(folder):
+    before = sorted(folder.rglob("*"))
+    with track(folder, None, PROJECT):
+        logged(folder, 10)
+    assert sorted(folder.rglob("*")) == sorted([*before, folder / "metrics.jsonl"])
+
+
+def test_code_without_git_has_a_digest(monkeypatch):
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert re.fullmatch("sha256:[0-9a-f]{64}", tracking.code_revision())

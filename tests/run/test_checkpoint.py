@@ -1,0 +1,317 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.data.test_hostile import json_values
+from util import make_trainable_optimizer
+from vla_finetuning.run import checkpoint
+from vla_finetuning.run.checkpoint import (
+    OPTIMIZER,
+    TRAINABLE,
+    Piece,
+    Progress,
+    check_resumable,
+    commit,
+    latest_checkpoint,
+    load_checkpoint,
+    load_progress,
+    prune,
+    require_space,
+    set_aside_damaged,
+    write_pieces,
+)
+
+PROGRESS = Progress(
+    step=7, rows=56, stream={"seed": 0, "rows_per_epoch": 99}, base={"digest": "x"}, mode="full", global_batch_size=8
+)
+
+
+def made(folder: Path, step: int = 7, loss: float | None = None) -> Path:
+    progress = Progress(**{**PROGRESS.__dict__, "step": step, "rows": step * 8, "loss": loss})
+    weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+    path = folder / f"step_{step:08d}"
+    saved(path, {TRAINABLE: {"a.weight": weight}, OPTIMIZER: {"exp_avg.a.weight": weight * 2}}, progress)
+    return path
+
+
+def saved(path: Path, tensors: dict[str, dict[str, torch.Tensor]], progress: Progress, writers: int = 1) -> None:
+    """By so many writers: each has the rows that torch.chunk gives it."""
+    files = {}
+    for number in range(writers):
+        pieces: dict[str, dict[str, Piece]] = {}
+        for kind, group in tensors.items():
+            pieces[kind] = {}
+            for name, tensor in group.items():
+                rows = -(-len(tensor) // writers)
+                held = tensor[number * rows : (number + 1) * rows]
+                pieces[kind][name] = Piece(held, (min(number * rows, len(tensor)), *[0] * (tensor.ndim - 1)))
+        files |= write_pieces(path, pieces, number, writers)
+    commit(path, progress, files)
+
+
+def empty() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    return {"a.weight": torch.zeros(3, 4)}, {"exp_avg.a.weight": torch.zeros(3, 4)}
+
+
+@pytest.mark.parametrize("writers", [1, 2, 5])
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path, writers):
+    weight = torch.randn(3, 4)
+    path = tmp_path / "step_00000007"
+    saved(path, {TRAINABLE: {"a.weight": weight}, OPTIMIZER: {"exp_avg.a.weight": weight * 2}}, PROGRESS, writers)
+    trainable, optimizer = empty()
+    assert load_checkpoint(path, trainable, optimizer) == PROGRESS == load_progress(path)
+    assert torch.equal(trainable["a.weight"], weight)
+    assert torch.equal(optimizer["exp_avg.a.weight"], weight * 2)
+    assert sorted(p.suffix for p in path.iterdir()) == [".json"] + [".safetensors"] * 2 * writers
+    only, _ = empty()
+    load_checkpoint(path, only)
+    assert torch.equal(only["a.weight"], weight)
+
+
+def test_other_names_and_shapes_are_refused(tmp_path):
+    path = made(tmp_path)
+    with pytest.raises(ValueError, match=r"another trainable state than is wanted now, e.g. \['b.weight'\]"):
+        load_checkpoint(path, {**empty()[0], "b.weight": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"another optimizer state .* e.g. \['exp_avg.a.weight'\]"):
+        load_checkpoint(path, empty()[0], {})
+    with pytest.raises(ValueError, match=r"cannot be read: .*\[3, 4\].*\[4, 3\]"):
+        load_checkpoint(path, {"a.weight": torch.zeros(4, 3)})
+
+
+def test_a_disk_that_fails_is_not_a_damaged_checkpoint(tmp_path, monkeypatch):
+    """Another attempt may read it, so it must not end the run as a bad file does."""
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    path = made(tmp_path)
+    monkeypatch.setattr("torch.distributed.checkpoint.HuggingFaceStorageReader.read_data", fail)
+    with pytest.raises(OSError, match="cannot be read: .*Input/output error"):
+        load_checkpoint(path, {"a.weight": torch.zeros(3, 4)})
+
+
+def test_what_a_dead_attempt_wrote_does_not_come_along(tmp_path):
+    path = tmp_path / "step_00000007"
+    rows = {TRAINABLE: {"a": Piece(torch.ones(1), (1,))}}
+    write_pieces(path, rows, 1, 2)
+    commit(path, PROGRESS, write_pieces(path, {TRAINABLE: {"a": Piece(torch.zeros(2), (0,))}}))
+    assert sorted(p.name for p in path.iterdir()) == ["state.json", "trainable.safetensors"]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer.safetensors", checkpoint.STATE])
+@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(tmp_path, name, damage, caplog):
+    before, newest = made(tmp_path, 5), made(tmp_path, 7)
+    assert set_aside_damaged(tmp_path) == latest_checkpoint(tmp_path) == newest
+    damage(newest / name)
+    assert set_aside_damaged(tmp_path) == before
+    assert f"checkpoint {newest}: {name}" in caplog.text
+    # Everybody else now finds the same, without reading it.
+    assert latest_checkpoint(tmp_path) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"damaged_{newest.name}", before.name]
+
+
+@pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer.safetensors"])
+def test_what_is_missing_is_seen_without_reading_everything(tmp_path, name):
+    before, newest = made(tmp_path, 5), made(tmp_path, 7)
+    truncate(newest / name)
+    assert latest_checkpoint(tmp_path) == before
+    with pytest.raises(ValueError, match=f"{newest.name}: {name} is missing or truncated"):
+        load_checkpoint(newest, *empty())
+
+
+def test_a_crash_while_writing_leaves_nothing_that_counts(tmp_path, monkeypatch):
+    before = made(tmp_path, 5)
+
+    def dies(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", dies)
+        with pytest.raises(KeyboardInterrupt):
+            made(tmp_path, 7)
+    assert latest_checkpoint(tmp_path) == before
+    assert len(list(tmp_path.iterdir())) == 2
+    assert set_aside_damaged(tmp_path) == before
+    assert list(tmp_path.iterdir()) == [before]
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path, caplog, monkeypatch):
+    for step, loss in enumerate((0.9, 0.2, None, 0.5, float("nan"), 0.7), start=1):
+        made(tmp_path, step, loss)
+    prune(tmp_path, keep=2, keep_best=2)
+    assert sorted(int(path.name[5:]) for path in tmp_path.iterdir()) == [2, 4, 5, 6]
+
+    def refuses(*_):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(os, "rename", refuses)
+    prune(tmp_path, keep=2, keep_best=1)
+    assert "could not be deleted (not yours); training goes on" in caplog.text
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_no_checkpoint_at_all(tmp_path):
+    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(tmp_path / "absent") is None
+
+
+def test_another_format_is_refused(tmp_path):
+    path = made(tmp_path)
+    state = json.loads((path / checkpoint.STATE).read_text())
+    assert state["format"] == checkpoint.FORMAT
+    (path / checkpoint.STATE).write_text(json.dumps({**state, "format": 99}))
+    with pytest.raises(ValueError, match="format 99"):
+        load_checkpoint(path, *empty())
+
+
+def test_whoever_may_read_a_folder_may_read_the_checkpoints_in_it(tmp_path, assert_usual_permissions):
+    assert_usual_permissions(made(tmp_path / "checkpoints").parent)
+
+
+def rewrite(folder: Path, **changes) -> None:
+    """Change what state.json says, its checksum made to fit; `...` takes a key away."""
+    state = json.loads((folder / checkpoint.STATE).read_text()) | changes
+    state = {key: value for key, value in state.items() if value is not ... and key != "sha256"}
+    (folder / checkpoint.STATE).write_text(json.dumps({**state, "sha256": checkpoint._digest(state)}))
+
+
+ENTRY = {"bytes": 3, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"files": ...}, "no 'files'"),
+        ({"files": None}, "'items'"),
+        ({"files": [["trainable.safetensors", ENTRY]]}, "'items'"),
+        ({"files": {"../secret": ENTRY}}, "'../secret' is no file of a checkpoint"),
+        ({"files": {"/etc/hostname": ENTRY}}, "is no file of a checkpoint"),
+        ({"files": {"x" * 5000: ENTRY}}, "is no file of a checkpoint"),
+        ({"files": {"trainable.safetensors": {}}}, "no 'bytes'"),
+        ({"files": {"trainable.safetensors": None}}, "not subscriptable"),
+        ({"files": {"trainable.safetensors": {**ENTRY, "bytes": "3"}}}, "size and checksum of trainable.safetensors"),
+        ({"progress": ...}, "no 'progress'"),
+        ({"progress": {**PROGRESS.__dict__, "step": "7"}}, "step is '7'"),
+        ({"progress": {**PROGRESS.__dict__, "base": None}}, "base is None"),
+    ],
+)
+def test_a_state_that_is_none_is_a_damaged_checkpoint(tmp_path, changes, message, caplog):
+    """Named, and the one before is taken: also where its checksum fits, which anybody can compute."""
+    before, newest = made(tmp_path, 5), made(tmp_path, 7)
+    rewrite(newest, **changes)
+    with pytest.raises(ValueError, match=f"checkpoint {newest}: state.json is missing or damaged .*{message}"):
+        load_progress(newest)
+    assert latest_checkpoint(tmp_path) == set_aside_damaged(tmp_path) == before
+
+
+files_of_any_form = json_values | st.dictionaries(
+    st.text(max_size=8) | st.just("trainable.safetensors"),
+    json_values | st.fixed_dictionaries({"bytes": json_values, "sha256": json_values}),
+)
+
+
+@given(files_of_any_form, st.just(PROGRESS.__dict__) | json_values)
+def test_any_state_is_a_checkpoint_or_a_damaged_one(files, progress):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / checkpoint.STATE).write_text('{"format": 2}')
+        rewrite(folder, files=files, progress=progress)
+        try:
+            assert load_progress(folder) == PROGRESS and files == {}
+        except ValueError as error:
+            assert str(error).startswith(f"checkpoint {folder}: ")
+
+
+def test_a_state_nested_too_deep(tmp_path):
+    (tmp_path / checkpoint.STATE).write_text("[" * 10**6)
+    with pytest.raises(ValueError, match="state.json is missing or damaged"):
+        load_progress(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mode": "heads"}, "--train.mode is heads, but the run was started with full"),
+        ({"base": {"digest": "y"}}, "base policy is not the one"),
+        ({"stream": {"seed": 1, "rows_per_epoch": 99}}, "seed: was 0, is 1"),
+        ({"global_batch_size": 16}, "is 16, but the run was started with 8"),
+    ],
+)
+def test_another_runs_checkpoint_is_refused(change, message):
+    check_resumable(PROGRESS, replace(PROGRESS, step=0, rows=0))
+    with pytest.raises(ValueError, match=message):
+        check_resumable(PROGRESS, replace(PROGRESS, **change))
+
+
+def test_no_space_is_told_before_writing(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 10**6))
+    with pytest.raises(OSError, match=r"no space for a checkpoint in .*GB needed.*0.00 GB free"):
+        made(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="no space for the run"):
+        require_space(tmp_path / "not" / "yet", 1, "the run")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting needs root on Linux")
+def test_a_disk_that_fills_up_while_writing_leaves_nothing(tmp_path, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=False).returncode:
+        pytest.skip("cannot mount a small disk here")
+    try:
+        monkeypatch.setattr(checkpoint, "require_space", lambda *_: None)
+        path = disk / "step_00000001"
+        with pytest.raises(OSError, match=r"checkpoint not written to .* \(0.00 GB needed\)"):
+            write_pieces(path, {TRAINABLE: {"a": Piece(torch.zeros(10**6), (0,))}})
+        checkpoint.discard(path)
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_statistics_that_training_changes_are_in_it(tmp_path):
+    """Batch norms count in buffers, which no optimizer sees."""
+
+    def make():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        model.register_buffer("made_anew", torch.zeros(1), persistent=False)
+        constants = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+        return model, make_trainable_optimizer(model, schedule=lambda step: 1e-3, clip_norm=1.0, **constants)
+
+    model, optimizer = make()
+    model(torch.randn(4, 2)).sum().backward()
+    optimizer.step(0)
+    taken = {
+        kind: {name: Piece(value.clone(), (0,) * value.ndim) for name, value in tensors.items()}
+        for kind, tensors in ((TRAINABLE, optimizer.named()), (OPTIMIZER, optimizer.state()))
+    }
+    path = tmp_path / "step_00000007"
+    commit(path, PROGRESS, write_pieces(path, taken))
+    again, resumed = make()
+    load_checkpoint(path, resumed.named(), resumed.state())
+    assert again[1].num_batches_tracked == 1 and again[1].running_var.ne(1).all()
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name

@@ -1,0 +1,382 @@
+"""cluster.py: what goes to the nodes is code alone; a node that lacks something is named, with what it lacks."""
+
+import ctypes
+import importlib.metadata
+import inspect
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import av
+import numpy as np
+import pytest
+import ray
+import torch
+from ray._private.runtime_env import packaging
+from ray.data import DataContext, ExecutionResources
+from ray.data._internal.execution.resource_manager import ResourceManager
+
+from tests import clusters
+from vla_finetuning.config import Config
+from vla_finetuning.run import cluster
+from vla_finetuning.run.cluster import (
+    Needs,
+    check_nodes,
+    connect,
+    data_limits,
+    node_needs,
+    probe,
+    running_cluster,
+    runtime_env,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSIONS = {name: cluster._public(importlib.metadata.version(name)) for name in cluster.PACKAGES}
+NEEDS = Needs(packages=VERSIONS, paths={}, cuda=None, free_bytes=1)
+
+
+def shipped(folder, excludes, tmp_path):
+    """What Ray's own packager would send of `folder`."""
+    archive = tmp_path / "sent.zip"
+    packaging.create_package(str(folder), archive, include_gitignore=True, excludes=excludes)
+    return sorted(name for name in zipfile.ZipFile(archive).namelist() if not name.endswith("/"))
+
+
+def test_every_module_and_template_of_the_program_is_sent(tmp_path):
+    environment = runtime_env()
+    assert Path(environment["working_dir"]) == ROOT
+    sent = shipped(ROOT, environment["excludes"], tmp_path)
+    package = ROOT / "vla_finetuning"
+    code = (*ROOT.glob("*.py"), *ROOT.glob("diagnostics/*.py"), *package.rglob("*.py"), *package.glob("*/templates/*"))
+    modules = [p.relative_to(ROOT) for p in code]
+    assert sent == sorted(map(str, modules)) and "vla.py" in sent
+
+
+def test_nothing_but_code_is_sent(tmp_path):
+    project = tmp_path / "project"
+    stay = [".env", ".git/config", ".venv/lib/a.py", "outputs/run/config.json", ".cache/demo/x.mp4", "token", "a.pem"]
+    stay += ["my_data/meta/info.json", "tests/test_x.py", "diagnostics/trace.json", "diagnostics/old/x.py", "sub/x.py"]
+    stay += ["vla_finetuning/notes.json", "vla_finetuning/data/token", "vla_finetuning/data/old/x.py"]
+    go = ["vla.py", "diagnostics/__init__.py", "vla_finetuning/config.py", "vla_finetuning/data/plan.py"]
+    go += ["vla_finetuning/report/templates/report.html"]
+    for name in stay + go:
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("secret")
+    assert shipped(project, runtime_env()["excludes"], tmp_path) == sorted(go)
+
+
+def test_no_environment_variable_travels(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert set(runtime_env()) == {"working_dir", "excludes"}
+    assert "hf_secret" not in json.dumps(runtime_env())
+
+
+def test_a_submitted_jobs_own_working_directory_is_kept(monkeypatch):
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://x.zip"}}))
+    assert runtime_env() is None
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {}}))
+    assert runtime_env()["working_dir"] == str(ROOT)
+
+
+def test_this_machine_lacks_nothing(tmp_path):
+    assert probe(replace(NEEDS, paths={str(tmp_path): "it"}), gpus=0, temp_dir=str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"packages": {**VERSIONS, "torch": "9.9"}}, f"torch is {VERSIONS['torch']}, the driver has 9.9"),
+        ({"packages": {"no-such-package": "1.0"}}, "no-such-package is not installed, the driver has 1.0"),
+        ({"paths": {"/gone/run": "--output_dir"}}, "does not see --output_dir: no /gone/run; put it on storage"),
+        ({"free_bytes": 10**18}, "needs 1000000000.0 GB (--scaling.free_disk_gb)"),
+        ({"cuda": "13.0"}, "no NVIDIA driver (libcuda.so.1)"),
+    ],
+)
+def test_what_is_lacking_is_said(change, message, tmp_path, monkeypatch):
+    def no_driver(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", no_driver)
+    (lack,) = probe(replace(NEEDS, **change), gpus=1, temp_dir=str(tmp_path))
+    assert message in lack
+
+
+def wanting(nodes_timeout_s, use_gpu=True, **changes):
+    options = {"min_workers": 1, "num_workers": 4, "cpus_per_worker": 2.0, "cpus_per_read_task": 1.0, **changes}
+    scaling = SimpleNamespace(nodes_timeout_s=nodes_timeout_s, **{"accelerator_type": None, **options})
+    return SimpleNamespace(config=SimpleNamespace(scaling=scaling), use_gpu=use_gpu)
+
+
+@pytest.fixture
+def looks_often(monkeypatch):
+    monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(cluster, "_without_room", lambda run: None)  # asks Ray
+
+
+def test_a_run_does_not_wait_for_ever_for_nodes_that_are_gone(looks_often, monkeypatch, capsys):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+    with pytest.raises(ValueError, match=r"needs 3 CPUs, 2 found; 1 GPU, 0 found; none came for 0.2 s .--scaling.node"):
+        cluster.wait_for(Future(), wanting(0.2))
+    assert capsys.readouterr().err.count("waiting      for room, at most 0.2 s: the cluster is too small for 1 w") == 1
+
+
+def test_nodes_that_come_back_are_waited_for(looks_often, monkeypatch, capsys):
+    trained = Future()
+    looks = iter([{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 3.0, "GPU": 1.0}] * 4)
+
+    def look():
+        found = next(looks, None)
+        if found is None:
+            trained.set_result("done")
+        return found or {"CPU": 3.0, "GPU": 1.0}
+
+    monkeypatch.setattr(ray, "cluster_resources", look)
+    monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+    # Each time 1 s, which is less than the limit; all together are more.
+    assert cluster.wait_for(trained, wanting(1.5)) == "done"
+    assert capsys.readouterr().err.count("waiting      for room") == 4
+    failed = Future()
+    failed.set_exception(TimeoutError("of training itself"))
+    with pytest.raises(TimeoutError, match="of training itself"):
+        cluster.wait_for(failed, wanting(1.5))
+
+
+def test_a_decoder_is_missed(monkeypatch, tmp_path):
+    monkeypatch.setattr(av, "codecs_available", {"h264", "hevc", "av1"})  # FFmpeg's own av1 needs a GPU
+    (lack,) = probe(NEEDS, gpus=0, temp_dir=str(tmp_path))
+    assert "cannot decode AV1 (libdav1d or libaom-av1)" in lack
+    monkeypatch.setitem(sys.modules, "av", None)  # as where it is not installed, or its libraries are not found
+    assert "PyAV does not load" in probe(NEEDS, gpus=0, temp_dir=str(tmp_path))[0]
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "wanted", "problem"),
+    [
+        (13020, 0, "13.0", None),
+        (13000, 0, "13.2", None),  # minor versions are compatible
+        (12080, 0, "13.0", "serves CUDA 12.8, torch was built for 13.0"),
+        (0, 999, "13.0", "does not answer (CUDA error 999)"),
+    ],
+)
+def test_the_driver_must_serve_torchs_cuda(version, status, wanted, problem, monkeypatch, tmp_path):
+    def get_version(pointer):
+        pointer._obj.value = version
+        return status
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=get_version))
+    needs = replace(NEEDS, cuda=wanted)
+    assert probe(needs, gpus=0, temp_dir=str(tmp_path)) == [], "a node without GPUs needs no driver"
+    lacks = probe(needs, gpus=4, temp_dir=str(tmp_path))
+    assert (problem is None and lacks == []) or problem in lacks[0]
+
+
+@pytest.mark.gpu
+def test_the_real_driver_is_asked():
+    assert cluster._cuda_problem(torch.version.cuda) is None
+    assert "torch was built for 99.0" in cluster._cuda_problem("99.0")
+
+
+def test_a_runs_needs(tmp_path):
+    config = Config(output_dir=str(tmp_path))
+    config.scaling.free_disk_gb = 2.5
+    metas = (SimpleNamespace(root="/data/a"), SimpleNamespace(root="s3://bucket/b"))
+    run = SimpleNamespace(config=config, metas=metas, policy_folder=Path("/weights"), use_gpu=True)
+    needs = node_needs(run)
+    assert set(needs.paths) == {"/data/a", "/weights"}, "what has a URI is everywhere"
+    assert (needs.cuda, needs.free_bytes) == (torch.version.cuda, 2_500_000_000)
+    assert needs.packages["numpy"] == np.__version__
+    assert node_needs(SimpleNamespace(**{**vars(run), "use_gpu": False})).cuda is None
+
+
+def test_nodes_look_for_a_file_that_only_the_real_output_folder_has(tmp_path, monkeypatch):
+    asked = []
+
+    def ask(nodes, needs):
+        asked.append(needs.paths)
+        assert all(Path(path).is_file() for path in needs.paths)
+        return {"n1": ["a", "b"], "n2": ["c"]}
+
+    monkeypatch.setattr(cluster, "_ask", ask)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match="2 of 3 nodes cannot take part:\n  node n1: a\n  node n1: b\n  node n2: c"
+        ):
+            check_nodes(NEEDS, tmp_path, [{}, {}, {}])
+    (first,), (second,) = asked
+    assert first != second and Path(first).parent == tmp_path, "no other run's marker will do"
+    assert list(tmp_path.iterdir()) == [], "the marker is taken away, whatever the nodes say"
+
+
+def node(cpus, gpus, store_gb):
+    resources = {"CPU": cpus, "GPU": gpus, "object_store_memory": store_gb * 1e9, "memory": 2 * store_gb * 1e9}
+    return {"Resources": {kind: n for kind, n in resources.items() if n}}
+
+
+def test_a_head_that_runs_no_task_lends_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(DataContext.get_current(), "override_object_store_memory_limit_fraction", None)
+    nodes = [node(0, 0, 10), node(48, 4, 50), node(32, 0, 30)]
+    limits = data_limits(nodes, tmp_path)
+    assert (limits.store_bytes, limits.idle_bytes, limits.data_bytes) == (80 * 10**9, 10 * 10**9, 40 * 10**9)
+    options = limits.execution_options()
+    assert options.preserve_order
+    # What Ray Data makes of it, by its own arithmetic: all that Ray counts, less the head's.
+    total = ExecutionResources(cpu=80, gpu=4, object_store_memory=90e9, memory=1e12)
+    manager = ResourceManager.__new__(ResourceManager)
+    manager._options, manager._get_total_resources = options, lambda: total
+    manager._global_limits_last_update_time = 0
+    manager._object_store_memory_limit_fraction = DataContext.get_current().override_object_store_memory_limit_fraction
+    assert manager.get_global_limits().object_store_memory == limits.data_bytes
+    text = "\n".join(limits.lines(nodes))
+    assert "3 nodes, 80 CPUs, 4 GPUs, 180.0 GB" in text and "80.0 GB; data in flight may fill 40.0 GB" in text
+
+
+# ---- which cluster ------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_that_is_gone_is_not_waited_for(monkeypatch, caplog):
+    """Of one that the user names it is said; Ray's memory of one that died on this machine is passed over."""
+    with socket.socket() as head:
+        head.bind(("", 0))
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        monkeypatch.setattr("vla_finetuning.run.cluster.services.find_gcs_addresses", set)
+        monkeypatch.setattr("vla_finetuning.run.cluster.services.find_bootstrap_address", lambda temp_dir: address)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        assert running_cluster() is None
+        assert "does not answer; starting one here" in caplog.text
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConnectionError, match=f"RAY_ADDRESS={address}: no Ray cluster answers there"):
+            running_cluster()
+        head.listen()
+        port = address.split(":")[1]
+        assert running_cluster().endswith(f":{port}")
+        monkeypatch.delenv("RAY_ADDRESS")
+        assert running_cluster().endswith(f":{port}")
+        monkeypatch.setattr("vla_finetuning.run.cluster.services.find_bootstrap_address", lambda temp_dir: None)
+        assert running_cluster() is None
+
+
+# ---- two raylets --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_nodes(tmp_path, monkeypatch, no_ray_cluster):
+    """A head that runs no task and a worker node on which another PyAV is installed; RAY_ADDRESS names them."""
+    (tmp_path / "site" / "av-1.2.3.dist-info").mkdir(parents=True)
+    (tmp_path / "site" / "av-1.2.3.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: av\nVersion: 1.2.3\n"
+    )
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with clusters.of_several_nodes(num_cpus=0, include_dashboard=False) as nodes:
+        nodes.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(tmp_path / "site")})
+        monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+        yield nodes
+
+
+@ray.remote
+def where_code_is():
+    from vla_finetuning import config
+
+    return inspect.getfile(config), sorted(os.listdir(os.path.dirname(inspect.getfile(config))))
+
+
+@pytest.mark.ray
+def test_on_two_nodes_code_is_sent_and_the_one_that_lacks_something_is_named(two_nodes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    connect()
+    nodes = cluster.alive_nodes()
+    assert len(nodes) == 2
+    file, beside = ray.get(where_code_is.remote())
+    assert not file.startswith(str(ROOT)) and "cluster.py" in beside
+    assert not {"tests", "requirements.txt", "Makefile", ".git"} & set(beside)
+
+    (worker,) = [n for n in nodes if n["Resources"].get("CPU")]
+    with pytest.raises(ValueError) as error:
+        check_nodes(NEEDS, tmp_path, nodes)
+    lines = str(error.value).splitlines()
+    assert lines[0] == "1 of 2 nodes cannot take part:" and len(lines) == 2
+    assert worker["NodeID"][:8] in lines[1] and f"av is 1.2.3, the driver has {VERSIONS['av']}" in lines[1]
+
+    check_nodes(replace(NEEDS, packages={"ray": ray.__version__}), tmp_path, nodes)
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".seen")] == [], "the marker is taken away"
+    assert data_limits(nodes, tmp_path).idle_bytes > 0
+
+
+@pytest.mark.ray
+def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_cluster, tmp_path, monkeypatch, capsys):
+    """As when a cluster has no node for workers until somebody wants one."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.3)
+    checked = []
+    monkeypatch.setattr(cluster, "node_needs", lambda run: NEEDS)
+    monkeypatch.setattr(cluster, "check_nodes", lambda needs, folder: checked.append(len(cluster.alive_nodes())))
+
+    def wait(nodes_timeout_s=60, **changes):
+        run = wanting(nodes_timeout_s, use_gpu=False, accelerator_type="L4", **changes)
+        run.output_dir = tmp_path
+        return cluster.wait_for_room(run)
+
+    with clusters.of_several_nodes(num_cpus=1, include_dashboard=False) as nodes:
+        monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+        connect()
+        with pytest.raises(
+            ValueError, match=r"too small .* 3 CPUs, 1 found; L4, 0 found; none came for 1 s \(--scaling"
+        ):
+            wait(1)
+        said = capsys.readouterr().err
+        assert said.count("waiting      for room, at most 1 s: the cluster is too small for 1 worker and one read") == 1
+
+        waited = []
+        waiting = threading.Thread(target=lambda: waited.append(wait()))
+        waiting.start()
+        while waiting.is_alive() and "waiting      for room, at most 60 s: the cluster" not in said:
+            time.sleep(0.05)
+            said = capsys.readouterr().err
+        assert not checked
+        nodes.add_node(num_cpus=2, resources={"accelerator_type:L4": 1})
+        waiting.join()
+        assert waited[0].store_bytes > 0 and checked == [2], "nodes that came are looked at"
+        assert not ray.get(where_code_is.options(num_cpus=2).remote())[0].startswith(str(ROOT))
+
+        wait()
+        wait()  # what was asked for is given back
+        assert checked == [2]
+        with pytest.raises(
+            ValueError, match="no room for 1 worker with 2.5 CPUs and L4 each and one read task: .* no nod"
+        ):
+            wait(1, cpus_per_worker=2.5, cpus_per_read_task=0.5)  # enough in all, but not in one place
+        with pytest.raises(
+            ValueError, match="^the cluster is too small for 1 worker and one read task: needs 5 CPUs, 4 f"
+        ):
+            at_most = {"CPU": 4, "accelerator_type:L4": 1}  # as Anyscale's autoscaler says
+            monkeypatch.setattr(ray._private.state.state, "get_max_resources_from_cluster_config", lambda: at_most)
+            wait(3600, cpus_per_worker=4.0)
+
+
+@pytest.mark.ray
+def test_a_run_that_waits_for_room_is_ended_by_ctrl_c(ray_cluster, tmp_path):
+    script = (
+        # What is started in the background of a shell ignores it otherwise.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from tests.run.test_cluster import wanting; from vla_finetuning.run import cluster\n"
+        "cluster.LOOK_EVERY_S = 0.2\n"
+        "cluster.connect(); cluster.wait_for_room(wanting(3600, cpus_per_worker=100.0))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert any("waiting      for room" in line for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in process.stderr.read()
+    assert process.returncode != 0

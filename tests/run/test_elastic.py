@@ -1,0 +1,93 @@
+"""Nodes that go and come back: a cluster of several raylets on one machine."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import clusters, planted_data
+from tests.run import test_faults
+from tests.run.test_faults import SAVE_FREQ, assert_every_row_once, flags, started, wait_for_step
+from vla_finetuning.run.folder import STOP_NAME, attempts
+
+setting, measured = test_faults.setting, test_faults.measured
+pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A head node for the data, and a node for a training worker."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+    # Not enough for a worker beside the read task.
+    with clusters.of_several_nodes(num_cpus=1, object_store_memory=3 * 10**8) as cluster:
+        yield cluster
+
+
+def wait_for_attempt(folder, number, process):
+    while len(attempts(folder)) <= number:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.2)
+    return attempts(folder)[number]
+
+
+def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path):
+    """A step has two workers' rows, dealt to two, then to one, then to two again; every row once all the same."""
+    nodes = [cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8) for _ in range(2)]
+    folder = tmp_path / "elastic"
+    changes = {
+        "output_dir": folder,
+        "scaling.num_workers": "1,2",
+        "scaling.cpus_per_worker": 2,
+        "scaling.max_failures": 3,
+        "scaling.resize_interval_s": 5,
+        "steps": 100_000,
+    }
+    process = started(flags(setting, "elastic", **changes), address=cluster.address)
+    assert wait_for_attempt(folder, 0, process)["world_size"] == 2
+    wait_for_step(folder, 10, process)
+    planted_data.note(folder, "fault")
+    cluster.remove_node(nodes[0], allow_graceful=False)
+    second = wait_for_attempt(folder, 1, process)
+    assert second["world_size"] == 1
+    assert second["resumed_from_step"] >= 10 - 2 * SAVE_FREQ  # the newest was maybe still being written
+    wait_for_step(folder, second["resumed_from_step"] + 10, process)
+    cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8)
+    third = wait_for_attempt(folder, 2, process)
+    assert third["world_size"] == 2
+    wait_for_step(folder, third["resumed_from_step"] + 6, process)
+    (folder / STOP_NAME).touch()
+    told, _ = process.communicate(timeout=300)
+    assert process.returncode == 3, told
+    assert_every_row_once(folder)
+
+
+def test_a_node_that_is_about_to_be_taken_away(setting, cluster, tmp_path):
+    """A spot instance's notice: checkpoints are taken while there is time, and it does not count as a failure."""
+    node, _ = (cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8) for _ in range(2))
+    folder = tmp_path / "drained"
+    changes = {"output_dir": folder, "scaling.cpus_per_worker": 2, "steps": 100_000, "save_freq": 100_000}
+    process = started(flags(setting, "drained", **changes), address=cluster.address)
+    wait_for_attempt(folder, 0, process)
+    wait_for_step(folder, 10, process)
+    cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8)
+    notice = ["--reason-message=spot", "--reason=DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds=20"]
+    command = [Path(sys.executable).with_name("ray"), "drain-node", f"--address={cluster.address}"]
+    told = subprocess.run(
+        [*command, f"--node-id={node.node_id}", *notice], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    planted_data.note(folder, "fault")
+    second = wait_for_attempt(folder, 1, process)
+    assert second["world_size"] == 2
+    # Ray looks for notices every 5 s; half of what is then left later, there is another checkpoint.
+    (noticed,) = planted_data.noted(folder, "fault")
+    saved = planted_data.noted(folder, "step")[second["resumed_from_step"] - 1]
+    assert saved["attempt"] == 0 and saved["time"] - noticed["time"] > 8
+    cluster.remove_node(node, allow_graceful=False)
+    wait_for_step(folder, second["resumed_from_step"] + 6, process)
+    (folder / STOP_NAME).touch()
+    told, _ = process.communicate(timeout=300)
+    assert process.returncode == 3, told
+    assert_every_row_once(folder)

@@ -1,0 +1,285 @@
+"""Pushing the trained policy, against a stand-in of the Hub on loopback and with huggingface_hub's own client."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard, constants
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+import vla
+from tests.hub import READ_ONLY, TOKEN, PushHub
+from tests.loopback import serving
+from tests.policies.test_loading import STATS
+from tests.tiny import make_config, make_policy
+from vla_finetuning.config import Config, parse_args
+from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.policies.processors import TOKENIZER_FOLDER, make_processors
+from vla_finetuning.run import push
+
+REPO = "me/pick"
+HOSTILE = "arm | <script>alert(1)</script> `x`"
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """The Hub, with a token that may write; the client's constants are read at import, so they are set here."""
+    server = PushHub()
+    with serving(server):
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        # Large files by LFS over HTTP, not by the Hub's own chunk protocol, which needs servers behind the Hub.
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield server
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """The folder of a finished run, as far as pushing reads it."""
+    folder = tmp_path / "secret_place" / "run7"
+    (folder / "pretrained_model").mkdir(parents=True)
+    config = Config(steps=40, policy_repo_id=REPO, policy_path="/home/me/secret_place/base")
+    config.dataset.root, config.output_dir, config.lr = "s3://secret-bucket/a/bins", str(folder), 2.5e-5
+    error = {"mse": 0.5, "mae": [0.1]}
+    dataset = {"root": config.dataset.root, "name": config.dataset.root, "episodes": 7, "frames": 54, "fps": 10}
+    files = {
+        "config.json": config.to_json(),
+        "run.json": {
+            "datasets": [{**dataset, "robot_type": HOSTILE, "train_episodes": 5, "eval_episodes": 2}],
+            "policy": {
+                **{"type": "pi05", "base": "/home/me/secret_place/base", "revision": None},
+                **{"parameters": 12345, "trainable": 678},
+            },
+            "versions": {"code": "0123abc-dirty", "torch": "2.11.0"},
+        },
+        "evaluation.json": {
+            "trained": {
+                **{"frames": 31, "mean_action": {**error, "mse": 2.0}, "policy": error},
+                "other_instruction": None,
+            },
+            "untrained": {"policy": {**error, "mse": 3.0}},
+        },
+        "pretrained_model/config.json": {"type": "pi05", "tags": ["bins"], "license": None},
+    }
+    for name, value in files.items():
+        (folder / name).write_text(json.dumps(value))
+    line = {"step": 40, "epoch": 1.25, "loss": 0.0625, "lr": 1e-6, "samples": 320}
+    (folder / "metrics.jsonl").write_text(json.dumps({**line, "step": 20}) + "\n" + json.dumps(line) + "\n")
+    (folder / "pretrained_model" / "model.safetensors").write_bytes(b"weights" * 1000)
+    return folder
+
+
+def test_everything_arrives_with_a_card(server, finished):
+    assert push.check_push(REPO, True) == f"{server.endpoint}/{REPO}" and server.private[REPO] is True
+    assert push.push_policy(finished, REPO).endswith("/commit/" + "c" * 40)
+    policy = finished / "pretrained_model"
+    assert server.files[REPO] == {path.name: path.read_bytes() for path in policy.iterdir()}
+    assert set(server.files[REPO]) == {"README.md", "config.json", "model.safetensors"}
+
+    text = server.files[REPO]["README.md"].decode()
+    assert yaml.safe_load(text.split("---")[1]) == {
+        **{"library_name": "lerobot", "pipeline_tag": "robotics"},
+        "tags": ["bins", "lerobot", "pi05", "robotics"],
+    }
+    for part in (
+        "fine-tuned from `base`",
+        "12,345 parameters 678 were trained",
+        "`bins`",
+        "7 episodes, 54 frames at 10 fps",
+        "5 episodes, 2 held out",
+        "over 31 held-out frames",
+        "| mean action | 2 | 1.000 |\n| before training | 3 | 1.500 |\n| trained | 0.5 | 0.250 |\n",
+        "40 optimizer steps, 320 samples, 1.25 epochs",
+        "0.0625",
+        "`0123abc-dirty`",
+        '"lr": 2.5e-05',
+        'get_policy_class("pi05").from_pretrained("me/pick")',
+    ):
+        assert part in text, part
+    # Nobody's folders and buckets, nothing of a stranger's that is taken for HTML.
+    assert "secret" not in text and "`arm / <script>alert(1)</script> 'x'`" in text
+    assert TOKEN not in text
+
+
+def test_only_what_an_export_writes_is_pushed(server, finished, caplog):
+    server.private[REPO] = True
+    policy = finished / "pretrained_model"
+    for name in ("extra.json", ".env", "notes/todo.md", "tokenizer/tokenizer.json", "tokenizer/deep/vocab.json"):
+        (policy / name).parent.mkdir(exist_ok=True)
+        (policy / name).write_text("{}")
+    (policy / "tokenizer" / "code.py").touch()
+    os.mkfifo(policy / "policy_preprocessor.json")
+    push.push_policy(finished, REPO)
+    assert set(server.files[REPO]) == {"README.md", "config.json", "model.safetensors", "tokenizer/tokenizer.json"}
+    left_out = ".env, extra.json, notes, policy_preprocessor.json, tokenizer/code.py, tokenizer/deep"
+    assert f"{policy}: not pushed, because no export writes it: {left_out}\n" in caplog.text
+
+
+def test_an_export_is_pushed_whole(tmp_path):
+    """With the tokenizer's files, whatever of them transformers writes."""
+    policy, config = make_policy(2), make_config(2)
+    folder = tmp_path / "pretrained_model"
+    save_pretrained(policy, *make_processors(None, config, STATS, {}), folder)
+    vocabulary = {"<pad>": 0, "pick": 1}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)), pad_token="<pad>")
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
+    files, others = push.exported_files(folder)
+    assert others == [] and set(files) == {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    assert {"model.safetensors", "tokenizer/tokenizer.json", "policy_postprocessor.json"} < set(files)
+    assert len([name for name in files if name.endswith(".safetensors")]) > 1
+
+
+@pytest.mark.parametrize(
+    "name", ["extra.json", "README.md", "config.json", "tokenizer/vocab.json", "tokenizer", "more", "."]
+)
+def test_a_link_is_refused_and_its_target_left_alone(server, finished, tmp_path, name):
+    """Whoever can write the folder could otherwise publish, or overwrite, what only the user can read or write."""
+    server.private[REPO] = True
+    policy, secret = finished / "pretrained_model", tmp_path / "secret"
+    (policy / "tokenizer").mkdir()
+    path = policy / name
+    if name in ("tokenizer", "more", "."):  # a folder
+        shutil.copytree(policy, secret)
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        secret.write_text((policy / "config.json").read_text())
+        path.unlink(missing_ok=True)
+    before = {p: p.read_bytes() for p in [secret, *secret.rglob("*")] if p.is_file()}
+    path.symlink_to(secret)
+    with pytest.raises(ValueError, match=f"^{path} is a link"):
+        push.push_policy(finished, REPO)
+    assert REPO not in server.files and path.is_symlink()
+    assert {p: p.read_bytes() for p in [secret, *secret.rglob("*")] if p.is_file()} == before
+
+
+def test_the_card_takes_the_place_of_a_link_that_comes_in_between(server, finished, tmp_path, monkeypatch):
+    server.private[REPO] = True
+    secret, card = tmp_path / "secret", finished / "pretrained_model" / "README.md"
+    secret.write_text("mine")
+    make_card = push.model_card
+
+    def slow(*args):
+        card.symlink_to(secret)
+        return make_card(*args)
+
+    monkeypatch.setattr(push, "model_card", slow)
+    push.push_policy(finished, REPO)
+    assert secret.read_text() == "mine" and not card.is_symlink()
+    assert server.files[REPO]["README.md"] == card.read_bytes()
+
+
+def test_what_is_on_the_hub_is_named_with_its_commit(finished):
+    config, run = (json.loads((finished / name).read_text()) for name in ("config.json", "run.json"))
+    config["dataset"] |= {"root": None, "repo_id": "lab/bins", "revision": "d" * 40}
+    run["policy"] |= {"base": "lerobot/pi05_base", "revision": "e" * 40}
+    (finished / "config.json").write_text(json.dumps(config))
+    (finished / "run.json").write_text(json.dumps(run))
+    (finished / "evaluation.json").unlink()
+    card = ModelCard(push.model_card(finished, REPO))
+    assert card.data.base_model == "lerobot/pi05_base" and card.data.datasets == ["lab/bins"]
+    assert (
+        f"`lerobot/pi05_base` at commit `{'e' * 40}`" in card.text and f"`lab/bins` at commit `{'d' * 40}`" in card.text
+    )
+    assert "Not measured: no episode was held out." in card.text
+
+    (finished / "config.json").write_text(json.dumps({**config, "policy_path": None, "policy_type": "pi05"}))
+    assert "A `pi05` policy, trained from random weights." in push.model_card(finished, REPO)
+
+
+def test_no_token_is_said_before_anything(server, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(ValueError, match="me/pick: no token to push with; set HF_TOKEN"):
+        push.check_push(REPO, None)
+    assert REPO not in server.private
+
+
+@pytest.mark.parametrize(
+    ("token", "repo_id", "private", "message"),
+    [
+        ("hf_wrong", REPO, None, r"refused access \(401\)"),
+        (READ_ONLY, "me/old", None, "the token of me may not write to it"),
+        (TOKEN, "somebody/arm", None, "the token of me may not write to it"),
+        (READ_ONLY, REPO, None, r"refused access \(403\)"),
+        (TOKEN, "me/old", True, "exists and is public, but --policy.private=true"),
+        (TOKEN, "not a name", None, "not a repository name"),
+    ],
+)
+def test_what_cannot_be_pushed_to_is_refused(server, monkeypatch, token, repo_id, private, message):
+    server.private["me/old"] = False
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(ValueError, match=message) as error:
+        push.check_push(repo_id, private)
+    assert token not in str(error.value)
+
+
+def test_a_repository_that_exists_is_pushed_to(server):
+    server.private[REPO] = True
+    push.check_push(REPO, True)
+    push.check_push(REPO, None)
+
+
+def test_no_network_is_said(server, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(OSError, match="model me/pick: the Hub cannot be reached; check the network"):
+        push.check_push(REPO, None)
+
+
+def test_a_failed_push_says_how_to_do_it_again_and_that_works(server, finished, capsys):
+    server.private[REPO] = False
+    server.fails["/commit/"] = 500
+    assert vla.push(finished, REPO) == 4
+    error = capsys.readouterr().err
+    assert (
+        f"the policy is trained; `python -m vla_finetuning.run.push {finished}` tries again" in error
+        and "(500)" in error
+    )
+    assert TOKEN not in error and (finished / "pretrained_model/model.safetensors").is_file()
+
+    assert push.main([str(finished)]) == 1
+    assert "(500)" in capsys.readouterr().err
+    server.fails.clear()
+    assert push.main([str(finished)]) == 0
+    assert f"{server.endpoint}/{REPO}/commit/" in capsys.readouterr().out
+    assert push.main([str(finished), "--repo_id=me/other", "--private"]) == 0
+    assert server.private["me/other"] is True and set(server.files["me/other"]) == set(server.files[REPO])
+
+
+def test_a_run_that_is_not_over_has_nothing_to_push(server, finished, capsys):
+    (finished / "pretrained_model/config.json").unlink()
+    assert push.main([str(finished)]) == 1
+    assert "no trained policy is there" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatch, tmp_path, capsys):
+    """Known before Ray starts and before the run's folder is made, so that the same command can be given again."""
+    out = tmp_path / "out"
+    argv = ["--dataset.root=/d", "--policy.path=/p", f"--output_dir={out}", "--policy.repo_id=somebody/arm"]
+
+    class Resolved:
+        config = parse_args(argv)
+        output_dir = out
+
+    monkeypatch.setattr(vla, "resolve", lambda config, gpus_found: Resolved())
+    monkeypatch.setattr(vla, "describe", lambda run: "the plan")
+    assert vla.main(argv) == 2
+    assert "error: model somebody/arm: the token of me may not write to it" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_flags_are_lerobots():
+    argv = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
+    assert parse_args(argv).hub_repo_id is None
+    given = parse_args([*argv, f"--policy.repo_id={REPO}", "--policy.private=true", "--policy.push_to_hub=true"])
+    assert (given.hub_repo_id, given.policy_private, given.policy_options) == (REPO, True, [])
+    assert parse_args([*argv, "--push_to_hub", f"--policy.repo_id={REPO}"]).hub_repo_id == REPO
+    assert parse_args([*argv, "--policy.push_to_hub=false", f"--policy.repo_id={REPO}"]).hub_repo_id is None
+    with pytest.raises(ValueError, match="to which repository"):
+        parse_args([*argv, "--push_to_hub"])
+    assert replace(given, push_to_hub=None).hub_repo_id == REPO
