@@ -16,7 +16,7 @@ PACKAGE = "vla_finetuning"
 
 # What each room may import of the project, besides itself. A room is a file or a folder of files; the longest name that
 # fits a module counts. Whoever adds a line here says why in docs or review: each is one more thing to hold in the head.
-GROUND = {f"{PACKAGE}.config", f"{PACKAGE}.files", f"{PACKAGE}.terminal"}
+GROUND = {f"{PACKAGE}.{name}" for name in ("config", "files", "lerobot_train", "terminal")}
 DATA = {*GROUND, f"{PACKAGE}.data", "lerobot_datasource"}
 POLICIES = {*GROUND, f"{PACKAGE}.policies", f"{PACKAGE}.data.columns", f"{PACKAGE}.data.hub", "util"}
 RUN = {*DATA, *POLICIES, f"{PACKAGE}.demo", f"{PACKAGE}.run"}
@@ -25,9 +25,10 @@ EVALUATION = {*REPORT, f"{PACKAGE}.evaluation"}
 PROGRAMS = {*TRAINING, *EVALUATION}
 DIAGNOSTICS = {*PROGRAMS, "vla", "diagnostics"}
 MAY_IMPORT = {
-    f"{PACKAGE}.config": set(),
+    f"{PACKAGE}.config": GROUND,
     f"{PACKAGE}.files": set(),
     f"{PACKAGE}.terminal": set(),
+    f"{PACKAGE}.lerobot_train": {f"{PACKAGE}.terminal"},
     f"{PACKAGE}.data": DATA,
     "lerobot_datasource": DATA,
     "util": {f"{PACKAGE}.data.columns"},
@@ -151,7 +152,7 @@ def test_reading_a_dataset_loads_nothing_of_training():
     )
     loaded = set(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.split())
     ours = {name for name in loaded if name.startswith(f"{PACKAGE}.") or name in ("vla", "util")}
-    assert ours == {f"{PACKAGE}.config", f"{PACKAGE}.data"} and "ray" in loaded
+    assert ours <= {*GROUND, f"{PACKAGE}.data"} and "ray" in loaded
     assert not loaded & {"torch", "lerobot", "transformers", "datasets", "matplotlib"}
 
 
@@ -169,7 +170,7 @@ def test_what_reading_needs_is_what_is_installed_with_it():
         for node in ast.walk(ast.parse(path.read_text())) if within(name, rooms) else ():
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
-            imported |= {n.partition(".")[0] for n in names}
+            imported |= {n.partition(".")[0] for n in names} - {PACKAGE}
     needed = {canonicalize_name(d) for name in imported for d in distributions.get(name, ())}
     # Imported where they are used: what LeRobot computes, by its own functions.
     assert needed - {"torch", "lerobot"} == set(installed) - {"s3fs", "gcsfs"} | needed & {"s3fs", "gcsfs"}

@@ -20,6 +20,8 @@ from typing import Any, Literal, get_args
 
 import draccus
 
+from vla_finetuning.lerobot_train import answer
+
 CONFIG_NAME = "config.json"
 TrainMode = Literal["heads", "expert", "full"]
 MissingCameras = Literal["error", "mask"]
@@ -500,6 +502,8 @@ def _normalise(argv: Sequence[str]) -> list[tuple[str, str]]:
     flags = flag_names()
     pairs = []
     for name, value in given:
+        if name not in flags and (said := answer(name)):
+            raise ValueError(f"command line: lerobot-train has --{name}; here: {said}")
         if name not in flags and not name.startswith("policy."):
             known = [*flags, "policy.path", "policy.type", *POLICY_FLAGS]
             raise ValueError(f"command line: unknown flag --{name}{_meant(name, known)}")

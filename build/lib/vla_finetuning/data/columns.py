@@ -1,6 +1,0 @@
-"""Columns that say which rows a batch holds, for those who need their names alone."""
-
-# Added by a read that may skip rows: true for those that could not be read.
-IS_SKIPPED = "is_skipped"
-# What tells a row from all others and where it is in a run's stream. They stay on the host.
-ROW_COLUMNS = ("dataset_index", "index", "position", IS_SKIPPED)

@@ -1,0 +1,54 @@
+"""lerobot-train's users type its flags: each is taken, or answered."""
+
+import dataclasses
+import typing
+from pathlib import Path
+
+import pytest
+from lerobot.configs.train import TrainPipelineConfig
+
+from vla_finetuning.config import flag_names, parse_args
+from vla_finetuning.lerobot_train import ANSWERED, TAKEN, answer, page
+
+
+def options(kind, prefix=""):
+    """The flags of an options class of LeRobot's, as draccus names them; `.*` for choices with options of their own."""
+    hints = typing.get_type_hints(kind)
+    for field in (field for field in dataclasses.fields(kind) if field.init):
+        inner = [t for t in (hints[field.name], *typing.get_args(hints[field.name])) if dataclasses.is_dataclass(t)]
+        if not inner:
+            yield prefix + field.name
+        elif hasattr(inner[0], "get_known_choices"):
+            yield f"{prefix}{field.name}.*"
+        else:
+            yield from options(inner[0], f"{prefix}{field.name}.")
+
+
+FLAGS = sorted(options(TrainPipelineConfig))
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_every_flag_is_taken_or_answered(flag):
+    assert (flag in TAKEN) != (answer(flag) is not None)
+    if flag in TAKEN:
+        assert flag == "policy.*" or flag in flag_names()
+        return
+    with pytest.raises(ValueError) as refused:
+        parse_args([f"--{flag.replace('*', 'type')}", "1", "--dataset.root=/d", "--policy.type=act", "--output_dir=/o"])
+    assert f"lerobot-train has --{flag.replace('*', 'type')}; here: {answer(flag)}" in str(refused.value)
+
+
+def test_nothing_is_answered_that_is_not_asked():
+    assert len(FLAGS) > 60 and set(TAKEN) <= set(FLAGS)
+    for known in ANSWERED:
+        assert known in FLAGS or any(flag.startswith(known.removesuffix("*")) for flag in FLAGS), known
+
+
+def test_the_flags_that_answers_name_exist():
+    named = {word.strip("(),;:") for said in ANSWERED.values() for word in said.split() if word.startswith("--")}
+    assert len(named) > 10
+    assert {name.removeprefix("--") for name in named if not name.startswith("--policy.")} <= flag_names().keys()
+
+
+def test_the_page_is_what_the_table_makes():
+    assert (Path(__file__).parents[1] / "docs" / "lerobot_train.md").read_text() == page() + "\n"
