@@ -15,11 +15,18 @@ from CPUs anywhere in the cluster, `train_loop_per_worker` runs the training ste
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before seconds of imports
+    from vla_finetuning.config import print_help
+
+    sys.exit(print_help())
+
 import contextlib
 import gc
 import logging
-import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -46,7 +53,7 @@ from util import (
     enable_gpu_perf_flags,
     train_step,
 )
-from vla_finetuning.config import Strategy, help_text, parse_args
+from vla_finetuning.config import Strategy, parse_args, print_help
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
 from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.processors import Prepare
@@ -58,6 +65,7 @@ from vla_finetuning.run.folder import (
     changed_options,
     check_place,
     claim_folder,
+    first_step_done,
     prepare_folder,
     start_attempt,
     stop_requested,
@@ -134,7 +142,7 @@ def train(
 
     `clock` is told what happens when.
     """
-    config = run.config
+    config, began = run.config, time.monotonic()
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     device = get_device()
@@ -191,6 +199,8 @@ def train(
         clock.mark("metrics")
         window.add(result, samples=config.batch_size * len(dealt.micros(step)))
         done = step + 1
+        if rank == 0 and step == dealt.first_step:
+            first_step_done(run.output_dir, done, time.monotonic() - began)
         save = done == run.steps or done % config.save_freq == 0
         if done == run.steps or done % config.log_freq == 0:
             # All that ranks must agree on rides on the one collective of a log step.
@@ -249,18 +259,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     escape_warnings()
     if "--help" in argv or "-h" in argv:
-        tell_text(help_text())
-        return 0
+        return print_help()
     with contextlib.ExitStack() as held:
         try:
             run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
             tell_text(describe(run))
             check_place(run.output_dir)
+            require_tracker(run.config.track)
+            if repo_id := run.config.hub_repo_id:
+                tell(f"Hub          {check_push(repo_id, run.config.policy_private, make=not run.config.dry_run)}")
             if run.config.dry_run:
                 return 0
-            require_tracker(run.config.track)
-            if run.config.hub_repo_id:
-                tell(f"Hub          {check_push(run.config.hub_repo_id, run.config.policy_private)}")
             held.enter_context(claim_folder(run.config))
             for changed in changed_options(run.config):
                 tell(f"Changed      {changed}")
@@ -273,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not ray.is_initialized():
                 held.callback(ray.shutdown)
             run, data_options = on_cluster(run)
-            from vla_finetuning.report.page import keep_report
+            from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
 
             record_run(run, describe(run), ray.cluster_resources())
             held.enter_context(keep_report(run.output_dir))

@@ -1,5 +1,6 @@
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ([*DATA, "--dataset.root", "--dry_run"], "--dataset.root needs a value"),
         ([*DATA, "--seed=-1"], "--seed=-1: must be between 0 and 4294967295"),
         ([*DATA, "--seed=4294967296"], "--seed=4294967296: must be"),
-        ([*DATA, "--dataset.episodes=0,1"], "dataset.episodes.*are written as JSON"),
+        ([*DATA, "--dataset.episodes=0,x"], "dataset.episodes.*are written as JSON"),
         ([*DATA, "--rename_map=a:b"], "rename_map.*are written as JSON"),
         ([*DATA, "--dataset.revision=main"], "--dataset.revision=main is of a dataset on the Hub"),
         (["stray"], "'stray' belongs to no flag"),
@@ -224,3 +225,52 @@ def test_every_flag_that_help_names_is_one():
         policy == {f"policy.{name}" for name in ("path", "type", "pretrained_revision", "OPTION")} | POLICY_FLAGS.keys()
     )
     assert named - policy == flag_names().keys() - {"push_to_hub"}
+
+
+@pytest.mark.parametrize("name", ["dataset.root", "policy.path", "output_dir", "dataset.cache_dir", "steps"])
+@pytest.mark.parametrize("empty", ["", "  "])
+def test_an_empty_value_is_refused(name, empty):
+    """As an unset variable leaves it: `--preset demo --dataset.root=$DATA` trained on the demo."""
+    for given in ([f"--{name}={empty}"], [f"--{name}", empty]):
+        with pytest.raises(ValueError, match=f"--{name} is empty .*give a value, or leave it out"):
+            parse_args(["--preset", "demo", *given])
+
+
+@pytest.mark.parametrize(
+    ("given", "episodes"),
+    [("0,1,2", [0, 1, 2]), ("0:4", [0, 1, 2, 3]), ("7, 0:2", [7, 0, 1]), ("[3, 4]", [3, 4]), ("5", [5])],
+)
+def test_episodes_as_people_write_them(given, episodes):
+    assert parse_args([*DATA, "--dataset.episodes", given]).dataset.episodes == episodes
+
+
+@pytest.mark.parametrize("given", ["0:", "a", "1,,2", "0:b"])
+def test_episodes_that_are_none(given):
+    with pytest.raises(ValueError, match=r"dataset\.episodes|list\[int\]"):
+        parse_args([*DATA, "--dataset.episodes", given])
+
+
+def test_numbers_and_cameras_as_people_write_them():
+    config = parse_args(
+        [*DATA, "--steps", "1e4", "--batch_size=2E1", "--lr", "1e-4", "--dataset.camera_keys=a.top,a.side"]
+    )
+    assert (config.steps, config.batch_size, config.lr) == (10_000, 20, 1e-4)
+    assert config.dataset.camera_keys == ["a.top", "a.side"]
+    with pytest.raises(ValueError, match="steps"):
+        parse_args([*DATA, "--steps", "1.5e0"])
+
+
+def test_help_loads_neither_ray_nor_torch():
+    """So that it is there at once."""
+    import subprocess
+    import sys
+
+    code = (
+        "import runpy, sys; sys.argv = ['vla.py', '--help']\n"
+        "try: runpy.run_path('vla.py', run_name='__main__')\n"
+        "except SystemExit as ended: assert not ended.code\n"
+        "assert not {'ray', 'torch', 'lerobot', 'numpy'} & set(sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == help_text() + "\n"

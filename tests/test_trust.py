@@ -8,7 +8,6 @@ import ast
 import hashlib
 import json
 import pickle
-import re
 from pathlib import Path
 
 import pytest
@@ -93,11 +92,3 @@ def test_ray_starts_without_a_dashboard_and_keeps_its_token(monkeypatch):
     assert [options["include_dashboard"] for options in started] == [False]
     assert not [path for path in SOURCES if "RAY_AUTH_MODE" in path.read_text()]
     assert "--dashboard-host 127.0.0.1" in (ROOT / "ci" / "smoke_job.sh").read_text()
-
-
-def test_every_test_that_is_named_exists():
-    """What is claimed can be checked, also after a test got another name."""
-    named = re.findall(r"`tests/([\w/]+\.py)(?:::(test_\w+))?`", (ROOT / "docs" / "security.md").read_text())
-    assert len(named) > 20
-    for file, test in named:
-        assert re.search(rf"^def {test}\b" if test else "^def test_", (ROOT / "tests" / file).read_text(), re.M), test

@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 import draccus
 
 from vla_finetuning.lerobot_train import answer
+from vla_finetuning.terminal import tell_text
 
 CONFIG_NAME = "config.json"
 TrainMode = Literal["heads", "expert", "full"]
@@ -380,6 +381,11 @@ def help_text() -> str:
     return text
 
 
+def print_help() -> int:
+    tell_text(help_text())
+    return 0
+
+
 def validate(config: Config) -> None:
     """Refuse what can be refused without looking at any file."""
     d, t, s = config.dataset, config.train, config.scaling
@@ -502,6 +508,8 @@ def _normalise(argv: Sequence[str]) -> list[tuple[str, str]]:
     flags = flag_names()
     pairs = []
     for name, value in given:
+        if value is not None and not value.strip():
+            raise ValueError(f"command line: --{name} is empty (an unset variable?): give a value, or leave it out")
         if name not in flags and (said := answer(name)):
             raise ValueError(f"command line: lerobot-train has --{name}; here: {said}")
         if name not in flags and not name.startswith("policy."):
@@ -509,8 +517,27 @@ def _normalise(argv: Sequence[str]) -> list[tuple[str, str]]:
             raise ValueError(f"command line: unknown flag --{name}{_meant(name, known)}")
         if value is None and not flags.get(name, True):
             raise ValueError(f"command line: --{name} needs a value")
-        pairs.append((name, "true" if value is None else value))
+        pairs.append((name, "true" if value is None else _as_json(name, value)))
     return pairs
+
+
+def _as_json(name: str, value: str) -> str:
+    """What people write for some options, in the form that draccus reads: 1e4 for 10000, 0,1,5:8 for [0,1,5,6,7]."""
+    kind = _kinds().get(name, "")
+    if kind.startswith("int") and re.fullmatch(r"\d+(\.\d*)?e\+?\d+", value, re.IGNORECASE):
+        return str(int(float(value))) if float(value).is_integer() else value
+    if kind.startswith("list[") and value.strip()[:1] not in ("[", "@") and value not in ("null", "auto", "stored"):
+        parts = [part.strip() for part in value.split(",")]
+        if kind.startswith("list[str"):
+            return json.dumps(parts)
+        numbers: list[int] = []
+        for part in parts:
+            first, colon, last = part.partition(":")
+            if not (first.isdigit() and (last.isdigit() if colon else True)):
+                return value
+            numbers += range(int(first), int(last)) if colon else [int(first)]
+        return json.dumps(numbers)
+    return value
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
@@ -532,13 +559,18 @@ def _workers(name: str, value: str) -> list[tuple[str, str]]:
 
 def flag_names() -> dict[str, bool]:
     """All flags but the policy's own, and whether they are true or false."""
-    flags = {"config_path": False}
+    return {name: "bool" in kind for name, kind in _kinds().items()}
+
+
+def _kinds() -> dict[str, str]:
+    """The types of all flags but the policy's own, as written."""
+    kinds = {"config_path": "str"}
     for option in fields(Config):
         if option.name in GROUPS:
-            flags |= {f"{option.name}.{f.name}": "bool" in str(f.type) for f in fields(GROUPS[option.name])}
+            kinds |= {f"{option.name}.{f.name}": str(f.type) for f in fields(GROUPS[option.name])}
         elif not option.name.startswith("policy_"):
-            flags[option.name] = "bool" in str(option.type)
-    return flags
+            kinds[option.name] = str(option.type)
+    return kinds
 
 
 def _resume(value: str, names: Mapping[str, str]) -> str:

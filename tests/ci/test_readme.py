@@ -91,12 +91,12 @@ def test_every_test_that_a_page_names_is_there():
     """Files, and what is in them."""
     root = Path(__file__).resolve().parents[2]
     defined = {
-        path.name: set(re.findall(r"^def (test_\w+)", path.read_text(), flags=re.MULTILINE))
-        for path in (root / "tests").glob("test_*.py")
+        str(path.relative_to(root)): set(re.findall(r"^def (test_\w+)", path.read_text(), flags=re.MULTILINE))
+        for path in (root / "tests").rglob("test_*.py")
     }
     named = 0
     for page in (root / "README.md", *(root / "docs").glob("*.md")):
-        for file, test in re.findall(r"(test_\w+\.py)(?:::(test_\w+))?", page.read_text()):
+        for file, test in re.findall(r"((?:tests/)?[\w/]*\btest_\w+\.py)(?:::(test_\w+))?", page.read_text()):
             assert file in defined and (not test or test in defined[file]), f"{page.name}: {file}::{test}"
             named += 1
         for test in re.findall(r"`(test_\w+)`", page.read_text()):

@@ -297,7 +297,7 @@ def test_on_two_nodes_code_is_sent_and_the_one_that_lacks_something_is_named(two
     nodes = cluster.alive_nodes()
     assert len(nodes) == 2
     file, beside = ray.get(where_code_is.remote())
-    assert not file.startswith(str(ROOT)) and "cluster.py" in beside
+    assert not file.startswith(str(ROOT)) and "data" in beside
     assert not {"tests", "requirements.txt", "Makefile", ".git"} & set(beside)
 
     (worker,) = [n for n in nodes if n["Resources"].get("CPU")]

@@ -212,7 +212,7 @@ def test_what_can_be_refused_before_ray_starts(setting, flags, message):
 
 
 def test_masking_is_not_proposed_where_no_camera_would_be_left(setting):
-    with pytest.raises(ValueError, match="Either choose another policy") as refused:
+    with pytest.raises(ValueError, match="dataset lacks: .*; choose another policy") as refused:
         plan(setting, "--dataset.camera_keys=[]")
     assert "missing_cameras" not in str(refused.value)
 
@@ -302,3 +302,60 @@ def test_a_type_that_brings_code_is_refused_unless_this_start_allows_it(setting,
     path.write_text(json.dumps({**json.loads(path.read_text()), "policy_trust_remote_code": True}))
     assert not resumed(started[0]).config.policy_trust_remote_code
     assert resumed(started[0], "--policy.trust_remote_code=true").config.policy_trust_remote_code
+
+
+# ---- what a first-time user meets ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("train_expert_only=true", "use --train.mode expert"),
+        ("freeze_vision_encoder=true", "use --train.mode heads or expert"),
+        ("compile_model=true", "use --train.compile"),
+        ("gradient_checkpointing=true", "use --train.activation_checkpointing"),
+        ("device=cuda", "use --scaling.use_gpu"),
+        ("use_peft=true", "adapters are not trained yet"),
+        ("scheduler_warmup_steps=10", "use --warmup_frac"),
+    ],
+)
+def test_options_of_the_policy_that_would_be_ignored(setting, option, message):
+    name = option.partition("=")[0]
+    with pytest.raises(ValueError, match=f"--policy.{name} has no effect on a 'tiny_pi05' here; .*{message}"):
+        plan(setting, f"--policy.{option}")
+
+
+def test_the_learning_rate_is_said_once(setting):
+    assert "rate up to 0.002 in 1 steps, then a cosine down to 0.001 at step 5" in describe(
+        plan(setting, "--policy.optimizer_lr=2e-3", "--final_lr_frac=0.5", "--warmup_frac=0.2")
+    )
+    with pytest.raises(ValueError, match="--policy.optimizer_lr has no effect .*--lr, which the command line"):
+        plan(setting, "--policy.optimizer_lr=1e-3", "--lr=1e-4")
+
+
+def rehearsal(folder, episodes, tasks, *flags):
+    root = make_dataset(folder / "small", episodes=episodes, tasks=tasks, cameras={"observation.images.top": (48, 64)})
+    return resolve(parse_args(["--preset=demo", f"--dataset.root={root}", f"--output_dir={folder / 'o'}", *flags]), 0)
+
+
+def test_a_rehearsal_on_a_few_episodes(tmp_path, monkeypatch):
+    """The preset's batch and share are for the demo; a dataset of three episodes was trained on one."""
+    monkeypatch.setattr("vla_finetuning.run.plan.CACHE_DIR", tmp_path / "cache")
+    run = rehearsal(tmp_path, (9, 8, 7), ("go left", "go right"))
+    assert [len(run.train_episodes[0]), len(run.eval_episodes[0])] == [2, 1]
+    assert run.config.global_batch_size <= run.rows_per_epoch
+    told = describe(run)
+    assert "1 of 3 episodes held out: tasks with fewer than 5 are left to training" in told
+    assert f"--batch_size is {run.config.batch_size} instead of the preset's 32" in told
+
+
+def test_what_the_user_chose_is_not_made_smaller(tmp_path, monkeypatch):
+    monkeypatch.setattr("vla_finetuning.run.plan.CACHE_DIR", tmp_path / "cache")
+    with pytest.raises(ValueError, match="is more than the .* training frames"):
+        rehearsal(tmp_path, (9, 8, 7), ("go",), "--batch_size=64")
+
+
+def test_tasks_that_only_held_out_episodes_have_are_named(setting):
+    told = describe(plan(setting, "--dataset.episodes=0,1,2", "--dataset.eval_split=0.1"))
+    assert "no training episode has the task 'go to the blue bin': all of its episodes are held out" in told
+    assert "no training episode" not in describe(plan(setting, "--dataset.eval_split=0.1"))

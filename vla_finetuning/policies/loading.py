@@ -284,6 +284,7 @@ def match_features(
     *,
     fps: float,
     missing_cameras: Literal["error", "mask"] = "error",
+    left_out: Sequence[str] = (),
 ) -> FeatureMatch:
     """Match a dataset's features to a policy's, and fit the configuration to the dataset.
 
@@ -297,6 +298,7 @@ def match_features(
         rename_map: dataset key to policy key, for `observation.*`.
         fps: frames per second of the dataset.
         missing_cameras: "mask" lets PI0.5 run without cameras that it has and the dataset lacks.
+        left_out: cameras of the dataset that were not chosen, for a message.
     Raises:
         ValueError: naming the key, what was found, what was expected, and the flag that settles it.
     """
@@ -314,7 +316,7 @@ def match_features(
     fitted.validate_features()  # what the policy's constructor adds, its state among others, must be normalised too
     inputs = fitted.input_features
     cameras = [key for key, feature in found.items() if feature.type is FeatureType.VISUAL]
-    masked = _check_cameras(config, inputs, cameras, sources, rename_map, missing_cameras)
+    masked = _check_cameras(config, inputs, cameras, sources, rename_map, missing_cameras, left_out)
     for key, feature in inputs.items():
         if feature.type is not FeatureType.VISUAL and key not in found:
             raise ValueError(
@@ -372,6 +374,7 @@ def _check_cameras(
     sources: Mapping[str, str],
     rename_map: Mapping[str, str],
     missing_cameras: str,
+    left_out: Sequence[str],
 ) -> set[str]:
     """The policy's cameras that stay without an image; an error unless that was asked for."""
     wanted = [key for key, feature in inputs.items() if feature.type is FeatureType.VISUAL]
@@ -383,18 +386,23 @@ def _check_cameras(
         return empty | set(missing)
     problems, ways = [], []
     if missing:
-        problems.append(f"the policy has cameras that the dataset lacks: {missing}")
+        others = f"are not among those chosen ({list(left_out)} are left out)" if left_out else "the dataset lacks"
+        problems.append(f"the policy has cameras that {others}: {missing}")
     if unknown:
         problems.append(f"the dataset has cameras that the policy does not know: {[sources[key] for key in unknown]}")
     if missing and unknown:
         pairs = _pair_names(unknown, missing)
         suggestion = json.dumps({**rename_map, **{sources[key]: name for key, name in pairs.items()}})
         ways.append(f"if these are the same cameras, --rename_map='{suggestion}'")
+    if left_out:
+        ways.append("choose more cameras with --dataset.camera_keys")
     if unknown:
         ways.append("name the dataset's cameras to use with --dataset.camera_keys")
     if missing and cameras and isinstance(config, PI05Config):
         ways.append("let the policy run without the missing ones with --dataset.missing_cameras=mask")
-    raise ValueError(f"{'; '.join(problems)}. Either {', or '.join(ways or ['choose another policy'])}")
+    ways = ways or ["choose another policy"]
+    remedy = f". Either {', or '.join(ways)}" if len(ways) > 1 else f"; {ways[0]}"
+    raise ValueError("; ".join(problems) + remedy)
 
 
 def _pair_names(keys: Sequence[str], names: Sequence[str]) -> dict[str, str]:

@@ -40,7 +40,7 @@ OUTLIER = 5.0
 
 
 class Finding(NamedTuple):
-    """Something that seems wrong: damaged, dark, frozen, gaps, duplicates, quantiles, constant or jumps."""
+    """Something that seems wrong: damaged, dark, frozen, gaps, duplicates, quantiles, constant, outliers or jumps."""
 
     kind: str
     text: str
@@ -147,6 +147,7 @@ def look_at(meta: DatasetMetadata) -> Look:
     findings += columns.duplicates()
     findings += missing_quantiles(meta)
     findings += columns.constants(meta)
+    findings += outliers(meta, columns.keys)
     findings += columns.jumps(meta)
     time_s, curves = columns.of(shown) if read else (np.zeros(0), {})
     return Look(
@@ -195,6 +196,21 @@ def sample_episodes(lengths: np.ndarray, rows: int) -> np.ndarray:
     total = int(cost.sum())
     count = len(lengths) if total <= rows else max(1, int(len(lengths) * rows / total))
     return np.unique(np.linspace(0, len(lengths) - 1, count).round().astype(np.int64))
+
+
+def outliers(meta: DatasetMetadata, keys: Sequence[str]) -> list[Finding]:
+    """Dimensions whose extremes lie far outside of what they are normalised by."""
+    findings = []
+    for key in keys:
+        if names := [r.name for r in ranges_of(meta, key) if r.outliers]:
+            findings.append(
+                Finding(
+                    "outliers",
+                    f"{key}: {_list(names)} reach beyond {OUTLIER:g} times the range that 98 % of the values lie in: "
+                    "glitches, or rare moves that a policy sees far out of its range",
+                )
+            )
+    return findings
 
 
 def missing_quantiles(meta: DatasetMetadata) -> list[Finding]:

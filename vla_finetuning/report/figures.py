@@ -138,6 +138,11 @@ def line_chart(
             axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.yaxis.set_major_formatter(_short_number)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        # A single point says nothing of what is around it.
+        places = np.unique(np.concatenate([x for x, _ in lines.values()] or [np.zeros(0)]))
+        if len(places) == 1:
+            axes.set_xticks(places)
+            axes.set_yticks(np.unique([float(v) for _, y in lines.values() for v in y if np.isfinite(v)]))
         axes.set_xlabel(plain(xlabel))
         axes.set_ylabel(plain(ylabel))
         if len(lines) > 1:

@@ -6,6 +6,7 @@ Files of `OUTPUT_DIR`::
     run.json              what a run is, for its readers: datasets, policy, hardware, versions, the plan
     .lock                 held by the process that drives the run
     attempts.jsonl        a line per start of the worker group: {"attempt": 1, "resumed_from_step": 10, "world_size": 2}
+    first_step.json       the newest start of the worker group has done its first step: {"step": 11, "after_s": 41.2}
     metrics.jsonl         a line per log step
     run.log               warnings of the training processes
     skipped.jsonl         with --dataset.on_error=skip, a line for each episode that a read task had to skip
@@ -38,7 +39,10 @@ from vla_finetuning.run.checkpoint import Progress, check_resumable, latest_chec
 
 ATTEMPTS_NAME, METRICS_NAME, LOG_NAME, ROWS_NAME = "attempts.jsonl", "metrics.jsonl", "run.log", "rows"
 LOCK_NAME, STOP_NAME, SKIPPED_NAME, RUN_NAME = ".lock", "stop", "skipped.jsonl", "run.json"
+FIRST_STEP_NAME = "first_step.json"
 EVALUATION_NAME, CHECKPOINTS_NAME = "evaluation.json", "checkpoints"
+# Options that the learning rate of every step is computed from.
+SCHEDULE = ("steps", "num_epochs", "lr", "warmup_frac", "final_lr_frac")
 # Ray Train's own list of checkpoints, beside them.
 RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
@@ -140,11 +144,9 @@ def changed_options(config: Config) -> list[str]:
     if not (config.resume and path.is_file()):
         return []
     was, now = (dict(_options(options)) for options in (json.loads(path.read_text()), config.to_json()))
-    return [
-        f"{name} was {was.get(name)}, is {value}"
-        for name, value in now.items()
-        if name not in OF_A_START and value != was.get(name)
-    ]
+    changed = [name for name, value in now.items() if name not in OF_A_START and value != was.get(name)]
+    follows = "; the learning rate of the steps that are left changes with it"
+    return [f"{name} was {was.get(name)}, is {now[name]}" + follows * (name in SCHEDULE) for name in changed]
 
 
 def _options(options: dict[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
@@ -175,6 +177,11 @@ def start_attempt(output_dir: Path, resumed_from_step: int, world_size: int) -> 
     with open(output_dir / ATTEMPTS_NAME, "a") as file:
         file.write(json.dumps(line) + "\n")
     return number
+
+
+def first_step_done(output_dir: Path, step: int, after_s: float) -> None:
+    """Say that this start of the worker group trains, for those who wait for it. Called by rank 0."""
+    write_json(output_dir / FIRST_STEP_NAME, {"step": step, "after_s": round(after_s, 1)})
 
 
 def attempts(output_dir: Path) -> list[dict[str, int]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -30,7 +31,16 @@ from lerobot.processor import PolicyProcessorPipeline
 from lerobot.utils.constants import OBS_PREFIX
 
 from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
-from vla_finetuning.config import CACHE_DIR, Attention, Config, MissingCameras, OnError, TrainMode, TrainOptions
+from vla_finetuning.config import (
+    CACHE_DIR,
+    PRESETS,
+    Attention,
+    Config,
+    MissingCameras,
+    OnError,
+    TrainMode,
+    TrainOptions,
+)
 from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     DatasetMetadata,
@@ -59,6 +69,8 @@ from vla_finetuning.run.folder import CHECKPOINTS_NAME, SKIPPED_NAME
 from vla_finetuning.terminal import escaped
 
 Stats = dict[str, dict[str, np.ndarray]]
+# Of a task: fewer are not split in a rehearsal.
+FEW_EPISODES = 5
 # What LeRobot's `aggregate_stats` makes the statistics of several datasets from, besides quantiles.
 AGGREGATED = {"min", "max", "mean", "std", "count"}
 
@@ -77,6 +89,7 @@ class Run:
         rows_per_epoch: frames of the training episodes. steps: optimizer updates of the whole run.
         block_rows: rows of a block of training data. stream: identity of the run's stream of rows.
         decoded: of a row, by the names of their rates in metrics.jsonl: camera frames, and bytes out of the read task.
+        notes: what is otherwise than asked for, or than it should be, for the plan.
     """
 
     config: Config
@@ -97,6 +110,7 @@ class Run:
     block_rows: int = 1
     stream: dict[str, Any] = field(default_factory=dict)
     decoded: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def output_dir(self) -> Path:
@@ -118,6 +132,12 @@ class Run:
         # A checkpoint is what trains and Adam's two moments, fp32; there is one more while an old one is still there.
         checkpoint_bytes = 3 * 4 * self.parameters.trainable if self.parameters else 0
         return 2 * checkpoint_bytes + (weights.stat().st_size if weights.is_file() else 0)
+
+    @property
+    def learning_rate(self) -> tuple[float, float, int]:
+        """Peak, what it ends at, and the steps of the warm-up."""
+        peak = self.config.lr or self.policy_config.get_optimizer_preset().lr
+        return peak, peak * self.config.final_lr_frac, round(self.config.warmup_frac * self.steps)
 
     @property
     def use_gpu(self) -> bool:
@@ -238,6 +258,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
             f"can; this is a '{policy_config.type}': use --dataset.on_error=stop"
         )
     config = replace(config, policy_path=path_given, policy_revision=base_info["revision"])
+    _check_options(config, policy_config)
     try:
         match = match_features(
             policy_config,
@@ -245,6 +266,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
             _names_of_first(metas, config.rename_map),
             missing_cameras=cast(MissingCameras, config.dataset.missing_cameras),
             fps=metas[0].fps,
+            left_out=sorted(set(metas[0].camera_keys) - set(config.dataset.camera_keys or metas[0].camera_keys)),
         )
     except ValueError as error:
         raise ValueError(f"dataset {metas[0].root} and policy {base_info['path']}: {error}") from error
@@ -252,8 +274,9 @@ def resolve(config: Config, gpus_found: int) -> Run:
         _check_image_size(policy_config, config.dataset.image_size)
     _check_alike(metas, match, config.rename_map)
     parameters = _check_policy(policy_config, folder, config.train)
-    train, held_out = zip(*(_split_episodes(meta, config) for meta in metas), strict=True)
+    train, held_out, notes = zip(*(_split_episodes(meta, config) for meta in metas), strict=True)
     rows = sum(int(meta.episode_length[e].sum()) for meta, e in zip(metas, train, strict=True))
+    config, smaller = _fitting_batch(config, rows)
     if config.global_batch_size > rows:
         raise ValueError(
             f"a global batch of {config.global_batch_size} rows (batch_size {config.batch_size} x grad_accum "
@@ -287,6 +310,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
             policy_config, len(match.camera_keys), cast(TrainMode, config.train.mode), config.train.noise_draws
         ),
         tokens_per_sample=tokens_per_sample(policy_config, len(match.camera_keys), config.train.noise_draws),
+        notes=(*itertools.chain(*notes), *smaller),
     )
     # Checks that all files are there and that the datasets agree.
     source = run.reader()(stream=(0, run.last_row), look=True)
@@ -476,6 +500,35 @@ def _policy_config(where: str, kind: str, folder: Path | None, options: list[str
         raise ValueError(f"{where}: {source}: {reason}") from error
 
 
+# Options of policies that change nothing here, and what does.
+WITHOUT_EFFECT = {
+    "device": "--scaling.use_gpu",
+    "use_peft": "adapters are not trained yet; --train.mode heads or expert trains a part of PI0.5",
+    "scheduler_warmup_steps": "--warmup_frac",
+    "scheduler_decay_steps": "--steps: the learning rate falls over the whole run",
+    "scheduler_decay_lr": "--final_lr_frac",
+}
+WITHOUT_EFFECT_IN_PI05 = {
+    "train_expert_only": "--train.mode expert",
+    "freeze_vision_encoder": "--train.mode heads or expert, in which the whole backbone is frozen",
+    "compile_model": "--train.compile",
+    "compile_mode": "--train.compile",
+    "gradient_checkpointing": "--train.activation_checkpointing",
+}
+
+
+def _check_options(config: Config, policy_config: PreTrainedConfig) -> None:
+    """Refuse options of the policy that would be ignored, naming what does the same here."""
+    answers = WITHOUT_EFFECT | (WITHOUT_EFFECT_IN_PI05 if isinstance(policy_config, PI05Config) else {})
+    if config.lr is not None:
+        by_whom = "the preset" if PRESETS.get(config.preset or "", {}).get("lr") else "the command line"
+        answers["optimizer_lr"] = f"--lr, which {by_whom} has set to {config.lr:g}"
+    for option in config.policy_options:
+        name = option.removeprefix("--").partition("=")[0]
+        if name in answers:
+            raise ValueError(f"--policy.{name} has no effect on a '{policy_config.type}' here; use {answers[name]}")
+
+
 def _check_image_size(policy_config: PreTrainedConfig, image_size: list[int]) -> None:
     """Refuse a size at which the policy would see other pixels than after its own resizing.
 
@@ -503,21 +556,47 @@ def _selected_features(meta: DatasetMetadata, camera_keys: list[str] | None) -> 
     return {k: f for k, f in meta.features.items() if k not in dropped and not f.is_depth}
 
 
-def _split_episodes(meta: DatasetMetadata, config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Training and held-out episodes: the last ceil(n x eval_split) of each task are held out, as in LeRobot."""
+def _fitting_batch(config: Config, rows: int) -> tuple[Config, list[str]]:
+    """A rehearsal's batch, made to fit a small dataset unless the user chose it; and a note when it was."""
+    own = int(PRESETS["demo"]["batch_size"])
+    if config.preset != "demo" or config.batch_size != own or config.global_batch_size <= rows:
+        return config, []
+    size = max(1, rows * config.batch_size // config.global_batch_size)
+    note = f"--batch_size is {size} instead of the preset's {own}: there are {rows} training frames"
+    return replace(config, batch_size=size), [note]
+
+
+def _split_episodes(meta: DatasetMetadata, config: Config) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Episodes to train and to hold out, and notes; the last ceil(n x eval_split) of each task are, as in LeRobot.
+
+    A rehearsal, whose preset chose the share, leaves tasks of a few episodes to training.
+    """
     chosen = select_episodes(meta, config.dataset.episodes)
     share = config.dataset.eval_split
     by_task: dict[str, list[int]] = {}
     for episode in chosen.tolist():
         by_task.setdefault((meta.episode_tasks[episode] or ("",))[0], []).append(episode)
-    held_out = sorted(e for group in by_task.values() for e in group[len(group) - math.ceil(len(group) * share) :])
+    groups = list(by_task.values())
+    notes = []
+    if config.preset == "demo" and share == float(PRESETS["demo"]["dataset.eval_split"]):
+        large = [group for group in groups if len(group) >= FEW_EPISODES]
+        if len(large) < len(groups):
+            groups = large or [max(groups, key=len)] * (len(chosen) > 1)
+            notes = [
+                f"{sum(math.ceil(len(group) * share) for group in groups)} of {len(chosen)} episodes held out: tasks "
+                f"with fewer than {FEW_EPISODES} are left to training"
+            ]
+    held_out = sorted(e for group in groups for e in group[len(group) - math.ceil(len(group) * share) :])
     train = np.setdiff1d(chosen, held_out)
     if not len(train):
         raise ValueError(
             f"{meta.root}: --dataset.eval_split={share} leaves no episode to train on ({len(chosen)} episodes, "
             f"{len(by_task)} tasks, at least one held out of each); lower it or add episodes"
         )
-    return train, np.asarray(held_out, np.int64)
+    if untrained := [task for task, group in by_task.items() if not np.isin(group, train).any()]:
+        told = ", ".join(map(repr, untrained[:3])) + (f" and {len(untrained) - 3} more" if len(untrained) > 3 else "")
+        notes.append(f"no training episode has the task {told}: all of its episodes are held out")
+    return train, np.asarray(held_out, np.int64), notes
 
 
 # ---- for people -------------------------------------------------------------------------------------------------
@@ -562,6 +641,7 @@ def describe(run: Run) -> str:
     lines += [f"             {line}" for line in run.match.table()]
     if config.dataset.image_size:
         lines.append(f"Images       fitted into {_size(tuple(config.dataset.image_size))} where they are decoded")
+    lines += [f"Note         {note}" for note in run.notes]
     batch = config.global_batch_size
     lines += [
         f"Batch        {config.batch_size} rows x {config.grad_accum} micro-steps x {config.scaling.num_workers} "
@@ -570,6 +650,7 @@ def describe(run: Run) -> str:
         f"{run.rows_per_epoch / batch:.1f} steps each); a line every {config.log_freq}",
         f"             epochs follow each other without a gap: the last {run.rows_per_epoch % batch} rows of one share "
         "a step with the first of the next",
+        f"Learning     {_learning_rate(run)}",
         f"Checkpoints  every {config.save_freq} steps and at the end, the last {config.keep_checkpoints} kept, in "
         f"{run.checkpoints_dir}",
         f"Hardware     {_workers(config)} {'GPU' if run.use_gpu else 'CPU'} workers, "
@@ -580,6 +661,11 @@ def describe(run: Run) -> str:
         if config.scaling.strategy != "ddp":
             lines.append(_in_parts(run))
     return "\n".join(map(escaped, lines))
+
+
+def _learning_rate(run: Run) -> str:
+    peak, final, warmup = run.learning_rate
+    return f"rate up to {peak:g} in {warmup} steps, then a cosine down to {final:g} at step {run.steps}; AdamW"
 
 
 def _workers(config: Config) -> str:

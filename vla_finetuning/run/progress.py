@@ -15,8 +15,8 @@ import numpy as np
 import ray
 from tqdm import tqdm
 
-from vla_finetuning.files import read_lines
-from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, ROWS_NAME, attempts, skipped_episodes
+from vla_finetuning.files import read_json, read_lines
+from vla_finetuning.run.folder import FIRST_STEP_NAME, LOG_NAME, METRICS_NAME, ROWS_NAME, attempts, skipped_episodes
 from vla_finetuning.terminal import LogFormatter, tell
 
 if TYPE_CHECKING:
@@ -137,6 +137,8 @@ def follow_progress(output_dir: Path, steps: int) -> Iterator[None]:
 def _follow(output_dir: Path, steps: int, last_step: int, warnings_shown: int, stop: threading.Event) -> None:
     interactive = sys.stdout.isatty()
     skipped: set[tuple[str, int]] = set()
+    started, begun = len(attempts(output_dir)), read_json(output_dir / FIRST_STEP_NAME)
+    starting = True
     with tqdm(
         total=steps, initial=last_step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
     ) as bar:
@@ -152,6 +154,15 @@ def _follow(output_dir: Path, steps: int, last_step: int, warnings_shown: int, s
                     skipped.add(episode)
                     with tqdm.external_write_mode(file=sys.stderr):
                         tell(f"WARNING {episode[0]}: episode {episode[1]} is skipped: {line['error']}", file=sys.stderr)
+            if len(starts := attempts(output_dir)) > started:
+                started, starting = len(starts), True
+                _say(
+                    f"started      {starts[-1]['world_size']} training processes from step "
+                    f"{starts[-1]['resumed_from_step']}: the model is made, the first batch is read"
+                )
+            if (first := read_json(output_dir / FIRST_STEP_NAME)) != begun:
+                begun = first
+                _say(f"step {first['step']}/{steps}  done, {first['after_s']:.0f} s after the start")
             for text in read_lines(output_dir / METRICS_NAME):
                 line = json.loads(text)
                 if line["step"] <= last_step:
@@ -167,11 +178,19 @@ def _follow(output_dir: Path, steps: int, last_step: int, warnings_shown: int, s
                 if interactive:
                     bar.set_postfix_str(told)
                 else:
-                    left_s = (steps - last_step) * line["step_s"]
+                    # The first steps after a start also wait for the data engine to fill.
+                    step_s = line["step_s"] - line["data_wait_s"] * starting
+                    left_s = (steps - last_step) * step_s
                     tell(f"step {last_step}/{steps}  {told}, {_minutes(left_s)} left")
+                starting = False
             if stopping:
                 return
             stop.wait(POLL_S)
+
+
+def _say(text: str) -> None:
+    with tqdm.external_write_mode():
+        tell(text)
 
 
 def _minutes(seconds: float) -> str:

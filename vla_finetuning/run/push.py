@@ -41,12 +41,12 @@ POLICY_FILES = re.compile(
 PLACES = ("root", "mixture", "cache_dir", "output_dir", "policy_path", "policy_options")
 
 
-def check_push(repo_id: str, private: bool | None) -> str:
-    """Make sure, before a long run, that its policy can be pushed: a token, a repository (made if it does not exist),
-    the right to write to it.
+def check_push(repo_id: str, private: bool | None, *, make: bool = True) -> str:
+    """Make sure, before a long run, that its policy can be pushed: a token, a repository, the right to write to it.
 
     Args:
         private: whether others may not see it; None is as it is, or the account's default for a new one.
+        make: make a repository that does not exist; without, only its name is looked at.
     Returns:
         The repository's address.
     Raises:
@@ -61,6 +61,8 @@ def check_push(repo_id: str, private: bool | None) -> str:
         raise ValueError(f"model {repo_id}: no token to push with; set HF_TOKEN, or run `hf auth login`")
     with explaining_errors(repo_id, None, "model", cached=False):
         user = api.whoami()["name"]
+        if not make and not api.repo_exists(repo_id):
+            return f"{repo_id}, which does not exist yet: {user} makes it when the run starts"
         url = api.create_repo(repo_id, private=private, exist_ok=True)
         try:
             api.auth_check(repo_id, write=True)

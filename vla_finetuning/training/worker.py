@@ -98,15 +98,15 @@ def start_policy(run: Run) -> PreTrainedPolicy:
 
 def build_optimizer(run: Run, loss: PolicyLoss) -> TrainableOptimizer:
     """AdamW with the policy's own constants (LeRobot's preset) and the run's learning rate."""
-    config, preset = run.config, run.policy_config.get_optimizer_preset()
-    peak = config.lr or preset.lr
+    preset = run.policy_config.get_optimizer_preset()
+    peak, final, warmup_steps = run.learning_rate
     return make_trainable_optimizer(
         loss.policy,
-        schedule=warmup_cosine(peak, peak * config.final_lr_frac, round(config.warmup_frac * run.steps), run.steps),
+        schedule=warmup_cosine(peak, final, warmup_steps, run.steps),
         betas=preset.betas,
         eps=preset.eps,
         weight_decay=preset.weight_decay,
-        clip_norm=config.train.clip_norm or preset.grad_clip_norm,
+        clip_norm=run.config.train.clip_norm or preset.grad_clip_norm,
     )
 
 
