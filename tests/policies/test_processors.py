@@ -9,9 +9,11 @@ import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError
 from lerobot.configs import FeatureType, NormalizationMode, PreTrainedConfig
 from lerobot.datasets import LeRobotDataset, LeRobotDatasetMetadata
 from lerobot.lerobot_types import TransitionKey
@@ -414,15 +416,25 @@ def test_unreadable_pipelines(case, tmp_path):
 
 
 def test_the_gated_tokenizer_is_explained(case, monkeypatch):
-    def fail(name):
-        raise OSError("You are trying to access a gated repo. 401 Client Error")
+    """At once, by one question to the Hub; LeRobot and transformers would ask for a minute."""
+    asked = []
 
-    monkeypatch.setattr("lerobot.processor.tokenizer_processor.AutoTokenizer.from_pretrained", fail)
+    def refuse(api, repo_id):
+        asked.append(repo_id)
+        response = httpx.Response(403, request=httpx.Request("GET", "http://hub"))
+        raise GatedRepoError("gated", response=response)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.auth_check", refuse)
     from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
     config = PI05Config(device="cpu", chunk_size=CHUNK, n_action_steps=CHUNK)
     config.input_features, config.output_features = case.config.input_features, case.config.output_features
-    with pytest.raises(ValueError, match="google/paligemma-3b-pt-224 and set HF_TOKEN"):
+    told = "policy: model google/paligemma-3b-pt-224: gated.*HF_TOKEN.*or put its files into.*tokenizer/"
+    with pytest.raises(ValueError, match=told):
+        make_processors(None, config, case.meta.stats, {})
+    assert asked == ["google/paligemma-3b-pt-224"]
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="tokenizer of the 'pi05' policy: .*the Hub cannot be reached.*or put its files"):
         make_processors(None, config, case.meta.stats, {})
 
 

@@ -177,6 +177,13 @@ def test_no_checkpoint_at_all(tmp_path):
     assert latest_checkpoint(tmp_path / "absent") is None
 
 
+def test_a_file_that_was_put_beside_is_not_read(tmp_path):
+    path = made(tmp_path)
+    shutil.copyfile(path / "trainable.safetensors", path / "trainable-00001-of-00002.safetensors")
+    with pytest.raises(ValueError, match=r"trainable-00001-of-00002.safetensors'\] are not of this checkpoint"):
+        load_checkpoint(path, *empty())
+
+
 def test_another_format_is_refused(tmp_path):
     path = made(tmp_path)
     state = json.loads((path / checkpoint.STATE).read_text())

@@ -75,6 +75,22 @@ def download_snapshot(
         )
 
 
+def require_model(repo_id: str, file: str) -> None:
+    """Make sure at once that a file of a model is in the cache or may be downloaded.
+
+    Libraries that only try to load it ask again and again for a minute, and then say less.
+
+    Raises:
+        ValueError: no such model, or no access.
+        OSError: the Hub cannot be reached and the cache does not hold the file.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if not isinstance(try_to_load_from_cache(repo_id, file), str):
+        with explaining_errors(repo_id, None, "model"):
+            HfApi().auth_check(repo_id)
+
+
 # ---- errors --------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ import copy
 import inspect
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +38,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.data.hub import require_model
 from vla_finetuning.policies.remote_code import RemoteCodeError, remote_code
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,15 @@ SHARED_STEPS = frozenset(
         *("tokenizer_processor", "action_tokenizer_processor", "smolvla_new_line_processor"),
     }
 )
+
+# The tokenizers of pipelines that LeRobot makes anew: by name, or the option that names it.
+TOKENIZER = dict.fromkeys(("pi0", "pi05"), "google/paligemma-3b-pt-224")
+TOKENIZER_OPTION = {
+    "pi0_fast": "text_tokenizer_name",
+    "smolvla": "vlm_model_name",
+    "xvla": "tokenizer_name",
+    "multi_task_dit": "text_encoder_name",
+}
 
 NORMALIZATION_STATS = {
     NormalizationMode.IDENTITY: frozenset[str](),
@@ -155,9 +164,10 @@ def make_processors(
     config.device = "cpu"
     options: dict[str, Any] = {"dataset_stats": renamed}
     local_tokenizer = None
+    tokenizer = getattr(config, TOKENIZER_OPTION.get(config.type, ""), TOKENIZER.get(config.type))
     folder = None if folder is None else Path(folder)
     if folder is not None and (folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json").is_file():
-        steps = _saved_steps(folder, config)
+        steps, tokenizer = _saved_steps(folder, config), None
         normalization = {"norm_map": config.normalization_mapping, "stats": renamed}
         before: dict[str, Any] = {
             "device_processor": {"device": "cpu"},
@@ -176,11 +186,15 @@ def make_processors(
             with remote_code(trusted):
                 local_tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER)
             before["tokenizer_processor"] = {"tokenizer": local_tokenizer}
+        else:
+            tokenizer = steps.get("tokenizer_processor", {}).get("tokenizer_name")
         options |= {
             "pretrained_path": str(folder),
             "preprocessor_overrides": before,
             "postprocessor_overrides": after,
         }
+    if tokenizer is not None and not Path(tokenizer).is_dir():
+        _require_tokenizer(config, tokenizer)
     try:
         with remote_code(trusted):
             preprocessor, postprocessor = make_pre_post_processors(config, **options)
@@ -188,8 +202,7 @@ def make_processors(
         raise
     except (ValueError, KeyError, ImportError, OSError) as error:
         raise ValueError(
-            f"the processors of the '{config.type}' policy{f' {folder}' if folder else ''} cannot be built: "
-            f"{str(error).rstrip('.')}.{_gated_hint(error)}"
+            f"the processors of the '{config.type}' policy{f' {folder}' if folder else ''} cannot be built: {error}"
         ) from error
     for step in preprocessor.steps:
         if isinstance(step, RenameObservationsProcessorStep):
@@ -214,14 +227,14 @@ def load_processors(
         return make_pre_post_processors(config, pretrained_path=str(folder))
 
 
-def _saved_steps(folder: Path, config: PreTrainedConfig) -> set[str]:
-    """The registered names of a folder's saved steps, all of which LeRobot may build.
+def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
+    """A folder's saved steps by their registered names, with their options, all of which LeRobot may build.
 
     LeRobot 0.6.1 also accepts `{"class": "any.module.Callable", "config": {...}}` and calls it with what
     the file says, so that a downloaded JSON file could start a program. Only steps of a policy's pipelines are
     let through, with options that they have.
     """
-    names = set()
+    found: dict[str, dict[str, Any]] = {}
     for name in (POLICY_PREPROCESSOR_DEFAULT_NAME, POLICY_POSTPROCESSOR_DEFAULT_NAME):
         file = folder / f"{name}.json"
         try:
@@ -241,8 +254,8 @@ def _saved_steps(folder: Path, config: PreTrainedConfig) -> set[str]:
                 raise ValueError(
                     f"{file}: the step {step!r:.100} {reason}; write the file anew with LeRobot, or leave it out"
                 )
-            names.add(step)
-    return names
+            found[step] = options
+    return found
 
 
 def _why_not(step: Any, options: Any, state_file: Any, config: PreTrainedConfig) -> str | None:
@@ -263,15 +276,12 @@ def _why_not(step: Any, options: Any, state_file: Any, config: PreTrainedConfig)
     return None
 
 
-def _gated_hint(error: BaseException | None) -> str:
-    while error is not None:
-        if re.search(r"gated|40[13]|authenticat", str(error), re.IGNORECASE):
-            return (
-                " If this is the gated PaliGemma tokenizer: accept its terms at "
-                "https://huggingface.co/google/paligemma-3b-pt-224 and set HF_TOKEN"
-            )
-        error = error.__cause__
-    return ""
+def _require_tokenizer(config: PreTrainedConfig, name: str) -> None:
+    beside = f"or put its files into the folder of the policy, as {TOKENIZER_FOLDER}/"
+    try:
+        require_model(name, "tokenizer_config.json")
+    except (ValueError, OSError) as error:
+        raise type(error)(f"the tokenizer of the '{config.type}' policy: {error}; {beside}") from error
 
 
 def _check_stats(config: PreTrainedConfig, features: Mapping[str, PolicyFeature], stats: Stats) -> None:

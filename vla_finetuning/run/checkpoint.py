@@ -334,6 +334,9 @@ def _state(folder: Path) -> dict[str, Any]:
     for name, written in state["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != written["bytes"]:
             raise ValueError(f"checkpoint {folder}: {name} is missing or truncated")
+    # torch's reader looks into every safetensors file of the folder.
+    if foreign := sorted({path.name for path in folder.glob("*.safetensors")} - state["files"].keys()):
+        raise ValueError(f"checkpoint {folder}: {foreign} are not of this checkpoint; remove them")
     return state
 
 

@@ -214,6 +214,8 @@ def connect() -> None:
     """
     if not ray.is_initialized():
         address = running_cluster()
+        # Ray 2.60 warns that it protects its own cluster by a token, its default.
+        logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         ray.init(
             address=address or "local",
             runtime_env=runtime_env() if address else None,
