@@ -281,6 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if not ray.is_initialized():
                 held.callback(ray.shutdown)
+            tell("Starting     Ray and what the data and the training run in; the first step takes about a minute")
             run, data_options = on_cluster(run)
             from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
 
