@@ -196,6 +196,10 @@ class TrainableOptimizer:
 
     A step whose gradients are not all finite changes nothing: the fused kernel is told so by a device flag, which the
     host does not read.
+
+    Attributes:
+        keeps_gradients: gradients were there when this was made, in memory that stays (DDP's buckets). They are zeroed
+            in place: given up, they would be made anew beside that memory. Else they are given up after every step.
     """
 
     optimizer: torch.optim.AdamW
@@ -204,6 +208,7 @@ class TrainableOptimizer:
     buffers: dict[str, Tensor]
     schedule: Callable[[int], float]
     clip_norm: float
+    keeps_gradients: bool = False
 
     def named(self) -> dict[str, Tensor]:
         """What training may change, by name: parameters that train, and buffers that are saved with them."""
@@ -229,7 +234,7 @@ class TrainableOptimizer:
         clock.mark("optimizer")
         self.optimizer.step()
         clock.mark("zero_grad_schedule")
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         return norm.detach(), skipped
 
     def state(self) -> dict[str, Tensor]:
@@ -274,7 +279,8 @@ def make_trainable_optimizer(
     all_parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     # Such as the statistics of batch norms; PI0.5 has none.
     buffers = {name: value for name, value in module.state_dict().items() if name not in all_parameters}
-    return TrainableOptimizer(optimizer, [n for n, _ in named], params, buffers, schedule, clip_norm)
+    keeps_gradients = all(param.grad is not None for param in params)
+    return TrainableOptimizer(optimizer, [n for n, _ in named], params, buffers, schedule, clip_norm, keeps_gradients)
 
 
 def warmup_cosine(peak: float, final: float, warmup_steps: int, steps: int) -> Callable[[int], float]:

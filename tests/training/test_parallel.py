@@ -1,5 +1,6 @@
 """Parameters in parts, on two processes: the same losses as with copies, really in parts, and back from the disk."""
 
+import itertools
 import json
 import multiprocessing
 import threading
@@ -24,8 +25,9 @@ from diagnostics.environment import Environment
 from diagnostics.page import page
 from diagnostics.step_clock import StepClock
 from tests import in_process
-from util import accumulating, train_step, whole
+from util import accumulating, make_trainable_optimizer, train_step, whole
 from vla_finetuning.config import parse_args
+from vla_finetuning.policies.memory import Alive
 from vla_finetuning.run.checkpoint import load_checkpoint
 from vla_finetuning.run.folder import start_attempt
 from vla_finetuning.training import parallel, worker
@@ -119,6 +121,7 @@ def two(rank, world, run, folder):
             "travels": travels(run, strategy, rank),
             "communication": communication_of(run, strategy, rank),
             "nan": step_with_nan(run, strategy, rank),
+            "peaks": peaks_of_steps(run, strategy, rank, 2),
             "uneven": uneven_steps(run, strategy, rank) if strategy != "fsdp2_reshard" else None,
             "bf16": losses_of(run, strategy, rank, precision="bf16"),
             "recomputed": losses_of(run, strategy, rank, activation_checkpointing=True),
@@ -192,11 +195,27 @@ def step_with_nan(run, strategy, rank):
         batches[0]["action"][0, 0, 0] = torch.nan
     before = {name: value.clone() for name, value in trainer.optimizer.named().items()}
     result = trainer.step(0, batches)
-    after = trainer.optimizer.named()
+    after = {name: value.clone() for name, value in trainer.optimizer.named().items()}
     return {
         "skipped": result.skipped.item(),
+        "then": trainer.step(1, trainer.batches(2)).skipped.item(),
         "unchanged": all(torch.equal(parallel.part(after[n])[0], parallel.part(v)[0]) for n, v in before.items()),
     }
+
+
+def peaks_of_steps(run, strategy, rank, world):
+    """Bytes alive at the worst moment of each of four steps of two micro-batches, from the model's own on."""
+    trainer = Trainer(run, strategy, rank, 1)
+    batches = trainer.batches(2)
+    alive, peaks = Alive([*trainer.loss.parameters(), *trainer.loss.buffers()]), []
+    with alive:
+        trainer.model = spread(trainer.loss, strategy, CPU, world, autocast=trainer.autocast)
+        trainer.optimizer = worker.build_optimizer(run, trainer.loss)
+        for number in range(4):
+            alive.peak = alive.bytes
+            trainer.step(number, batches)
+            peaks.append(alive.peak)
+    return peaks
 
 
 def uneven_steps(run, strategy, rank):
@@ -270,6 +289,41 @@ def report(metrics, checkpoint=None, checkpoint_dir_name=None, checkpoint_upload
 
     if checkpoint_upload_fn is not None:
         threading.Thread(target=upload).start()
+
+
+class Branches(torch.nn.Module):
+    """Two layers, one of which nothing is computed with."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = (torch.nn.Linear(2, 2, bias=False) for _ in range(2))
+        for layer in (self.used, self.unused):
+            torch.nn.init.ones_(layer.weight)
+
+    def forward(self, batch, noise, time):
+        return self.used(batch["x"]).square().mean()
+
+
+def steps_of_branches(world):
+    """What three steps of two micro-batches, with weight decay, make of them."""
+    loss = Branches()
+    model = spread(loss, "ddp", CPU, world, find_unused_parameters=True)
+    optimizer = make_trainable_optimizer(
+        loss, schedule=lambda step: 0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_norm=1.0
+    )
+    step = partial(train_step, model, optimizer, grad_accum=2, mean_over=2, autocast=None, device=CPU)
+    for number in range(3):
+        step(itertools.repeat({"x": torch.ones(1, 2)}), step=number, draws=lambda micro: (None, None))
+    return {
+        "weights": {name: value.tolist() for name, value in optimizer.named().items()},
+        "state of": [name for name, param in loss.named_parameters() if optimizer.optimizer.state.get(param)],
+    }
+
+
+def unused_in_ddp(rank, world, folder):
+    meet(rank, world, folder)
+    (folder / f"{rank}.json").write_text(json.dumps(steps_of_branches(world)))
+    dist.destroy_process_group()
 
 
 def load_everywhere(rank, world, run, folder):
@@ -366,7 +420,27 @@ def test_the_profiler_sees_what_travels_under_every_strategy(found):
 def test_a_rank_whose_loss_is_not_finite_has_all_skip_the_step(found):
     for rank in found.ranks:
         for strategy in STRATEGIES:
-            assert rank[strategy]["nan"] == {"skipped": 1.0, "unchanged": True}
+            assert rank[strategy]["nan"] == {"skipped": 1.0, "then": 0.0, "unchanged": True}
+
+
+def test_ddp_holds_one_copy_of_the_gradients(found):
+    """As much as one process alone, but for the step in which DDP makes its buckets anew, in the order of backward."""
+    alone = peaks_of_steps(found.run, "ddp", 0, 1)
+    for rank in found.ranks:
+        first, _, *others = rank["ddp"]["peaks"]
+        assert first <= 1.01 * alone[0]
+        assert others == pytest.approx(alone[2:], rel=0.01)
+
+
+def test_what_no_process_has_a_gradient_for_is_left_alone(tmp_path):
+    """Where DDP searches for such: neither decayed, nor given Adam's moments, as in one process."""
+    processes(unused_in_ddp, tmp_path, world=2)
+    expected = steps_of_branches(1)
+    assert expected["weights"]["unused.weight"] == Branches().unused.weight.tolist()
+    assert expected["weights"]["used.weight"] != Branches().used.weight.tolist()
+    assert expected["state of"] == ["used.weight"]
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
 
 
 def test_a_part_that_cannot_be_written_fails_the_checkpoint_for_all(found):

@@ -92,7 +92,7 @@ def step_memory(
             policy, schedule=lambda step: 0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, clip_norm=1.0
         )
         batch, noise, time = empty_inputs(config, batch_size, draws, cpu)
-        alive = _Alive([*loss.parameters(), *loss.buffers(), *batch.values(), noise, time])
+        alive = Alive([*loss.parameters(), *loss.buffers(), *batch.values(), noise, time])
         before, saved = 0, 0
 
         def note_before(*_: Any) -> None:
@@ -148,7 +148,7 @@ def _bytes(tensors: list[Any]) -> int:
     return sum({id(s): s.nbytes() for s in [tensor.untyped_storage() for tensor in tensors]}.values())
 
 
-class _Alive(TorchDispatchMode):
+class Alive(TorchDispatchMode):
     """Counts the bytes of all storages that are alive: those of `tensors`, and those made while it is active."""
 
     def __init__(self, tensors: list[Tensor]):

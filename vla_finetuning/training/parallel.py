@@ -38,9 +38,10 @@ def spread(
 ) -> nn.Module:
     """The module to train, before its optimizer is made: parameters that FSDP2 shards are replaced in place.
 
-    ddp: a copy on every process. fsdp2: parameters, gradients and optimizer state in parts; parameters are whole from a
-    step's first forward to the end of its last backward, as in ZeRO-2. fsdp2_reshard: a unit's are whole only while it
-    computes, as in ZeRO-3. What does not train stays whole on every process, in its own precision.
+    ddp: a copy on every process, and of the gradients one too, in DDP's buckets, which are there from here on. fsdp2:
+    parameters, gradients and optimizer state in parts; parameters are whole from a step's first forward to the end of
+    its last backward, as in ZeRO-2. fsdp2_reshard: a unit's are whole only while it computes, as in ZeRO-3. What does
+    not train stays whole on every process, in its own precision.
 
     Args:
         loss: on `device`, with what trains chosen. Its `forward` must be called as the module.
@@ -48,10 +49,18 @@ def spread(
         autocast: what the forward runs under. FSDP2 then gathers units of nothing but linear layers in that precision,
             to which autocast would cast their weights anyway. Gradients travel in float32.
         find_unused_parameters: DDP's search, in every step, for what trains and got no gradient. FSDP2 needs none.
+            What got none on any process then has none, and AdamW leaves it alone: zeros, it would decay. So gradients
+            are not kept, and while they are accumulated there are two of each, the second in the buckets.
     """
     if world == 1:
         return loss
     if strategy == "ddp":
+        if not find_unused_parameters:
+            # DDP moves gradients that it finds into its buckets. Those made later, between the exchanges, would stay
+            # beside them: a second copy (torch 2.11).
+            for parameter in loss.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
         return DistributedDataParallel(
             loss,
             device_ids=[device] if device.type == "cuda" else None,
