@@ -9,7 +9,7 @@ from diagnostics import find_unused_params
 from diagnostics.find_unused_params import UnusedReport, find_unused
 from tests import in_process
 from tests.tiny import make_batch, make_policy
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.pi05 import PolicyLoss, choose_trainable, leave_off_unused
 from vla_finetuning.training import worker
 
 
@@ -46,6 +46,8 @@ def test_what_trains_is_reached(run, tmp_path):
     assert {name.rsplit(".", 2)[1] for name in names(report, "zero")} <= {"time_mlp_in", "time_mlp_out"}
     assert len(report.of("used")) > 30
     policy = worker.start_policy(run)
+    choose_trainable(policy, run.config.train.mode)
+    leave_off_unused(policy)
     assert {p.name: tuple(p.shape) for p in report.parameters} == {n: p.shape for n, p in policy.named_parameters()}
 
 

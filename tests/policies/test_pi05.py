@@ -23,6 +23,7 @@ from vla_finetuning.policies.pi05 import (
     check_batch,
     choose_trainable,
     flops_per_sample,
+    leave_off_unused,
     meta_policy,
     sample_noise_and_time,
     tokens_per_sample,
@@ -531,6 +532,24 @@ def test_every_trainable_parameter_gets_a_gradient(mode):
     counted = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     assert report.trainable == counted > 0
     assert report.total == counted + sum(report.frozen.values())
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_left_off_changes_nothing(mode, depth):
+    whole, without = make_policy(2, depth=depth), make_policy(2, depth=depth)
+    for policy in (whole, without):
+        choose_trainable(policy, mode)
+    left_off = leave_off_unused(without)
+    kept = dict(without.named_parameters())
+    assert len(left_off) == 9 and kept.keys() == dict(whole.named_parameters()).keys() - set(left_off)
+    losses = [PolicyLoss(policy)(*make_batch(policy)) for policy in (whole, without)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for name, parameter in whole.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(parameter.grad, kept[name].grad), name
 
 
 def test_modes_of_the_real_policy():

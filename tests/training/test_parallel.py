@@ -474,6 +474,11 @@ def test_the_export_is_what_the_last_checkpoint_holds(found):
     expected = load_file(found.folder / "fsdp2.safetensors")
     trained = [name for name in exported if name in expected]
     assert len(trained) > 30 and all(torch.equal(exported[name], expected[name]) for name in trained)
+    # What no training process held is there too, to the bit.
+    base = load_file(run.policy_folder / "model.safetensors")
+    others = exported.keys() - set(trained)
+    assert len(others) == 9 and all("lm_head" in name or "language_model" in name for name in others)
+    assert exported.keys() == base.keys() and all(torch.equal(exported[name], base[name]) for name in others)
     with pytest.raises(RuntimeError, match="no checkpoint of the last step, 23: nothing to export"):
         worker.export(replace(run, steps=23), Trainer(run, "ddp", 0, 1).optimizer)
 

@@ -17,7 +17,7 @@ from tests.datasets import make_dataset
 from vla_finetuning.config import parse_args
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.policies import compiling, tiny_pi05
-from vla_finetuning.policies.pi05 import sample_noise_and_time
+from vla_finetuning.policies.pi05 import UNUSED, sample_noise_and_time
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.folder import STOP_NAME, prepare_folder
 from vla_finetuning.run.plan import describe, resolve
@@ -244,6 +244,14 @@ def test_compiling_is_refused_with_a_reason_and_training_goes_on(setting, caplog
     monkeypatch.setattr(worker, "why_not", lambda device: None)
     worker.build_model(run, CPU)
     assert made == [1]
+
+
+def test_what_training_never_uses_is_not_on_the_device(setting):
+    run = resolved(setting)
+    loss, _ = worker.build_model(run, CPU)
+    report = run.parameters
+    held = sum(parameter.numel() for parameter in loss.policy.parameters())
+    assert held == report.total - report.frozen[UNUSED] < report.total
 
 
 def test_options_reach_the_loss(setting, monkeypatch):

@@ -28,7 +28,14 @@ from vla_finetuning.config import Attention, TrainMode
 from vla_finetuning.data.columns import ROW_COLUMNS
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.loading import load_policy, new_policy, save_pretrained
-from vla_finetuning.policies.pi05 import PolicyLoss, cast_frozen, check_batch, choose_trainable, sample_noise_and_time
+from vla_finetuning.policies.pi05 import (
+    PolicyLoss,
+    cast_frozen,
+    check_batch,
+    choose_trainable,
+    leave_off_unused,
+    sample_noise_and_time,
+)
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.run.checkpoint import (
     OPTIMIZER,
@@ -59,9 +66,13 @@ SHORTEST_NOTICE_S = 10.0
 
 
 def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, torch.dtype | None]:
-    """The policy with its loss on `device`, what trains chosen; and the autocast dtype (None: fp32 throughout)."""
+    """The policy with its loss on `device`, what trains chosen; and the autocast dtype (None: fp32 throughout).
+
+    Of PI0.5 without what training never uses: `export` has it from the base, which it reads anew.
+    """
     policy, train = start_policy(run), run.config.train
     choose_trainable(policy, cast(TrainMode, train.mode))
+    leave_off_unused(policy)
     bf16 = train.precision == "bf16" or (
         train.precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
     )
