@@ -148,6 +148,24 @@ def test_fused_attention_in_bfloat16_is_no_further_from_float32(monkeypatch):
     assert errors["sdpa"] <= 1.05 * errors["eager"] < 0.1
 
 
+@pytest.mark.parametrize("rows, draws", [(1, 1), (1, 2), (4, 1)])
+def test_fused_attention_gets_keys_and_values_in_memory_of_their_own(monkeypatch, rows, draws):
+    """A dimension without a stride is the same memory over and over, which a kernel may get wrong."""
+    fused, strides = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(query, key, value, *args, **options):
+        strides.extend(stride for heads in (key, value) for stride in heads.stride())
+        return fused(query, key, value, *args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    policy = make_policy(2)
+    assert policy.model.paligemma_with_expert.gemma_expert.config.num_key_value_heads == 1
+    batch, _, _ = make_batch(policy, rows)
+    noise, time = sample_noise_and_time(policy.config, rows * draws, 0, 0, "cpu")
+    PolicyLoss(policy, attention="sdpa")(batch, noise, time)
+    assert strides and 0 not in strides
+
+
 def test_fused_attention_stores_no_attention_weights():
     policy = make_policy(1)
     choose_trainable(policy, "full")

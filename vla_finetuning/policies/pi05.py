@@ -510,15 +510,16 @@ def _attend(
     if attention == "eager":
         attended, _ = eager_attention_forward(module, query, key, value, bias, module.scaling)
         return attended.flatten(2)
-    # The fused kernels that take a mask want as many heads of keys as of queries: views of the same, not copies.
+    # The fused kernels that take a mask want as many heads of keys as of queries. Copies, not views of the same: of
+    # those the memory-efficient one computes something else at some lengths (torch 2.11, pytorch/pytorch#191937).
     key, value = (_repeat_heads(heads, module.num_key_value_groups) for heads in (key, value))
     attended = F.scaled_dot_product_attention(query, key, value, bias.to(query.dtype), scale=module.scaling)
     return attended.transpose(1, 2).flatten(2)
 
 
 def _repeat_heads(heads: Tensor, groups: int) -> Tensor:
-    """(B, KV heads, tokens, head_dim) with each head `groups` times; of one head, all views."""
-    return heads.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2)
+    """(B, KV heads, tokens, head_dim) with each head `groups` times, each in memory of its own."""
+    return heads.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2).contiguous()
 
 
 def _finish_layer(
