@@ -15,15 +15,9 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
 from vla_finetuning import demo
-from vla_finetuning.demo import (
-    DEMO_CHUNK_SIZE,
-    DEMO_FPS,
-    DEMO_INSTRUCTIONS,
-    demo_scenes,
-    demonstrate,
-    make_demo_dataset,
-    prepare_demo,
-)
+from vla_finetuning.demo import DEMO_CHUNK_SIZE, demo_scenes, make_demo_dataset, prepare_demo
+from vla_finetuning.envs import two_bins_scene
+from vla_finetuning.envs.two_bins_scene import FPS, INSTRUCTIONS, demonstrate
 
 SIDES = {"left": -18.0, "right": 18.0}
 
@@ -43,7 +37,7 @@ def metadata(prepared):
 
 @pytest.fixture(scope="module")
 def dataset(prepared):
-    windows = {"action": [i / DEMO_FPS for i in range(DEMO_CHUNK_SIZE)]}
+    windows = {"action": [i / FPS for i in range(DEMO_CHUNK_SIZE)]}
     return LeRobotDataset(
         "demo/demo", root=prepared[0], video_backend="pyav", return_uint8=True, delta_timestamps=windows
     )
@@ -71,7 +65,7 @@ def test_cameras_differ_in_size_and_use_the_default_encoding(metadata):
     for key in sizes:
         assert metadata.features[key]["info"]["video.codec"] == "av1"
         assert metadata.features[key]["info"]["video.g"] == 2
-    assert metadata.fps == DEMO_FPS and metadata.robot_type and metadata.total_tasks == 2
+    assert metadata.fps == FPS and metadata.robot_type and metadata.total_tasks == 2
     assert metadata.names["action"] == ["x_cm", "y_cm", "z_cm"]
 
 
@@ -108,7 +102,7 @@ def test_the_instruction_decides(dataset, metadata):
         assert torch.equal(a["observation.state"], b["observation.state"])
         for key in metadata.video_keys:
             assert (a[key].float() - b[key].float()).abs().mean() < 2  # the encoder's doing
-        assert {a["task"], b["task"]} == set(DEMO_INSTRUCTIONS.values())
+        assert {a["task"], b["task"]} == set(INSTRUCTIONS.values())
         assert {goal(a), goal(b)} == {"left", "right"}
 
 
@@ -143,12 +137,12 @@ def test_the_wrist_camera_sees_the_bin_below_it(dataset, metadata):
 
 def test_actions_are_the_next_states_on_a_straight_path():
     for scene in demo_scenes():
-        for colour in DEMO_INSTRUCTIONS:
+        for colour in INSTRUCTIONS:
             state, action = demonstrate(scene, colour)
             np.testing.assert_array_equal(action[:-1], state[1:])
             np.testing.assert_allclose(state[0], scene.start, rtol=1e-6)
             assert action[-1, 0] == SIDES["left" if scene.left == colour else "right"]
-            assert np.linalg.norm(np.diff(state, axis=0), axis=1).max() < demo.SPEED_CM_PER_FRAME + 1e-4
+            assert np.linalg.norm(np.diff(state, axis=0), axis=1).max() < two_bins_scene.SPEED_CM_PER_FRAME + 1e-4
 
 
 # --- on disk ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ PACKAGE = "vla_finetuning"
 GROUND = {f"{PACKAGE}.{name}" for name in ("config", "files", "lerobot_train", "terminal")}
 DATA = {*GROUND, f"{PACKAGE}.data", "lerobot_datasource"}
 POLICIES = {*GROUND, f"{PACKAGE}.policies", f"{PACKAGE}.data.columns", f"{PACKAGE}.data.hub", "util"}
-RUN = {*DATA, *POLICIES, f"{PACKAGE}.demo", f"{PACKAGE}.run"}
+ENVS = {*GROUND, f"{PACKAGE}.envs"}
+RUN = {*DATA, *POLICIES, *ENVS, f"{PACKAGE}.demo", f"{PACKAGE}.run"}
 TRAINING, REPORT = {*RUN, f"{PACKAGE}.training"}, {*RUN, f"{PACKAGE}.report"}
 EVALUATION = {*REPORT, f"{PACKAGE}.evaluation"}
 PROGRAMS = {*TRAINING, *EVALUATION}
@@ -33,7 +34,8 @@ MAY_IMPORT = {
     "lerobot_datasource": DATA,
     "util": {f"{PACKAGE}.data.columns"},
     f"{PACKAGE}.policies": POLICIES,
-    f"{PACKAGE}.demo": {*DATA, *POLICIES},
+    f"{PACKAGE}.envs": ENVS,
+    f"{PACKAGE}.demo": {*DATA, *POLICIES, *ENVS},
     f"{PACKAGE}.run": RUN,
     f"{PACKAGE}.training": TRAINING,
     f"{PACKAGE}.report": REPORT,
@@ -120,7 +122,7 @@ def test_no_circles():
 @pytest.mark.parametrize(
     ("room", "upward"),
     [("config", "data.plan"), ("data", "policies.pi05"), ("policies", "run.plan"), ("run", "training.worker"),
-     ("report", "evaluation.open_loop"), ("training", "report.page")],
+     ("envs", "policies.pi05"), ("report", "evaluation.open_loop"), ("training", "report.page")],
 )  # fmt: skip
 def test_a_planted_upward_import_is_named(tmp_path, room, upward, how):
     for name in (room, upward):

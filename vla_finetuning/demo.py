@@ -1,7 +1,6 @@
 """The embedded default: a small LeRobot v3 dataset made on the spot, and the tiny policy that learns it.
 
-A gantry robot moves its gripper over one of two bins. Which bin is red and which is blue changes from scene to scene,
-and only the cameras show it; which of them to go to, only the instruction says. Episodes come in pairs with the same
+A gantry robot moves its gripper over one of two bins (`envs/two_bins_scene.py`). Episodes come in pairs with the same
 scene and start and the other instruction, so a policy that is blind, or deaf to language, cannot know where to go.
 
 The dataset is written by LeRobot's own writer with its default video encoding. It is small but shaped like real ones:
@@ -13,113 +12,35 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-DEMO_INSTRUCTIONS = {"red": "go to the red bin", "blue": "go to the blue bin"}
-DEMO_FPS = 10
+from vla_finetuning.envs import two_bins_scene
+from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, FPS, INSTRUCTIONS, Scene, demonstrate, draw_scene, render
+
 DEMO_PAIRS = 40  # of episodes
 DEMO_SEED = 7
 # One second of actions.
 DEMO_CHUNK_SIZE = 10
 
-# The robot's frame, in centimetres: x to the right, y away from the robot, z up.
-TABLE_X, TABLE_Y, TABLE_Z = (-30.0, 30.0), (0.0, 40.0), (0.0, 20.0)
-BINS = {"left": (-18.0, 28.0, 3.0), "right": (18.0, 28.0, 3.0)}
-BIN_HALF_WIDTH, GRIPPER_HALF_WIDTH = 7.5, 2.0
-WRIST_HALF_VIEW = 10.0
-SPEED_CM_PER_FRAME = 2.5
-DWELL_FRAMES = 4  # over the bin, before the episode ends
 # The pair that starts close to one bin: its episode there is over before one action chunk is.
 SHORT_PAIR, SHORT_START = 1, (14.0, 23.0, 6.0)
 
-COLOURS = {"red": (200, 40, 40), "blue": (40, 70, 200), "table": (170, 165, 150), "gripper": (30, 30, 30)}
-CAMERAS = {  # height, width
-    "observation.images.top": (64, 96),
-    "observation.images.front": (56, 56),
-    "observation.images.wrist": (48, 48),
-}
-AXES = ["x_cm", "y_cm", "z_cm"]
 # Small enough that files roll over every few episodes; a camera's roll-over point follows from how well it compresses.
 VIDEO_FILE_MB, DATA_FILE_MB = 0.05, 0.03
 REPO_ID, ROBOT_TYPE = "demo/two_bins", "tabletop_gantry"
 
 
-@dataclass(frozen=True)
-class Scene:
-    """What an episode's cameras see before the robot moves: the colour of each bin, and the gripper's position."""
-
-    left: str
-    right: str
-    start: tuple[float, float, float]
-
-
 def demo_scenes(pairs: int = DEMO_PAIRS, seed: int = DEMO_SEED) -> list[Scene]:
-    """The scene of each pair of episodes: colours at random, the gripper anywhere on the robot's side of the table."""
+    """The scene of each pair of episodes."""
     rng = np.random.default_rng(seed)
-    scenes = []
-    for pair in range(pairs):
-        left, right = ("red", "blue") if rng.random() < 0.5 else ("blue", "red")
-        x, y, z = rng.uniform((-20.0, 4.0, 8.0), (20.0, 14.0, 16.0))
-        scenes.append(Scene(left, right, SHORT_START if pair == SHORT_PAIR else (x, y, z)))
-    return scenes
-
-
-def demonstrate(scene: Scene, colour: str) -> tuple[np.ndarray, np.ndarray]:
-    """Move straight to the bin of a colour at constant speed, and stay there for a moment.
-
-    Returns:
-        State and action, float32 (N, 3), in cm: where the gripper is, and where it is told to be one frame later.
-    """
-    goal = np.array(BINS["left" if scene.left == colour else "right"])
-    start = np.array(scene.start)
-    distance = float(np.linalg.norm(goal - start))
-    travelled = np.minimum(np.arange(int(np.ceil(distance / SPEED_CM_PER_FRAME))) * SPEED_CM_PER_FRAME, distance)
-    path = start + (goal - start) * (travelled / distance)[:, None]
-    path = np.concatenate([path, np.tile(goal, (DWELL_FRAMES + 1, 1))]).astype(np.float32)
-    return path[:-1], path[1:]
-
-
-def render(scene: Scene, position: np.ndarray) -> dict[str, np.ndarray]:
-    """The three cameras' images of the gripper at `position`, uint8 (H, W, 3) each.
-
-    The top camera looks down on the table, the front camera along it (the gripper appears at its height), the wrist
-    camera straight down from the gripper and sees only what is near.
-    """
-    x, y, z = (float(value) for value in position)
-    table = [(bin_x, bin_y, BIN_HALF_WIDTH, getattr(scene, side)) for side, (bin_x, bin_y, _) in BINS.items()]
-    front = [(bin_x, bin_z + 4.0, BIN_HALF_WIDTH, getattr(scene, side)) for side, (bin_x, _, bin_z) in BINS.items()]
-    near = (x - WRIST_HALF_VIEW, x + WRIST_HALF_VIEW), (y - WRIST_HALF_VIEW, y + WRIST_HALF_VIEW)
-    return {
-        "observation.images.top": _draw(
-            CAMERAS["observation.images.top"], TABLE_X, TABLE_Y, [*table, (x, y, GRIPPER_HALF_WIDTH, "gripper")]
-        ),
-        "observation.images.front": _draw(
-            CAMERAS["observation.images.front"], TABLE_X, TABLE_Z, [*front, (x, z, GRIPPER_HALF_WIDTH, "gripper")]
-        ),
-        "observation.images.wrist": _draw(CAMERAS["observation.images.wrist"], *near, table),
-    }
-
-
-def _draw(
-    size: tuple[int, int],
-    horizontal: tuple[float, float],
-    vertical: tuple[float, float],
-    squares: list[tuple[float, float, float, str]],
-) -> np.ndarray:
-    """Squares (centre, half width, colour), later ones in front, on the table's colour; uint8 (H, W, 3)."""
-    height, width = size
-    columns = np.linspace(*horizontal, width)
-    rows = np.linspace(*vertical, height)[::-1]
-    image = np.full((height, width, 3), COLOURS["table"], np.uint8)
-    for across, up, half, colour in squares:
-        image[np.ix_(np.abs(rows - up) <= half, np.abs(columns - across) <= half)] = COLOURS[colour]
-    return image
+    scenes = [draw_scene(rng) for _ in range(pairs)]
+    return [replace(scene, start=SHORT_START) if pair == SHORT_PAIR else scene for pair, scene in enumerate(scenes)]
 
 
 # --- on disk ---------------------------------------------------------------------------------------------------------
@@ -153,13 +74,13 @@ def make_demo_dataset(folder: Path, *, pairs: int = DEMO_PAIRS, seed: int = DEMO
 
     vector = {"dtype": "float32", "shape": (len(AXES),), "names": AXES}
     features = {
-        key: {"dtype": "video", "shape": (*size, 3), "names": ["height", "width", "channels"]}
-        for key, size in CAMERAS.items()
+        f"observation.images.{name}": {"dtype": "video", "shape": (*size, 3), "names": ["height", "width", "channels"]}
+        for name, size in CAMERAS.items()
     } | {"observation.state": vector, "action": dict(vector)}
     with atomic_folder(folder) as partial, writing_videos():
         dataset = LeRobotDataset.create(
             REPO_ID,
-            DEMO_FPS,
+            FPS,
             features,
             root=partial,
             robot_type=ROBOT_TYPE,
@@ -169,10 +90,11 @@ def make_demo_dataset(folder: Path, *, pairs: int = DEMO_PAIRS, seed: int = DEMO
         )
         try:
             for scene in scenes:
-                for colour, instruction in DEMO_INSTRUCTIONS.items():
+                for colour, instruction in INSTRUCTIONS.items():
                     for state, action in zip(*demonstrate(scene, colour), strict=True):
                         frame = {"observation.state": state, "action": action, "task": instruction}
-                        dataset.add_frame(render(scene, state) | frame)
+                        images = {f"observation.images.{name}": image for name, image in render(scene, state).items()}
+                        dataset.add_frame(images | frame)
                     dataset.save_episode(parallel_encoding=False)
         finally:
             dataset.finalize()  # after a failure too: left to the garbage collector, it would write once more
@@ -180,7 +102,7 @@ def make_demo_dataset(folder: Path, *, pairs: int = DEMO_PAIRS, seed: int = DEMO
 
 
 def _check_is_demo(folder: Path, scenes: list[Scene]) -> None:
-    frames = sum(len(demonstrate(scene, colour)[0]) for scene in scenes for colour in DEMO_INSTRUCTIONS)
+    frames = sum(len(demonstrate(scene, colour)[0]) for scene in scenes for colour in INSTRUCTIONS)
     expected = {"robot_type": ROBOT_TYPE, "total_episodes": 2 * len(scenes), "total_frames": frames}
     try:
         info = json.loads((folder / "meta" / "info.json").read_text())
@@ -250,7 +172,7 @@ def prepare_demo(cache_dir: Path, dataset_root: str | Path | None = None) -> tup
 
     cache_dir = Path(cache_dir)
     if dataset_root is None:
-        dataset_root = make_demo_dataset(cache_dir / f"dataset-{_cache_key(__file__)}")
+        dataset_root = make_demo_dataset(cache_dir / f"dataset-{_cache_key([__file__, two_bins_scene.__file__])}")
     meta = load_metadata(dataset_root)
     vectors = ("observation.state", "action")
     complete = all({"q01", "q99"} <= set(meta.stats.get(key, {})) for key in vectors)
@@ -261,17 +183,17 @@ def prepare_demo(cache_dir: Path, dataset_root: str | Path | None = None) -> tup
         "stats": {key: meta.stats[key] for key in vectors} if complete else None,
         "fps": meta.fps,
     }
-    base = cache_dir / f"base-{_cache_key(tiny_pi05.__file__, description)}"
+    base = cache_dir / f"base-{_cache_key([tiny_pi05.__file__], description)}"
     if not base.exists():
         tiny_pi05.make_tiny_base(base, **description)
     return str(dataset_root), base
 
 
-def _cache_key(code: str, description: Mapping[str, Any] | None = None) -> str:
-    """Twelve hex digits for what a file of code makes of a description: they change when either does, or LeRobot."""
+def _cache_key(code: Sequence[str], description: Mapping[str, Any] | None = None) -> str:
+    """Twelve hex digits for what files of code make of a description: they change when any does, or LeRobot."""
 
     def encode(value: Any) -> Any:
         return value.tolist() if isinstance(value, np.ndarray) else asdict(value)
 
     text = json.dumps([version("lerobot"), description], sort_keys=True, default=encode)
-    return hashlib.sha256(text.encode() + Path(code).read_bytes()).hexdigest()[:12]
+    return hashlib.sha256(text.encode() + b"".join(Path(file).read_bytes() for file in code)).hexdigest()[:12]

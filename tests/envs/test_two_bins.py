@@ -1,0 +1,191 @@
+"""The demo's gantry: an environment as gymnasium and LeRobot know them, and one in which the task can be done."""
+
+import hashlib
+import warnings
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+from lerobot.envs.configs import EnvConfig
+from lerobot.envs.factory import make_env
+from lerobot.envs.utils import env_to_policy_features, preprocess_observation
+from lerobot.scripts.lerobot_eval import eval_policy
+from torch import nn, tensor
+
+from vla_finetuning.demo import demo_scenes
+from vla_finetuning.envs import two_bins
+from vla_finetuning.envs.configs import env_config
+from vla_finetuning.envs.two_bins_scene import DWELL_FRAMES, INSTRUCTIONS, demonstrate
+
+
+@pytest.fixture
+def env():
+    with gymnasium.make(two_bins.GYM_ID, render_mode="rgb_array") as env:
+        yield env
+
+
+def run(env, seed, colour=None):
+    """An episode of the demonstrator, sent to the instructed bin or another: its steps as `env.step` returns them."""
+    env.reset(seed=seed)
+    _, actions = demonstrate(env.unwrapped._scene, colour or env.unwrapped.task)
+    ended = False
+    while not ended:
+        action, actions = actions[0], actions[min(1, len(actions) - 1) :]
+        taken = env.step(action)
+        ended = taken[2] or taken[3]
+        yield taken
+
+
+def test_gymnasium_takes_it_for_an_environment(env):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        # Advice to those who learn from scratch: actions are in cm, as the dataset's are.
+        warnings.filterwarnings("ignore", ".*symmetric and normalized space")
+        check_env(env.unwrapped)
+
+
+def test_the_demonstrator_succeeds_where_it_was_told_to_go(env):
+    for seed in range(40):
+        *_, last = run(env, seed)
+        assert last[1:4] == (1.0, True, False) and last[4]["is_success"]
+        assert last[4]["reached"] == env.unwrapped.task
+
+
+def test_the_other_bin_ends_the_episode_without_success(env):
+    for seed in range(10):
+        env.reset(seed=seed)
+        (other,) = INSTRUCTIONS.keys() - {env.unwrapped.task}
+        *_, last = run(env, seed, other)
+        assert last[1:4] == (0.0, True, False) and last[4] == {"is_success": False, "reached": other}
+
+
+def test_success_takes_nearness_and_time(env):
+    """Both limits, from either side."""
+    env.reset(seed=0)
+    bare = env.unwrapped
+    goal = np.array(bare._scene.place(bare.task), np.float32)
+    for distance, reached in ((two_bins.GOAL_RADIUS_CM - 0.01, bare.task), (two_bins.GOAL_RADIUS_CM + 0.01, "")):
+        env.reset(seed=0)
+        place = goal - np.array([0, distance, 0], np.float32)
+        bare._position = place.copy()
+        infos = [env.step(place)[4] for _ in range(DWELL_FRAMES)]
+        assert [info["reached"] for info in infos] == [""] * (DWELL_FRAMES - 1) + [reached]
+    # Frames that are not in a row do not add up: one beyond the limit, and the count begins again.
+    env.reset(seed=0)
+    near, beyond = (goal - np.array([0, distance, 0], np.float32) for distance in (4.5, 6.0))
+    bare._position = near.copy()
+    places = [near] * (DWELL_FRAMES - 1) + [beyond] + [near] * DWELL_FRAMES
+    reached = [env.step(place)[4]["reached"] for place in places]
+    assert reached == [""] * (2 * DWELL_FRAMES - 1) + [bare.task]
+
+
+def test_the_drives_are_slow_and_stay_on_the_table(env):
+    env.reset(seed=0)
+    before = env.unwrapped._position.copy()
+    far = np.array([1000, 1000, -1000], np.float32)
+    observation = env.step(far)[0]
+    assert np.linalg.norm(observation["agent_pos"] - before) == pytest.approx(two_bins.MAX_CM_PER_FRAME, rel=1e-5)
+    for _ in range(30):
+        observation = env.step(far)[0]
+    assert env.observation_space.contains(observation)
+    with pytest.raises(ValueError, match="finite numbers"):
+        env.step(np.array([np.nan, 0, 0], np.float32))
+    with pytest.raises(ValueError, match="finite numbers"):
+        env.step(np.zeros(2, np.float32))
+
+
+def test_an_episode_without_a_choice_ends(env):
+    env.reset(seed=0)
+    ends = [env.step(env.unwrapped._position)[2:4] for _ in range(two_bins.EPISODE_LENGTH)]
+    assert ends == [(False, False)] * (two_bins.EPISODE_LENGTH - 1) + [(False, True)]
+
+
+def test_the_seed_fixes_the_episode_and_the_hash_tells_states_apart(env):
+    def episode(seed):
+        digest = hashlib.sha256()
+        env.reset(seed=seed)
+        hashes = [env.unwrapped.state_hash()]
+        for observation, *_ in run(env, seed):
+            for array in (observation["agent_pos"], *observation["pixels"].values()):
+                digest.update(array.tobytes())
+            hashes.append(env.unwrapped.state_hash())
+        return digest.hexdigest(), hashes
+
+    first = episode(3)
+    assert first == episode(3)
+    assert len(set(first[1])) == len(first[1])
+    starts = {episode(seed)[1][0] for seed in range(30)}
+    assert len(starts) == 30
+
+
+def test_scenes_are_mixed_and_not_those_of_the_dataset(env):
+    seen = []
+    for seed in range(1000, 1060):
+        env.reset(seed=seed)
+        seen.append((env.unwrapped._scene, env.unwrapped.task))
+    assert not {scene for scene, _ in seen} & set(demo_scenes())
+    left = sum(scene.left == task for scene, task in seen)
+    assert 18 < left < 42 and 18 < sum(task == "red" for _, task in seen) < 42
+
+
+def test_without_rendering_only_the_images_are_missing(env):
+    looked = list(run(env, 5))
+    env.unwrapped.rendering = False
+    blind = list(run(env, 5))
+    assert len(looked) == len(blind)
+    for (seen, *rest), (unseen, *same) in zip(looked, blind, strict=True):
+        np.testing.assert_array_equal(seen["agent_pos"], unseen["agent_pos"])
+        assert rest == same and env.observation_space.contains(unseen)
+        assert not any(image.any() for image in unseen["pixels"].values())
+        assert all(image.any() for image in seen["pixels"].values())
+
+
+# ---- as LeRobot sees it ---------------------------------------------------------------------------------------------
+
+
+def test_observations_have_the_names_and_shapes_that_the_policy_has():
+    config = env_config("two_bins", ["--episode_length=30"])
+    ((vector,),) = (tasks.values() for tasks in make_env(config, n_envs=2).values())
+    observation, _ = vector.reset(seed=[1, 2])
+    found = {key: tuple(value.shape[1:]) for key, value in preprocess_observation(observation).items()}
+    expected = {key: feature.shape for key, feature in env_to_policy_features(config).items() if key != "action"}
+    assert found == expected
+    assert vector.call("_max_episode_steps") == (30, 30)
+    assert set(vector.call("task_description")) <= set(INSTRUCTIONS.values())
+    vector.close()
+
+
+class Straight(nn.Module):
+    """Goes to the left bin, whatever it is told: of LeRobot's policy interface, what its evaluation calls."""
+
+    def reset(self):
+        pass
+
+    def select_action(self, batch):
+        return tensor([[-18.0, 28.0, 3.0]]).expand(len(batch["observation.state"]), 3)
+
+
+def test_lerobots_own_evaluation_runs_it(monkeypatch):
+    monkeypatch.setattr("lerobot.scripts.lerobot_eval.PreTrainedPolicy", nn.Module)
+    ((vector,),) = (tasks.values() for tasks in make_env(env_config("two_bins"), n_envs=1).values())
+    same = [lambda value: value] * 4
+    found = eval_policy(vector, Straight(), *same, n_episodes=8, start_seed=0)
+    expected = []
+    for seed in range(8):
+        vector.reset(seed=[seed])
+        bare = vector.envs[0].unwrapped
+        expected.append(bare._scene.left == bare.task)
+    assert [episode["success"] for episode in found["per_episode"]] == expected
+    assert True in expected and False in expected
+    vector.close()
+
+
+def test_other_environments_are_refused_with_what_there_is():
+    assert isinstance(env_config("pusht", ["--episode_length=20"]), EnvConfig)
+    with pytest.raises(ValueError, match="--env.type=nowhere.*expected one of.*two_bins"):
+        env_config("nowhere")
+    with pytest.raises(ValueError, match=r"--env.type=two_bins with \['--length=3'\].*--env.episode_length"):
+        env_config("two_bins", ["--length=3"])
+    with pytest.raises(ValueError, match="isaaclab_arena runs code from the Hub"):
+        env_config("isaaclab_arena")

@@ -1,0 +1,117 @@
+"""The demo's gantry in a closed loop, as a gymnasium environment: `vla_finetuning/TwoBins-v0`.
+
+Importing this module registers it with gymnasium; `configs` registers it with LeRobot. Needs neither LeRobot nor torch,
+so that a process which only simulates starts in half a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from vla_finetuning.envs.two_bins_scene import (
+    CAMERAS,
+    DWELL_FRAMES,
+    FPS,
+    INSTRUCTIONS,
+    TABLE_X,
+    TABLE_Y,
+    TABLE_Z,
+    draw_scene,
+    render,
+)
+
+GYM_ID = "vla_finetuning/TwoBins-v0"
+# Demonstrations take at most 23 frames.
+EPISODE_LENGTH = 40
+# What the drives do in a frame, however far away they are told to be. Demonstrations need 2.5.
+MAX_CM_PER_FRAME = 3.0
+# Within so much of the bin's middle, the gripper (4 cm wide) is wholly over the bin (15 cm wide).
+GOAL_RADIUS_CM = 5.0
+RENDER_SCALE = 4
+
+
+class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
+    """A gripper, two bins, and an instruction that names one of them.
+
+    An action is where the gripper is told to be, float (3,) in cm; the drives go there straight, at most
+    `MAX_CM_PER_FRAME` a frame, and no further than the table. The episode ends when the gripper has stayed within
+    `GOAL_RADIUS_CM` of a bin's middle for `DWELL_FRAMES` frames in a row: a success, and reward 1, if it is the bin of
+    the instruction. `info["reached"]` is the colour of that bin, "" before. Scene and instruction are functions of
+    `reset(seed=...)` alone.
+
+    Attributes:
+        task_description: the instruction, as LeRobot asks for it.
+        rendering: whether steps look through the cameras, which takes nearly all of their time. Off, images are black.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+        self.rendering = True
+        low, high = np.array([TABLE_X, TABLE_Y, TABLE_Z], np.float32).T
+        cameras: dict[str, spaces.Space[Any]] = {
+            name: spaces.Box(0, 255, (*size, 3), np.uint8) for name, size in CAMERAS.items()
+        }
+        self.action_space = spaces.Box(low, high, dtype=np.float32)
+        self.observation_space = spaces.Dict(
+            {"agent_pos": spaces.Box(low, high, dtype=np.float32), "pixels": spaces.Dict(cameras)}
+        )
+        self._low, self._high = low, high
+        self.task = self.task_description = ""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        super().reset(seed=seed)
+        self._scene = draw_scene(self.np_random)
+        colours = list(INSTRUCTIONS)
+        self.task = colours[int(self.np_random.integers(len(colours)))]
+        self.task_description = INSTRUCTIONS[self.task]
+        self._position = np.array(self._scene.start, np.float32)
+        self._frames_over = dict.fromkeys(colours, 0)
+        return self._observation(), self._info()
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        told = np.asarray(action, np.float32)
+        if told.shape != self.action_space.shape or not np.isfinite(told).all():
+            raise ValueError(f"the gantry is told to go to {action!r:.200}; expected x, y, z in cm, finite numbers")
+        move = np.clip(told, self._low, self._high) - self._position
+        share = MAX_CM_PER_FRAME / max(float(np.linalg.norm(move)), MAX_CM_PER_FRAME)
+        self._position = np.clip(self._position + move * np.float32(share), self._low, self._high)
+        for colour in self._frames_over:
+            distance = float(np.linalg.norm(self._position - np.array(self._scene.place(colour), np.float32)))
+            self._frames_over[colour] = self._frames_over[colour] + 1 if distance <= GOAL_RADIUS_CM else 0
+        info = self._info()
+        return self._observation(), float(info["is_success"]), bool(info["reached"]), False, info
+
+    def render(self) -> np.ndarray | None:  # type: ignore[override]
+        """The table from above, uint8 (H, W, 3), larger than the policy sees it."""
+        if self.render_mode is None:
+            return None
+        return render(self._scene, self._position)["top"].repeat(RENDER_SCALE, 0).repeat(RENDER_SCALE, 1)
+
+    def state_hash(self) -> str:
+        """Sixteen hex digits of everything that decides what happens next."""
+        scene = [self._scene.left, self._scene.right, self.task, self._frames_over, self._position.tolist()]
+        return hashlib.sha256(json.dumps(scene).encode()).hexdigest()[:16]
+
+    def _observation(self) -> dict[str, Any]:
+        if self.rendering:
+            pixels = render(self._scene, self._position)
+        else:
+            pixels = {name: np.zeros((*size, 3), np.uint8) for name, size in CAMERAS.items()}
+        return {"agent_pos": self._position.copy(), "pixels": pixels}
+
+    def _info(self) -> dict[str, Any]:
+        reached = next((colour for colour, frames in self._frames_over.items() if frames >= DWELL_FRAMES), "")
+        return {"is_success": reached == self.task, "reached": reached}
+
+
+gymnasium.register(GYM_ID, entry_point=f"{__name__}:TwoBins", max_episode_steps=EPISODE_LENGTH)
