@@ -4,12 +4,6 @@
     python vla.py --preset l4 --dataset.root s3://bucket/my_robot --policy.path lerobot/pi05_base --output_dir out
 
 The architecture, top to bottom: `main` resolves the run and starts it, `build_dataset` streams decoded, prepared rows
-from vla_finetuning.run.push import push_policy
-from vla_finetuning.run.push import check_push
-from vla_finetuning.run.record import record_run
-from vla_finetuning.run.push import check_push
-from vla_finetuning.run.push import push_policy
-from vla_finetuning.run.record import record_run
 from CPUs anywhere in the cluster, `train_loop_per_worker` runs the training step on each GPU.
 """
 
@@ -29,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -74,7 +68,7 @@ from vla_finetuning.run.folder import (
 from vla_finetuning.run.plan import Run, describe, resolve, with_stats
 from vla_finetuning.run.progress import MetricsLog, RowsLog, follow_progress, log_to
 from vla_finetuning.run.push import check_push, push_policy
-from vla_finetuning.run.record import record_run
+from vla_finetuning.run.record import record_attention, record_run
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
 from vla_finetuning.training.parallel import spread
 from vla_finetuning.training.stream import Dealt, Deferred, TrainingData, or_timeout, stream_batches
@@ -82,6 +76,7 @@ from vla_finetuning.training.worker import (
     CheckpointWriter,
     build_model,
     build_optimizer,
+    check_attention,
     check_finite,
     export,
     flops_share,
@@ -160,6 +155,9 @@ def train(
     batches = feed(run, dealt, progress.rows, device, NumpyToTorchCollate(run.use_gpu), rows_log, clock)
 
     policy_loss, autocast = build_model(run, device)
+    attention = check_attention(run, policy_loss, autocast, device)
+    if rank == 0 and attention is not None:
+        record_attention(run.output_dir, asdict(attention))
     model = spread(
         policy_loss,
         cast(Strategy, config.scaling.strategy),

@@ -313,6 +313,7 @@ def _run_loop(
         (vla.ray.train, "get_preemption_info", lambda: None),
         (vla.ray.train.collective, "broadcast_from_rank_zero", lambda value: value),
         (vla, "start_attempt", lambda *_: 0),
+        (vla, "check_attention", lambda *_: None),  # before the first step, and by what it reads
         (vla, "CheckpointWriter", lambda *_: mock.Mock(due=lambda: False)),
         (vla, "export", lambda *_: None),
         (Window, "gather", gather_unrecorded),

@@ -30,7 +30,7 @@ from vla_finetuning.report.page import keep_report, write_report
 from vla_finetuning.run import progress
 from vla_finetuning.run.plan import describe, resolve
 from vla_finetuning.run.progress import MetricsLog
-from vla_finetuning.run.record import record_run
+from vla_finetuning.run.record import record_attention, record_run
 
 HOSTILE = "<script>alert('task')</script> & more"
 TASKS = (HOSTILE, "go to the blue bin")
@@ -71,6 +71,13 @@ def evaluated():
     )
 
 
+ATTENTION = {
+    "kernel": "efficient",
+    "backends": {"prefix 800 x 800": "EFFICIENT_ATTENTION", "suffix 50 x 850": "EFFICIENT_ATTENTION"},
+    "refused": ["CUDNN_ATTENTION computes a wrong gradient of the queries at prefix 832 x 832"],
+}
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a run that failed twice, written by the code that writes a run's folder."""
@@ -104,6 +111,7 @@ def finished(tmp_path_factory):
         run, describe(run), {"CPU": 32.0, "GPU": 4.0, "memory": 2**36, "node:10.0.0.1": 1, "accelerator_type:L4": 1}
     )
     write_metrics(run.output_dir)
+    record_attention(run.output_dir, ATTENTION)
     write_json(run.output_dir / "evaluation.json", {"trained": evaluated(), "untrained": evaluated()})
     starts = [(1, 0, 4), (2, 20, 4), (3, 40, 3)]
     write_lines(
@@ -190,6 +198,8 @@ def test_the_summary_is_the_runs(page):
         "tiny_pi05 from",
         "2 rows × 1 micro-step × 4 workers = 8 a step",
         "4 GPU workers; cluster of 1 node: 32 CPUs, 4 GPUs (L4), 64 GiB of memory",
+        "EFFICIENT_ATTENTION; compared with eager attention at 2 shapes before the start",
+        f"not used: {ATTENTION['refused'][0]}",
         f"torch {torch.__version__.partition('+')[0]}",
         "2 min 00 s in training steps, 480 samples",
         # 4 GPUs at 3.6 an hour are 0.004 a second; a thousand samples take 250 s.

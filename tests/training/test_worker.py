@@ -296,6 +296,32 @@ def test_what_is_for_pi05_is_refused_for_other_policies(setting, flag, value):
         resolve(parse_args(flags), gpus_found=0)
 
 
+def test_attention_is_compared_before_the_first_step_and_written_down(setting, monkeypatch):
+    """With another kernel where the usual one is wrong, which every step then uses."""
+    run = resolved(setting, steps=1, grad_accum=1, output_dir=setting[0] / "attention")
+    fused, used = torch.nn.functional.scaled_dot_product_attention, []
+
+    def wrong(*args, **options):
+        used.append(torch.backends.cuda.flash_sdp_enabled() and len(args) > 3)  # of the vision tower's there is no mask
+        return fused(*args, **options) * (1.5 if used[-1] else 1.0)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
+    written = []
+    build_optimizer = vla.build_optimizer
+
+    def started(*args):
+        used.clear()
+        return build_optimizer(*args)
+
+    with in_process.without_ray(in_process.Shard(run)):
+        monkeypatch.setattr(vla, "record_attention", lambda folder, choice: written.append((folder, choice)))
+        vla.train(run, make_optimizer=started)
+    ((folder, choice),) = written
+    assert folder == run.output_dir and choice["kernel"] == "math"
+    assert "FLASH_ATTENTION computes a wrong result at prefix" in choice["refused"][0]
+    assert used and not any(used)
+
+
 def test_flops_share_needs_a_known_gpu(setting, monkeypatch):
     run = SimpleNamespace(flops_per_sample=10**12)
     assert worker.flops_share(run, 2, CPU) is None

@@ -21,7 +21,7 @@ L language tokens, P prefix tokens.
 import copy
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +45,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
-from transformers.models.gemma.modeling_gemma import eager_attention_forward, rotate_half
+from transformers.models.gemma.modeling_gemma import rotate_half
 from transformers.models.siglip.modeling_siglip import SiglipVisionEmbeddings
 
-from vla_finetuning.config import Attention, TrainMode
+from vla_finetuning.config import TrainMode
+from vla_finetuning.policies.attention import Kernel, Shape, attend
 from vla_finetuning.policies.processors import DeviceHalf, normalization_mode
 
 HEAD_MODULES = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
@@ -298,7 +299,8 @@ class PolicyLoss(nn.Module):
             still count in the mean's denominator, so that the loss of a batch is the mean of its
             micro-batches' losses. Off: they count as any other step, as in LeRobot's PI0.5 and openpi.
         attention: PI0.5's language model and expert attend as LeRobot computes it, or by PyTorch's
-            `scaled_dot_product_attention`: equal up to rounding, without the weights in memory.
+            `scaled_dot_product_attention`: equal up to rounding, without the weights in memory. May be changed later,
+            to what `attention.choose_kernel` says.
         checkpointing: keep only what enters each of PI0.5's layers, and compute the layer again in backward. The
             same numbers from less memory. Also on if PI0.5's configuration asks for `gradient_checkpointing`.
         compile: what to make of a layer's function before it is used, e.g. a `compiling.Compiler`.
@@ -310,7 +312,7 @@ class PolicyLoss(nn.Module):
         *,
         images: DeviceHalf | None = None,
         mask_padding: bool = False,
-        attention: Attention = "eager",
+        attention: Kernel = "eager",
         checkpointing: bool = False,
         compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ):
@@ -374,6 +376,20 @@ class PolicyLoss(nn.Module):
         if "row_weight" in batch:
             losses = losses * _repeat_rows(batch["row_weight"], draws)[:, None, None]
         return losses.mean()
+
+    def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
+        """PI0.5's attentions in steps with so many cameras and such prompts: a layer, and the shape it is given."""
+        vlm = self.policy.model.paligemma_with_expert
+        language, expert = vlm.paligemma.model.language_model.layers[0], vlm.gemma_expert.model.layers[0]
+        images, steps = cameras * image_tokens(self.policy.config), self.policy.config.chunk_size
+        return [
+            attention
+            for prompt in prompts
+            for attention in (
+                (language.self_attn, Shape("prefix", images + prompt, images, prompt, 0, self._prefix_trains)),
+                (expert.self_attn, Shape("suffix", steps, images, prompt, steps, True)),
+            )
+        ]
 
     def _run_prefix(self, batch: Mapping[str, Tensor]) -> _Prefix:
         """Images and language through the vision tower and the language model.
@@ -458,7 +474,7 @@ def _vision_layer(layer: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def _prefix_layer(
-    layer: nn.Module, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor, attention: Attention
+    layer: nn.Module, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor, attention: Kernel
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A layer of the language model: hidden (B, P, width) to hidden, and its keys and values."""
     normed, gate = layernorm_forward(layer.input_layernorm, hidden)
@@ -475,7 +491,7 @@ def _suffix_layer(
     bias: Tensor,
     prefix_key: Tensor,
     prefix_value: Tensor,
-    attention: Attention,
+    attention: Kernel,
 ) -> Tensor:
     """A layer of the action expert: hidden (B*K, T, width) to hidden, attending to prefix (B rows) and action steps."""
     normed, gate = layernorm_forward(layer.input_layernorm, hidden, condition)
@@ -503,23 +519,10 @@ def _attend(
     key: Tensor,
     value: Tensor,
     bias: Tensor,
-    attention: Attention,
+    attention: Kernel,
 ) -> Tensor:
     """Attention of `normed` (B, tokens, width) to keys and values: (B, tokens, heads * head_dim)."""
-    query = _rotate(_heads(module.q_proj, normed, module), rotation)
-    if attention == "eager":
-        attended, _ = eager_attention_forward(module, query, key, value, bias, module.scaling)
-        return attended.flatten(2)
-    # The fused kernels that take a mask want as many heads of keys as of queries. Copies, not views of the same: of
-    # those the memory-efficient one computes something else at some lengths (torch 2.11, pytorch/pytorch#191937).
-    key, value = (_repeat_heads(heads, module.num_key_value_groups) for heads in (key, value))
-    attended = F.scaled_dot_product_attention(query, key, value, bias.to(query.dtype), scale=module.scaling)
-    return attended.transpose(1, 2).flatten(2)
-
-
-def _repeat_heads(heads: Tensor, groups: int) -> Tensor:
-    """(B, KV heads, tokens, head_dim) with each head `groups` times, each in memory of its own."""
-    return heads.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2).contiguous()
+    return attend(module, _rotate(_heads(module.q_proj, normed, module), rotation), key, value, bias, attention)
 
 
 def _finish_layer(
@@ -591,10 +594,14 @@ def tokens_per_sample(config: PreTrainedConfig, cameras: int, draws: int = 1) ->
     """
     if not isinstance(config, PI05Config):
         return None
+    return cameras * image_tokens(config) + config.tokenizer_max_length + draws * config.chunk_size
+
+
+def image_tokens(config: PI05Config) -> int:
+    """Positions that a camera's image takes: its patches."""
     # LeRobot 0.6.1 leaves SigLIP's patches as transformers has them; the tiny policy chooses its own.
     patch = getattr(config, "patch_size", CONFIG_MAPPING["paligemma"]().vision_config.patch_size)
-    patches = (config.image_resolution[0] // patch) * (config.image_resolution[1] // patch)
-    return cameras * patches + config.tokenizer_max_length + draws * config.chunk_size
+    return (config.image_resolution[0] // patch) * (config.image_resolution[1] // patch)
 
 
 def with_cameras(config: PI05Config, cameras: int) -> PI05Config:

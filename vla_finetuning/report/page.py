@@ -34,7 +34,14 @@ from vla_finetuning.report import figures
 from vla_finetuning.report.dataset_look import ACTION, OUTLIER, Look, look_at, scaled_ranges
 from vla_finetuning.report.figures import Chunk, plain
 from vla_finetuning.run.checkpoint import PREFIX
-from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME, attempts, skipped_episodes
+from vla_finetuning.run.folder import (
+    ATTENTION_NAME,
+    EVALUATION_NAME,
+    METRICS_NAME,
+    RUN_NAME,
+    attempts,
+    skipped_episodes,
+)
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
 if TYPE_CHECKING:
@@ -127,7 +134,7 @@ def look_at_datasets(output_dir: Path) -> list[Drawn]:
 def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
     """The page of a run, as text."""
     config = read_json(output_dir / CONFIG_NAME)
-    facts = read_json(output_dir / RUN_NAME)
+    facts = read_json(output_dir / RUN_NAME) | {"attention": read_json(output_dir / ATTENTION_NAME)}
     metrics = _columns([json.loads(line) for line in read_lines(output_dir / METRICS_NAME)])
     evaluation = read_json(output_dir / EVALUATION_NAME) or None
     starts = attempts(output_dir)
@@ -221,6 +228,11 @@ def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics
                 f"{hardware['cpus']:g} CPUs{gpus}, {_bytes(hardware['memory_bytes'])} of memory",
             )
         )
+    if attention := facts.get("attention"):
+        kernels = sorted(set(attention["backends"].values()))
+        many = _count(len(attention["backends"]), "shape")
+        lines.append(("Attention", f"{', '.join(kernels)}; compared with eager attention at {many} before the start"))
+        lines += [("", f"not used: {plain(reason, 300)}") for reason in attention["refused"]]
     if versions := facts.get("versions"):
         short = {name: re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,}", r"\1", version) for name, version in versions.items()}
         lines.append(("Versions", ", ".join(f"{name} {version}" for name, version in short.items())))

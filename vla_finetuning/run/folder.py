@@ -4,6 +4,7 @@ Files of `OUTPUT_DIR`::
 
     config.json           the run's options; `--resume` reads them
     run.json              what a run is, for its readers: datasets, policy, hardware, versions, the plan
+    attention.json        which kernels compute attention, and which were wrong; of the newest attempt, by rank 0
     .lock                 held by the process that drives the run
     attempts.jsonl        a line per start of the worker group: {"attempt": 1, "resumed_from_step": 10, "world_size": 2}
     first_step.json       the newest start of the worker group has done its first step: {"step": 11, "after_s": 41.2}
@@ -40,6 +41,7 @@ from vla_finetuning.run.checkpoint import Progress, check_resumable, latest_chec
 ATTEMPTS_NAME, METRICS_NAME, LOG_NAME, ROWS_NAME = "attempts.jsonl", "metrics.jsonl", "run.log", "rows"
 LOCK_NAME, STOP_NAME, SKIPPED_NAME, RUN_NAME = ".lock", "stop", "skipped.jsonl", "run.json"
 FIRST_STEP_NAME = "first_step.json"
+ATTENTION_NAME = "attention.json"
 EVALUATION_NAME, CHECKPOINTS_NAME = "evaluation.json", "checkpoints"
 # Options that the learning rate of every step is computed from.
 SCHEDULE = ("steps", "num_epochs", "lr", "warmup_frac", "final_lr_frac")

@@ -13,7 +13,7 @@ from typing import Any
 
 from vla_finetuning.data.metadata import dimension_names
 from vla_finetuning.files import write_json
-from vla_finetuning.run.folder import RUN_NAME
+from vla_finetuning.run.folder import ATTENTION_NAME, RUN_NAME
 from vla_finetuning.run.plan import Run
 
 PACKAGES = ("ray", "lerobot", "torch", "av")
@@ -66,6 +66,11 @@ def record_run(run: Run, plan: str, cluster: Mapping[str, float]) -> None:
         "plan": plan,
     }
     write_json(run.output_dir / RUN_NAME, facts)
+
+
+def record_attention(output_dir: Path, choice: Mapping[str, Any]) -> None:
+    """Write `attention.json`, beside `run.json`: what the training process found out about its kernels. On rank 0."""
+    write_json(output_dir / ATTENTION_NAME, dict(choice))
 
 
 def code_revision() -> str:

@@ -19,6 +19,7 @@ import ray.train
 import ray.train.collective
 import torch
 import torch.distributed as dist
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.policies.pretrained import PreTrainedPolicy
 from ray.train import CheckpointUploadMode
 from torch import Tensor
@@ -26,6 +27,7 @@ from torch import Tensor
 from util import Batch, Draws, TrainableOptimizer, make_trainable_optimizer, peak_flops, warmup_cosine
 from vla_finetuning.config import Attention, TrainMode
 from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.policies.attention import Choice, choose_kernel
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.loading import load_policy, new_policy, save_pretrained
 from vla_finetuning.policies.pi05 import (
@@ -97,6 +99,16 @@ def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, torch.dtype
     ).to(device)
     loss.train()
     return loss, torch.bfloat16 if bf16 else None
+
+
+def check_attention(run: Run, loss: PolicyLoss, autocast: torch.dtype | None, device: torch.device) -> Choice | None:
+    """Have PI0.5's loss use a kernel that is right on this device, at the shapes that the run will have."""
+    if not isinstance(run.policy_config, PI05Config):
+        return None
+    shapes = loss.attentions(len(run.match.camera_keys), [run.policy_config.tokenizer_max_length])
+    choice = choose_kernel(loss.attention, shapes, device, autocast or torch.float32)
+    loss.attention = choice.kernel
+    return choice
 
 
 def start_policy(run: Run) -> PreTrainedPolicy:

@@ -1,0 +1,178 @@
+"""Kernels that are wrong in the ways that kernels have been, and that they are not used."""
+
+import logging
+
+import pytest
+import torch
+
+from tests.tiny import make_batch, make_policy
+from vla_finetuning.policies import attention
+from vla_finetuning.policies.attention import choose_kernel
+from vla_finetuning.policies.compiling import Compiler
+from vla_finetuning.policies.pi05 import PolicyLoss, choose_trainable
+
+CPU = torch.device("cpu")
+FUSED = torch.nn.functional.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def loss():
+    policy = make_policy(2)
+    choose_trainable(policy, "full")
+    return PolicyLoss(policy, attention="sdpa")
+
+
+def chosen(loss, dtype=torch.float32, asked="sdpa"):
+    return choose_kernel(asked, loss.attentions(2, [20, 60]), CPU, dtype)
+
+
+def by_flash():
+    """Whether it is what would compute: not when another kernel is asked for."""
+    return torch.backends.cuda.flash_sdp_enabled()
+
+
+class InBackward(torch.autograd.Function):
+    """The identity, with something done to its gradient."""
+
+    @staticmethod
+    def forward(context, tensor, change):
+        context.change = change
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return context.change(gradient), None
+
+
+def wrong_at_one_query(query, key, value, bias, scale):
+    one = torch.arange(query.shape[2]) == 5
+    return FUSED(query, key, value, bias, scale=scale) * torch.where(one, 1.5, 1.0)[:, None]
+
+
+def not_a_number_in_the_result(query, key, value, bias, scale):
+    one = torch.arange(query.shape[2]) == 1
+    return FUSED(query, key, value, bias, scale=scale) * torch.where(one, torch.nan, 1.0)[:, None]
+
+
+def not_a_number_below_the_smallest_exponential(query, key, value, bias, scale):
+    """What cuDNN does: the gradient of queries, only where all of a query's scores are far below zero."""
+    low = (query @ key.transpose(2, 3) * scale + bias).logsumexp(dim=-1) < -88.7
+    query = InBackward.apply(query, lambda gradient: gradient.masked_fill(low[..., None], torch.nan))
+    return FUSED(query, key, value, bias, scale=scale)
+
+
+def wrong_gradient_of_the_padding(query, key, value, bias, scale):
+    """As if backward had no mask: what is padded gets a gradient."""
+    padded = (bias < 0).transpose(2, 3)
+    key = InBackward.apply(key, lambda gradient: gradient + 0.1 * gradient.std() * padded)
+    return FUSED(query, key, value, bias, scale=scale)
+
+
+def wrong_gradient_of_the_values(query, key, value, bias, scale):
+    return FUSED(query, key, InBackward.apply(value, lambda gradient: 1.2 * gradient), bias, scale=scale)
+
+
+WRONG = {
+    "result": (wrong_at_one_query, not_a_number_in_the_result),
+    "gradient of the queries": (not_a_number_below_the_smallest_exponential,),
+    "gradient of the keys": (wrong_gradient_of_the_padding,),
+    "gradient of the values": (wrong_gradient_of_the_values,),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_that_is_right_is_kept(loss, dtype, caplog):
+    found = chosen(loss, dtype)
+    assert (found.kernel, found.refused, caplog.records) == ("sdpa", [], [])
+    shapes = ["prefix 28 x 28", "suffix 6 x 34", "prefix 68 x 68", "suffix 6 x 74"]
+    assert found.backends == dict.fromkeys(shapes, "FLASH_ATTENTION")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what, wrong", [(what, kernel) for what, kernels in WRONG.items() for kernel in kernels])
+def test_a_kernel_that_is_wrong_is_replaced_by_one_that_is_not(loss, monkeypatch, caplog, dtype, what, wrong):
+    def fused(query, key, value, bias, scale):
+        return (wrong if by_flash() else FUSED)(query, key, value, bias, scale=scale)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", fused)
+    found = chosen(loss, dtype)
+    assert found.kernel == "math"
+    (reason,) = found.refused
+    assert reason.startswith(f"FLASH_ATTENTION computes a wrong {what} at prefix 28 x 28 ({dtype}")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"attention: {reason}; the run uses 'math' in its place"
+    ]
+
+
+def test_a_kernel_that_is_wrong_at_one_shape_is_not_used_at_any(loss, monkeypatch):
+    def fused(query, key, value, bias, scale):
+        wrong = by_flash() and key.shape[2] == 74
+        return (wrong_gradient_of_the_values if wrong else FUSED)(query, key, value, bias, scale=scale)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", fused)
+    found = chosen(loss)
+    assert found.kernel == "math" and "at suffix 6 x 74" in found.refused[0]
+
+
+def test_where_all_are_wrong_attention_is_lerobots(loss, monkeypatch, caplog):
+    monkeypatch.setattr(
+        attention.F, "scaled_dot_product_attention", lambda *a, scale: wrong_gradient_of_the_values(*a, scale=scale)
+    )
+    with caplog.at_level(logging.WARNING):
+        found = chosen(loss)
+    assert found.kernel == "eager" and set(found.backends.values()) == {"eager"}
+    assert [reason.split()[0] for reason in found.refused] == ["FLASH_ATTENTION", "MATH"] and len(caplog.records) == 2
+
+
+def test_what_is_frozen_is_not_judged_by_its_gradients(monkeypatch):
+    policy = make_policy(2)
+    choose_trainable(policy, "expert")
+    backward = {shape.part: shape.backward for _, shape in PolicyLoss(policy).attentions(2, [20])}
+    assert backward == {"prefix": False, "suffix": True}
+    seen = []
+
+    def fused(query, key, value, bias, scale):
+        seen.append((key.shape[2], key.requires_grad))
+        return FUSED(query, key, value, bias, scale=scale)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", fused)
+    assert chosen(PolicyLoss(policy)).kernel == "sdpa"
+    assert set(seen) == {(28, False), (34, True), (68, False), (74, True)}
+
+
+def test_a_lack_of_memory_is_no_fault_of_the_kernel(loss, monkeypatch):
+    def fused(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", fused)
+    with pytest.raises(torch.OutOfMemoryError):
+        chosen(loss)
+
+
+def test_eager_attention_is_the_measure_and_not_measured(loss, monkeypatch):
+    monkeypatch.setattr(attention, "_computed", lambda *_: pytest.fail("it was computed"))
+    assert chosen(loss, asked="eager").kernel == "eager"
+
+
+@pytest.mark.parametrize("compiler", [None, Compiler("eager")])
+def test_a_chosen_kernel_is_what_the_loss_uses(loss, monkeypatch, compiler):
+    expected = loss(*make_batch(loss.policy))
+    used = []
+
+    def fused(*args, **options):
+        if len(args) > 3:  # the vision tower has no mask, and its own choice
+            used.append(by_flash())
+        return FUSED(*args, **options)
+
+    pinned = PolicyLoss(loss.policy, attention="math", compile=compiler)
+    if compiler is None:
+        monkeypatch.setattr(attention.F, "scaled_dot_product_attention", fused)
+    assert pinned(*make_batch(loss.policy)).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert not any(used) and bool(used) == (compiler is None)
+    assert compiler is None or not compiler.failed
+    assert by_flash()

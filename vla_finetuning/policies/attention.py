@@ -1,0 +1,227 @@
+"""PI0.5's attention, and the proof that the kernel which computes it is right on this device.
+
+PyTorch's fused kernels may be wrong in silence at some lengths, with masks such as those of padded prompts: that
+depends on the GPU, on the versions of PyTorch and cuDNN, and on the shape. So each shape that a run will have is
+computed once before the run, forward and backward, and compared (`choose_kernel`); a kernel that is wrong is not used.
+
+Runs in the training worker. Legend: B batch, H heads of queries, G of keys and values, P keys, D width of a head.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from lerobot.utils.constants import OPENPI_ATTENTION_MASK_VALUE
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.models.gemma.modeling_gemma import eager_attention_forward
+
+logger = logging.getLogger(__name__)
+
+# "eager": as LeRobot computes it. "sdpa": whichever fused kernel PyTorch takes. The others: that one and no other.
+Kernel = Literal["eager", "sdpa", "cudnn", "efficient", "flash", "math"]
+BACKENDS: dict[Kernel, SDPBackend] = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+# What is tried in turn. The last one is what the others are compared with.
+CANDIDATES: tuple[Kernel, ...] = ("sdpa", *BACKENDS, "eager")
+# The rows of a comparison, each with the share of its prompt that counts. In the last, all scores are far below zero.
+PROMPTS = (1.0, 0.5, 0.0, 0.75)
+SCORE_BELOW_ZERO = 160.0
+# There everybody rounds much: scores of such a size, and gradients that are small differences of large numbers.
+ROUNDING_BELOW_ZERO = 0.25
+
+
+def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, kernel: Kernel) -> Tensor:
+    """Attention of queries (B, H, tokens, D) to keys and values (B, G, P, D): (B, tokens, H * D).
+
+    Args:
+        module: LeRobot's attention layer; gives `scaling` and `num_key_value_groups` (H / G).
+        bias: float32 (B, 1, 1, P), added to the scores.
+    """
+    if kernel == "eager":
+        attended, _ = eager_attention_forward(module, query, key, value, bias, module.scaling)
+        return attended.flatten(2)
+    # The fused kernels that take a mask want as many heads of keys as of queries. Copies, not views of the same: of
+    # those the memory-efficient one computes something else at some lengths (torch 2.11, pytorch/pytorch#191937).
+    key, value = (_repeat_heads(heads, module.num_key_value_groups) for heads in (key, value))
+    bias = bias.to(query.dtype)
+    if kernel == "sdpa":
+        attended = F.scaled_dot_product_attention(query, key, value, bias, scale=module.scaling)
+    else:
+        with sdpa_kernel(BACKENDS[kernel]):
+            attended = F.scaled_dot_product_attention(query, key, value, bias, scale=module.scaling)
+    return attended.transpose(1, 2).flatten(2)
+
+
+def _repeat_heads(heads: Tensor, groups: int) -> Tensor:
+    """(B, G, P, D) with each head `groups` times, each in memory of its own."""
+    return heads.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2).contiguous()
+
+
+# ---- whether a kernel is right --------------------------------------------------------------------------------------
+
+
+class Shape(NamedTuple):
+    """One attention of a training step: so many queries attend to images, a padded prompt and action steps.
+
+    Attributes:
+        backward: whether gradients flow through it.
+    """
+
+    part: str
+    queries: int
+    images: int
+    prompt: int
+    steps: int
+    backward: bool
+
+    @property
+    def keys(self) -> int:
+        return self.images + self.prompt + self.steps
+
+    def __str__(self) -> str:
+        return f"{self.part} {self.queries} x {self.keys}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which kernel a run uses, and why.
+
+    Attributes:
+        kernel: for `PolicyLoss`.
+        backends: PyTorch's name of what computes each shape.
+        refused: kernels that were tried before and are wrong, in words.
+    """
+
+    kernel: Kernel
+    backends: dict[str, str]
+    refused: list[str]
+
+
+def choose_kernel(
+    asked: Kernel, attentions: Iterable[tuple[nn.Module, Shape]], device: torch.device, dtype: torch.dtype
+) -> Choice:
+    """The first kernel, beginning with the one asked for, that is right at every shape, forward and backward.
+
+    Right is: finite, and no further from the eager attention in float64 than rounding explains. Reads values from the
+    device, and asks for some of its memory: for the start of an attempt, before there are gradients and moments.
+
+    Args:
+        asked: "eager" is taken as it is, because it is the measure.
+        attentions: layers, of which only the sizes count, and the shapes that they are given.
+        dtype: of queries, keys and values.
+    """
+    attentions = list(attentions)
+    refused: list[str] = []
+    for kernel in CANDIDATES[CANDIDATES.index(asked) :]:
+        wrong = kernel != "eager" and _what_is_wrong(kernel, attentions, device, dtype)
+        if not wrong:
+            backends = {str(shape): _backend(kernel, layer, shape, device, dtype) for layer, shape in attentions}
+            for reason in refused:
+                logger.warning("attention: %s; the run uses %r in its place", reason, kernel)
+            return Choice(kernel, backends, refused)
+        if wrong is not UNAVAILABLE and wrong not in refused:  # PyTorch's own choice may have been one of the others
+            refused.append(str(wrong))
+    raise AssertionError("eager attention is what others are compared with")
+
+
+UNAVAILABLE = "this device or dtype has no such kernel"
+
+
+def _what_is_wrong(
+    kernel: Kernel, attentions: Sequence[tuple[nn.Module, Shape]], device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """In words; None if nothing is."""
+    for layer, shape in attentions:
+        inputs = _inputs(layer, shape, device, dtype)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch says at length why a kernel does not fit
+                found = _computed(layer, shape, inputs, kernel)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if kernel != "sdpa":
+                return UNAVAILABLE
+            return f"{_backend(kernel, layer, shape, device, dtype)} fails at {shape}: {' '.join(str(error).split())}"
+        exact = _computed(layer, shape, [tensor.double() for tensor in inputs], "eager")
+        eager = _computed(layer, shape, inputs, "eager")
+        for name, value in found.items():
+            reason = _disagreement(value.double(), exact[name], eager[name].double(), dtype)
+            if reason:
+                backend = _backend(kernel, layer, shape, device, dtype)
+                return f"{backend} computes a wrong {name} at {shape} ({dtype}, queries x keys): {reason}"
+    return None
+
+
+def _inputs(layer: Any, shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys, values, the bias and the gradient of the result, the same every time."""
+    groups, width = layer.num_key_value_groups, layer.head_dim
+    kv_heads = layer.k_proj.out_features // width
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(len(PROMPTS), *sizes, generator=generator)
+
+    query, key = 2 * normal(kv_heads * groups, shape.queries, width), normal(kv_heads, shape.keys, width)
+    value, gradient = normal(kv_heads, shape.keys, width), normal(shape.queries, kv_heads * groups * width)
+    # A logarithm of a sum of exponentials below -88.7 is where cuDNN's backward has a NaN (pytorch/pytorch#196678).
+    key[-1] = 1 + 0.1 * key[-1]
+    query[-1] -= SCORE_BELOW_ZERO / (layer.scaling * width)
+    column = torch.arange(shape.keys) - shape.images
+    prompts = torch.tensor([max(1, round(share * shape.prompt)) for share in PROMPTS])[:, None]
+    counts = (column < prompts) | (column >= shape.prompt)
+    bias = torch.where(counts, 0.0, OPENPI_ATTENTION_MASK_VALUE)[:, None, None, :]
+    leaves = [tensor.to(device, dtype).requires_grad_(shape.backward) for tensor in (query, key, value)]
+    return [*leaves, bias.to(device), gradient.to(device, dtype)]
+
+
+def _computed(layer: Any, shape: Shape, inputs: Sequence[Tensor], kernel: Kernel) -> dict[str, Tensor]:
+    """The result, by row and head, and the gradients."""
+    bias, gradient = inputs[3:]
+    leaves = [leaf.detach().requires_grad_(shape.backward) for leaf in inputs[:3]]
+    query, key, value = leaves
+    with torch.set_grad_enabled(shape.backward), torch.autocast(bias.device.type, enabled=False):
+        result = attend(layer, query, key, value, bias, kernel)
+    found = {"result": result.detach().unflatten(-1, (-1, layer.head_dim))}
+    if shape.backward:
+        names = ("gradient of the queries", "gradient of the keys", "gradient of the values")
+        found |= zip(names, torch.autograd.grad(result, leaves, gradient), strict=True)
+    return found
+
+
+def _disagreement(found: Tensor, exact: Tensor, eager: Tensor, dtype: torch.dtype) -> str | None:
+    """In words, by how much a result is further off than rounding explains; None if it is not. All float64 (B, ..., D).
+
+    Vector by vector, because a kernel that is wrong at one place of a thousand is wrong. What rounding explains is a
+    few times what it does to eager attention in the same dtype, row by row of the batch.
+    """
+    if not torch.isfinite(found).all():
+        return "it is not finite"
+    apart, rounding, size = ((t.norm(dim=-1).flatten(1).amax(1)) for t in (found - exact, eager - exact, exact))
+    allowed = 4 * rounding.nan_to_num(0.0) + max(2 * torch.finfo(dtype).eps, 1e-5) * size
+    allowed[-1] += ROUNDING_BELOW_ZERO * size[-1]
+    excess = (apart / allowed).nan_to_num(0.0).max().item()
+    return f"{excess:.3g} times further from eager attention than rounding explains" if excess > 1 else None
+
+
+def _backend(kernel: Kernel, layer: Any, shape: Shape, device: torch.device, dtype: torch.dtype) -> str:
+    """PyTorch's name of what computes it."""
+    if kernel == "eager":
+        return "eager"
+    if kernel != "sdpa":
+        return BACKENDS[kernel].name
+    query, key, value, bias, _ = _inputs(layer, shape, device, dtype)
+    key, value = (_repeat_heads(heads, layer.num_key_value_groups) for heads in (key, value))
+    chosen = torch._fused_sdp_choice(query, key, value, bias.to(dtype), scale=layer.scaling)
+    return SDPBackend(chosen).name
