@@ -36,7 +36,7 @@ from vla_finetuning.data.metadata import (
     load_metadata,
     select_episodes,
 )
-from vla_finetuning.data.plan import Episodes, StreamPlan, WindowSlice, task_bounds
+from vla_finetuning.data.plan import Episodes, StreamPlan, WindowSlice, task_bounds, window_and_segment
 from vla_finetuning.data.rows import (
     BOOKKEEPING,
     IS_PAD,
@@ -51,8 +51,8 @@ from vla_finetuning.data.rows import (
 )
 from vla_finetuning.data.storage import StoragePolicy
 
-# Rows walked through in one go: fewer mix better, and jump more often. With LeRobot's key frame every other frame, 1.04
-# frames were decoded for one by 16, 1.03 by 32, 1.08 by 8; an object store is asked 1.3 times as often as by 32.
+# Rows walked through in one go, at most: fewer mix better and jump more often (docs/data_engine.md: what that costs).
+# A window that has room for few rows is made of shorter segments, so that it still mixes `window_segments` of them.
 SEGMENT_ROWS = 16
 # A read task decodes a window at a time and holds its rows in memory: bound them. Several windows per task at most.
 READ_BYTES = 192 * 2**20
@@ -76,6 +76,8 @@ class LeRobotDatasource(Datasource):
         shuffle_seed: None for stored order.
         shuffle_window: rows shuffled among themselves, at most; fewer when a window would exceed READ_BYTES, and a
             multiple of SEGMENT_ROWS.
+        window_segments: how many segments a shuffled window has at least, for which it may exceed READ_BYTES; None:
+            segments of SEGMENT_ROWS, however few that makes.
         stream: (first, last) positions of the run's stream (see `data.plan`); None for one epoch. Rows then also
             carry `position`, their place in it. A long stream is read in several executions: the n-th execution of the
             dataset reads the n-th part, so that a consumer iterates until the stream is done.
@@ -101,6 +103,7 @@ class LeRobotDatasource(Datasource):
         weights: Sequence[float] | None = None,
         shuffle_seed: int | None = None,
         shuffle_window: int = DatasetOptions.shuffle_window,
+        window_segments: int | None = DatasetOptions.window_segments,
         stream: tuple[int, int] | None = None,
         rows_multiple: int = 1,
         block_rows: int | None = None,
@@ -135,14 +138,14 @@ class LeRobotDatasource(Datasource):
             check_files(meta, episodes=chosen, camera_keys=[k for k in meta.video_keys if k in features])
 
         row_bytes = self.row_bytes()
-        window = max(1, min(shuffle_window, READ_BYTES // row_bytes))
-        if window > SEGMENT_ROWS:
-            window -= window % SEGMENT_ROWS  # so that whole blocks fill it, and no window is decoded by two tasks
+        segments = None if shuffle_seed is None else window_segments
+        # Windows of whole blocks: none is then decoded by two tasks.
+        window, segment = window_and_segment(shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments)
         places = self._places = _places(self.metas, selected, features)
         self.plan = StreamPlan(
             Episodes(places.dataset_index, places.episode_index, places.start, places.length),
             seed=shuffle_seed,
-            segment_rows=SEGMENT_ROWS if shuffle_seed is not None else max(window, SEGMENT_ROWS),
+            segment_rows=segment if shuffle_seed is not None else max(window, SEGMENT_ROWS),
             window_rows=window,
             weights=weights,
         )
@@ -420,6 +423,7 @@ def read_lerobot(
     image_size: Sequence[int] | None = None,
     shuffle_seed: int | None = None,
     shuffle_window: int = DatasetOptions.shuffle_window,
+    window_segments: int | None = DatasetOptions.window_segments,
     tolerance_s: float = 1e-4,
     storage_options: dict[str, Any] | None = None,
     storage_policy: StoragePolicy | None = None,
@@ -443,7 +447,9 @@ def read_lerobot(
             object store is then 1.5 times less for cameras of 240x320, 6.1 times for 480x640. None: as stored.
         shuffle_seed: None for stored order; otherwise rows are shuffled (see `data.plan`), the same way for the
             same seed.
-        shuffle_window: rows shuffled among themselves.
+        shuffle_window: rows shuffled among themselves, as many as memory is meant for.
+        window_segments: from at least so many places of the dataset each window takes its rows; more mix better and
+            decode more frames for those that are wanted (docs/data_engine.md).
         tolerance_s: how far a video frame may lie from its row's timestamp, in seconds.
         storage_options: for fsspec (endpoint, credentials); the environment is used when None.
         storage_policy: for object stores: how long a request may take, and a local cache (`storage.StoragePolicy`).
@@ -484,6 +490,7 @@ def read_lerobot(
         weights=list(root.values()) if isinstance(root, Mapping) else None,
         shuffle_seed=shuffle_seed,
         shuffle_window=shuffle_window,
+        window_segments=window_segments,
         num_tasks=override_num_blocks,
         tolerance_s=tolerance_s,
         num_cpus=num_cpus,

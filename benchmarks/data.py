@@ -168,15 +168,18 @@ def distinct_episodes_at_random(length: np.ndarray, batch_rows: int) -> float:
 def mixing(windows: Sequence[int], episodes: int, rows: int) -> dict[str, Any]:
     """Distinct episodes per batch for several `shuffle_window`s, of a dataset of equal episodes."""
     from lerobot_datasource import SEGMENT_ROWS
-    from vla_finetuning.data.plan import Episodes, StreamPlan
+    from vla_finetuning.config import DatasetOptions
+    from vla_finetuning.data.plan import Episodes, StreamPlan, window_and_segment
 
     number, length = np.arange(episodes), np.full(episodes, rows)
     drawn_from = Episodes(np.zeros(episodes, np.int32), number, number * rows, length)
     found: dict[str, Any] = {"episodes": episodes, "rows_of_each": rows, "batches": {}}
     for batch in (8, 32, 64):
-        plans = {
-            w: StreamPlan(drawn_from, seed=0, segment_rows=SEGMENT_ROWS, window_rows=w) for w in windows if w >= batch
-        }
+        plans = {}
+        for w in windows:
+            window, segment = window_and_segment(w, w, SEGMENT_ROWS, DatasetOptions.window_segments)
+            if w >= batch:
+                plans[w] = StreamPlan(drawn_from, seed=0, segment_rows=segment, window_rows=window)
         found["batches"][batch] = {
             "global_shuffle": distinct_episodes_at_random(length, batch),
             "by_window": {w: distinct_episodes(plan, batch, 500) for w, plan in plans.items()},

@@ -64,14 +64,18 @@ class DatasetOptions:
     camera_keys: list[str] | None = None
     # A camera that the policy has and the dataset lacks: "error", or "mask" (the policy sees a masked image).
     missing_cameras: str = "error"
-    # [height, width] that frames are fitted into where they are decoded, so that fewer bytes travel: what the policy
-    # resizes them to anyway ([224, 224] for PI0.5). As stored when absent.
-    image_size: list[int] | None = None
+    # "auto": where the policy fits frames into one size anyway ([224, 224] for PI0.5) and that at least halves a row,
+    # that is done where they are decoded, so that fewer bytes travel and a shuffle window has room for more rows.
+    # [height, width]: so in any case. "stored": frames as they are, bit for bit as LeRobot reads them.
+    image_size: list[int] | str | None = "auto"
     # An episode that cannot be read: "stop" the run, or "skip" it: its rows then keep their places in the batches but
     # do not count in the loss, and OUTPUT_DIR/skipped.jsonl names it.
     on_error: str = "stop"
     # Rows shuffled among themselves (bounded by memory); see data/plan.py.
     shuffle_window: int = 512
+    # From at least so many places of the dataset (segments) a window takes its rows, whatever a row's size. More mix
+    # better and cost decoding (docs/data_engine.md). null: segments of 16 rows, however few that makes.
+    window_segments: int | None = 32
     # Object stores (data/storage.py): seconds for one request with its retries; a folder on each node's own disk that
     # keeps what was read, and how much of it (worth it where a node's share of the dataset fits and is read twice).
     read_timeout_s: float = READ_TIMEOUT_S
@@ -263,6 +267,9 @@ class Config:
 # Nested options, by the word before their flags' dot.
 GROUPS = {"dataset": DatasetOptions, "train": TrainOptions, "scaling": ScalingOptions, "run": RunOptions}
 
+# What runs did before these options were there: a run that is resumed keeps its rows and their order.
+BEFORE_OPTIONS = {"dataset.image_size": "stored", "dataset.window_segments": "null"}
+
 # What each preset sets; any flag overrides. The GPU ones are sized by what --dry_run says of PI0.5's memory with 3
 # cameras: a micro-batch that fits with some GiB to spare first, then accumulation for a global batch near 64.
 GPU = {"scaling.use_gpu": "true", "steps": "30000"}
@@ -314,6 +321,8 @@ def parse_args(argv: Sequence[str]) -> Config:
         # What the run was started with stands; only flags given now change it.
         config_path, preset = str(_saved_config(names)), None
     defaults = dict(PRESETS.get(preset or "", {}))
+    if names.get("resume") == "true":
+        defaults |= _not_yet_options(Path(str(config_path)))
     # Two ways to say how long, of which the user's own replaces the other.
     for chosen, other in (("steps", "num_epochs"), ("num_epochs", "steps")):
         if chosen in names and other not in names:
@@ -335,6 +344,8 @@ def parse_args(argv: Sequence[str]) -> Config:
             f"command line{f' or {config_path}' if config_path else ''}: {told}"
             + (hint if re.search(r"\b(list|dict)\[", told) else "")
         ) from error
+    if config.dataset.image_size is None:  # how runs were saved before there was "auto"
+        config.dataset.image_size = "stored"
     named = {POLICY_FLAGS.get(name, name) for name in names}
     for option in OF_A_START:
         setattr(config, option, getattr(config, option) and option in named)
@@ -403,6 +414,7 @@ def validate(config: Config) -> None:
         "lr": config.lr,
         "tolerance_s": config.tolerance_s,
         "dataset.shuffle_window": d.shuffle_window,
+        "dataset.window_segments": d.window_segments,
         "dataset.read_timeout_s": d.read_timeout_s,
         "dataset.batch_timeout_s": d.batch_timeout_s,
         "dataset.cache_size_gb": d.cache_size_gb,
@@ -444,8 +456,9 @@ def validate(config: Config) -> None:
         raise ValueError(f"--keep_best={config.keep_best}: a number of checkpoints, 0 for none")
     if not 0 <= d.eval_split < 1:
         raise ValueError(f"--dataset.eval_split={d.eval_split}: a share of the episodes, at least 0 and below 1")
-    if d.image_size is not None and (len(d.image_size) != 2 or min(d.image_size) < 1):
-        raise ValueError(f"--dataset.image_size={d.image_size}: expected [height, width] in pixels")
+    known_size = len(d.image_size) == 2 and min(d.image_size) > 0 if isinstance(d.image_size, list) else None
+    if not (d.image_size in ("auto", "stored") if known_size is None else known_size):
+        raise ValueError(f"--dataset.image_size={d.image_size}: expected auto, stored, or [height, width] in pixels")
     if d.episodes is not None and len(config.roots) > 1:
         raise ValueError("--dataset.episodes with several roots: whose episodes? Give one root, or leave it out")
     for root, weight in d.mixture.items():
@@ -589,6 +602,15 @@ def _saved_config(names: Mapping[str, str]) -> Path:
             "--resume auto see"
         )
     return path
+
+
+def _not_yet_options(path: Path) -> dict[str, str]:
+    """What an earlier version, which wrote the configuration at `path`, did where there are options now."""
+    try:
+        saved = json.loads(path.read_text())["dataset"]
+        return {name: value for name, value in BEFORE_OPTIONS.items() if name.removeprefix("dataset.") not in saved}
+    except (ValueError, KeyError, TypeError):
+        return {}  # whoever parses it says what is wrong with it
 
 
 def _config_of_run(names: Mapping[str, str]) -> Path:

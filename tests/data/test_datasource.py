@@ -319,8 +319,12 @@ def test_blocks_and_reads_are_bounded_in_bytes(roots, size):
     source = LeRobotDatasource([replace(meta, features=features)], shuffle_seed=0)
     assert source.row_bytes() > 2 * size[0] * size[1] * 3
     assert source.row_bytes() <= source.block_rows * source.row_bytes() <= max(32 * 2**20, source.row_bytes())
-    assert source.plan.window_rows * source.row_bytes() <= max(192 * 2**20, source.row_bytes())
+    # But for the rows that a window needs to mix at all.
+    assert source.plan.window_rows * source.row_bytes() <= max(192 * 2**20, 32 * source.row_bytes())
     assert source.plan.window_rows % source.block_rows == 0
+    assert source.plan.window_rows / source.plan.segment_rows >= 32
+    in_order = LeRobotDatasource(source.metas)
+    assert in_order.plan.window_rows * source.row_bytes() <= max(192 * 2**20, source.row_bytes())
     assert source.block_rows > 1 or size == (2160, 3840)
 
 

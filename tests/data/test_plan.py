@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from vla_finetuning.data.plan import Dealer, Episodes, StreamPlan, apportion, task_bounds
+from vla_finetuning.data.plan import Dealer, Episodes, StreamPlan, apportion, task_bounds, window_and_segment
 
 
 def episodes(*lengths: int, dataset: int = 0) -> Episodes:
@@ -116,6 +116,40 @@ def test_the_mixing_statistic():
     assert measured(8, 64) < measured(4, 64)
 
 
+@pytest.mark.parametrize("lengths", [(300,) * 200, (50,) * 20 + (5, 1, 200), (10,) * 300 + (1000,) * 5])
+@pytest.mark.parametrize(("segment", "window"), [(16, 288), (9, 288), (2, 64), (1, 32)])
+@pytest.mark.parametrize("batch", [8, 64, 200])
+def test_the_expected_episodes_of_a_batch(lengths, segment, window, batch):
+    from benchmarks.data import distinct_episodes
+
+    plans = [StreamPlan(episodes(*lengths), seed=s, segment_rows=segment, window_rows=window) for s in range(3)]
+    found = np.mean([distinct_episodes(plan, batch, 20_000 // batch) for plan in plans])
+    assert plans[0].expected_episodes(batch) == pytest.approx(found, rel=0.12)
+
+
+def test_the_expected_episodes_of_a_shuffle_of_all_rows():
+    from benchmarks.data import distinct_episodes_at_random
+
+    lengths = [300] * 200
+    plan = StreamPlan(episodes(*lengths), seed=0, segment_rows=16, window_rows=288)
+    assert plan.expected_episodes(64, window_rows=10**9, segment_rows=1) == pytest.approx(
+        distinct_episodes_at_random(np.array(lengths), 64), rel=0.01
+    )
+    with pytest.raises(ValueError, match="stored order"):
+        StreamPlan(episodes(4), seed=None, segment_rows=1, window_rows=8).expected_episodes(2)
+
+
+@pytest.mark.parametrize("asked", [1, 16, 512, 4096])
+@pytest.mark.parametrize("fitting", [0, 3, 33, 64, 288, 10**6])
+def test_a_window_mixes_as_many_segments_as_are_wanted(asked, fitting):
+    window, segment = window_and_segment(asked, fitting, 16, 32)
+    assert -(-window // segment) >= min(32, asked) and 1 <= segment <= 16
+    assert window <= max(fitting, 32) and window <= asked and window % 16 * (window // 17) == 0
+    # As before there was a choice.
+    window, segment = window_and_segment(asked, fitting, 16, None)
+    assert segment == 16 and 1 <= window <= max(1, fitting)
+
+
 # ---- mixtures -------------------------------------------------------------------------------------------------------
 
 LENGTHS = [(40, 25, 35), (7, 3), (300,)]  # of three datasets: 100, 10 and 300 rows
@@ -131,6 +165,9 @@ def mixture(weights, seed=0, window=64):
 def test_a_mixture_gives_each_dataset_its_share_of_every_epoch(weights):
     plan = mixture(weights)
     assert plan.rows_per_epoch == 410
+    from benchmarks.data import distinct_episodes
+
+    assert plan.expected_episodes(32) == pytest.approx(distinct_episodes(plan, 32, 2000), rel=0.12)
     for epoch in range(4):
         rows = read(plan, epoch * 410, (epoch + 1) * 410)
         found = Counter(d for _, d, _ in rows)

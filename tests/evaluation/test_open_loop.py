@@ -233,7 +233,8 @@ def test_held_out_frames_are_lerobots(tmp_path):
         metas=metas,
         eval_episodes=(np.array([], int), np.array([1, 2])),
         match=SimpleNamespace(camera_keys=metas[1].camera_keys, dataset_keys=("observation.state", "action")),
-        config=SimpleNamespace(dataset=SimpleNamespace(image_size=None), tolerance_s=1e-4),
+        config=SimpleNamespace(tolerance_s=1e-4),
+        image_size=None,
     )
     theirs = LeRobotDataset("local/b", root=tmp_path / "b", episodes=[1], video_backend="pyav")
     frames = list(held_out_frames(run))

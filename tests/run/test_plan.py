@@ -1,6 +1,7 @@
 """What a run is resolved to, as far as the data is concerned. Without Ray."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.policies.pi05 import check_batch
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, make_processors
 from vla_finetuning.run import plan as run_plan
-from vla_finetuning.run.checkpoint import Progress, commit, write_pieces
+from vla_finetuning.run.checkpoint import Progress, check_resumable, commit, write_pieces
 from vla_finetuning.run.plan import describe, resolve
 
 
@@ -88,6 +89,72 @@ def test_frames_fitted_while_decoding_reach_the_policy_as_after_its_own_resizing
 def test_sizes_at_which_the_policy_would_see_something_else(setting, flags, message):
     with pytest.raises(ValueError, match=message):
         plan(setting, *flags)
+
+
+@pytest.fixture(scope="module")
+def large(setting):
+    """A dataset whose frames are four times as large as what the policy sees."""
+    return make_dataset(setting[0] / "large", cameras={"observation.images.top": (96, 128)}, episodes=(12,) * 4)
+
+
+def test_frames_are_fitted_where_that_halves_a_row(setting, large):
+    run = plan(setting, f"--dataset.root={large}", root=False)
+    assert run.image_size == run.config.dataset.image_size == [56, 56]  # also of whoever resumes it
+    told = describe(run)
+    assert "fitted into 56x56 where they are decoded; rows of 0.01 MB instead of 0.04" in told
+    assert "within one level of uint8" in told
+    assert run.decoded["decoded_bytes_per_s"] * 2 < run.stored_bytes
+    small = plan(setting)  # 48x64
+    assert small.image_size is None and small.config.dataset.image_size == "stored"
+    assert "bit for bit" in describe(small)
+    stored = plan(setting, f"--dataset.root={large}", "--dataset.image_size=stored", root=False)
+    assert stored.image_size is None and stored.decoded["decoded_bytes_per_s"] == run.stored_bytes
+    # Where the policy would see other pixels than after its own resizing, and where it resizes nothing.
+    normalising = '--policy.normalization_mapping={"VISUAL": "MEAN_STD"}'
+    assert plan(setting, f"--dataset.root={large}", normalising, root=False).image_size is None
+
+
+def test_cameras_of_different_sizes_go_together_when_the_policy_fits_them(setting, large):
+    both = f"--dataset.root={setting[1]},{large}"
+    assert plan(setting, both, root=False).image_size == [56, 56]
+    with pytest.raises(ValueError, match="differ in"):
+        plan(setting, both, "--dataset.image_size=stored", root=False)
+
+
+def test_what_a_batch_is_mixed_of(setting, large, tmp_path, monkeypatch):
+    run = plan(setting, f"--dataset.root={large}", root=False)
+    assert run.mixing.window_rows / run.mixing.segment_rows >= 32 and run.mixing.advice is None
+    expected = run.reader()(stream=(0, 8)).plan.expected_episodes(4)
+    assert run.mixing.episodes == expected and f"rows of about {expected:.1f} episodes" in describe(run)
+    assert "POORLY" not in describe(run)
+    many = make_dataset(tmp_path / "many", cameras={"observation.images.top": (48, 64)}, episodes=(5,) * 40)
+    monkeypatch.setattr(run_plan, "POORLY_MIXED", 0.8)  # so that few frames are enough for a test
+    flags = [f"--dataset.root={many}", "--batch_size=32", "--dataset.shuffle_window=32"]
+    poor = plan(setting, *flags, "--dataset.window_segments=2", root=False)
+    better = re.search(r"POORLY MIXED: --dataset.window_segments (\d+) ", describe(poor))[1]
+    again = plan(setting, *flags, f"--dataset.window_segments={better}", root=False)
+    assert again.mixing.episodes > poor.mixing.episodes and again.mixing.advice is None
+
+
+def test_a_run_from_before_these_options_keeps_its_rows_and_their_order(started, large):
+    output_dir, _ = started
+    saved = json.loads((output_dir / CONFIG_NAME).read_text())
+    for image_size in ({}, {"image_size": None}):
+        options = {k: v for k, v in saved["dataset"].items() if k not in ("image_size", "window_segments")}
+        options |= {"root": str(large), **image_size}
+        (output_dir / CONFIG_NAME).write_text(json.dumps({**saved, "dataset": options}))
+        config = parse_args(["--resume", f"--output_dir={output_dir}"])
+        assert (config.dataset.image_size, config.dataset.window_segments) == ("stored", None)
+        run = resolve(config, gpus_found=0)
+        assert run.stream["segment_rows"] == 16 and run.stream["window_rows"] == 512
+        assert run.image_size is None
+    # Asked for, the order would be another: refused where the checkpoint is compared.
+    asked = resolve(
+        parse_args(["--resume", f"--output_dir={output_dir}", "--dataset.window_segments=64"]), gpus_found=0
+    )
+    assert asked.stream["segment_rows"] == 8
+    with pytest.raises(ValueError, match="segment_rows: was 16, is 8"):
+        check_resumable(replace(run.start, step=2, rows=8), asked.start)
 
 
 def test_a_policy_that_fits_images_otherwise(setting):

@@ -11,7 +11,7 @@ Order within an epoch::
               ──permute──►  laid end to end, filling positions eN .. (e+1)N
               ──window──►  positions [k·W, (k+1)·W) form a window; its rows are permuted among themselves
 
-so a window mixes about ``window_rows / segment_rows`` places of the dataset while every video is still read forward.
+so a window mixes at least ``window_rows / segment_rows`` places of the dataset while every video is still read forward.
 
 A *mixture* gives datasets weights. Each dataset is then a source of its own: endless epochs of its own rows, each
 another permutation of its segments. An epoch of the mixture is as many rows as the datasets hold together, and every
@@ -148,6 +148,40 @@ class StreamPlan:
             "episodes": digest.hexdigest(),
         }
 
+    def expected_episodes(
+        self, batch_rows: int, *, window_rows: int | None = None, segment_rows: int | None = None
+    ) -> float:
+        """How many episodes `batch_rows` consecutive rows of the shuffled stream come from, on average.
+
+        `window_rows` and `segment_rows` stand in for the plan's own. An episode of L rows is cut into 1 + (L - 1) / S
+        segments of s rows, of which a window of W of a source's N rows holds s' = s W / (W + s - 1), as its ends cut
+        some. So a segment is there with probability s W / (s' N), and then none of it is among b rows of the window
+        with probability C(W - s', b) / C(W, b). Segments are taken for independent.
+        """
+        if self.seed is None:
+            raise ValueError("in stored order a batch is no sample; expected_episodes is of a shuffled plan")
+        rows, segment = self.rows_per_epoch, segment_rows or self.segment_rows
+        window = min(window_rows or self.window_rows, rows)
+        # Batches begin at these places of a window in turn.
+        cycle = window // math.gcd(window, batch_rows)
+        lengths = [np.unique(source.length, return_counts=True) for source in self._sources]
+        found = []
+        for nth in range(0, cycle, max(1, cycle // 8)):
+            head = min(batch_rows, window - nth * batch_rows % window)
+            whole, tail = divmod(batch_rows - head, window)
+            expected = 0.0
+            for source, count, of_source in zip(self._sources, self._dealer.counts, lengths, strict=True):
+                share = window * count / rows
+                for length, episodes in zip(*of_source, strict=True):
+                    segments = 1 + (length - 1) / segment
+                    size = length / segments
+                    piece = max(1.0, size * share / (share + size - 1))
+                    drawn = sum(1 - _none_drawn(window, piece, b) for b in (head, tail)) + whole
+                    in_batch = min(1.0, size * share / piece / source.rows * drawn)
+                    expected += episodes * (1 - (1 - in_batch) ** segments)
+            found.append(expected)
+        return float(np.mean(found))
+
     def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
         """The window slices that make up stream positions ``[first, last)``, in order."""
         position = first
@@ -183,10 +217,10 @@ class _Source:
 
     def __init__(self, episodes: Episodes, members: np.ndarray, seed: int | None, number: int, segment_rows: int):
         self._members = members
-        self._start, self._length = episodes.start[members], episodes.length[members]
+        self._start, self.length = episodes.start[members], episodes.length[members]
         self._key = None if seed is None else (seed, 0, number)
         self._segment_rows = segment_rows
-        self._rows = int(self._length.sum())
+        self.rows = int(self.length.sum())
         self._cached: tuple[int, tuple[Parts, np.ndarray]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -195,8 +229,8 @@ class _Source:
     def parts(self, first: int, last: int) -> Iterator[Parts]:
         """The segments at positions [first, last) of the source's own stream, the outer two clipped."""
         while first < last:
-            epoch, offset = divmod(first, self._rows)
-            until = min(last - first + offset, self._rows)
+            epoch, offset = divmod(first, self.rows)
+            until = min(last - first + offset, self.rows)
             (episode, start, end), position = self._segments(epoch if self._key is not None else 0)
             a = int(np.searchsorted(position, offset, side="right")) - 1
             b = int(np.searchsorted(position, until, side="left"))
@@ -213,7 +247,7 @@ class _Source:
 
     def _cut_and_permute(self, epoch: int) -> tuple[Parts, np.ndarray]:
         """The S segments of an epoch in stream order, and the epoch position of each, int64 (S + 1,)."""
-        start, length, segment_rows = self._start, self._length, self._segment_rows
+        start, length, segment_rows = self._start, self.length, self._segment_rows
         rng = None if self._key is None else np.random.default_rng((*self._key, epoch))
         # Where an episode is first cut differs from epoch to epoch, so that the same rows are not always together.
         first_cut = segment_rows if rng is None else rng.integers(1, segment_rows + 1, len(start))
@@ -230,6 +264,18 @@ class _Source:
             episode, segment_start, segment_end = episode[order], segment_start[order], segment_end[order]
         position = np.concatenate([[0], np.cumsum(segment_end - segment_start)])
         return (self._members[episode], segment_start, segment_end), position
+
+
+def _none_drawn(window: int, size: float, drawn: int) -> float:
+    """Probability that none of `size` rows of a window (on average, so not whole) is among `drawn` of its rows."""
+    if drawn == 0:
+        return 1.0
+    if size + drawn > window:
+        return 0.0
+    gamma = math.lgamma
+    return math.exp(
+        gamma(window - size + 1) + gamma(window - drawn + 1) - gamma(window - size - drawn + 1) - gamma(window + 1)
+    )
 
 
 class Dealer:
@@ -282,6 +328,20 @@ def apportion(rows: int, weights: Sequence[float]) -> list[int]:
             f"{counts.index(0)}; raise its weight or leave it out"
         )
     return counts
+
+
+def window_and_segment(asked: int, fitting: int, longest: int, segments: int | None) -> tuple[int, int]:
+    """How many rows are shuffled among themselves, and how many of them are consecutive at most: (window, segment).
+
+    Args:
+        asked: the window that is wanted. fitting: rows that memory is meant for; more only for `segments`.
+        longest: of a segment; windows longer than that are multiples of it, so that whole blocks fill them.
+        segments: in a window at least, as far as it has rows; None: segments are `longest`, however few that makes.
+    """
+    window = max(1, min(asked, max(fitting, segments or 1)))
+    if window > longest:
+        window -= window % longest
+    return window, longest if segments is None else max(1, min(longest, window // segments))
 
 
 def task_bounds(first: int, last: int, task_rows: int, block_rows: int) -> np.ndarray:

@@ -241,7 +241,7 @@ def held_out_frames(run: Run, limit: int = EVAL_FRAMES) -> Iterator[dict[str, An
         episodes=[[episode]],
         camera_keys=run.match.camera_keys,
         columns=run.match.dataset_keys,
-        image_size=run.config.dataset.image_size,
+        image_size=run.image_size,
         tolerance_s=run.config.tolerance_s,
     )
     for row in source.read_rows(range(min(int(meta.episode_length[episode]), limit)), batch_size=1):
@@ -265,7 +265,7 @@ def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
         camera_keys=run.match.camera_keys,
         columns=run.match.dataset_keys,
         delta_timestamps=run.match.delta_timestamps,
-        image_size=run.config.dataset.image_size,
+        image_size=run.image_size,
         tolerance_s=run.config.tolerance_s,
         on_error=cast(OnError, run.config.dataset.on_error),
     )

@@ -218,6 +218,16 @@ def _facts(config: Mapping[str, Any], facts: Mapping[str, Any], metrics: Metrics
                 f"{math.prod(batch):,} a step",
             )
         )
+    if mixing := facts.get("mixing"):
+        lines.append(
+            (
+                "Shuffling",
+                f"windows of {_count(mixing['window_rows'], 'row')}; a global batch has rows of about "
+                f"{mixing['episodes']:.1f} episodes, of {mixing['episodes_at_random']:.1f} if all rows were shuffled",
+            )
+        )
+        if mixing["advice"]:
+            lines.append(("", f"poorly mixed: {mixing['advice']}"))
     if hardware := facts.get("hardware"):
         kind = "GPU" if facts["use_gpu"] else "CPU"
         gpus = f", {hardware['gpus']:g} GPUs ({', '.join(hardware['gpu_types'])})" if hardware["gpus"] else ""

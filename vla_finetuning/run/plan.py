@@ -30,7 +30,7 @@ from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.processor import PolicyProcessorPipeline
 from lerobot.utils.constants import OBS_PREFIX
 
-from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
+from lerobot_datasource import BLOCK_BYTES, SEGMENT_ROWS, LeRobotDatasource
 from vla_finetuning.config import (
     CACHE_DIR,
     PRESETS,
@@ -50,6 +50,7 @@ from vla_finetuning.data.metadata import (
     rename_features,
     select_episodes,
 )
+from vla_finetuning.data.rows import frame_of
 from vla_finetuning.data.statistics import check_stats, complete_stats
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
@@ -71,8 +72,27 @@ from vla_finetuning.terminal import escaped
 Stats = dict[str, dict[str, np.ndarray]]
 # Of a task: fewer are not split in a rehearsal.
 FEW_EPISODES = 5
+# A batch is poorly mixed that has rows of fewer episodes than this share of what a shuffle of all rows would give.
+POORLY_MIXED = 0.25
 # What LeRobot's `aggregate_stats` makes the statistics of several datasets from, besides quantiles.
 AGGREGATED = {"min", "max", "mean", "std", "count"}
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """How well the run's batches are mixed.
+
+    window_rows, window_bytes: what is shuffled among itself. segment_rows: consecutive rows in it, at most.
+    episodes: of which a global batch has rows, on average (`StreamPlan.expected_episodes`). episodes_at_random: the
+    same if all rows were shuffled. advice: what would make it better, where it is poor.
+    """
+
+    window_rows: int
+    window_bytes: int
+    segment_rows: int
+    episodes: float
+    episodes_at_random: float
+    advice: str | None
 
 
 @dataclass(frozen=True)
@@ -90,6 +110,8 @@ class Run:
         block_rows: rows of a block of training data. stream: identity of the run's stream of rows.
         decoded: of a row, by the names of their rates in metrics.jsonl: camera frames, and bytes out of the read task.
         notes: what is otherwise than asked for, or than it should be, for the plan.
+        mixing: how well batches are mixed. stored_bytes: of a row, were its frames not fitted into another size; None
+            where they are not, or differ among datasets.
     """
 
     config: Config
@@ -111,6 +133,14 @@ class Run:
     stream: dict[str, Any] = field(default_factory=dict)
     decoded: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    mixing: Mixing | None = None
+    stored_bytes: int | None = None
+
+    @property
+    def image_size(self) -> list[int] | None:
+        """(height, width) that frames are fitted into where they are decoded; None: as stored."""
+        size = self.config.dataset.image_size
+        return size if isinstance(size, list) else None
 
     @property
     def output_dir(self) -> Path:
@@ -181,10 +211,11 @@ class Run:
             camera_keys=self.match.camera_keys,
             columns=self.match.dataset_keys,
             delta_timestamps=self.match.delta_timestamps,
-            image_size=self.config.dataset.image_size,
+            image_size=self.image_size,
             weights=list(self.config.dataset.mixture.values()) or None,
             shuffle_seed=self.config.seed,
             shuffle_window=self.config.dataset.shuffle_window,
+            window_segments=self.config.dataset.window_segments,
             rows_multiple=self.config.rows_multiple,
             block_rows=self.block_rows,
             tolerance_s=self.config.tolerance_s,
@@ -270,7 +301,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
         )
     except ValueError as error:
         raise ValueError(f"dataset {metas[0].root} and policy {base_info['path']}: {error}") from error
-    if config.dataset.image_size is not None:
+    if isinstance(config.dataset.image_size, list):
         _check_image_size(policy_config, config.dataset.image_size)
     _check_alike(metas, match, config.rename_map)
     parameters = _check_policy(policy_config, folder, config.train)
@@ -312,6 +343,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
         tokens_per_sample=tokens_per_sample(policy_config, len(match.camera_keys), config.train.noise_draws),
         notes=(*itertools.chain(*notes), *smaller),
     )
+    run, stored_bytes = _with_image_size(run)
     # Checks that all files are there and that the datasets agree.
     source = run.reader()(stream=(0, run.last_row), look=True)
     if not missing:
@@ -325,6 +357,8 @@ def resolve(config: Config, gpus_found: int) -> Run:
         block_rows=rows_of_block,
         stream=source.plan.identity(),
         decoded={"frames_per_s": source.row_frames(), "decoded_bytes_per_s": source.row_bytes()},
+        mixing=_mixing(config, source),
+        stored_bytes=stored_bytes,
     )
 
 
@@ -529,6 +563,62 @@ def _check_options(config: Config, policy_config: PreTrainedConfig) -> None:
             raise ValueError(f"--policy.{name} has no effect on a '{policy_config.type}' here; use {answers[name]}")
 
 
+def _with_image_size(run: Run) -> tuple[Run, int | None]:
+    """The run with "auto" decided; and the bytes of a row as stored, where frames are fitted into another size.
+
+    Fitted into the policy's own size where that at least halves a row, or is what makes datasets go together.
+    """
+
+    def sized(image_size: list[int] | str) -> Run:
+        return replace(run, config=replace(run.config, dataset=replace(run.config.dataset, image_size=image_size)))
+
+    def row_bytes(run: Run) -> int:
+        return run.reader()(stream=(0, run.last_row)).row_bytes()
+
+    asked = run.config.dataset.image_size
+    own = _own_size(run.policy_config) if asked == "auto" else asked
+    if not isinstance(own, list):
+        return sized("stored"), None
+    stored, fitted = sized("stored"), sized(own)
+    keys = run.match.camera_keys
+    if any(
+        frame_of(meta.features[k], None) != frame_of(run.metas[0].features[k], None) for k in keys for meta in run.metas
+    ):
+        return fitted, None
+    stored_bytes = row_bytes(stored)
+    if asked == "auto" and stored_bytes < 2 * row_bytes(fitted):
+        return stored, None
+    return fitted, stored_bytes
+
+
+def _own_size(policy_config: PreTrainedConfig) -> list[int] | None:
+    """[height, width] that the policy itself fits frames into before it does anything else with them, if it does."""
+    own = getattr(policy_config, "image_resolution", None)
+    normalised = normalization_mode(policy_config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY
+    return None if own is None or normalised else list(own)
+
+
+def _mixing(config: Config, source: LeRobotDatasource) -> Mixing:
+    plan, batch, d = source.plan, config.global_batch_size, config.dataset
+    found, at_random = plan.expected_episodes(batch), plan.expected_episodes(batch, window_rows=10**18, segment_rows=1)
+    advice = None
+    if found < POORLY_MIXED * at_random:
+        more, better = plan.window_rows // plan.segment_rows, found
+        while better < POORLY_MIXED * at_random and more < plan.window_rows:
+            more = min(2 * more, plan.window_rows)
+            better = plan.expected_episodes(batch, segment_rows=max(1, plan.window_rows // more))
+        advice = (
+            f"--dataset.window_segments {more} makes it about {better:.0f} (and decodes more frames for those wanted)"
+        )
+        if better < POORLY_MIXED * at_random:
+            smaller = (
+                "frames that are fitted into the policy's size, or fewer --dataset.camera_keys, leave room for more"
+            )
+            asked_for = plan.window_rows > d.shuffle_window - SEGMENT_ROWS
+            advice += "; " + ("a larger --dataset.shuffle_window, more still" if asked_for else smaller)
+    return Mixing(plan.window_rows, plan.window_rows * source.row_bytes(), plan.segment_rows, found, at_random, advice)
+
+
 def _check_image_size(policy_config: PreTrainedConfig, image_size: list[int]) -> None:
     """Refuse a size at which the policy would see other pixels than after its own resizing.
 
@@ -639,9 +729,8 @@ def describe(run: Run) -> str:
         lines.append(f"             runs code that comes with {brought}, as --policy.trust_remote_code says")
     lines.append("Features     dataset -> policy")
     lines += [f"             {line}" for line in run.match.table()]
-    if config.dataset.image_size:
-        lines.append(f"Images       fitted into {_size(tuple(config.dataset.image_size))} where they are decoded")
     lines += [f"Note         {note}" for note in run.notes]
+    lines += _images(run)
     batch = config.global_batch_size
     lines += [
         f"Batch        {config.batch_size} rows x {config.grad_accum} micro-steps x {config.scaling.num_workers} "
@@ -651,6 +740,7 @@ def describe(run: Run) -> str:
         f"             epochs follow each other without a gap: the last {run.rows_per_epoch % batch} rows of one share "
         "a step with the first of the next",
         f"Learning     {_learning_rate(run)}",
+        *_shuffling(run),
         f"Checkpoints  every {config.save_freq} steps and at the end, the last {config.keep_checkpoints} kept, in "
         f"{run.checkpoints_dir}",
         f"Hardware     {_workers(config)} {'GPU' if run.use_gpu else 'CPU'} workers, "
@@ -666,6 +756,36 @@ def describe(run: Run) -> str:
 def _learning_rate(run: Run) -> str:
     peak, final, warmup = run.learning_rate
     return f"rate up to {peak:g} in {warmup} steps, then a cosine down to {final:g} at step {run.steps}; AdamW"
+
+
+def _images(run: Run) -> list[str]:
+    if run.image_size is None:
+        return ["Images       as stored, bit for bit as LeRobot reads them"]
+    smaller = f"; rows of {run.decoded['decoded_bytes_per_s'] / 1e6:.2f} MB"
+    if run.stored_bytes:
+        smaller += f" instead of {run.stored_bytes / 1e6:.2f}"
+    return [
+        f"Images       fitted into {_size(tuple(run.image_size))} where they are decoded{smaller}",
+        "             what the policy would do itself, within one level of uint8 (--dataset.image_size=stored leaves "
+        "it to the policy)",
+    ]
+
+
+def _shuffling(run: Run) -> list[str]:
+    mixing = run.mixing
+    assert mixing is not None
+    asked = run.config.dataset.shuffle_window
+    bounded = mixing.window_rows <= asked - SEGMENT_ROWS
+    lines = [
+        f"Shuffling    windows of {mixing.window_rows} rows"
+        + (f" (of {asked} asked for, as many as memory is meant for)" if bounded else "")
+        + f", {mixing.window_bytes / 2**20:.0f} MiB; segments of at most {mixing.segment_rows}",
+        f"             a global batch has rows of about {mixing.episodes:.1f} episodes; of "
+        f"{mixing.episodes_at_random:.1f} if all rows were shuffled",
+    ]
+    if mixing.advice:
+        lines.append(f"             POORLY MIXED: {mixing.advice}")
+    return lines
 
 
 def _workers(config: Config) -> str:

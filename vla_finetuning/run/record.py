@@ -8,6 +8,7 @@ import importlib.metadata
 import platform
 import subprocess
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def record_run(run: Run, plan: str, cluster: Mapping[str, float]) -> None:
         },
         "steps": run.steps,
         "rows_per_epoch": run.rows_per_epoch,
+        "mixing": asdict(run.mixing) if run.mixing else None,
         "action_names": dimension_names(run.metas[0], "action"),
         "use_gpu": run.use_gpu,
         "hardware": {
