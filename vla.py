@@ -66,7 +66,7 @@ from vla_finetuning.run.folder import (
     stopping_on_signals,
 )
 from vla_finetuning.run.plan import Run, describe, resolve, with_stats
-from vla_finetuning.run.progress import MetricsLog, RowsLog, follow_progress, log_to
+from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped, follow_progress, log_to
 from vla_finetuning.run.push import check_push, push_policy
 from vla_finetuning.run.record import record_attention, record_run
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
@@ -210,6 +210,7 @@ def train(
             check_finite(run, metrics, nonfinite, done)
             losses.append(metrics["loss"])
             if log is not None:
+                check_skipped(run, done)
                 log.write(done, optimizer.schedule(step), {**metrics, "checkpoint_pause_s": checkpoints.paused_s()})
             save |= stop or due
             # A node is about to be taken away; Ray Train starts the group anew when it is gone.

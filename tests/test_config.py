@@ -90,6 +90,7 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ([*DATA[1:], '--dataset.mixture={"/a": 1, "/b": 1}', "--dataset.episodes=[1]"], "with several roots"),
         ([*DATA, "--dataset.image_size=[224]"], "expected auto, stored, or .height, width."),
         ([*DATA, "--dataset.image_size=224"], "expected auto, stored, or .height, width."),
+        ([*DATA, "--dataset.max_skipped=2"], "max_skipped=2.0: a share of the rows"),
         ([*DATA, "--dataset.window_segments=0"], "window_segments=0: must be positive"),
         ([*DATA, "--dataset.read_timeout_s=0"], "--dataset.read_timeout_s=0.0: must be positive"),
         ([*DATA, "--policy.type=pi05"], "--policy.path and --policy.type"),

@@ -71,6 +71,9 @@ class DatasetOptions:
     # An episode that cannot be read: "stop" the run, or "skip" it: its rows then keep their places in the batches but
     # do not count in the loss, and OUTPUT_DIR/skipped.jsonl names it.
     on_error: str = "stop"
+    # With "skip": the share of rows that may be, of those trained on so far and at least of an epoch's. A run of which
+    # more cannot be read ends: it would be trained on another dataset than the one it names.
+    max_skipped: float = 0.01
     # Rows shuffled among themselves (bounded by memory); see data/plan.py.
     shuffle_window: int = 512
     # From at least so many places of the dataset (segments) a window takes its rows, whatever a row's size. More mix
@@ -454,6 +457,8 @@ def validate(config: Config) -> None:
         raise ValueError("--push_to_hub: to which repository? give --policy.repo_id USER/NAME")
     if config.keep_best < 0:
         raise ValueError(f"--keep_best={config.keep_best}: a number of checkpoints, 0 for none")
+    if not 0 <= d.max_skipped <= 1:
+        raise ValueError(f"--dataset.max_skipped={d.max_skipped}: a share of the rows, between 0 and 1")
     if not 0 <= d.eval_split < 1:
         raise ValueError(f"--dataset.eval_split={d.eval_split}: a share of the episodes, at least 0 and below 1")
     known_size = len(d.image_size) == 2 and min(d.image_size) > 0 if isinstance(d.image_size, list) else None

@@ -644,12 +644,33 @@ def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tm
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert {line["episode_index"] for line in lines} == set(sound["episode_index"][gone].tolist())
     assert all("again" in line["error"] and line["root"] == str(root) for line in lines)
+    assert sorted(p for line in lines for p in line["positions"]) == np.flatnonzero(gone).tolist()
 
     with pytest.raises(ValueError, match="again"):
         next(LeRobotDatasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
     # As `select_columns`: what names the rows need not be among what is wanted.
     few = source.apply_projection({"action": "action"})
     np.testing.assert_array_equal(next(few.read_rows(range(54), 54))["action"][~gone], sound["action"][~gone])
+
+
+@pytest.mark.parametrize("gone", ["", "data", f"videos/{TOP}"])
+@pytest.mark.parametrize("unmounted", [True, False])
+def test_a_dataset_that_is_gone_is_no_reason_to_skip(tmp_path, gone, unmounted):
+    root = make_dataset(tmp_path / "here", episodes=(4, 5))
+    source = LeRobotDatasource([load_metadata(root)], on_error="skip")
+    shutil.rmtree(root / gone)
+    if unmounted:
+        (root / gone).mkdir()
+    with pytest.raises(OSError, match=f"{root}: .* is gone, or empty: .*mounted.*--resume"):
+        next(source.read_rows(range(9), 9))
+
+
+def test_a_file_that_is_gone_is_skipped(tmp_path):
+    root = make_dataset(tmp_path / "here")
+    meta = load_metadata(root)
+    source = LeRobotDatasource([meta], on_error="skip")
+    (root / meta.video_files[TOP][0]).unlink()
+    assert 0 < next(source.read_rows(range(54), 54))["is_skipped"].sum() < 54
 
 
 def test_a_store_that_does_not_answer_is_no_reason_to_skip(tmp_path, monkeypatch):

@@ -197,7 +197,7 @@ def test_the_summary_is_the_runs(page):
         "4 episodes, 43 frames at 10 fps, robot test_arm; trains on 2 episodes, 2 held out",
         "tiny_pi05 from",
         "2 rows × 1 micro-step × 4 workers = 8 a step",
-        "windows of 512 rows; a global batch has rows of about 2.9 episodes, of 2.9 if all rows were shuffled",
+        "windows of 512 rows; a global batch has rows of about 2.0 episodes, of 2.0 if all rows were shuffled",
         "4 GPU workers; cluster of 1 node: 32 CPUs, 4 GPUs (L4), 64 GiB of memory",
         "EFFICIENT_ATTENTION; compared with eager attention at 2 shapes before the start",
         f"not used: {ATTENTION['refused'][0]}",

@@ -266,7 +266,10 @@ def test_a_truncated_mp4_is_skipped(setting, undisturbed, capsys):
     path = root / meta.video_files[camera][meta.episode_video_file[camera][2]]
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     changes = {"dataset.root": root, "dataset.on_error": "skip"}
-    assert vla.main(flags(setting, "skipped", **changes)) == 0
+    assert vla.main(flags(setting, "too_many", **changes)) == 1
+    told = capsys.readouterr().err
+    assert "rows could not be read and were skipped, which is more than --dataset.max_skipped=0.01" in told
+    assert vla.main(flags(setting, "skipped", **changes, **{"dataset.max_skipped": 0.5})) == 0
     assert f"WARNING {root}: episode 2 is skipped: " in capsys.readouterr().err
     folder = setting[0] / "skipped"
     assert_every_row_once(folder)

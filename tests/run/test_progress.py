@@ -3,8 +3,10 @@
 import json
 from types import SimpleNamespace
 
+import pytest
+
 from vla_finetuning.run import progress
-from vla_finetuning.run.progress import MetricsLog, follow_progress
+from vla_finetuning.run.progress import MetricsLog, check_skipped, follow_progress
 
 
 def test_rates_are_counted_per_sample_and_told(tmp_path, monkeypatch, capsys):
@@ -20,3 +22,31 @@ def test_rates_are_counted_per_sample_and_told(tmp_path, monkeypatch, capsys):
     assert line["frames_per_s"] == 60 and line["decoded_bytes_per_s"] == 40_000_000 and line["mfu"] is None
     assert line["samples"] == 16 and line["epoch"] == 0.16
     assert "20.0 samples/s (60 frames, 40.0 MB), 25% waiting for data" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("done", "positions", "share", "ends"),
+    [
+        (2, range(8), 0.01, True),  # of the first 16 rows, and 8 % of an epoch
+        (2, [3], 0.01, False),  # 6 % of the rows so far, but 1 % of an epoch
+        (2, [3, 3, 3], 0.01, False),  # read again after a failure
+        (2, [3, *range(20, 90)], 0.01, False),  # what is read ahead is not trained on yet
+        (100, range(0, 800, 50), 0.01, True),
+        (100, range(0, 800, 50), 0.02, False),
+    ],
+)
+def test_too_many_skipped_rows_end_the_run(tmp_path, done, positions, share, ends):
+    dataset = SimpleNamespace(on_error="skip", max_skipped=share)
+    config = SimpleNamespace(global_batch_size=8, dataset=dataset)
+    run = SimpleNamespace(output_dir=tmp_path, config=config, rows_per_epoch=100)
+    lines = [{"root": "/data/arm", "episode_index": 7, "positions": [p], "error": "it is truncated"} for p in positions]
+    (tmp_path / "skipped.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if not ends:
+        check_skipped(run, done)
+        return
+    count = len([p for p in positions if p < 8 * done])
+    told = rf"dataset /data/arm: {count} of the first {8 * done} rows .*max_skipped=0.01.* 7: it is truncated.*resume"
+    with pytest.raises(ValueError, match=told):
+        check_skipped(run, done)
+    dataset.on_error = "stop"
+    check_skipped(run, done)

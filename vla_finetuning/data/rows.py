@@ -29,7 +29,7 @@ from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES, MAX_DATA_BYTES
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.plan import WindowSlice
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
-from vla_finetuning.data.storage import naming_file
+from vla_finetuning.data.storage import check_still_there, naming_file
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,10 @@ class Part:
     data_file: str
     data_row: int  # the episode's first row in its data file
     videos: dict[str, tuple[str, float]]  # camera_key -> (file, where the episode starts in it, seconds)
+
+    @property
+    def files(self) -> list[str]:
+        return [self.data_file, *(file for file, _ in self.videos.values())]
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,7 @@ def read_rows(readers: Sequence[Reader], read: Read, first_position: int, option
     if options.blank is None:
         columns = _decode(readers, episodes, total, options)
     else:
-        columns = _decode_what_can_be_read(readers, episodes, total, options, options.blank)
+        columns = _decode_what_can_be_read(readers, episodes, total, first_position, options, options.blank)
     if "position" in options.columns:
         columns["position"] = np.arange(first_position, first_position + total)
     for first in range(0, total, options.block_rows):
@@ -210,11 +214,17 @@ def _decode(readers: Sequence[Reader], episodes: list[_Episode], total: int, opt
 
 
 def _decode_what_can_be_read(
-    readers: Sequence[Reader], episodes: list[_Episode], total: int, options: ReadOptions, blank: dict[str, np.ndarray]
+    readers: Sequence[Reader],
+    episodes: list[_Episode],
+    total: int,
+    first_position: int,
+    options: ReadOptions,
+    blank: dict[str, np.ndarray],
 ) -> dict[str, Any]:
     """As `_decode`; but rows of an episode that is damaged are blank, and `is_skipped`.
 
-    Only what is wrong with the data is skipped: an object store that does not answer ends the task, as ever.
+    Only what is wrong with the data is skipped: an object store that does not answer ends the task, as ever, and so
+    does a dataset that is no longer there.
     """
     with contextlib.suppress(ValueError, FileNotFoundError):
         return _decode(readers, episodes, total, options)
@@ -224,21 +234,24 @@ def _decode_what_can_be_read(
         try:
             found = _decode(readers, [alone], len(e.frame), options)
         except (ValueError, FileNotFoundError) as error:
+            reader = readers[e.part.dataset_index]
+            check_still_there(reader.fs, reader.root, [reader.path(file) for file in e.part.files])
             found = {
                 "index": e.part.episode_start + e.frame,
                 "dataset_index": e.part.dataset_index,
                 IS_SKIPPED: True,
             }
-            _tell_skipped(readers[e.part.dataset_index], e, error, options.skip_log)
+            _tell_skipped(reader, e, first_position, error, options.skip_log)
         for key in columns.keys() & found.keys():
             columns[key][e.position] = found[key]
     return columns
 
 
-def _tell_skipped(reader: Reader, e: _Episode, error: Exception, log: Path | None) -> None:
+def _tell_skipped(reader: Reader, e: _Episode, first_position: int, error: Exception, log: Path | None) -> None:
     logger.warning("%s: episode %d is skipped: %s", reader.root, e.part.episode_index, error)
     if log is not None:
-        line = {"root": reader.root, "episode_index": e.part.episode_index, "rows": len(e.frame), "error": str(error)}
+        line: dict[str, Any] = {"root": reader.root, "episode_index": e.part.episode_index, "rows": len(e.frame)}
+        line |= {"positions": sorted((e.position + first_position).tolist()), "error": str(error)}
         with open(log, "a") as file:
             file.write(json.dumps(line) + "\n")
 

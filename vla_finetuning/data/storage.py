@@ -15,7 +15,7 @@ import io
 import os
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,28 @@ def naming_file(name: str) -> Iterator[None]:
         yield
     except StorageError as error:
         raise StorageError(f"{name}: {error}") from error
+
+
+def check_still_there(fs: fsspec.AbstractFileSystem, root: str, paths: Sequence[str]) -> None:
+    """Tell a dataset that went away from one that lacks a file: after something of it could not be read.
+
+    Args:
+        root: how errors call the dataset. paths: files of it that were there when the job started.
+    Raises:
+        StorageError: the folder of one of them is gone, or empty, as the place of a mount is.
+    """
+    for path in paths:
+        folder = path.rpartition("/")[0]
+        try:
+            found = bool(fs.ls(folder, detail=False))
+        except FileNotFoundError:
+            found = False
+        if not found:
+            raise StorageError(
+                f"{root}: {folder} is gone, or empty: the dataset was moved or deleted, its disk or network drive is "
+                "not mounted any more, or this node never had it; have it there again, on every node, and go on with "
+                "--resume"
+            )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,15 @@ import ray
 from tqdm import tqdm
 
 from vla_finetuning.files import read_json, read_lines
-from vla_finetuning.run.folder import FIRST_STEP_NAME, LOG_NAME, METRICS_NAME, ROWS_NAME, attempts, skipped_episodes
+from vla_finetuning.run.folder import (
+    FIRST_STEP_NAME,
+    LOG_NAME,
+    METRICS_NAME,
+    ROWS_NAME,
+    SKIPPED_NAME,
+    attempts,
+    skipped_episodes,
+)
 from vla_finetuning.terminal import LogFormatter, tell
 
 if TYPE_CHECKING:
@@ -86,6 +94,32 @@ def recorded_rows(output_dir: Path) -> Iterator[dict[str, Any]]:
             line = json.loads(text)
             if line["step"] <= min(resumed_from[line["attempt"] + 1 :], default=line["step"]):
                 yield line
+
+
+def check_skipped(run: Run, done: int) -> None:
+    """End a run of whose rows more had to be skipped than it allows. Called by rank 0 after `done` optimizer steps.
+
+    Raises:
+        ValueError: how many could not be read of which datasets, the first of the reasons, and what to do.
+    """
+    if run.config.dataset.on_error != "skip":
+        return
+    rows = done * run.config.global_batch_size
+    # By their places in the stream: an attempt that went back reads some of them again, and read tasks are ahead.
+    skipped: dict[int, dict[str, Any]] = {}
+    for line in skipped_episodes(run.output_dir):
+        skipped |= {position: line for position in line.get("positions", ()) if position < rows}
+    share = run.config.dataset.max_skipped
+    if len(skipped) <= share * max(rows, run.rows_per_epoch):
+        return
+    first = skipped[min(skipped)]
+    raise ValueError(
+        f"dataset {', '.join(sorted({line['root'] for line in skipped.values()}))}: {len(skipped)} of the first {rows} "
+        f"rows could not be read and were skipped, which is more than --dataset.max_skipped={share:g} of them or of an "
+        f"epoch's {run.rows_per_epoch}; the first was of episode {first['episode_index']}: {first['error']}. "
+        f"{run.output_dir / SKIPPED_NAME} lists them all: repair or copy them again, or leave their episodes out "
+        "(--dataset.episodes) in a new run; a higher --dataset.max_skipped lets this one go on with --resume"
+    )
 
 
 def spilled_bytes() -> int:
