@@ -60,6 +60,8 @@ BLOCK_BYTES = 32 * 2**20
 MAX_READS_PER_TASK = 4
 # One execution of Ray Data lists its read tasks up front; longer streams run as several executions.
 READS_PER_EXECUTION = 4096
+# An epoch is one execution however long it is: of at most so many tasks, as long as that makes them.
+MAX_TASKS = 4096
 
 
 class LeRobotDatasource(Datasource):
@@ -153,6 +155,7 @@ class LeRobotDatasource(Datasource):
         most = max(1, min(window, BLOCK_BYTES // row_bytes))
         self.block_rows = block_rows or next(n for n in range(most, 0, -1) if window % n == 0)
         self._num_tasks = num_tasks
+        self._whole: Any = None  # (plan, places) of an epoch, in the object store
         self._read_rows = max(window, self.block_rows)
         if stream is None:
             self._rows_per_execution = self._stream[1] - self._stream[0]
@@ -245,17 +248,21 @@ class LeRobotDatasource(Datasource):
         if self._num_tasks is not None:
             bounds = np.unique(np.linspace(first, last, self._num_tasks + 1).astype(np.int64))
         else:
-            task_rows = self._read_rows * reads_per_task(
-                (last - first) // self._read_rows, self._read_rows * self.row_bytes(), ray.cluster_resources()
-            )
-            bounds = task_bounds(first, last, task_rows, self.block_rows)
+            turns = (last - first) // self._read_rows
+            each = reads_per_task(turns, self._read_rows * self.row_bytes(), ray.cluster_resources())
+            bounds = task_bounds(first, last, self._read_rows * max(each, -(-turns // MAX_TASKS)), self.block_rows)
         options = self._options(self.block_rows)
         shared = ray.put([Reader.of(meta, self.columns()) for meta in self.metas])
         row_bytes, limit = self.row_bytes(), per_task_row_limit
+        # Part of a stream: each task is told its rows, so that none needs the whole plan. An epoch: that is the whole
+        # plan, which a node holds once, and each task is told its place in it.
+        if not self._with_position and self._whole is None:
+            self._whole = ray.put((self.plan.with_segments(first, last), self._places))
         tasks = []
         for a, b in itertools.pairwise(bounds.tolist()):
             rows = b - a if limit is None else min(b - a, limit)
-            reads = self._reads(task_bounds(a, a + rows, self._read_rows, self.block_rows))
+            planned = _Planned(self._whole or (self.plan, self._places), a, a + rows, self._read_rows, self.block_rows)
+            reads = planned if self._whole else list(planned)
             metadata = BlockMetadata(num_rows=rows, size_bytes=rows * row_bytes, input_files=None, exec_stats=None)
             tasks.append(ReadTask(_ReadTask(shared, reads, a, options), metadata, per_task_row_limit=limit))
         return tasks
@@ -265,7 +272,8 @@ class LeRobotDatasource(Datasource):
         readers = [Reader.of(meta, self.columns()) for meta in self.metas]
         for first in range(0, len(positions), batch_size):
             windows = [s for p in positions[first : first + batch_size] for s in self.plan.slices(int(p), int(p) + 1)]
-            (table,) = read_rows(readers, self._read(windows), first, self._options(block_rows=batch_size))
+            read = _read_of(windows, self._places)
+            (table,) = read_rows(readers, read, first, self._options(block_rows=batch_size))
             yield {name: column_to_numpy(table.column(name)) for name in table.column_names}
 
     def _options(self, block_rows: int) -> ReadOptions:
@@ -279,13 +287,6 @@ class LeRobotDatasource(Datasource):
             blank=self.example() if self._skips else None,
             skip_log=self._skip_log,
         )
-
-    def _reads(self, cuts: np.ndarray) -> list[Read]:
-        """The rows between stream positions `cuts`, int64 (n + 1,), to be decoded in n turns."""
-        return [self._read(list(self.plan.slices(a, b))) for a, b in itertools.pairwise(cuts.tolist())]
-
-    def _read(self, windows: list[WindowSlice]) -> Read:
-        return Read(windows, self._places.take(np.concatenate([window.episode for window in windows])))
 
 
 def _places(metas: Sequence[DatasetMetadata], selected: Sequence[np.ndarray], features: Collection[str]) -> Places:
@@ -308,12 +309,33 @@ def _places(metas: Sequence[DatasetMetadata], selected: Sequence[np.ndarray], fe
     )
 
 
+def _read_of(windows: list[WindowSlice], places: Places) -> Read:
+    return Read(windows, places.take(np.concatenate([window.episode for window in windows])))
+
+
+@dataclass
+class _Planned:
+    """The reads that make up stream positions [first, last), a window each, looked up when they are wanted."""
+
+    plan: Any  # (StreamPlan, Places), or an ObjectRef of them
+    first: int
+    last: int
+    read_rows: int
+    block_rows: int
+
+    def __iter__(self) -> Iterator[Read]:
+        plan, places = ray.get(self.plan) if isinstance(self.plan, ray.ObjectRef) else self.plan
+        cuts = task_bounds(self.first, self.last, self.read_rows, self.block_rows)
+        for a, b in itertools.pairwise(cuts.tolist()):
+            yield _read_of(list(plan.slices(a, b)), places)
+
+
 @dataclass
 class _ReadTask:
     """The function of a read task. Its pickle holds only its own parts."""
 
     shared: Any  # ObjectRef of list[Reader], or the list itself
-    reads: list[Read]  # decoded one after the other, which bounds the memory
+    reads: Iterable[Read]  # decoded one after the other, which bounds the memory
     first_position: int
     options: ReadOptions
     __name__: str = field(default="read_slices", repr=False)

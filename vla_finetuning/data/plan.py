@@ -24,6 +24,7 @@ Nothing here knows Ray, files or frames; it is tested without any of them.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import heapq
 import math
@@ -182,6 +183,17 @@ class StreamPlan:
             found.append(expected)
         return float(np.mean(found))
 
+    def with_segments(self, first: int, last: int) -> StreamPlan:
+        """The same plan, with the segments of stream positions [first, last) at hand, also in its pickle.
+
+        They are 32 bytes each. Others are computed when they are asked for, an epoch at a time.
+        """
+        (epoch, a), (last_epoch, b) = divmod(first, self.rows_per_epoch), divmod(last, self.rows_per_epoch)
+        dealt = zip(self._sources, self._dealer.counts, self._dealer.dealt(a), self._dealer.dealt(b), strict=True)
+        plan = copy.copy(self)
+        plan._sources = [source.with_segments(epoch * n + a, last_epoch * n + b) for source, n, a, b in dealt]
+        return plan
+
     def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
         """The window slices that make up stream positions ``[first, last)``, in order."""
         position = first
@@ -222,9 +234,17 @@ class _Source:
         self._segment_rows = segment_rows
         self.rows = int(self.length.sum())
         self._cached: tuple[int, tuple[Parts, np.ndarray]] | None = None
+        self._kept: dict[int, tuple[Parts, np.ndarray]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cached": None}
+
+    def with_segments(self, first: int, last: int) -> _Source:
+        """The same, keeping the segments of the epochs that positions [first, last) of its own stream are of."""
+        epochs = range(first // self.rows, -(-last // self.rows)) if self._key is not None else range(1)
+        source = copy.copy(self)
+        source._kept = {epoch: self._cut_and_permute(epoch) for epoch in epochs}
+        return source
 
     def parts(self, first: int, last: int) -> Iterator[Parts]:
         """The segments at positions [first, last) of the source's own stream, the outer two clipped."""
@@ -241,6 +261,8 @@ class _Source:
             first += until - offset
 
     def _segments(self, epoch: int) -> tuple[Parts, np.ndarray]:
+        if epoch in self._kept:
+            return self._kept[epoch]
         if self._cached is None or self._cached[0] != epoch:
             self._cached = (epoch, self._cut_and_permute(epoch))
         return self._cached[1]
