@@ -1,5 +1,6 @@
 """Object stores that fail, and the cache: over HTTP on loopback, through a proxy that injects the faults."""
 
+import errno
 import os
 import random
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import boto3
 import fsspec
@@ -258,10 +260,30 @@ def test_a_damaged_block_is_fetched_again(tmp_path, damage):
     assert not (tmp_path / "key.block").exists()
 
 
-def test_a_cache_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("no folder")
-    with pytest.raises(OSError, match=f"cache folder {tmp_path / 'file'}: .*; choose another --dataset.cache_dir"):
-        BlockCache(tmp_path / "file", 10_000).put("key", b"a")
+@pytest.mark.parametrize("broken", ["full", "written", "read"])
+def test_a_cache_that_fails_costs_a_warning_and_the_cache(tmp_path, monkeypatch, caplog, broken):
+    folder = tmp_path / "cache"
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/whole", DATA)
+
+    def read():
+        with RemoteFileSystem(fs, StoragePolicy(cache_dir=str(folder))).open("/whole") as file:
+            return file.read()
+
+    if broken == "written":
+        folder.write_text("no folder")
+    elif broken == "read":
+        assert read() == DATA
+        for block in folder.glob("*.block"):
+            block.unlink()
+            block.mkdir()
+    else:
+        no_space = OSError(errno.ENOSPC, "No space left on device")
+        monkeypatch.setattr(storage.os, "replace", mock.Mock(side_effect=no_space))
+    for _ in range(3):
+        assert read() == DATA
+    (warning,) = caplog.messages
+    assert f"cache folder {folder}: " in warning and "choose another --dataset.cache_dir" in warning
 
 
 # One of several processes: prints hits, wrong blocks, and the most bytes it saw in the folder.

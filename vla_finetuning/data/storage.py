@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import io
+import logging
 import os
 import time
 import zlib
@@ -25,6 +26,8 @@ from fsspec.implementations.local import LocalFileSystem
 from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
 from vla_finetuning.config import CACHE_SIZE_GB, READ_TIMEOUT_S
+
+logger = logging.getLogger(__name__)
 
 # Bytes fetched around what is asked for. Smaller blocks cost round trips, larger ones bytes that a shuffled read does
 # not want: 256 shuffled rows of two cameras (7 kB a frame, files of 21 MB) took 60 requests and 16 MB with 256 KiB,
@@ -333,12 +336,18 @@ class RemoteFile(io.RawIOBase):
         return hashlib.sha256(f"{self._identity}\0{number}".encode()).hexdigest()
 
 
+# Cache folders that failed in this process.
+_given_up: set[Path] = set()
+
+
 class BlockCache:
     """Blocks of remote files in a local folder, at most `limit_bytes` of them, shared by any number of processes.
 
     A block is a file of its own, named by what it holds, written elsewhere and moved into place: readers see the whole
     block or none, and one that is dropped while it is read is read to its end. Blocks carry a checksum: a disk that
     lost power may keep a file's length and not its bytes.
+
+    It is there to save requests: where its disk is full or broken, a process says so once and goes on without it.
     """
 
     SUFFIX = ".block"  # nothing else in the folder is touched
@@ -352,22 +361,27 @@ class BlockCache:
     def get(self, key: str, length: int) -> bytes | None:
         """A block of `length` bytes, or None."""
         path = self._path(key)
+        if self.folder in _given_up:
+            return None
         try:
             data = path.read_bytes()
+            block = data[:-4]
+            if len(block) != length or zlib.crc32(block).to_bytes(4) != data[-4:]:
+                path.unlink(missing_ok=True)
+                return None
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path)
         except FileNotFoundError:
             return None
-        block = data[:-4]
-        if len(block) != length or zlib.crc32(block).to_bytes(4) != data[-4:]:
-            path.unlink(missing_ok=True)
+        except OSError as error:
+            self._give_up(error)
             return None
-        with contextlib.suppress(FileNotFoundError):
-            os.utime(path)
         return block
 
     def put(self, key: str, block: bytes) -> None:
         """Keep a block, dropping what was not used for longest when there is no room."""
         size = len(block) + 4
-        if size > self.limit_bytes:
+        if size > self.limit_bytes or self.folder in _given_up:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -383,10 +397,16 @@ class BlockCache:
                     file.write(zlib.crc32(block).to_bytes(4))
                 os.replace(scratch, self._path(key))
         except OSError as error:
-            raise StorageError(
-                f"cache folder {self.folder}: {error}; choose another --dataset.cache_dir, lower "
-                "--dataset.cache_size_gb, or leave both out"
-            ) from error
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        _given_up.add(self.folder)
+        logger.warning(
+            "cache folder %s: %s; this process goes on without it, and reads everything from the store: choose another "
+            "--dataset.cache_dir, or lower --dataset.cache_size_gb",
+            self.folder,
+            error,
+        )
 
     def _path(self, key: str) -> Path:
         return self.folder / (key + self.SUFFIX)
