@@ -135,6 +135,15 @@ def test_cameras_that_do_not_match_print_the_flag_to_write():
     match_features(config, features, rename_map, fps=10)  # and it works
 
 
+def test_cameras_that_were_left_out_are_not_called_lacking():
+    config = pretrained_config("a", "b")
+    with pytest.raises(ValueError) as caught:
+        match_features(config, dataset_features("a"), {}, fps=10, left_out=["observation.images.b"])
+    told = "the policy has cameras that are not among those chosen (['observation.images.b'] are left out)"
+    assert told in str(caught.value) and "lacks" not in str(caught.value)
+    assert "Either choose more cameras with --dataset.camera_keys, or let the policy run" in str(caught.value)
+
+
 def test_the_suggested_flag_keeps_what_was_given():
     config = pretrained_config("a", "b")
     given = {"observation.images.x": "observation.images.a"}

@@ -99,3 +99,8 @@ def test_padded_steps_of_an_example_are_not_drawn():
     assert np.array_equal(chunk.recorded, [[1], [np.nan]], equal_nan=True)
     assert np.array_equal(chunk.predicted, [[3], [np.nan]], equal_nan=True)
     assert figures.example_chunk(example, fps=10).title == ""
+
+
+def test_a_single_point_has_ticks_where_it_is_and_nowhere_else():
+    axes = figures.line_chart({"loss": (np.array([20]), np.array([0.5]))}, xlabel="step", ylabel="loss").axes[0]
+    assert axes.get_xticks().tolist() == [20] and axes.get_yticks().tolist() == [0.5]

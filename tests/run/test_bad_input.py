@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -487,3 +488,10 @@ def test_statistics_that_one_of_two_datasets_lacks(ray_cluster, root, base, fold
     for key in ("observation.state", "action"):
         for name in ("q01", "q99"):
             np.testing.assert_allclose(completed.stats[key][name], expected[key][name], rtol=1e-6)
+
+
+def test_a_dry_run_looks_at_tracker_and_hub(refused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert "--track wandb" in refused("--dry_run", track="wandb")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert "model me/pick: no token to push with" in refused("--dry_run", **{"policy.repo_id": "me/pick"})

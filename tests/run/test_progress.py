@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from vla_finetuning.run import progress
+from vla_finetuning.run.folder import first_step_done, start_attempt
 from vla_finetuning.run.progress import MetricsLog, check_skipped, follow_progress
 
 
@@ -22,6 +23,24 @@ def test_rates_are_counted_per_sample_and_told(tmp_path, monkeypatch, capsys):
     assert line["frames_per_s"] == 60 and line["decoded_bytes_per_s"] == 40_000_000 and line["mfu"] is None
     assert line["samples"] == 16 and line["epoch"] == 0.16
     assert "20.0 samples/s (60 frames, 40.0 MB), 25% waiting for data" in capsys.readouterr().out
+
+
+def test_a_start_says_what_it_does_and_does_not_count_as_a_step(tmp_path, monkeypatch, capsys):
+    """From a plan to its first log line was a minute of silence, which the estimate of the time left then counted."""
+    monkeypatch.setattr(progress, "spilled_bytes", lambda: 0)
+    config = SimpleNamespace(global_batch_size=8)
+    run = SimpleNamespace(output_dir=tmp_path, config=config, rows_per_epoch=100, tokens_per_sample=5)
+    log = MetricsLog(run, 0, {"frames_per_s": 3, "decoded_bytes_per_s": 2})
+    metrics = {"loss": 0.5, "samples_per_s": 20.0, "step_s": 21.0, "data_wait_s": 20.0}
+    with follow_progress(tmp_path, steps=62):
+        start_attempt(tmp_path, 0, 2)
+        first_step_done(tmp_path, 1, 31.4)
+        log.write(2, 1e-3, metrics)
+    with follow_progress(tmp_path, steps=62):  # what was told is not told again
+        log.write(4, 1e-3, {**metrics, "step_s": 2.0, "data_wait_s": 1.0})
+    first, second = capsys.readouterr().out.split("\n", 3)[:2]
+    assert first == "started      2 training processes from step 0: the model is made, the first batch is read"
+    assert second == "step 1/62  done, 31 s after the start"
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,11 @@ def test_what_is_on_the_hub_is_named_with_its_commit(finished):
     assert "A `pi05` policy, trained from random weights." in push.model_card(finished, REPO)
 
 
+def test_a_dry_run_makes_no_repository(server):
+    assert "me/new, which does not exist yet" in push.check_push("me/new", True, make=False)
+    assert "me/new" not in server.private
+
+
 def test_no_token_is_said_before_anything(server, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ValueError, match="me/pick: no token to push with; set HF_TOKEN"):

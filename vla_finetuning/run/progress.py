@@ -8,6 +8,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,11 +156,9 @@ def follow_progress(output_dir: Path, steps: int) -> Iterator[None]:
         steps: optimizer steps of the whole run.
     """
     stop = threading.Event()
-    # What an earlier attempt of a resumed run wrote is not news.
-    last_step = max([json.loads(line)["step"] for line in read_lines(output_dir / METRICS_NAME)], default=0)
-    warnings_shown = len(read_lines(output_dir / LOG_NAME))
-    args = (output_dir, steps, last_step, warnings_shown, stop)
-    thread = threading.Thread(target=_follow, args=args, daemon=True)
+    # Before the block: what an earlier attempt of a resumed run wrote is not news.
+    told = _Told.of(output_dir)
+    thread = threading.Thread(target=_follow, args=(output_dir, steps, told, stop), daemon=True)
     thread.start()
     try:
         yield
@@ -168,54 +167,73 @@ def follow_progress(output_dir: Path, steps: int) -> Iterator[None]:
         thread.join()
 
 
-def _follow(output_dir: Path, steps: int, last_step: int, warnings_shown: int, stop: threading.Event) -> None:
+@dataclass
+class _Told:
+    """What has been told of a run: its newest log step, lines of its log, starts of its workers, a first step."""
+
+    step: int
+    warnings: int
+    starts: int
+    first_step: dict[str, Any]
+
+    @classmethod
+    def of(cls, output_dir: Path) -> _Told:
+        steps = [json.loads(line)["step"] for line in read_lines(output_dir / METRICS_NAME)]
+        return cls(
+            step=max(steps, default=0),
+            warnings=len(read_lines(output_dir / LOG_NAME)),
+            starts=len(attempts(output_dir)),
+            first_step=read_json(output_dir / FIRST_STEP_NAME),
+        )
+
+
+def _follow(output_dir: Path, steps: int, told: _Told, stop: threading.Event) -> None:
     interactive = sys.stdout.isatty()
     skipped: set[tuple[str, int]] = set()
-    started, begun = len(attempts(output_dir)), read_json(output_dir / FIRST_STEP_NAME)
     starting = True
     with tqdm(
-        total=steps, initial=last_step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
+        total=steps, initial=told.step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
     ) as bar:
         while True:
             stopping = stop.is_set()
-            for text in read_lines(output_dir / LOG_NAME)[warnings_shown:]:
+            for text in read_lines(output_dir / LOG_NAME)[told.warnings :]:
                 with tqdm.external_write_mode(file=sys.stderr):
                     tell(text, file=sys.stderr)
-                warnings_shown += 1
+                told.warnings += 1
             for line in skipped_episodes(output_dir):
                 episode = (line["root"], line["episode_index"])
                 if episode not in skipped:
                     skipped.add(episode)
                     with tqdm.external_write_mode(file=sys.stderr):
                         tell(f"WARNING {episode[0]}: episode {episode[1]} is skipped: {line['error']}", file=sys.stderr)
-            if len(starts := attempts(output_dir)) > started:
-                started, starting = len(starts), True
+            if len(starts := attempts(output_dir)) > told.starts:
+                told.starts, starting = len(starts), True
                 _say(
                     f"started      {starts[-1]['world_size']} training processes from step "
                     f"{starts[-1]['resumed_from_step']}: the model is made, the first batch is read"
                 )
-            if (first := read_json(output_dir / FIRST_STEP_NAME)) != begun:
-                begun = first
+            if (first := read_json(output_dir / FIRST_STEP_NAME)) != told.first_step:
+                told.first_step = first
                 _say(f"step {first['step']}/{steps}  done, {first['after_s']:.0f} s after the start")
             for text in read_lines(output_dir / METRICS_NAME):
                 line = json.loads(text)
-                if line["step"] <= last_step:
+                if line["step"] <= told.step:
                     continue
-                bar.update(line["step"] - last_step)
-                last_step = line["step"]
+                bar.update(line["step"] - told.step)
+                told.step = line["step"]
                 share = line["data_wait_s"] / line["step_s"] if line["step_s"] else 0.0
-                told = (
+                line_told = (
                     f"loss {line['loss']:.4f}, {line['samples_per_s']:.1f} samples/s "
                     f"({line['frames_per_s']:.0f} frames, {line['decoded_bytes_per_s'] / 1e6:.1f} MB), "
                     f"{share:.0%} waiting for data"
                 )
                 if interactive:
-                    bar.set_postfix_str(told)
+                    bar.set_postfix_str(line_told)
                 else:
                     # The first steps after a start also wait for the data engine to fill.
                     step_s = line["step_s"] - line["data_wait_s"] * starting
-                    left_s = (steps - last_step) * step_s
-                    tell(f"step {last_step}/{steps}  {told}, {_minutes(left_s)} left")
+                    left_s = (steps - told.step) * step_s
+                    tell(f"step {told.step}/{steps}  {line_told}, {_minutes(left_s)} left")
                 starting = False
             if stopping:
                 return
