@@ -411,17 +411,20 @@ class Window:
         self._sums += torch.stack([loss, result.skipped])
         self._norm = result.grad_norm
 
-    def gather(self, waited_s: float, *asked: bool) -> tuple[dict[str, Any], list[bool]]:
+    def gather(
+        self, waited_s: float, *asked: bool, work: tuple[float, float] = (0.0, 0.0)
+    ) -> tuple[dict[str, Any], list[bool]]:
         """Everything of all ranks: one collective, one read. Every rank must call it. Times are the slowest rank's.
 
         Args:
+            work: positions and FLOPs that this rank has computed; zeros where they are not known.
             asked: what this rank would have all ranks do now, yes or no to each of some questions.
         Returns:
             The metrics, and for each question whether any rank said yes: the same on all ranks.
         """
         elapsed = time.perf_counter() - self.started
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-        host = torch.tensor([self.steps, self.samples, elapsed, waited_s, peak, *asked], dtype=torch.float64)
+        host = torch.tensor([self.steps, self.samples, elapsed, waited_s, peak, *work, *asked], dtype=torch.float64)
         mine = torch.cat([self._sums.double(), self._norm.double()[None], host.to(self.device)])
         if dist.is_initialized():
             ranks = torch.empty(dist.get_world_size() * len(mine), dtype=mine.dtype, device=self.device)
@@ -442,5 +445,7 @@ class Window:
             "step_s": elapsed_s / max(self.steps, 1),
             "data_wait_s": max(row[6] for row in rows) / max(self.steps, 1),
             "peak_memory_bytes": int(max(row[7] for row in rows)) or None,
+            "tokens_per_s": sum(row[8] for row in rows) / elapsed_s or None,
+            "flops_per_s": sum(row[9] for row in rows) / elapsed_s or None,
         }
-        return metrics, [any(row[8 + i] for row in rows) for i in range(len(asked))]
+        return metrics, [any(row[10 + i] for row in rows) for i in range(len(asked))]

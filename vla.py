@@ -74,12 +74,14 @@ from vla_finetuning.training.parallel import spread
 from vla_finetuning.training.stream import Dealt, Deferred, TrainingData, or_timeout, stream_batches
 from vla_finetuning.training.worker import (
     CheckpointWriter,
+    Work,
     build_model,
     build_optimizer,
     check_attention,
     check_finite,
+    collate_cut,
     export,
-    flops_share,
+    mfu,
     noise_for,
     policy_batches,
     saved_progress,
@@ -152,7 +154,8 @@ def train(
     dealt = Dealt(config.batch_size, run.block_rows, rank, world, run.batches_per_step, progress.step)
     rows_log = RowsLog(run.output_dir, rank, attempt) if config.run.record_rows else None
     # The first batch is read while the model is made.
-    batches = feed(run, dealt, progress.rows, device, NumpyToTorchCollate(run.use_gpu), rows_log, clock)
+    work = Work(run)
+    batches = feed(run, dealt, progress.rows, device, NumpyToTorchCollate(run.use_gpu), rows_log, work, clock)
 
     policy_loss, autocast = build_model(run, device)
     attention = check_attention(run, policy_loss, autocast, device)
@@ -170,8 +173,7 @@ def train(
     optimizer = make_optimizer(run, policy_loss)
     if checkpoint is not None:
         load_checkpoint(checkpoint, optimizer.named(), optimizer.state())
-    per_sample = {"mfu": flops_share(run, world, device), **run.decoded}
-    log = MetricsLog(run, progress.step, per_sample) if rank == 0 else None
+    log = MetricsLog(run, progress.step, run.decoded) if rank == 0 else None
     checkpoints = CheckpointWriter(run, optimizer, rank, attempt)
 
     gc.disable()  # collected at log steps: in between it would stall the host at random
@@ -203,7 +205,7 @@ def train(
         if done == run.steps or done % config.log_freq == 0:
             # All that ranks must agree on rides on the one collective of a log step.
             asked = (stop_requested(run.output_dir), checkpoints.due()) if rank == 0 else (False, False)
-            metrics, (stop, due) = window.gather(batches.waited_s - waited_before, *asked)
+            metrics, (stop, due) = window.gather(batches.waited_s - waited_before, *asked, work=work.take())
             window, waited_before = Window(device), batches.waited_s
             gc.collect()
             nonfinite += metrics["nonfinite_steps"]
@@ -211,7 +213,8 @@ def train(
             losses.append(metrics["loss"])
             if log is not None:
                 check_skipped(run, done)
-                log.write(done, optimizer.schedule(step), {**metrics, "checkpoint_pause_s": checkpoints.paused_s()})
+                extra = {"mfu": mfu(metrics, world, device), "checkpoint_pause_s": checkpoints.paused_s()}
+                log.write(done, optimizer.schedule(step), {**metrics, **extra})
             save |= stop or due
             # A node is about to be taken away; Ray Train starts the group anew when it is gone.
             if not preempted and (notice := ray.train.get_preemption_info()) is not None:
@@ -238,12 +241,14 @@ def feed(
     device: torch.device,
     collate: NumpyToTorchCollate,
     rows_log: RowsLog | None = None,
+    work: Work | None = None,
     clock: Clock = UNWATCHED,
 ) -> TimedIterator:
     """This rank's micro-batches on its device, from a position of the stream to the run's end."""
-    host_batches = stream_batches(ray.train.get_dataset_shard("train"), dealt, first_row, run.steps, collate)
+    shard, fitted = ray.train.get_dataset_shard("train"), partial(collate_cut, run, collate)
+    host_batches = stream_batches(shard, dealt, first_row, run.steps, fitted)
     in_time = or_timeout(host_batches, run.config.dataset.batch_timeout_s, partial(what_batch, run, dealt))
-    return TimedIterator(policy_batches(run, cuda_prefetcher(in_time, device, clock), dealt, rows_log))
+    return TimedIterator(policy_batches(run, cuda_prefetcher(in_time, device, clock), dealt, rows_log, work))
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------

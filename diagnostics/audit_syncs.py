@@ -289,10 +289,12 @@ def _run_loop(
     """
     gather, windows = Window.gather, 0
 
-    def gather_unrecorded(window: Window, waited_s: float, *asked: bool) -> tuple[dict[str, Any], list[bool]]:
+    def gather_unrecorded(
+        window: Window, waited_s: float, *asked: bool, work: tuple[float, float]
+    ) -> tuple[dict[str, Any], list[bool]]:
         nonlocal windows
         watch.recording = False
-        metrics, _ = gather(window, waited_s, *asked)
+        metrics, _ = gather(window, waited_s, *asked, work=work)
         windows += 1
         watch.recording = windows == 1
         return metrics, [False] * len(asked)  # what is read from a tensor without storage is no answer

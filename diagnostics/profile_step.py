@@ -51,10 +51,10 @@ from diagnostics.step_report import PhaseSummary, RankProfile, Settings, StepRep
 from util import UNWATCHED, Clock, Phase, TrainableOptimizer
 from vla_finetuning.files import read_lines
 from vla_finetuning.policies.pi05 import PolicyLoss
-from vla_finetuning.run.folder import LOG_NAME, prepare_folder
+from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, prepare_folder
 from vla_finetuning.run.plan import Run
 from vla_finetuning.terminal import tell, tell_error, tell_text
-from vla_finetuning.training.worker import build_optimizer, flops_share
+from vla_finetuning.training.worker import build_optimizer
 
 TRACE_NAME = "trace.json"
 # Below these shares of a step there is nothing to be gained.
@@ -109,9 +109,16 @@ def profile_loop(loop_config: dict[str, Any]) -> None:
         peak_allocated_bytes=torch.cuda.max_memory_allocated(device) if cuda else None,
         peak_reserved_bytes=torch.cuda.max_memory_reserved(device) if cuda else None,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
-        mfu_per_rate=flops_share(run, world, device),
+        mfu_per_rate=mfu_per_rate(run),
     )
     _rank_path(run, rank).write_text(profile.model_dump_json())
+
+
+def mfu_per_rate(run: Run) -> float | None:
+    """Model FLOP utilisation per sample/s of the whole run, as its metrics say; None where they do not."""
+    lines = [json.loads(line) for line in read_lines(run.output_dir / METRICS_NAME)]
+    known = [(line["mfu"], line["samples_per_s"]) for line in lines if line["mfu"] is not None]
+    return sum(mfu for mfu, _ in known) / sum(rate for _, rate in known) if known else None
 
 
 def _rank_path(run: Run, rank: int) -> Path:

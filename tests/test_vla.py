@@ -243,8 +243,7 @@ def test_the_runs_folder_holds_what_is_promised(setting, finished):
         assert line["frames_per_s"] == pytest.approx(2 * line["samples_per_s"])  # two cameras
         assert line["decoded_bytes_per_s"] > 3 * (48 * 64 + 96 * 80) * line["samples_per_s"]
         assert line["mfu"] is None and line["spilled_bytes"] == 0  # a CPU has no peak rate here, and nothing spills
-    tokens = resolve(parse_args(flags(setting, "unused")), gpus_found=0).tokens_per_sample
-    assert [line["tokens"] for line in lines] == [8 * tokens, 16 * tokens, 24 * tokens, 32 * tokens]
+        assert line["tokens_per_s"] > 2 * 16 * line["samples_per_s"]  # two cameras of 16 patches, and language
     assert lines[-1]["samples"] == 32 and lines[-1]["epoch"] == pytest.approx(32 / 30, abs=1e-3)
     config = json.loads((finished / "config.json").read_text())
     assert config["policy_path"] == str(setting[2]) and config["steps"] == STEPS

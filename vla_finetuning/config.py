@@ -108,6 +108,8 @@ class TrainOptions:
     attention: str = "sdpa"
     # PI0.5: keep only what enters each layer and compute the layer again in backward. Same result, less memory, slower.
     activation_checkpointing: bool = False
+    # PI0.5: cut the padding of a micro-batch's prompts down to its longest one, rounded up. The same up to rounding.
+    trim_prompts: bool = True
     # PI0.5: torch.compile the layers, on GPUs where that works. The same up to rounding; the first step compiles.
     compile: bool = False
     # Bitwise repeatable: deterministic kernels only.

@@ -126,7 +126,7 @@ def write_metrics(folder, mfu_per_rate=0.01):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "spilled_bytes", lambda: 3 * 2**30)
         config = SimpleNamespace(global_batch_size=8)
-        run = SimpleNamespace(output_dir=folder, config=config, rows_per_epoch=43, tokens_per_sample=None)
+        run = SimpleNamespace(output_dir=folder, config=config, rows_per_epoch=43)
         log = MetricsLog(run, 0, {"mfu": mfu_per_rate})
         for step in range(LOG_FREQ, STEPS + 1, LOG_FREQ):
             log.write(

@@ -14,7 +14,7 @@ def test_rates_are_counted_per_sample_and_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress, "spilled_bytes", lambda: 0)
     per_sample = {"mfu": None, "frames_per_s": 3, "decoded_bytes_per_s": 2_000_000}
     config = SimpleNamespace(global_batch_size=8)
-    run = SimpleNamespace(output_dir=tmp_path, config=config, rows_per_epoch=100, tokens_per_sample=5)
+    run = SimpleNamespace(output_dir=tmp_path, config=config, rows_per_epoch=100)
     log = MetricsLog(run, 0, per_sample)
     metrics = {"loss": 0.5, "samples_per_s": 20.0, "step_s": 0.4, "data_wait_s": 0.1}
     with follow_progress(tmp_path, steps=4):

@@ -322,8 +322,43 @@ def test_attention_is_compared_before_the_first_step_and_written_down(setting, m
     assert used and not any(used)
 
 
-def test_flops_share_needs_a_known_gpu(setting, monkeypatch):
-    run = SimpleNamespace(flops_per_sample=10**12)
-    assert worker.flops_share(run, 2, CPU) is None
+@pytest.mark.parametrize("trim, length", [("true", 40), ("false", 96)])
+def test_a_step_computes_and_counts_what_its_prompts_need(setting, trim, length, monkeypatch):
+    options = {"policy.tokenizer_max_length": 96, "train.trim_prompts": trim, "train.noise_draws": 2}
+    run = resolved(setting, steps=2, output_dir=setting[0] / "prompts", **options)
+    assert run.prompts == ((40, 64, 96) if trim == "true" else (96,))
+    shapes, told = [], []
+
+    class Log:
+        def __init__(self, *_):
+            pass
+
+        def write(self, step, lr, metrics):
+            told.append(metrics)
+
+    watched = worker.PolicyLoss.forward
+
+    def forward(loss, batch, *draws):
+        shapes.append(batch["observation.language.tokens"].shape)
+        return watched(loss, batch, *draws)
+
+    monkeypatch.setattr(worker.PolicyLoss, "forward", forward)
+    with in_process.without_ray(in_process.Shard(run)):
+        monkeypatch.setattr(vla, "MetricsLog", Log)
+        vla.train(run)
+    assert shapes == 4 * [(4, length)]
+    ((line,), patches) = told, 16
+    seconds = 2 * line["step_s"]
+    tokens = 2 * patches + length + 2 * run.policy_config.chunk_size
+    assert line["tokens_per_s"] == pytest.approx(16 * tokens / seconds)
+    assert line["flops_per_s"] == pytest.approx(16 * run.flops_by_prompt[length] / seconds)
+    assert line["mfu"] is None
+
+
+def test_the_utilisation_of_a_known_gpu_is_told(setting, monkeypatch):
+    metrics = {"flops_per_s": 1e12}
+    assert worker.mfu(metrics, 2, CPU) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert worker.flops_share(run, 2, torch.device("cuda", 0)) == pytest.approx(1e12 / (2 * 989.5e12), rel=1e-3)
+    gpu = torch.device("cuda", 0)
+    assert worker.mfu(metrics, 2, gpu) == pytest.approx(1e12 / (2 * 989.5e12), rel=1e-3)
+    assert worker.mfu({"flops_per_s": None}, 2, gpu) is None

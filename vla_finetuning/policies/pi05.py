@@ -20,9 +20,11 @@ L language tokens, P prefix tokens.
 
 import copy
 import hashlib
+import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -226,7 +228,7 @@ def check_batch(batch: Mapping[str, Tensor], config: PreTrainedConfig) -> None:
 
     Expects cameras uint8 (B, H, W, 3), or float32 (B, 3, H, W) and in [0, 1] unless the policy normalises
     images; `action` float32 (B, T, A) with the policy's T and A, finite; for PI0.5 tokens int64 (B, L) and
-    their mask bool (B, L).
+    their mask bool (B, L), of any L.
 
     Raises:
         ValueError: naming the key, what was found and what was expected.
@@ -262,7 +264,9 @@ def check_batch(batch: Mapping[str, Tensor], config: PreTrainedConfig) -> None:
                 raise ValueError(f"{key} has values in [{low:g}, {high:g}], expected [0, 1]")
 
     if isinstance(config, PI05Config):
-        shape = (rows, config.tokenizer_max_length)
+        # Prompts may have been cut (`prompts.cut_prompts`): mask and tokens alike.
+        mask = batch.get(OBS_LANGUAGE_ATTENTION_MASK)
+        shape = (rows, config.tokenizer_max_length if mask is None or mask.ndim != 2 else mask.shape[1])
         for key, dtype in ((OBS_LANGUAGE_TOKENS, torch.int64), (OBS_LANGUAGE_ATTENTION_MASK, torch.bool)):
             if key not in batch:
                 raise ValueError(f"the batch has no {key!r}; its keys are {sorted(batch)}")
@@ -559,7 +563,11 @@ def meta_policy(config: PI05Config) -> PI05Policy:
 
 
 def flops_per_sample(
-    policy: PreTrainedPolicy | PreTrainedConfig, cameras: int, mode: TrainMode, draws: int = 1
+    policy: PreTrainedPolicy | PreTrainedConfig,
+    cameras: int,
+    mode: TrainMode,
+    draws: int = 1,
+    prompt: int | None = None,
 ) -> int | None:
     """Count the floating point operations of one sample's forward and backward through `PolicyLoss`.
 
@@ -572,13 +580,14 @@ def flops_per_sample(
         cameras: cameras in a batch, at least 1.
         mode: as for `choose_trainable`.
         draws: of noise and time per row.
+        prompt: language tokens, padding included; as many as the tokenizer gives when absent.
     Returns:
         The count, or None for policies other than PI0.5.
     """
     config = policy if isinstance(policy, PreTrainedConfig) else policy.config
     if not isinstance(config, PI05Config):
         return None
-    config = with_cameras(config, cameras)
+    config = with_cameras(config, cameras, prompt)
     counted = meta_policy(config)
     choose_trainable(counted, mode)
     inputs = empty_inputs(config, 1, draws, "meta")
@@ -587,14 +596,41 @@ def flops_per_sample(
     return counter.get_total_flops()
 
 
-def tokens_per_sample(config: PreTrainedConfig, cameras: int, draws: int = 1) -> int | None:
+def flops_by_prompt(
+    config: PI05Config, cameras: int, mode: TrainMode, draws: int, prompts: Sequence[int]
+) -> dict[int, int]:
+    """`flops_per_sample` for prompts of several lengths.
+
+    Counted for three of them. The others follow: all that a step computes is proportional to how many tokens there are,
+    or in attention to the product of two such numbers, so that the count is a polynomial of the second degree.
+    """
+
+    def count(prompt: int) -> int:
+        flops = flops_per_sample(config, cameras, mode, draws, prompt)
+        assert flops is not None
+        return flops
+
+    counted = {prompt: count(prompt) for prompt in sorted({prompts[0], prompts[len(prompts) // 2], prompts[-1]})}
+
+    def interpolated(prompt: int) -> int:
+        total = Fraction(0)
+        for at, flops in counted.items():
+            others = [other for other in counted if other != at]
+            total += flops * math.prod(Fraction(prompt - other, at - other) for other in others)
+        return int(total)
+
+    return {prompt: counted.get(prompt) or interpolated(prompt) for prompt in prompts}
+
+
+def tokens_per_sample(config: PreTrainedConfig, cameras: int, draws: int = 1, prompt: int | None = None) -> int | None:
     """Positions that PI0.5 computes for a row: image patches, language with its padding, action steps of each draw.
 
-    None for other policies.
+    None for other policies. `prompt`: language tokens, padding included; as many as the tokenizer gives when absent.
     """
     if not isinstance(config, PI05Config):
         return None
-    return cameras * image_tokens(config) + config.tokenizer_max_length + draws * config.chunk_size
+    language = config.tokenizer_max_length if prompt is None else prompt
+    return cameras * image_tokens(config) + language + draws * config.chunk_size
 
 
 def image_tokens(config: PI05Config) -> int:
@@ -604,9 +640,13 @@ def image_tokens(config: PI05Config) -> int:
     return (config.image_resolution[0] // patch) * (config.image_resolution[1] // patch)
 
 
-def with_cameras(config: PI05Config, cameras: int) -> PI05Config:
-    """A copy of a PI0.5's configuration for so many cameras, with no options that recompute or compile."""
+def with_cameras(config: PI05Config, cameras: int, prompt: int | None = None) -> PI05Config:
+    """A copy of a PI0.5's configuration for so many cameras, with no options that recompute or compile.
+
+    `prompt`: and for so many language tokens; as many as before when absent.
+    """
     config = copy.deepcopy(config)
+    config.tokenizer_max_length = config.tokenizer_max_length if prompt is None else prompt
     image = PolicyFeature(FeatureType.VISUAL, (3, *config.image_resolution))
     config.input_features = {f"{OBS_IMAGES}.{i}": image for i in range(cameras)}
     config.empty_cameras = 0

@@ -59,11 +59,12 @@ from vla_finetuning.policies.memory import StepMemory, step_memory
 from vla_finetuning.policies.pi05 import (
     TrainableReport,
     choose_trainable,
-    flops_per_sample,
+    flops_by_prompt,
     meta_policy,
-    tokens_per_sample,
+    with_cameras,
 )
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER, make_processors, normalization_mode, required_stats
+from vla_finetuning.policies.prompts import prompt_lengths
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
 from vla_finetuning.run.checkpoint import Progress, check_base, file_digest, latest_checkpoint, load_progress
 from vla_finetuning.run.folder import CHECKPOINTS_NAME, SKIPPED_NAME
@@ -103,7 +104,8 @@ class Run:
         train_episodes, eval_episodes: per dataset, int64 arrays; disjoint.
         policy_folder: a LeRobot pretrained folder, or None to start from random weights.
         parameters: how many there are and which train; None for policies other than PI0.5, which are not built here.
-        flops_per_sample: forward and backward of a row, counted. tokens_per_sample: positions computed for it.
+        prompts: lengths that the prompts of a micro-batch may have where they are computed with; PI0.5 only.
+        flops_by_prompt: forward and backward of a row, counted, by the length of its prompt.
         base: which weights the run starts from (path, revision, digest).
         stats: normalisation statistics; `missing_stats` are still to be computed.
         rows_per_epoch: frames of the training episodes. steps: optimizer updates of the whole run.
@@ -127,8 +129,8 @@ class Run:
     rows_per_epoch: int
     steps: int
     parameters: TrainableReport | None = None
-    flops_per_sample: int | None = None
-    tokens_per_sample: int | None = None
+    prompts: tuple[int, ...] = ()
+    flops_by_prompt: dict[int, int] = field(default_factory=dict)
     block_rows: int = 1
     stream: dict[str, Any] = field(default_factory=dict)
     decoded: dict[str, int] = field(default_factory=dict)
@@ -335,15 +337,14 @@ def resolve(config: Config, gpus_found: int) -> Run:
         rows_per_epoch=rows,
         steps=config.resolve_steps(rows),
         parameters=parameters,
-        flops_per_sample=None
-        if parameters is None
-        else flops_per_sample(
-            policy_config, len(match.camera_keys), cast(TrainMode, config.train.mode), config.train.noise_draws
-        ),
-        tokens_per_sample=tokens_per_sample(policy_config, len(match.camera_keys), config.train.noise_draws),
         notes=(*itertools.chain(*notes), *smaller),
     )
     run, stored_bytes = _with_image_size(run)
+    if isinstance(policy_config, PI05Config):
+        cameras, train_mode = len(match.camera_keys), cast(TrainMode, config.train.mode)
+        prompts = prompt_lengths(policy_config, cameras, config.train.trim_prompts)
+        flops = flops_by_prompt(policy_config, cameras, train_mode, config.train.noise_draws, prompts)
+        run = replace(run, prompts=prompts, flops_by_prompt=flops)
     # Checks that all files are there and that the datasets agree.
     source = run.reader()(stream=(0, run.last_row), look=True)
     if not missing:
@@ -722,8 +723,7 @@ def describe(run: Run) -> str:
     if run.parameters is not None:
         lines.append(
             f"             {run.parameters.total:,} parameters, {run.parameters.trainable:,} of them train "
-            f"(--train.mode {config.train.mode})"
-            + (f", {run.flops_per_sample / 1e9:,.1f} GFLOP per sample and step" if run.flops_per_sample else "")
+            f"(--train.mode {config.train.mode})" + _flops(run)
         )
     if config.policy_trust_remote_code and (brought := brought_along(run.policy_config)):
         lines.append(f"             runs code that comes with {brought}, as --policy.trust_remote_code says")
@@ -788,6 +788,18 @@ def _shuffling(run: Run) -> list[str]:
     return lines
 
 
+def _flops(run: Run) -> str:
+    if not run.flops_by_prompt:
+        return ""
+    (short, least), (long, most) = min(run.flops_by_prompt.items()), max(run.flops_by_prompt.items())
+    if short == long:
+        return f", {most / 1e9:,.1f} GFLOP per sample and step"
+    return (
+        f", {least / 1e9:,.1f} to {most / 1e9:,.1f} GFLOP per sample and step (prompts of {short} to {long} tokens, by "
+        "the longest of a micro-batch)"
+    )
+
+
 def _workers(config: Config) -> str:
     least, most = config.scaling.min_workers, config.scaling.num_workers
     return f"{least} to {most}" if least else str(most)
@@ -805,10 +817,11 @@ def _share(run: Run, number: int) -> str:
 
 def _memory(run: Run, policy_config: PI05Config) -> StepMemory:
     config, train = run.config, run.config.train
+    cameras = len(run.match.camera_keys)
     return step_memory(
-        policy_config,
+        with_cameras(policy_config, cameras, run.prompts[-1]),
         cast(TrainMode, train.mode),
-        cameras=len(run.match.camera_keys),
+        cameras=cameras,
         batch_size=config.batch_size,
         grad_accum=config.grad_accum,
         draws=train.noise_draws,

@@ -56,7 +56,6 @@ class MetricsLog:
             **{"step": step, "epoch": epoch, "lr": lr},
             **metrics,
             "samples": samples,
-            "tokens": None if self._run.tokens_per_sample is None else self._run.tokens_per_sample * samples,
             # Of the whole step, waiting for data included.
             **{k: None if v is None else v * metrics["samples_per_s"] for k, v in self._per_sample.items()},
             "spilled_bytes": spilled_bytes(),

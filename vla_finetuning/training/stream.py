@@ -24,7 +24,7 @@ from lerobot_datasource import LeRobotDatasource, read_source
 from vla_finetuning.run.checkpoint import load_progress, set_aside_damaged
 
 if TYPE_CHECKING:
-    from util import Batch, NumpyToTorchCollate
+    from util import Batch
 
 Columns = dict[str, np.ndarray]
 
@@ -140,7 +140,7 @@ class Dealt:
 
 
 def stream_batches(
-    shard: ray.data.DataIterator, dealt: Dealt, first_row: int, steps: int, collate: NumpyToTorchCollate
+    shard: ray.data.DataIterator, dealt: Dealt, first_row: int, steps: int, collate: Callable[[Columns], Batch]
 ) -> Iterator[Batch]:
     """This rank's micro-batches in CPU memory, each checked to be exactly the rows that the plan says.
 

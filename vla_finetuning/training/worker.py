@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.utils.constants import OBS_LANGUAGE_TOKENS
 from ray.train import CheckpointUploadMode
 from torch import Tensor
 
@@ -37,8 +38,10 @@ from vla_finetuning.policies.pi05 import (
     choose_trainable,
     leave_off_unused,
     sample_noise_and_time,
+    tokens_per_sample,
 )
 from vla_finetuning.policies.processors import DeviceHalf
+from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.run.checkpoint import (
     OPTIMIZER,
     TRAINABLE,
@@ -58,7 +61,7 @@ from vla_finetuning.run.folder import attempts
 from vla_finetuning.run.plan import Run
 from vla_finetuning.run.progress import RowsLog
 from vla_finetuning.training.parallel import is_part, part
-from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.stream import Columns, Dealt
 
 logger = logging.getLogger(__name__)
 # With less time than this, a checkpoint of the little that was trained meanwhile would hardly be whole in time.
@@ -105,7 +108,7 @@ def check_attention(run: Run, loss: PolicyLoss, autocast: torch.dtype | None, de
     """Have PI0.5's loss use a kernel that is right on this device, at the shapes that the run will have."""
     if not isinstance(run.policy_config, PI05Config):
         return None
-    shapes = loss.attentions(len(run.match.camera_keys), [run.policy_config.tokenizer_max_length])
+    shapes = loss.attentions(len(run.match.camera_keys), run.prompts)
     choice = choose_kernel(loss.attention, shapes, device, autocast or torch.float32)
     loss.attention = choice.kernel
     return choice
@@ -150,12 +153,42 @@ def saved_progress(run: Run) -> tuple[Progress, Path | None]:
 # ---- what a step needs ---------------------------------------------------------------------------------------------
 
 
+def collate_cut(run: Run, collate: Callable[[Columns], Batch], batch: Columns) -> Batch:
+    """Collate a micro-batch with PI0.5's prompts cut to what the longest needs; on the host, in Ray Data's thread."""
+    return collate(cut_prompts(batch, run.prompts) if run.prompts else batch)
+
+
+class Work:
+    """What this rank's micro-batches amount to, by their shapes, which the host knows without asking the device."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._tokens = self._flops = 0.0
+
+    def add(self, batch: Batch) -> None:
+        if self._run.prompts:
+            rows, prompt = batch[OBS_LANGUAGE_TOKENS].shape
+            config, cameras = self._run.policy_config, len(self._run.match.camera_keys)
+            tokens = tokens_per_sample(config, cameras, self._run.config.train.noise_draws, prompt)
+            self._tokens += rows * cast(int, tokens)
+            self._flops += rows * self._run.flops_by_prompt[prompt]
+
+    def take(self) -> tuple[float, float]:
+        """Positions and FLOPs since this was last asked; zeros where the policy is not known."""
+        taken, self._tokens, self._flops = (self._tokens, self._flops), 0.0, 0.0
+        return taken
+
+
 def policy_batches(
-    run: Run, batches: Iterable[Batch], dealt: Dealt, rows_log: RowsLog | None = None
+    run: Run,
+    batches: Iterable[Batch],
+    dealt: Dealt,
+    rows_log: RowsLog | None = None,
+    work: Work | None = None,
 ) -> Iterator[Batch]:
     """What the policy sees: no row columns, which would cost a copy to the GPU. Checks the run's first batch.
 
-    `rows_log` is told the rows of each batch as it is taken.
+    `rows_log` is told the rows of each batch as it is taken, and `work` its shapes.
     """
     for number, batch in enumerate(batches):
         if rows_log is not None:
@@ -166,6 +199,8 @@ def policy_batches(
         inputs = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
         if number == 0:
             check_batch(inputs, run.policy_config)
+        if work is not None:
+            work.add(inputs)
         yield inputs
 
 
@@ -192,10 +227,10 @@ def noise_for(run: Run, step: int, dealt: Dealt, device: torch.device) -> Callab
     return draws
 
 
-def flops_share(run: Run, world: int, device: torch.device) -> float | None:
-    """Model FLOP utilisation per sample/s of the whole run; None where the policy or the hardware is not known."""
-    peak = peak_flops(device)
-    return run.flops_per_sample / (world * peak) if run.flops_per_sample and peak else None
+def mfu(metrics: Mapping[str, Any], world: int, device: torch.device) -> float | None:
+    """Model FLOP utilisation of a log window; None where the policy or the hardware is not known."""
+    flops_per_s, peak = metrics["flops_per_s"], peak_flops(device)
+    return flops_per_s / (world * peak) if flops_per_s and peak else None
 
 
 def check_finite(run: Run, metrics: dict, nonfinite: int, done: int) -> None:

@@ -1,0 +1,92 @@
+"""Prompts without their padding: the same loss, and lengths that no kernel is known to compute wrongly."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import make_batch, make_config, make_policy, real_config
+from vla_finetuning.policies.pi05 import PolicyLoss, choose_trainable, flops_by_prompt, flops_per_sample, image_tokens
+from vla_finetuning.policies.prompts import cut_prompts, prompt_lengths
+
+TOKENS, MASK = "observation.language.tokens", "observation.language.attention_mask"
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("mode", ["heads", "expert", "full"])
+def test_loss_and_gradients_are_those_of_padded_prompts(mode, attention):
+    torch.set_num_threads(1)
+    policy = make_policy(2, tokenizer_max_length=120)
+    choose_trainable(policy, mode)
+    batch, noise, time = make_batch(policy)  # the longest prompt has 11 tokens
+    lengths = prompt_lengths(policy.config, 2, trim=True)
+    cut = cut_prompts({key: batch[key].numpy() for key in (TOKENS, MASK)}, lengths)
+    assert cut[TOKENS].shape == cut[MASK].shape == (4, 32)
+
+    def computed(batch):
+        policy.zero_grad()
+        loss = PolicyLoss(policy, attention=attention)(batch, noise, time)
+        loss.backward()
+        return loss.item(), torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad])
+
+    loss, gradient = computed(batch | {key: torch.from_numpy(value) for key, value in cut.items()})
+    expected, wanted = computed(batch)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert ((gradient - wanted).norm() / wanted.norm()).item() < 2e-6
+
+
+@pytest.mark.parametrize("trim", [True, False])
+@pytest.mark.parametrize("cameras", [1, 2, 3])
+def test_no_length_is_one_at_which_a_kernel_is_known_to_be_wrong(cameras, trim):
+    for chunk_size in range(1, 130):
+        config = real_config(cameras)
+        config.chunk_size = chunk_size
+        lengths = prompt_lengths(config, cameras, trim)
+        assert list(lengths) == sorted(set(lengths)) and 200 <= lengths[-1] < 240
+        assert len(lengths) == 1 if not trim else 5 <= len(lengths) <= 7
+        for length in lengths:
+            prefix = cameras * image_tokens(config) + length
+            for keys in (prefix, prefix + chunk_size):
+                assert keys % 32 != 1 and keys % 128 != 64
+
+
+def test_lengths_are_few():
+    assert prompt_lengths(real_config(), 3, trim=True) == (32, 72, 96, 128, 160, 200)
+    assert prompt_lengths(real_config(), 3, trim=False) == (200,)
+    assert prompt_lengths(make_config(2), 2, trim=True) == (20,)  # shorter than the shortest
+    config = real_config()
+    config.tokenizer_max_length = 1000
+    assert prompt_lengths(config, 3, trim=True) == (160, 328, 480, 640, 800, 968, 1000)
+    # With a chunk of 25, 200 tokens of three cameras would be 993 keys.
+    config.tokenizer_max_length, config.chunk_size = 200, 25
+    assert prompt_lengths(config, 3, trim=False) == (208,)
+
+
+@pytest.mark.parametrize(
+    "counts, length",
+    [
+        ([[1, 1, 0, 0, 0, 0]], 2),
+        ([[1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]], 4),
+        ([[1] * 6], 8),
+        ([[0, 0, 0, 0, 1, 1]], 8),
+    ],
+    ids=["short", "the longest decides", "longer than the tokenizer's", "padded on the left"],
+)
+def test_every_token_that_counts_is_kept(counts, length):
+    mask = np.array(counts, bool)
+    tokens = np.arange(1, mask.size + 1).reshape(mask.shape)
+    columns = {TOKENS: tokens, MASK: mask, "action": np.ones(3)}
+    cut = cut_prompts(columns, (2, 4, 8))
+    assert cut[TOKENS].shape == cut[MASK].shape == (len(mask), length)
+    assert cut[TOKENS].dtype == tokens.dtype and cut[MASK].dtype == bool
+    np.testing.assert_array_equal(cut[TOKENS][cut[MASK]], tokens[mask])
+    assert cut["action"] is columns["action"] and columns[TOKENS] is tokens
+
+
+def test_operations_of_all_lengths_follow_from_three():
+    config = copy.deepcopy(make_config(2))
+    prompts = (4, 9, 20, 33, 50)
+    counted = {prompt: flops_per_sample(config, 2, "full", 2, prompt) for prompt in prompts}
+    assert flops_by_prompt(config, 2, "full", 2, prompts) == counted
+    assert flops_by_prompt(config, 2, "full", 2, (20,)) == {20: flops_per_sample(config, 2, "full", 2)}

@@ -1,0 +1,67 @@
+"""How long PI0.5's prompts are where they are computed with: its tokenizer pads all to one length, most of it nothing.
+
+A padded token is masked out of every attention, so loss and gradients are the same without it, up to rounding. Batches
+are cut on the host, to one of few lengths, so that shapes are few and the device is not asked. Runs in the training
+worker, before the copy to the device.
+
+The length is that of a micro-batch. The same rows in one micro-batch are the same bits, whichever worker has them and
+after a resume; shared out to micro-batches otherwise, their gradients are the same up to rounding, as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
+
+from vla_finetuning.policies.pi05 import image_tokens
+
+# Lengths are multiples of this, or of so many times this that there are few: each is compiled, and compared, by itself.
+STEP, MAX_LENGTHS = 32, 7
+# A length at which a kernel is known to be wrong is left in steps of this, to which kernels align masks anyway.
+ALIGNMENT = 8
+
+
+def prompt_lengths(config: PI05Config, cameras: int, trim: bool) -> tuple[int, ...]:
+    """The lengths that prompts may have in batches with so many cameras, the shortest first.
+
+    Args:
+        trim: whether prompts are cut; otherwise there is one length, which need not be the tokenizer's.
+    """
+    longest = config.tokenizer_max_length
+    step = STEP * -(-longest // (STEP * MAX_LENGTHS))
+    wanted = {*range(step, longest, step), longest} if trim else {longest}
+    before = cameras * image_tokens(config)
+    return tuple(sorted({_sound(length, before, config.chunk_size) for length in wanted}))
+
+
+def _sound(length: int, images: int, steps: int) -> int:
+    """This length, or the next one at which no kernel is known to be wrong.
+
+    Of the numbers of keys that attention sees: in groups of 32 with one left over the memory-efficient kernel is wrong
+    (pytorch/pytorch#191937), in groups of 128 with 64 left over cuDNN's backward has a NaN (#196678); torch 2.11. This
+    can go when the locked versions are without both; should there be others, `attention.choose_kernel` sees them.
+    """
+    while any(keys % 32 == 1 or keys % 128 == 64 for keys in (images + length, images + length + steps)):
+        length += ALIGNMENT
+    return length
+
+
+def cut_prompts(columns: Mapping[str, np.ndarray], lengths: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """A micro-batch with prompts of the smallest of the lengths that holds them all; other columns as they are.
+
+    Args:
+        columns: among others tokens int (B, L) and their mask bool (B, L), of a tokenizer that pads on whichever side;
+            what is padded on the left cannot be cut.
+        lengths: `prompt_lengths`; the last one holds every prompt.
+    """
+    counts = np.flatnonzero(columns[OBS_LANGUAGE_ATTENTION_MASK].any(axis=0))
+    longest = int(counts[-1]) + 1 if len(counts) else 0
+    length = next(length for length in lengths if length >= longest)
+    fitted = {}
+    for key in (OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK):
+        values = columns[key][:, :length]
+        fitted[key] = np.pad(values, ((0, 0), (0, length - values.shape[1])))
+    return {**columns, **fitted}
