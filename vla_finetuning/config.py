@@ -53,6 +53,14 @@ class DatasetOptions:
     # Instead of root, datasets and their weights: {"s3://bucket/a": 3, "/data/b": 1}. Each gives every epoch rows in
     # proportion to its weight, whatever its size; an epoch is as many rows as they hold together (data/plan.py).
     mixture: dict[str, float] = field(default_factory=dict)
+    # Several datasets must mean the same by the same number. Dimensions are put into the first dataset's order by name;
+    # where another dataset calls them otherwise, what the first calls them: {"action": {"shoulder": "joint_0", ...}}.
+    dimension_map: dict[str, dict[str, str]] = field(default_factory=dict)
+    # Accept datasets whose values reach more than 10 times as far as another's: other units, as a rule.
+    mixed_ranges: bool = False
+    # What a dataset of a mixture counts for in the normalisation statistics: its "weights", as in what is trained on,
+    # or its "frames".
+    mixture_stats: str = "weights"
     # A dataset on the Hugging Face Hub; its revision is pinned in the run's config.json.
     repo_id: str | None = None
     revision: str | None = None
@@ -272,8 +280,13 @@ class Config:
 # Nested options, by the word before their flags' dot.
 GROUPS = {"dataset": DatasetOptions, "train": TrainOptions, "scaling": ScalingOptions, "run": RunOptions}
 
-# What runs did before these options were there: a run that is resumed keeps its rows and their order.
-BEFORE_OPTIONS = {"dataset.image_size": "stored", "dataset.window_segments": "null"}
+# What runs did before these options were there: a run that is resumed keeps its rows, their order and their scale.
+BEFORE_OPTIONS = {
+    "dataset.image_size": "stored",
+    "dataset.window_segments": "null",
+    "dataset.mixture_stats": "frames",
+    "dataset.mixed_ranges": "true",
+}
 
 # What each preset sets; any flag overrides. The GPU ones are sized by what --dry_run says of PI0.5's memory with 3
 # cameras: a micro-batch that fits with some GiB to spare first, then accumulation for a global batch near 64.
@@ -444,6 +457,7 @@ def validate(config: Config) -> None:
         "scaling.strategy": (s.strategy, get_args(Strategy)),
         "dataset.missing_cameras": (d.missing_cameras, get_args(MissingCameras)),
         "dataset.on_error": (d.on_error, get_args(OnError)),
+        "dataset.mixture_stats": (d.mixture_stats, ("weights", "frames")),
     }
     for name, (found, known) in choices.items():
         if found not in known:

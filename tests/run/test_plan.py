@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -175,6 +176,9 @@ def second(setting):
     )
 
 
+VECTORS = ("action", "observation.state")
+
+
 def mixture_flag(weights):
     return f"--dataset.mixture={json.dumps({str(root): weight for root, weight in weights.items()})}"
 
@@ -192,9 +196,18 @@ def test_a_mixture_of_datasets(setting, second, monkeypatch):
     (batch,) = source.read_rows(range(66), 66)
     assert np.bincount(batch["dataset_index"]).tolist() == [22, 44]
     assert set(batch["task"][batch["dataset_index"] == 1]) == {"wait"}
-    expected = aggregate_stats([load_metadata(r).stats for r in (root, second)])
-    for key in ("action", "observation.state"):
-        np.testing.assert_array_equal(run.stats[key]["q01"], expected[key]["q01"])
+    # What counts for as much of the statistics as it does of the rows.
+    stored = [load_metadata(r).stats for r in (root, second)]
+    for counts, found in (
+        ([22, 44], run),
+        ([54, 12], plan(setting, f"--dataset.root={root},{second}", root=False)),
+        ([54, 12], plan(setting, mixture_flag({root: 1, second: 2}), "--dataset.mixture_stats=frames", root=False)),
+    ):
+        weighted = [{k: {**s[k], "count": np.array([n])} for k in VECTORS} for s, n in zip(stored, counts, strict=True)]
+        expected = aggregate_stats(weighted)
+        for key in VECTORS:
+            for name in ("q01", "q99", "mean", "std"):
+                np.testing.assert_allclose(found.stats[key][name], expected[key][name], err_msg=name)
     # What a run is saved as, it is resumed as.
     (folder / "out").mkdir(exist_ok=True)
     (folder / "out" / "config.json").write_text(json.dumps(run.config.to_json()))
@@ -252,6 +265,69 @@ def test_datasets_whose_features_have_other_names(setting, second, other_names):
     assert rows[0].keys() == rows[1].keys() and set(rows[0]["dataset_index"]) == {0, 1}
     for key, values in rows[0].items():
         np.testing.assert_array_equal(rows[1][key], values, err_msg=key)
+
+
+def changed(root, copy, change, *, order=None):
+    """A copy whose info.json and stats.json are changed; with `order`, the entries of its actions come in another."""
+    copy = shutil.copytree(root, copy)
+    for path in (copy / "meta/info.json", copy / "meta/stats.json"):
+        content = json.loads(path.read_text())
+        change(path.stem, content)
+        path.write_text(json.dumps(content))
+    for path in (copy / "data").rglob("*.parquet") if order else ():
+        table = pq.read_table(path)
+        values = np.array(table["action"].to_pylist(), np.float32)[:, order]
+        at, field = table.schema.get_field_index("action"), table.schema.field("action")
+        pq.write_table(table.set_column(at, field, pa.array(values.tolist(), field.type)), path)
+    return copy
+
+
+def reordered(names):
+    def change(file, content):
+        if file == "info":
+            content["features"]["action"]["names"] = names
+        else:
+            stats = content["action"]
+            stats |= {name: [value[i] for i in (2, 0, 1)] for name, value in stats.items() if name != "count"}
+
+    return change
+
+
+def test_dimensions_come_in_the_first_datasets_order(setting, second, tmp_path):
+    root = setting[1]
+    shuffled = changed(second, tmp_path / "shuffled", reordered(["motor_2", "motor_0", "motor_1"]), order=[2, 0, 1])
+    other = changed(second, tmp_path / "other", reordered(["c", "a", "b"]), order=[2, 0, 1])
+    with pytest.raises(ValueError, match=r"dimensions of 'action' otherwise: \['motor_0'.*\['c', 'a', 'b'\]") as error:
+        plan(setting, f"--dataset.root={root},{other}", root=False)
+    suggested = json.loads(str(error.value).split("--dataset.dimension_map='")[1].split("'")[0])
+    assert suggested == {"action": {"c": "motor_0", "a": "motor_1", "b": "motor_2"}}  # if they were in this order
+    names = json.dumps({"action": {"c": "motor_2", "a": "motor_0", "b": "motor_1"}})
+    with pytest.raises(ValueError, match=r"dimension_map names \['actions'\]"):
+        plan(setting, f"--dataset.root={root},{other}", '--dataset.dimension_map={"actions": {}}', root=False)
+
+    runs = [
+        plan(setting, f"--dataset.root={root},{dataset}", *flags, root=False)
+        for dataset, flags in ((second, []), (shuffled, []), (other, [f"--dataset.dimension_map={names}"]))
+    ]
+    assert ["action: dimensions reordered" in describe(run) for run in runs] == [False, True, True]
+    rows = [next(iter(run.reader()(stream=(0, 66)).read_rows(range(66), 66))) for run in runs]
+    for run, found in zip(runs, rows, strict=True):
+        np.testing.assert_array_equal(found["action"], rows[0]["action"])
+        for name, value in runs[0].stats["action"].items():
+            np.testing.assert_allclose(run.stats["action"][name], value, err_msg=name)
+
+
+def test_datasets_in_different_units(setting, second, tmp_path):
+    def degrees(file, content):
+        if file == "stats":
+            for name in ("min", "max", "mean", "std", "q01", "q99"):
+                content["action"][name] = [100 * value for value in content["action"][name]]
+
+    both = f"--dataset.root={setting[1]},{changed(second, tmp_path / 'degrees', degrees)}"
+    told = r"different units: 'motor_\d' of 'action' ranges from -?\d\.\d+ to \d\.\d+ in the first and from -?\d+"
+    with pytest.raises(ValueError, match=told):
+        plan(setting, both, root=False)
+    assert plan(setting, both, "--dataset.mixed_ranges=true", root=False).stats["action"]["q99"].max() > 10
 
 
 def test_names_that_do_not_go_together(setting, other_names):

@@ -65,6 +65,7 @@ class Feature:
         names: of the dimensions (vectors: of the entries), or None.
         is_depth: a depth map, not an RGB image.
         info: LeRobot's `info` of a camera (`video.codec`, `video.fps`, …); else empty.
+        order: of a vector, where the files have the entries of a row's (`reorder_dimensions`); None: as they have them.
     """
 
     key: str
@@ -73,6 +74,7 @@ class Feature:
     names: tuple[str, ...] | None
     is_depth: bool
     info: dict[str, Any]
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,6 +229,19 @@ def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetM
         episode_video_file=renamed(meta.episode_video_file),
         episode_video_start_s=renamed(meta.episode_video_start_s),
     )
+
+
+def reorder_dimensions(
+    meta: DatasetMetadata, orders: Mapping[str, tuple[int, ...]], names_of: DatasetMetadata
+) -> DatasetMetadata:
+    """The dataset with the entries of vectors in another order in its rows; its files and `stats` are as before.
+
+    `orders`: by feature, which entry of the files is a row's first, second, …; they are then called as in `names_of`.
+    """
+    features = dict(meta.features)
+    for key, order in orders.items():
+        features[key] = replace(features[key], order=order, names=names_of.features[key].names)
+    return replace(meta, features=features)
 
 
 def dimension_names(meta: DatasetMetadata, key: str) -> list[str]:

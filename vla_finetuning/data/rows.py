@@ -426,7 +426,8 @@ def _values(column: pa.ChunkedArray, feature: Feature, where: str) -> np.ndarray
             return column.cast(pa.string())
         except pa.ArrowException as error:
             raise ValueError(f"{where}: holds {column.type}, expected text ({error})") from error
-    return numbers(column, row_dtype(feature), feature.shape, where)
+    values = numbers(column, row_dtype(feature), feature.shape, where)
+    return values if feature.order is None else values[:, list(feature.order)]
 
 
 def row_dtype(feature: Feature) -> np.dtype:

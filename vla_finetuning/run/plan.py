@@ -12,7 +12,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,9 @@ import torch
 from draccus.utils import DraccusException
 from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
-from lerobot.datasets.compute_stats import aggregate_stats
 from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.processor import PolicyProcessorPipeline
-from lerobot.utils.constants import OBS_PREFIX
 
 from lerobot_datasource import BLOCK_BYTES, SEGMENT_ROWS, LeRobotDatasource
 from vla_finetuning.config import (
@@ -42,12 +40,9 @@ from vla_finetuning.config import (
     TrainOptions,
 )
 from vla_finetuning.data.metadata import (
-    CAMERA_DTYPES,
     DatasetMetadata,
-    Feature,
     fetch_dataset,
     load_metadata,
-    rename_features,
     select_episodes,
 )
 from vla_finetuning.data.rows import frame_of
@@ -68,15 +63,22 @@ from vla_finetuning.policies.prompts import prompt_lengths
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
 from vla_finetuning.run.checkpoint import Progress, check_base, file_digest, latest_checkpoint, load_progress
 from vla_finetuning.run.folder import CHECKPOINTS_NAME, SKIPPED_NAME
+from vla_finetuning.run.mixture import (
+    AGGREGATED,
+    Stats,
+    check_alike,
+    check_ranges,
+    join_stats,
+    named_alike,
+    names_of_first,
+    ordered_alike,
+)
 from vla_finetuning.terminal import escaped
 
-Stats = dict[str, dict[str, np.ndarray]]
 # Of a task: fewer are not split in a rehearsal.
 FEW_EPISODES = 5
 # A batch is poorly mixed that has rows of fewer episodes than this share of what a shuffle of all rows would give.
 POORLY_MIXED = 0.25
-# What LeRobot's `aggregate_stats` makes the statistics of several datasets from, besides quantiles.
-AGGREGATED = {"min", "max", "mean", "std", "count"}
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
             path_given = _absolute(base)
     d = config.dataset
     policy = StoragePolicy(d.read_timeout_s, _absolute(d.cache_dir) if d.cache_dir else None, d.cache_size_gb)
-    metas = _named_alike([load_metadata(root, storage_policy=policy) for root in roots], config.rename_map)
+    metas = named_alike([load_metadata(root, storage_policy=policy) for root in roots], config.rename_map)
 
     policy_config, folder, base_info = _resolve_policy(config, path_given)
     if (brought := brought_along(policy_config)) and not config.policy_trust_remote_code:
@@ -296,7 +298,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
         match = match_features(
             policy_config,
             _selected_features(metas[0], config.dataset.camera_keys),
-            _names_of_first(metas, config.rename_map),
+            names_of_first(metas, config.rename_map),
             missing_cameras=cast(MissingCameras, config.dataset.missing_cameras),
             fps=metas[0].fps,
             left_out=sorted(set(metas[0].camera_keys) - set(config.dataset.camera_keys or metas[0].camera_keys)),
@@ -305,7 +307,8 @@ def resolve(config: Config, gpus_found: int) -> Run:
         raise ValueError(f"dataset {metas[0].root} and policy {base_info['path']}: {error}") from error
     if isinstance(config.dataset.image_size, list):
         _check_image_size(policy_config, config.dataset.image_size)
-    _check_alike(metas, match, config.rename_map)
+    check_alike(metas, match.dataset_keys, config.rename_map)
+    metas = ordered_alike(metas, match.dataset_keys, config.dataset.dimension_map)
     parameters = _check_policy(policy_config, folder, config.train)
     train, held_out, notes = zip(*(_split_episodes(meta, config) for meta in metas), strict=True)
     rows = sum(int(meta.episode_length[e].sum()) for meta, e in zip(metas, train, strict=True))
@@ -348,7 +351,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
     # Checks that all files are there and that the datasets agree.
     source = run.reader()(stream=(0, run.last_row), look=True)
     if not missing:
-        run = replace(run, stats=_join_stats([meta.stats for meta in metas]))
+        run = replace(run, stats=_stats(run, source.plan.rows_per_source))
         run.processors()  # a tokenizer out of reach is told now
     # Where workers come and go, a micro-batch is a block: any number of workers can then be dealt any number of them.
     elastic = config.scaling.min_workers is not None
@@ -368,55 +371,22 @@ def with_stats(run: Run) -> Run:
     if not run.missing_stats:
         return run
     completed = [complete_stats(meta, run.missing_stats, cache_dir=run.output_dir / "stats")[0] for meta in run.metas]
-    return replace(run, stats=_join_stats(completed), missing_stats={})
+    metas = tuple(replace(meta, stats=stats) for meta, stats in zip(run.metas, completed, strict=True))
+    rows = run.stream["rows_per_source"]
+    return replace(run, stats=_stats(replace(run, metas=metas), rows), missing_stats={})
+
+
+def _stats(run: Run, rows_per_source: Sequence[int]) -> Stats:
+    """The run's normalisation statistics, of all its datasets together."""
+    d = run.config.dataset
+    if not d.mixed_ranges:
+        check_ranges(run.metas, run.match.dataset_keys)
+    return join_stats(run.metas, rows_per_source if d.mixture and d.mixture_stats == "weights" else None)
 
 
 def _absolute(path: str | Path) -> str:
     """Local paths made absolute, `~` being home; URIs as they are."""
     return str(path) if "://" in str(path) else str(Path(os.path.expanduser(path)).absolute())
-
-
-def _named_alike(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> tuple[DatasetMetadata, ...]:
-    """The datasets with features called as the first calls those that --rename_map gives the same name."""
-    first = {rename_map.get(key, key): key for key in metas[0].features}
-    renamed = []
-    for meta in metas[1:]:
-        names = {key: first.get(rename_map.get(key, key), key) for key in meta.features if key.startswith(OBS_PREFIX)}
-        renamed.append(rename_features(meta, {key: name for key, name in names.items() if key != name}))
-    return metas[0], *renamed
-
-
-def _names_of_first(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> dict[str, str]:
-    """The rename map without what only other datasets than the first have."""
-    elsewhere = {feature.key for meta in metas[1:] for feature in meta.features.values()} - metas[0].features.keys()
-    return {key: name for key, name in rename_map.items() if key not in elsewhere}
-
-
-def _check_alike(metas: Sequence[DatasetMetadata], match: FeatureMatch, rename_map: Mapping[str, str]) -> None:
-    """Refuse datasets that lack what the policy gets of the first, and say which renaming would do."""
-    first = metas[0]
-    for meta in metas[1:]:
-        lacking = [key for key in match.dataset_keys if key not in meta.features]
-        if not lacking:
-            continue
-        names: dict[str, str] = {}
-        spare = [key for key in meta.features if key not in first.features]
-        for key in lacking:
-            alike = [k for k in spare if k not in names and _same_kind(first.features[key], meta.features[k])]
-            names |= dict.fromkeys(alike[:1], rename_map.get(key, key))
-        hint = "convert it, or leave it out"
-        if len(names) == len(lacking):
-            hint = f"if these are the same, --rename_map='{json.dumps({**rename_map, **names})}'"
-        raise ValueError(
-            f"datasets {first.root} and {meta.root} cannot be trained on together: the second lacks {lacking} of the "
-            f"first; its features are {sorted(meta.features)}; {hint}"
-        )
-
-
-def _same_kind(a: Feature, b: Feature) -> bool:
-    if a.dtype in CAMERA_DTYPES and b.dtype in CAMERA_DTYPES:
-        return a.is_depth == b.is_depth
-    return (a.dtype, a.shape) == (b.dtype, b.shape)
 
 
 def _missing_stats(metas: Sequence[DatasetMetadata], needed: dict[str, set[str]]) -> dict[str, set[str]]:
@@ -436,14 +406,6 @@ def _missing_stats(metas: Sequence[DatasetMetadata], needed: dict[str, set[str]]
             "`python -m lerobot.scripts.augment_dataset_quantile_stats`"
         )
     return missing
-
-
-def _join_stats(stats: Sequence[Stats]) -> Stats:
-    """The statistics of several datasets taken together, of the features that all have."""
-    if len(stats) == 1:
-        return stats[0]
-    shared = [key for key in stats[0] if all(s.get(key, {}).keys() >= AGGREGATED for s in stats)]
-    return aggregate_stats([{key: s[key] for key in shared} for s in stats])
 
 
 def _check_policy(policy_config: PreTrainedConfig, folder: Path | None, train: TrainOptions) -> TrainableReport | None:
@@ -711,6 +673,9 @@ def describe(run: Run) -> str:
             + "; ".join(repr(t) for t in list(meta.tasks.values())[:4])
             + (" ..." if len(meta.tasks) > 4 else ""),
         ]
+        for key, feature in meta.features.items():
+            if feature.order is not None:
+                lines.append(f"             {key}: dimensions reordered as in the first dataset, by their names")
         for key in meta.camera_keys:
             feature = meta.features[key]
             used = "" if key in run.match.camera_keys else "  (not used)"

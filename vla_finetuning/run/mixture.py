@@ -1,0 +1,174 @@
+"""Several datasets as one: features called alike, dimensions in one order, statistics of all together.
+
+Datasets that go into one batch must mean the same by the same number. Where their metadata says that they do not (names
+of dimensions, ranges a hundred times apart), they are refused, with what would put them right. Files are not opened.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from lerobot.datasets.compute_stats import aggregate_stats
+from lerobot.utils.constants import OBS_PREFIX
+
+from vla_finetuning.data.metadata import (
+    CAMERA_DTYPES,
+    NUMERIC_DTYPES,
+    DatasetMetadata,
+    Feature,
+    dimension_names,
+    rename_features,
+    reorder_dimensions,
+)
+
+Stats = dict[str, dict[str, np.ndarray]]
+# What LeRobot's `aggregate_stats` makes the statistics of several datasets from, besides quantiles.
+AGGREGATED = {"min", "max", "mean", "std", "count"}
+# Datasets whose values reach so many times as far are taken for recorded in other units: degrees are 57 radians, metres
+# 1000 millimetres.
+RANGE_FACTOR = 10
+
+
+def named_alike(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> tuple[DatasetMetadata, ...]:
+    """The datasets with features called as the first calls those that --rename_map gives the same name."""
+    first = {rename_map.get(key, key): key for key in metas[0].features}
+    renamed = []
+    for meta in metas[1:]:
+        names = {key: first.get(rename_map.get(key, key), key) for key in meta.features if key.startswith(OBS_PREFIX)}
+        renamed.append(rename_features(meta, {key: name for key, name in names.items() if key != name}))
+    return metas[0], *renamed
+
+
+def names_of_first(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> dict[str, str]:
+    """The rename map without what only other datasets than the first have."""
+    elsewhere = {feature.key for meta in metas[1:] for feature in meta.features.values()} - metas[0].features.keys()
+    return {key: name for key, name in rename_map.items() if key not in elsewhere}
+
+
+def check_alike(metas: Sequence[DatasetMetadata], keys: Sequence[str], rename_map: Mapping[str, str]) -> None:
+    """Refuse datasets that lack `keys`, what the policy gets of the first, and say which renaming would do."""
+    first = metas[0]
+    for meta in metas[1:]:
+        lacking = [key for key in keys if key not in meta.features]
+        if not lacking:
+            continue
+        names: dict[str, str] = {}
+        spare = [key for key in meta.features if key not in first.features]
+        for key in lacking:
+            alike = [k for k in spare if k not in names and _same_kind(first.features[key], meta.features[k])]
+            names |= dict.fromkeys(alike[:1], rename_map.get(key, key))
+        hint = "convert it, or leave it out"
+        if len(names) == len(lacking):
+            hint = f"if these are the same, --rename_map='{json.dumps({**rename_map, **names})}'"
+        raise ValueError(
+            f"datasets {first.root} and {meta.root} cannot be trained on together: the second lacks {lacking} of the "
+            f"first; its features are {sorted(meta.features)}; {hint}"
+        )
+
+
+def _same_kind(a: Feature, b: Feature) -> bool:
+    if a.dtype in CAMERA_DTYPES and b.dtype in CAMERA_DTYPES:
+        return a.is_depth == b.is_depth
+    return (a.dtype, a.shape) == (b.dtype, b.shape)
+
+
+def ordered_alike(
+    metas: Sequence[DatasetMetadata], keys: Sequence[str], names: Mapping[str, Mapping[str, str]]
+) -> tuple[DatasetMetadata, ...]:
+    """The datasets with the dimensions of `keys` in the first one's order, by their names.
+
+    Args:
+        names: --dataset.dimension_map: by feature, what the first dataset calls a dimension of another. Where a dataset
+            has no names, its dimensions are called by their numbers.
+    Raises:
+        ValueError: dimensions of other names, or of the same name; says how to map them.
+    """
+    first = metas[0]
+    if unknown := sorted(names.keys() - set(keys)):
+        raise ValueError(f"--dataset.dimension_map names {unknown}; the policy gets {sorted(keys)}")
+    ordered = [first]
+    for meta in metas[1:]:
+        orders = {}
+        for key in keys:
+            ours, theirs = first.features[key], meta.features[key]
+            if ours.dtype not in NUMERIC_DTYPES or len(ours.shape) != 1 or ours.shape != theirs.shape:
+                continue  # cameras; other widths are refused where the datasets are read together
+            if ours.names is None and theirs.names is None and key not in names:
+                continue
+            wanted, stored = _dimensions(ours), _dimensions(theirs)
+            called = [names.get(key, {}).get(name, name) for name in stored]
+            if called != wanted:
+                if sorted(called) != sorted(wanted) or len(set(wanted)) < len(wanted):
+                    guess = json.dumps({**names, key: dict(zip(stored, wanted, strict=True))})
+                    raise ValueError(
+                        f"datasets {first.root} and {meta.root} call the dimensions of {key!r} otherwise: {wanted} and "
+                        f"{called}; if they are the same in this order, --dataset.dimension_map='{guess}', or say "
+                        "which is which"
+                    )
+                orders[key] = tuple(called.index(name) for name in wanted)
+        ordered.append(reorder_dimensions(meta, orders, first))
+    return tuple(ordered)
+
+
+def _dimensions(feature: Feature) -> list[str]:
+    return list(feature.names or map(str, range(feature.shape[0])))
+
+
+def check_ranges(metas: Sequence[DatasetMetadata], keys: Sequence[str]) -> None:
+    """Refuse datasets of which one's values reach RANGE_FACTOR times as far as another's, in any dimension.
+
+    Compared is the largest absolute value between the 1st and 99th percentile (or at all, where these are not known): a
+    joint that stood still in one dataset is no mismatch, nor is one that was always 0.
+    """
+    for a, b in itertools.combinations(metas, 2):
+        for key in keys:
+            stats = [_ordered(meta, key) for meta in (a, b)]
+            names = ("q01", "q99") if all({"q01", "q99"} <= s.keys() for s in stats) else ("min", "max")
+            feature = a.features[key]
+            if (
+                feature.dtype in CAMERA_DTYPES
+                or len(feature.shape) != 1
+                or not all(set(names) <= s.keys() for s in stats)
+            ):
+                continue
+            low, high = (np.array([np.ravel(s[name]) for s in stats]) for name in names)
+            reach = np.maximum(abs(low), abs(high))
+            apart = (reach.max(0) > RANGE_FACTOR * reach.min(0)) & (reach.min(0) > 0)
+            if apart.any():
+                i = int(np.argmax(apart * reach.max(0) / np.where(apart, reach.min(0), 1)))
+                raise ValueError(
+                    f"datasets {a.root} and {b.root} seem to be in different units: {dimension_names(a, key)[i]!r} of "
+                    f"{key!r} ranges from {low[0, i]:.4g} to {high[0, i]:.4g} in the first and from {low[1, i]:.4g} to "
+                    f"{high[1, i]:.4g} in the second ({names[0]} to {names[1]}; so do {int(apart.sum())} of "
+                    f"{len(apart)} dimensions), and normalised together the smaller would vanish; convert one of them, "
+                    "or give --dataset.mixed_ranges=true if both are right"
+                )
+
+
+def join_stats(metas: Sequence[DatasetMetadata], rows: Sequence[int] | None) -> Stats:
+    """The statistics of several datasets taken together, of the features that all have, by LeRobot's `aggregate_stats`.
+
+    Args:
+        rows: how many rows of an epoch come from each, which is what they then count for; None: what they hold.
+    """
+    if len(metas) == 1:
+        return metas[0].stats
+    shared = [key for key in metas[0].stats if all(m.stats.get(key, {}).keys() >= AGGREGATED for m in metas)]
+    joined = [{key: _ordered(meta, key) for key in shared} for meta in metas]
+    if rows is not None:
+        joined = [
+            {key: {**values, "count": np.array([n])} for key, values in stats.items()}
+            for stats, n in zip(joined, rows, strict=True)
+        ]
+    return aggregate_stats(joined)
+
+
+def _ordered(meta: DatasetMetadata, key: str) -> dict[str, np.ndarray]:
+    """A feature's statistics in the order that its dimensions have in a row."""
+    feature, stats = meta.features.get(key), meta.stats.get(key, {})
+    if feature is None or feature.order is None:
+        return stats
+    return {name: value if name == "count" else value[list(feature.order)] for name, value in stats.items()}
