@@ -6,6 +6,7 @@ Every contender gives batches of 8 rows with action windows of 50 as contiguous 
 take turns, several rounds; medians are reported. `rows_per_s` is what arrives once all have started: the slope between
 a fifth and nine tenths of the rows. Ours reads several epochs, on a warm Ray cluster; `rows_per_s_overall` is all rows
 over all the time. `growth` compares a dataset with ten times the episodes, and times the plan of up to 100 000 of them.
+`numbers` is the CPU time of a row's numbers, in data files of 100 MB with one row group each, or one for each episode.
 Results go to `benchmarks/results/data-<hardware>-<date>.json`, dataset by dataset; a table is printed.
 """
 
@@ -24,6 +25,7 @@ import shlex
 import shutil
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diagnostics.environment import Environment
+from vla_finetuning.config import DatasetOptions
 
 if TYPE_CHECKING:
     from vla_finetuning.data.plan import StreamPlan
@@ -274,6 +277,119 @@ class Watch:
                     self.worker = max(self.worker, memory.rss - memory.shared)
 
 
+# ---- numbers ----------------------------------------------------------------------------------------------------
+
+NUMBER_FILES, NUMBERS_OF_ROW = 12, {"observation.state": 14, "action": 14}
+NUMBERS_EPISODE_ROWS = 300
+# Rows of a row group: all of a file, as LeRobot's converter writes, or an episode, as its recorder does.
+LAYOUTS = {"row group per file": None, "row group per episode": NUMBERS_EPISODE_ROWS}
+
+
+def make_numbers(name: str, megabytes: int) -> Path:
+    """A dataset without cameras in files of about so many megabytes each, from a half to one and a half of them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder = CACHE / f"numbers-{name.replace(' ', '-')}-{megabytes}"
+    if folder.exists():
+        return folder
+    scratch = _scratch(folder)
+    rng, row_bytes = np.random.default_rng(0), 4 * sum(NUMBERS_OF_ROW.values()) + 4
+    episodes_of_file = [
+        max(1, round(share * megabytes * 1e6 / row_bytes / NUMBERS_EPISODE_ROWS))
+        for share in np.linspace(0.5, 1.5, NUMBER_FILES)
+    ]
+    first = 0
+    for number, count in enumerate(episodes_of_file):
+        rows = count * NUMBERS_EPISODE_ROWS
+        frame = np.tile(np.arange(NUMBERS_EPISODE_ROWS), count)
+        columns: dict[str, Any] = {
+            key: pa.FixedSizeListArray.from_arrays(rng.normal(size=rows * size).astype(np.float32), size).cast(
+                pa.list_(pa.float32())
+            )
+            for key, size in NUMBERS_OF_ROW.items()
+        }
+        columns |= {
+            "timestamp": (frame / FPS).astype(np.float32),
+            "frame_index": frame,
+            "episode_index": first + np.repeat(np.arange(count), NUMBERS_EPISODE_ROWS),
+            "index": first * NUMBERS_EPISODE_ROWS + np.arange(rows),
+            "task_index": np.zeros(rows, np.int64),
+        }
+        path = scratch / f"data/chunk-000/file-{number:03d}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(columns), path, row_group_size=LAYOUTS[name] or rows)
+        first += count
+    scalars = {"timestamp": "float32"} | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")
+    features = {key: {"dtype": "float32", "shape": [size], "names": None} for key, size in NUMBERS_OF_ROW.items()}
+    features |= {key: {"dtype": dtype, "shape": [1], "names": None} for key, dtype in scalars.items()}
+    info = {
+        "codebase_version": "v3.0",
+        "robot_type": None,
+        "fps": FPS,
+        "features": features,
+        "total_episodes": first,
+        "total_frames": first * NUMBERS_EPISODE_ROWS,
+        "total_tasks": 1,
+        "chunks_size": 1000,
+        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "video_path": None,
+        "splits": {"train": f"0:{first}"},
+    }
+    episodes = {
+        "episode_index": np.arange(first),
+        "length": np.full(first, NUMBERS_EPISODE_ROWS),
+        "data/chunk_index": np.zeros(first, np.int64),
+        "data/file_index": np.repeat(np.arange(NUMBER_FILES), episodes_of_file),
+        "tasks": [["wave"]] * first,
+    }
+    (scratch / "meta/episodes/chunk-000").mkdir(parents=True)
+    (scratch / "meta/info.json").write_text(json.dumps(info))
+    pq.write_table(pa.table({"task_index": [0], "task": ["wave"]}), scratch / "meta/tasks.parquet")
+    pq.write_table(pa.table(episodes), scratch / "meta/episodes/chunk-000/file-000.parquet")
+    scratch.rename(folder)
+    return folder
+
+
+def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
+    """CPU ms a row for the numbers alone, of shuffled windows with action chunks, in this process.
+
+    `nothing_kept`: as if every window were the node's first. `first`: so many windows with an empty folder for what was
+    unpacked, the unpacking included. `later`: other windows of the same files then.
+    """
+    from unittest import mock
+
+    from lerobot_datasource import LeRobotDatasource
+    from vla_finetuning.data import rows, table
+    from vla_finetuning.data.metadata import load_metadata
+
+    def cost(source: LeRobotDatasource, first: int, count: int) -> float:
+        """Of so many windows, which are planned beforehand."""
+        readers = [rows.Reader.of(meta) for meta in source.metas]
+        bounds = range(first * size, (first + count) * size, size)
+        reads = [source._read(list(source.plan.slices(a, a + size))) for a in bounds]
+        before = time.process_time()
+        read = sum(len(block) for r in reads for block in rows.read_rows(readers, r, 0, source._options(size)))
+        return (time.process_time() - before) * 1000 / read
+
+    found: dict[str, Any] = {"files": NUMBER_FILES, "megabytes_of_file": megabytes, "windows": windows}
+    size = DatasetOptions.shuffle_window
+    for name in LAYOUTS:
+        meta = load_metadata(make_numbers(name, megabytes))
+        deltas = {"action": [i / FPS for i in range(WINDOW)]}
+        source = LeRobotDatasource([meta], delta_timestamps=deltas, shuffle_seed=0)
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(table, "NUMBERS_DIR", folder):
+            with mock.patch.object(rows, "file_identity", lambda *_: None):
+                unkept = cost(source, 0, 2)
+            found[name] = {
+                "rows": source.plan.rows_per_epoch,
+                "nothing_kept_cpu_ms_per_row": unkept,
+                "first_cpu_ms_per_row": cost(source, 0, windows),
+                "later_cpu_ms_per_row": cost(source, windows, windows),
+            }
+    return found
+
+
 # ---- growth -----------------------------------------------------------------------------------------------------
 
 
@@ -347,7 +463,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2000, help="of each dataset")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth")))
+    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth", "numbers")))
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
 
@@ -360,6 +476,7 @@ def main() -> None:
     results: dict[str, Any] = {
         "datasets": before.get("datasets", {}),
         "growth": before.get("growth"),
+        "numbers": before.get("numbers"),
         "date": today,
         "command": shlex.join(sys.orig_argv[1:]),
         "hardware": Environment.here().model_dump(),
@@ -372,7 +489,10 @@ def main() -> None:
     settings = {"rows": options.rows, "rounds": options.rounds, "batch": BATCH, "window": WINDOW, "our_rows": OUR_ROWS}
     try:
         for name in options.datasets.split(","):
-            if name == "growth":
+            if name == "numbers":
+                results[name] = numbers(100)
+                print(json.dumps(results[name], indent=2), flush=True)
+            elif name == "growth":
                 results[name] = settings | growth(make("av1_240x320x3", options.rows), options.rounds, seeds)
                 print(json.dumps(results[name], indent=2), flush=True)
             else:

@@ -13,11 +13,13 @@ import pytest
 # inherit it: so it is set here, before any of them. HF_HOME is a folder of this run's own: the user's token
 # and cached datasets must neither help a test nor be touched by it.
 _HF_HOME = tempfile.mkdtemp(prefix="vla-tests-hf-")
+_NUMBERS_DIR = tempfile.mkdtemp(prefix="vla-tests-numbers-")
 for _name in [name for name in os.environ if name.startswith("HF_")]:
     del os.environ[_name]
 os.environ.update(
     HF_HOME=_HF_HOME,
     HF_HUB_OFFLINE="1",
+    VLA_NUMBERS_DIR=_NUMBERS_DIR,
     TOKENIZERS_PARALLELISM="false",
     # Two train workers and the read tasks share the cores; one thread each also keeps sums in one order.
     OMP_NUM_THREADS="1",
@@ -42,6 +44,7 @@ def pytest_unconfigure(config):
     if "tests.clusters" in sys.modules:
         sys.modules["tests.clusters"].stop()
     shutil.rmtree(_HF_HOME, ignore_errors=True)
+    shutil.rmtree(_NUMBERS_DIR, ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -42,6 +43,10 @@ READ_TIMEOUT_S = 120.0
 FIRST_ANSWER_TIMEOUT_S = 15.0
 # A few of LeRobot's larger datasets, on the local disk that a cloud machine with a GPU usually has.
 CACHE_SIZE_GB = 100.0
+# Numbers of data files as they were unpacked (data/table.py), on every node's own disk: a hundredth of what the videos
+# take. The folder is of one user's; what VLA_NUMBERS_DIR names instead must be a local disk too.
+NUMBERS_DIR = os.environ.get("VLA_NUMBERS_DIR") or f"{tempfile.gettempdir()}/vla-fine-tuning-{os.getuid()}/numbers"
+NUMBERS_GB = 20.0
 
 
 @dataclass

@@ -25,7 +25,7 @@ from lerobot_datasource import LeRobotDatasource
 from tests.datasets import make_dataset
 from tests.memory import takes_at_most
 from vla_finetuning.data import metadata as lerobot_metadata
-from vla_finetuning.data import rows as lerobot_rows
+from vla_finetuning.data import table as lerobot_table
 from vla_finetuning.data.decode import decode_image
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.plan import Episodes, StreamPlan
@@ -299,7 +299,7 @@ def test_rows_that_are_wider_than_info_says(root):
 
 
 def test_row_groups_larger_than_is_read_at_once(root, monkeypatch):
-    monkeypatch.setattr(lerobot_rows, "MAX_DATA_BYTES", 400)
+    monkeypatch.setattr(lerobot_table, "MAX_DATA_BYTES", 400)
     file = load_metadata(root).data_files[0]
     with pytest.raises(ValueError, match=f"{root}: {file}: rows of the row groups .* write it in smaller row groups"):
         read_all(root)

@@ -5,7 +5,8 @@ import pyarrow as pa
 import pytest
 
 from vla_finetuning.data import rows as lerobot_rows
-from vla_finetuning.data.rows import _array, _to_table, numbers
+from vla_finetuning.data.rows import _array, _to_table
+from vla_finetuning.data.table import numbers
 
 
 def arrow(values, type_, shape, dtype=np.float32):

@@ -29,6 +29,8 @@ MAX_DATA_BYTES = 2 * 2**30
 # A footer takes 210 bytes for each column of a row group. LeRobot writes a row group every ten episodes, of 120 columns
 # with two cameras, and starts another file at 100 MB: 5000 row groups, 125 MB.
 MAX_FOOTER_BYTES = 128 * 2**20
+# Footers that a process remembers, as they are in the files; in memory they take ten times as much.
+KEPT_FOOTER_BYTES = 16 * 2**20
 # Headers of pages, dictionaries and the like beside the values of a column in a row group, and of an encoded image.
 ROW_GROUP_OVERHEAD_BYTES = 64 * 2**10
 IMAGE_OVERHEAD_BYTES = 64 * 2**10

@@ -19,17 +19,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from numpy.typing import DTypeLike
 from ray.data.extensions import ArrowTensorArray
 
 from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, depth_table, resize_with_pad
-from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES, MAX_DATA_BYTES
+from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.plan import WindowSlice
-from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
-from vla_finetuning.data.storage import check_still_there, naming_file
+from vla_finetuning.data.storage import check_still_there, file_identity, naming_file
+from vla_finetuning.data.table import Column, DataFile, Span, read_groups, read_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +171,8 @@ class _Episode:
     frame: np.ndarray  # int64 (n,), its frame_index
     first: int = 0  # frames [first, last) are read from parquet
     last: int = 0
-    table_row: int = 0  # where frame 0 lies in the columns read (negative when it was not read)
+    number_row: int = 0  # where frame 0 lies in the numbers read (negative when it was not read)
+    group_row: int = 0  # and in the columns that are no numbers
     timestamps: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64 (last - first,), of those frames
 
 
@@ -302,30 +301,52 @@ def _read_tabular(
     for (dataset_index, file), members in by_file.items():
         reader = readers[dataset_index]
         stored = [k for k in options.columns if k in reader.features and reader.features[k].dtype != "video"]
-        row_bytes: dict[str, int | None] = {key: _row_bytes((1,)) for key in BOOKKEEPING}
-        row_bytes |= {reader.features[key].key: _stored_row_bytes(reader.features[key]) for key in stored}
-        table = _read_rows(reader, file, members, row_bytes)
-        bookkeeping = {
-            key: numbers(table.column(key), dtype, (1,), f"{reader.root}: {file}: column {key}")
-            for key, dtype in BOOKKEEPING.items()
-        }
-        rows = [np.arange(e.table_row + e.first, e.table_row + e.last) for e in members]
-        for e, row in zip(members, rows, strict=True):
+        where = f"{reader.root}: {file}"
+        protocol = "".join(reader.fs.protocol)
+        data_file = DataFile(reader.fs, reader.path(file), where, f"{protocol}\0{reader.base}")
+        spans = [
+            Span(f"episode {e.part.episode_index}", e.part.data_row + e.first, e.part.data_row + e.last)
+            for e in members
+        ]
+        with naming_file(where):
+            identity = file_identity(reader.fs, data_file.path)
+
+        numeric = [k for k in stored if reader.features[k].dtype in NUMERIC_DTYPES]
+        wanted = {("", key): Column(key, np.dtype(dtype), (1,), _row_bytes((1,))) for key, dtype in BOOKKEEPING.items()}
+        wanted |= {("row", key): _column(reader.features[key]) for key in numeric}
+        distinct = list(dict.fromkeys(wanted.values()))
+        arrays = dict(zip(distinct, read_numbers(data_file, distinct, spans, identity), strict=True))
+        begin = np.cumsum([0, *map(len, spans)])
+        for e, at in zip(members, begin.tolist(), strict=False):
+            e.number_row = at - e.first
+        bookkeeping = {key: arrays[wanted["", key]] for key in BOOKKEEPING}
+        for e in members:
+            row = np.arange(e.number_row + e.first, e.number_row + e.last)
             _check_rows(reader, file, e, bookkeeping, row)
             # LeRobot compares video times with the timestamp column, not with frame_index / fps.
             e.timestamps = bookkeeping["timestamp"][row].astype(np.float64)
-        for key in stored:
-            feature = reader.features[key]
-            where = f"{reader.root}: {file}: column {feature.key}"
-            if feature.dtype == "image":
-                _fill_images(table.column(feature.key), key, feature, members, total, options, columns, where)
-                continue
-            values = _values(table.column(feature.key), feature, where)
+        for key in numeric:
+            values, order = arrays[wanted["row", key]], reader.features[key].order
+            values = values if order is None else values[:, list(order)]
             for e in members:
-                _fill(columns, key, values, e, total, options)
+                _fill_numbers(columns, key, values, e, total, options)
+
+        others = [k for k in stored if k not in numeric]
+        if others:
+            row_bytes = {reader.features[key].key: _stored_row_bytes(reader.features[key]) for key in others}
+            groups = read_groups(data_file, row_bytes, spans, identity)
+            for e, span in zip(members, spans, strict=True):
+                e.group_row = groups.at(span.first) - e.first
+        for key in others:
+            feature = reader.features[key]
+            column, where = groups.table.column(feature.key), f"{reader.root}: {file}: column {feature.key}"
+            if feature.dtype == "image":
+                _fill_images(column, key, feature, members, total, options, columns, where)
+            else:
+                _fill_texts(columns, key, _texts(column, feature, where), members, total)
         names = reader.tasks
         for e in members:
-            at = e.table_row + e.frame
+            at = e.number_row + e.frame
             if "task" in options.columns:
                 _out(columns, "task", total, (), np.dtype(object))[e.position] = _task_names(
                     names, bookkeeping["task_index"][at], f"{reader.root}: {file}: episode {e.part.episode_index}"
@@ -340,49 +361,16 @@ def _read_tabular(
                     _out(columns, key + IS_PAD, total, (len(deltas),), np.dtype(bool))[e.position] = pad
 
 
-def _read_rows(reader: Reader, file: str, members: list[_Episode], row_bytes: dict[str, int | None]) -> pa.Table:
-    """The row groups that hold the members' rows, as one table; sets each member's `table_row`.
-
-    Columns are those of `row_bytes`, with the most that a row of each may take; None: anything.
-    """
-    name = f"{reader.root}: {file}"
-    with open_parquet(reader.fs, reader.path(file), name=name) as parquet:
-        missing = [k for k in row_bytes if k not in parquet.schema_arrow.names]
-        if missing:
-            raise ValueError(f"{reader.root}: {file}: columns {missing} are missing; meta/info.json promises them")
-        sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.metadata.num_row_groups)]
-        group_first = np.concatenate([[0], np.cumsum(sizes)])
-        wanted = np.zeros(len(sizes), bool)
-        for e in members:
-            a, b = e.part.data_row + e.first, e.part.data_row + e.last
-            if b > group_first[-1]:
-                raise ValueError(
-                    f"{reader.root}: {file}: episode {e.part.episode_index} should end at row {b}, the file has "
-                    f"{group_first[-1]} rows: the file is incomplete or meta/episodes is wrong"
-                )
-            wanted[np.searchsorted(group_first, a, "right") - 1 : np.searchsorted(group_first, b, "left")] = True
-        groups = np.flatnonzero(wanted)
-        skipped = np.concatenate([[0], np.cumsum(np.where(wanted, 0, sizes))])
-        for e in members:
-            # Where the episode's frame 0 is, or would be, in what is read.
-            group = int(np.searchsorted(group_first, e.part.data_row + e.first, "right")) - 1
-            e.table_row = e.part.data_row - int(skipped[group])
-        return read_columns(
-            parquet,
-            list(row_bytes),
-            Budget("rows of the row groups that hold what is wanted", None, MAX_DATA_BYTES),
-            name=name,
-            groups=groups.tolist(),
-            row_bytes={key: size for key, size in row_bytes.items() if size is not None},
-        )
-
-
 def _stored_row_bytes(feature: Feature) -> int | None:
-    """The most bytes that a row of a feature can take in a parquet file, unpacked; None: it cannot be told (texts)."""
+    """The most bytes that a row of an image or text takes in a parquet file, unpacked; None: it cannot be told."""
     if feature.dtype == "image":
         # As 4 bytes for a number; an encoded image is rarely larger than its pixels.
         return math.prod(feature.shape) * 4 + IMAGE_OVERHEAD_BYTES
-    return _row_bytes(feature.shape) if feature.dtype in NUMERIC_DTYPES else None
+    return None
+
+
+def _column(feature: Feature) -> Column:
+    return Column(feature.key, row_dtype(feature), feature.shape, _row_bytes(feature.shape))
 
 
 def _row_bytes(shape: tuple[int, ...]) -> int:
@@ -417,83 +405,20 @@ def _task_names(names: dict[int, str], task_index: np.ndarray, where: str) -> np
     return found
 
 
-def _values(column: pa.ChunkedArray, feature: Feature, where: str) -> np.ndarray | pa.ChunkedArray:
-    """A parquet column as an array (N, *shape) in LeRobot's dtypes; strings and structs stay Arrow."""
+def _texts(column: pa.ChunkedArray, feature: Feature, where: str) -> pa.ChunkedArray:
+    """Texts, and language columns as they are."""
     if feature.dtype == "language":
         return column
-    if feature.dtype == "string":
-        try:
-            return column.cast(pa.string())
-        except pa.ArrowException as error:
-            raise ValueError(f"{where}: holds {column.type}, expected text ({error})") from error
-    values = numbers(column, row_dtype(feature), feature.shape, where)
-    return values if feature.order is None else values[:, list(feature.order)]
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowException as error:
+        raise ValueError(f"{where}: holds {column.type}, expected text ({error})") from error
 
 
 def row_dtype(feature: Feature) -> np.dtype:
     """What numbers of a feature are in a row, as in LeRobot's: float32, int64 or bool."""
     kind = np.dtype(feature.dtype).kind
     return np.dtype(np.float32 if kind == "f" else bool if kind == "b" else np.int64)
-
-
-def numbers(column: pa.ChunkedArray, dtype: DTypeLike | None, shape: tuple[int, ...], where: str) -> np.ndarray:
-    """Scalars, lists and nested lists of `dtype`, or of numbers that are exactly such, to (N,) or (N, *shape).
-
-    Args:
-        dtype: None for what is stored.
-        shape: of a row; (1,) is a scalar.
-        where: how errors begin.
-    Raises:
-        ValueError: something is missing, or of another shape or type.
-    """
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):
-        array = array.chunk(0) if array.num_chunks else pa.array([], column.type)
-    count = len(array)
-    lengths: list[int] = []  # of the lists in each dimension
-    while True:
-        if array.null_count:
-            raise ValueError(f"{where}: {array.null_count} empty values; every row must have one")
-        if isinstance(array.type, pa.BaseExtensionType):
-            array = array.storage
-        elif (
-            pa.types.is_list(array.type)
-            or pa.types.is_large_list(array.type)
-            or pa.types.is_fixed_size_list(array.type)
-        ):
-            found = pc.unique(pc.list_value_length(array)).to_pylist()
-            if len(found) > 1:
-                raise ValueError(f"{where}: lists of {sorted(found)[:5]} values, expected shape {shape} in every row")
-            lengths += found
-            array = array.flatten()
-        else:
-            break
-    # A scalar may be stored as a list of one.
-    if count and tuple(lengths) != shape and not (shape == (1,) and not lengths):
-        raise ValueError(f"{where}: values of shape {tuple(lengths)}, expected {shape} in every row")
-    kind = array.type
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-        raise ValueError(f"{where}: holds {kind}, expected numbers")
-    if dtype is not None:
-        array = _as_declared(array, np.dtype(dtype), where)
-    values = array.to_numpy(zero_copy_only=False)
-    return values.astype(dtype or values.dtype, copy=False).reshape(count, *(() if shape == (1,) else shape))
-
-
-def _as_declared(array: pa.Array, dtype: np.dtype, where: str) -> pa.Array:
-    """Numbers that `dtype` can hold as they are; floats become float32 as in LeRobot, whatever that rounds."""
-    if dtype == np.float32:
-        return array
-    try:
-        whole = array.cast(pa.int64())
-        if dtype == np.bool_ and not pc.all(pc.is_in(whole, pa.array([0, 1]))).as_py():
-            raise pa.ArrowInvalid("values that are neither 0 nor 1")
-    except pa.ArrowInvalid as error:
-        raise ValueError(
-            f"{where}: holds {array.type} that cannot be {dtype}, as meta/info.json says ({error}); correct the one or "
-            "the other"
-        ) from error
-    return whole
 
 
 def _out(columns: dict[str, Any], key: str, total: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -533,28 +458,27 @@ def _copy(values: np.ndarray) -> np.ndarray:
     return copy
 
 
-def _fill(
-    columns: dict[str, Any],
-    key: str,
-    values: np.ndarray | pa.ChunkedArray,
-    e: _Episode,
-    total: int,
-    options: ReadOptions,
+def _fill_numbers(
+    columns: dict[str, Any], key: str, values: np.ndarray, e: _Episode, total: int, options: ReadOptions
 ) -> None:
     """Scatter an episode's rows of one column to their places in the output."""
-    if isinstance(values, pa.ChunkedArray):
-        picked = values.take(pa.array(e.table_row + e.frame)).to_pylist()
-        # Language columns: the types of LeRobot's lists of structs differ from file to file, as their content does.
-        if not pa.types.is_string(values.type):
-            picked = [json.dumps(value) for value in picked]
-        _out(columns, key, total, (), np.dtype(object))[e.position] = picked
-        return
     if key in options.delta_indices:
         frames = _windowed(e.frame, options.delta_indices[key], e.part.episode_length)[0]
     else:
         frames = e.frame
     shape = frames.shape[1:] + values.shape[1:]
-    _out(columns, key, total, shape, values.dtype)[e.position] = values[e.table_row + frames]
+    _out(columns, key, total, shape, values.dtype)[e.position] = values[e.number_row + frames]
+
+
+def _fill_texts(
+    columns: dict[str, Any], key: str, values: pa.ChunkedArray, members: list[_Episode], total: int
+) -> None:
+    for e in members:
+        picked = values.take(pa.array(e.group_row + e.frame)).to_pylist()
+        # Language columns: the types of LeRobot's lists of structs differ from file to file, as their content does.
+        if not pa.types.is_string(values.type):
+            picked = [json.dumps(value) for value in picked]
+        _out(columns, key, total, (), np.dtype(object))[e.position] = picked
 
 
 def _fill_images(
@@ -571,7 +495,7 @@ def _fill_images(
     unit = feature.info.get("depth_unit")
     for e in members:
         frames, target, out = _camera_targets(key, feature, e, total, options, columns)
-        bytes_ = column.take(pa.array(e.table_row + frames)).combine_chunks().field("bytes")
+        bytes_ = column.take(pa.array(e.group_row + frames)).combine_chunks().field("bytes")
         for i, frame in enumerate(frames):
             name = f"{where}: episode {e.part.episode_index} frame {frame}"
             data = bytes_[i].as_py()

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from vla_finetuning.data.limits import MAX_FOOTER_BYTES, ROW_GROUP_OVERHEAD_BYTES
+from vla_finetuning.data.limits import KEPT_FOOTER_BYTES, MAX_FOOTER_BYTES, ROW_GROUP_OVERHEAD_BYTES
 from vla_finetuning.data.storage import StorageError, naming_file
 
 # What LeRobot writes: Hugging Face's fixed-shape arrays, and JSON text inside the language columns.
@@ -57,7 +57,9 @@ class Budget:
 
 
 @contextlib.contextmanager
-def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None = None) -> Iterator[pq.ParquetFile]:
+def open_parquet(
+    fs: fsspec.AbstractFileSystem, path: str, *, name: str | None = None, identity: str | None = None
+) -> Iterator[pq.ParquetFile]:
     """Open a dataset's parquet file; the one way to do so.
 
     Before Arrow parses the schema, the names of its extension types are read from the raw bytes: Arrow
@@ -69,6 +71,8 @@ def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None =
     Args:
         path: inside `fs`.
         name: what errors call the file; None is `path`.
+        identity: of its content (`storage.file_identity`). This process then checks and parses its footer once, and
+            remembers it: some are as large as what is read of the file.
     Raises:
         FileNotFoundError: there is no such file.
         StorageError: the object store or the disk refused or did not answer.
@@ -83,14 +87,11 @@ def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None =
         raise FileNotFoundError(f"{name} is missing; copy it again") from error
     try:
         with file, naming_file(name):
-            for extension in _extension_names_in_footer(_read_footer(file)):
-                if not _ARROW_EXTENSIONS.fullmatch(extension):
-                    raise ValueError(
-                        f"{name} holds the Arrow extension type {extension!r:.100}, which LeRobot does not "
-                        "write and which could run code when read; write the column as plain lists"
-                    )
-            file.seek(0)
-            metadata = pq.ParquetFile(file, arrow_extensions_enabled=False).metadata
+            metadata = None if identity is None else _footers.get(identity)
+            if metadata is None:
+                metadata = _checked_footer(file, name)
+                if identity is not None:
+                    _footers.keep(identity, metadata)
             leaves = [metadata.schema.column(i) for i in range(metadata.num_columns)]
             texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
             file.seek(0)
@@ -104,6 +105,42 @@ def open_parquet(fs: fsspec.AbstractFileSystem, path: str, *, name: str | None =
             raise StorageError(f"{name}: {error}") from error
         reason = " ".join(str(error).split())
         raise ValueError(f"{name} cannot be read as a parquet file ({reason}); copy it again") from error
+
+
+def _checked_footer(file: Any, name: str) -> pq.FileMetaData:
+    for extension in _extension_names_in_footer(_read_footer(file)):
+        if not _ARROW_EXTENSIONS.fullmatch(extension):
+            raise ValueError(
+                f"{name} holds the Arrow extension type {extension!r:.100}, which LeRobot does not "
+                "write and which could run code when read; write the column as plain lists"
+            )
+    file.seek(0)
+    return pq.ParquetFile(file, arrow_extensions_enabled=False).metadata
+
+
+class _Footers:
+    """Footers of this process, by the identity of the file: those used last, and one in any case."""
+
+    def __init__(self, limit_bytes: int):
+        self._limit_bytes = limit_bytes
+        self._by_identity: dict[str, pq.FileMetaData] = {}
+
+    def get(self, identity: str) -> pq.FileMetaData | None:
+        metadata = self._by_identity.pop(identity, None)
+        if metadata is not None:
+            self._by_identity[identity] = metadata
+        return metadata
+
+    def keep(self, identity: str, metadata: pq.FileMetaData) -> None:
+        self._by_identity[identity] = metadata
+        held = sum(kept.serialized_size for kept in self._by_identity.values())
+        for oldest in list(self._by_identity)[:-1]:
+            if held <= self._limit_bytes:
+                break
+            held -= self._by_identity.pop(oldest).serialized_size
+
+
+_footers = _Footers(KEPT_FOOTER_BYTES)
 
 
 def read_columns(

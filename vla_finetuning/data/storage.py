@@ -245,6 +245,31 @@ def _http_status(error: BaseException) -> int | None:
     return int(status) if status.isdigit() else None
 
 
+def file_identity(fs: fsspec.AbstractFileSystem, path: str) -> str | None:
+    """What tells a file's content from another at the same place; None where that is not known, or there is no file.
+
+    Raises:
+        StorageError: the object store does not answer.
+    """
+    if isinstance(fs, LocalFileSystem):
+        try:
+            status = os.stat(path)
+        except OSError:
+            return None  # whoever opens it says what is the matter
+        # A copy may have the old one's size and time of writing; when it came here only the system sets.
+        return f"file\0{path}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}"
+    try:
+        return _identity(fs, path, fs.info(path))
+    except FileNotFoundError:
+        return None
+
+
+def _identity(fs: fsspec.AbstractFileSystem, path: str, info: Mapping[str, Any]) -> str | None:
+    marks = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
+    mark = next((str(info[name]) for name in marks if info.get(name)), None)
+    return None if mark is None else f"{fs.protocol}\0{path}\0{int(info['size'])}\0{mark}"
+
+
 class RemoteFile(io.RawIOBase):
     """A file in a store, for reading. Fetches whole blocks, and neighbouring ones in one request.
 
@@ -254,10 +279,9 @@ class RemoteFile(io.RawIOBase):
     def __init__(self, fs: RemoteFileSystem, path: str):
         info = fs.info(path)
         self.fs, self.path, self.size = fs, path, int(info["size"])
-        # What tells this content from another at the same place; without such a mark nothing is kept on disk.
-        marks = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
-        mark = next((str(info[name]) for name in marks if info.get(name)), None)
-        self._identity = None if mark is None else f"{fs.protocol}\0{path}\0{self.size}\0{mark}\0{BLOCK_BYTES}"
+        identity = _identity(fs, path, info)
+        # Without one nothing is kept on disk.
+        self._identity = None if identity is None else f"{identity}\0{BLOCK_BYTES}"
         self._blocks: dict[int, bytes] = {}
         self._at = 0
 

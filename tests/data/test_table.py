@@ -1,0 +1,241 @@
+"""Numbers of data files: unpacked once per node, footers parsed once per process, rows from a checked copy."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from lerobot_datasource import LeRobotDatasource
+from tests.datasets import make_dataset
+from vla_finetuning.data import node_cache as lerobot_node_cache
+from vla_finetuning.data import safe_parquet
+from vla_finetuning.data import table as lerobot_table
+from vla_finetuning.data.metadata import load_metadata
+
+ROOT = Path(__file__).resolve().parents[2]
+STILL = "observation.images.still"
+LENGTHS = (40, 12, 33, 25, 50, 7, 21)
+WINDOWS = {"action": [i / 10 for i in range(8)]}
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """By layout: a row group per file, as converted datasets have, and one per episode, as recorded ones."""
+    base = tmp_path_factory.mktemp("layouts")
+    recorded = make_dataset(base / "episode", cameras={}, episodes=LENGTHS)
+    converted = Path(shutil.copytree(recorded, base / "file"))
+    for path in converted.glob("data/*/*.parquet"):
+        pq.write_table(pq.read_table(path), path)
+    per_file = {root: [pq.ParquetFile(p).num_row_groups for p in root.glob("data/*/*.parquet")] for root in
+                (recorded, converted)}  # fmt: skip
+    assert set(per_file[converted]) == {1} and max(per_file[recorded]) > 1 and len(per_file[recorded]) > 1
+    return {"file": converted, "episode": recorded}
+
+
+@pytest.fixture(params=["file", "episode"])
+def root(request, originals, tmp_path):
+    return Path(shutil.copytree(originals[request.param], tmp_path / "dataset"))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where the numbers are kept, with nothing in it; nothing of this process is remembered either."""
+    monkeypatch.setattr(lerobot_table, "NUMBERS_DIR", str(tmp_path / "numbers"))
+    monkeypatch.setattr(safe_parquet, "_footers", safe_parquet._Footers(2**20))
+    lerobot_node_cache.node_cache.cache_clear()
+    return tmp_path / "numbers"
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Counts what is done: "footer" parsed, "rows" unpacked."""
+    counts = Counter()
+    footer, unpack = safe_parquet._checked_footer, lerobot_table.read_columns
+
+    def parsed(file, name):
+        counts["footers"] += ": data/" in name
+        return footer(file, name)
+
+    def unpacked(*args, **kwargs):
+        table = unpack(*args, **kwargs)
+        counts["rows"] += len(table)
+        return table
+
+    monkeypatch.setattr(safe_parquet, "_checked_footer", parsed)
+    monkeypatch.setattr(lerobot_table, "read_columns", unpacked)
+    return counts
+
+
+def an_epoch(root, seed=0):
+    """Every row, shuffled in small windows, by `index`."""
+    source = LeRobotDatasource([load_metadata(root)], delta_timestamps=WINDOWS, shuffle_seed=seed, shuffle_window=16)
+    batches = list(source.read_rows(range(sum(LENGTHS)), 16))
+    order = np.argsort(np.concatenate([b["index"] for b in batches]))
+    return {key: np.concatenate([b[key] for b in batches])[order] for key in batches[0]}
+
+
+def assert_same(rows, others):
+    assert rows.keys() == others.keys()
+    for key, values in others.items():
+        assert rows[key].dtype == values.dtype
+        np.testing.assert_array_equal(rows[key], values, err_msg=key)
+
+
+def unkept(root, monkeypatch):
+    """The rows as they are without a copy."""
+    from vla_finetuning.data import rows
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rows, "file_identity", lambda *_: None)
+        return an_epoch(root)
+
+
+def test_what_was_unpacked_once_is_not_unpacked_again(root, work, monkeypatch):
+    expected = unkept(root, monkeypatch)
+    assert work["rows"] > 1.5 * sum(LENGTHS)  # windows share row groups
+    work.clear()
+    files = len(load_metadata(root).data_files)
+    assert_same(an_epoch(root), expected)
+    assert work == {"footers": files, "rows": sum(LENGTHS)}
+    for seed in (1, 2):
+        assert_same(an_epoch(root, seed), expected)
+    assert work == {"footers": files, "rows": sum(LENGTHS)}
+    # Another process of the node neither parses nor unpacks anything.
+    monkeypatch.setattr(safe_parquet, "_footers", safe_parquet._Footers(2**20))
+    lerobot_node_cache.node_cache.cache_clear()
+    assert_same(an_epoch(root, 3), expected)
+    assert work == {"footers": files, "rows": sum(LENGTHS)}
+
+
+def test_images_beside_the_numbers_parse_a_footer_once(tmp_path, work):
+    root = make_dataset(tmp_path / "images", cameras={}, image_cameras={STILL: (8, 8)}, episodes=LENGTHS)
+    an_epoch(root)
+    an_epoch(root, 1)
+    assert work["footers"] == len(load_metadata(root).data_files)
+
+
+def test_footers_are_remembered_within_a_bound(root):
+    footers = safe_parquet._Footers(3000)
+    metadata = pq.ParquetFile(next(root.glob("data/*/*.parquet"))).metadata
+    assert 1000 < metadata.serialized_size < 1_000_000
+    for name in "abcdefghij":
+        footers.keep(name, metadata)
+        assert footers.get(name) is metadata  # the newest, however large
+    held = [name for name in "abcdefghij" if footers.get(name) is not None]
+    assert len(held) == max(1, 3000 // metadata.serialized_size)
+
+
+def test_a_file_that_changed_is_unpacked_anew(root, work):
+    an_epoch(root)
+    path = root / load_metadata(root).data_files[0]
+    table, before = pq.read_table(path), path.stat()
+    action = np.stack(table["action"].to_numpy()) + 1
+    at = table.schema.get_field_index("action")
+    pq.write_table(table.set_column(at, "action", [list(action)]).cast(table.schema), path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    found = an_epoch(root)
+    changed = np.isin(found["index"], table["index"])
+    np.testing.assert_array_equal(found["action"][changed][:, 0], action)
+
+
+@pytest.mark.parametrize("damage", ["zeros", "noise", "cut", "emptied"])
+def test_rows_that_the_disk_lost_are_unpacked_again(root, folder, work, damage):
+    expected = an_epoch(root)
+    work.clear()
+    for path in folder.glob("*/*.rows"):
+        content = bytearray(path.read_bytes())
+        half = len(content) // 2 + 3  # in the middle of a row
+        content[half:] = {
+            "zeros": bytes(len(content) - half),
+            "noise": os.urandom(len(content) - half),
+            "cut": b"",
+            "emptied": b"",
+        }[damage]
+        path.write_bytes(content if damage != "emptied" else b"")
+    assert_same(an_epoch(root), expected)
+    assert 0 < work["rows"] <= sum(LENGTHS)
+    work.clear()
+    assert_same(an_epoch(root), expected)
+    assert not work["rows"]
+
+
+READ_AND_DIE = textwrap.dedent("""
+    import os, signal, sys
+    from tests.data.test_table import an_epoch
+    from vla_finetuning.data import table
+    table.NUMBERS_DIR = sys.argv[2]
+    left, pwrite = [int(sys.argv[3])], os.pwrite
+    def dying(descriptor, data, offset):
+        left[0] -= len(data)
+        if left[0] < 0 and len(data) > 20:
+            pwrite(descriptor, bytes(data)[: len(data) // 2], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pwrite(descriptor, data, offset)
+    os.pwrite = dying
+    an_epoch(sys.argv[1])
+""")
+
+
+@pytest.mark.parametrize("root", ["file"], indirect=True)
+def test_a_reader_killed_while_it_writes(root, folder, monkeypatch):
+    expected = unkept(root, monkeypatch)
+    process = subprocess.run([sys.executable, "-c", READ_AND_DIE, root, folder, "3000"], cwd=ROOT)
+    assert process.returncode == -signal.SIGKILL
+    assert list(folder.glob("*/*.rows"))
+    assert_same(an_epoch(root), expected)
+
+
+def test_two_processes_at_once_unpack_each_row_once(originals, tmp_path, folder):
+    script = textwrap.dedent("""
+        import sys
+        from tests.data.test_table import an_epoch
+        from vla_finetuning.data import table
+        table.NUMBERS_DIR, unpack, rows = sys.argv[2], table.read_columns, []
+        def counting(*args, **kwargs):
+            rows.append(len(found := unpack(*args, **kwargs)))
+            return found
+        table.read_columns = counting
+        action = an_epoch(sys.argv[1])["action"]
+        print(sum(rows), action.sum())
+    """)
+    command = [sys.executable, "-c", script, originals["file"], folder]
+    running = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    results = [process.communicate()[0].split() for process in running]
+    assert sum(int(rows) for rows, _ in results) == sum(LENGTHS)
+    assert {total for _, total in results} == {str(an_epoch(originals["file"])["action"].sum())}
+
+
+@pytest.mark.parametrize("fault", ["full disk", "folder is a file", "folder of another user", "limit"])
+def test_a_folder_that_fails_costs_a_warning(root, folder, work, monkeypatch, caplog, fault):
+    expected = unkept(root, monkeypatch)
+    work.clear()
+    if fault == "full disk":
+        pwrite = os.pwrite
+
+        def full(descriptor, data, offset):
+            if len(data) > 20:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return pwrite(descriptor, data, offset)
+
+        monkeypatch.setattr(os, "pwrite", full)
+    elif fault == "folder is a file":
+        folder.write_text("")
+    elif fault == "folder of another user":
+        folder.mkdir()
+        folder.chmod(0o777)
+    else:
+        monkeypatch.setattr(lerobot_table, "NUMBERS_GB", 100 / 1e9)
+    assert_same(an_epoch(root), expected)
+    assert_same(an_epoch(root, 1), expected)
+    assert work["rows"] > 2 * sum(LENGTHS)
+    warnings = [record.message for record in caplog.records if str(folder) in record.message]
+    assert len(warnings) == 1 and "VLA_NUMBERS_DIR" in warnings[0]

@@ -1,0 +1,171 @@
+"""Folders on a node's own disk that keep what was dear to work out: whose place is there, and how large it may grow.
+
+What is kept can be worked out again at any time. So a folder that is full, broken or gone costs a warning and the
+cache, never the run. Any number of processes and runs share a folder; checksums tell whether what they keep is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+# Ray stops putting objects on a disk that is fuller than 0.95, and checkpoints need room too.
+FULLEST_DISK = 0.9
+# A process that found no room asks again so much later: somebody may have ended who held another dataset's place.
+ASK_AGAIN_S = 60.0
+# What says that there is no room, or no right to write: what was kept before can be read all the same.
+_NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+class NodeCache:
+    """A folder with a folder for each dataset. Get it from `node_cache`, which gives a process one of each.
+
+    Nothing of a dataset that a process reads is ever dropped: an epoch reads everything once, so to drop what was not
+    used for longest would be to drop what is wanted next. What does not fit is not kept. Datasets that nobody reads go
+    when there is no room, the one read longest ago first.
+
+    Attributes:
+        works: whether anything can be read; False after an error of the disk.
+    """
+
+    LEDGER = "ledger"  # bytes stored, never too few; its lock is held while room is made
+    IN_USE = "in-use"  # in each dataset's folder; every process that reads the dataset holds a lock on it
+
+    def __init__(self, folder: Path, limit_bytes: int, remedy: str):
+        self.folder, self.limit_bytes, self.remedy = folder, limit_bytes, remedy
+        self.works = True
+        self._writable = True
+        self._full_until = -float("inf")
+        self._held: dict[Path, int] = {}
+        self._told = False
+
+    def place(self, dataset: str) -> Path:
+        """The folder of a dataset, which is not dropped as long as this process lives. Raises OSError."""
+        place = self.folder / hashlib.sha256(dataset.encode()).hexdigest()[:32]
+        while place not in self._held:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            place.mkdir(exist_ok=True, mode=0o700)
+            _check_owner(self.folder, place)
+            try:
+                descriptor = os.open(place / self.IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
+            except FileNotFoundError:
+                continue  # dropped in between
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if os.fstat(descriptor).st_nlink:
+                os.utime(descriptor)
+                self._held[place] = descriptor
+            else:
+                os.close(descriptor)  # whoever dropped the folder had the lock
+        return place
+
+    @property
+    def takes(self) -> bool:
+        """Whether it is worth asking for room."""
+        return self._writable and time.monotonic() >= self._full_until
+
+    def make_room(self, size: int) -> bool:
+        """Whether `size` more bytes may be stored; they count as stored from now on. Raises OSError."""
+        if not self.takes:
+            return False
+        with self._ledger() as ledger:
+            known = os.pread(ledger, 20, 0)
+            stored = int(known) if known.isdigit() else self._drop(self.limit_bytes)
+            if stored + size > self.limit_bytes:
+                stored = self._drop(self.limit_bytes - size)
+            if self._disk_is_full(size):
+                stored = self._drop(0)
+            fits = stored + size <= self.limit_bytes and not self._disk_is_full(size)
+            os.pwrite(ledger, b"%020d" % (stored + size * fits), 0)
+        if not fits:
+            self._full_until = time.monotonic() + ASK_AGAIN_S
+            self._tell("is full")
+        return fits
+
+    @contextlib.contextmanager
+    def doing_without(self) -> Iterator[None]:
+        """An OSError inside ends the block, and the use of the folder, with a warning: the first of the process.
+
+        After one that speaks of room or rights what is there is still read.
+        """
+        try:
+            yield
+        except OSError as error:
+            self._writable = False
+            self.works = self.works and error.errno in _NO_WRITING
+            self._tell(f"fails ({error})")
+
+    def _tell(self, what: str) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "cache folder %s %s: going on without what it cannot keep; %s", self.folder, what, self.remedy
+            )
+
+    @contextlib.contextmanager
+    def _ledger(self) -> Iterator[int]:
+        """The ledger's file descriptor, locked."""
+        descriptor = os.open(self.folder / self.LEDGER, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield descriptor
+        finally:
+            os.close(descriptor)  # lets go of the lock, as the end of the process would
+
+    def _drop(self, goal_bytes: float) -> int:
+        """Drop datasets that nobody reads until `goal_bytes` are left; returns the bytes that are. Under the lock."""
+        found = []
+        for entry in os.scandir(self.folder):
+            if entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):
+                    # Files have holes: what counts is what they take on the disk.
+                    size = sum(file.stat().st_blocks * 512 for file in os.scandir(entry.path))
+                    found.append((os.stat(Path(entry.path) / self.IN_USE).st_mtime, size, Path(entry.path)))
+        stored = sum(size for _, size, _ in found)
+        for _, size, place in sorted(found):
+            if stored <= goal_bytes:
+                break
+            if place not in self._held and self._drop_place(place):
+                stored -= size
+        return stored
+
+    def _drop_place(self, place: Path) -> bool:
+        descriptor = os.open(place / self.IN_USE, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(place)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _disk_is_full(self, size: int) -> bool:
+        disk = os.statvfs(self.folder)
+        used, free = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_bavail * disk.f_frsize
+        return used + size > FULLEST_DISK * (used + free)
+
+
+def _check_owner(folder: Path, place: Path) -> None:
+    """Nobody else can put files there, which would be read as if they were this user's: the folder may be in /tmp."""
+    mine, status = os.geteuid(), folder.stat()
+    open_to_all = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
+    if status.st_uid not in (0, mine) or open_to_all or place.lstat().st_uid != mine:
+        raise PermissionError(errno.EPERM, "belongs to another user, or anybody may write there", str(folder))
+
+
+@functools.cache
+def node_cache(folder: Path, limit_bytes: int, remedy: str) -> NodeCache:
+    """The process's `NodeCache` of a folder. `remedy` ends the warning of one that is full or broken."""
+    return NodeCache(folder, limit_bytes, remedy)

@@ -1,0 +1,363 @@
+"""Rows of a dataset's data files: the row groups that hold them, and the numbers among their columns.
+
+A row group is unpacked as a whole, be it the whole file of 100 MB, and a shuffled window wants a few rows of many. So
+numbers that were unpacked once are kept on the node's disk as rows of a fixed size, and read from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+from numpy.typing import DTypeLike
+
+from vla_finetuning.config import NUMBERS_DIR, NUMBERS_GB
+from vla_finetuning.data.limits import MAX_DATA_BYTES
+from vla_finetuning.data.node_cache import NodeCache, node_cache
+from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+
+# Rows that are written at once, in bytes.
+_WRITTEN_BYTES = 4 * 2**20
+# Row groups that are unpacked beside those that are wanted: where there is one for each episode, to find a few rows
+# takes longer (a footer of 7 MB is 0.07 s) than to unpack them. More would keep the first batch waiting.
+AHEAD_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A parquet file of a dataset. `dataset` tells the dataset from others, `name` is what errors call the file."""
+
+    fs: fsspec.AbstractFileSystem
+    path: str
+    name: str
+    dataset: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows [first, last) of a data file; `of` says whose they are, for errors."""
+
+    of: str
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of numbers: its name in the file, and what it is in a row. `row_bytes`: the most it takes there."""
+
+    key: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Row groups as one table: row `at(row)` of it is row `row` of the file.
+
+    file_row, table_row: where each group begins, int64 (G,), ascending.
+    """
+
+    table: pa.Table
+    file_row: np.ndarray
+    table_row: np.ndarray
+
+    def at(self, row: int) -> int:
+        group = int(np.searchsorted(self.file_row, row, "right")) - 1
+        return int(self.table_row[group]) + row - int(self.file_row[group])
+
+
+def read_groups(
+    file: DataFile, row_bytes: Mapping[str, int | None], spans: Sequence[Span], identity: str | None
+) -> Groups:
+    """The row groups that hold the spans.
+
+    Args:
+        row_bytes: the columns, with the most that a row of each may take; None: anything.
+        identity: of the file's content, whose footer is then parsed once.
+    Raises:
+        ValueError: columns or rows that are not there, or more bytes than are read at once; as `open_parquet`.
+    """
+    with open_parquet(file.fs, file.path, name=file.name, identity=identity) as parquet:
+        missing = [k for k in row_bytes if k not in parquet.schema_arrow.names]
+        if missing:
+            raise ValueError(f"{file.name}: columns {missing} are missing; meta/info.json promises them")
+        sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.metadata.num_row_groups)]
+        group_first = np.concatenate([[0], np.cumsum(sizes)])
+        wanted = np.zeros(len(sizes), bool)
+        for span in spans:
+            if span.last > group_first[-1]:
+                raise ValueError(
+                    f"{file.name}: {span.of} should end at row {span.last}, the file has {group_first[-1]} rows: the "
+                    "file is incomplete or meta/episodes is wrong"
+                )
+            first = np.searchsorted(group_first, span.first, "right") - 1
+            wanted[first : np.searchsorted(group_first, span.last, "left")] = True
+        groups = np.flatnonzero(wanted)
+        table = read_columns(
+            parquet,
+            list(row_bytes),
+            Budget("rows of the row groups that hold what is wanted", None, MAX_DATA_BYTES),
+            name=file.name,
+            groups=groups.tolist(),
+            row_bytes={key: size for key, size in row_bytes.items() if size is not None},
+        )
+        skipped = np.concatenate([[0], np.cumsum(np.where(wanted, 0, sizes))])
+        return Groups(table, group_first[groups], group_first[groups] - skipped[groups])
+
+
+def read_numbers(
+    file: DataFile, columns: Sequence[Column], spans: Sequence[Span], identity: str | None
+) -> list[np.ndarray]:
+    """The spans' rows of some columns, one span after the other: arrays (N, *shape), (N,) for shape (1,).
+
+    Args:
+        identity: of the file's content, by which rows are kept on this node's disk; None: they are not.
+    Raises:
+        ValueError: as `read_groups` and `numbers`, when the rows are unpacked for the first time.
+    """
+    bounds = np.cumsum([0, *map(len, spans)])
+    rows = np.empty(bounds[-1], _row_type(columns))
+    places = [rows[a:b] for a, b in itertools.pairwise(bounds)]
+    copy = None if identity is None else _RowCopy.of(file, columns, identity)
+    missing = list(range(len(spans))) if copy is None else copy.read(spans, places)
+    if missing:
+        # Others who want rows of this file wait: they would unpack the same group.
+        with contextlib.nullcontext() if copy is None else copy.alone():
+            if copy is not None:
+                missing = copy.read([spans[i] for i in missing], [places[i] for i in missing], missing)
+            if missing:
+                _unpack(file, columns, [spans[i] for i in missing], [places[i] for i in missing], identity, copy)
+                if copy is not None and copy.takes and (ahead := _next_groups(file, identity, copy)):
+                    # What is wrong there is told to who wants those rows.
+                    with contextlib.suppress(ValueError):
+                        _unpack(file, columns, ahead, [], identity, copy)
+    return [np.ascontiguousarray(rows[str(i)]) for i in range(len(columns))]
+
+
+def _unpack(
+    file: DataFile,
+    columns: Sequence[Column],
+    spans: Sequence[Span],
+    places: Sequence[np.ndarray],
+    identity: str | None,
+    copy: _RowCopy | None,
+) -> None:
+    """Fill `places` with the rows of the first spans, and keep all the rows that were unpacked for any of them."""
+    row_bytes: dict[str, int | None] = {}
+    for column in columns:
+        row_bytes[column.key] = max(column.row_bytes, row_bytes.get(column.key) or 0)
+    groups = read_groups(file, row_bytes, spans, identity)
+    arrays = [numbers(groups.table.column(c.key), c.dtype, c.shape, f"{file.name}: column {c.key}") for c in columns]
+
+    def put(place: np.ndarray, first: int) -> None:
+        for i, array in enumerate(arrays):
+            place[str(i)] = array[first : first + len(place)]
+
+    for span, place in zip(spans, places, strict=False):
+        put(place, groups.at(span.first))
+    if copy is None:
+        return
+    ends = [*groups.table_row[1:].tolist(), len(groups.table)]
+    for file_row, first, end in zip(groups.file_row.tolist(), groups.table_row.tolist(), ends, strict=True):
+        at_once = max(1, _WRITTEN_BYTES // copy.type.itemsize)
+        for start in range(first, end, at_once):
+            part = np.zeros(min(at_once, end - start), copy.type)
+            put(part, start)
+            copy.write(file_row + start - first, part)
+
+
+def _next_groups(file: DataFile, identity: str | None, copy: _RowCopy) -> list[Span]:
+    """The file's first row groups that are not in the copy, together about `AHEAD_BYTES`."""
+    found: list[Span] = []
+    with open_parquet(file.fs, file.path, name=file.name, identity=identity) as parquet:
+        sizes = [
+            (group.num_rows, group.total_byte_size)
+            for group in map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
+        ]
+    first = taken = 0
+    for number, (rows, size) in enumerate(sizes):
+        if taken >= AHEAD_BYTES:
+            break
+        if rows and not copy.begins(first):
+            found.append(Span(f"row group {number}", first, first + rows))
+            taken += size
+        first += rows
+    return found
+
+
+def _row_type(columns: Sequence[Column]) -> np.dtype:
+    """A row of the copy: a checksum of what follows, then the columns by number."""
+    fields = [(str(i), c.dtype, () if c.shape == (1,) else c.shape) for i, c in enumerate(columns)]
+    return np.dtype([("checksum", "<u8"), *fields])
+
+
+class _RowCopy:
+    """Rows of a data file, as they were read once: row n of the file is record n, a hole if it was not read yet.
+
+    What is not whole (a row that is just being written, whose writer was killed, that the disk lost) has another
+    checksum than it should, and is not there. Nothing but numbers of known types is in it.
+    """
+
+    SUFFIX = ".rows"
+
+    def __init__(self, cache: NodeCache, path: Path, kind: np.dtype):
+        self._cache, self._path, self.type = cache, path, kind
+
+    @classmethod
+    def of(cls, file: DataFile, columns: Sequence[Column], identity: str) -> _RowCopy | None:
+        """None where there is no place for it."""
+        cache = _numbers_cache()
+        kind = _row_type(columns)
+        key = f"{identity}\0{[column.key for column in columns]}\0{kind.descr}"
+        copy = None
+        with cache.doing_without():
+            if cache.works:
+                path = cache.place(file.dataset) / (hashlib.sha256(key.encode()).hexdigest() + cls.SUFFIX)
+                copy = cls(cache, path, kind)
+        return copy
+
+    @property
+    def takes(self) -> bool:
+        """Whether what is written is kept, as far as is known."""
+        return self._cache.takes
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other process is here at the same time."""
+        descriptor = None
+        with self._cache.doing_without():
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def read(
+        self, spans: Sequence[Span], places: Sequence[np.ndarray], names: Sequence[int] | None = None
+    ) -> list[int]:
+        """Fill `places` with the rows of `spans`; returns which of them are not here, by `names` or position."""
+        missing = list(range(len(spans)) if names is None else names)
+        with self._cache.doing_without(), contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(self._path, os.O_RDONLY)
+            try:
+                pairs = zip(list(missing), spans, places, strict=True)
+                missing = [name for name, span, place in pairs if not self._read_span(descriptor, span.first, place)]
+            finally:
+                os.close(descriptor)
+        return missing
+
+    def _read_span(self, descriptor: int, first: int, place: np.ndarray) -> bool:
+        view = place.view(np.uint8).reshape(len(place), self.type.itemsize)
+        if os.preadv(descriptor, [view.reshape(-1).data], first * self.type.itemsize) < view.size:
+            return False
+        return bool(np.array_equal(place["checksum"], _checksums(view)))
+
+    def begins(self, row: int) -> bool:
+        """Whether something was written for a row."""
+        with self._cache.doing_without(), open(self._path, "rb", buffering=0) as file:
+            return os.pread(file.fileno(), 8, row * self.type.itemsize).strip(b"\0") != b""
+        return True
+
+    def write(self, first: int, rows: np.ndarray) -> None:
+        view = rows.view(np.uint8).reshape(len(rows), self.type.itemsize)
+        rows["checksum"] = _checksums(view)
+        with self._cache.doing_without():
+            if self._cache.make_room(rows.nbytes):
+                descriptor = os.open(self._path, os.O_WRONLY)
+                try:
+                    os.pwrite(descriptor, view.reshape(-1).data, first * self.type.itemsize)
+                finally:
+                    os.close(descriptor)
+
+
+def _checksums(rows: np.ndarray) -> list[int]:
+    """Of records, uint8 (N, bytes); never 0, which is what a hole has in its place."""
+    content = rows[:, 8:]
+    return [xxhash.xxh3_64_intdigest(row) or 1 for row in content]
+
+
+def _numbers_cache() -> NodeCache:
+    return node_cache(
+        Path(NUMBERS_DIR),
+        int(NUMBERS_GB * 1e9),
+        "row groups are unpacked whenever rows of them are wanted, which is slow where they are large; make room, or "
+        "set VLA_NUMBERS_DIR, on every node, to a folder on another disk",
+    )
+
+
+def numbers(column: pa.ChunkedArray, dtype: DTypeLike | None, shape: tuple[int, ...], where: str) -> np.ndarray:
+    """Scalars, lists and nested lists of `dtype`, or of numbers that are exactly such, to (N,) or (N, *shape).
+
+    Args:
+        dtype: None for what is stored.
+        shape: of a row; (1,) is a scalar.
+        where: how errors begin.
+    Raises:
+        ValueError: something is missing, or of another shape or type.
+    """
+    array = column.combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = array.chunk(0) if array.num_chunks else pa.array([], column.type)
+    count = len(array)
+    lengths: list[int] = []  # of the lists in each dimension
+    while True:
+        if array.null_count:
+            raise ValueError(f"{where}: {array.null_count} empty values; every row must have one")
+        if isinstance(array.type, pa.BaseExtensionType):
+            array = array.storage
+        elif (
+            pa.types.is_list(array.type)
+            or pa.types.is_large_list(array.type)
+            or pa.types.is_fixed_size_list(array.type)
+        ):
+            found = pc.unique(pc.list_value_length(array)).to_pylist()
+            if len(found) > 1:
+                raise ValueError(f"{where}: lists of {sorted(found)[:5]} values, expected shape {shape} in every row")
+            lengths += found
+            array = array.flatten()
+        else:
+            break
+    # A scalar may be stored as a list of one.
+    if count and tuple(lengths) != shape and not (shape == (1,) and not lengths):
+        raise ValueError(f"{where}: values of shape {tuple(lengths)}, expected {shape} in every row")
+    kind = array.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise ValueError(f"{where}: holds {kind}, expected numbers")
+    if dtype is not None:
+        array = _as_declared(array, np.dtype(dtype), where)
+    values = array.to_numpy(zero_copy_only=False)
+    return values.astype(dtype or values.dtype, copy=False).reshape(count, *(() if shape == (1,) else shape))
+
+
+def _as_declared(array: pa.Array, dtype: np.dtype, where: str) -> pa.Array:
+    """Numbers that `dtype` can hold as they are; floats become float32 as in LeRobot, whatever that rounds."""
+    if dtype == np.float32:
+        return array
+    try:
+        whole = array.cast(pa.int64())
+        if dtype == np.bool_ and not pc.all(pc.is_in(whole, pa.array([0, 1]))).as_py():
+            raise pa.ArrowInvalid("values that are neither 0 nor 1")
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"{where}: holds {array.type} that cannot be {dtype}, as meta/info.json says ({error}); correct the one or "
+            "the other"
+        ) from error
+    return whole
