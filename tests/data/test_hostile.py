@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import EpsImagePlugin, Image
 
-from lerobot_datasource import LeRobotDatasource
+from lerobot_datasource import LeRobotDatasource, _read_of
 from tests.datasets import make_dataset
 from tests.memory import takes_at_most
 from vla_finetuning.data import metadata as lerobot_metadata
@@ -50,7 +50,7 @@ def root(original, tmp_path):
 
 def read_all(root):
     source = LeRobotDatasource([load_metadata(root)])
-    read = source._read(list(source.plan.slices(0, sum(LENGTHS))))
+    read = _read_of(list(source.plan.slices(0, sum(LENGTHS))), source._places)
     return list(read_rows([Reader.of(m) for m in source.metas], read, 0, source._options(64)))
 
 

@@ -23,7 +23,7 @@ import pytest
 import s3fs
 
 import vla
-from lerobot_datasource import LeRobotDatasource, read_lerobot
+from lerobot_datasource import LeRobotDatasource, _read_of, read_lerobot
 from tests import clusters
 from tests.data.test_datasource import TOP, WINDOWS, assert_same_row, lerobot, rows_of
 from tests.datasets import make_dataset
@@ -143,7 +143,7 @@ def read_directly(source):
     """A source's tables without Ray, as its read tasks read them."""
     for meta in source.metas:
         meta.fs.invalidate_cache()
-    read = source._read(list(source.plan.slices(0, source.plan.rows_per_epoch)))
+    read = _read_of(list(source.plan.slices(0, source.plan.rows_per_epoch)), source._places)
     return list(read_rows([Reader.of(m) for m in source.metas], read, 0, source._options(16)))
 
 
