@@ -9,7 +9,8 @@ On a GPU PI0.5 has its real size, without one it is the tiny one; weights are ra
 * lerobot: `lerobot_train.update_policy` of the installed LeRobot with its optimizer preset, through accelerate, fed
   with pinned uint8 images. On a GPU in the bfloat16 that its documentation recommends (weights and Adam's state too).
   Its preprocessor, which reads the state back from the device, is left out: tokens come ready made.
-* ours: `util.train_step` with `cuda_prefetcher`, as the training loop calls it; one log step included.
+* ours: `util.train_step` with `cuda_prefetcher`, as the training loop calls it, on prompts that are cut as there; one
+  log step included.
 
 All are fed by the same rows, stored in the form in which each one's loader delivers them. Naive and ours accumulate to
 at least `--global_batch` rows per step; LeRobot cannot. Batch sizes grow until memory is full. MFU counts the
@@ -58,6 +59,8 @@ from util import (
     train_step,
 )
 from vla_finetuning.config import Attention, Config, TrainMode
+from vla_finetuning.policies.attention import Kernel
+from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.memory import step_memory
 from vla_finetuning.policies.pi05 import (
     PolicyLoss,
@@ -65,8 +68,10 @@ from vla_finetuning.policies.pi05 import (
     choose_trainable,
     flops_per_sample,
     sample_noise_and_time,
+    with_cameras,
 )
 from vla_finetuning.policies.processors import DeviceHalf, to_float
+from vla_finetuning.policies.prompts import cut_prompts, prompt_lengths
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Config
 
 Columns = dict[str, np.ndarray]
@@ -118,9 +123,15 @@ def prepared_rows(config: PI05Config, rows: int, seed: int) -> Columns:
     }
     columns["observation.language.tokens"] = random.integers(0, vocabulary, tokens)
     lengths = random.integers(tokens[1] // 4, tokens[1] // 2, (rows, 1))
+    lengths[0] = tokens[1] // 2  # so that all batches are cut to the same length
     columns["observation.language.attention_mask"] = np.arange(tokens[1]) < lengths
     columns["action"] = random.standard_normal((rows, config.chunk_size, ACTION_DIM), np.float32)
     return columns
+
+
+def prompt(config: PI05Config) -> int:
+    """The length that ours cuts these rows' prompts to."""
+    return next(n for n in prompt_lengths(config, CAMERAS, trim=True) if n >= config.tokenizer_max_length // 2)
 
 
 # ---- contenders: each holds a policy, and takes one optimizer step at a time ----------------------------------------
@@ -216,12 +227,21 @@ class LeRobot:
 
 
 class Ours:
-    def __init__(self, config: PI05Config, mode: TrainMode, device: torch.device, bf16: bool):
+    def __init__(
+        self,
+        config: PI05Config,
+        mode: TrainMode,
+        device: torch.device,
+        bf16: bool,
+        *,
+        attention: Kernel = "sdpa",
+        compiler: Compiler | None = None,
+    ):
         policy = make_policy(config, mode, device)
         if bf16:
             cast_frozen(policy, torch.bfloat16)
-        attention = cast(Attention, Config().train.attention)
-        self.loss = PolicyLoss(policy, images=DeviceHalf(None, config), attention=attention).to(device)
+        images = DeviceHalf(None, config)
+        self.loss = PolicyLoss(policy, images=images, attention=attention, compile=compiler).to(device)
         preset = config.get_optimizer_preset()
         self.optimizer = make_trainable_optimizer(
             policy,
@@ -237,7 +257,7 @@ class Ours:
         self.window = Window(device)
 
     def stored(self, columns: Columns) -> Any:
-        return self.collate(columns)
+        return self.collate(cut_prompts(columns, prompt_lengths(self.config, CAMERAS, trim=True)))
 
     def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
         return cuda_prefetcher(batches, self.device)
@@ -377,7 +397,8 @@ def compare(options: argparse.Namespace, device: torch.device, bf16: bool, rows:
 
 def summary(cells: dict[str, Any], mode: TrainMode, device: torch.device) -> dict[str, Any]:
     """Medians over the rounds, MFU, and how many times faster ours is."""
-    flops, peak = flops_per_sample(policy_config(device), CAMERAS, mode), peak_flops(device)
+    config = policy_config(device)
+    flops, peak = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config)), peak_flops(device)
     medians: dict[str, dict[str, Any]] = {}
     for name, sizes in cells.items():
         medians[name] = {}
@@ -432,25 +453,32 @@ def memory_estimate(cells: dict[str, Any], mode: TrainMode, device: torch.device
     if device.type != "cuda" or not cells["ours"]:
         return None
     size = max(cells["ours"])
-    estimate = step_memory(
-        policy_config(device),
+    measured = max(sample["peak_memory_bytes"] for sample in cells["ours"][size])
+    estimated = planned_bytes(policy_config(device), mode, size, max(1, rows // size), bf16=True)
+    return {"batch_size": size, "estimated_bytes": estimated, "measured_bytes": measured}
+
+
+def planned_bytes(config: PI05Config, mode: TrainMode, size: int, accum: int, bf16: bool) -> int:
+    """What `--dry_run` says that a step of ours takes at worst."""
+    return step_memory(
+        with_cameras(config, CAMERAS, prompt(config)),
         mode,
         cameras=CAMERAS,
         batch_size=size,
-        grad_accum=max(1, rows // size),
+        grad_accum=accum,
         draws=1,
-        bf16=True,
+        bf16=bf16,
         attention=cast(Attention, Config().train.attention),
         checkpointing=False,
-    )
-    measured = max(sample["peak_memory_bytes"] for sample in cells["ours"][size])
-    return {"batch_size": size, "estimated_bytes": estimate.peak, "measured_bytes": measured}
+    ).peak
 
 
 # ---- the live data engine -------------------------------------------------------------------------------------------
 
 
-def live(mode: TrainMode, device: torch.device, bf16: bool, size: int, accum: int, seconds: float) -> dict[str, Any]:
+def live(
+    mode: TrainMode, device: torch.device, bf16: bool, size: int, accum: int, seconds: float, rows: int = LIVE_ROWS
+) -> dict[str, Any]:
     """Ours, fed by Ray Data from videos: decoded, prepared, collated and prefetched while it trains. One process."""
     import ray
 
@@ -465,7 +493,7 @@ def live(mode: TrainMode, device: torch.device, bf16: bool, size: int, accum: in
 
     cpus = os.cpu_count() or 1
     ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    root = make("av1_240x320x3", LIVE_ROWS)
+    root = make("av1_240x320x3", rows)
     meta = load_metadata(root)
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
         # Its tokenizer needs no download. Its policy is used on a CPU only.
@@ -486,10 +514,10 @@ def live(mode: TrainMode, device: torch.device, bf16: bool, size: int, accum: in
         config.input_features = run.policy_config.input_features
         config.output_features = run.policy_config.output_features
         contender = Ours(config, mode, device, bf16)
-        missing = config.tokenizer_max_length - run.policy_config.tokenizer_max_length
+        missing = prompt(config) - run.policy_config.tokenizer_max_length
 
         def longer(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            """Prompts padded to the length of the policy that is measured."""
+            """Prompts of the length that the policy is measured with elsewhere."""
             names = ("observation.language.tokens", "observation.language.attention_mask")
             return {k: torch.nn.functional.pad(v, (0, missing)) if k in names else v for k, v in batch.items()}
 

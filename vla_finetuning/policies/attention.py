@@ -124,7 +124,7 @@ def choose_kernel(
     attentions = list(attentions)
     refused: list[str] = []
     for kernel in CANDIDATES[CANDIDATES.index(asked) :]:
-        wrong = kernel != "eager" and _what_is_wrong(kernel, attentions, device, dtype)
+        wrong = kernel != "eager" and what_is_wrong(kernel, attentions, device, dtype)
         if not wrong:
             backends = {str(shape): _backend(kernel, layer, shape, device, dtype) for layer, shape in attentions}
             for reason in refused:
@@ -138,10 +138,10 @@ def choose_kernel(
 UNAVAILABLE = "this device or dtype has no such kernel"
 
 
-def _what_is_wrong(
+def what_is_wrong(
     kernel: Kernel, attentions: Sequence[tuple[nn.Module, Shape]], device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """In words; None if nothing is."""
+    """With a kernel at some shapes, in words: the first fault, or UNAVAILABLE. None if there is none."""
     for layer, shape in attentions:
         inputs = _inputs(layer, shape, device, dtype)
         try:
