@@ -47,6 +47,35 @@ def read(path, timestamps_s, tolerance_s=1e-4):
         return [pixels[i] for i in range(len(timestamps_s))], reader.frames_decoded
 
 
+@pytest.mark.parametrize("kind", ["matroska", "avi", "hls"])
+def test_only_what_a_dataset_holds_is_opened(tmp_path, kind):
+    """Whatever its name: FFmpeg would find out by itself what it is, and a playlist leads to other files."""
+    path = tmp_path / "file.mp4"
+    if kind == "hls":
+        path.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:2\n#EXTINF:2,\n/etc/hostname\n#EXT-X-ENDLIST\n")
+    else:
+        with writing_videos(), av.open(str(path), "w", format=kind) as container:
+            stream = container.add_stream("mpeg4", rate=FPS)
+            stream.height, stream.width, stream.pix_fmt = *SIZE, "yuv420p"
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(draw_frame(0, SIZE), format="rgb24")))
+            container.mux(stream.encode(None))
+    for source in (str(path), io.BytesIO(path.read_bytes())):
+        with pytest.raises(ValueError, match="a video: not a readable video, mp4 or mov"):
+            read(source, [0.0])
+
+
+def test_mov_is_read_as_mp4(tmp_path):
+    path = tmp_path / "file.mp4"
+    with writing_videos(), av.open(str(path), "w", format="mov") as container:
+        stream = container.add_stream("libx264", rate=FPS)
+        stream.height, stream.width, stream.pix_fmt = *SIZE, "yuv420p"
+        for i in range(5):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(draw_frame(i, SIZE), format="rgb24")))
+        container.mux(stream.encode(None))
+    frames, _ = read(str(path), np.arange(5) / FPS)
+    assert [read_frame_number(frame) for frame in frames] == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("after_bytes", [0, 2000])
 def test_a_disk_that_does_not_answer_is_no_damaged_video(video, after_bytes):
     class Dying(io.BytesIO):

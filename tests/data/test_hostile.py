@@ -228,6 +228,16 @@ def test_frames_larger_than_any_camera_has(root, shape, dtype):
         load_metadata(root)
 
 
+def test_cameras_that_are_too_large_together(root):
+    def more(info, count):
+        camera = {**info["features"][TOP], "shape": [2160, 3840, 3]}
+        info["features"] |= {f"observation.images.{i}": camera for i in range(count)}
+
+    edit_info(root, lambda info: more(info, 9))
+    with pytest.raises(ValueError, match="11 cameras have 74.7 megapixels together, more than the 70.8 that a row may"):
+        load_metadata(root)
+
+
 def test_cameras_of_8k_are_accepted(root):
     edit_info(root, lambda info: info["features"][TOP].update(shape=[4320, 8192, 3]))
     assert load_metadata(root).features[TOP].shape == (4320, 8192, 3)

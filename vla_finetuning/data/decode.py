@@ -15,6 +15,8 @@ from PIL import Image
 
 # What datasets hold. PIL knows more: some it gives to other programs (EPS), some unpack without limit.
 IMAGE_FORMATS = ("PNG", "JPEG", "TIFF", "WEBP", "BMP")
+# FFmpeg's name of its reader of mp4 and mov.
+VIDEO_FORMAT = "mp4"
 # Walking this many frames is cheaper than seeking; beyond it, seek to the key frame before the target.
 SEEK_AFTER_FRAMES = 8
 
@@ -55,11 +57,15 @@ class VideoReader:
         # FFmpeg decodes a little already to find out what a file holds. Codecs code whole blocks of up to 128 pixels.
         options = {"max_pixels": str(-(-height // 128) * -(-width // 128) * 128**2)}
         try:
-            self._container = av.open(source, options=options)
+            # As what a LeRobot dataset holds, whatever the file says it is: FFmpeg would also follow playlists to other
+            # files and addresses, and knows hundreds of formats that nobody looks after.
+            self._container = av.open(source, format=VIDEO_FORMAT, options=options)
             self._stream = self._container.streams.video[0]
         except (av.FFmpegError, IndexError) as error:
             _raise_of_disk(error, name)
-            raise ValueError(f"{name}: not a readable video ({error}); it may be truncated: copy it again") from error
+            raise ValueError(
+                f"{name}: not a readable video, mp4 or mov ({error}); it may be truncated: copy it again"
+            ) from error
         self._check_size(self._stream.codec_context.height, self._stream.codec_context.width)
         self._stream.codec_context.options = options
         self._stream.codec_context.thread_count = threads

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 # The largest sensors of cameras on the market are read out as DCI 8K; a frame of it is 106 MB of RGB.
 MAX_FRAME_PIXELS = 8192 * 4320
+# Of all cameras of a row together, 212 MB of RGB: 34 of 1080x1920, 8 of 2160x3840. A read task holds 32 rows or more.
+MAX_ROW_PIXELS = 2 * MAX_FRAME_PIXELS
 # Numbers in one row of a feature that is no camera, 64 MB as float32. A point cloud of a depth camera has 2 million.
 MAX_ROW_NUMBERS = 2**24
 

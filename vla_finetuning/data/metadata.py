@@ -31,6 +31,7 @@ from vla_finetuning.data.limits import (
     MAX_FRAME_PIXELS,
     MAX_INFO_BYTES,
     MAX_ROW_NUMBERS,
+    MAX_ROW_PIXELS,
     MAX_STATS_BYTES,
     MAX_TASKS,
     MAX_TASKS_BYTES,
@@ -469,6 +470,13 @@ def _parse_features(info: dict[str, Any]) -> dict[str, Feature]:
     missing = [key for key in FRAME_FEATURES if key not in features]
     if missing:
         raise ValueError(f"{INFO_PATH}: features lacks {missing}, which every LeRobot v3 dataset has")
+    cameras = [feature for feature in features.values() if feature.dtype in CAMERA_DTYPES]
+    pixels = sum(math.prod(camera.shape) // (1 if camera.is_depth else 3) for camera in cameras)
+    if pixels > MAX_ROW_PIXELS:
+        raise ValueError(
+            f"{INFO_PATH}: the frames of its {len(cameras)} cameras have {pixels / 1e6:.1f} megapixels together, more "
+            f"than the {MAX_ROW_PIXELS / 1e6:.1f} that a row may have; repair the shapes, or remove cameras"
+        )
     return features
 
 
