@@ -272,9 +272,11 @@ class LeRobotDatasource(Datasource):
         readers = [Reader.of(meta, self.columns()) for meta in self.metas]
         for first in range(0, len(positions), batch_size):
             windows = [s for p in positions[first : first + batch_size] for s in self.plan.slices(int(p), int(p) + 1)]
-            read = _read_of(windows, self._places)
-            (table,) = read_rows(readers, read, first, self._options(block_rows=batch_size))
+            (table,) = read_rows(readers, self._read(windows), first, self._options(block_rows=batch_size))
             yield {name: column_to_numpy(table.column(name)) for name in table.column_names}
+
+    def _read(self, windows: list[WindowSlice]) -> Read:
+        return _read_of(windows, self._places)
 
     def _options(self, block_rows: int) -> ReadOptions:
         return ReadOptions(
@@ -456,7 +458,7 @@ def read_lerobot(
     """Read LeRobot v3 datasets as a Ray Dataset of frames.
 
     Args:
-        root: a path or URI (`s3://`, `gs://`, anything fsspec opens), a list of them, or a mixture, `{root: weight}`.
+        root: a path or URI (`s3://`, `gs://`), a list of them, or a mixture, `{root: weight}`.
             A mixture needs a `shuffle_seed` and gives as many rows as its datasets hold together, of each a number in
             proportion to its weight, spread evenly: of a dataset with more than its natural share, all rows and some of
             them again; of one with less, a part (training's further epochs go on with the rest: `--dataset.mixture`).

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from ray import cloudpickle
 
-from lerobot_datasource import LeRobotDatasource, _read_of, read_lerobot, reads_per_task
+from lerobot_datasource import LeRobotDatasource, read_lerobot, reads_per_task
 from tests.datasets import make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import rows as lerobot_rows
@@ -196,7 +196,7 @@ def test_a_stream_over_epochs_and_executions_keeps_its_order(ray_cluster, roots)
 def read_directly(source, columns=None, limit=None):
     """A source's rows without Ray."""
     last = source.plan.rows_per_epoch if limit is None else limit
-    read = _read_of(list(source.plan.slices(0, last)), source._places)
+    read = source._read(list(source.plan.slices(0, last)))
     options = ReadOptions(columns or source.columns(), source._delta_indices, 1e-4, 16, 1)
     return list(read_rows([Reader.of(m) for m in source.metas], read, 0, options))
 

@@ -257,6 +257,21 @@ def test_object_storage(original):
         load_metadata("memory://bucket/dataset")
 
 
+@pytest.mark.parametrize(
+    ("root", "told"),
+    [
+        ("hf://datasets/user/name", "hf:// is not read: --dataset.repo_id USER/NAME downloads"),
+        ("abfs://container@account.dfs.core.windows.net/arm", "abfs:// is not read: copy or mount the dataset"),
+        ("az://container/arm", "az:// is not read: copy or mount the dataset"),
+        ("https://example.org/arm", "https:// is not read"),
+        ("nosuch://x", "nosuch:// is not read"),
+    ],
+)
+def test_stores_that_are_not_promised_are_refused(root, told):
+    with pytest.raises(ValueError, match=f"dataset {root}: {told}.*; expected a local folder, s3:// or gs://"):
+        load_metadata(root)
+
+
 def test_pickles_small(original):
     meta = load_metadata(original)
     assert pickle.loads(pickle.dumps(meta)).episode_tasks == meta.episode_tasks
@@ -288,11 +303,6 @@ def test_credentials_in_an_address_are_not_repeated(protocol, capsys, caplog):
     assert show_dataset.main([root]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: dataset root: ") and "canary" not in out + err + caplog.text
-
-
-def test_unknown_protocol():
-    with pytest.raises(ValueError, match="dataset nosuch://x: .*s3://, gs://"):
-        load_metadata("nosuch://x")
 
 
 def test_a_place_that_may_not_be_read(root, monkeypatch):

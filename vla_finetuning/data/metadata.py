@@ -146,7 +146,7 @@ def load_metadata(
     Reads `meta/` only; `check_files` tells whether the files it names are there.
 
     Args:
-        root: a local folder, or a URL that fsspec knows (`s3://`, `gs://`, `memory://`, …).
+        root: a local folder, or a URL of a store that is read (`s3://`, `gs://`; `storage.PROTOCOLS`).
         storage_options: passed to fsspec's file system.
         storage_policy: how long requests to an object store may take, and whether blocks of files are cached.
     Raises:
@@ -359,8 +359,8 @@ def _open_root(
     refuse_credentials(root, "dataset root")
     try:
         found, base = connect(root, policy, storage_options)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"dataset {root}: {error}; expected a local folder, s3://, gs:// or memory://") from error
+    except ValueError as error:
+        raise ValueError(f"dataset {root}: {error}; expected a local folder, s3:// or gs://") from error
     base = base.rstrip("/")
     fs = found.within(FIRST_ANSWER_TIMEOUT_S) if isinstance(found, RemoteFileSystem) else found
     try:

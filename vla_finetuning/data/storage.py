@@ -29,6 +29,8 @@ from vla_finetuning.config import CACHE_SIZE_GB, READ_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
+# What is read: local files, Amazon's and Google's stores and what speaks as they do; memory:// is for tests.
+PROTOCOLS = ("file", "local", "s3", "s3a", "gs", "gcs", "memory")
 # Bytes fetched around what is asked for. Smaller blocks cost round trips, larger ones bytes that a shuffled read does
 # not want: 256 shuffled rows of two cameras (7 kB a frame, files of 21 MB) took 60 requests and 16 MB with 256 KiB,
 # 34 and 32 MB with 1 MiB, 14 and all 42 MB with 4 MiB.
@@ -102,9 +104,16 @@ def connect(
     Args:
         storage_options: for the store's own file system (endpoint, credentials); they go before the policy's.
     Raises:
-        ImportError, ValueError: no such protocol, or its package is missing.
+        ValueError: a store that is not read.
     """
-    options = _client_options(fsspec.utils.get_protocol(url), policy.timeout_s * STALL_SHARE)
+    protocol = fsspec.utils.get_protocol(url)
+    if protocol not in PROTOCOLS:
+        instead = "copy or mount the dataset"
+        if protocol == "hf":
+            instead = "--dataset.repo_id USER/NAME downloads what is needed of a dataset on the Hub, once and pinned"
+        # fsspec may open it; but which of its errors pass, and what tells one content from another, is not known here.
+        raise ValueError(f"{protocol}:// is not read: {instead}")
+    options = _client_options(protocol, policy.timeout_s * STALL_SHARE)
     for key, value in (storage_options or {}).items():
         known = options.get(key)
         options[key] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
