@@ -41,6 +41,7 @@ MAY_IMPORT = {
     f"{PACKAGE}.report": REPORT,
     f"{PACKAGE}.evaluation": EVALUATION,
     "vla": PROGRAMS,
+    "evaluate": PROGRAMS,
     "diagnostics": DIAGNOSTICS,
     "benchmarks": {*DIAGNOSTICS, "benchmarks", "tests"},
     "ci": {"ci"},

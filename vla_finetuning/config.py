@@ -14,7 +14,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -182,6 +182,50 @@ class RunOptions:
 
 
 @dataclass
+class EvalOptions:
+    """How a policy is tried in an environment (evaluation/closed_loop.py). None of it changes what comes out."""
+
+    # Episodes to play.
+    n_episodes: int = 50
+    # Rows that a policy decides for at once, at most.
+    batch_size: int = 32
+    # How long who waits for a decision waits for company, while others are still simulating.
+    wait_ms: float = 20.0
+    # Fill every batch up to batch_size: rounding then does not depend on how many episodes happen to wait either.
+    exact: bool = False
+    # Processes that simulate, half a CPU each; as many as there is room for when absent. And processes that decide, a
+    # CPU and (where there are GPUs) a GPU each.
+    env_actors: int | None = None
+    policy_actors: int = 1
+    # A step or a reset that takes longer is taken for hanging: its process ends, and its episodes are played again.
+    step_limit_s: float = 60.0
+
+
+@dataclass
+class EvaluateConfig:
+    """One evaluation in the loop (`evaluate.py`). Flags that `lerobot-eval` has keep its names and meaning."""
+
+    eval: EvalOptions = field(default_factory=EvalOptions)
+    # The policy, a folder or a Hub id (--policy.path), and its own options (--policy.n_action_steps=5 and so on).
+    policy_path: str | None = None
+    policy_revision: str | None = None
+    policy_options: list[str] = field(default_factory=list)
+    # As Config.policy_trust_remote_code.
+    policy_trust_remote_code: bool = False
+    # The environment (--env.type) and its own options (--env.episode_length=30 and so on).
+    env_type: str | None = None
+    env_options: list[str] = field(default_factory=list)
+    # Of the first episode's scene, the next one's is one more; and of the policy's noise.
+    seed: int = 1000
+    # Where episodes.jsonl is written. There already: go on with it.
+    output_dir: str | None = None
+    # Absent: GPUs if there are any.
+    use_gpu: bool | None = None
+    # {"observation.images.front": "observation.images.base_0_rgb"}: environment key -> policy key.
+    rename_map: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
 class Config:
     """A run. Nested options are `--dataset.root`, `--train.mode`, `--scaling.num_workers` and so on."""
 
@@ -333,7 +377,7 @@ def parse_args(argv: Sequence[str]) -> Config:
     for before, arg in zip(["", *argv], argv, strict=False):  # first of all: every other error may repeat them
         name = re.match(r"--[\w.]+(?==)", arg) or re.match(r"--[\w.]+$", before)
         refuse_credentials(arg, name[0] if name else "command line")
-    given = _normalise(argv)
+    given = _normalise(argv, flag_names(), ("policy.path", "policy.type", *POLICY_FLAGS))
     given = [(name, _resume(value, dict(given)) if name == "resume" else value) for name, value in given]
     names = dict(given)
     preset = names.get("preset")
@@ -399,6 +443,47 @@ def refuse_credentials(text: str, where: str) -> None:
             "environment or the store's own configuration files, on every node (S3: AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials; Google: GOOGLE_APPLICATION_CREDENTIALS)"
         )
+
+
+def parse_evaluate(argv: Sequence[str]) -> EvaluateConfig:
+    """Command line of `evaluate.py` to a validated `EvaluateConfig`. Raises ValueError naming the flag."""
+    names = {"policy.path": "policy_path", "policy.pretrained_revision": "policy_revision", "env.type": "env_type"}
+    names["policy.trust_remote_code"] = "policy_trust_remote_code"
+    flags = {f"eval.{option.name}": "bool" in str(option.type) for option in fields(EvalOptions)}
+    flags |= {"seed": False, "output_dir": False, "use_gpu": True, "rename_map": False}
+    own: dict[str, list[str]] = {"policy": [], "env": []}
+    args = []
+    for name, value in _normalise(argv, flags, tuple(names), ("policy.", "env."), lambda _: None):
+        refuse_credentials(value, f"--{name}")
+        group, _, option = name.partition(".")
+        if name in flags or name in names:
+            args.append(f"--{names.get(name, name)}={value}")
+        else:
+            own[group].append(f"--{option}={value}")
+    try:
+        with draccus.config_type("json"):
+            config = draccus.parse(EvaluateConfig, args=args)
+    except draccus.utils.DraccusException as error:
+        raise ValueError(f"command line: {' '.join(str(error).split())}") from error
+    config.policy_options, config.env_options = own["policy"], own["env"]
+    validate_evaluate(config)
+    return config
+
+
+def validate_evaluate(config: EvaluateConfig) -> None:
+    """Refuse what can be refused without looking at any file."""
+    if config.policy_path is None:
+        raise ValueError("which policy? give --policy.path FOLDER_OR_HUB_ID")
+    if config.env_type is None:
+        raise ValueError("in which environment? give --env.type two_bins")
+    if config.output_dir is None:
+        raise ValueError("where to? give --output_dir FOLDER; given again, it goes on there")
+    if not 0 <= config.seed <= MAX_SEED:
+        raise ValueError(f"--seed={config.seed}: must be between 0 and {MAX_SEED}")
+    for option in fields(EvalOptions):
+        value = getattr(config.eval, option.name)
+        if option.name != "exact" and value is not None and not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"--eval.{option.name}={value}: must be positive")
 
 
 def help_text() -> str:
@@ -533,8 +618,20 @@ def validate(config: Config) -> None:
         raise ValueError("--scaling.accelerator_type needs GPUs, but --scaling.use_gpu=false")
 
 
-def _normalise(argv: Sequence[str]) -> list[tuple[str, str]]:
-    """`--a b`, `--a=b` and a bare `--a` (true, of options that are true or false) to pairs."""
+def _normalise(
+    argv: Sequence[str],
+    flags: Mapping[str, bool],
+    named: Sequence[str],
+    groups: tuple[str, ...] = ("policy.",),
+    answered: Callable[[str], str | None] = answer,
+) -> list[tuple[str, str]]:
+    """`--a b`, `--a=b` and a bare `--a` (true, of options that are true or false) to pairs.
+
+    Args:
+        flags: those that there are, and whether they are true or false. named: some of `groups`, to suggest.
+        groups: what a flag may begin with whose options are not ours.
+        answered: what to say of a flag that is none here.
+    """
     given: list[tuple[str, str | None]] = []
     for arg in argv:
         if arg.startswith("--"):
@@ -544,16 +641,14 @@ def _normalise(argv: Sequence[str]) -> list[tuple[str, str]]:
             given[-1] = given[-1][0], arg
         else:
             raise ValueError(f"command line: {arg!r} belongs to no flag; flags look like --batch_size 8")
-    flags = flag_names()
     pairs = []
     for name, value in given:
         if value is not None and not value.strip():
             raise ValueError(f"command line: --{name} is empty (an unset variable?): give a value, or leave it out")
-        if name not in flags and (said := answer(name)):
+        if name not in flags and (said := answered(name)):
             raise ValueError(f"command line: lerobot-train has --{name}; here: {said}")
-        if name not in flags and not name.startswith("policy."):
-            known = [*flags, "policy.path", "policy.type", *POLICY_FLAGS]
-            raise ValueError(f"command line: unknown flag --{name}{_meant(name, known)}")
+        if name not in flags and not name.startswith(groups):
+            raise ValueError(f"command line: unknown flag --{name}{_meant(name, [*flags, *named])}")
         if value is None and not flags.get(name, True):
             raise ValueError(f"command line: --{name} needs a value")
         pairs.append((name, "true" if value is None else _as_json(name, value)))

@@ -58,6 +58,18 @@ class TwoBinsConfig(EnvConfig):
         return {"render_mode": self.render_mode, "max_episode_steps": self.episode_length}
 
 
+def gym_call(config: EnvConfig) -> tuple[str, dict[str, Any]]:
+    """What `gymnasium.make` takes for an environment, in a process that need not know LeRobot: its id, and options.
+
+    Raises:
+        ValueError: an environment that LeRobot makes otherwise.
+    """
+    if type(config).create_envs is not EnvConfig.create_envs:
+        raise ValueError(f"--env.type={config.type} has several tasks, which are not played here yet; lerobot-eval can")
+    options = {**config.gym_kwargs, "disable_env_checker": config.disable_env_checker}
+    return f"{config.package_name}:{config.gym_id}", options
+
+
 def env_config(kind: str, options: Sequence[str] = ()) -> EnvConfig:
     """`--env.type` and the type's own options ("--episode_length=30") to LeRobot's configuration of it.
 

@@ -272,7 +272,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
     policy = StoragePolicy(d.read_timeout_s, _absolute(d.cache_dir) if d.cache_dir else None, d.cache_size_gb)
     metas = named_alike([load_metadata(root, storage_policy=policy) for root in roots], config.rename_map)
 
-    policy_config, folder, base_info = _resolve_policy(config, path_given)
+    policy_config, folder, base_info = resolve_policy(config, path_given)
     if (brought := brought_along(policy_config)) and not config.policy_trust_remote_code:
         raise RemoteCodeError(
             f"policy {base_info['path']}: a '{policy_config.type}' runs code that comes with {brought}: {HOW_TO_TRUST}"
@@ -437,7 +437,7 @@ def _check_policy(policy_config: PreTrainedConfig, folder: Path | None, train: T
     return report
 
 
-def _resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:
+def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:
     if path is None:
         kind = config.policy_type or ""
         nothing = {"path": f"{kind} from random weights", "revision": None, "digest": None}

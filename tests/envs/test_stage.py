@@ -1,0 +1,81 @@
+"""Chunks of several episodes in one process, against a plain loop over gymnasium."""
+
+import gymnasium
+import numpy as np
+import pytest
+
+from vla_finetuning.envs import two_bins
+from vla_finetuning.envs.stage import Decision, Stage, state_hash
+from vla_finetuning.envs.two_bins_scene import demonstrate
+
+EPISODES = [(number, 1000 + number) for number in range(7)]
+CHUNK = 4
+
+
+def paths():
+    """Where the demonstrator goes in each episode, and what a plain loop says of it."""
+    found = {}
+    for number, seed in EPISODES:
+        with gymnasium.make(two_bins.GYM_ID) as env:
+            env.reset(seed=seed)
+            begun, colour = env.unwrapped.state_hash(), env.unwrapped.task
+            if number == 3:
+                (colour,) = {"red", "blue"} - {colour}
+            _, actions = demonstrate(env.unwrapped._scene, colour)
+            actions = np.concatenate([actions, np.tile(actions[-1], (20, 1))])
+            for step in range(len(actions)):
+                _, reward, terminated, _, info = env.step(actions[step])
+                if terminated:
+                    break
+            told = env.unwrapped.task_description
+        found[number] = actions, (told, info["is_success"], step + 1, reward, begun, info)
+    return found
+
+
+@pytest.mark.parametrize("slots", [1, 3, 10])
+def test_episodes_are_those_of_a_plain_loop(slots):
+    expected = paths()
+    stage = Stage(two_bins.GYM_ID, {}, slots, step_limit_s=60)
+    left, found, chunks, most = list(EPISODES), {}, None, 0
+    while True:
+        # Rows of others come before this stage's own.
+        rows = None if chunks is None else np.concatenate([np.full((2, CHUNK, 3), np.nan, np.float32), chunks])
+        (ended, waiting), seen = stage.advance(left, rows, 2)
+        begun = {d.number for d in waiting} | {e.number for e in ended}
+        left = [(number, seed) for number, seed in left if number not in begun]
+        for one in ended:
+            found[one.number] = (
+                *(one.instruction, one.success_once, one.steps, one.total_reward, one.initial_state, one.info),
+            )
+            assert (one.success_at_end, one.success_at_reset) == (one.success_once, False)
+        if not waiting:
+            break
+        most = max(most, len(waiting))
+        assert seen["agent_pos"].shape == (len(waiting), 3)
+        assert all(image.any() for images in seen["pixels"].values() for image in images)
+        chunks = np.stack([expected[d.number][0][CHUNK * d.decision :][:CHUNK] for d in waiting])
+    assert found == {number: told for number, (_, told) in expected.items()}
+    assert found[3][1] is False and most == min(slots, len(EPISODES))
+
+
+def test_it_looks_only_where_a_policy_does(monkeypatch):
+    stage = Stage(two_bins.GYM_ID, {}, 1, step_limit_s=60)
+    looks = []
+    monkeypatch.setattr(two_bins, "render", lambda *seen, real=two_bins.render: looks.append(1) or real(*seen))
+    (_, (decision,)), _ = stage.advance([(5, 1000)])
+    assert decision == Decision(5, 0, decision.instruction) and len(looks) == 1
+    stage.advance([], np.zeros((1, 6, 3), np.float32))
+    assert len(looks) == 2
+
+
+def test_decisions_that_are_missing_are_no_silence():
+    stage = Stage(two_bins.GYM_ID, {}, 2, step_limit_s=60)
+    stage.advance(EPISODES)
+    with pytest.raises(ValueError, match="shorter"):
+        stage.advance([], np.zeros((1, CHUNK, 3), np.float32))
+
+
+def test_a_state_without_a_hash_of_its_own_is_told_by_what_is_seen():
+    with gymnasium.make("CartPole-v1") as env:
+        hashes = [state_hash(env, env.reset(seed=seed)[0]) for seed in (1, 2, 1)]
+    assert hashes[0] == hashes[2] != hashes[1]

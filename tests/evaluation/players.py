@@ -1,0 +1,85 @@
+"""For tests of the loop: a policy that needs no weights, and an environment that goes wrong on purpose."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+
+from vla_finetuning.envs.two_bins import EPISODE_LENGTH, TwoBins
+from vla_finetuning.envs.two_bins_scene import BINS, INSTRUCTIONS
+from vla_finetuning.evaluation.episodes import noise
+
+BATCHES = "batches"
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """A source of a player that looks where the bins are and goes to one of them, more or less.
+
+    Attributes:
+        scatter_cm: standard deviation of where it goes; every decision draws anew.
+        notes: a folder in which it notes the size of each batch.
+        dies: a file; where there is none, the player makes it and ends its process. "always": no such file is made.
+    """
+
+    scatter_cm: float = 11.0
+    notes: str | None = None
+    dies: str | None = None
+
+    def load(self):
+        return self
+
+    def __call__(self, observation, instructions, keys):
+        if self.dies and not Path(self.dies).exists():
+            if self.dies != "always":
+                Path(self.dies).touch()
+            os._exit(1)
+        if self.notes:
+            with open(self.notes, "a") as file:
+                file.write(f"{len(keys)}\n")
+        chunks = []
+        for image, position, told, key in zip(
+            observation["pixels"]["top"], observation["agent_pos"], instructions, keys, strict=True
+        ):
+            bin_left = image[16, 14].astype(int)
+            red_left = bin_left[0] > bin_left[2]
+            goal = np.array(BINS["left" if (told == INSTRUCTIONS["red"]) == red_left else "right"])
+            goal = goal + self.scatter_cm * noise(*key, (3,))
+            chunks.append(position + (goal - position) * np.linspace(0.2, 1, 5)[:, None])
+        return np.array(chunks, np.float32)
+
+
+class Faulty(TwoBins):
+    """`TwoBins`, of which the episode of one seed goes wrong in its sixth step.
+
+    Args:
+        how: "dies", "hangs", or "raises".
+        marker: a file; where there is one it goes well. Made as it goes wrong, unless it is None.
+    """
+
+    def __init__(self, seed, how, marker=None, **options):
+        super().__init__(**options)
+        self._faulty, self._how, self._marker = seed, how, marker
+
+    def reset(self, *, seed=None, options=None):
+        self._seed, self._steps = seed, 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        self._steps += 1
+        if self._seed == self._faulty and self._steps == 6 and not (self._marker and Path(self._marker).exists()):
+            if self._marker:
+                Path(self._marker).touch()
+            if self._how == "dies":
+                os._exit(1)
+            if self._how == "hangs":
+                time.sleep(600)
+            raise ArithmeticError("the simulation diverged")
+        return super().step(action)
+
+
+FAULTY_ID = "Faulty-v0"
+gymnasium.register(FAULTY_ID, entry_point=f"{__name__}:Faulty", max_episode_steps=EPISODE_LENGTH)

@@ -1,0 +1,151 @@
+"""Episodes on Ray are those of a plain loop, whatever plays them, and whatever dies meanwhile."""
+
+import gymnasium
+import numpy as np
+import pytest
+
+from tests.evaluation.players import FAULTY_ID, Seeing
+from vla_finetuning.config import EvalOptions
+from vla_finetuning.envs import two_bins
+from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
+from vla_finetuning.evaluation.closed_loop import PolicyServer, Row, play
+from vla_finetuning.evaluation.episodes import Condition, episode_list
+
+pytestmark = pytest.mark.ray
+OTHER = dict(zip(INSTRUCTIONS.values(), reversed(INSTRUCTIONS.values()), strict=True))
+CONDITIONS = {"plain": Condition(), "other": Condition(told=OTHER)}
+SEED = 50
+
+
+def plain_loop(episodes):
+    """Each episode alone, by gymnasium and the player itself."""
+    lines = {}
+    for episode in episodes:
+        told = CONDITIONS[episode.condition].told
+        with gymnasium.make(two_bins.GYM_ID) as env:
+            observation, _ = env.reset(seed=episode.seed)
+            begun, instruction = env.unwrapped.state_hash(), env.unwrapped.task_description
+            over, steps, decisions = False, 0, 0
+            while not over:
+                row = {
+                    "agent_pos": observation["agent_pos"][None],
+                    "pixels": {name: image[None] for name, image in observation["pixels"].items()},
+                }
+                key = (SEED, episode.task, episode.episode, decisions)
+                (chunk,) = Seeing()(row, [told.get(instruction, instruction)], [key])
+                decisions += 1
+                for action in chunk:
+                    observation, _, terminated, truncated, info = env.step(action)
+                    steps += 1
+                    if over := terminated or truncated:
+                        break
+        lines[episode] = (instruction, info["is_success"], steps, decisions, begun, info["reached"])
+    return lines
+
+
+def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, **options):
+    """{episode: as `plain_loop`}, or its error."""
+    lines = {}
+
+    def written(line):
+        (episode,) = [e for e in episodes if (e.condition, e.episode) == (line["condition"], line["episode"])]
+        assert episode not in lines and line["seed"] == episode.seed and line["task"] == "two_bins"
+        names = ("instruction", "success_once", "steps", "decisions", "initial_state")
+        lines[episode] = line["error"] or (*(line[name] for name in names), line["info"]["reached"])
+
+    # gymnasium imports the module that registers it.
+    module = {two_bins.GYM_ID: two_bins.__name__, FAULTY_ID: "tests.evaluation.players"}[gym[0]]
+    gym = (f"{module}:{gym[0]}", gym[1])
+    options = EvalOptions(**{"step_limit_s": 60, **options})
+    play(episodes, CONDITIONS, sources or {"policy": Seeing()}, gym, options, seed=SEED, written=written)
+    return lines
+
+
+@pytest.fixture(scope="module")
+def episodes():
+    return episode_list(CONDITIONS, "two_bins", 12, seed=1000)
+
+
+@pytest.fixture(scope="module")
+def expected(episodes):
+    lines = plain_loop(episodes)
+    successes = {name: sum(line[1] for e, line in lines.items() if e.condition == name) for name in CONDITIONS}
+    assert 0 < successes["plain"] < 12 and successes["other"] == 0  # there is something to tell apart
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("actors", "servers", "batch_size"), [(1, 1, 1), (1, 1, 32), (3, 1, 4), (2, 2, 3)]
+)  # fmt: skip
+def test_actors_and_batches_change_no_episode(ray_cluster, episodes, expected, actors, servers, batch_size):
+    assert played(episodes, env_actors=actors, policy_actors=servers, batch_size=batch_size) == expected
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs", "raises"])
+def test_what_a_stage_held_when_it_failed_is_played_again(ray_cluster, episodes, expected, tmp_path, how):
+    gym = FAULTY_ID, {"seed": 1005, "how": how, "marker": str(tmp_path / "marker")}
+    assert played(episodes, gym, env_actors=2, step_limit_s=2 if how == "hangs" else 60) == expected
+    assert (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(("how", "told"), [("dies", "its process died"), ("raises", "the simulation diverged")])
+def test_an_episode_that_always_fails_is_an_error_and_its_companions_are_not(
+    ray_cluster, episodes, expected, how, told
+):
+    found = played(episodes, (FAULTY_ID, {"seed": 1005, "how": how}), env_actors=2)
+    assert found.keys() == expected.keys()
+    for episode, line in found.items():
+        assert (told in line) if episode.seed == 1005 else (line == expected[episode])
+
+
+def test_a_policy_server_that_dies_is_replaced(ray_cluster, episodes, expected, tmp_path):
+    source = Seeing(dies=str(tmp_path / "marker"))
+    assert played(episodes, sources={"policy": source}, env_actors=2) == expected
+    assert (tmp_path / "marker").exists()
+    with pytest.raises(RuntimeError, match="policy servers died 4 times"):
+        played(episodes[:2], sources={"policy": Seeing(dies="always")})
+
+
+def test_what_is_wrong_with_a_policy_is_said(ray_cluster, episodes):
+    with pytest.raises(Exception, match="No such file or directory"):
+        played(episodes[:2], sources={"policy": Seeing(notes="/no/such/folder/notes")})
+
+
+def test_exact_batches_have_one_size(ray_cluster, episodes, expected, tmp_path):
+    notes = tmp_path / "notes"
+    source = {"policy": Seeing(notes=str(notes))}
+    assert played(episodes, sources=source, env_actors=2, batch_size=5, exact=True) == expected
+    assert set(notes.read_text().split()) == {"5"}
+
+
+# ---- a server, without Ray ------------------------------------------------------------------------------------------
+
+
+class Echo:
+    """A player that says which it is and what it saw."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def load(self):
+        return self
+
+    def __call__(self, observation, instructions, keys):
+        image = observation["pixels"]["top"].reshape(len(keys), -1).max(1)
+        rows = zip(image, observation["agent_pos"][:, 0], instructions, keys, strict=True)
+        return np.array([[[self.name, i, x, len(told), key[2]]] for i, x, told, key in rows], float)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_server_gives_each_row_its_own(exact):
+    """Rows of several policies and stages in one call, some of them blindfolded."""
+    server = PolicyServer({"a": Echo(1), "b": Echo(2)}, batch_size=2, exact=exact)
+    seen = [
+        {"agent_pos": np.arange(n)[:, None] + 10.0 * first, "pixels": {"top": np.full((n, 4, 4, 3), 9, np.uint8)}}
+        for first, n in ((1, 3), (2, 2))
+    ]
+    rows = [Row("ab"[i % 2], "x" * i, i in (1, 4), (0, "t", 100 + i, 0)) for i in range(5)]
+    actions = server.act(rows, *seen)
+    xs = [10, 11, 12, 20, 21]
+    assert actions[:, 0].tolist() == [[1 + i % 2, 0 if i in (1, 4) else 9, xs[i], i, 100 + i] for i in range(5)]
+    assert all(part["pixels"]["top"].all() for part in seen)

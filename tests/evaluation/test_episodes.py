@@ -1,0 +1,95 @@
+"""The list of an evaluation, its random numbers, and its book: without Ray, and what a killed one leaves behind."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from vla_finetuning.envs.stage import Ended
+from vla_finetuning.evaluation.episodes import (
+    EPISODES_NAME,
+    Book,
+    episode_list,
+    line_of,
+    noise,
+    read_evaluation,
+)
+
+ABOUT = {"policy": "a"}
+
+
+@pytest.fixture
+def episodes():
+    return episode_list(("plain", "other"), "two_bins", 3, seed=1000)
+
+
+def ended(number, success=True):
+    return Ended(number, "go", success, success, False, 7, 1.0, f"state {number}", {"reached": "red"})
+
+
+def test_the_list_has_the_same_seeds_for_every_condition_as_lerobot_eval(episodes):
+    assert len(episodes) == len(set(episodes)) == 6
+    for condition in ("plain", "other"):
+        assert [e.seed for e in episodes if e.condition == condition] == [1000, 1001, 1002]
+
+
+def test_noise_is_a_function_of_its_four_names_and_of_nothing_else():
+    names = [(1000, 1001), ("a", "b"), (0, 1), (0, 1)]
+    drawn = [noise(*key, (10, 3)) for key in itertools.product(*names)]
+    np.random.seed(0)
+    again = [noise(*key, (10, 3)) for key in itertools.product(*names)]
+    assert [a.tobytes() for a in drawn] == [b.tobytes() for b in again]
+    assert len({a.tobytes() for a in drawn}) == 16 and drawn[0].dtype == np.float32
+    # As it is drawn today: a policy evaluated a year ago is compared with one of today.
+    assert noise(1000, "two_bins", 3, 2, (2,)).tolist() == pytest.approx([-0.41397834, 0.74539107])
+
+
+def test_lines_come_back_in_the_lists_order(tmp_path, episodes):
+    book = Book(tmp_path, ABOUT, episodes)
+    for number in (4, 0, 5, 2, 1):
+        book.write(line_of(episodes[number], ended(number, number != 5), None, 3))
+    with pytest.raises(ValueError, match="1 of 6 episodes are not done.*same flags"):
+        read_evaluation(tmp_path)
+    book.write(line_of(episodes[3], None, "its process died", 2))
+    about, lines = read_evaluation(tmp_path)
+    assert about["policy"] == "a"
+    assert [(line["condition"], line["seed"]) for line in lines] == [(e.condition, e.seed) for e in episodes]
+    assert [line["success_once"] for line in lines] == [True, True, True, None, True, False]
+    assert lines[3]["error"] == "its process died" and lines[3]["success_at_end"] is None
+    first = {key: lines[0][key] for key in ("steps", "total_reward", "initial_state", "decisions", "info", "error")}
+    assert first == {
+        **{"steps": 7, "total_reward": 1.0, "initial_state": "state 0", "decisions": 3},
+        **{"info": {"reached": "red"}, "error": None},
+    }
+
+
+def test_a_killed_evaluation_goes_on_with_what_it_lacks(tmp_path, episodes):
+    """A line that was cut off does not count, nor one of an error; neither is left in the file."""
+    book = Book(tmp_path, ABOUT, episodes)
+    book.write(line_of(episodes[0], ended(0), None, 3))
+    book.write(line_of(episodes[1], None, "its process died", 0))
+    with (tmp_path / EPISODES_NAME).open("a") as file:
+        file.write('{"condition": "pl')
+    book = Book(tmp_path, ABOUT, episodes)
+    assert [book.is_done(episode) for episode in episodes] == [True] + [False] * 5
+    for number in range(1, 6):
+        book.write(line_of(episodes[number], ended(number), None, 3))
+    assert len((tmp_path / EPISODES_NAME).read_text().splitlines()) == 6
+    assert all(line["error"] is None for line in read_evaluation(tmp_path)[1])
+
+
+def test_another_evaluation_in_the_folder_is_left_alone(tmp_path, episodes):
+    Book(tmp_path, ABOUT, episodes).write(line_of(episodes[0], ended(0), None, 3))
+    before = (tmp_path / EPISODES_NAME).read_text()
+    with pytest.raises(ValueError, match="differs in policy.*--output_dir"):
+        Book(tmp_path, {"policy": "b"}, episodes)
+    with pytest.raises(ValueError, match="differs in episodes"):
+        Book(tmp_path, ABOUT, episodes[:4])
+    assert (tmp_path / EPISODES_NAME).read_text() == before
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / EPISODES_NAME).write_text(json.dumps({}) + "\n")
+    with pytest.raises(ValueError, match="is there without evaluated.json"):
+        Book(tmp_path / "strange", ABOUT, episodes)
+    with pytest.raises(FileNotFoundError, match="holds no evaluation"):
+        read_evaluation(tmp_path / "nowhere")

@@ -1,0 +1,143 @@
+"""A LeRobot policy that plays: the chunk that LeRobot itself predicts, whatever batch a row is in."""
+
+import numpy as np
+import pytest
+import torch
+from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
+from lerobot.envs.utils import preprocess_observation
+from lerobot.policies.act.configuration_act import ACTConfig
+from lerobot.policies.act.modeling_act import ACTPolicy
+from lerobot.policies.factory import make_pre_post_processors
+
+from vla_finetuning.envs.configs import env_config
+from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS, draw_scene, render
+from vla_finetuning.evaluation.episodes import noise
+from vla_finetuning.evaluation.player import Player, check_fits
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.policies.loading import load_policy
+from vla_finetuning.policies.processors import load_processors
+
+ENV = env_config("two_bins")
+KEYS = [(7, "two_bins", episode, decision) for episode in range(3) for decision in range(2)]
+FEATURES = {
+    **{f"observation.images.{name}": PolicyFeature(FeatureType.VISUAL, (3, *size)) for name, size in CAMERAS.items()},
+    "observation.state": PolicyFeature(FeatureType.STATE, (3,)),
+}
+STATS = {key: {"mean": np.zeros(3), "std": np.full(3, 9.0), "q01": -np.ones(3), "q99": np.ones(3)}
+         for key in ("observation.state", "action")}  # fmt: skip
+
+
+def observed():
+    scenes = [draw_scene(np.random.default_rng(seed)) for seed in range(len(KEYS))]
+    positions = np.array([scene.start for scene in scenes], np.float32)
+    images = [render(scene, position) for scene, position in zip(scenes, positions, strict=True)]
+    return {"agent_pos": positions, "pixels": {name: np.stack([i[name] for i in images]) for name in CAMERAS}}
+
+
+def rows_of(observation, rows):
+    return {
+        "agent_pos": observation["agent_pos"][rows],
+        "pixels": {name: images[rows] for name, images in observation["pixels"].items()},
+    }
+
+
+@pytest.fixture(scope="module")
+def told():
+    return [list(INSTRUCTIONS.values())[i % 2] for i in range(len(KEYS))]
+
+
+@pytest.fixture(scope="module")
+def pi05(tmp_path_factory):
+    features = {
+        key: {"dtype": "video", "shape": (*f.shape[1:], 3), "names": ["height", "width", "channels"]}
+        for key, f in FEATURES.items()
+        if f.type is FeatureType.VISUAL
+    }
+    vector = {"dtype": "float32", "shape": (3,), "names": ["x", "y", "z"]}
+    features |= {"observation.state": vector, "action": vector}
+    folder = tiny_pi05.make_tiny_base(
+        tmp_path_factory.mktemp("player") / "base",
+        features=features, tasks=list(INSTRUCTIONS.values()), stats=STATS, fps=10,
+    )  # fmt: skip
+    config = PreTrainedConfig.from_pretrained(folder)
+    config.n_action_steps = 4
+    return load_policy(folder, config), *load_processors(folder, config)
+
+
+def test_the_chunk_is_lerobots_for_the_same_noise(pi05, told):
+    policy, pre, post = pi05
+    found = Player(policy, pre, post, env=ENV, rename_map={})(observed(), told, KEYS)
+    batch = pre({**preprocess_observation(observed()), "task": told})
+    drawn = np.stack([noise(*key, (policy.config.chunk_size, policy.config.max_action_dim)) for key in KEYS])
+    expected = post(policy.predict_action_chunk(batch, noise=torch.from_numpy(drawn)))[:, :4]
+    np.testing.assert_array_equal(found, expected.numpy())
+    assert found.shape == (len(KEYS), 4, 3) and found.dtype == np.float32
+
+
+def test_a_row_does_not_depend_on_its_batch_nor_on_what_came_before(pi05, told):
+    player = Player(*pi05, env=ENV, rename_map={})
+    seen = observed()
+    whole = player(seen, told, KEYS)
+    torch.manual_seed(5)
+    alone = np.concatenate([player(rows_of(seen, [i]), [told[i]], [KEYS[i]]) for i in range(len(KEYS))])
+    scale = np.abs(whole).max()
+    np.testing.assert_allclose(alone, whole, atol=2e-6 * scale)  # what rounding of batched arithmetic leaves
+    order = [4, 0, 5, 2]
+    # In batches of one size even that is gone.
+    same = player(rows_of(seen, order + [1, 3]), [told[i] for i in order + [1, 3]], [KEYS[i] for i in order + [1, 3]])
+    np.testing.assert_array_equal(same[:4], whole[order])
+    other = player(seen, told, [(8, *key[1:]) for key in KEYS])
+    assert np.abs(other - whole).max() > 0.01 * scale  # the noise does matter
+
+
+def act():
+    config = ACTConfig(
+        input_features=FEATURES, output_features={"action": PolicyFeature(FeatureType.ACTION, (3,))}, chunk_size=6,
+        n_action_steps=3, dim_model=16, n_heads=2, dim_feedforward=16, n_encoder_layers=1, n_decoder_layers=1,
+        use_vae=False, vision_backbone="resnet18", pretrained_backbone_weights=None, device="cpu",
+    )  # fmt: skip
+    return ACTPolicy(config)
+
+
+def test_a_policy_that_draws_nothing_needs_no_noise(told):
+    policy = act()
+    pipelines = make_pre_post_processors(policy.config, dataset_stats=STATS)
+    player = Player(policy, *pipelines, env=ENV, rename_map={})
+    found = player(observed(), told, KEYS)
+    assert found.shape == (len(KEYS), 3, 3)
+    np.testing.assert_array_equal(found, player(observed(), told, [(9, *key[1:]) for key in KEYS]))
+
+
+def test_one_that_draws_for_itself_gets_a_generator_for_each_row(told, monkeypatch):
+    """Here an ACT that adds what the global generator gives, under another name."""
+    policy = act()
+    pipelines = make_pre_post_processors(policy.config, dataset_stats=STATS)
+    plain = policy.predict_action_chunk
+    monkeypatch.setattr(
+        policy, "predict_action_chunk", lambda batch: plain(batch) + torch.randn(len(batch["task"]), 6, 3)
+    )
+    monkeypatch.setattr(type(policy.config), "type", property(lambda config: "draws"))
+    player = Player(policy, *pipelines, env=ENV, rename_map={})
+    seen = observed()
+    before = torch.get_rng_state()
+    whole = player(seen, told, KEYS)
+    assert torch.equal(before, torch.get_rng_state())
+    few = player(rows_of(seen, [3, 1]), [told[3], told[1]], [KEYS[3], KEYS[1]])
+    np.testing.assert_array_equal(few, whole[[3, 1]])
+    assert np.abs(whole - player(seen, told, [(8, *key[1:]) for key in KEYS])).max() > 0.1
+
+
+def test_a_policy_that_does_not_fit_is_refused_before_anything_starts():
+    config = act().config
+    check_fits(config, ENV, {})
+    renamed = {"observation.images.front": "observation.images.cam0"}
+    config.input_features = {renamed.get(key, key): feature for key, feature in FEATURES.items()}
+    with pytest.raises(ValueError, match=r"needs \['observation.images.cam0'\].*--rename_map="):
+        check_fits(config, ENV, {})
+    check_fits(config, ENV, renamed)
+    config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (7,))}
+    with pytest.raises(ValueError, match=r"'action' has the shape \(7,\).*another robot"):
+        check_fits(config, ENV, renamed)
+    config.n_obs_steps = 2
+    with pytest.raises(ValueError, match="n_obs_steps=2.*lerobot-eval can"):
+        check_fits(config, ENV, {})

@@ -1,0 +1,142 @@
+"""What an evaluation in the loop is: a list of episodes fixed beforehand, and what became of each. Knows no Ray.
+
+A score is over exactly the list. An episode is a function of its own numbers: its seed fixes the scene, and the noise
+of its n-th decision is drawn from (seed, task, episode, n), so that neither batches nor the order in which things
+happen change it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vla_finetuning.envs.stage import Ended
+from vla_finetuning.files import read_json, read_lines, write_json
+
+EPISODES_NAME, EVALUATED_NAME = "episodes.jsonl", "evaluated.json"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Under what an episode is played.
+
+    Attributes:
+        policy: which of the policies that take part.
+        told: what the policy hears instead of an instruction; as it is where there is none.
+        blindfolded: the policy sees black images.
+    """
+
+    policy: str = "policy"
+    told: Mapping[str, str] = field(default_factory=dict)
+    blindfolded: bool = False
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One of the list. `seed` is the environment's; `condition` names one of the evaluation's conditions."""
+
+    condition: str
+    task: str
+    episode: int
+    seed: int
+
+
+def episode_list(conditions: Iterable[str], task: str, count: int, seed: int) -> list[Episode]:
+    """`count` episodes for each condition, the same ones: seeds from `seed` on, as `lerobot-eval` has them."""
+    return [Episode(name, task, number, seed + number) for number in range(count) for name in conditions]
+
+
+def noise(seed: int, task: str, episode: int, decision: int, shape: tuple[int, ...]) -> np.ndarray:
+    """What a policy's sampling starts from: standard normal, float32, a function of the four names."""
+    return generator(seed, task, episode, decision).standard_normal(shape, np.float32)
+
+
+def generator(seed: int, task: str, episode: int, decision: int) -> np.random.Generator:
+    """Of all random numbers of a decision, whatever the condition: conditions are compared on the same draws."""
+    return np.random.default_rng([seed, zlib.crc32(task.encode()), episode, decision])
+
+
+# ---- what became of them --------------------------------------------------------------------------------------------
+
+
+def line_of(episode: Episode, ended: Ended | None, error: str | None, decisions: int) -> dict[str, Any]:
+    """An episode's line. One that could not be played to its end has an `error`, and null for what is not known."""
+    known = asdict(ended) if ended is not None else dict.fromkeys(Ended.__dataclass_fields__)
+    known.pop("number")
+    return {**asdict(episode), **known, "decisions": decisions, "error": error}
+
+
+class Book:
+    """`episodes.jsonl` in a folder, and beside it what it is about. One process writes.
+
+    Args:
+        folder: made if it is not there.
+        about: JSON: policy, environment, what else decides results. An evaluation that is there already must be about
+            the same, and goes on where it was: `done` are the lines of episodes that came to an end without error.
+    Raises:
+        ValueError: the folder holds another evaluation.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, Any], episodes: Sequence[Episode]) -> None:
+        self._path = Path(folder) / EPISODES_NAME
+        about = json.loads(json.dumps({**about, "episodes": [asdict(episode) for episode in episodes]}))
+        folder.mkdir(parents=True, exist_ok=True)
+        found = read_json(folder / EVALUATED_NAME)
+        if found and found != about:
+            differ = sorted(key for key in found.keys() | about.keys() if found.get(key) != about.get(key))
+            raise ValueError(
+                f"{folder} holds another evaluation: it differs in {', '.join(differ)}. Choose another --output_dir, "
+                "or give the same flags to go on with it"
+            )
+        if not found and self._path.exists():
+            raise ValueError(f"{self._path} is there without {EVALUATED_NAME}: choose another --output_dir")
+        write_json(folder / EVALUATED_NAME, about)
+        lines = [json.loads(line) for line in read_lines(self._path)]
+        self.done = {_key(line): line for line in lines if line["error"] is None}
+        # Without a last line that was cut off, and without those that are to be done again.
+        scratch = self._path.with_suffix(".scratch")
+        scratch.write_text("".join(_text(line) for line in self.done.values()))
+        scratch.replace(self._path)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(_text(line))
+
+    def is_done(self, episode: Episode) -> bool:
+        return _key(asdict(episode)) in self.done
+
+
+def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(line[name] for name in Episode.__dataclass_fields__)
+
+
+def _text(line: Mapping[str, Any]) -> str:
+    return json.dumps(line) + "\n"
+
+
+def read_evaluation(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What an evaluation is about, and its lines in the list's order.
+
+    Raises:
+        ValueError, FileNotFoundError: there is none, or episodes of its list are missing.
+    """
+    folder = Path(folder)
+    about = read_json(folder / EVALUATED_NAME)
+    if not about:
+        raise FileNotFoundError(
+            f"{folder} holds no evaluation: no {EVALUATED_NAME} (evaluate.py --output_dir writes it)"
+        )
+    lines = {_key(line): line for line in map(json.loads, read_lines(folder / EPISODES_NAME))}
+    missing = [episode for episode in about["episodes"] if _key(episode) not in lines]
+    if missing:
+        raise ValueError(
+            f"{folder}: {len(missing)} of {len(about['episodes'])} episodes are not done; give evaluate.py the same "
+            "flags again to go on"
+        )
+    return about, [lines[_key(episode)] for episode in about["episodes"]]

@@ -1,0 +1,115 @@
+"""What success in so many episodes says: an interval for one policy, and for two whether they differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scipy import stats
+
+CONFIDENCE = 0.95
+
+
+def wilson(successes: int, episodes: int) -> tuple[float, float]:
+    """Wilson's interval for a probability of success; (0, 1) when nothing was tried."""
+    if not episodes:
+        return 0.0, 1.0
+    interval = stats.binomtest(successes, episodes).proportion_ci(CONFIDENCE, method="wilson")
+    return float(interval.low), float(interval.high)
+
+
+def share(successes: int, episodes: int) -> str:
+    """`57 of 60, 95.0 % (86.3 to 98.3)`."""
+    if not episodes:
+        return "none played"
+    low, high = wilson(successes, episodes)
+    return f"{successes} of {episodes}, {successes / episodes:.1%} ({100 * low:.1f} to {100 * high:.1f})".replace(
+        "%", " %"
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two policies on the same episodes.
+
+    Attributes:
+        episodes: that both played to an end. left_out: those that either could not, because of an error.
+        only_a, only_b: episodes in which only the first, only the second succeeded: the discordant pairs.
+        p_value: McNemar's exact test of whether these two are equally likely.
+        difference: successes of B over A as a share, and its interval.
+    """
+
+    episodes: int
+    left_out: int
+    both: int
+    only_a: int
+    only_b: int
+
+    @property
+    def p_value(self) -> float:
+        discordant = self.only_a + self.only_b
+        return float(stats.binomtest(self.only_a, discordant, 0.5).pvalue) if discordant else 1.0
+
+    @property
+    def difference(self) -> tuple[float, float, float]:
+        """(estimate, low, high). Interval for paired proportions by Bonett and Price (2012): Wald's after one more
+        discordant pair each way; the estimate is the plain one."""
+        if not self.episodes:
+            return 0.0, -1.0, 1.0
+        a, b = ((count + 1) / (self.episodes + 2) for count in (self.only_a, self.only_b))
+        half = float(stats.norm.ppf((1 + CONFIDENCE) / 2)) * math.sqrt((a + b - (b - a) ** 2) / (self.episodes + 2))
+        return (self.only_b - self.only_a) / self.episodes, max(-1.0, b - a - half), min(1.0, b - a + half)
+
+    @property
+    def verdict(self) -> str:
+        """In words; to be sure takes an exact test below 5 %."""
+        if self.p_value >= 1 - CONFIDENCE:
+            return "cannot tell: so large a difference is likely between equal policies; more episodes would say more"
+        return f"{'B' if self.only_b > self.only_a else 'A'} succeeds more often"
+
+
+def compare(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> Comparison:
+    """Pair two evaluations' lines, which must be of the same list.
+
+    Raises:
+        ValueError: other episodes, or another initial state in one of them.
+    """
+    episodes = [tuple(line[key] for key in ("condition", "task", "episode", "seed")) for line in a]
+    if episodes != [tuple(line[key] for key in ("condition", "task", "episode", "seed")) for line in b]:
+        raise ValueError(
+            f"the evaluations are not over the same list of episodes ({len(a)} and {len(b)}): evaluate both with the "
+            "same --env.*, --eval.n_episodes and --seed"
+        )
+    counts = {"left_out": 0, "both": 0, "only_a": 0, "only_b": 0, "neither": 0}
+    for one, other in zip(a, b, strict=True):
+        if one["error"] is not None or other["error"] is not None:
+            counts["left_out"] += 1
+            continue
+        if one["initial_state"] != other["initial_state"]:
+            raise ValueError(
+                f"{one['task']}, episode {one['episode']} (seed {one['seed']}) began in another state: "
+                f"{one['initial_state']} and {other['initial_state']}; evaluate both with the same version of the "
+                "environment"
+            )
+        pair = bool(one["success_once"]), bool(other["success_once"])
+        counts[{(True, True): "both", (True, False): "only_a", (False, True): "only_b"}.get(pair, "neither")] += 1
+    neither = counts.pop("neither")
+    return Comparison(episodes=neither + counts["both"] + counts["only_a"] + counts["only_b"], **counts)
+
+
+def comparison_text(found: Comparison, name_a: str, name_b: str) -> str:
+    """What `evaluate.py --compare` prints. Names are escaped by whoever gives them."""
+    estimate, low, high = found.difference
+    lines = [
+        f"A  {share(found.both + found.only_a, found.episodes)}  {name_a}",
+        f"B  {share(found.both + found.only_b, found.episodes)}  {name_b}",
+        f"Of {found.episodes} episodes that both played, {found.only_a} succeeded with A only and {found.only_b} with "
+        f"B only; exact McNemar p = {found.p_value:.3g}",
+        f"B - A  {100 * estimate:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})",
+        f"Verdict  {found.verdict}",
+    ]
+    if found.left_out:
+        lines.insert(3, f"{found.left_out} episodes are left out: errors kept one or the other from playing them")
+    return "\n".join(lines)

@@ -1,0 +1,149 @@
+"""A trained LeRobot policy that plays episodes: what an environment shows it, to the actions of its next chunk.
+
+Legend: N rows, T chunk, A action, H W C image.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.envs.configs import EnvConfig
+from lerobot.envs.utils import env_to_policy_features, preprocess_observation
+from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.utils.constants import ACTION
+
+from vla_finetuning.envs.stage import Observation
+from vla_finetuning.evaluation.episodes import generator, noise
+from vla_finetuning.policies.loading import load_policy
+from vla_finetuning.policies.processors import EMPTY_CAMERA, load_processors
+from vla_finetuning.policies.remote_code import remote_code
+
+TASK = "task"
+# Of LeRobot 0.6.1's policies that look at the present only: those whose `predict_action_chunk` takes the noise that it
+# starts from, (N, chunk_size, max_action_dim), and those that draw nothing.
+TAKE_NOISE, DRAW_NOTHING = frozenset({"pi0", "pi05", "tiny_pi05", "smolvla"}), frozenset({"act"})
+# What a decision's draws are named by: seed, task, episode, decision.
+Key = tuple[int, str, int, int]
+
+
+@dataclass(frozen=True)
+class PolicySource:
+    """Where a process gets a policy from. Pickled on its way to those that play.
+
+    Attributes:
+        folder: a LeRobot pretrained folder.
+        config: its configuration, `n_action_steps` being what is executed of a chunk.
+        processors: instead of the folder's own.
+        env: whose observations it will see.
+        rename_map: environment key to policy key, before the policy's own preprocessor.
+        trusted: whether code that comes with the folder may run.
+    """
+
+    folder: Path
+    config: PreTrainedConfig
+    env: EnvConfig
+    processors: tuple[Any, Any] | None = None
+    rename_map: Mapping[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    trusted: bool = False
+
+    def load(self) -> Player:
+        """Load and verify, on this process's device."""
+        policy = load_policy(self.folder, self.config, trusted=self.trusted).to(self.device)
+        pipelines = self.processors or load_processors(self.folder, self.config, trusted=self.trusted)
+        return Player(policy, *pipelines, env=self.env, rename_map=self.rename_map, trusted=self.trusted)
+
+
+class Player:
+    """A policy with its processors and the environment's."""
+
+    def __init__(
+        self,
+        policy: PreTrainedPolicy,
+        preprocessor: Any,
+        postprocessor: Any,
+        *,
+        env: EnvConfig,
+        rename_map: Mapping[str, str],
+        trusted: bool = False,
+    ) -> None:
+        self._policy, self._pre, self._post = policy.eval(), preprocessor, postprocessor
+        self._env_pre, self._env_post = env.get_env_processors()
+        self._rename_map, self._trusted = rename_map, trusted
+        self._device = next(policy.parameters()).device
+
+    def __call__(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray:
+        """The actions to execute, float32 (N, n_action_steps, A), in the environment's units.
+
+        Args:
+            observation: as gymnasium's vector environments have it, N rows.
+            instructions: what each row is told. keys: of each row's draws.
+        """
+        seen = {self._rename_map.get(k, k): value for k, value in preprocess_observation(dict(observation)).items()}
+        with remote_code(self._trusted), torch.no_grad():
+            prepared = self._pre(self._env_pre({**seen, TASK: list(instructions)}))
+            # Processors are saved for one device, often the CPU; the policy's is what counts.
+            batch = {k: v.to(self._device) if isinstance(v, torch.Tensor) else v for k, v in prepared.items()}
+            chunk = self._post(self._predict(batch, keys))
+        executed = chunk[:, : self._policy.config.n_action_steps].float().cpu()
+        rows, steps, width = executed.shape
+        actions = self._env_post({ACTION: executed.reshape(rows * steps, width)})[ACTION]
+        return actions.reshape(rows, steps, -1).numpy()
+
+    def _predict(self, batch: dict[str, Any], keys: Sequence[Key]) -> torch.Tensor:
+        """A normalised chunk for each row, (N, T, A)."""
+        policy, config = self._policy, self._policy.config
+        policy.reset()
+        if config.type in DRAW_NOTHING:
+            return policy.predict_action_chunk(batch)
+        if config.type in TAKE_NOISE:
+            shape = (config.chunk_size, config.max_action_dim)
+            drawn = np.stack([noise(*key, shape) for key in keys])
+            return policy.predict_action_chunk(batch, noise=torch.from_numpy(drawn).to(self._device))
+        # One that draws for itself has one generator for a whole batch, so rows go one by one.
+        chunks = []
+        for row, key in enumerate(keys):
+            alone = {k: v[row : row + 1] if isinstance(v, (torch.Tensor, list)) else v for k, v in batch.items()}
+            with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+                torch.manual_seed(int(generator(*key).integers(2**63)))
+                policy.reset()
+                chunks.append(policy.predict_action_chunk(alone))
+        return torch.cat(chunks)
+
+
+def check_fits(config: PreTrainedConfig, env: EnvConfig, rename_map: Mapping[str, str]) -> None:
+    """Refuse, before anything is started, a policy that cannot play an environment.
+
+    Raises:
+        ValueError: naming what the policy needs and what the environment shows, and the flag that settles it.
+    """
+    if getattr(config, "n_obs_steps", 1) != 1:
+        raise ValueError(
+            f"a '{config.type}' policy with n_obs_steps={config.n_obs_steps} looks at past observations too, which is "
+            "not done here yet; lerobot-eval can"
+        )
+    shown = {rename_map.get(key, key): feature for key, feature in env_to_policy_features(env).items()}
+    missing = sorted(key for key in config.input_features if key not in shown and not key.startswith(EMPTY_CAMERA))
+    if missing:
+        there = sorted(shown.keys() - {ACTION})
+        example = json.dumps({there[0]: missing[0]})
+        raise ValueError(
+            f"the policy needs {missing}, and --env.type={env.type} shows {there}; --rename_map='{example}' gives one "
+            "of them another name"
+        )
+    for key in (ACTION, *config.input_features):
+        wanted = (config.output_features if key == ACTION else config.input_features).get(key)
+        found = shown.get(key)
+        # Images are resized by the policies; a vector of another length is another robot's.
+        if wanted is not None and found is not None and len(wanted.shape) == 1 and wanted.shape != found.shape:
+            raise ValueError(
+                f"the policy's '{key}' has the shape {tuple(wanted.shape)}, that of --env.type={env.type} "
+                f"{tuple(found.shape)}: it was trained for another robot"
+            )
