@@ -29,7 +29,6 @@ from tests.data.test_datasource import TOP, WINDOWS, assert_same_row, lerobot, r
 from tests.datasets import make_dataset
 from tests.loopback import Faults, GoogleStorage, Handler, Proxy, s3_server, serving
 from vla_finetuning.config import parse_args
-from vla_finetuning.data import table
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.rows import Reader, column_to_numpy, read_rows
 from vla_finetuning.data.storage import StorageError, StoragePolicy
@@ -187,7 +186,9 @@ def test_every_row_on_s3_through_a_bad_network_equals_lerobots(bucket, proxied, 
 @pytest.mark.parametrize("fault", ["503", "stall", "403"])
 def test_a_store_that_fails_for_good_in_the_middle(bucket, proxied, fault, kind, tmp_path, monkeypatch):
     """The error names dataset and file and says what to do, within the time given."""
-    monkeypatch.setattr(table, "NUMBERS_DIR", str(tmp_path))  # where the node has nothing of the file yet
+    monkeypatch.setattr(
+        "vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path)
+    )  # where the node has nothing of the file yet
     faults, options = proxied
     meta = load_metadata("s3://robots/arm", storage_options=options, storage_policy=PATIENT)
     meta = replace(meta, fs=meta.fs.within(2))
