@@ -48,7 +48,9 @@ from util import (
     train_step,
 )
 from vla_finetuning.config import Strategy, parse_args, print_help
+from vla_finetuning.evaluation.demo import is_demo, success_table, try_demo
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
+from vla_finetuning.files import write_json
 from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.processors import Prepare
 from vla_finetuning.report.tracking import require_tracker, track
@@ -56,6 +58,7 @@ from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_checkpoint, load_progress
 from vla_finetuning.run.failures import StopRetrying, root_cause
 from vla_finetuning.run.folder import (
+    EVALUATION_NAME,
     changed_options,
     check_place,
     claim_folder,
@@ -314,13 +317,17 @@ def on_cluster(run: Run) -> tuple[Run, ray.data.ExecutionOptions]:
 
 
 def evaluate(run: Run) -> int:
-    """Print what the trained policy predicts of held-out episodes. Returns the exit status."""
+    """Print what the trained policy predicts of held-out episodes, and how the demo fares. Returns the exit status."""
     remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.use_gpu else 0)
     try:
         errors = cluster.wait_for(remote.remote(run).future(), run)
         tell_text(error_table(errors["trained"], errors.get("untrained")))
+        if is_demo(run):
+            scores = try_demo(run)
+            write_json(run.output_dir / EVALUATION_NAME, {**errors, "closed_loop": scores})
+            tell_text(success_table(scores))
         return 0
-    except (RayError, ValueError, OSError) as error:
+    except (RayError, RuntimeError, ValueError, OSError) as error:
         tell_error(f"the policy is trained, but could not be evaluated: {root_cause(error)}")
         return 5
 

@@ -12,6 +12,7 @@ import pytest
 import vla
 from tests.datasets import make_dataset
 from vla_finetuning.config import parse_args
+from vla_finetuning.evaluation.demo import LABELS, is_demo
 from vla_finetuning.run import plan as run_plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,6 +51,15 @@ def test_the_demo_learns_to_see_and_to_listen(demo):
 
 
 @pytest.mark.ray
+def test_the_demo_succeeds_in_the_loop_by_its_eyes_and_ears(demo):
+    scores = json.loads((demo / "run" / "evaluation.json").read_text())["closed_loop"]
+    assert {name: score["episodes"] for name, score in scores.items()} == dict.fromkeys(LABELS, 60)
+    assert scores["trained"]["successes"] >= 57 and scores["untrained"]["successes"] <= 3
+    assert scores["other_instruction"]["successes"] <= 3 and scores["other_instruction"]["went_where_told"] >= 57
+    assert scores["blindfolded"]["successes"] <= 40  # at best it guesses one of two
+
+
+@pytest.mark.ray
 def test_the_notebook_shows_the_run_and_what_was_learned(demo):
     cells = nbformat.read(demo / "README.ipynb", as_version=4).cells
     printed = "".join(output.get("text", "") for cell in cells for output in cell.get("outputs", []))
@@ -67,3 +77,6 @@ def test_anybodys_dataset_gets_a_tiny_base(cache, tmp_path, capsys):
     plan = capsys.readouterr().out
     assert "observation.images.left" in plan and "tiny_pi05" in plan
     assert not (tmp_path / "run").exists()
+    # Its scene is not that of the environment in which the demo is tried.
+    assert not is_demo(run_plan.resolve(parse_args(command), 0))
+    assert is_demo(run_plan.resolve(parse_args(["--preset", "demo", f"--output_dir={tmp_path / 'run'}"]), 0))

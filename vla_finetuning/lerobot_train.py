@@ -19,7 +19,7 @@ TAKEN = (
 _LOADER = "there is no DataLoader: read tasks use the CPUs that are free (--scaling.cpus_per_read_task)"
 _TRACKER = "--track wandb; its run goes on with --resume, and what wandb reads from its environment applies"
 _JOBS = "start it on the cluster: `ray job submit`, or the job files in configs/"
-_CLOSED_LOOP = "not while training: evaluate OUTPUT_DIR/pretrained_model in its environment afterwards"
+_CLOSED_LOOP = "not while training: evaluate.py tries OUTPUT_DIR/pretrained_model in its environment afterwards"
 
 # What else `lerobot-train` has, and the answer. A name that ends in `.*` stands for all options of that group.
 ANSWERED = {

@@ -1,0 +1,62 @@
+"""How often does the robot do it? A policy in an environment, many episodes at once, on one laptop or a cluster.
+
+    python evaluate.py --policy.path outputs/demo/pretrained_model --env.type two_bins --eval.n_episodes 60 \
+        --output_dir outputs/trial
+    python evaluate.py --compare outputs/trial outputs/another
+
+Flags that `lerobot-eval` has are its own. OUTPUT_DIR/episodes.jsonl has a line for every episode; an evaluation that
+was killed goes on there when it is given again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+
+from vla_finetuning.config import parse_evaluate
+from vla_finetuning.evaluation.trial import compare_folders, resolve_trial, run_trial
+from vla_finetuning.run import cluster
+from vla_finetuning.run.failures import root_cause
+from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 done, 1 the evaluation failed, 2 it could not start."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    escape_warnings()
+    if not argv or argv[0] in ("--help", "-h"):
+        tell_text((__doc__ or "").strip())
+        return 0
+    try:
+        if argv[0] == "--compare":
+            if len(argv) != 3:
+                raise ValueError("--compare A B: two folders that evaluate.py has written to, and no other flags")
+            tell_text(compare_folders(Path(argv[1]), Path(argv[2])))
+            return 0
+        trial = resolve_trial(parse_evaluate(argv))
+    except (ValueError, OSError) as error:
+        tell_error(error)
+        return 2
+    started = not ray.is_initialized()
+    try:
+        cluster.connect()
+        tell_text(run_trial(trial))
+        tell(f"Episodes     {trial.output_dir}")
+        return 0
+    except (RayError, RuntimeError, ValueError, OSError) as error:
+        tell_error(root_cause(error))
+        return 1
+    finally:
+        if started:
+            ray.shutdown()
+
+
+if __name__ == "__main__":
+    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
+    import evaluate
+
+    sys.exit(evaluate.main())

@@ -1,0 +1,110 @@
+"""`evaluate.py` from its flags to its files: what it prints, refuses, goes on with and compares."""
+
+import json
+
+import pytest
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.policies.act.configuration_act import ACTConfig
+from lerobot.policies.act.modeling_act import ACTPolicy
+from lerobot.policies.factory import make_pre_post_processors
+
+import evaluate
+from tests.evaluation.test_player import FEATURES, STATS
+from vla_finetuning.config import parse_evaluate
+from vla_finetuning.evaluation import trial
+from vla_finetuning.policies.loading import save_pretrained
+
+FLAGS = ["--env.type=two_bins", "--env.episode_length=12", "--eval.n_episodes=6", "--eval.env_actors=1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An ACT with random weights, as anybody might have trained it with LeRobot."""
+    config = ACTConfig(
+        input_features=FEATURES, output_features={"action": PolicyFeature(FeatureType.ACTION, (3,))}, chunk_size=6,
+        n_action_steps=6, dim_model=16, n_heads=2, dim_feedforward=16, n_encoder_layers=1, n_decoder_layers=1,
+        use_vae=False, vision_backbone="resnet18", pretrained_backbone_weights=None, device="cpu",
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("evaluate") / "act"
+    save_pretrained(ACTPolicy(config), *make_pre_post_processors(config, dataset_stats=STATS), folder)
+    return folder
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.ray
+def test_from_flags_to_a_comparison(ray_cluster, folder, tmp_path, capsys, monkeypatch):
+    a, b = tmp_path / "a", tmp_path / "b"
+    flags = [f"--policy.path={folder}", "--policy.n_action_steps=4", *FLAGS]
+    assert evaluate.main([*flags, f"--output_dir={a}"]) == 0
+    out = capsys.readouterr().out
+    lines = lines_of(a)
+    assert f"Success      {sum(line['success_once'] for line in lines)} of 6, " in out and str(a) in out
+    assert sorted(line["seed"] for line in lines) == list(range(1000, 1006))
+    assert all(line["steps"] == 12 and line["decisions"] == 3 for line in lines)
+
+    # Killed after two: the rest is played, and those two are not.
+    kept = [{**line, "steps": -1} for line in lines[:2]]
+    (a / "episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept) + '{"cond')
+    assert evaluate.main([*flags, f"--output_dir={a}"]) == 0
+    again = lines_of(a)
+    assert again[:2] == kept
+    assert sorted(again[2:], key=lambda line: line["seed"]) == sorted(lines[2:], key=lambda line: line["seed"])
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "play", None)  # nothing is left to play
+        assert evaluate.main([*flags, f"--output_dir={a}"]) == 0
+    assert evaluate.main([*flags, f"--output_dir={a}", "--seed=7"]) == 1
+    assert "holds another evaluation: it differs in episodes, seed" in capsys.readouterr().err
+
+    assert evaluate.main([*flags, "--policy.n_action_steps=2", f"--output_dir={b}"]) == 0
+    capsys.readouterr()
+    assert evaluate.main(["--compare", str(a), str(b)]) == 0
+    out = capsys.readouterr().out
+    assert "Of 6 episodes that both played" in out and "Verdict  cannot tell" in out and str(b) in out
+
+
+def test_what_is_wrong_is_said_before_anything_starts(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "ray", None)
+    good = [f"--policy.path={folder}", *FLAGS, f"--output_dir={tmp_path / 'out'}"]
+    for flags, told in (
+        (good[1:], "which policy? give --policy.path"),
+        ([good[0], good[-1]], "give --env.type two_bins"),
+        (good[:-1], "give --output_dir"),
+        ([*good, "--env.type=nowhere"], "expected one of"),
+        ([*good, "--env.lenght=3"], "its options are"),
+        ([*good, "--eval.n_episode=3"], "did you mean --eval.n_episodes?"),
+        ([*good, "--eval.batch_size=0"], "--eval.batch_size=0: must be positive"),
+        ([*good, "--eval.batch_size=many"], "command line"),
+        ([*good, "--policy.path=/nowhere"], "/nowhere is no folder and no Hub id"),
+        ([*good, "--policy.chunk=3"], "a act policy has only the options"),
+        ([*good, "--env.type=libero"], "several tasks"),
+        (["--compare", str(tmp_path)], "two folders"),
+        (["--compare", str(tmp_path), str(tmp_path)], "holds no evaluation"),
+        ([*good, "--rename_map={"], "command line"),
+    ):
+        assert evaluate.main(flags) == 2, flags
+        assert told in capsys.readouterr().err, flags
+    assert not (tmp_path / "out").exists()
+
+
+def test_flags_are_lerobot_evals():
+    config = parse_evaluate(
+        ["--policy.path", "p", "--policy.n_action_steps", "5", "--env.type=pusht", "--env.fps=5", "--eval.n_episodes=9",
+         "--eval.batch_size", "3", "--seed=4", "--output_dir", "o", "--rename_map", '{"a": "b"}', "--eval.exact"]
+    )  # fmt: skip
+    assert (config.policy_path, config.policy_options) == ("p", ["--n_action_steps=5"])
+    assert (config.env_type, config.env_options) == ("pusht", ["--fps=5"])
+    assert (config.eval.n_episodes, config.eval.batch_size, config.eval.exact) == (9, 3, True)
+    assert (config.seed, config.output_dir, config.rename_map) == (4, "o", {"a": "b"})
+    with pytest.raises(ValueError, match="credentials"):
+        parse_evaluate(["--policy.path", "s3://key:secret@bucket/x"])
+
+
+def test_errors_are_no_failures():
+    """Neither in the score nor in what is said of it."""
+    line = {"instruction": "go", "success_once": True, "success_at_reset": False, "error": None, "seed": 1}
+    failed = {**dict.fromkeys(line), "error": "its process died", "seed": 2}
+    text = trial.success_text([line, failed])
+    assert "Success      1 of 1, 100.0 %" in text and "seed 2: its process died" in text and "1 episodes ended" in text
