@@ -26,8 +26,9 @@ from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
-from vla_finetuning.config import DatasetOptions, OnError
+from vla_finetuning.config import FRAME_CACHE_GB, DatasetOptions, OnError
 from vla_finetuning.data.columns import IS_SKIPPED
+from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     DatasetMetadata,
@@ -91,6 +92,7 @@ class LeRobotDatasource(Datasource):
             with an error. "skip": its rows are blank, and true in one more column, `is_skipped`.
         skip_log: a file that gets a JSON line for each episode that a task had to skip; all nodes must see it.
         look: whether to look that all files are there, which lists the datasets' folders.
+        frame_cache: where each node keeps the frames that it decoded of videos; None: nowhere.
     """
 
     def __init__(
@@ -115,8 +117,10 @@ class LeRobotDatasource(Datasource):
         on_error: OnError = "stop",
         skip_log: Path | None = None,
         look: bool = True,
+        frame_cache: FrameCache | None = None,
     ):
         super().__init__()
+        self._frame_cache = frame_cache
         self._skips, self._skip_log = on_error == "skip", skip_log
         self.num_cpus = num_cpus
         self._projection_map: dict[str, str] | None = None
@@ -288,6 +292,7 @@ class LeRobotDatasource(Datasource):
             image_size=self._image_size,
             blank=self.example() if self._skips else None,
             skip_log=self._skip_log,
+            frame_cache=self._frame_cache,
         )
 
 
@@ -454,6 +459,8 @@ def read_lerobot(
     override_num_blocks: int | None = None,
     num_cpus: float = 1,
     on_error: OnError = "stop",
+    frame_cache: str | Path | None = None,
+    frame_cache_gb: float = FRAME_CACHE_GB,
 ) -> Dataset:
     """Read LeRobot v3 datasets as a Ray Dataset of frames.
 
@@ -481,6 +488,9 @@ def read_lerobot(
         num_cpus: CPUs that a read task holds; it decodes with as many threads.
         on_error: "stop": an episode that cannot be read ends the job with an error that names it. "skip": its rows are
             blank, and true in one more column, `is_skipped`; a warning in Ray's logs says why.
+        frame_cache: a folder on each node's own disk that keeps the frames decoded of videos, so that they are decoded
+            once, of this dataset or whoever reads it again. None: nothing is kept.
+        frame_cache_gb: the most it holds on a node, in 10^9 bytes; frames that do not fit are decoded every time.
 
     Returns:
         One row per frame. Cameras: uint8 (H, W, 3), or (T, H, W, 3) when windowed. Depth maps: float32 (H, W, 1),
@@ -519,6 +529,7 @@ def read_lerobot(
         tolerance_s=tolerance_s,
         num_cpus=num_cpus,
         on_error=on_error,
+        frame_cache=None if frame_cache is None else FrameCache(str(Path(frame_cache).absolute()), frame_cache_gb),
     )
     return read_source(source)
 

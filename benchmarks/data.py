@@ -7,6 +7,7 @@ take turns, several rounds; medians are reported. `rows_per_s` is what arrives o
 a fifth and nine tenths of the rows. Ours reads several epochs, on a warm Ray cluster; `rows_per_s_overall` is all rows
 over all the time. `growth` compares a dataset with ten times the episodes, and times the plan of up to 100 000 of them.
 `numbers` is the CPU time of a row's numbers, in data files of 100 MB with one row group each, or one for each episode.
+`kept_frames` compares an epoch without a cache of decoded frames, the first with one, and later ones.
 Results go to `benchmarks/results/data-<hardware>-<date>.json`, dataset by dataset; a table is printed.
 """
 
@@ -359,7 +360,7 @@ def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
     """
     from unittest import mock
 
-    from lerobot_datasource import LeRobotDatasource
+    from lerobot_datasource import LeRobotDatasource, _read_of
     from vla_finetuning.data import rows, table
     from vla_finetuning.data.metadata import load_metadata
 
@@ -367,7 +368,7 @@ def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
         """Of so many windows, which are planned beforehand."""
         readers = [rows.Reader.of(meta) for meta in source.metas]
         bounds = range(first * size, (first + count) * size, size)
-        reads = [source._read(list(source.plan.slices(a, a + size))) for a in bounds]
+        reads = [_read_of(list(source.plan.slices(a, a + size)), source._places) for a in bounds]
         before = time.process_time()
         read = sum(len(block) for r in reads for block in rows.read_rows(readers, r, 0, source._options(size)))
         return (time.process_time() - before) * 1000 / read
@@ -388,6 +389,44 @@ def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
                 "later_cpu_ms_per_row": cost(source, windows, windows),
             }
     return found
+
+
+# ---- decoded frames that are kept -------------------------------------------------------------------------------
+
+
+def kept_frames(root: Path, rounds: int, cores: int, seeds: Iterator[int]) -> dict[str, Any]:
+    """Shuffled rows per second without a cache of decoded frames, with an empty one, and with one that has them all.
+
+    A single epoch each, and in turn: an empty cache is empty once. Decoder and DataLoader are measured beside them.
+    """
+    from vla_finetuning.data.frame_cache import FrameCache
+    from vla_finetuning.data.metadata import load_metadata
+
+    rows = load_metadata(root).total_frames
+    samples: dict[str, list[float]] = {}
+
+    def take(label: str, batches: Contender, key: str = "rows_per_s_overall") -> None:
+        samples.setdefault(label, []).append(measure(batches)[key])
+
+    next(shuffled(root, rows, seeds))  # warms the cluster's worker processes up
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(dir=root.parent) as folder:
+            cache = FrameCache(str(Path(folder).absolute()), 200.0)
+            take("without", partial(shuffled, root, rows, seeds))
+            take("first epoch", partial(shuffled, root, rows, seeds, frame_cache=cache))
+            decoder = decoder_alone(root, cores)
+            samples.setdefault("decoder alone", []).append(float("nan") if decoder is None else decoder)
+            take("later epochs", partial(shuffled, root, OUR_ROWS, seeds, frame_cache=cache), "rows_per_s")
+            take("LeRobot DataLoader, pyav", partial(lerobot_loader, root, "pyav", cores), "rows_per_s")
+    medians = {label: statistics.median(values) for label, values in samples.items()}
+    return {
+        "rows": rows,
+        "rows_per_s": medians,
+        "first_epoch_of_without": medians["first epoch"] / medians["without"],
+        "later_of_decoder": medians["later epochs"] / medians["decoder alone"],
+        "later_of_loader": medians["later epochs"] / medians["LeRobot DataLoader, pyav"],
+        "samples": samples,
+    }
 
 
 # ---- growth -----------------------------------------------------------------------------------------------------
@@ -463,7 +502,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2000, help="of each dataset")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth", "numbers")))
+    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth", "numbers", "kept_frames")))
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
 
@@ -477,6 +516,7 @@ def main() -> None:
         "datasets": before.get("datasets", {}),
         "growth": before.get("growth"),
         "numbers": before.get("numbers"),
+        "kept_frames": before.get("kept_frames"),
         "date": today,
         "command": shlex.join(sys.orig_argv[1:]),
         "hardware": Environment.here().model_dump(),
@@ -489,7 +529,11 @@ def main() -> None:
     settings = {"rows": options.rows, "rounds": options.rounds, "batch": BATCH, "window": WINDOW, "our_rows": OUR_ROWS}
     try:
         for name in options.datasets.split(","):
-            if name == "numbers":
+            if name == "kept_frames":
+                root = make("av1_240x320x3", options.rows)
+                results[name] = settings | kept_frames(root, options.rounds, options.cores, seeds)
+                print(json.dumps(results[name], indent=2), flush=True)
+            elif name == "numbers":
                 results[name] = numbers(100)
                 print(json.dumps(results[name], indent=2), flush=True)
             elif name == "growth":

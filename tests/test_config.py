@@ -93,6 +93,7 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ([*DATA, "--dataset.max_skipped=2"], "max_skipped=2.0: a share of the rows"),
         ([*DATA, "--dataset.window_segments=0"], "window_segments=0: must be positive"),
         ([*DATA, "--dataset.read_timeout_s=0"], "--dataset.read_timeout_s=0.0: must be positive"),
+        ([*DATA, "--dataset.frame_cache_gb=-1"], "--dataset.frame_cache_gb=-1.0: must be positive"),
         ([*DATA, "--policy.type=pi05"], "--policy.path and --policy.type"),
         ([*DATA, "--steps=3", "--num_epochs=1"], "--steps and --num_epochs"),
         ([*DATA, "--dataset.root=/a,/b", "--dataset.episodes=[1]"], "--dataset.episodes with several roots"),

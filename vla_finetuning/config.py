@@ -43,6 +43,8 @@ READ_TIMEOUT_S = 120.0
 FIRST_ANSWER_TIMEOUT_S = 15.0
 # A few of LeRobot's larger datasets, on the local disk that a cloud machine with a GPU usually has.
 CACHE_SIZE_GB = 100.0
+# Decoded frames are large (data/frame_cache.py): 16 GB for every hour of three cameras of 224x224 at 10 Hz.
+FRAME_CACHE_GB = 200.0
 # Numbers of data files as they were unpacked (data/table.py), on every node's own disk: a hundredth of what the videos
 # take. The folder is of one user's; what VLA_NUMBERS_DIR names instead must be a local disk too.
 NUMBERS_DIR = os.environ.get("VLA_NUMBERS_DIR") or f"{tempfile.gettempdir()}/vla-fine-tuning-{os.getuid()}/numbers"
@@ -97,6 +99,10 @@ class DatasetOptions:
     read_timeout_s: float = READ_TIMEOUT_S
     cache_dir: str | None = None
     cache_size_gb: float = CACHE_SIZE_GB
+    # A folder on each node's own disk that keeps the frames decoded of videos, and how much of them: later epochs, and
+    # runs on the same dataset, do not decode what is there. What does not fit is decoded every time.
+    frame_cache: str | None = None
+    frame_cache_gb: float = FRAME_CACHE_GB
     # A training process that has waited so long for its next batch ends the attempt with an error that names its rows:
     # a read that hangs is noticed by nobody else. Longer than several requests that each take all of read_timeout_s,
     # shorter than collective_timeout_s, after which the other ranks could only say that this one is missing.
@@ -526,6 +532,7 @@ def validate(config: Config) -> None:
         "dataset.read_timeout_s": d.read_timeout_s,
         "dataset.batch_timeout_s": d.batch_timeout_s,
         "dataset.cache_size_gb": d.cache_size_gb,
+        "dataset.frame_cache_gb": d.frame_cache_gb,
         "train.clip_norm": t.clip_norm,
         "train.noise_draws": t.noise_draws,
         "scaling.num_workers": s.num_workers,

@@ -18,6 +18,7 @@ from lerobot_datasource import LeRobotDatasource, read_lerobot, reads_per_task
 from tests.datasets import make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import rows as lerobot_rows
+from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.rows import BOOKKEEPING, Reader, ReadOptions, read_rows
 
@@ -443,6 +444,18 @@ def test_depth_maps_are_lerobots(depth_root, windows):
             theirs = np.moveaxis(reference[i][key].numpy(), -3, -1)
             assert rows[key].dtype == theirs.dtype == np.float32 and theirs.max() > 1000  # millimetres
             np.testing.assert_array_equal(rows[key][i], theirs, err_msg=key)
+
+
+def test_depth_maps_that_were_decoded_before_are_the_same(depth_root, tmp_path, monkeypatch):
+    meta = load_metadata(depth_root)
+    plain = LeRobotDatasource([meta])
+    cached = LeRobotDatasource([meta], frame_cache=FrameCache(str(tmp_path), 1.0))
+    (expected,), (first,) = (list(source.read_rows(range(10), 10)) for source in (plain, cached))
+    monkeypatch.delattr(lerobot_decode.VideoReader, "read")
+    (later,) = cached.read_rows(range(10), 10)
+    for key, values in expected.items():
+        np.testing.assert_array_equal(first[key], values)
+        np.testing.assert_array_equal(later[key], values)
 
 
 def test_depth_ranges_are_lerobots_and_must_make_sense():

@@ -14,6 +14,7 @@ import torch
 
 from tests.datasets import make_dataset
 from vla_finetuning.config import CONFIG_NAME, parse_args
+from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.loading import load_policy
@@ -55,6 +56,13 @@ def policy_images(run, rows):
     check_batch(inputs, run.policy_config)
     policy = load_policy(run.policy_folder, run.policy_config)
     return policy._preprocess_images(DeviceHalf(pre, run.policy_config)(inputs))[0], source
+
+
+def test_frames_are_kept_where_the_flags_say_and_named_from_any_folder(setting):
+    run = plan(setting, "--dataset.frame_cache=kept", "--dataset.frame_cache_gb=3")
+    source = run.reader()(stream=(0, run.last_row))
+    assert source._options(1).frame_cache == FrameCache(str(Path("kept").absolute()), 3.0)
+    assert plan(setting).reader()(stream=(0, 4))._options(1).frame_cache is None
 
 
 def test_frames_fitted_while_decoding_reach_the_policy_as_after_its_own_resizing(setting, monkeypatch):

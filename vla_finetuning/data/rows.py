@@ -23,6 +23,7 @@ from ray.data.extensions import ArrowTensorArray
 
 from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, depth_table, resize_with_pad
+from vla_finetuning.data.frame_cache import CachedVideo, FrameCache, VideoFile
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.plan import WindowSlice
@@ -133,6 +134,11 @@ class Reader:
         shared = ("root", "fs", "base", "fps", "features", "tasks", "data_files", "video_files")
         return cls(**{name: getattr(meta, name) for name in shared}, depth_mm=depth_mm)
 
+    @property
+    def dataset(self) -> str:
+        """Tells the dataset from others that this node keeps something of."""
+        return f"{''.join(self.fs.protocol)}\0{self.base}"
+
     def path(self, relative: str) -> str:
         return f"{self.base}/{relative}"
 
@@ -160,6 +166,7 @@ class ReadOptions:
     # One made-up row, batched, for the rows of episodes that cannot be read; None: an error ends the task.
     blank: dict[str, np.ndarray] | None = None
     skip_log: Path | None = None  # gets a JSON line for each episode that could not be read
+    frame_cache: FrameCache | None = None  # of videos; images in data files are decoded every time
 
 
 @dataclass
@@ -302,8 +309,7 @@ def _read_tabular(
         reader = readers[dataset_index]
         stored = [k for k in options.columns if k in reader.features and reader.features[k].dtype != "video"]
         where = f"{reader.root}: {file}"
-        protocol = "".join(reader.fs.protocol)
-        data_file = DataFile(reader.fs, reader.path(file), where, f"{protocol}\0{reader.base}")
+        data_file = DataFile(reader.fs, reader.path(file), where, reader.dataset)
         spans = [
             Span(f"episode {e.part.episode_index}", e.part.data_row + e.first, e.part.data_row + e.last)
             for e in members
@@ -517,28 +523,83 @@ def _read_video(
         by_file.setdefault(e.part.videos[key][0], []).append(e)
     for file, members in by_file.items():
         name = f"{reader.root}: {file} (camera {key}, episodes {[e.part.episode_index for e in members]})"
-        with (
-            naming_file(name),
-            VideoReader(
-                reader.open_video(file),
-                name=name,
-                height=height,
-                width=width,
-                fps=reader.fps,
-                tolerance_s=options.tolerance_s,
-                threads=options.threads,
-                depth_mm=reader.depth_mm.get(key),
-            ) as video,
-        ):
+        with naming_file(name), contextlib.ExitStack() as opened:
+            cached = _cached_video(reader, key, file, options)
+            if cached is not None:
+                opened.enter_context(cached)
+            video = None
             for e in members:
-                video.name = f"{reader.root}: {file} (camera {key}, episode {e.part.episode_index})"
                 frames, target, out = _camera_targets(key, feature, e, total, options, columns)
+                times_s = e.part.videos[key][1] + e.timestamps[frames - e.first]
+                missing = list(range(len(frames)))
+                keep = False
+                if cached is not None:
+                    missing = _place_cached(cached, times_s, target, out)
+                    keep = bool(missing) and cached.make_room(len(missing))
+                if not missing:
+                    continue
+                if video is None:
+                    video = opened.enter_context(
+                        VideoReader(
+                            reader.open_video(file),
+                            name=name,
+                            height=height,
+                            width=width,
+                            fps=reader.fps,
+                            tolerance_s=options.tolerance_s,
+                            threads=options.threads,
+                            depth_mm=reader.depth_mm.get(key),
+                        )
+                    )
+                video.name = f"{reader.root}: {file} (camera {key}, episode {e.part.episode_index})"
 
-                def sink(i: int, pixels: np.ndarray, target: list[list[Any]] = target, out: np.ndarray = out) -> None:
-                    _place(pixels, target[i], out)
+                def sink(
+                    n: int,
+                    pixels: np.ndarray,
+                    target: list[list[Any]] = target,
+                    out: np.ndarray = out,
+                    missing: list[int] = missing,
+                    times_s: np.ndarray = times_s,
+                    keep: CachedVideo | None = cached if keep else None,
+                ) -> None:
+                    _place(pixels, target[missing[n]], out)
+                    if keep is not None:
+                        keep.write(times_s[missing[n]], out[target[missing[n]][0]])
 
-                stamps = e.timestamps[frames - e.first]
-                video.read(e.part.videos[key][1] + stamps, sink)
+                video.read(times_s[missing], sink)
+
+
+def _cached_video(reader: Reader, key: str, file: str, options: ReadOptions) -> CachedVideo | None:
+    """The frames of a file that this node has decoded before; None where none are kept."""
+    if options.frame_cache is None:
+        return None
+    path, feature = reader.path(file), reader.features[key]
+    identity = file_identity(reader.fs, path)
+    if identity is None:
+        return None
+    shape, dtype = frame_of(feature, options.image_size)
+    video = VideoFile(
+        dataset=reader.dataset,
+        path=path,
+        identity=identity,
+        fps=reader.fps,
+        tolerance_s=options.tolerance_s,
+        shape=shape,
+        dtype=dtype,
+        stored=height_width(feature),
+        depth_mm=reader.depth_mm.get(key),
+    )
+    return CachedVideo.of(options.frame_cache, video)
+
+
+def _place_cached(cached: CachedVideo, times_s: np.ndarray, target: list[list[Any]], out: np.ndarray) -> list[int]:
+    """Put the frames that the cache has where they belong; returns which are still to be decoded."""
+    missing = cached.read(times_s, [out[places[0]] for places in target])
+    decoded = set(missing)
+    for i, places in enumerate(target):
+        for at in places[1:] if i not in decoded else ():
+            out[at] = out[places[0]]
+    return missing
 
 
 def _place(pixels: np.ndarray, places: Sequence[Any], out: np.ndarray) -> None:

@@ -39,6 +39,7 @@ from vla_finetuning.config import (
     TrainMode,
     TrainOptions,
 )
+from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import (
     DatasetMetadata,
     fetch_dataset,
@@ -208,6 +209,7 @@ class Run:
 
         It does not look for files: `resolve` did, and where an error is told a store that hangs must not be asked.
         """
+        d = self.config.dataset
         return partial(
             LeRobotDatasource,
             self.metas,
@@ -227,6 +229,7 @@ class Run:
             on_error=cast(OnError, self.config.dataset.on_error),
             skip_log=self.output_dir / SKIPPED_NAME,
             look=False,
+            frame_cache=FrameCache(_absolute(d.frame_cache), d.frame_cache_gb) if d.frame_cache else None,
         )
 
 

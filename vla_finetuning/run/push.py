@@ -38,7 +38,7 @@ POLICY_FILES = re.compile(
     re.ASCII,
 )
 # Options that say where things are on somebody's machines, which is not for everybody to read.
-PLACES = ("root", "mixture", "cache_dir", "output_dir", "policy_path", "policy_options")
+PLACES = ("root", "mixture", "cache_dir", "frame_cache", "output_dir", "policy_path", "policy_options")
 
 
 def check_push(repo_id: str, private: bool | None, *, make: bool = True) -> str:

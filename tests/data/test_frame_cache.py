@@ -1,0 +1,273 @@
+"""Decoded frames kept on the node: the same rows without decoding, whatever happens to the folder."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lerobot_datasource import LeRobotDatasource, read_lerobot
+from tests.datasets import make_dataset
+from vla_finetuning.data import decode as lerobot_decode
+from vla_finetuning.data import frame_cache as lerobot_frame_cache
+from vla_finetuning.data import node_cache as lerobot_node_cache
+from vla_finetuning.data.frame_cache import FrameCache
+from vla_finetuning.data.metadata import load_metadata
+
+ROOT = Path(__file__).resolve().parents[2]
+TOP, WRIST = "observation.images.top", "observation.images.wrist"
+LENGTHS = (12, 7, 15, 1, 10)
+ROWS = sum(LENGTHS)
+WINDOWS = {TOP: [-0.2, 0.0], "action": [0.0, 0.1]}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("frames") / "original", episodes=LENGTHS)
+
+
+@pytest.fixture
+def root(original, tmp_path):
+    """A copy to change."""
+    return Path(shutil.copytree(original, tmp_path / "dataset"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    lerobot_node_cache.node_cache.cache_clear()
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """Frames that were handed over by decoders, and opened files, so far."""
+    counts = {"frames": 0, "files": 0}
+    read, opened = lerobot_decode.VideoReader.read, lerobot_decode.VideoReader.__init__
+
+    def counting(self, timestamps_s, sink):
+        counts["frames"] += len(timestamps_s)
+        return read(self, timestamps_s, sink)
+
+    def counting_opened(self, *args, **kwargs):
+        counts["files"] += 1
+        return opened(self, *args, **kwargs)
+
+    monkeypatch.setattr(lerobot_decode.VideoReader, "read", counting)
+    monkeypatch.setattr(lerobot_decode.VideoReader, "__init__", counting_opened)
+    return counts
+
+
+def reset(counts):
+    found = dict(counts)
+    counts.update(dict.fromkeys(counts, 0))
+    return found
+
+
+def rows(root, folder=None, *, gb=1.0, seed=0, positions=None, **options):
+    """Rows of an epoch, shuffled, by `index`."""
+    cache = None if folder is None else FrameCache(str(folder), gb)
+    options = {"delta_timestamps": WINDOWS, "shuffle_seed": seed, "shuffle_window": 8} | options
+    source = LeRobotDatasource([load_metadata(root)], frame_cache=cache, **options)
+    batches = list(source.read_rows(range(ROWS) if positions is None else positions, 8))
+    order = np.argsort(np.concatenate([b["index"] for b in batches]))
+    return {key: np.concatenate([b[key] for b in batches])[order] for key in batches[0]}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert found[key].dtype == values.dtype
+        np.testing.assert_array_equal(found[key], values, err_msg=key)
+
+
+@pytest.mark.parametrize("image_size", [None, (20, 30)])
+def test_what_is_decoded_once_is_not_decoded_again(original, folder, decoded, image_size):
+    expected = rows(original, image_size=image_size)
+    reset(decoded)
+    assert_same(rows(original, folder, image_size=image_size), expected)
+    assert reset(decoded)["frames"] == 2 * ROWS  # frames that windows share, too
+    for seed in (1, 2):
+        assert_same(rows(original, folder, seed=seed, image_size=image_size), expected)
+    assert not any(decoded.values())
+    # Another size is another frame; another process finds what there is.
+    rows(original, folder, image_size=(10, 10))
+    assert reset(decoded)["frames"] == 2 * ROWS
+    lerobot_node_cache.node_cache.cache_clear()
+    assert_same(rows(original, folder, image_size=image_size), expected)
+    assert not any(decoded.values())
+
+
+def test_of_a_segment_that_is_partly_there_the_rest_is_decoded(original, folder, decoded):
+    expected = rows(original, shuffle_seed=None, delta_timestamps=None)
+    reset(decoded)
+    stored = {"shuffle_seed": None, "delta_timestamps": None}
+    rows(original, folder, positions=[0, 1, 5, 6, 20], **stored)
+    assert reset(decoded)["frames"] == 2 * 5
+    assert_same(rows(original, folder, **stored), expected)
+    assert reset(decoded)["frames"] == 2 * (ROWS - 5)
+
+
+@pytest.mark.parametrize("change", ["content", "decoder", "rules", "tolerance", "times"])
+def test_what_would_be_decoded_otherwise_is_not_served(root, tmp_path, folder, decoded, monkeypatch, change):
+    rows(root, folder)
+    reset(decoded)
+    options = {}
+    if change == "content":
+        other = make_dataset(tmp_path / "other", episodes=LENGTHS, seed=1)
+        for video in root.glob("videos/**/*.mp4"):
+            before = video.stat()
+            shutil.copyfile(other / video.relative_to(root), video)
+            os.utime(video, ns=(before.st_atime_ns, before.st_mtime_ns))
+    elif change == "decoder":
+        monkeypatch.setattr(lerobot_frame_cache.av, "__version__", "0.0.0")
+    elif change == "rules":
+        monkeypatch.setattr(lerobot_frame_cache, "RULES", 0)
+    elif change == "tolerance":
+        options["tolerance_s"] = 1e-3
+    else:
+        # The file is the same, and so is the frame's number; but it is asked for a little later.
+        original_numbers = lerobot_frame_cache.CachedVideo.read
+        monkeypatch.setattr(
+            lerobot_frame_cache.CachedVideo, "read", lambda self, t, places: original_numbers(self, t + 1e-6, places)
+        )
+    expected = rows(root, **options)
+    reset(decoded)
+    found = rows(root, folder, **options)
+    assert decoded["frames"] >= 2 * ROWS
+    assert_same(found, expected)
+    if change == "content":
+        # What was kept of the earlier content is gone.
+        assert len(list(folder.glob("*/*.marks"))) == sum(map(len, load_metadata(root).video_files.values()))
+
+
+@pytest.mark.parametrize("damage", ["holes", "noise", "cut", "no marks", "marks without frames"])
+def test_frames_that_the_disk_lost_are_decoded_again(original, folder, decoded, damage):
+    expected = rows(original)
+    rows(original, folder)
+    reset(decoded)
+    for frames in folder.glob("*/*.frames"):
+        marks, size = frames.with_suffix(".marks"), frames.stat().st_size
+        if damage in ("holes", "noise"):
+            with open(frames, "r+b") as file:
+                file.seek(size // 3)
+                file.write(bytes(1000) if damage == "holes" else os.urandom(1000))
+        elif damage == "cut":
+            os.truncate(frames, size - 1)
+        elif damage == "no marks":
+            marks.unlink()
+        else:
+            frames.unlink()
+    assert_same(rows(original, folder), expected)
+    files = len(list(folder.glob("*/*.frames")))
+    assert files <= reset(decoded)["frames"] <= 2 * ROWS
+    assert_same(rows(original, folder), expected)
+    assert not decoded["frames"]
+
+
+READ = """
+    import os, signal, sys
+    from tests.data.test_frame_cache import *
+    left, pwrite = [int(sys.argv[3])], os.pwrite
+    def dying(descriptor, data, offset):
+        left[0] -= 1
+        if left[0] == 0:
+            pwrite(descriptor, bytes(data)[: len(data) // 2], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pwrite(descriptor, data, offset)
+    os.pwrite = dying
+    import zlib
+    found = rows(sys.argv[1], sys.argv[2], seed=int(sys.argv[4]))
+    print(zlib.crc32(found[TOP].tobytes()), zlib.crc32(found[WRIST].tobytes()))
+"""
+
+
+def start(root, folder, dies_at=0, seed=0):
+    command = [sys.executable, "-c", textwrap.dedent(READ), str(root), str(folder), str(dies_at), str(seed)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_reader_killed_while_it_writes(original, folder, decoded):
+    expected = rows(original)
+    for dies_at in (2, 33):  # a write each of a ledger, a frame and a mark
+        process = start(original, folder, dies_at)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    assert list(folder.glob("*/*.frames"))
+    reset(decoded)
+    assert_same(rows(original, folder), expected)
+    assert 0 < reset(decoded)["frames"] < 2 * ROWS
+    rows(original, folder)
+    assert not decoded["frames"]
+
+
+def test_two_runs_at_once(original, folder, decoded):
+    running = [start(original, folder, seed=seed) for seed in (0, 1)]
+    told = {process.communicate()[0] for process in running}
+    assert len(told) == 1 and told != {""}
+    expected = rows(original)
+    reset(decoded)
+    assert_same(rows(original, folder), expected)
+    assert not decoded["frames"]
+
+
+@pytest.mark.parametrize("fault", ["full disk", "folder is a file", "limit", "unreadable"])
+def test_a_folder_that_fails_costs_a_warning(original, folder, decoded, monkeypatch, caplog, fault):
+    expected = rows(original)
+    gb = 1.0
+    if fault == "full disk":
+        pwrite, written = os.pwrite, []
+
+        def full(descriptor, data, offset):
+            written.append(len(data) > 5000)  # a frame
+            if sum(written) > 10:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return pwrite(descriptor, data, offset)
+
+        monkeypatch.setattr(os, "pwrite", full)
+    elif fault == "folder is a file":
+        folder.write_text("")
+    elif fault == "limit":
+        gb = 300_000 / 1e9
+    else:
+        rows(original, folder)
+
+        def broken(*_):
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(os, "preadv", broken)
+        monkeypatch.setattr("vla_finetuning.data.table.NUMBERS_GB", 0)  # its copies are read so too
+    reset(decoded)
+    for seed in (0, 1):
+        rows(original, seed=seed)
+    wanted = reset(decoded)["frames"]
+    for seed in (0, 1):
+        assert_same(rows(original, folder, gb=gb, seed=seed), expected)
+    served = wanted - decoded["frames"]
+    assert (served > 0) == (fault in ("full disk", "limit"))
+    warnings = [r.message for r in caplog.records if str(folder) in r.message]
+    assert len(warnings) == 1 and "--dataset.frame_cache" in warnings[0]
+    if fault == "limit":
+        assert sum(path.stat().st_blocks * 512 for path in folder.glob("*/*.frames")) <= 300_000 + 4096 * ROWS
+
+
+@pytest.mark.ray
+def test_through_ray(ray_cluster, original, folder):
+    def read(seed, **options):
+        dataset = read_lerobot(original, shuffle_seed=seed, **options)
+        found = list(dataset.iter_rows())
+        return {int(row["index"]): row for row in found}
+
+    expected = read(0)
+    for seed in (0, 1):
+        found = read(seed, frame_cache=folder)
+        assert found.keys() == expected.keys()
+        for index, row in expected.items():
+            for key in (TOP, WRIST):
+                np.testing.assert_array_equal(found[index][key], row[key])
+    assert len(list(folder.glob("*/*.frames"))) == sum(map(len, load_metadata(original).video_files.values()))

@@ -1,0 +1,178 @@
+"""Decoded frames on the node's own disk, so that epochs after the first do not decode.
+
+Frames are kept as rows have them (uint8, at the size that was asked for), and served only to who would decode the very
+same: of the same content of a file, at the same time, by the same rules and libraries. Who plans knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import av
+import cv2
+import numpy as np
+import xxhash
+
+from vla_finetuning.data.node_cache import NodeCache, node_cache
+
+# To be raised with every change of what `decode` makes of a file.
+RULES = 1
+# What there is of a frame: a checksum, 0 in a hole, and the time it was asked for.
+_MARK = np.dtype([("checksum", "<u8"), ("time_s", "<f8")])
+_MOST_FRAMES = 2**32  # of a file; beyond, something is wrong with its times
+
+
+@dataclass(frozen=True)
+class FrameCache:
+    """Where a node keeps decoded frames, and how many of them: `gb` is in 10^9 bytes."""
+
+    folder: str
+    gb: float
+
+    def opened(self) -> NodeCache:
+        return node_cache(
+            Path(self.folder),
+            int(self.gb * 1e9),
+            "other frames are decoded in every epoch; make room there, raise --dataset.frame_cache_gb, or choose "
+            "another folder for --dataset.frame_cache",
+        )
+
+
+@dataclass(frozen=True)
+class VideoFile:
+    """A file of one camera, and how it is decoded: all that a frame depends on but its time.
+
+    Attributes:
+        dataset: tells the dataset from others. path: in it. identity: of the content (`storage.file_identity`).
+        shape, dtype: of a frame in a row. stored: (height, width) in the file.
+        depth_mm: of a depth map, `decode.depth_table`; None for RGB.
+    """
+
+    dataset: str
+    path: str
+    identity: str
+    fps: int
+    tolerance_s: float
+    shape: tuple[int, int, int]
+    dtype: np.dtype
+    stored: tuple[int, int]
+    depth_mm: np.ndarray | None
+
+    def decoder(self) -> str:
+        """Whatever else may change a pixel."""
+        resizing = cv2.__version__ if self.shape[:2] != self.stored else None
+        depth = None if self.depth_mm is None else hashlib.sha256(self.depth_mm.tobytes()).hexdigest()
+        libraries = sorted(av.library_versions.items())
+        return repr((RULES, av.__version__, libraries, resizing, self.fps, self.tolerance_s, depth))
+
+
+class CachedVideo:
+    """The frames of one file. Use as a context manager.
+
+    Frame n is at place n of a file with holes, n being its time in frames; a second file says which there are. The mark
+    is written after the frame, and is what makes it one: it holds a checksum, so that a frame whose writer was killed,
+    that two write at once, or that the disk lost is decoded again. It holds the exact time too: what lies at another
+    time in the same place is another frame. Files are read and written, not mapped: a full disk or one that is gone
+    would otherwise kill the process.
+    """
+
+    FRAMES, MARKS = ".frames", ".marks"
+
+    def __init__(self, cache: NodeCache, path: Path, video: VideoFile):
+        self._cache, self._path, self._fps = cache, path, video.fps
+        self._frame_bytes = int(np.prod(video.shape)) * video.dtype.itemsize
+        self._files: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, where: FrameCache, video: VideoFile) -> CachedVideo | None:
+        """None where there is no place for it."""
+        cache, found = where.opened(), None
+        with cache.doing_without():
+            if cache.works:
+                decoder = video.decoder()
+                place = cache.place(f"{video.dataset}\0{video.shape}\0{video.dtype}\0{decoder}")
+                file, content = (
+                    hashlib.sha256(text.encode()).hexdigest()[:32] for text in (video.path, video.identity)
+                )
+                found = cls(cache, place / f"{file}-{content}", video)
+        return found
+
+    def __enter__(self) -> CachedVideo:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for descriptor in self._files or ():
+            os.close(descriptor)
+        self._files = None
+
+    def read(self, times_s: np.ndarray, places: Sequence[np.ndarray]) -> list[int]:
+        """Copy the frames at `times_s` (float64, ascending, (n,)) to `places`; returns which of them are not here."""
+        missing = list(range(len(times_s)))
+        number = self._numbers(times_s)
+        if number[-1] >= _MOST_FRAMES:
+            return missing
+        with self._cache.doing_without():
+            if self._cache.works and self._open():
+                marks = self._marks(int(number[0]), int(number[-1]) + 1)[number - number[0]]
+                here = (marks["checksum"] != 0) & (marks["time_s"] == times_s)
+                missing = [
+                    i
+                    for i in missing
+                    if not (here[i] and self._read_frame(int(number[i]), places[i], int(marks["checksum"][i])))
+                ]
+        return missing
+
+    def make_room(self, frames: int) -> bool:
+        """Whether so many frames more may be written."""
+        with self._cache.doing_without():
+            if self._cache.make_room(frames * (self._frame_bytes + _MARK.itemsize)):
+                return self._open(create=True)
+        return False
+
+    def write(self, time_s: float, frame: np.ndarray) -> None:
+        """Keep a frame, if there was room for it."""
+        number = int(self._numbers(np.array([time_s]))[0])
+        with self._cache.doing_without():
+            if self._cache.takes and self._files is not None and number < _MOST_FRAMES:
+                frames, marks = self._files
+                content = frame.reshape(-1).view(np.uint8).data
+                written = os.pwrite(frames, content, number * self._frame_bytes)
+                if written == self._frame_bytes:
+                    mark = np.array([(xxhash.xxh3_64_intdigest(content) or 1, time_s)], _MARK)
+                    os.pwrite(marks, mark.tobytes(), number * _MARK.itemsize)
+
+    def _numbers(self, times_s: np.ndarray) -> np.ndarray:
+        return np.rint(times_s * self._fps).astype(np.int64)
+
+    def _open(self, create: bool = False) -> bool:
+        """Whether the files are there, and open. When they are made, those of an earlier content of the file go."""
+        if self._files is None:
+            names = [self._path.with_name(self._path.name + suffix) for suffix in (self.FRAMES, self.MARKS)]
+            if create and not names[1].exists():
+                for old in self._path.parent.glob(f"{self._path.name.partition('-')[0]}-*"):
+                    if old not in names:
+                        old.unlink(missing_ok=True)
+            if create or names[1].exists():
+                frames = os.open(names[0], os.O_RDWR | os.O_CREAT, 0o600)
+                try:
+                    self._files = frames, os.open(names[1], os.O_RDWR | os.O_CREAT, 0o600)
+                except OSError:
+                    os.close(frames)
+                    raise
+        return self._files is not None
+
+    def _marks(self, first: int, last: int) -> np.ndarray:
+        assert self._files is not None
+        found = np.zeros(last - first, _MARK)
+        os.preadv(self._files[1], [found.view(np.uint8).data], first * _MARK.itemsize)
+        return found
+
+    def _read_frame(self, number: int, place: np.ndarray, checksum: int) -> bool:
+        assert self._files is not None
+        content = place.reshape(-1).view(np.uint8).data
+        read = os.preadv(self._files[0], [content], number * self._frame_bytes)
+        return read == self._frame_bytes and (xxhash.xxh3_64_intdigest(content) or 1) == checksum
