@@ -12,6 +12,7 @@ from util import make_trainable_optimizer, train_step
 from vla_finetuning.policies import compiling
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.pi05 import PolicyLoss, choose_trainable
+from vla_finetuning.policies.prompts import MAX_LENGTHS, prompt_lengths
 
 CPU = torch.device("cpu")
 
@@ -54,6 +55,22 @@ def train(policy, module, steps, accum=1, autocast=None, first=0):
         )
         losses.append(result.loss.item())
     return losses
+
+
+@pytest.mark.slow  # fifteen graphs
+def test_each_length_of_prompts_is_compiled_and_all_of_them_are_within_dynamos_limit():
+    policy = make_policy(2, tokenizer_max_length=220)
+    choose_trainable(policy, "full")
+    lengths, counting = prompt_lengths(policy.config, 2, trim=True), Counting()
+    assert len(lengths) == MAX_LENGTHS < torch._dynamo.config.recompile_limit
+    compiler = Compiler(counting)
+    module, reference = (PolicyLoss(policy, attention="sdpa", compile=compile) for compile in (compiler, None))
+    batch, noise, time = make_batch(policy)
+    for length in lengths:
+        cut = {key: value[:, :length] if ".language." in key else value for key, value in batch.items()}
+        assert module(cut, noise, time).item() == pytest.approx(reference(cut, noise, time).item(), rel=1e-6)
+    assert not compiler.failed
+    assert counting.graphs == 1 + 2 * len(lengths)  # the vision tower knows no prompts
 
 
 @pytest.mark.parametrize("mode, checkpointing", [("heads", False), ("full", False), ("full", True)])
