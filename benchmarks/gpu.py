@@ -69,6 +69,8 @@ class Sizes:
     tests: str = "tests"
     about_s: dict[str, float] = field(
         default_factory=lambda: {
+            "machine": 1.0,
+            "plan": 40.0,
             "attention": 90.0,
             "audit": 60.0,
             "tests": 120.0,
@@ -198,17 +200,23 @@ def measure_step(contender: Any, device: torch.device, mode: TrainMode, size: in
     return {**sample, "mfu": flops * sample["samples_per_s"] / peak if flops and peak else None}
 
 
+def fitting(mode: TrainMode, batch_sizes: Sequence[int], device: torch.device, bf16: bool) -> dict[int, int]:
+    """The batch sizes that fit the device as the plan has it, each with the bytes that it is said to take."""
+    room = torch.cuda.get_device_properties(device).total_memory - SPARE_BYTES if device.type == "cuda" else None
+    planned: dict[int, int] = {}
+    for size in batch_sizes:
+        accum = max(1, ACCUMULATED_ROWS // size)
+        needed = step.planned_bytes(step.policy_config(device), mode, size, accum, bf16)
+        if room is not None and needed > room:
+            break
+        planned[size] = needed
+    return planned
+
+
 def steps(results: Results, sizes: Sizes, device: torch.device, bf16: bool, kernel: Kernel) -> None:
     """Each mode: ours eager and compiled, LeRobot's and the naive loop, in one process, at growing batch sizes."""
-    room = torch.cuda.get_device_properties(device).total_memory - SPARE_BYTES if device.type == "cuda" else None
     for mode in get_args(TrainMode):
-        planned: dict[int, int] = {}
-        for size in sizes.batch_sizes:
-            accum = max(1, ACCUMULATED_ROWS // size)
-            needed = step.planned_bytes(step.policy_config(device), mode, size, accum, bf16)
-            if room is not None and needed > room:
-                break
-            planned[size] = needed
+        planned = results.take(f"plan, {mode}", "plan", partial(fitting, mode, sizes.batch_sizes, device, bf16)) or {}
 
         def ours(mode: TrainMode = mode, compiled: bool = False) -> Any:
             compiler = Compiler() if compiled else None
@@ -344,7 +352,7 @@ def whole_run(device: torch.device, steps: int) -> dict[str, Any]:
 
 def measure_all(results: Results, sizes: Sizes, device: torch.device) -> None:
     bf16 = device.type == "cuda"
-    results.write("machine", {"result": machine(device)})
+    results.take("machine", "machine", lambda: machine(device))
     probe = results.take("attention", "attention", lambda: attention(device, torch.bfloat16))
     kernel: Kernel = probe["chosen"] if probe else "sdpa"
     results.take("audit_syncs", "audit", lambda: waits(device))

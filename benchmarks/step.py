@@ -513,6 +513,8 @@ def live(
         config = policy_config(device)
         config.input_features = run.policy_config.input_features
         config.output_features = run.policy_config.output_features
+        if isinstance(config, TinyPI05Config):  # of which the vocabulary is the dataset's
+            config.vocabulary = run.policy_config.vocabulary
         contender = Ours(config, mode, device, bf16)
         missing = prompt(config) - run.policy_config.tokenizer_max_length
 

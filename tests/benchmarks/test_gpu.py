@@ -9,7 +9,7 @@ import torch
 from benchmarks import gpu
 from vla_finetuning.config import TrainMode
 
-ORDER = ("machine", "attention", "audit_syncs", "tests", "step", "checkpoint", "prediction", "live data", "run")
+ORDER = ("machine", "attention", "audit_syncs", "tests", "plan", "step", "checkpoint", "prediction", "live data", "run")
 
 
 @pytest.mark.ray
