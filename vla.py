@@ -73,7 +73,9 @@ from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped, foll
 from vla_finetuning.run.push import check_push, push_policy
 from vla_finetuning.run.record import record_attention, record_run
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+from vla_finetuning.training.memory import GIB
 from vla_finetuning.training.parallel import spread
+from vla_finetuning.training.room import check_room, describe_memory, planned_memory
 from vla_finetuning.training.stream import Dealt, Deferred, TrainingData, or_timeout, stream_batches
 from vla_finetuning.training.worker import (
     CheckpointWriter,
@@ -271,6 +273,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
             tell_text(describe(run))
+            needed = planned_memory(run) if run.use_gpu or run.config.dry_run else None
+            if needed is not None:
+                if run.config.dry_run:
+                    tell_text(describe_memory(run, needed))
+                check_room(run, needed, gpu_gib())
             check_place(run.output_dir)
             require_tracker(run.config.track)
             if repo_id := run.config.hub_repo_id:
@@ -304,6 +311,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
     tell(f"Policy       {run.output_dir / 'pretrained_model'}", f"Report       {run.output_dir / 'report.html'}")
     return (push(run.output_dir, run.config.hub_repo_id) if run.config.hub_repo_id else 0) or status
+
+
+def gpu_gib() -> float | None:
+    """What CUDA reports of the first GPU of this machine, where there is one."""
+    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
 
 
 def on_cluster(run: Run) -> tuple[Run, ray.data.ExecutionOptions]:

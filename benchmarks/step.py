@@ -61,7 +61,6 @@ from util import (
 from vla_finetuning.config import Attention, Config, TrainMode
 from vla_finetuning.policies.attention import Kernel
 from vla_finetuning.policies.compiling import Compiler
-from vla_finetuning.policies.memory import step_memory
 from vla_finetuning.policies.pi05 import (
     PolicyLoss,
     cast_frozen,
@@ -73,6 +72,7 @@ from vla_finetuning.policies.pi05 import (
 from vla_finetuning.policies.processors import DeviceHalf, to_float
 from vla_finetuning.policies.prompts import cut_prompts, prompt_lengths
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Config
+from vla_finetuning.training.memory import step_memory
 
 Columns = dict[str, np.ndarray]
 Draws = tuple[torch.Tensor, torch.Tensor]

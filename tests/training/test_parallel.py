@@ -27,10 +27,10 @@ from diagnostics.step_clock import StepClock
 from tests import in_process
 from util import accumulating, make_trainable_optimizer, train_step, whole
 from vla_finetuning.config import parse_args
-from vla_finetuning.policies.memory import Alive
 from vla_finetuning.run.checkpoint import load_checkpoint
 from vla_finetuning.run.folder import start_attempt
 from vla_finetuning.training import parallel, worker
+from vla_finetuning.training.memory import Alive, step_memory
 from vla_finetuning.training.parallel import spread
 
 CPU = torch.device("cpu")
@@ -204,17 +204,18 @@ def step_with_nan(run, strategy, rank):
 
 
 def peaks_of_steps(run, strategy, rank, world):
-    """Bytes alive at the worst moment of each of four steps of two micro-batches, from the model's own on."""
+    """Bytes alive at the worst moment of each of four steps of two micro-batches, besides those batches."""
     trainer = Trainer(run, strategy, rank, 1)
     batches = trainer.batches(2)
-    alive, peaks = Alive([*trainer.loss.parameters(), *trainer.loss.buffers()]), []
+    inputs = [tensor for batch in batches for tensor in batch.values()]
+    alive, peaks = Alive([*trainer.loss.parameters(), *trainer.loss.buffers(), *inputs]), []
     with alive:
         trainer.model = spread(trainer.loss, strategy, CPU, world, autocast=trainer.autocast)
         trainer.optimizer = worker.build_optimizer(run, trainer.loss)
         for number in range(4):
             alive.peak = alive.bytes
             trainer.step(number, batches)
-            peaks.append(alive.peak)
+            peaks.append(alive.peak - sum(tensor.untyped_storage().nbytes() for tensor in inputs))
     return peaks
 
 
@@ -430,6 +431,25 @@ def test_ddp_holds_one_copy_of_the_gradients(found):
         first, _, *others = rank["ddp"]["peaks"]
         assert first <= 1.01 * alone[0]
         assert others == pytest.approx(alone[2:], rel=0.01)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_plan_foretells_what_processes_hold(found, strategy):
+    planned = step_memory(
+        found.run.policy_config,
+        "full",
+        cameras=len(found.run.match.camera_keys),
+        batch_size=found.run.config.batch_size,
+        grad_accum=2,
+        draws=1,
+        bf16=False,
+        attention="sdpa",
+        checkpointing=False,
+        strategy=strategy,
+        workers=2,
+    )
+    for rank in found.ranks:
+        assert max(rank[strategy]["peaks"][1:]) == pytest.approx(planned.peak, rel=0.05)
 
 
 def test_what_no_process_has_a_gradient_for_is_left_alone(tmp_path):

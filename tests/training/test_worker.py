@@ -20,7 +20,7 @@ from vla_finetuning.policies import compiling, tiny_pi05
 from vla_finetuning.policies.pi05 import UNUSED, sample_noise_and_time
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.folder import STOP_NAME, prepare_folder
-from vla_finetuning.run.plan import describe, resolve
+from vla_finetuning.run.plan import resolve
 from vla_finetuning.training import worker
 from vla_finetuning.training.stream import Dealt
 
@@ -271,16 +271,6 @@ def test_options_reach_the_loss(setting, monkeypatch):
         ["eager", True, True, None],
         ["sdpa", False, False, None],
     ]
-
-
-def test_the_plan_of_a_dry_run_says_what_memory_a_step_takes(setting):
-    plain, small = resolved(setting, dry_run="true"), resolved(setting, dry_run="true", **{"train.mode": "heads"})
-    lines = [next(line for line in describe(run).splitlines() if line.startswith("Memory")) for run in (plain, small)]
-    assert all("GiB at the worst moment" in line for line in lines)
-    assert "Memory" not in describe(replace(plain, config=replace(plain.config, dry_run=False)))
-    parts = resolved(setting, dry_run="true", **{"scaling.strategy": "fsdp2", "scaling.num_workers": 2})
-    total = 12 * parts.parameters.trainable / 2**30
-    assert f"moments: {total:.2f}; with fsdp2, each of 2 workers holds {total / 2:.2f} of them" in describe(parts)
 
 
 @pytest.mark.parametrize(

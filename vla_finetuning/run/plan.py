@@ -32,7 +32,6 @@ from lerobot_datasource import BLOCK_BYTES, SEGMENT_ROWS, LeRobotDatasource
 from vla_finetuning.config import (
     CACHE_DIR,
     PRESETS,
-    Attention,
     Config,
     MissingCameras,
     OnError,
@@ -51,13 +50,11 @@ from vla_finetuning.data.statistics import check_stats, complete_stats
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch, check_weights, fetch_pretrained, match_features
-from vla_finetuning.policies.memory import StepMemory, step_memory
 from vla_finetuning.policies.pi05 import (
     TrainableReport,
     choose_trainable,
     flops_by_prompt,
     meta_policy,
-    with_cameras,
 )
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER, make_processors, normalization_mode, required_stats
 from vla_finetuning.policies.prompts import prompt_lengths
@@ -714,10 +711,6 @@ def describe(run: Run) -> str:
         f"Hardware     {_workers(config)} {'GPU' if run.use_gpu else 'CPU'} workers, "
         f"{config.scaling.strategy}, {config.train.precision} precision",
     ]
-    if config.dry_run and isinstance(run.policy_config, PI05Config):
-        lines.append(f"Memory       per worker {_memory(run, run.policy_config)}")
-        if config.scaling.strategy != "ddp":
-            lines.append(_in_parts(run))
     return "\n".join(map(escaped, lines))
 
 
@@ -780,34 +773,6 @@ def _share(run: Run, number: int) -> str:
     return (
         f"             weight {weights[number]:g} of {sum(weights):g}: {rows} of an epoch's {run.rows_per_epoch} rows, "
         f"{rows / own:.2f} times its frames"
-    )
-
-
-def _memory(run: Run, policy_config: PI05Config) -> StepMemory:
-    config, train = run.config, run.config.train
-    cameras = len(run.match.camera_keys)
-    return step_memory(
-        with_cameras(policy_config, cameras, run.prompts[-1]),
-        cast(TrainMode, train.mode),
-        cameras=cameras,
-        batch_size=config.batch_size,
-        grad_accum=config.grad_accum,
-        draws=train.noise_draws,
-        # Every GPU that can hold a VLA knows bf16.
-        bf16=train.precision == "bf16" or (train.precision == "auto" and run.use_gpu),
-        attention=cast(Attention, train.attention),
-        checkpointing=train.activation_checkpointing,
-    )
-
-
-def _in_parts(run: Run) -> str:
-    """What FSDP2 changes about the memory that DDP takes, as far as it can be told without a GPU."""
-    assert run.parameters is not None
-    scaling, state = run.config.scaling, 3 * 4 * run.parameters.trainable / 2**30
-    workers = scaling.min_workers or scaling.num_workers
-    return (
-        f"             of that, weights that train and Adam's moments: {state:.2f}; with {scaling.strategy}, each of "
-        f"{workers} workers holds {state / workers:.2f} of them between steps"
     )
 
 

@@ -58,9 +58,7 @@ def spread(
         if not find_unused_parameters:
             # DDP moves gradients that it finds into its buckets. Those made later, between the exchanges, would stay
             # beside them: a second copy (torch 2.11).
-            for parameter in loss.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
+            hold_gradients(loss)
         return DistributedDataParallel(
             loss,
             device_ids=[device] if device.type == "cuda" else None,
@@ -85,6 +83,13 @@ def spread(
     return sharded
 
 
+def hold_gradients(loss: nn.Module) -> None:
+    """Give all that trains gradients of zeros, which `util.TrainableOptimizer` then keeps."""
+    for parameter in loss.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def units(loss: nn.Module) -> list[nn.Module]:
     """Modules that FSDP2 gathers and gives up one at a time: those that UNIT names, where something in them trains."""
     return [
@@ -104,10 +109,15 @@ def is_part(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
+def held(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: all of it, unless it is a DTensor."""
+    return cast("DTensor", tensor).to_local() if is_part(tensor) else tensor
+
+
 def part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What this process holds of a tensor, and where in the whole it begins: all of it, unless it is a DTensor."""
-    if not hasattr(tensor, "to_local"):
+    if not is_part(tensor):
         return tensor, (0,) * tensor.ndim
     # What torch.distributed.checkpoint asks a DTensor (torch 2.11).
     (chunk,) = cast("DTensor", tensor).__create_chunk_list__()
-    return tensor.to_local(), tuple(chunk.offsets)
+    return held(tensor), tuple(chunk.offsets)

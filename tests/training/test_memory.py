@@ -8,8 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.tiny import make_batch, make_config, make_policy
 from util import make_trainable_optimizer, train_step
-from vla_finetuning.policies.memory import step_memory
-from vla_finetuning.policies.pi05 import PolicyLoss, cast_frozen, choose_trainable
+from vla_finetuning.policies.pi05 import PolicyLoss, cast_frozen, choose_trainable, leave_off_unused
+from vla_finetuning.training.memory import step_memory
 
 CPU = torch.device("cpu")
 ROWS = 16
@@ -26,6 +26,7 @@ CASES = pytest.mark.parametrize(
 def build(mode, attention, checkpointing, bf16):
     policy = make_policy(2)
     choose_trainable(policy, mode)
+    leave_off_unused(policy)
     if bf16:
         cast_frozen(policy, torch.bfloat16)
     loss = PolicyLoss(policy, attention=attention, checkpointing=checkpointing)

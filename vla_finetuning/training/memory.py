@@ -1,0 +1,277 @@
+"""How much memory a training process needs, found by running its step on tensors without storage.
+
+`parallel.spread` and `util.train_step` run for real, on PyTorch's fake tensors and a process group that only pretends,
+and what would be alive at each moment is added up. What a GPU holds besides is the few constants below, each with its
+reason. Runs on the driver; needs neither a GPU nor memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from util import make_trainable_optimizer, train_step
+from vla_finetuning.config import Attention, Strategy, TrainMode
+from vla_finetuning.policies.pi05 import (
+    PolicyLoss,
+    cast_frozen,
+    choose_trainable,
+    empty_inputs,
+    leave_off_unused,
+    meta_policy,
+    tokens_per_sample,
+    with_cameras,
+)
+from vla_finetuning.policies.processors import DeviceHalf
+from vla_finetuning.training.parallel import held, hold_gradients, spread, units
+
+GIB = 2**30
+# What a GPU holds that no tensor of the step is. Planned, to be corrected by what is measured.
+# CUDA's context with the kernels that PyTorch loads, about half a GiB; workspaces of cuBLAS and cuDNN.
+CONTEXT_BYTES = GIB
+# NCCL's buffers, a few MiB for each channel and neighbour.
+COLLECTIVES_BYTES = GIB
+# The caching allocator holds blocks that are not quite what is asked for; shapes repeat, so it is little.
+FRAGMENTATION = 0.04
+# Fused attention's backward sums the gradients of queries, keys and values in float32, beside those it returns.
+ATTENTION_WORKSPACE_TENSORS = 3
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes on the device of one training process, at worst.
+
+    Attributes:
+        weights: parameters and buffers, each in its precision, as they are held between steps. gradients: of what
+            trains. optimizer: Adam's moments. Of all three, what this process holds.
+        saved: what a micro-batch's forward leaves for its backward, parameters that it gathered included.
+        peak: all of the above that is alive at one time, with what is computed in between.
+        beside: what the GPU holds that the step's tensors do not show: the prefetcher's next batch, workspaces,
+            contexts, fragmentation.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    saved: int
+    peak: int
+    beside: int
+
+    @property
+    def needed(self) -> int:
+        """What a GPU must have."""
+        return self.peak + self.beside
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "Adam's moments": self.optimizer,
+            "gradients": self.gradients,
+            "activations": self.saved,
+        }
+        listed = ", ".join(f"{name} {amount / GIB:.2f}" for name, amount in parts.items())
+        return (
+            f"{self.needed / GIB:.2f} GiB planned: {self.peak / GIB:.2f} at the worst moment ({listed}), "
+            f"{self.beside / GIB:.2f} beside"
+        )
+
+
+def step_memory(
+    config: PI05Config,
+    mode: TrainMode,
+    *,
+    cameras: int,
+    batch_size: int,
+    grad_accum: int,
+    draws: int,
+    bf16: bool,
+    attention: Attention,
+    checkpointing: bool,
+    strategy: Strategy = "ddp",
+    workers: int = 1,
+    find_unused_parameters: bool = False,
+    frame_bytes: int = 0,
+) -> StepMemory:
+    """Run a step of PI0.5 without storage, Adam's moments being there, and add up what would be alive.
+
+    Args:
+        config: the policy's. cameras: in a batch. The others are the run's own options; bf16: under autocast, with
+            what is frozen kept in bf16. workers: the fewest that the run may have. frame_bytes: of a row's frames,
+            uint8, as they arrive.
+    """
+    checkpointing = checkpointing or config.gradient_checkpointing
+    config = with_cameras(config, cameras)
+    cpu = torch.device("cpu")
+    policy = meta_policy(config)
+    sharded = workers > 1 and strategy != "ddp"
+    autocast = torch.bfloat16 if bf16 else None
+    # The CPU's autocast in place of CUDA's, and its fused attention: autograd runs fake tensors on no other device.
+    with _pretended_group(workers) if sharded else contextlib.nullcontext(), FakeTensorMode():
+        _give_storage(policy, cpu)
+        choose_trainable(policy, mode)
+        leave_off_unused(policy)
+        if bf16:
+            cast_frozen(policy, torch.bfloat16)
+        loss = PolicyLoss(policy, images=DeviceHalf(None, config), attention=attention, checkpointing=checkpointing)
+        # On CUDA the next unit is gathered while one computes; on the CPU that is run here, one after the other.
+        ahead = max((_bytes(list(unit.parameters())) for unit in units(loss)), default=0) if sharded else 0
+        model: nn.Module = loss
+        if sharded:
+            with unset_fake_temporarily():  # a mesh of processes holds numbers
+                model = spread(loss, strategy, cpu, workers, autocast=autocast)
+        elif workers > 1 and not find_unused_parameters:
+            hold_gradients(loss)  # DDP itself takes no fake tensors; what it holds are these, in its buckets
+        optimizer = make_trainable_optimizer(
+            policy, schedule=lambda step: 0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, clip_norm=1.0
+        )
+        batch, noise, time = empty_inputs(config, batch_size, draws, cpu)
+        inputs = [*batch.values(), noise, time]
+        weights = [held(tensor) for tensor in (*loss.parameters(), *loss.buffers())]
+        alive = Alive([*weights, *(p.grad for p in optimizer.params if p.grad is not None), *inputs])
+        before, saved = 0, 0
+
+        def note_before(*_: Any) -> None:
+            nonlocal before
+            before = alive.bytes
+
+        def note_saved(*_: Any) -> None:
+            nonlocal saved
+            saved = alive.bytes - before
+
+        loss.register_forward_pre_hook(note_before)
+        loss.register_forward_hook(note_saved)
+        gradients = _bytes([held(param) for param in optimizer.params])
+        with alive:
+            state = [held(tensor) for tensor in optimizer.state().values()]
+            alive.peak = alive.bytes
+            # DDP makes its buckets anew before its second step, in the order of backward, and copies from the old.
+            rebuilt = alive.bytes + gradients if optimizer.keeps_gradients else 0
+            train_step(
+                model,
+                optimizer,
+                itertools.repeat(batch),
+                step=0,
+                # From the second micro-batch on gradients are there from the start.
+                grad_accum=min(grad_accum, 2),
+                mean_over=grad_accum,
+                draws=lambda micro: (noise, time),
+                autocast=autocast,
+                device=cpu,
+            )
+        # Without gradients in them, DDP's buckets stand beside these.
+        buckets = gradients if workers > 1 and not sharded and not optimizer.keeps_gradients else 0
+        peak = max(alive.peak + buckets, rebuilt)
+        # Frames as they arrive, of this batch and of the next, and as floats before they have the policy's size.
+        frames = batch_size * frame_bytes * (2 + 4)
+        beside = CONTEXT_BYTES + round(FRAGMENTATION * peak) + _bytes(inputs) + frames + 2 * ahead
+        beside += COLLECTIVES_BYTES if workers > 1 else 0
+        if attention == "sdpa":
+            beside += _attention_workspace(loss, config, cameras, batch_size * draws)
+        return StepMemory(
+            weights=_bytes(weights),
+            gradients=gradients,
+            optimizer=_bytes(state),
+            saved=saved,
+            peak=peak,
+            beside=beside,
+        )
+
+
+@contextlib.contextmanager
+def _pretended_group(workers: int) -> Iterator[None]:
+    """A process group of so many, of which this process is the first and nobody is there: nothing is exchanged."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend (torch 2.11)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workers)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _attention_workspace(loss: PolicyLoss, config: PI05Config, cameras: int, rows: int) -> int:
+    attends = loss.policy.model.paligemma_with_expert.paligemma.model.language_model.layers[0].self_attn
+    width = attends.head_dim * attends.config.num_attention_heads
+    tokens = tokens_per_sample(config, cameras) or 0
+    return ATTENTION_WORKSPACE_TENSORS * rows * tokens * width * 4
+
+
+def _give_storage(module: nn.Module, device: torch.device) -> None:
+    """Replace tensors on the meta device; under a FakeTensorMode, `Module.to_empty` cannot."""
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                child._parameters[name] = nn.Parameter(
+                    torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                )
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+
+
+def _bytes(tensors: list[Any]) -> int:
+    """Of their storages, each counted once."""
+    return sum({id(s): s.nbytes() for s in [tensor.untyped_storage() for tensor in tensors]}.values())
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of all storages that are alive: those of `tensors`, and those made while it is active.
+
+    Of DTensors what they hold here; storages that FSDP2 empties and fills again, as they are.
+    """
+
+    def __init__(self, tensors: list[Tensor]):
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._sizes = WeakIdKeyDictionary()
+        for tensor in tensors:
+            self._add(tensor)
+
+    def __enter__(self) -> Alive:
+        resize = self._resize = torch.UntypedStorage.resize_
+
+        def noted(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if storage in self._sizes:
+                self._set(self._sizes[storage], size)
+            return result
+
+        torch.UntypedStorage.resize_ = noted  # type: ignore[assignment,method-assign]  # no operator: not dispatched
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*raised)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Inside of an operator on DTensors nothing is looked at: it tries itself out on whole tensors of no memory.
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(held(leaf))
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage not in self._sizes:
+            size = self._sizes[storage] = [0]
+            self._set(size, storage.nbytes())
+            weakref.finalize(storage, self._set, size, 0).atexit = False
+
+    def _set(self, size: list[int], now: int) -> None:
+        self.bytes += now - size[0]
+        self.peak = max(self.peak, self.bytes)
+        size[0] = now
