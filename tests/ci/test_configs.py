@@ -13,19 +13,25 @@ from vla_finetuning.config import PRESETS, parse_args
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 COMPUTE = sorted(CONFIGS.glob("*_*.yaml"))
-PRESET_GPU = {"l4": "L4", "a100": "A100", "h100": "H100"}
+PRESET_GPU = {"l4": "L4", "a100": "A100 80 GB", "a100_40": "A100 40 GB", "h100": "H100", "h200": "H200", "b200": "B200"}
 # vCPUs, memory (GiB on AWS, GB on Google Cloud as their tables give it), GPUs: the providers' own lists of 2026.
 MACHINES = {
     "m5.2xlarge": (8, 32, ""),
     "m6i.8xlarge": (32, 128, ""),
     "g6.12xlarge": (48, 192, "4 x L4"),
-    "p4de.24xlarge": (96, 1152, "8 x A100"),
+    "p4d.24xlarge": (96, 1152, "8 x A100 40 GB"),
+    "p4de.24xlarge": (96, 1152, "8 x A100 80 GB"),
     "p5.48xlarge": (192, 2048, "8 x H100"),
+    "p5en.48xlarge": (192, 2048, "8 x H200"),
+    "p6-b200.48xlarge": (192, 2048, "8 x B200"),
     "n2-standard-8": (8, 32, ""),
     "n2-standard-32": (32, 128, ""),
     "g2-standard-48-nvidia-l4-4": (48, 192, "4 x L4"),
-    "a2-ultragpu-8g-nvidia-a100-80gb-8": (96, 1360, "8 x A100"),
+    "a2-highgpu-8g-nvidia-tesla-a100-8": (96, 680, "8 x A100 40 GB"),
+    "a2-ultragpu-8g-nvidia-a100-80gb-8": (96, 1360, "8 x A100 80 GB"),
     "a3-highgpu-8g-nvidia-h100-80gb-8": (208, 1872, "8 x H100"),
+    "a3-ultragpu-8g-nvidia-h200-141gb-8": (224, 2952, "8 x H200"),
+    "a4-highgpu-8g-nvidia-b200-8": (224, 3968, "8 x B200"),
 }
 
 
@@ -45,7 +51,7 @@ def command_config(entrypoint):
 
 
 def test_each_gpu_is_there_for_each_cloud():
-    assert [path.stem for path in COMPUTE] == [f"{c}_{g}" for c in ("aws", "gcp") for g in ("a100", "h100", "l4")]
+    assert [path.stem for path in COMPUTE] == [f"{c}_{g}" for c in ("aws", "gcp") for g in sorted(PRESET_GPU)]
 
 
 @pytest.mark.parametrize("path", COMPUTE, ids=lambda path: path.stem)

@@ -1,13 +1,61 @@
 """What fits which GPU, and what a run is told that does not."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 import vla
 from tests import in_process
+from tests.tiny import real_config
+from vla_finetuning.config import PRESETS, parse_args
 from vla_finetuning.training.memory import GIB
-from vla_finetuning.training.room import CARDS_GIB, card_of, check_room, describe_memory, planned_memory
+from vla_finetuning.training.room import CARDS_GIB, PRESET_CARDS, card_of, check_room, describe_memory, planned_memory
+
+# Each takes what the preset it stands for takes, camera by camera.
+ALIKE = {"h100": "a100", "b200": "h200"}
+CASES = [
+    pytest.param(preset, mode, cameras, marks=[] if (mode, cameras) == (own, 3) else pytest.mark.slow)
+    for preset, flags in PRESETS.items()
+    if preset in PRESET_CARDS and preset not in ALIKE
+    for own in [flags["train.mode"]]
+    # What trains more than the preset's own mode takes other flags: the refusal names them.
+    for mode in ("heads", "expert", "full")[: ("heads", "expert", "full").index(own) + 1]
+    for cameras in (1, 2, 3)
+]
+
+
+def run_of(preset, mode, cameras):
+    """What the plan looks at of a run of PI0.5 at its real size, with frames of 480 x 640."""
+    config = parse_args(
+        [f"--preset={preset}", f"--train.mode={mode}", "--dataset.root=d", "--policy.type=pi05", "--output_dir=o"]
+    )
+    keys = [f"observation.images.{number}" for number in range(cameras)]
+    features = {key: SimpleNamespace(shape=(480, 640, 3)) for key in keys}
+    return SimpleNamespace(
+        config=config,
+        policy_config=real_config(cameras),
+        match=SimpleNamespace(camera_keys=keys),
+        metas=[SimpleNamespace(features=features)],
+        prompts=(200,),
+        image_size=None,
+        use_gpu=True,
+    )
+
+
+@pytest.mark.parametrize(("preset", "mode", "cameras"), CASES)
+def test_a_preset_is_planned_to_fit_with_4_gib_to_spare(preset, mode, cameras):
+    needed = planned_memory(run_of(preset, mode, cameras)).needed
+    for name in (preset, *(name for name, other in ALIKE.items() if other == preset)):
+        assert needed / GIB + 4 <= CARDS_GIB[PRESET_CARDS[name]]
+
+
+def test_presets_train_on_64_rows_and_those_alike_are():
+    assert PRESET_CARDS.keys() == PRESETS.keys() - {"demo"}
+    for preset in PRESET_CARDS:
+        config = run_of(preset, PRESETS[preset]["train.mode"], 1).config
+        assert (config.global_batch_size, config.grad_accum) == (64, 2 if preset == "l4" else 1)
+    assert all(PRESETS[name] == PRESETS[other] for name, other in ALIKE.items())
 
 
 @pytest.fixture(scope="module")
