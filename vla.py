@@ -56,6 +56,7 @@ from vla_finetuning.policies.processors import Prepare
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_checkpoint, load_progress
+from vla_finetuning.run.describe import describe
 from vla_finetuning.run.failures import StopRetrying, root_cause
 from vla_finetuning.run.folder import (
     EVALUATION_NAME,
@@ -68,7 +69,7 @@ from vla_finetuning.run.folder import (
     stop_requested,
     stopping_on_signals,
 )
-from vla_finetuning.run.plan import Run, describe, resolve, with_stats
+from vla_finetuning.run.plan import Run, resolve, with_stats
 from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped, follow_progress, log_to
 from vla_finetuning.run.push import check_push, push_policy
 from vla_finetuning.run.record import record_attention, record_run

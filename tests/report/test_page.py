@@ -28,7 +28,8 @@ from vla_finetuning.report import dataset_look
 from vla_finetuning.report import page as report
 from vla_finetuning.report.page import keep_report, write_report
 from vla_finetuning.run import progress
-from vla_finetuning.run.plan import describe, resolve
+from vla_finetuning.run.describe import describe
+from vla_finetuning.run.plan import resolve
 from vla_finetuning.run.progress import MetricsLog
 from vla_finetuning.run.record import record_attention, record_run
 

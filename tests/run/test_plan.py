@@ -22,7 +22,8 @@ from vla_finetuning.policies.pi05 import check_batch
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, make_processors
 from vla_finetuning.run import plan as run_plan
 from vla_finetuning.run.checkpoint import Progress, check_resumable, commit, write_pieces
-from vla_finetuning.run.plan import describe, resolve
+from vla_finetuning.run.describe import describe
+from vla_finetuning.run.plan import resolve
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def record_run(run: Run, plan: str, cluster: Mapping[str, float]) -> None:
     """Write `run.json`: what the report says of a run besides its measurements. Runs on the driver, once Ray is up.
 
     Args:
-        plan: what `run.plan.describe` says. cluster: `ray.cluster_resources()`.
+        plan: what `run.describe` says. cluster: `ray.cluster_resources()`.
     """
     datasets = [
         {

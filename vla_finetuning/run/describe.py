@@ -1,0 +1,138 @@
+"""The plan of a run as text: what `--dry_run` prints, and what a report shows."""
+
+from __future__ import annotations
+
+from lerobot_datasource import SEGMENT_ROWS
+from vla_finetuning.config import Config
+from vla_finetuning.policies.remote_code import brought_along
+from vla_finetuning.run.plan import Run
+from vla_finetuning.terminal import escaped
+
+
+def describe(run: Run) -> str:
+    """The plan, as text: datasets, policy, how features map, batch arithmetic, cadence."""
+    config = run.config
+    lines = []
+    for number, (meta, train, held_out) in enumerate(
+        zip(run.metas, run.train_episodes, run.eval_episodes, strict=True)
+    ):
+        lines += [
+            f"Dataset      {config.dataset.repo_id or meta.root}" + _at(config.dataset.revision),
+            f"             {meta.num_episodes} episodes, {meta.total_frames} frames at {meta.fps} fps"
+            + (f", robot {meta.robot_type}" if meta.robot_type else ""),
+            f"             trains on {len(train)} episodes, {int(meta.episode_length[train].sum())} frames; "
+            f"{len(held_out)} held out",
+            *([_share(run, number)] if config.dataset.mixture else []),
+            f"             {len(meta.tasks)} tasks: "
+            + "; ".join(repr(t) for t in list(meta.tasks.values())[:4])
+            + (" ..." if len(meta.tasks) > 4 else ""),
+        ]
+        for key, feature in meta.features.items():
+            if feature.order is not None:
+                lines.append(f"             {key}: dimensions reordered as in the first dataset, by their names")
+        for key in meta.camera_keys:
+            feature = meta.features[key]
+            used = "" if key in run.match.camera_keys else "  (not used)"
+            lines.append(f"             camera {key} {_size(feature.shape)} {feature.dtype}{used}")
+    missing = "; ".join(f"{k}: {', '.join(sorted(v))}" for k, v in run.missing_stats.items())
+    lines.append(
+        f"Statistics   {'to be computed from the dataset: ' + missing if missing else 'all that is needed is present'}"
+    )
+    lines.append(f"Policy       {run.policy_config.type}, {run.base['path']}" + _at(run.base["revision"]))
+    if run.parameters is not None:
+        lines.append(
+            f"             {run.parameters.total:,} parameters, {run.parameters.trainable:,} of them train "
+            f"(--train.mode {config.train.mode})" + _flops(run)
+        )
+    if config.policy_trust_remote_code and (brought := brought_along(run.policy_config)):
+        lines.append(f"             runs code that comes with {brought}, as --policy.trust_remote_code says")
+    lines.append("Features     dataset -> policy")
+    lines += [f"             {line}" for line in run.match.table()]
+    lines += [f"Note         {note}" for note in run.notes]
+    lines += _images(run)
+    batch = config.global_batch_size
+    lines += [
+        f"Batch        {config.batch_size} rows x {config.grad_accum} micro-steps x {config.scaling.num_workers} "
+        f"workers = {batch} per step" + (", with fewer workers too" if config.scaling.min_workers else ""),
+        f"Steps        {run.steps} ({run.steps * batch / run.rows_per_epoch:.2f} epochs of {run.rows_per_epoch} rows, "
+        f"{run.rows_per_epoch / batch:.1f} steps each); a line every {config.log_freq}",
+        f"             epochs follow each other without a gap: the last {run.rows_per_epoch % batch} rows of one share "
+        "a step with the first of the next",
+        f"Learning     {_learning_rate(run)}",
+        *_shuffling(run),
+        f"Checkpoints  every {config.save_freq} steps and at the end, the last {config.keep_checkpoints} kept, in "
+        f"{run.checkpoints_dir}",
+        f"Hardware     {_workers(config)} {'GPU' if run.use_gpu else 'CPU'} workers, "
+        f"{config.scaling.strategy}, {config.train.precision} precision",
+    ]
+    return "\n".join(map(escaped, lines))
+
+
+def _learning_rate(run: Run) -> str:
+    peak, final, warmup = run.learning_rate
+    return f"rate up to {peak:g} in {warmup} steps, then a cosine down to {final:g} at step {run.steps}; AdamW"
+
+
+def _images(run: Run) -> list[str]:
+    if run.image_size is None:
+        return ["Images       as stored, bit for bit as LeRobot reads them"]
+    smaller = f"; rows of {run.decoded['decoded_bytes_per_s'] / 1e6:.2f} MB"
+    if run.stored_bytes:
+        smaller += f" instead of {run.stored_bytes / 1e6:.2f}"
+    return [
+        f"Images       fitted into {_size(tuple(run.image_size))} where they are decoded{smaller}",
+        "             what the policy would do itself, within one level of uint8 (--dataset.image_size=stored leaves "
+        "it to the policy)",
+    ]
+
+
+def _shuffling(run: Run) -> list[str]:
+    mixing = run.mixing
+    assert mixing is not None
+    asked = run.config.dataset.shuffle_window
+    bounded = mixing.window_rows <= asked - SEGMENT_ROWS
+    lines = [
+        f"Shuffling    windows of {mixing.window_rows} rows"
+        + (f" (of {asked} asked for, as many as memory is meant for)" if bounded else "")
+        + f", {mixing.window_bytes / 2**20:.0f} MiB; segments of at most {mixing.segment_rows}",
+        f"             a global batch has rows of about {mixing.episodes:.1f} episodes; of "
+        f"{mixing.episodes_at_random:.1f} if all rows were shuffled",
+    ]
+    if mixing.advice:
+        lines.append(f"             POORLY MIXED: {mixing.advice}")
+    return lines
+
+
+def _flops(run: Run) -> str:
+    if not run.flops_by_prompt:
+        return ""
+    (short, least), (long, most) = min(run.flops_by_prompt.items()), max(run.flops_by_prompt.items())
+    if short == long:
+        return f", {most / 1e9:,.1f} GFLOP per sample and step"
+    return (
+        f", {least / 1e9:,.1f} to {most / 1e9:,.1f} GFLOP per sample and step (prompts of {short} to {long} tokens, by "
+        "the longest of a micro-batch)"
+    )
+
+
+def _workers(config: Config) -> str:
+    least, most = config.scaling.min_workers, config.scaling.num_workers
+    return f"{least} to {most}" if least else str(most)
+
+
+def _share(run: Run, number: int) -> str:
+    """What a mixture takes of a dataset."""
+    weights, rows = list(run.config.dataset.mixture.values()), run.stream["rows_per_source"][number]
+    own = int(run.metas[number].episode_length[run.train_episodes[number]].sum())
+    return (
+        f"             weight {weights[number]:g} of {sum(weights):g}: {rows} of an epoch's {run.rows_per_epoch} rows, "
+        f"{rows / own:.2f} times its frames"
+    )
+
+
+def _size(shape: tuple[int, ...] | None) -> str:
+    return "x".join(map(str, shape or ()))
+
+
+def _at(revision: str | None) -> str:
+    return f" @ {revision[:12]}" if revision else ""
