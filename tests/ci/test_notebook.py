@@ -1,6 +1,7 @@
 """README.ipynb and what is made from it, without running it; and one run of it with few steps."""
 
 import ast
+import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from ci.check_notebook import PARAMETERS, problems_before
 from ci.readme import main as readme
 from ci.strip_notebooks import main as strip_notebooks
-from vla_finetuning.config import flag_names, parse_args
+from vla_finetuning.config import EvalOptions, flag_names, parse_args
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "README.ipynb"
@@ -113,6 +114,8 @@ def test_every_flag_that_the_readme_names_exists(page):
     named = set(re.findall(r"--([a-z][\w.]*)", page)) - {"help"}
     sources = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
     own = set(re.findall(r'add_argument\("--(\w+)"', sources))
+    # Those of evaluate.py.
+    own |= {f"eval.{option.name}" for option in dataclasses.fields(EvalOptions)} | {"env.type", "compare"}
     unknown = {name for name in named if not name.startswith("policy.")} - set(flag_names()) - own
     assert not unknown and len(named) > 30
 

@@ -49,7 +49,8 @@ def try_demo(run: Run) -> dict[str, Any]:
         ValueError: a policy that cannot play.
     """
     env = env_config(ENV_TYPE)
-    trained = PreTrainedConfig.from_pretrained(run.output_dir / "pretrained_model")
+    # An exported configuration names no device, which LeRobot would warn of.
+    trained = PreTrainedConfig.from_pretrained(run.output_dir / "pretrained_model", cli_overrides=["--device=cpu"])
     options: dict[str, Any] = {"env": env, "trusted": run.config.policy_trust_remote_code}
     options["device"] = "cuda" if run.use_gpu else "cpu"
     sources = {"trained": PolicySource(run.output_dir / "pretrained_model", trained, **options)}
