@@ -179,7 +179,9 @@ def train(
     optimizer = make_optimizer(run, policy_loss)
     if checkpoint is not None:
         load_checkpoint(checkpoint, optimizer.named(), optimizer.state())
-    log = MetricsLog(run, progress.step, run.decoded) if rank == 0 else None
+    log = None
+    if rank == 0:
+        log = MetricsLog(run.output_dir, config.global_batch_size, run.rows_per_epoch, progress.step, run.decoded)
     checkpoints = CheckpointWriter(run, optimizer, rank, attempt)
 
     gc.disable()  # collected at log steps: in between it would stall the host at random

@@ -7,6 +7,7 @@ tests/policies/test_remote_code.py; docs/security.md lists the tests of the othe
 import ast
 import hashlib
 import json
+import logging
 import pickle
 from pathlib import Path
 
@@ -90,5 +91,8 @@ def test_ray_starts_without_a_dashboard_and_keeps_its_token(monkeypatch):
     monkeypatch.setattr(cluster, "running_cluster", lambda: None)
     cluster.connect()
     assert [options["include_dashboard"] for options in started] == [False]
+    # That the token is on is Ray's default, and not the user's business.
+    notice = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    assert not notice.isEnabledFor(logging.WARNING)
     assert not [path for path in SOURCES if "RAY_AUTH_MODE" in path.read_text()]
     assert "--dashboard-host 127.0.0.1" in (ROOT / "ci" / "smoke_job.sh").read_text()

@@ -10,7 +10,6 @@ import signal
 import subprocess
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -126,9 +125,7 @@ def finished(tmp_path_factory):
 def write_metrics(folder, mfu_per_rate=0.01):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress, "spilled_bytes", lambda: 3 * 2**30)
-        config = SimpleNamespace(global_batch_size=8)
-        run = SimpleNamespace(output_dir=folder, config=config, rows_per_epoch=43)
-        log = MetricsLog(run, 0, {"mfu": mfu_per_rate})
+        log = MetricsLog(folder, 8, 43, 0, {"mfu": mfu_per_rate})
         for step in range(LOG_FREQ, STEPS + 1, LOG_FREQ):
             log.write(
                 step,

@@ -13,9 +13,7 @@ from vla_finetuning.run.progress import MetricsLog, check_skipped, follow_progre
 def test_rates_are_counted_per_sample_and_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress, "spilled_bytes", lambda: 0)
     per_sample = {"mfu": None, "frames_per_s": 3, "decoded_bytes_per_s": 2_000_000}
-    config = SimpleNamespace(global_batch_size=8)
-    run = SimpleNamespace(output_dir=tmp_path, config=config, rows_per_epoch=100)
-    log = MetricsLog(run, 0, per_sample)
+    log = MetricsLog(tmp_path, 8, 100, 0, per_sample)
     metrics = {"loss": 0.5, "samples_per_s": 20.0, "step_s": 0.4, "data_wait_s": 0.1}
     with follow_progress(tmp_path, steps=4):
         log.write(2, 1e-3, metrics)
@@ -28,9 +26,7 @@ def test_rates_are_counted_per_sample_and_told(tmp_path, monkeypatch, capsys):
 def test_a_start_says_what_it_does_and_does_not_count_as_a_step(tmp_path, monkeypatch, capsys):
     """From a plan to its first log line was a minute of silence, which the estimate of the time left then counted."""
     monkeypatch.setattr(progress, "spilled_bytes", lambda: 0)
-    config = SimpleNamespace(global_batch_size=8)
-    run = SimpleNamespace(output_dir=tmp_path, config=config, rows_per_epoch=100, tokens_per_sample=5)
-    log = MetricsLog(run, 0, {"frames_per_s": 3, "decoded_bytes_per_s": 2})
+    log = MetricsLog(tmp_path, 8, 100, 0, {"frames_per_s": 3, "decoded_bytes_per_s": 2})
     metrics = {"loss": 0.5, "samples_per_s": 20.0, "step_s": 21.0, "data_wait_s": 20.0}
     with follow_progress(tmp_path, steps=62):
         start_attempt(tmp_path, 0, 2)

@@ -228,6 +228,26 @@ class Run:
             frame_cache=FrameCache(_absolute(d.frame_cache), d.frame_cache_gb) if d.frame_cache else None,
         )
 
+    def rows_of_steps(self, first: int, last: int) -> dict[str, list[tuple[int, int]]]:
+        """The rows of optimizer steps [first, last), of all ranks: by their dataset's root, runs of `index`, inclusive.
+
+        Computed from the plan alone, which is what every batch was checked against.
+        """
+        batch = self.config.global_batch_size
+        plan = self.reader()(stream=(first * batch, last * batch)).plan
+        found: dict[int, set[int]] = {}
+        for window in plan.slices(first * batch, last * batch):
+            part, index = window.rows()
+            datasets = plan.episodes.dataset_index[window.episode[part]]
+            for dataset, row in zip(datasets.tolist(), index.tolist(), strict=True):
+                found.setdefault(dataset, set()).add(row)
+        runs = {}
+        for dataset, rows in sorted(found.items()):
+            index = np.array(sorted(rows))
+            pieces = np.split(index, np.flatnonzero(np.diff(index) > 1) + 1)
+            runs[self.metas[dataset].root] = [(int(piece[0]), int(piece[-1])) for piece in pieces]
+        return runs
+
 
 def block_rows(batch_size: int, row_bytes: int) -> int:
     """The most rows that divide a micro-batch and stay within BLOCK_BYTES: workers then get whole blocks in turn."""

@@ -38,20 +38,28 @@ class MetricsLog:
     """`metrics.jsonl`, a line per log step, written by rank 0. After a restart, lines past the checkpoint are void.
 
     Args:
+        global_batch_size, rows_per_epoch: what a step amounts to.
         resumed_step: optimizer steps that the checkpoint contains; later lines are removed.
         per_sample: what a sample amounts to, by the name of its rate; None where it is not known.
     """
 
-    def __init__(self, run: Run, resumed_step: int, per_sample: Mapping[str, float | None]):
-        self._run, self._per_sample = run, dict(per_sample)
-        self.path = run.output_dir / METRICS_NAME
+    def __init__(
+        self,
+        output_dir: Path,
+        global_batch_size: int,
+        rows_per_epoch: int,
+        resumed_step: int,
+        per_sample: Mapping[str, float | None],
+    ):
+        self._batch, self._epoch, self._per_sample = global_batch_size, rows_per_epoch, dict(per_sample)
+        self.path = output_dir / METRICS_NAME
         kept = [line for line in read_lines(self.path) if json.loads(line)["step"] <= resumed_step]
         self.path.write_text("".join(line + "\n" for line in kept))
 
     def write(self, step: int, lr: float, metrics: dict[str, Any]) -> None:
         """Append a line for the window of steps that ends with `step`."""
-        samples = step * self._run.config.global_batch_size
-        epoch = round(samples / self._run.rows_per_epoch, 4)
+        samples = step * self._batch
+        epoch = round(samples / self._epoch, 4)
         line = {
             **{"step": step, "epoch": epoch, "lr": lr},
             **metrics,

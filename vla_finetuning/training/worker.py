@@ -260,29 +260,8 @@ def what_batch(run: Run, dealt: Dealt, number: int) -> str:
 def _rows_in_words(run: Run, first: int, last: int) -> str:
     return "; ".join(
         f"{root}: " + ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
-        for root, runs in rows_of_steps(run, first, last).items()
+        for root, runs in run.rows_of_steps(first, last).items()
     )
-
-
-def rows_of_steps(run: Run, first: int, last: int) -> dict[str, list[tuple[int, int]]]:
-    """The rows of optimizer steps [first, last), over all ranks: for each dataset's root, runs of `index`, inclusive.
-
-    Computed from the plan alone, which is what every batch was checked against.
-    """
-    batch = run.config.global_batch_size
-    plan = run.reader()(stream=(first * batch, last * batch)).plan
-    found: dict[int, set[int]] = {}
-    for window in plan.slices(first * batch, last * batch):
-        part, index = window.rows()
-        datasets = plan.episodes.dataset_index[window.episode[part]]
-        for dataset, row in zip(datasets.tolist(), index.tolist(), strict=True):
-            found.setdefault(dataset, set()).add(row)
-    runs = {}
-    for dataset, rows in sorted(found.items()):
-        index = np.array(sorted(rows))
-        pieces = np.split(index, np.flatnonzero(np.diff(index) > 1) + 1)
-        runs[run.metas[dataset].root] = [(int(piece[0]), int(piece[-1])) for piece in pieces]
-    return runs
 
 
 # ---- what a run leaves behind -------------------------------------------------------------------------------------
