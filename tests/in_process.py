@@ -109,6 +109,7 @@ def without_ray(shard, device=None, writer=NoCheckpoints):
         (ray.train, "get_preemption_info", lambda: None),
         (ray.train.collective, "broadcast_from_rank_zero", lambda value: value),
         (vla, "start_attempt", lambda *_: 0),
+        (vla, "first_step_done", lambda *_: None),
         (vla, "record_attention", lambda *_: None),
         (vla, "CheckpointWriter", writer),
     )

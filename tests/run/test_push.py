@@ -270,6 +270,7 @@ def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatc
     class Resolved:
         config = parse_args(argv)
         output_dir = out
+        use_gpu = False
 
     monkeypatch.setattr(vla, "resolve", lambda config, gpus_found: Resolved())
     monkeypatch.setattr(vla, "describe", lambda run: "the plan")

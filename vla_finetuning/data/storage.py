@@ -293,6 +293,8 @@ class RemoteFile(io.RawIOBase):
         self._identity = None if identity is None else f"{identity}\0{BLOCK_BYTES}"
         self._blocks: dict[int, bytes] = {}
         self._at = 0
+        # FFmpeg reads again and again where a read has failed, and each would wait out the whole time of its retries.
+        self._failed: StorageError | None = None
 
     def readable(self) -> bool:
         return True
@@ -351,10 +353,16 @@ class RemoteFile(io.RawIOBase):
             del self._blocks[next(iter(self._blocks))]  # the one used longest ago
 
     def _fetch(self, start: int, end: int) -> bytes:
+        if self._failed is not None:
+            raise self._failed
         try:
             data = self.fs.cat_file(self.path, start, end)
         except FileNotFoundError as error:
-            raise StorageError("was deleted while it was being read; copy it again") from error
+            self._failed = StorageError("was deleted while it was being read; copy it again")
+            raise self._failed from error
+        except StorageError as error:
+            self._failed = error
+            raise
         if len(data) != end - start:
             raise StorageError(
                 f"changed while it was being read: {len(data)} bytes at {start}, expected {end - start}; datasets must "
