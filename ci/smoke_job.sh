@@ -67,7 +67,7 @@ for _ in $(seq 60); do
 done
 ray job list >/dev/null || { tail -n 30 "$out/head.log" >&2; echo "smoke: the Ray head did not start" >&2; exit 1; }
 # The job gets what a run on several nodes gets: the code, without outputs, data sets or secrets.
-runtime_env=$("$PYTHON" -c 'import json, cluster; print(json.dumps(cluster.runtime_env()))')
+runtime_env=$("$PYTHON" -c 'import json; from vla_finetuning.run import cluster; print(json.dumps(cluster.runtime_env()))')
 ray job submit --runtime-env-json "$runtime_env" -- env MAX_TRAIN_STEPS="$MAX_TRAIN_STEPS" VLA_CACHE="$VLA_CACHE" \
     "$PYTHON" vla.py --preset demo --output_dir "$out/job"
 trained "$out/job"
