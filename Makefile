@@ -10,7 +10,7 @@ MYPY_TARGETS := $(wildcard *.py ci/*.py vla_finetuning diagnostics benchmarks)
 # Extra arguments for the target's command: make test ARGS="-k lock"
 ARGS ?=
 
-.PHONY: help setup demo test test-faults lint format lock notebook readme smoke demo-clean
+.PHONY: help setup metaworld peers demo grpo test test-faults lint format lock notebook readme smoke demo-clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -23,8 +23,14 @@ $(PYTHON): ;
 $(STAMP): requirements.lock .python-version ci/setup.sh $(PYTHON)
 	@sh ci/setup.sh $@
 
+metaworld: $(STAMP) ## Meta-World's 50 tasks for --env.type metaworld, in .venv; as root also what Debian needs to draw
+	@PYTHON=$(PYTHON) sh ci/metaworld.sh
+
 demo: $(STAMP) ## fine-tune a tiny PI0.5 on this machine and show that it learned
 	$(PYTHON) vla.py --preset demo $(ARGS)
+
+grpo: $(STAMP) ## have the tiny PI0.5 learn from success alone what its demonstrators did wrong
+	$(PYTHON) grpo.py --preset demo $(ARGS)
 
 test: $(STAMP) ## all tests but the slow ones, in two processes
 	$(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
@@ -44,6 +50,15 @@ format: $(STAMP) ## what ruff can mend by itself
 lock: $(STAMP) ## compile requirements.lock (ARGS=--upgrade for newer indirect packages)
 	$(PYTHON) -m uv pip compile --quiet --universal --python-version "$$(cat .python-version)" --generate-hashes \
 		--custom-compile-command "make lock" $(ARGS) --output-file requirements.lock requirements.txt
+	$(PYTHON) -m uv pip compile --quiet --universal --python-version "$$(cat .python-version)" --generate-hashes \
+		--custom-compile-command "make lock" $(ARGS) --constraints requirements.lock \
+		--output-file requirements-metaworld.lock requirements-metaworld.txt
+	$(PYTHON) -m uv pip compile --quiet --universal --python-version "$$(cat .python-version)" --generate-hashes \
+		--custom-compile-command "make lock" $(ARGS) --constraints requirements.lock \
+		--output-file requirements-peers.lock requirements-peers.txt
+
+peers: $(STAMP) ## what benchmarks.data compares with and nothing else needs
+	$(PYTHON) -m pip install --no-deps --require-hashes -r requirements-peers.lock
 
 notebook: $(STAMP) ## README.ipynb from top to bottom, a few steps, into outputs/smoke_notebook
 	@PYTHON=$(PYTHON) bash ci/smoke_notebook.sh
@@ -55,4 +70,4 @@ smoke: $(STAMP) ## a few steps by `python vla.py` and by `ray job submit`, into 
 	@PYTHON=$(PYTHON) bash ci/smoke_job.sh
 
 demo-clean: ## remove what the demo wrote
-	rm -rf outputs/demo .cache/demo
+	rm -rf outputs/demo outputs/grpo .cache/demo
