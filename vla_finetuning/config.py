@@ -1,35 +1,23 @@
-"""Every option of a run, its default, and what makes it wrong. Knows neither Ray nor torch.
-
-Flags that `lerobot-train` has keep its names and meaning and are parsed by the same library (draccus); what is Ray's
-is under `--scaling.*`, what is ours under `--train.*`. A preset is a set of flags that come before the user's own.
-"""
+"""Every option, and its default. Knows neither Ray nor torch, nor flags (flags.py), nor what is wrong (checks.py)."""
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-import io
-import json
 import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-import draccus
-
-from vla_finetuning.lerobot_train import answer
-from vla_finetuning.terminal import tell_text
+from typing import Any, Literal
 
 CONFIG_NAME = "config.json"
+# Of a dataset recorded in a simulator (in meta/) and of policies trained on it: how its pictures were drawn.
+ENVIRONMENT_NAME = "environment.json"
 TrainMode = Literal["heads", "expert", "full"]
 MissingCameras = Literal["error", "mask"]
 OnError = Literal["stop", "skip"]
 Attention = Literal["eager", "sdpa"]
-Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard"]
+Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard", "hsdp"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 PRECISIONS = ("auto", "fp32", "bf16")
 # What NumPy's seeds are bounded by; those of torch and Python take more.
@@ -45,10 +33,24 @@ FIRST_ANSWER_TIMEOUT_S = 15.0
 CACHE_SIZE_GB = 100.0
 # Decoded frames are large (data/frame_cache.py): 16 GB for every hour of three cameras of 224x224 at 10 Hz.
 FRAME_CACHE_GB = 200.0
+FRAMES_DIR = os.environ.get("VLA_FRAMES_DIR") or f"{tempfile.gettempdir()}/vla-fine-tuning-{os.getuid()}/frames"
 # Numbers of data files as they were unpacked (data/table.py), on every node's own disk: a hundredth of what the videos
 # take. The folder is of one user's; what VLA_NUMBERS_DIR names instead must be a local disk too.
 NUMBERS_DIR = os.environ.get("VLA_NUMBERS_DIR") or f"{tempfile.gettempdir()}/vla-fine-tuning-{os.getuid()}/numbers"
 NUMBERS_GB = 20.0
+
+
+@dataclass
+class ImageTransformOptions:
+    """LeRobot's image transforms, for frames that are trained on; done on the device (policies/augment.py)."""
+
+    enable: bool = False
+    # Of the transforms below, so many for each camera of each row, drawn by their weights.
+    max_num_transforms: int = 3
+    # In the order in which they were drawn, instead of the order below.
+    random_order: bool = False
+    # {"name": {"weight": 1.0, "type": "ColorJitter", "kwargs": {"brightness": [0.8, 1.2]}}, ...}; LeRobot's when empty.
+    tfs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -71,10 +73,22 @@ class DatasetOptions:
     # A dataset on the Hugging Face Hub; its revision is pinned in the run's config.json.
     repo_id: str | None = None
     revision: str | None = None
-    # Episodes to use; all when absent.
-    episodes: list[int] | None = None
+    # Episodes to use; all when absent. Of several datasets: {"/data/a": [0, 1]}, and all of those not named.
+    episodes: list[int] | dict[str, list[int]] | None = None
+    # Episodes to leave out, written alike, or @FILE, a JSON file with either (`diagnostics.show_dataset` writes one).
+    exclude_episodes: list[int] | dict[str, list[int]] | str | None = None
+    # Use only episodes with a task that one of these patterns fits: "pick*", "*the red bin".
+    tasks: list[str] | None = None
     # Share of the episodes held out for the open-loop error at the end of the run.
     eval_split: float = 0.0
+    # Changes to frames that are trained on, as lerobot-train makes them: off, as there.
+    image_transforms: ImageTransformOptions = field(default_factory=ImageTransformOptions)
+    # Policies that normalise images: by ImageNet's mean and standard deviation, as lerobot-train does, in the place of
+    # the dataset's own.
+    use_imagenet_stats: bool = True
+    # The last frames of each episode, so many, are not trained on; as many as the policy's type wants when absent
+    # (diffusion: those whose action chunk would be mostly padding), as lerobot-train's sampler.
+    drop_n_last_frames: int | None = None
     # Cameras to decode, by dataset key; those that the policy wants when absent.
     camera_keys: list[str] | None = None
     # A camera that the policy has and the dataset lacks: "error", or "mask" (the policy sees a masked image).
@@ -100,7 +114,8 @@ class DatasetOptions:
     cache_dir: str | None = None
     cache_size_gb: float = CACHE_SIZE_GB
     # A folder on each node's own disk that keeps the frames decoded of videos, and how much of them: later epochs, and
-    # runs on the same dataset, do not decode what is there. What does not fit is decoded every time.
+    # runs on the same dataset, do not decode what is there. What does not fit is decoded every time. "auto": in
+    # VLA_FRAMES_DIR (of one user, on a local disk), where a run reads its frames more than once and they fit the disk.
     frame_cache: str | None = None
     frame_cache_gb: float = FRAME_CACHE_GB
     # A training process that has waited so long for its next batch ends the attempt with an error that names its rows:
@@ -117,6 +132,10 @@ class TrainOptions:
     mode: str = "expert"
     # auto: bf16 autocast on GPUs that have it, otherwise fp32. Weights that train are fp32 always.
     precision: str = "auto"
+    # Changes to frames that are trained on. "openpi": a crop of 0.95 resized, a turn of up to 5 degrees, brightness,
+    # contrast and saturation; of cameras with "wrist" in their name only the last three. The other way to have some is
+    # --dataset.image_transforms.enable.
+    augmentation: str = "none"
     # Leave padded action steps out of the loss. LeRobot's PI0.5 and openpi count them, so the default does.
     mask_padding: bool = False
     # PI0.5: draws of noise and time per row. More than one is another estimator of the same loss: images and language
@@ -140,6 +159,17 @@ class TrainOptions:
 
 
 @dataclass
+class EmaOptions:
+    """An exponential moving average of the weights that train, fp32 (lerobot-train has none; openpi does)."""
+
+    enable: bool = False
+    # Of the average at every step. openpi's default, an average of about the last 100 steps; its LIBERO recipe: 0.999.
+    decay: float = 0.99
+    # The average is what is measured on held-out episodes and exported; false: the weights themselves are.
+    export: bool = True
+
+
+@dataclass
 class ScalingOptions:
     """What the run may use of the cluster."""
 
@@ -155,8 +185,11 @@ class ScalingOptions:
     accelerator_type: str | None = None
     # How what trains is spread over workers. ddp: a copy on each, the fastest where it fits. fsdp2: a part of
     # parameters, gradients and Adam's moments on each; parameters are whole during a step (as ZeRO-2). fsdp2_reshard:
-    # they are whole only where they are computed with (as ZeRO-3). --resume may change it.
+    # they are whole only where they are computed with (as ZeRO-3). hsdp: as fsdp2 among the workers of a node, with a
+    # copy on every node, so that nothing but gradients travels between nodes. --resume may change it.
     strategy: str = "ddp"
+    # hsdp: how many workers hold a copy together; those of a node when absent.
+    shard_workers: int | None = None
     # For policies of which a batch may leave something that trains without a gradient: DDP then searches, every step.
     # `python -m diagnostics.find_unused_params` tells whether there is any; PI0.5 has none.
     find_unused_parameters: bool = False
@@ -180,6 +213,31 @@ class ScalingOptions:
 
 
 @dataclass
+class PeftOptions:
+    """Adapters, which train in the place of the policy's own weights (policies/lora.py); lerobot-train's flags."""
+
+    # "lora". Any other of these options asks for it as well.
+    method_type: str | None = None
+    # Which linear layers have adapters: suffixes of their names, or a regular expression for all of a name; the policy
+    # type's own choice when absent (PI0.5: the action expert's q_proj and v_proj, and the projections of actions).
+    target_modules: list[str] | str | None = None
+    # Layers that train whole, besides.
+    full_training_modules: list[str] | None = None
+    # How adapters start: PEFT's own way when absent, or "gaussian". In both the policy starts as it was.
+    init_type: str | None = None
+    # Rank of the adapters; what they amount to is multiplied by lora_alpha / r (PEFT's alpha, 8, when absent).
+    r: int = 16
+    lora_alpha: int | None = None
+    # OUTPUT_DIR/pretrained_model has them "merged" into the policy's weights, as robots run it. "adapter": besides,
+    # OUTPUT_DIR/adapter has them alone, which LeRobot and PEFT put onto the policy that the run started from.
+    export: str = "merged"
+
+    @property
+    def enabled(self) -> bool:
+        return self.method_type is not None
+
+
+@dataclass
 class RunOptions:
     """What a run writes down about itself."""
 
@@ -191,7 +249,7 @@ class RunOptions:
 class EvalOptions:
     """How a policy is tried in an environment (evaluation/closed_loop.py). None of it changes what comes out."""
 
-    # Episodes to play.
+    # Episodes to play, of each task.
     n_episodes: int = 50
     # Rows that a policy decides for at once, at most.
     batch_size: int = 32
@@ -205,6 +263,54 @@ class EvalOptions:
     policy_actors: int = 1
     # A step or a reset that takes longer is taken for hanging: its process ends, and its episodes are played again.
     step_limit_s: float = 60.0
+    # How long to wait for room for the first of these processes.
+    room_timeout_s: float = 600.0
+    # Of the episodes that failed, so many are shown on the page at most, and of the others half as many; 0: none.
+    videos: int = 10
+
+
+@dataclass
+class GrpoOptions:
+    """How a policy learns from success alone (`grpo.py`, docs/grpo.md). Defaults are those published for PI0.5."""
+
+    # "grpo": clipped policy gradient, returns compared within a group; "rloo": REINFORCE with the mean of the others as
+    # its baseline; "filtered": imitation of the episodes that succeeded. All on the same episodes.
+    method: str = "grpo"
+    # An iteration: groups x group_size episodes, those of a group from the same initial state, then updates.
+    iterations: int = 100
+    groups: int = 16
+    group_size: int = 8
+    # What an episode is worth: "success" (1 or 0), or its "return" (the sum of its rewards).
+    reward: str = "success"
+    # The random sampler (rl/flow_sde.py): steps from noise to actions, how much noise (a), and whether "all" of the
+    # steps are random or "one" of each decision.
+    flow_steps: int = 5
+    noise_level: float = 0.5
+    random_steps: str = "all"
+    # Passes over an iteration's decisions, in minibatches of so many over all workers, evenly cut.
+    epochs: int = 2
+    minibatch: int = 64
+    # The ratio of probabilities is clipped to [1 - clip_low, 1 + clip_high]; dual_clip bounds a bad episode's loss.
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = 3.0
+    # Divide advantages by the group's standard deviation.
+    normalise: bool = True
+    # An iteration's updates end when the policy has moved so far from the one that acted; null: they never do.
+    target_kl: float | None = 0.05
+    # Weight of the divergence from the policy that the run started from. Keeps a second copy of the policy.
+    kl: float = 0.0
+    # Iterations over which the learning rate rises; after that it stays.
+    warmup: int = 3
+    # Every so many iterations the policy plays --eval.n_episodes held-out episodes by the deterministic sampler.
+    eval_every: int = 10
+    # Processes of each training worker that simulate, in two halves that take turns with inference; environments in
+    # each of them, and the CPUs that it holds.
+    env_actors: int = 2
+    envs_per_actor: int = 8
+    env_actor_cpus: float = 1.0
+    # Decisions that the policy makes at once, at most.
+    inference_batch: int = 64
 
 
 @dataclass
@@ -232,13 +338,31 @@ class EvaluateConfig:
 
 
 @dataclass
+class RecordConfig:
+    """Demonstrations to write as a dataset (envs/record.py)."""
+
+    # The environment (--env.type) and its own options, as in EvaluateConfig.
+    env_type: str | None = None
+    env_options: list[str] = field(default_factory=list)
+    # Episodes to play, of each task; the first one's seed, the next one's is one more. Far from those that are
+    # evaluated unless told otherwise, so that these are held out.
+    episodes: int = 50
+    seed: int = 100_000
+    # The dataset's folder; on a cluster a path that all nodes share.
+    root: str | None = None
+
+
+@dataclass
 class Config:
     """A run. Nested options are `--dataset.root`, `--train.mode`, `--scaling.num_workers` and so on."""
 
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
+    ema: EmaOptions = field(default_factory=EmaOptions)
     scaling: ScalingOptions = field(default_factory=ScalingOptions)
     run: RunOptions = field(default_factory=RunOptions)
+    eval: EvalOptions = field(default_factory=EvalOptions)
+    peft: PeftOptions = field(default_factory=PeftOptions)
 
     # A pretrained policy: a folder or a Hub id (--policy.path), or a type to start from random weights (--policy.type).
     policy_path: str | None = None
@@ -262,18 +386,42 @@ class Config:
     # Optimizer updates. num_epochs is the other way to say it; MAX_TRAIN_STEPS in the environment caps both.
     steps: int | None = None
     num_epochs: float | None = None
-    # Peak learning rate; the policy's own when absent. Linear warm-up over warmup_frac of the steps, then a cosine
-    # down to final_lr_frac of the peak.
+    # The policy's own optimizer, parameter groups and learning rate schedule, as lerobot-train. False: one group of all
+    # that trains, and what --optimizer.type and --scheduler.type name.
+    use_policy_training_preset: bool = True
+    # LeRobot's options of both, as given: --optimizer.betas='[0.9, 0.99]', --scheduler.num_warmup_steps=500 and so on.
+    # With the preset they replace only what they name.
+    optimizer_options: list[str] = field(default_factory=list)
+    scheduler_options: list[str] = field(default_factory=list)
+    # The short way. Peak learning rate; the policy's own when absent. What has a rate of its own among the policy's
+    # parameter groups keeps its share of it.
     lr: float | None = None
-    warmup_frac: float = 0.033
-    final_lr_frac: float = 0.1
+    # Either of these: linear warm-up over a share of the steps (WARMUP_FRAC), then a cosine over all of them down to a
+    # share of the peak (FINAL_LR_FRAC), in the place of the policy's own schedule.
+    warmup_frac: float | None = None
+    final_lr_frac: float | None = None
     log_freq: int = 50
     # Checkpoints: every so many steps, and at the first log step so many seconds after the last one. Kept are the
-    # newest, and as many more as asked for of those with the lowest training loss since the one before.
+    # newest, and as many more as asked for of those with the lowest held-out loss (eval_steps), or where that is not
+    # measured, the lowest training loss since the one before: by "loss"; or by "success", the most in the loop.
     save_freq: int = 1000
     save_every_s: float | None = None
     keep_checkpoints: int = 2
     keep_best: int = 0
+    keep_best_by: str = "loss"
+    # The loss on held-out episodes (--dataset.eval_split), every so many steps and at the end; 0: never. Over at most
+    # so many of their rows, shared among the tasks and evenly spaced in each; 0: over all. Where it is measured, it
+    # decides which checkpoints are the best.
+    eval_steps: int = 0
+    max_eval_samples: int = 0
+    # What becomes of OUTPUT_DIR/pretrained_model: the "last" step, or the "best" checkpoint by the held-out loss.
+    export: str = "last"
+    # An environment (--env.type) and its own options (--env.task=... and so on): checkpoints play --eval.n_episodes in
+    # it, by processes beside the training, which does not wait for them (evaluation/during.py): those at every multiple
+    # of so many steps, and the last one; 0: the last one only.
+    env_type: str | None = None
+    env_options: list[str] = field(default_factory=list)
+    env_eval_freq: int = 20_000
     # Besides metrics.jsonl: draw the curves in a tracker (report/tracking.py), filed under a project.
     track: str | None = None
     track_project: str = "vla-fine-tuning"
@@ -305,9 +453,30 @@ class Config:
         """Where the trained policy is pushed to; None: it is not."""
         return None if self.push_to_hub is False else self.policy_repo_id
 
+    def is_evaluated(self, step: int, steps: int) -> bool:
+        """Whether the checkpoint of a step is to play in the environment, in a run of so many steps."""
+        if self.env_type is None:
+            return False
+        return step == steps or (self.env_eval_freq > 0 and step % self.env_eval_freq == 0)
+
     @property
     def global_batch_size(self) -> int:
         return self.batch_size * self.grad_accum * self.scaling.num_workers
+
+    @property
+    def augments(self) -> bool:
+        """Whether frames that are trained on are changed."""
+        return self.train.augmentation != "none" or self.dataset.image_transforms.enable
+
+    @property
+    def takes_average(self) -> bool:
+        """Whether the averaged weights are what is measured and exported."""
+        return self.ema.enable and self.ema.export
+
+    @property
+    def best_kept(self) -> int:
+        """Checkpoints kept for their loss, besides the newest: the best one also if it is to be exported."""
+        return max(self.keep_best, int(self.export == "best"))
 
     @property
     def rows_multiple(self) -> int:
@@ -332,15 +501,49 @@ class Config:
         return asdict(self)
 
 
-# Nested options, by the word before their flags' dot.
-GROUPS = {"dataset": DatasetOptions, "train": TrainOptions, "scaling": ScalingOptions, "run": RunOptions}
+@dataclass
+class GrpoConfig(Config):
+    """A run of `grpo.py`: of a `Config`, what is not about data. `flags.NOT_IN_GRPO` has no flags there."""
 
-# What runs did before these options were there: a run that is resumed keeps its rows, their order and their scale.
+    grpo: GrpoOptions = field(default_factory=GrpoOptions)
+    # What is published for PI0.5; imitation's is several times that.
+    lr: float | None = 5e-6
+    log_freq: int = 1
+    save_freq: int = 10
+
+    def is_evaluated(self, step: int, steps: int) -> bool:
+        return False  # its workers play themselves (--grpo.eval_every)
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.grpo.minibatch
+
+
+# Where only the other one is given.
+WARMUP_FRAC, FINAL_LR_FRAC = 0.033, 0.1
+
+# Nested options, by the word before their flags' dot.
+GROUPS = {
+    "dataset": DatasetOptions,
+    "train": TrainOptions,
+    "ema": EmaOptions,
+    "scaling": ScalingOptions,
+    "run": RunOptions,
+    "peft": PeftOptions,
+    "grpo": GrpoOptions,
+    "eval": EvalOptions,
+}
+
+# What runs did before these options were there: a run that is resumed keeps its rows, their order, their scale and how
+# it learns.
 BEFORE_OPTIONS = {
     "dataset.image_size": "stored",
     "dataset.window_segments": "null",
     "dataset.mixture_stats": "frames",
     "dataset.mixed_ranges": "true",
+    "dataset.use_imagenet_stats": "false",
+    "dataset.drop_n_last_frames": "0",
+    "optimizer.type": "adamw",
 }
 
 # What each preset sets; any flag overrides. The GPU ones are sized by what --dry_run plans for PI0.5 with 3 cameras: a
@@ -373,70 +576,28 @@ PRESETS: dict[str, dict[str, str]] = {
     "h200": FULL,
     "b200": FULL,
 }
-
-
-# Under --policy., but not the policy's own options. The first three lerobot-train counts to the policy; a base policy
-# brings its own along, where it was once pushed to: not ours.
-POLICY_FLAGS = {
-    "policy.push_to_hub": "push_to_hub",
-    "policy.repo_id": "policy_repo_id",
-    "policy.private": "policy_private",
-    "policy.trust_remote_code": "policy_trust_remote_code",
+GRPO_PRESETS: dict[str, dict[str, str]] = {
+    # benchmarks/results/ has five seeds of it.
+    "demo": {
+        "output_dir": "outputs/grpo",
+        "env.type": "two_bins",
+        "env.episode_length": "30",
+        "eval.n_episodes": "100",
+        "train.mode": "full",
+        "scaling.num_workers": "2",
+        "scaling.cpus_per_worker": "0.5",
+        "batch_size": "32",
+        "lr": "1e-4",
+        "grpo.iterations": "60",
+        "grpo.noise_level": "0.6",
+        "grpo.dual_clip": "null",
+        "grpo.env_actors": "2",
+        "grpo.envs_per_actor": "32",
+        "grpo.env_actor_cpus": "0.25",
+    },
 }
 # Options of one start, not of the run: what config.json says of them does not count.
 OF_A_START = ("resume", "dry_run", "policy_trust_remote_code")
-
-
-def parse_args(argv: Sequence[str]) -> Config:
-    """Command line to a validated `Config`. Raises ValueError naming the flag, what was found and what to do."""
-    for before, arg in zip(["", *argv], argv, strict=False):  # first of all: every other error may repeat them
-        name = re.match(r"--[\w.]+(?==)", arg) or re.match(r"--[\w.]+$", before)
-        refuse_credentials(arg, name[0] if name else "command line")
-    given = _normalise(argv, flag_names(), ("policy.path", "policy.type", *POLICY_FLAGS))
-    given = [(name, _resume(value, dict(given)) if name == "resume" else value) for name, value in given]
-    names = dict(given)
-    preset = names.get("preset")
-    if preset is not None and preset not in PRESETS:
-        raise ValueError(f"--preset {preset}: expected one of {', '.join(PRESETS)}")
-    config_path = names.get("config_path")
-    if names.get("resume") == "true":
-        # What the run was started with stands; only flags given now change it.
-        config_path, preset = str(_saved_config(names)), None
-    defaults = dict(PRESETS.get(preset or "", {}))
-    if names.get("resume") == "true":
-        defaults |= _not_yet_options(Path(str(config_path)))
-    # Two ways to say how long, of which the user's own replaces the other.
-    for chosen, other in (("steps", "num_epochs"), ("num_epochs", "steps")):
-        if chosen in names and other not in names:
-            defaults[other] = "null"
-    flags = [*defaults.items(), *given]
-    flags = [pair for name, value in flags for pair in _workers(name, value)]
-    flags = [(POLICY_FLAGS.get(name, name), value) for name, value in flags]
-    policy = {k.removeprefix("policy."): v for k, v in flags if k.startswith("policy.")}
-    rest = [f"--{k}={v}" for k, v in flags if not k.startswith("policy.") and k != "config_path"]
-    try:
-        if config_path:
-            refuse_credentials(Path(config_path).read_text(), config_path)
-        with draccus.config_type("json"):
-            config = draccus.parse(Config, config_path=config_path, args=rest)
-    except (draccus.utils.DraccusException, json.JSONDecodeError, OSError) as error:
-        told = " ".join(str(error).split())
-        hint = """; lists and maps are written as JSON: --dataset.camera_keys='["observation.images.top"]'"""
-        raise ValueError(
-            f"command line{f' or {config_path}' if config_path else ''}: {told}"
-            + (hint if re.search(r"\b(list|dict)\[", told) else "")
-        ) from error
-    if config.dataset.image_size is None:  # how runs were saved before there was "auto"
-        config.dataset.image_size = "stored"
-    named = {POLICY_FLAGS.get(name, name) for name in names}
-    for option in OF_A_START:
-        setattr(config, option, getattr(config, option) and option in named)
-    config.policy_path = policy.pop("path", config.policy_path)
-    config.policy_type = policy.pop("type", config.policy_type)
-    config.policy_revision = policy.pop("pretrained_revision", config.policy_revision)
-    config.policy_options = config.policy_options + [f"--{k}={v}" for k, v in policy.items()]
-    validate(config)
-    return config
 
 
 # What comes before the @ of scheme://USER:SECRET@place. Keys of object stores have slashes in them, so a secret may
@@ -458,300 +619,3 @@ def refuse_credentials(text: str, where: str) -> None:
             "environment or the store's own configuration files, on every node (S3: AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials; Google: GOOGLE_APPLICATION_CREDENTIALS)"
         )
-
-
-def parse_evaluate(argv: Sequence[str]) -> EvaluateConfig:
-    """Command line of `evaluate.py` to a validated `EvaluateConfig`. Raises ValueError naming the flag."""
-    names = {"policy.path": "policy_path", "policy.pretrained_revision": "policy_revision", "env.type": "env_type"}
-    names["policy.trust_remote_code"] = "policy_trust_remote_code"
-    flags = {f"eval.{option.name}": "bool" in str(option.type) for option in fields(EvalOptions)}
-    flags |= {"seed": False, "output_dir": False, "use_gpu": True, "rename_map": False}
-    own: dict[str, list[str]] = {"policy": [], "env": []}
-    args = []
-    for name, value in _normalise(argv, flags, tuple(names), ("policy.", "env."), lambda _: None):
-        refuse_credentials(value, f"--{name}")
-        group, _, option = name.partition(".")
-        if name in flags or name in names:
-            args.append(f"--{names.get(name, name)}={value}")
-        else:
-            own[group].append(f"--{option}={value}")
-    try:
-        with draccus.config_type("json"):
-            config = draccus.parse(EvaluateConfig, args=args)
-    except draccus.utils.DraccusException as error:
-        raise ValueError(f"command line: {' '.join(str(error).split())}") from error
-    config.policy_options, config.env_options = own["policy"], own["env"]
-    validate_evaluate(config)
-    return config
-
-
-def validate_evaluate(config: EvaluateConfig) -> None:
-    """Refuse what can be refused without looking at any file."""
-    if config.policy_path is None:
-        raise ValueError("which policy? give --policy.path FOLDER_OR_HUB_ID")
-    if config.env_type is None:
-        raise ValueError("in which environment? give --env.type two_bins")
-    if config.output_dir is None:
-        raise ValueError("where to? give --output_dir FOLDER; given again, it goes on there")
-    if not 0 <= config.seed <= MAX_SEED:
-        raise ValueError(f"--seed={config.seed}: must be between 0 and {MAX_SEED}")
-    for option in fields(EvalOptions):
-        value = getattr(config.eval, option.name)
-        if option.name != "exact" and value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"--eval.{option.name}={value}: must be positive")
-
-
-def help_text() -> str:
-    """What `--help` prints: draccus' account of the options, under the names that the command line has for them."""
-    with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):
-        draccus.parse(Config, args=["--help"])
-    text = re.sub(r"\Ausage:.*?\n\n", "usage: vla.py [--FLAG VALUE ...]\n\n", told.getvalue(), flags=re.DOTALL)
-    text = re.sub(rf"^ *--({'|'.join(GROUPS)}) str .*\n", "", text, flags=re.MULTILINE)
-    names = {"policy_options list[str]": "policy.OPTION VALUE", "policy_revision": "policy.pretrained_revision"}
-    names |= {ours: theirs for theirs, ours in POLICY_FLAGS.items()}
-    names |= {"policy_path": "policy.path", "policy_type": "policy.type"}
-    for ours, theirs in names.items():
-        text = text.replace(f"  --{ours} ", f"  --{theirs} ").replace(f"  --{ours}\n", f"  --{theirs}\n")
-    return text
-
-
-def print_help() -> int:
-    tell_text(help_text())
-    return 0
-
-
-def validate(config: Config) -> None:
-    """Refuse what can be refused without looking at any file."""
-    d, t, s = config.dataset, config.train, config.scaling
-    demo = config.preset == "demo"
-    positive: dict[str, float | None] = {
-        "batch_size": config.batch_size,
-        "grad_accum": config.grad_accum,
-        "steps": config.steps,
-        "num_epochs": config.num_epochs,
-        "log_freq": config.log_freq,
-        "save_freq": config.save_freq,
-        "save_every_s": config.save_every_s,
-        "keep_checkpoints": config.keep_checkpoints,
-        "price_per_gpu_hour": config.price_per_gpu_hour,
-        "lr": config.lr,
-        "tolerance_s": config.tolerance_s,
-        "dataset.shuffle_window": d.shuffle_window,
-        "dataset.window_segments": d.window_segments,
-        "dataset.read_timeout_s": d.read_timeout_s,
-        "dataset.batch_timeout_s": d.batch_timeout_s,
-        "dataset.cache_size_gb": d.cache_size_gb,
-        "dataset.frame_cache_gb": d.frame_cache_gb,
-        "train.clip_norm": t.clip_norm,
-        "train.noise_draws": t.noise_draws,
-        "scaling.num_workers": s.num_workers,
-        "scaling.cpus_per_worker": s.cpus_per_worker,
-        "scaling.cpus_per_read_task": s.cpus_per_read_task,
-        "scaling.resize_interval_s": s.resize_interval_s,
-        "scaling.nodes_timeout_s": s.nodes_timeout_s,
-        "scaling.worker_timeout_s": s.worker_timeout_s,
-        "scaling.collective_timeout_s": s.collective_timeout_s,
-        "scaling.free_disk_gb": s.free_disk_gb,
-    }
-    for name, value in positive.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"--{name}={value}: must be positive")
-    choices: dict[str, tuple[str, Sequence[str]]] = {
-        "train.mode": (t.mode, get_args(TrainMode)),
-        "train.precision": (t.precision, PRECISIONS),
-        "train.attention": (t.attention, get_args(Attention)),
-        "scaling.strategy": (s.strategy, get_args(Strategy)),
-        "dataset.missing_cameras": (d.missing_cameras, get_args(MissingCameras)),
-        "dataset.on_error": (d.on_error, get_args(OnError)),
-        "dataset.mixture_stats": (d.mixture_stats, ("weights", "frames")),
-    }
-    for name, (found, known) in choices.items():
-        if found not in known:
-            raise ValueError(f"--{name}={found}: expected one of {', '.join(known)}")
-    if not 0 <= config.seed <= MAX_SEED:
-        raise ValueError(f"--seed={config.seed}: must be between 0 and {MAX_SEED}")
-    for name, share in {"warmup_frac": config.warmup_frac, "final_lr_frac": config.final_lr_frac}.items():
-        if not 0 <= share <= 1:
-            raise ValueError(f"--{name}={share}: must be between 0 and 1")
-    if config.track is not None and config.track not in get_args(TrackerName):
-        raise ValueError(f"--track={config.track}: expected one of {', '.join(get_args(TrackerName))}")
-    if config.push_to_hub and config.policy_repo_id is None:
-        raise ValueError("--push_to_hub: to which repository? give --policy.repo_id USER/NAME")
-    if config.keep_best < 0:
-        raise ValueError(f"--keep_best={config.keep_best}: a number of checkpoints, 0 for none")
-    if not 0 <= d.max_skipped <= 1:
-        raise ValueError(f"--dataset.max_skipped={d.max_skipped}: a share of the rows, between 0 and 1")
-    if not 0 <= d.eval_split < 1:
-        raise ValueError(f"--dataset.eval_split={d.eval_split}: a share of the episodes, at least 0 and below 1")
-    known_size = len(d.image_size) == 2 and min(d.image_size) > 0 if isinstance(d.image_size, list) else None
-    if not (d.image_size in ("auto", "stored") if known_size is None else known_size):
-        raise ValueError(f"--dataset.image_size={d.image_size}: expected auto, stored, or [height, width] in pixels")
-    if d.episodes is not None and len(config.roots) > 1:
-        raise ValueError("--dataset.episodes with several roots: whose episodes? Give one root, or leave it out")
-    for root, weight in d.mixture.items():
-        if not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(f"--dataset.mixture: the weight of {root} is {weight}; must be positive, or leave it out")
-    if sum(map(bool, (d.root, d.repo_id, d.mixture))) > 1:
-        raise ValueError("--dataset.root, --dataset.repo_id and --dataset.mixture: give one of them")
-    if d.revision is not None and d.repo_id is None:
-        raise ValueError(f"--dataset.revision={d.revision} is of a dataset on the Hub: give --dataset.repo_id with it")
-    if not demo and not (d.root or d.repo_id or d.mixture):
-        raise ValueError("which data? give --dataset.root PATH_OR_URI or --dataset.repo_id ID, or use --preset demo")
-    if config.policy_path and config.policy_type:
-        raise ValueError("--policy.path and --policy.type: give one of them (the pretrained policy knows its type)")
-    if not demo and not (config.policy_path or config.policy_type):
-        raise ValueError("which policy? give --policy.path lerobot/pi05_base, a folder, or use --preset demo")
-    if config.steps is not None and config.num_epochs is not None:
-        raise ValueError("--steps and --num_epochs: give one of them")
-    if config.output_dir is None:
-        raise ValueError("where to? give --output_dir FOLDER (on a cluster: a path that all nodes share)")
-    if "://" in config.output_dir:
-        raise ValueError(
-            f"--output_dir={config.output_dir}: must be a path (on a cluster, a mounted one that all nodes share)"
-        )
-    if s.min_workers is not None:
-        if not 0 < s.min_workers <= s.num_workers:
-            raise ValueError(
-                f"--scaling.num_workers {s.min_workers},{s.num_workers}: the least and the most, in that order"
-            )
-        if config.rows_multiple > 2**31:
-            raise ValueError(
-                f"--scaling.num_workers {s.min_workers},{s.num_workers}: too many different numbers of workers to "
-                "share data evenly among any of them; choose a narrower range"
-            )
-    if s.strategy != "ddp" and t.compile:
-        raise ValueError(
-            f"--scaling.strategy={s.strategy} gathers parameters in the middle of layers, so that these cannot be "
-            "compiled: leave --train.compile out, or use --scaling.strategy=ddp"
-        )
-    if s.strategy == "fsdp2_reshard" and s.min_workers is not None:
-        raise ValueError(
-            f"--scaling.strategy=fsdp2_reshard --scaling.num_workers {s.min_workers},{s.num_workers}: workers gather "
-            "parameters together in every micro-batch, so none may have more of those than another; use a fixed number "
-            "of workers, or --scaling.strategy=fsdp2"
-        )
-    if s.use_gpu is False and s.accelerator_type is not None:
-        raise ValueError("--scaling.accelerator_type needs GPUs, but --scaling.use_gpu=false")
-
-
-def _normalise(
-    argv: Sequence[str],
-    flags: Mapping[str, bool],
-    named: Sequence[str],
-    groups: tuple[str, ...] = ("policy.",),
-    answered: Callable[[str], str | None] = answer,
-) -> list[tuple[str, str]]:
-    """`--a b`, `--a=b` and a bare `--a` (true, of options that are true or false) to pairs.
-
-    Args:
-        flags: those that there are, and whether they are true or false. named: some of `groups`, to suggest.
-        groups: what a flag may begin with whose options are not ours.
-        answered: what to say of a flag that is none here.
-    """
-    given: list[tuple[str, str | None]] = []
-    for arg in argv:
-        if arg.startswith("--"):
-            name, equals, text = arg[2:].partition("=")
-            given.append((name, text if equals else None))
-        elif given and given[-1][1] is None:
-            given[-1] = given[-1][0], arg
-        else:
-            raise ValueError(f"command line: {arg!r} belongs to no flag; flags look like --batch_size 8")
-    pairs = []
-    for name, value in given:
-        if value is not None and not value.strip():
-            raise ValueError(f"command line: --{name} is empty (an unset variable?): give a value, or leave it out")
-        if name not in flags and (said := answered(name)):
-            raise ValueError(f"command line: lerobot-train has --{name}; here: {said}")
-        if name not in flags and not name.startswith(groups):
-            raise ValueError(f"command line: unknown flag --{name}{_meant(name, [*flags, *named])}")
-        if value is None and not flags.get(name, True):
-            raise ValueError(f"command line: --{name} needs a value")
-        pairs.append((name, "true" if value is None else _as_json(name, value)))
-    return pairs
-
-
-def _as_json(name: str, value: str) -> str:
-    """What people write for some options, in the form that draccus reads: 1e4 for 10000, 0,1,5:8 for [0,1,5,6,7]."""
-    kind = _kinds().get(name, "")
-    if kind.startswith("int") and re.fullmatch(r"\d+(\.\d*)?e\+?\d+", value, re.IGNORECASE):
-        return str(int(float(value))) if float(value).is_integer() else value
-    if kind.startswith("list[") and value.strip()[:1] not in ("[", "@") and value not in ("null", "auto", "stored"):
-        parts = [part.strip() for part in value.split(",")]
-        if kind.startswith("list[str"):
-            return json.dumps(parts)
-        numbers: list[int] = []
-        for part in parts:
-            first, colon, last = part.partition(":")
-            if not (first.isdigit() and (last.isdigit() if colon else True)):
-                return value
-            numbers += range(int(first), int(last)) if colon else [int(first)]
-        return json.dumps(numbers)
-    return value
-
-
-def _meant(name: str, known: Sequence[str]) -> str:
-    """Which flag a wrong one may stand for: the same in another group, or one that is spelt alike."""
-    last = {flag: flag.rpartition(".")[2] for flag in known}
-    close = [flag for flag in known if last[flag] == name.rpartition(".")[2]]
-    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    close = close or [flag for flag in known if difflib.get_close_matches(name, [last[flag]], cutoff=0.75)]
-    return f"; did you mean --{close[0]}?" if close else "; --help lists them"
-
-
-def _workers(name: str, value: str) -> list[tuple[str, str]]:
-    """`--scaling.num_workers 2,8` to the two options that it is."""
-    if name != "scaling.num_workers":
-        return [(name, value)]
-    least, comma, most = value.rpartition(",")
-    return [("scaling.num_workers", most), ("scaling.min_workers", least if comma else "null")]
-
-
-def flag_names() -> dict[str, bool]:
-    """All flags but the policy's own, and whether they are true or false."""
-    return {name: "bool" in kind for name, kind in _kinds().items()}
-
-
-def _kinds() -> dict[str, str]:
-    """The types of all flags but the policy's own, as written."""
-    kinds = {"config_path": "str"}
-    for option in fields(Config):
-        if option.name in GROUPS:
-            kinds |= {f"{option.name}.{f.name}": str(f.type) for f in fields(GROUPS[option.name])}
-        elif not option.name.startswith("policy_"):
-            kinds[option.name] = str(option.type)
-    return kinds
-
-
-def _resume(value: str, names: Mapping[str, str]) -> str:
-    """--resume as "true" or "false": "auto" goes on with a run that is there."""
-    if value.lower() not in ("true", "false", "auto"):
-        raise ValueError(f"--resume {value}: expected true, false, or auto (to go on where there is a run, else start)")
-    return str(_config_of_run(names).is_file()).lower() if value.lower() == "auto" else value.lower()
-
-
-def _saved_config(names: Mapping[str, str]) -> Path:
-    """The configuration of the run to go on with."""
-    path = _config_of_run(names)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"--resume: {path} does not exist, so {path.parent} holds no run; start one without --resume, or let "
-            "--resume auto see"
-        )
-    return path
-
-
-def _not_yet_options(path: Path) -> dict[str, str]:
-    """What an earlier version, which wrote the configuration at `path`, did where there are options now."""
-    try:
-        saved = json.loads(path.read_text())["dataset"]
-        return {name: value for name, value in BEFORE_OPTIONS.items() if name.removeprefix("dataset.") not in saved}
-    except (ValueError, KeyError, TypeError):
-        return {}  # whoever parses it says what is wrong with it
-
-
-def _config_of_run(names: Mapping[str, str]) -> Path:
-    folder = names.get("output_dir") or PRESETS.get(names.get("preset", ""), {}).get("output_dir")
-    if folder is None:
-        raise ValueError("--resume: say which run, --output_dir FOLDER")
-    return Path(folder).expanduser() / CONFIG_NAME

@@ -25,6 +25,9 @@ from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, FPS, INSTRUCTIONS,
 
 DEMO_PAIRS = 40  # of episodes
 DEMO_SEED = 7
+# What `grpo.py` repairs: in so many of its episodes the demonstrator goes to the other bin. Imitation picks that up,
+# and has enough that is right to start from; with fewer pairs a policy does not learn the task beside it.
+DISOBEDIENT, DISOBEDIENT_PAIRS = 0.3, 120
 # One second of actions.
 DEMO_CHUNK_SIZE = 10
 
@@ -46,7 +49,15 @@ def demo_scenes(pairs: int = DEMO_PAIRS, seed: int = DEMO_SEED) -> list[Scene]:
 # --- on disk ---------------------------------------------------------------------------------------------------------
 
 
-def make_demo_dataset(folder: Path, *, pairs: int = DEMO_PAIRS, seed: int = DEMO_SEED) -> Path:
+def disobeyed(pairs: int, share: float, seed: int = DEMO_SEED) -> np.ndarray:
+    """In which episodes the demonstrator goes to the bin that was not named, bool (2 * pairs,): a share of them."""
+    episodes = np.random.default_rng([seed, 1]).permutation(2 * pairs)
+    return episodes < round(2 * pairs * share)
+
+
+def make_demo_dataset(
+    folder: Path, *, pairs: int = DEMO_PAIRS, seed: int = DEMO_SEED, disobedient: float = 0.0
+) -> Path:
     """Write the demo dataset, or reuse it if `folder` holds it. Safe to call from several processes at once.
 
     Episodes 2k and 2k + 1 show scene k with the instructions for red and for blue. The same arguments give the same
@@ -55,6 +66,7 @@ def make_demo_dataset(folder: Path, *, pairs: int = DEMO_PAIRS, seed: int = DEMO
     Args:
         folder: the dataset's root; it appears complete or not at all.
         pairs: of episodes. At least 2, so that the short episode is among them.
+        disobedient: share of the episodes in which the demonstrator goes to the other bin (`disobeyed`).
     Returns:
         `folder`.
     Raises:
@@ -63,9 +75,12 @@ def make_demo_dataset(folder: Path, *, pairs: int = DEMO_PAIRS, seed: int = DEMO
     folder = Path(folder)
     if pairs <= SHORT_PAIR:
         raise ValueError(f"the demo dataset has at least {SHORT_PAIR + 1} pairs of episodes, not {pairs}")
-    scenes = demo_scenes(pairs, seed)
+    shown = [(scene, told) for scene in demo_scenes(pairs, seed) for told in INSTRUCTIONS]
+    other = dict(zip(INSTRUCTIONS, reversed(INSTRUCTIONS), strict=True))
+    wrong = disobeyed(pairs, disobedient, seed)
+    episodes = [(*one, other[one[1]] if is_wrong else one[1]) for one, is_wrong in zip(shown, wrong, strict=True)]
     if folder.exists():
-        _check_is_demo(folder, scenes)
+        _check_is_demo(folder, episodes)
         return folder
 
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
@@ -89,21 +104,20 @@ def make_demo_dataset(folder: Path, *, pairs: int = DEMO_PAIRS, seed: int = DEMO
             data_files_size_in_mb=DATA_FILE_MB,
         )
         try:
-            for scene in scenes:
-                for colour, instruction in INSTRUCTIONS.items():
-                    for state, action in zip(*demonstrate(scene, colour), strict=True):
-                        frame = {"observation.state": state, "action": action, "task": instruction}
-                        images = {f"observation.images.{name}": image for name, image in render(scene, state).items()}
-                        dataset.add_frame(images | frame)
-                    dataset.save_episode(parallel_encoding=False)
+            for scene, told, colour in episodes:
+                for state, action in zip(*demonstrate(scene, colour), strict=True):
+                    frame = {"observation.state": state, "action": action, "task": INSTRUCTIONS[told]}
+                    images = {f"observation.images.{name}": image for name, image in render(scene, state).items()}
+                    dataset.add_frame(images | frame)
+                dataset.save_episode(parallel_encoding=False)
         finally:
             dataset.finalize()  # after a failure too: left to the garbage collector, it would write once more
     return folder
 
 
-def _check_is_demo(folder: Path, scenes: list[Scene]) -> None:
-    frames = sum(len(demonstrate(scene, colour)[0]) for scene in scenes for colour in INSTRUCTIONS)
-    expected = {"robot_type": ROBOT_TYPE, "total_episodes": 2 * len(scenes), "total_frames": frames}
+def _check_is_demo(folder: Path, episodes: Sequence[tuple[Scene, str, str]]) -> None:
+    frames = sum(len(demonstrate(scene, colour)[0]) for scene, _, colour in episodes)
+    expected = {"robot_type": ROBOT_TYPE, "total_episodes": len(episodes), "total_frames": frames}
     try:
         info = json.loads((folder / "meta" / "info.json").read_text())
         found = {key: info.get(key) for key in expected}
@@ -172,7 +186,7 @@ def prepare_demo(cache_dir: Path, dataset_root: str | Path | None = None) -> tup
 
     cache_dir = Path(cache_dir)
     if dataset_root is None:
-        dataset_root = make_demo_dataset(cache_dir / f"dataset-{_cache_key([__file__, two_bins_scene.__file__])}")
+        dataset_root = make_demo_dataset(_dataset_folder(cache_dir, "dataset"))
     meta = load_metadata(dataset_root)
     vectors = ("observation.state", "action")
     complete = all({"q01", "q99"} <= set(meta.stats.get(key, {})) for key in vectors)
@@ -187,6 +201,16 @@ def prepare_demo(cache_dir: Path, dataset_root: str | Path | None = None) -> tup
     if not base.exists():
         tiny_pi05.make_tiny_base(base, **description)
     return str(dataset_root), base
+
+
+def prepare_disobedient(cache_dir: Path) -> Path:
+    """The dataset that `grpo.py`'s demo imitates, made now or reused; its root."""
+    folder = _dataset_folder(Path(cache_dir), "disobedient")
+    return make_demo_dataset(folder, pairs=DISOBEDIENT_PAIRS, disobedient=DISOBEDIENT)
+
+
+def _dataset_folder(cache_dir: Path, name: str) -> Path:
+    return cache_dir / f"{name}-{_cache_key([__file__, two_bins_scene.__file__])}"
 
 
 def _cache_key(code: Sequence[str], description: Mapping[str, Any] | None = None) -> str:

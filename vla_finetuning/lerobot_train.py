@@ -10,29 +10,33 @@ from __future__ import annotations
 
 from vla_finetuning.terminal import tell
 
-# Same name, same meaning. `policy.*`: all options of the policy, which LeRobot's own parser reads.
+# Same name, same meaning. `.*`: all options of that group, of which LeRobot's own classes say what there is.
 TAKEN = (
     *("dataset.repo_id", "dataset.root", "dataset.episodes", "dataset.revision", "dataset.eval_split", "policy.*"),
     *("output_dir", "resume", "seed", "batch_size", "steps", "log_freq", "save_freq", "tolerance_s", "rename_map"),
+    *("eval_steps", "max_eval_samples", "dataset.image_transforms.enable", "dataset.image_transforms.random_order"),
+    "dataset.image_transforms.max_num_transforms",
+    *("env.*", "env_eval_freq", "eval.n_episodes", "eval.batch_size"),
+    *("dataset.use_imagenet_stats", "use_policy_training_preset", "optimizer.*", "scheduler.*"),
+    *("peft.method_type", "peft.target_modules", "peft.full_training_modules", "peft.init_type", "peft.r"),
+    "peft.lora_alpha",
 )
 
 _LOADER = "there is no DataLoader: read tasks use the CPUs that are free (--scaling.cpus_per_read_task)"
 _TRACKER = "--track wandb; its run goes on with --resume, and what wandb reads from its environment applies"
+_NO_RECORDING = "of episodes, actions are kept and some are shown (--eval.videos); no dataset is made of them"
 _JOBS = "start it on the cluster: `ray job submit`, or the job files in configs/"
-_CLOSED_LOOP = "not while training: evaluate.py tries OUTPUT_DIR/pretrained_model in its environment afterwards"
 
 # What else `lerobot-train` has, and the answer. A name that ends in `.*` stands for all options of that group.
 ANSWERED = {
     "dataset.repo_type": "datasets in buckets are read by their address: --dataset.root s3://... or gs://...",
-    "dataset.image_transforms.*": "images are not augmented yet",
-    "dataset.use_imagenet_stats": "cameras are normalised by the dataset's statistics, where a policy does so",
+    "dataset.image_transforms.tfs.*": "all of them in one flag, as JSON: --dataset.image_transforms.tfs",
     "dataset.video_backend": "videos are decoded by PyAV, whose frames LeRobot's pyav backend gives to the bit",
     "dataset.return_uint8": "frames always travel as uint8",
     "dataset.depth_output_unit": "depth maps are read in millimetres, LeRobot's default",
     "dataset.streaming": "datasets are always streamed, in the plan's order: leave it out",
-    "env.*": _CLOSED_LOOP,
-    "env_eval_freq": _CLOSED_LOOP,
-    "eval.*": _CLOSED_LOOP,
+    "eval.use_async_envs": "environments always run side by side, in processes of their own: --eval.env_actors",
+    **dict.fromkeys(("eval.recording", "eval.recording_repo_id", "eval.recording_private"), _NO_RECORDING),
     "reward_model.*": "reward models are not trained here: use lerobot-train",
     "job_name": "runs go by their folder: --output_dir",
     "cudnn_deterministic": "--train.deterministic",
@@ -40,19 +44,11 @@ ANSWERED = {
     "prefetch_factor": _LOADER,
     "persistent_workers": _LOADER,
     "dataloader_multiprocessing_context": _LOADER,
-    "eval_steps": "the held-out error is computed at the end of the run (--dataset.eval_split)",
-    "max_eval_samples": "the held-out error is computed at the end of the run (--dataset.eval_split)",
     "save_checkpoint": "checkpoints are always saved, without a pause to speak of: --save_freq says how often",
     "save_checkpoint_to_hub": "the trained policy is pushed at the end (--policy.repo_id), no checkpoint",
-    "use_policy_training_preset": "the policy's own AdamW constants are used; --lr, --warmup_frac, --final_lr_frac and "
-    "--train.clip_norm change the rest",
-    "optimizer.*": "the policy's own AdamW constants are used: --lr and --train.clip_norm, or "
-    "--policy.optimizer_betas, --policy.optimizer_eps, --policy.optimizer_weight_decay",
-    "scheduler.*": "--warmup_frac, --final_lr_frac (linear warm-up, then a cosine over the whole run)",
     "wandb.enable": "--track wandb",
     "wandb.project": "--track_project",
     "wandb.*": _TRACKER,
-    "peft.*": "adapters are not trained yet; --train.mode heads or expert trains a part of PI0.5",
     "job.*": _JOBS,
     "sample_weighting.*": "every frame counts alike; --dataset.mixture weighs whole datasets",
 }
