@@ -50,6 +50,7 @@ from vla_finetuning.data.rows import (
     read_rows,
     row_dtype,
 )
+from vla_finetuning.data.selection import of_each
 from vla_finetuning.data.storage import StoragePolicy
 
 # Rows walked through in one go, at most: fewer mix better and jump more often (docs/data_engine.md: what that costs).
@@ -75,6 +76,8 @@ class LeRobotDatasource(Datasource):
         columns: other features of the datasets that are wanted, in which alone they must agree; None for all.
         delta_timestamps: key -> offsets in seconds, as LeRobot.
         image_size: (height, width) that cameras are fitted into; None for as stored.
+        drop_n_last_frames: of each episode, so many are no rows; they are still in the windows of others. Every episode
+            must have more.
         weights: of the datasets in a mixture, see `data.plan`; None to read every row once per epoch.
         shuffle_seed: None for stored order.
         shuffle_window: rows shuffled among themselves, at most; fewer when a window would exceed READ_BYTES, and a
@@ -99,11 +102,12 @@ class LeRobotDatasource(Datasource):
         self,
         metas: Sequence[DatasetMetadata],
         *,
-        episodes: Sequence[Sequence[int] | None] | None = None,
+        episodes: Sequence[Sequence[int] | np.ndarray | None] | None = None,
         camera_keys: Sequence[str] | None = None,
         columns: Sequence[str] | None = None,
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
         image_size: Sequence[int] | None = None,
+        drop_n_last_frames: int = 0,
         weights: Sequence[float] | None = None,
         shuffle_seed: int | None = None,
         shuffle_window: int = DatasetOptions.shuffle_window,
@@ -149,7 +153,7 @@ class LeRobotDatasource(Datasource):
         window, segment = window_and_segment(shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments)
         places = self._places = _places(self.metas, selected, features)
         self.plan = StreamPlan(
-            Episodes(places.dataset_index, places.episode_index, places.start, places.length),
+            Episodes(places.dataset_index, places.episode_index, places.start, places.length - drop_n_last_frames),
             seed=shuffle_seed,
             segment_rows=segment if shuffle_seed is not None else max(window, SEGMENT_ROWS),
             window_rows=window,
@@ -201,6 +205,16 @@ class LeRobotDatasource(Datasource):
                 size = math.prod(feature.shape) * 4
             total += size * len(self._delta_indices.get(key, (0,)))
         return max(total, 1)
+
+    def decoded_bytes(self) -> int:
+        """Bytes of all different frames that are decoded of videos in an epoch: what keeping them takes."""
+        total = 0
+        for key in self.columns():
+            feature = self._features.get(key)
+            if feature is not None and feature.dtype == "video":
+                shape, dtype = frame_of(feature, self._image_size)
+                total += math.prod(shape) * dtype.itemsize
+        return total * int(self.plan.episodes.length.sum())
 
     def row_frames(self) -> int:
         """Camera frames in one row."""
@@ -331,10 +345,23 @@ class _Planned:
     block_rows: int
 
     def __iter__(self) -> Iterator[Read]:
-        plan, places = ray.get(self.plan) if isinstance(self.plan, ray.ObjectRef) else self.plan
+        plan, places = _opened(self.plan)
         cuts = task_bounds(self.first, self.last, self.read_rows, self.block_rows)
         for a, b in itertools.pairwise(cuts.tolist()):
             yield _read_of(list(plan.slices(a, b)), places)
+
+
+_newest: dict[str, Any] = {}
+
+
+def _opened(plan: Any) -> tuple[StreamPlan, Places]:
+    """A plan, opened once in a process: it remembers which part of an epoch it has cut, for the next task."""
+    if not isinstance(plan, ray.ObjectRef):
+        return plan
+    if plan.hex() not in _newest:
+        _newest.clear()
+        _newest[plan.hex()] = ray.get(plan)
+    return _newest[plan.hex()]
 
 
 @dataclass
@@ -504,17 +531,8 @@ def read_lerobot(
     """
     roots: list[str | Path] = [root] if isinstance(root, str | Path) else list(root)
     metas = [load_metadata(r, storage_options=storage_options, storage_policy=storage_policy) for r in roots]
-    per_root: list[Sequence[int] | None]
-    if isinstance(episodes, Mapping):
-        unknown = sorted(set(map(str, episodes)) - set(map(str, roots)))
-        if unknown:
-            raise ValueError(f"episodes names {unknown}, which are not among the roots {list(map(str, roots))}")
-        chosen = {str(k): v for k, v in episodes.items()}
-        per_root = [chosen.get(str(r)) for r in roots]
-    elif episodes is not None and len(roots) > 1:
-        raise ValueError("several roots: say which episodes of which root, episodes={root: [...]}")
-    else:
-        per_root = [episodes]
+    chosen = {str(k): v for k, v in episodes.items()} if isinstance(episodes, Mapping) else episodes
+    per_root = of_each(chosen, [str(r) for r in roots], "episodes")
     source = LeRobotDatasource(
         metas,
         episodes=per_root if episodes is not None else None,

@@ -20,6 +20,7 @@ from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.plan import PART_SEGMENTS, _Source
 from vla_finetuning.data.rows import BOOKKEEPING, Reader, ReadOptions, read_rows
 
 TOP, WRIST, STILL = "observation.images.top", "observation.images.wrist", "observation.images.still"
@@ -370,33 +371,47 @@ def test_planning_is_quick_and_a_read_task_ships_only_its_own_episodes(roots, mo
     assert took_s[100_000] < min(2, 15 * took_s[10_000]), took_s
 
 
-def test_an_epoch_of_large_frames_is_few_tasks_and_megabytes(roots, monkeypatch):
-    """20 000 episodes, 6 million rows of 2.8 MB (as 3 cameras of 480x640), as `read_lerobot` reads them: no stream."""
-    meta = grown(load_metadata(roots["rollover"]), 20_000)
+@pytest.mark.parametrize(("episodes", "seed"), [(20_000, None), (5000, 0), (20_000, 0)])
+def test_an_epoch_of_large_frames_is_few_tasks_and_megabytes(roots, monkeypatch, episodes, seed):
+    """Up to 6 million rows of 2.8 MB (as 3 cameras of 480x640), as `read_lerobot` reads them: no stream."""
+    meta, rows = grown(load_metadata(roots["rollover"]), episodes), 300 * episodes
     features = {k: replace(f, shape=(480, 960, 3)) if k in meta.camera_keys else f for k, f in meta.features.items()}
-    for seed in (None, 0):
-        monkeypatch.setattr("ray.put", lambda value: value)
-        monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 64, "object_store_memory": 64e9})
-        source = LeRobotDatasource([replace(meta, features=features)], shuffle_seed=seed)
-        tasks = source.get_read_tasks(1)
-        assert len(source.get_read_tasks(1)) == len(tasks) <= 4096 + 1
-        assert sum(task.metadata.num_rows for task in tasks) == 6_000_000
-        (plan,) = {id(task.read_fn.reads.plan): task.read_fn.reads.plan for task in tasks}.values()
-        # What a node holds once: 32 bytes a segment.
-        arrays = []
-        shipped = pickle.dumps(plan, protocol=5, buffer_callback=arrays.append)
-        size = len(shipped) + sum(array.raw().nbytes for array in arrays)
-        assert size < 5e6 + 32 * 6e6 / source.plan.segment_rows * 1.1
-        of_task = [replace(task.read_fn, shared=None, reads=replace(task.read_fn.reads, plan=None)) for task in tasks]
-        assert sum(len(cloudpickle.dumps(task)) for task in of_task) < 20e6
-        # Each task finds its own rows: here the 17th's.
-        first, last = of_task[16].reads.first, of_task[16].reads.last
-        here = replace(of_task[16].reads, plan=pickle.loads(shipped, buffers=arrays))
+    monkeypatch.setattr("ray.put", lambda value: value)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 64, "object_store_memory": 64e9})
+    source = LeRobotDatasource([replace(meta, features=features)], shuffle_seed=seed)
+    tasks = source.get_read_tasks(1)
+    assert len(source.get_read_tasks(1)) == len(tasks) <= 4096 + 1
+    assert sum(task.metadata.num_rows for task in tasks) == rows
+    (plan,) = {id(task.read_fn.reads.plan): task.read_fn.reads.plan for task in tasks}.values()
+    # What a node holds once: the places of episodes, and 32 bytes a segment where they are a part's and not more.
+    arrays = []
+    shipped = pickle.dumps(plan, protocol=5, buffer_callback=arrays.append)
+    size = len(shipped) + sum(array.raw().nbytes for array in arrays)
+    segments = rows / source.plan.segment_rows if seed is not None else episodes
+    many = segments > PART_SEGMENTS
+    assert size < 200 * episodes + 32 * 1.1 * segments * (not many)
+    of_task = [replace(task.read_fn, shared=None, reads=replace(task.read_fn.reads, plan=None)) for task in tasks]
+    assert sum(len(cloudpickle.dumps(task)) for task in of_task) < 20e6
+    # Each task finds its own rows: here the 17th's.
+    first, last = of_task[16].reads.first, of_task[16].reads.last
+    here = replace(of_task[16].reads, plan=pickle.loads(shipped, buffers=arrays))
+    if not many:
         monkeypatch.setattr("vla_finetuning.data.plan._Source._cut_and_permute", None)  # it has been done
-        found = [index for read in itertools.islice(here, 3) for window in read.windows for index in window.rows()[1]]
-        monkeypatch.undo()
-        expected = [index for s in source.plan.slices(first, first + len(found)) for index in s.rows()[1]]
-        assert found == expected and first < first + len(found) < last
+    found = [index for read in itertools.islice(here, 3) for window in read.windows for index in window.rows()[1]]
+    monkeypatch.undo()
+    expected = [index for s in source.plan.slices(first, first + len(found)) for index in s.rows()[1]]
+    assert found == expected and first < first + len(found) < last
+
+
+@pytest.mark.ray
+def test_a_part_of_an_epoch_is_cut_once_in_a_process(ray_cluster, roots, monkeypatch):
+    monkeypatch.setattr("vla_finetuning.data.plan.PART_SEGMENTS", 12)
+    source = LeRobotDatasource([load_metadata(roots["rollover"])], shuffle_seed=0, shuffle_window=2, num_tasks=27)
+    (parts,) = source.plan.identity()["parts_of_epoch"]
+    cuts, cut = [], _Source._cut_and_permute
+    monkeypatch.setattr(_Source, "_cut_and_permute", lambda self, *which: cuts.append(which) or cut(self, *which))
+    reads = [read for task in source.get_read_tasks(1) for read in pickle.loads(cloudpickle.dumps(task)).read_fn.reads]
+    assert sum(map(len, reads)) == 54 and 1 < parts == len(cuts) == len(set(cuts))
 
 
 DEPTHS = {  # camera: how it is stored, and as what it was recorded
@@ -658,7 +673,7 @@ def test_arguments_that_do_not_fit(roots):
     for size in ((224,), (0, 224), (22.5, 224)):
         with pytest.raises(ValueError, match=r"expected \(height, width\)"):
             LeRobotDatasource([meta], image_size=size)
-    with pytest.raises(ValueError, match="not among the roots"):
+    with pytest.raises(ValueError, match="not among the datasets"):
         read_lerobot(roots["rollover"], episodes={"elsewhere": [0]})
 
 
@@ -723,7 +738,7 @@ def test_a_store_that_does_not_answer_is_no_reason_to_skip(tmp_path, monkeypatch
     def refuses(*_):
         raise ConnectionError("503")
 
-    monkeypatch.setattr(Reader, "open_video", refuses)
+    monkeypatch.setattr(lerobot_decode.VideoReader, "read", refuses)
     with pytest.raises(OSError, match="503"):
         next(LeRobotDatasource([meta], on_error="skip").read_rows(range(9), 9))
 

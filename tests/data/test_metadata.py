@@ -276,6 +276,7 @@ def test_pickles_small(original):
     meta = load_metadata(original)
     assert pickle.loads(pickle.dumps(meta)).episode_tasks == meta.episode_tasks
     assert len(pickle.dumps(meta.episode_tasks * 1000)) < 20 * 1000 * len(EPISODES)
+    assert len({id(tasks) for tasks in meta.episode_tasks}) == len(set(meta.episode_tasks)) < len(EPISODES)
 
 
 # --- bad input: places and files ------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vla_finetuning.data.node_cache import NodeCache
+from vla_finetuning.data.node_cache import LEDGER, NodeCache
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,7 +72,7 @@ def test_a_disk_that_is_nearly_full_is_left_alone(folder, monkeypatch):
 def test_a_lost_ledger_is_made_again(folder):
     cache = opened(folder)
     assert store(cache, "a", 40_000)
-    (folder / NodeCache.LEDGER).write_bytes(b"")
+    (folder / LEDGER).write_bytes(b"")
     assert store(cache, "a", 40_000) and not store(cache, "a", 40_000)
 
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
@@ -28,10 +29,10 @@ from tests import clusters
 from tests.data.test_datasource import TOP, WINDOWS, assert_same_row, lerobot, rows_of
 from tests.datasets import make_dataset
 from tests.loopback import Faults, GoogleStorage, Handler, Proxy, s3_server, serving
-from vla_finetuning.config import parse_args
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.rows import Reader, column_to_numpy, read_rows
 from vla_finetuning.data.storage import StorageError, StoragePolicy
+from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.run.plan import resolve
 
@@ -142,7 +143,7 @@ def refused(argv, capsys):
 def read_directly(source):
     """A source's tables without Ray, as its read tasks read them."""
     for meta in source.metas:
-        meta.fs.invalidate_cache()
+        meta.fs.fs.invalidate_cache()
     read = _read_of(list(source.plan.slices(0, source.plan.rows_per_epoch)), source._places)
     return list(read_rows([Reader.of(m) for m in source.metas], read, 0, source._options(16)))
 
@@ -226,9 +227,31 @@ def test_a_second_reading_is_served_from_the_cache(bucket, proxied, local, tmp_p
     assert any(request.sent_bytes for request in faults.requests)
     faults.requests.clear()
     assert_lerobots_rows(rows_in_process(source), local, WINDOWS)
-    # What is left is the question whether the objects are still those.
-    assert {request.method for request in faults.requests} == {"HEAD"}
+    assert not faults.requests
     assert sum(table.num_rows for table in first) == FRAMES
+
+
+def test_the_requests_of_a_window_are_made_side_by_side(bucket, proxied, tmp_path, monkeypatch):
+    """And nobody asks what the objects are: the driver listed them."""
+    monkeypatch.setattr("vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path))
+    faults, options = proxied
+    meta = load_metadata("s3://robots/arm", storage_options=options)
+    read_directly(LeRobotDatasource([meta], camera_keys=[]))  # the numbers are unpacked
+    source = pickle.loads(pickle.dumps(LeRobotDatasource([meta])))
+    faults.requests.clear()
+    videos = [file for files in meta.video_files.values() for file in files]
+    met = threading.Barrier(len(videos))  # a request is answered when all others are under way
+
+    def wait_for_the_others(request):
+        met.wait(60)
+
+    faults.choose = wait_for_the_others
+    read_directly(source)
+    assert len(faults.requests) == len(videos) > 4 and not met.broken
+    assert {request.method for request in faults.requests} == {"GET"}
+    # These are no longer than what opening them reads, which the node keeps.
+    read_directly(source)
+    assert len(faults.requests) == len(videos)
 
 
 def test_the_program_passes_its_flags_on(bucket, base, tmp_path):
@@ -259,6 +282,19 @@ def test_every_row_on_google_storage_equals_lerobots(google, local):
     assert meta.root == f"gs://robots/{local.name}"
     source = LeRobotDatasource([meta], shuffle_seed=0, shuffle_window=16, delta_timestamps=WINDOWS)
     assert_lerobots_rows(rows_in_process(pickle.loads(pickle.dumps(source))), local, WINDOWS)
+
+
+def test_an_object_that_changes_on_google_storage(google, local, tmp_path, monkeypatch):
+    monkeypatch.setattr("vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path))
+    source = LeRobotDatasource([load_metadata(f"gs://robots/{local.name}")])
+    file = source.metas[0].video_files[TOP][0]
+    before = (local / file).stat()
+    os.utime(local / file)  # the stand-in's generation
+    try:
+        with pytest.raises(StorageError, match=f"{file}.*: changed since this run looked"):
+            read_directly(source)
+    finally:
+        os.utime(local / file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def test_a_dry_run_on_google_storage(google, local, base, tmp_path, capsys):
@@ -334,16 +370,29 @@ def test_no_credentials(environment, base, tmp_path, capsys):
     assert re.search(r"dataset s3://robots/arm: cannot be read: NoCredentialsError: .*; check credentials", message)
 
 
-def test_objects_that_vanish_after_the_start(damaged, bucket):
+def test_objects_that_vanish_after_the_start(damaged, bucket, local, tmp_path, monkeypatch):
     url, prefix = damaged
     source = LeRobotDatasource([load_metadata(url)])
-    for file in (source.metas[0].video_files[TOP][1], source.metas[0].data_files[1]):
+    for file in (source.metas[0].data_files[1], source.metas[0].video_files[TOP][1]):
+        monkeypatch.setattr("vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path / file))
+        upload(bucket, local, prefix)
         bucket.delete_object(Bucket="robots", Key=f"{prefix}/{file}")
         with pytest.raises(FileNotFoundError, match=f"{url}: {file} is missing; copy it again"):
             read_directly(source)
 
 
-def test_a_store_that_goes_away_after_the_start(environment):
+def test_objects_that_change_after_the_start(damaged, bucket, local, tmp_path, monkeypatch):
+    url, prefix = damaged
+    source = LeRobotDatasource([load_metadata(url)])
+    for file in (source.metas[0].data_files[1], source.metas[0].video_files[TOP][1]):
+        monkeypatch.setattr("vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path / file))
+        upload(bucket, local, prefix)
+        bucket.put_object(Bucket="robots", Key=f"{prefix}/{file}", Body=bytes((local / file).stat().st_size))
+        with pytest.raises(StorageError, match=f"{url}: {file}.*: changed since this run looked which files there are"):
+            read_directly(source)
+
+
+def test_a_store_that_goes_away_after_the_start(environment, tmp_path):
     """Its client's own error would say neither dataset nor file."""
     with s3_server() as endpoint:
         source = LeRobotDatasource(
@@ -357,6 +406,7 @@ def test_a_store_that_goes_away_after_the_start(environment):
         )
         assert sum(table.num_rows for table in read_directly(source)) == FRAMES
     file = source.metas[0].data_files[0]
+    environment.setattr("vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path))  # another node
     with pytest.raises(
         OSError, match=rf"s3://robots/arm: {file}: cannot be read: .*{endpoint}.*gave up after \d s.*check the net"
     ):

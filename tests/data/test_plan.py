@@ -1,11 +1,13 @@
 """The plan against an exhaustive oracle: every row of every epoch once, whatever the cuts."""
 
+import hashlib
 import pickle
 from collections import Counter
 
 import numpy as np
 import pytest
 
+from vla_finetuning.data import plan as data_plan
 from vla_finetuning.data.plan import Dealer, Episodes, StreamPlan, apportion, task_bounds, window_and_segment
 
 
@@ -25,9 +27,15 @@ def read(plan: StreamPlan, first: int, last: int) -> list[tuple[int, int, int]]:
     return rows
 
 
+@pytest.fixture(params=[data_plan.PART_SEGMENTS, 5], ids=["epochs of one part", "of several"])
+def part_segments(request, monkeypatch):
+    monkeypatch.setattr(data_plan, "PART_SEGMENTS", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("lengths", [(5, 1, 7, 30), (1,), (1,) * 9, (64, 64), (3, 200)])
 @pytest.mark.parametrize(("segment", "window"), [(4, 8), (1, 1), (32, 16), (7, 1000)])
-def test_every_row_of_every_epoch_once(lengths, segment, window):
+def test_every_row_of_every_epoch_once(lengths, segment, window, part_segments):
     plan = StreamPlan(episodes(*lengths), seed=3, segment_rows=segment, window_rows=window)
     n = plan.rows_per_epoch
     rows = read(plan, 0, 3 * n)
@@ -38,20 +46,54 @@ def test_every_row_of_every_epoch_once(lengths, segment, window):
 
 
 @pytest.mark.parametrize("cut", [1, 3, 8, 11, 50])
-def test_reading_on_from_anywhere_gives_the_same_rows(cut):
+def test_reading_on_from_anywhere_gives_the_same_rows(cut, part_segments):
     plan = StreamPlan(episodes(5, 1, 7, 30), seed=3, segment_rows=4, window_rows=10)
     whole = read(plan, 0, 2 * plan.rows_per_epoch)
     pieces = [row for a in range(0, len(whole), cut) for row in read(plan, a, min(a + cut, len(whole)))]
     assert pieces == whole
 
 
-def test_seeds_and_epochs_differ_and_repeat():
+def test_seeds_and_epochs_differ_and_repeat(part_segments):
     def order(seed, epoch):
         plan = StreamPlan(episodes(40, 40), seed=seed, segment_rows=8, window_rows=16)
         return [i for _, _, i in read(plan, epoch * 80, epoch * 80 + 80)]
 
     assert order(0, 0) == order(0, 0)
     assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1, 2)}) == 6
+
+
+def test_the_order_of_rows_is_that_of_runs_that_were_started_before():
+    plan = StreamPlan(episodes(5, 1, 7, 30, 200), seed=3, segment_rows=4, window_rows=10)
+    rows = read(plan, 0, 2 * plan.rows_per_epoch) + read(mixture((5, 0.1, 0.7)), 0, 820)
+    assert hashlib.sha256(repr(rows).encode()).hexdigest().startswith("5097483d8feb9fde")
+    assert "parts_of_epoch" not in plan.identity()
+
+
+def test_every_part_of_an_epoch_has_rows_of_every_episode(monkeypatch):
+    lengths = [100] * 50 + [8] * 50
+    whole = StreamPlan(episodes(*lengths), seed=0, segment_rows=4, window_rows=40).identity()
+    monkeypatch.setattr(data_plan, "PART_SEGMENTS", 200)
+    plan = StreamPlan(episodes(*lengths), seed=0, segment_rows=4, window_rows=40)
+    parts = plan._sources[0].parts_of_epoch
+    assert parts == 8 and plan.identity() == {**whole, "parts_of_epoch": [8]}  # a run from before is told
+    for epoch in range(2):
+        bounds = plan._sources[0]._part_bounds(epoch) + epoch * plan.rows_per_epoch
+        assert np.diff(bounds).max() < 1.1 * plan.rows_per_epoch / parts
+        for first, last in zip(bounds, bounds[1:], strict=False):
+            found = Counter(int(s.episode[p]) for s in plan.slices(first, last) for p in s.rows()[0])
+            assert set(range(50)) <= found.keys()
+            assert max(found[e] for e in range(50)) <= 4 * (25 // parts + 2)
+            assert sum(found[e] for e in range(50, 100)) == pytest.approx(50, abs=45)
+
+
+def test_a_large_dataset_is_planned_in_seconds_and_megabytes(tmp_path):
+    """100 000 episodes of which the shortest segments are cut, 15 million in an epoch."""
+    from benchmarks.plan import STAGES, make, measure
+
+    make(tmp_path / "dataset", 100_000)
+    for stage in STAGES:
+        found = measure(stage, tmp_path)
+        assert found["cpu_s"] < 5 and found["peak_mb"] < 250, (stage, found)
 
 
 def test_stored_order_without_a_seed():
@@ -177,7 +219,7 @@ def test_a_mixture_gives_each_dataset_its_share_of_every_epoch(weights):
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (5, 0.1, 0.7), (2, 9, 1)])
-def test_every_frame_of_a_dataset_is_seen_as_often_as_any_other(weights):
+def test_every_frame_of_a_dataset_is_seen_as_often_as_any_other(weights, part_segments):
     """At the end of every window no frame is ahead of another of its dataset by more than one."""
     plan = mixture(weights)
     seen = {(d, i): 0 for d, lengths in enumerate(LENGTHS) for i in range(sum(lengths))}
@@ -211,7 +253,7 @@ def test_every_window_mixes_in_proportion():
 
 
 @pytest.mark.parametrize("cut", [1, 7, 64, 100])
-def test_a_mixture_read_on_from_anywhere_and_from_another_process(cut):
+def test_a_mixture_read_on_from_anywhere_and_from_another_process(cut, part_segments):
     plan = mixture((5, 0.1, 0.7))
     whole = read(plan, 0, 820)
     copy = pickle.loads(pickle.dumps(plan))

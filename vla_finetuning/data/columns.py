@@ -4,3 +4,5 @@
 IS_SKIPPED = "is_skipped"
 # What tells a row from all others and where it is in a run's stream. They stay on the host.
 ROW_COLUMNS = ("dataset_index", "index", "position", IS_SKIPPED)
+# The position once more, for those that draw random numbers by it on the device.
+STREAM_POSITION = "stream_position"

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from fsspec.implementations.local import LocalFileSystem
 
-from vla_finetuning.config import FIRST_ANSWER_TIMEOUT_S, refuse_credentials
+from vla_finetuning.config import ENVIRONMENT_NAME, FIRST_ANSWER_TIMEOUT_S, refuse_credentials
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.data.limits import (
     MAX_EPISODES,
@@ -168,15 +168,14 @@ def load_metadata(
         stats = _parse_stats(_read_json(fs, base, STATS_PATH, MAX_STATS_BYTES)) if has_stats else {}
         tasks = _read_tasks(fs, base)
         video_keys = [key for key, feature in features.items() if feature.dtype == "video"]
-        episodes = _read_episodes(fs, base, info, video_keys)
-        num_episodes, length = episodes.num_rows, episodes["length"].to_numpy()
+        episodes, episode_tasks = _read_episodes(fs, base, info, video_keys, set(tasks.values()))
+        num_episodes, length = len(episode_tasks), episodes["length"]
 
-        episode_tasks = _episode_tasks(episodes["tasks"], set(tasks.values()))
         data_files, data_file = assign_files(info, episodes)
         video_files, video_file, video_start_s = {}, {}, {}
         for key in video_keys:
             video_files[key], video_file[key] = assign_files(info, episodes, key)
-            video_start_s[key] = episodes[f"videos/{key}/from_timestamp"].to_numpy()
+            video_start_s[key] = episodes[f"videos/{key}/from_timestamp"]
         all_video_files = [path for key in video_keys for path in video_files[key]]
         if len(set(all_video_files)) != len(all_video_files):
             raise ValueError(
@@ -300,7 +299,7 @@ def check_files(
         size = sizes[folder].get(name)
         if not size:
             what = "is missing" if size is None else "is empty"
-            problems.append(f"{path} {what} (needed by episodes {_shorten(used_by)})")
+            problems.append(f"{path} {what} (needed by episodes {_shorten(used_by.tolist())})")
     if problems:
         more = f"; and {len(problems) - 5} more files" if len(problems) > 5 else ""
         raise FileNotFoundError(
@@ -347,6 +346,21 @@ def fetch_dataset(
         patterns = [glob.escape(path) for path in needed]
     download_snapshot(repo_id, commit, repo_type="dataset", cache_dir=cache_dir, allow_patterns=patterns)
     return folder, commit
+
+
+def how_drawn(meta: DatasetMetadata) -> dict[str, Any]:
+    """How the pictures of a dataset recorded in a simulator were drawn (envs/record.py); nothing where it is not known.
+
+    Raises:
+        ValueError, OSError: as `load_metadata`.
+    """
+    fs, base, root = _open_root(meta.root, None, StoragePolicy())
+    path = f"meta/{ENVIRONMENT_NAME}"
+    with _naming_dataset(root):
+        drawn = _read_json(fs, base, path, MAX_INFO_BYTES).get("drawn") if fs.exists(f"{base}/{path}") else {}
+        if not isinstance(drawn, dict):
+            raise ValueError(f"{path}: drawn is {drawn!r:.100}, expected a JSON object")
+    return drawn
 
 
 # --- opening the root, errors -------------------------------------------------------------------------------
@@ -582,13 +596,19 @@ def _read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
     return tasks
 
 
-def _read_episodes(fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any], video_keys: list[str]) -> pa.Table:
-    """Read what is needed of `meta/episodes`, in the order of `episode_index`, and check the numbers."""
-    index_columns = ["episode_index", "length"]
+def _read_episodes(
+    fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any], video_keys: list[str], known: set[str]
+) -> tuple[dict[str, np.ndarray], list[tuple[str, ...]]]:
+    """Read what is needed of `meta/episodes`, in the order of `episode_index`, and check it.
+
+    Returns the columns, numbers of files and their chunks as int32, and the instructions of each episode. There may be
+    millions: columns take shape file by file, and equal instructions are one object.
+    """
+    file_columns = []
     for prefix in ["data", *(f"videos/{key}" for key in video_keys)]:
-        index_columns += [f"{prefix}/chunk_index", f"{prefix}/file_index"]
+        file_columns += [f"{prefix}/chunk_index", f"{prefix}/file_index"]
     start_columns = [f"videos/{key}/from_timestamp" for key in video_keys]
-    wanted = [*index_columns, *start_columns, "tasks"]
+    wanted = ["episode_index", "length", *file_columns, *start_columns, "tasks"]
 
     pattern = re.compile(re.escape(f"{base}/{EPISODES_DIR}/") + r"[^/]+/[^/]+\.parquet")
     # Of local folders no more than the two levels there are: links may lead round and round. Stores have no folders.
@@ -598,7 +618,9 @@ def _read_episodes(fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any
     if not paths:
         raise FileNotFoundError(f"{EPISODES_DIR}/chunk-*/file-*.parquet is missing; copy the dataset again")
     check_inside(fs, base, paths)
-    parts = []
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in wanted[:-1]}
+    tasks: list[tuple[str, ...]] = []
+    same: dict[tuple[str, ...], tuple[str, ...]] = {}
     budget = Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES)
     for path in paths:
         with open_parquet(fs, f"{base}/{path}", name=path) as file:
@@ -606,19 +628,20 @@ def _read_episodes(fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any
             if missing:
                 raise ValueError(f"{path}: lacks the columns {_shorten(missing)}")
             part = read_columns(file, wanted, budget, name=path)
-        columns = {name: _int_column(part, name, path, low=0, high=MAX_INDEX) for name in index_columns}
+        for name in ("episode_index", "length"):
+            parts[name].append(_int_column(part, name, path, low=0, high=MAX_INDEX))
+        for name in file_columns:
+            parts[name].append(_int_column(part, name, path, low=0, high=MAX_INDEX).astype(np.int32))
         for name in start_columns:
-            columns[name] = _start_column(part, name, path)
-        if (columns["length"] < 1).any():
-            episode = columns["episode_index"][columns["length"] < 1][0]
-            raise ValueError(f"{path}: episode {episode} has length 0, expected one frame or more")
-        if not pa.types.is_list(part["tasks"].type) and not pa.types.is_large_list(part["tasks"].type):
-            raise ValueError(f"{path}: tasks has type {part['tasks'].type}, expected lists of texts")
-        columns["tasks"] = part["tasks"].cast(pa.large_list(pa.large_string())).combine_chunks()
-        parts.append(pa.table(columns))
+            parts[name].append(_start_column(part, name, path))
+        index, length = parts["episode_index"][-1], parts["length"][-1]
+        if (length < 1).any():
+            raise ValueError(f"{path}: episode {index[length < 1][0]} has length 0, expected one frame or more")
+        tasks += (same.setdefault(t, t) for t in _episode_tasks(part["tasks"], index, known, path))
 
-    episodes = pa.concat_tables(parts).combine_chunks()
-    index = episodes["episode_index"].to_numpy()
+    # A column at a time, so that there are never two of all.
+    columns = {name: np.concatenate(parts.pop(name)) for name in wanted[:-1]}
+    index = columns["episode_index"]
     order = np.argsort(index, kind="stable")
     if not len(index):
         raise ValueError(f"{EPISODES_DIR} holds no episode; record one or more first")
@@ -628,18 +651,16 @@ def _read_episodes(fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any
             f"{EPISODES_DIR}: {len(index)} episodes must be numbered 0..{len(index) - 1}, each once; "
             f"found {index[order][wrong[0]]} where {wrong[0]} was expected"
         )
-    for key, actual in (
-        ("total_episodes", len(index)),
-        ("total_frames", int(episodes["length"].to_numpy().sum())),
-    ):
+    for key, actual in (("total_episodes", len(index)), ("total_frames", int(columns["length"].sum()))):
         if type(info.get(key)) is not int or info[key] != actual:
             raise ValueError(
                 f"{INFO_PATH}: {key} is {info.get(key)!r:.50}, but {EPISODES_DIR} holds {actual}; "
                 "the metadata is incomplete or from two versions: copy the dataset again"
             )
     if (np.diff(order) < 0).any():
-        episodes = episodes.take(pa.array(order))
-    return episodes.combine_chunks()
+        columns = {name: column[order] for name, column in columns.items()}
+        tasks = [tasks[at] for at in order.tolist()]
+    return columns, tasks
 
 
 def _int_column(table: pa.Table, name: str, path: str, *, low: int, high: int = 2**62) -> np.ndarray:
@@ -670,10 +691,13 @@ def _start_column(table: pa.Table, name: str, path: str) -> np.ndarray:
     return values
 
 
-def _episode_tasks(column: pa.ChunkedArray, known: set[str]) -> list[tuple[str, ...]]:
-    lists = column.combine_chunks()
+def _episode_tasks(column: pa.ChunkedArray, index: np.ndarray, known: set[str], path: str) -> Iterator[tuple[str, ...]]:
+    """The instructions of the episodes in a file, whose numbers are `index`."""
+    if not pa.types.is_list(column.type) and not pa.types.is_large_list(column.type):
+        raise ValueError(f"{path}: tasks has type {column.type}, expected lists of texts")
+    lists = column.cast(pa.large_list(pa.large_string())).combine_chunks()
     if lists.null_count:
-        raise ValueError(f"{EPISODES_DIR}: tasks of episode {lists.is_null().index(True)} is empty (null)")
+        raise ValueError(f"{path}: tasks of episode {index[lists.is_null().index(True).as_py()]} is empty (null)")
     texts = pc.dictionary_encode(lists.flatten())
     values = texts.dictionary.to_pylist()
     ends = np.cumsum(pc.list_value_length(lists).to_numpy())
@@ -681,15 +705,16 @@ def _episode_tasks(column: pa.ChunkedArray, known: set[str]) -> list[tuple[str, 
     if unknown or texts.null_count:
         positions = texts.indices.to_numpy(zero_copy_only=False)
         bad = next(i for i, position in enumerate(positions) if position in unknown or position != position)
-        episode = int(np.searchsorted(ends, bad, side="right"))
-        text = texts[bad].as_py()
+        episode, text = index[np.searchsorted(ends, bad, side="right")], texts[bad].as_py()
         raise ValueError(
-            f"{EPISODES_DIR}: episode {episode} has the task {text!r:.200}, which {TASKS_PATH} lacks; "
+            f"{path}: episode {episode} has the task {text!r:.200}, which {TASKS_PATH} lacks; "
             "the two files do not belong together"
         )
     flat = [values[position] for position in texts.indices.to_pylist()]
-    starts = ends - pc.list_value_length(lists).to_numpy()
-    return [tuple(flat[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+    begin = 0
+    for end in ends.tolist():
+        yield tuple(flat[begin:end])
+        begin = end
 
 
 # --- files that are needed -----------------------------------------------------------------------------------
@@ -697,7 +722,7 @@ def _episode_tasks(column: pa.ChunkedArray, known: set[str]) -> list[tuple[str, 
 
 def _needed_files(
     meta: DatasetMetadata, episodes: np.ndarray, camera_keys: Sequence[str] | None
-) -> dict[str, list[int]]:
+) -> dict[str, np.ndarray]:
     """The files that these episodes and cameras need, each with the episodes that need it."""
     unknown = sorted(set(camera_keys or ()) - set(meta.camera_keys))
     if unknown:
@@ -706,13 +731,13 @@ def _needed_files(
     for key in meta.video_keys:
         if camera_keys is None or key in camera_keys:
             uses.append((meta.video_files[key], meta.episode_video_file[key]))
-    needed: dict[str, list[int]] = {}
+    needed: dict[str, np.ndarray] = {}
     for files, episode_file in uses:
         # Without a loop over episodes, of which there may be 100 000.
         order = np.argsort(episode_file[episodes], kind="stable")
         numbers, first = np.unique(episode_file[episodes][order], return_index=True)
         for number, used_by in zip(numbers, np.split(episodes[order], first[1:]), strict=False):
-            needed[files[number]] = used_by.tolist()
+            needed[files[number]] = used_by
     return needed
 
 

@@ -23,10 +23,42 @@ logger = logging.getLogger(__name__)
 
 # Ray stops putting objects on a disk that is fuller than 0.95, and checkpoints need room too.
 FULLEST_DISK = 0.9
+# What is meant to fit may take this share of what is left below that.
+ROOM_SHARE = 0.8
 # A process that found no room asks again so much later: somebody may have ended who held another dataset's place.
 ASK_AGAIN_S = 60.0
 # What says that there is no room, or no right to write: what was kept before can be read all the same.
 _NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+# Of a folder: the bytes stored, never too few.
+LEDGER = "ledger"
+
+
+@contextlib.contextmanager
+def locked_ledger(folder: Path) -> Iterator[int]:
+    """The file descriptor of a folder's ledger, locked. Whoever makes room in the folder does it under this lock."""
+    descriptor = os.open(folder / LEDGER, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)  # lets go of the lock, as the end of the process would
+
+
+def has_room(folder: Path, size: int) -> bool:
+    """Whether so many bytes fit the disk of a folder (which need not be there) with a margin; what it holds goes first.
+
+    Raises OSError.
+    """
+    known = b""
+    with contextlib.suppress(FileNotFoundError):
+        known = (folder / LEDGER).read_bytes()[:20]
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    disk = os.statvfs(there)
+    used, free = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_bavail * disk.f_frsize
+    own = min(int(known), used) if known.isdigit() else 0
+    return size <= ROOM_SHARE * (FULLEST_DISK * (used + free) - (used - own))
 
 
 class NodeCache:
@@ -40,7 +72,6 @@ class NodeCache:
         works: whether anything can be read; False after an error of the disk.
     """
 
-    LEDGER = "ledger"  # bytes stored, never too few; its lock is held while room is made
     IN_USE = "in-use"  # in each dataset's folder; every process that reads the dataset holds a lock on it
 
     def __init__(self, folder: Path, limit_bytes: int, remedy: str):
@@ -79,7 +110,7 @@ class NodeCache:
         """Whether `size` more bytes may be stored; they count as stored from now on. Raises OSError."""
         if not self.takes:
             return False
-        with self._ledger() as ledger:
+        with locked_ledger(self.folder) as ledger:
             known = os.pread(ledger, 20, 0)
             stored = int(known) if known.isdigit() else self._drop(self.limit_bytes)
             if stored + size > self.limit_bytes:
@@ -112,16 +143,6 @@ class NodeCache:
             logger.warning(
                 "cache folder %s %s: going on without what it cannot keep; %s", self.folder, what, self.remedy
             )
-
-    @contextlib.contextmanager
-    def _ledger(self) -> Iterator[int]:
-        """The ledger's file descriptor, locked."""
-        descriptor = os.open(self.folder / self.LEDGER, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield descriptor
-        finally:
-            os.close(descriptor)  # lets go of the lock, as the end of the process would
 
     def _drop(self, goal_bytes: float) -> int:
         """Drop datasets that nobody reads until `goal_bytes` are left; returns the bytes that are. Under the lock."""

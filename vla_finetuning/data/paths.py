@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import fsspec
 import numpy as np
-import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
 INFO_PATH = "meta/info.json"
@@ -29,14 +28,14 @@ DEFAULT_CHUNKS_SIZE = 1000
 
 
 def assign_files(
-    info: Mapping[str, Any], episodes: pa.Table, video_key: str | None = None
+    info: Mapping[str, Any], episodes: Mapping[str, np.ndarray], video_key: str | None = None
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Give every episode its parquet file, or its mp4 file of a camera.
 
     Args:
         info: what info.json says.
-        episodes: E rows in the order of `episode_index`: that, and of `data/` or `videos/{video_key}/` the
-            `chunk_index` and `file_index`; int64, checked.
+        episodes: in the order of `episode_index`, that, and of `data/` or `videos/{video_key}/` the `chunk_index` and
+            `file_index`: integers (E,), checked.
         video_key: the camera; None for the parquet files.
     Returns:
         The distinct paths in order of first use, and int32 (E,) into them.
@@ -47,8 +46,8 @@ def assign_files(
     template = info.get(name, DEFAULT_TEMPLATES[name])
     where = f"{INFO_PATH}: {name}"
     parts = _parse(where, template, allow_video_key=video_key is not None)
-    columns = {"episode_index": episodes["episode_index"].to_numpy()}
-    columns |= {field: episodes[f"{prefix}/{field}"].to_numpy() for field in ("chunk_index", "file_index")}
+    columns = {"episode_index": episodes["episode_index"]}
+    columns |= {field: episodes[f"{prefix}/{field}"] for field in ("chunk_index", "file_index")}
     used = {part.field for part in parts}
     if "episode_chunk" in used:
         chunks_size = info.get("chunks_size", DEFAULT_CHUNKS_SIZE)
@@ -59,7 +58,7 @@ def assign_files(
     if used & {"episode_index", "episode_chunk"}:
         identity = columns["episode_index"]
     else:
-        identity = columns["chunk_index"] * MAX_INDEX + columns["file_index"]
+        identity = columns["chunk_index"].astype(np.int64) * MAX_INDEX + columns["file_index"]
     _, first, inverse = np.unique(identity, return_index=True, return_inverse=True)
     by_first_use = np.argsort(first)
     rank = np.empty_like(by_first_use)

@@ -12,6 +12,8 @@ Order within an epoch::
               ──window──►  positions [k·W, (k+1)·W) form a window; its rows are permuted among themselves
 
 so a window mixes at least ``window_rows / segment_rows`` places of the dataset while every video is still read forward.
+An epoch of more than `PART_SEGMENTS` segments goes by in parts, each of which has about the same number of segments of
+every episode, so that only a part is ever cut, permuted and held. In stored order, an episode is one segment.
 
 A *mixture* gives datasets weights. Each dataset is then a source of its own: endless epochs of its own rows, each
 another permutation of its segments. An epoch of the mixture is as many rows as the datasets hold together, and every
@@ -34,6 +36,9 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+
+# Segments that are cut and permuted at once: 32 bytes each to keep, three times that for a moment, 0.3 s.
+PART_SEGMENTS = 2**21
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,15 @@ class WindowSlice:
         else:
             order = np.arange(self.lo, self.hi, dtype=np.int64)
         return part[order], index[order]
+
+
+def evenly_spaced(count: int, limit: int) -> np.ndarray:
+    """At most `limit` of `count` indices, int64, evenly spaced over the whole range and without repeats."""
+    if count < 0 or limit < 1:
+        raise ValueError(f"at most {limit} of {count} frames: there is nothing to choose")
+    return (
+        np.unique(np.linspace(0, count - 1, min(count, limit)).round().astype(np.int64)) if count else np.empty(0, int)
+    )
 
 
 # Episode, start and end of consecutive runs of rows, all int64 (P,).
@@ -139,8 +153,10 @@ class StreamPlan:
         """What must not change for a position in this stream to keep its meaning."""
         episodes = self.episodes
         columns = (episodes.dataset_index, episodes.episode_index, episodes.start, episodes.length)
-        digest = hashlib.sha256(b"".join(column.astype(np.int64).tobytes() for column in columns))
-        return {
+        digest = hashlib.sha256()
+        for column in columns:
+            digest.update(column.astype(np.int64))
+        identity = {
             "seed": self.seed,
             "segment_rows": self.segment_rows,
             "window_rows": self.window_rows,
@@ -148,6 +164,9 @@ class StreamPlan:
             "rows_per_source": self.rows_per_source,
             "episodes": digest.hexdigest(),
         }
+        parts = [source.parts_of_epoch for source in self._sources]
+        # Epochs of one part are as they were before there were any, and so is what tells them apart.
+        return identity | ({"parts_of_epoch": parts} if max(parts) > 1 else {})
 
     def expected_episodes(
         self, batch_rows: int, *, window_rows: int | None = None, segment_rows: int | None = None
@@ -186,7 +205,8 @@ class StreamPlan:
     def with_segments(self, first: int, last: int) -> StreamPlan:
         """The same plan, with the segments of stream positions [first, last) at hand, also in its pickle.
 
-        They are 32 bytes each. Others are computed when they are asked for, an epoch at a time.
+        Of sources that have more of them than a part, none: those are computed when they are asked for, a part at a
+        time.
         """
         (epoch, a), (last_epoch, b) = divmod(first, self.rows_per_epoch), divmod(last, self.rows_per_epoch)
         dealt = zip(self._sources, self._dealer.counts, self._dealer.dealt(a), self._dealer.dealt(b), strict=True)
@@ -221,6 +241,10 @@ class StreamPlan:
         return episode, start, end
 
 
+# The segments of a part in stream order, and where each begins in the part, int64 (S + 1,).
+Segments = tuple[Parts, np.ndarray]
+
+
 class _Source:
     """The rows of some episodes, epoch after epoch, each another permutation of their segments.
 
@@ -233,25 +257,36 @@ class _Source:
         self._key = None if seed is None else (seed, 0, number)
         self._segment_rows = segment_rows
         self.rows = int(self.length.sum())
-        self._cached: tuple[int, tuple[Parts, np.ndarray]] | None = None
-        self._kept: dict[int, tuple[Parts, np.ndarray]] = {}
+        # Of an epoch, about; how many there are depends on where episodes are cut.
+        self._segments = len(members) if seed is None else self.rows // segment_rows + len(members)
+        self.parts_of_epoch = 1 if seed is None else -(-self._segments // PART_SEGMENTS)
+        self._cached: tuple[tuple[int, int], Segments] | None = None
+        self._kept: dict[tuple[int, int], Segments] = {}
+        self._bounds: tuple[int, np.ndarray] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cached": None}
 
     def with_segments(self, first: int, last: int) -> _Source:
-        """The same, keeping the segments of the epochs that positions [first, last) of its own stream are of."""
+        """The same, keeping the segments of the epochs that positions [first, last) of its own stream are of.
+
+        Unless they are more than a part's.
+        """
         epochs = range(first // self.rows, -(-last // self.rows)) if self._key is not None else range(1)
         source = copy.copy(self)
-        source._kept = {epoch: self._cut_and_permute(epoch) for epoch in epochs}
+        if len(epochs) * self._segments <= PART_SEGMENTS:
+            source._kept = {(epoch, 0): self._cut_and_permute(epoch, 0) for epoch in epochs}
         return source
 
     def parts(self, first: int, last: int) -> Iterator[Parts]:
         """The segments at positions [first, last) of the source's own stream, the outer two clipped."""
         while first < last:
             epoch, offset = divmod(first, self.rows)
-            until = min(last - first + offset, self.rows)
-            (episode, start, end), position = self._segments(epoch if self._key is not None else 0)
+            bounds = self._part_bounds(epoch)
+            part = int(np.searchsorted(bounds, offset, side="right")) - 1
+            offset -= int(bounds[part])
+            until = min(last - first + offset, int(bounds[part + 1] - bounds[part]))
+            (episode, start, end), position = self._segments_of(epoch if self._key is not None else 0, part)
             a = int(np.searchsorted(position, offset, side="right")) - 1
             b = int(np.searchsorted(position, until, side="left"))
             start, end = start[a:b].copy(), end[a:b].copy()
@@ -260,32 +295,76 @@ class _Source:
             yield episode[a:b], start, end
             first += until - offset
 
-    def _segments(self, epoch: int) -> tuple[Parts, np.ndarray]:
-        if epoch in self._kept:
-            return self._kept[epoch]
-        if self._cached is None or self._cached[0] != epoch:
-            self._cached = (epoch, self._cut_and_permute(epoch))
+    def _segments_of(self, epoch: int, part: int) -> Segments:
+        if (epoch, part) in self._kept:
+            return self._kept[epoch, part]
+        if self._cached is None or self._cached[0] != (epoch, part):
+            self._cached = None  # before there are two
+            self._cached = ((epoch, part), self._cut_and_permute(epoch, part))
         return self._cached[1]
 
-    def _cut_and_permute(self, epoch: int) -> tuple[Parts, np.ndarray]:
-        """The S segments of an epoch in stream order, and the epoch position of each, int64 (S + 1,)."""
-        start, length, segment_rows = self._start, self.length, self._segment_rows
-        rng = None if self._key is None else np.random.default_rng((*self._key, epoch))
+    def _cut(self, epoch: int) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.ndarray]:
+        """Where the E episodes are cut.
+
+        Returns the epoch's generator, drawn from as far as this, and int64 (E,): rows of the first segment (all others
+        but the last have `segment_rows`), how many there are, and the part that the first is in. The next segment is in
+        the next part, and after the last part comes the first again.
+        """
+        rng, episodes = np.random.default_rng((*(self._key or ()), epoch)), len(self.length)
         # Where an episode is first cut differs from epoch to epoch, so that the same rows are not always together.
-        first_cut = segment_rows if rng is None else rng.integers(1, segment_rows + 1, len(start))
-        first_cut = np.minimum(first_cut, length)
-        count = 1 + -(-(length - first_cut) // segment_rows)
-        episode = np.repeat(np.arange(len(start)), count)
-        nth = np.arange(len(episode)) - np.repeat(np.cumsum(count) - count, count)
-        cut = np.where(nth == 0, 0, first_cut[episode] + (nth - 1) * segment_rows)
-        segment_start = start[episode] + cut
-        segment_end = np.where(nth == 0, start[episode] + first_cut[episode], segment_start + segment_rows)
-        segment_end = np.minimum(segment_end, start[episode] + length[episode])
-        if rng is not None:
-            order = rng.permutation(len(episode))
-            episode, segment_start, segment_end = episode[order], segment_start[order], segment_end[order]
-        position = np.concatenate([[0], np.cumsum(segment_end - segment_start)])
-        return (self._members[episode], segment_start, segment_end), position
+        first_cut = np.minimum(rng.integers(1, self._segment_rows + 1, episodes), self.length)
+        count = 1 + -(-(self.length - first_cut) // self._segment_rows)
+        if self.parts_of_epoch == 1:
+            return rng, first_cut, count, np.zeros_like(count)
+        return rng, first_cut, count, rng.integers(0, self.parts_of_epoch, episodes)
+
+    def _part_bounds(self, epoch: int) -> np.ndarray:
+        """Where the P parts of an epoch begin, in its rows, and where the last ends: int64 (P + 1,)."""
+        parts, full = self.parts_of_epoch, self._segment_rows
+        if parts == 1:
+            return np.array([0, self.rows])
+        if self._bounds is None or self._bounds[0] != epoch:
+            _, first_cut, count, first_part = self._cut(epoch)
+            # An episode goes round all parts so often, and then part of the way.
+            begins = np.bincount(first_part, minlength=2 * parts)
+            ends = np.bincount(first_part + count % parts, minlength=2 * parts)
+            segments = (count // parts).sum() + np.cumsum(begins - ends).reshape(2, parts).sum(axis=0)
+            # Its first segment and its last are short.
+            last_rows = self.length - first_cut - (count - 2) * full
+            lacking = np.bincount(first_part, full - first_cut, parts)
+            lacking += np.bincount((first_part + count - 1) % parts, np.where(count > 1, full - last_rows, 0), parts)
+            self._bounds = epoch, np.concatenate([[0], np.cumsum(segments * full - lacking.astype(np.int64))])
+        return self._bounds[1]
+
+    def _cut_and_permute(self, epoch: int, part: int) -> Segments:
+        if self._key is None:
+            position = np.concatenate([[0], np.cumsum(self.length)])
+            return (self._members, self._start, self._start + self.length), position
+        rng, first_cut, count, first_part = self._cut(epoch)
+        parts = self.parts_of_epoch
+        if parts > 1:
+            rng = np.random.default_rng((*self._key, epoch, part))
+        # Of each episode every `parts`-th segment, from this one.
+        first = (part - first_part) % parts
+        count = np.maximum(0, -(-(count - first) // parts))
+        order = rng.permutation(int(count.sum()))
+        episode: np.ndarray = np.repeat(np.arange(len(count)), count)
+        # Each segment's number among its episode's, less one; then where it would begin, were the first a whole one.
+        begin: np.ndarray = np.arange(len(episode))
+        begin -= np.repeat(np.cumsum(count) - count, count)
+        begin *= parts
+        begin += np.repeat(first - 1, count)
+        begin *= self._segment_rows
+        begin += np.repeat(first_cut, count)
+        episode, begin = episode[order], begin[order]
+        del order
+        end = np.minimum(begin + self._segment_rows, self.length[episode])
+        np.maximum(begin, 0, out=begin)
+        position = np.concatenate([[0], np.cumsum(end - begin)])
+        start = self._start[episode]
+        begin += start
+        end += start
+        return (self._members[episode], begin, end), position
 
 
 def _none_drawn(window: int, size: float, drawn: int) -> float:

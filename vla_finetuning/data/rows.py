@@ -27,8 +27,9 @@ from vla_finetuning.data.frame_cache import CachedVideo, FrameCache, VideoFile
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.plan import WindowSlice
-from vla_finetuning.data.storage import check_still_there, file_identity, naming_file
+from vla_finetuning.data.storage import RemoteFileSystem, check_still_there, file_identity, naming_file
 from vla_finetuning.data.table import Column, DataFile, Span, read_groups, read_numbers
+from vla_finetuning.data.video_index import RemoteVideo
 
 logger = logging.getLogger(__name__)
 
@@ -142,16 +143,6 @@ class Reader:
     def path(self, relative: str) -> str:
         return f"{self.base}/{relative}"
 
-    def open_video(self, relative: str) -> Any:
-        """A path for local files (PyAV reads them itself), else a seekable file with read-ahead."""
-        path = self.path(relative)
-        if "file" in self.fs.protocol:
-            return path
-        try:
-            return self.fs.open(path, "rb")
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{self.root}: {relative} is missing; copy it again") from error
-
 
 @dataclass(frozen=True)
 class ReadOptions:
@@ -208,12 +199,7 @@ def _decode(readers: Sequence[Reader], episodes: list[_Episode], total: int, opt
     """All columns but `position`, `total` rows each."""
     columns: dict[str, Any] = {}
     _read_tabular(readers, episodes, total, options, columns)
-    for key in options.columns:
-        for dataset_index, reader in enumerate(readers):
-            feature = reader.features.get(key)
-            if feature is not None and feature.dtype == "video":
-                mine = [e for e in episodes if e.part.dataset_index == dataset_index]
-                _read_video(reader, key, mine, total, options, columns)
+    _read_videos(readers, episodes, total, options, columns)
     if IS_SKIPPED in options.columns:
         columns[IS_SKIPPED] = np.zeros(total, bool)
     return columns
@@ -512,61 +498,123 @@ def _fill_images(
             _place(pixels, target[i], out)
 
 
-def _read_video(
-    reader: Reader, key: str, episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
-) -> None:
-    """Fill a camera's column: one decoder at a time, every file walked forward once."""
-    feature = reader.features[key]
-    height, width = height_width(feature)
-    by_file: dict[str, list[_Episode]] = {}
-    for e in sorted(episodes, key=lambda e: e.part.videos[key]):
-        by_file.setdefault(e.part.videos[key][0], []).append(e)
-    for file, members in by_file.items():
-        name = f"{reader.root}: {file} (camera {key}, episodes {[e.part.episode_index for e in members]})"
-        with naming_file(name), contextlib.ExitStack() as opened:
-            cached = _cached_video(reader, key, file, options)
-            if cached is not None:
-                opened.enter_context(cached)
-            video = None
-            for e in members:
-                frames, target, out = _camera_targets(key, feature, e, total, options, columns)
-                times_s = e.part.videos[key][1] + e.timestamps[frames - e.first]
+@dataclass
+class _Wanted:
+    """Frames of an episode that are still to be decoded: when they are shown in the file, and where each goes."""
+
+    episode: _Episode
+    times_s: np.ndarray  # float64 (n,), ascending
+    target: list[list[Any]]
+    out: np.ndarray
+
+
+@dataclass
+class _Video:
+    """A camera's file in a read task."""
+
+    reader: Reader
+    key: str
+    file: str
+    episodes: list[_Episode]
+    cached: CachedVideo | None = None
+    wanted: list[_Wanted] = field(default_factory=list)
+    remote: RemoteVideo | None = None
+
+    @property
+    def name(self) -> str:
+        """How errors call it."""
+        whose = [e.part.episode_index for e in self.episodes]
+        return f"{self.reader.root}: {self.file} (camera {self.key}, episodes {whose})"
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Errors of a store name the file."""
+        try:
+            with naming_file(self.name):
+                yield
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{self.reader.root}: {self.file} is missing; copy it again") from error
+
+    def look(self, total: int, options: ReadOptions, columns: dict[str, Any]) -> None:
+        """Fill in the frames that this node has decoded before, and see which are wanted."""
+        feature = self.reader.features[self.key]
+        self.cached = _cached_video(self.reader, self.key, self.file, options)
+        with self.cached or contextlib.nullcontext():
+            for e in self.episodes:
+                frames, target, out = _camera_targets(self.key, feature, e, total, options, columns)
+                times_s = e.part.videos[self.key][1] + e.timestamps[frames - e.first]
                 missing = list(range(len(frames)))
-                keep = False
-                if cached is not None:
-                    missing = _place_cached(cached, times_s, target, out)
-                    keep = bool(missing) and cached.make_room(len(missing))
-                if not missing:
-                    continue
-                if video is None:
-                    video = opened.enter_context(
-                        VideoReader(
-                            reader.open_video(file),
-                            name=name,
-                            height=height,
-                            width=width,
-                            fps=reader.fps,
-                            tolerance_s=options.tolerance_s,
-                            threads=options.threads,
-                            depth_mm=reader.depth_mm.get(key),
-                        )
-                    )
-                video.name = f"{reader.root}: {file} (camera {key}, episode {e.part.episode_index})"
+                if self.cached is not None:
+                    missing = _place_cached(self.cached, times_s, target, out)
+                if missing:
+                    self.wanted.append(_Wanted(e, times_s[missing], [target[i] for i in missing], out))
 
-                def sink(
-                    n: int,
-                    pixels: np.ndarray,
-                    target: list[list[Any]] = target,
-                    out: np.ndarray = out,
-                    missing: list[int] = missing,
-                    times_s: np.ndarray = times_s,
-                    keep: CachedVideo | None = cached if keep else None,
-                ) -> None:
-                    _place(pixels, target[missing[n]], out)
+    def open(self) -> Any:
+        """For FFmpeg: a path, which it reads itself, or a file."""
+        return self.reader.path(self.file) if self.remote is None else self.remote.file
+
+    def decode(self, options: ReadOptions) -> None:
+        """Fill in the frames that are wanted: the file is walked forward once."""
+        reader, (height, width) = self.reader, height_width(self.reader.features[self.key])
+        with (
+            self.cached or contextlib.nullcontext(),
+            VideoReader(
+                self.open(),
+                name=self.name,
+                height=height,
+                width=width,
+                fps=reader.fps,
+                tolerance_s=options.tolerance_s,
+                threads=options.threads,
+                depth_mm=reader.depth_mm.get(self.key),
+            ) as video,
+        ):
+            for wanted in self.wanted:
+                video.name = (
+                    f"{reader.root}: {self.file} (camera {self.key}, episode {wanted.episode.part.episode_index})"
+                )
+                keep = self.cached if self.cached is not None and self.cached.make_room(len(wanted.times_s)) else None
+
+                def sink(n: int, pixels: np.ndarray, wanted: _Wanted = wanted, keep: CachedVideo | None = keep) -> None:
+                    _place(pixels, wanted.target[n], wanted.out)
                     if keep is not None:
-                        keep.write(times_s[missing[n]], out[target[missing[n]][0]])
+                        keep.write(wanted.times_s[n], wanted.out[wanted.target[n][0]])
 
-                video.read(times_s[missing], sink)
+                video.read(wanted.times_s, sink)
+
+
+def _read_videos(
+    readers: Sequence[Reader], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
+) -> None:
+    """Fill the cameras' columns: one decoder at a time. What is wanted of a store is asked for before the first."""
+    videos = []
+    for key in options.columns:
+        for dataset_index, reader in enumerate(readers):
+            feature = reader.features.get(key)
+            if feature is not None and feature.dtype == "video":
+                mine = [e for e in episodes if e.part.dataset_index == dataset_index]
+                by_file: dict[str, list[_Episode]] = {}
+                for e in sorted(mine, key=lambda e: e.part.videos[key]):
+                    by_file.setdefault(e.part.videos[key][0], []).append(e)
+                videos += [_Video(reader, key, file, members) for file, members in by_file.items()]
+    with contextlib.ExitStack() as opened:
+        for video in videos:
+            with video.naming():
+                video.look(total, options, columns)
+                fs = video.reader.fs
+                if video.wanted and isinstance(fs, RemoteFileSystem):
+                    video.remote = RemoteVideo(fs, video.reader.path(video.file), video.reader.dataset)
+                    opened.callback(video.remote.file.close)
+        for video in videos:
+            if video.remote is not None:
+                with video.naming():
+                    video.remote.ask(np.concatenate([w.times_s for w in video.wanted]), video.reader.fps)
+        for video in videos:
+            if video.wanted:
+                with video.naming():
+                    video.decode(options)
+                if video.remote is not None:
+                    video.remote.file.close()
 
 
 def _cached_video(reader: Reader, key: str, file: str, options: ReadOptions) -> CachedVideo | None:

@@ -99,6 +99,8 @@ def open_parquet(
             yield pq.ParquetFile(file, metadata=metadata, read_dictionary=texts, arrow_extensions_enabled=False)
     except StorageError:
         raise
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{name} is missing; copy it again") from error
     except (pa.ArrowException, OSError) as error:
         # With a number it is the disk's (a network drive that is gone), and says nothing of what is on it.
         if isinstance(error, OSError) and error.errno is not None:

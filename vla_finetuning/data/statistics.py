@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -71,7 +72,8 @@ def complete_stats(
 
     stats: Stats = {key: dict(values) for key, values in meta.stats.items()}
     if missing:
-        computed = _cached_stats(meta, sorted(missing), chosen, cache_dir)
+        keys = sorted(missing)
+        computed = cached_stats(meta, keys, chosen, cache_dir, lambda: _compute(meta, keys, chosen))
         for key, names in missing.items():
             stats.setdefault(key, {}).update({name: computed[key][name] for name in names})
     check_stats(replace(meta, stats=stats), required)
@@ -118,6 +120,26 @@ def file_episode_stats(
     """
     from lerobot.datasets.compute_stats import compute_episode_stats
 
+    declared = {f.key: {"dtype": f.dtype, "shape": f.shape, "info": f.info} for f in features}
+    rows: dict[str, list[np.ndarray]] = {}
+    for _, data in episode_arrays(fs, path, features, episodes, first_rows, lengths):
+        for key, values in compute_episode_stats(data, declared).items():
+            for name, value in values.items():
+                rows.setdefault(f"{key}/{name}", []).append(value)
+    return {"episode_index": np.asarray(episodes, dtype=np.int64)} | {
+        name: np.stack(values) for name, values in rows.items()
+    }
+
+
+def episode_arrays(
+    fs: fsspec.AbstractFileSystem,
+    path: str,
+    features: Sequence[Feature],
+    episodes: Sequence[int],
+    first_rows: Sequence[int],
+    lengths: Sequence[int],
+) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Each episode's index and values by feature, of one parquet file. Arguments and errors as `file_episode_stats`."""
     keys = [feature.key for feature in features]
     with open_parquet(fs, path) as file:
         absent = sorted({"episode_index", *keys} - set(file.schema_arrow.names))
@@ -126,9 +148,6 @@ def file_episode_stats(
         table = read_columns(file, ["episode_index", *keys], Budget("rows", None, MAX_DATA_BYTES), name=path)
     index = numbers(table["episode_index"], np.int64, (1,), f"{path}: column episode_index")
     arrays = {f.key: numbers(table[f.key], None, f.shape, f"{path}: column {f.key}") for f in features}
-    declared = {f.key: {"dtype": f.dtype, "shape": f.shape, "info": f.info} for f in features}
-
-    rows: dict[str, list[np.ndarray]] = {}
     for episode, first, length in zip(episodes, first_rows, lengths, strict=True):
         part = index[first : first + length]
         if len(part) != length or (part != episode).any():
@@ -145,12 +164,7 @@ def file_episode_stats(
                     f"{path}: {key} of episode {episode}, frame {frame} holds NaN or infinity; leave the "
                     "episode out (--dataset.episodes) or repair it"
                 )
-        for key, values in compute_episode_stats(data, declared).items():
-            for name, value in values.items():
-                rows.setdefault(f"{key}/{name}", []).append(value)
-    return {"episode_index": np.asarray(episodes, dtype=np.int64)} | {
-        name: np.stack(values) for name, values in rows.items()
-    }
+        yield episode, data
 
 
 def aggregate_episode_stats(columns: Mapping[str, np.ndarray]) -> Stats:
@@ -206,11 +220,21 @@ def _check_values(meta: DatasetMetadata, key: str, name: str, value: np.ndarray)
         )
 
 
-def _cached_stats(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray, cache_dir: str | Path | None) -> Stats:
-    """All statistics of `keys`, from the cache or computed (and then cached)."""
+def cached_stats(
+    meta: DatasetMetadata,
+    keys: list[str],
+    episodes: np.ndarray,
+    cache_dir: str | Path | None,
+    compute: Callable[[], Stats],
+    how: Any = None,
+) -> Stats:
+    """All statistics of `keys`, from the cache or computed (and then cached).
+
+    `how` they are computed, as JSON, where that is not as they are by default.
+    """
     if cache_dir is None:
-        return _to_stats(_to_json(_compute(meta, keys, episodes)))
-    path = Path(cache_dir) / f"stats-{_digest(meta, keys, episodes)}.json"
+        return _to_stats(_to_json(compute()))
+    path = Path(cache_dir) / f"stats-{_digest(meta, keys, episodes, how)}.json"
     try:
         found = json.loads(path.read_bytes())
         return _to_stats({key: {name: found[key][name] for name in STATISTICS} for key in keys})
@@ -218,16 +242,34 @@ def _cached_stats(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray, 
         pass
     except (ValueError, KeyError, TypeError) as error:
         _logger.warning("%s is damaged (%s); computing the statistics again", path, error)
-    values = _to_json(_compute(meta, keys, episodes))
+    values = _to_json(compute())
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, values)
     return _to_stats(values)
 
 
 def _compute(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray) -> Stats:
+    features = [meta.features[key] for key in keys]
+    parts = list(over_files(meta, episodes, lambda fs, file: file_episode_stats(fs, features=features, **file)))
+    stats = aggregate_episode_stats({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+    return {key: stats[feature.key] for key, feature in zip(keys, features, strict=True)}
+
+
+def over_files(
+    meta: DatasetMetadata,
+    episodes: np.ndarray,
+    describe: Callable[[fsspec.AbstractFileSystem, dict[str, Any]], dict[str, np.ndarray]],
+) -> Iterator[dict[str, np.ndarray]]:
+    """What is computed of each parquet file that has some of the episodes, as they are done: a Ray Data pass.
+
+    Args:
+        describe: of a file system and, by those names, a file's `path` and the `episodes`, `first_rows` and `lengths`
+            in it; makes arrays of equally many rows, or none. Runs in a task.
+    Raises:
+        ValueError, OSError: of `describe`, with the dataset's name.
+    """
     import ray
 
-    features = [meta.features[key] for key in keys]
     fs, base = meta.fs, meta.base
     items = []
     for file in np.unique(meta.episode_data_file[episodes]).tolist():
@@ -241,24 +283,21 @@ def _compute(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray) -> St
             }
         )
 
-    def describe(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        (path,), (members,) = batch["path"], batch["episodes"]
-        (first_rows,), (lengths,) = batch["first_rows"], batch["lengths"]
-        return file_episode_stats(fs, path, features, members.tolist(), first_rows.tolist(), lengths.tolist())
+    def describe_file(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        (path,) = batch.pop("path")
+        return describe(fs, {"path": path} | {name: column[0].tolist() for name, column in batch.items()})
 
-    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(describe, batch_size=1)
+    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(describe_file, batch_size=1)
     dataset.context.raise_original_map_exception = True
     try:
-        batches = list(dataset.iter_batches(batch_size=None, batch_format="numpy"))
+        yield from dataset.iter_batches(batch_size=None, batch_format="numpy")
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ValueError | OSError):
             raise type(error.cause)(f"dataset {meta.root}: {error.cause}") from None
         raise
-    stats = aggregate_episode_stats({name: np.concatenate([b[name] for b in batches]) for name in batches[0]})
-    return {key: stats[feature.key] for key, feature in zip(keys, features, strict=True)}
 
 
-def _digest(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray) -> str:
+def _digest(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray, how: Any = None) -> str:
     """Identify the dataset's content as far as it can be told without reading it."""
     import lerobot
 
@@ -270,7 +309,7 @@ def _digest(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray) -> str
         "features": {key: [f.key, f.dtype, f.shape] for key, f in meta.features.items() if key in keys},
         "data_files": meta.data_files,
         "listing": _listing(meta),
-    }
+    } | ({} if how is None else {"how": how})
     digest.update(json.dumps(description, sort_keys=True).encode())
     for array in (meta.episode_length, meta.episode_data_file, meta.episode_data_row, episodes):
         digest.update(np.ascontiguousarray(array).tobytes() + b"|")

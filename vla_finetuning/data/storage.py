@@ -2,14 +2,15 @@
 
 `connect` gives a file system that the rest of the program uses as it uses the local one. Behind it is the store's own
 fsspec file system, whose patience is configured here: one policy of retries for all stores, on top, so that a store
-that fails for good is reported within `StoragePolicy.timeout_s`, and one that stalls never hangs a run. Blocks that
-were read may be kept on a local disk.
+that fails for good is reported within `StoragePolicy.timeout_s`, and one that stalls never hangs a run. What is known
+to be wanted is asked for beforehand, many requests side by side; what an object is was learned from a listing, and
+every request is for that content alone. Blocks that were read may be kept on a local disk.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import functools
 import hashlib
 import io
 import logging
@@ -17,26 +18,32 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
 from vla_finetuning.config import CACHE_SIZE_GB, READ_TIMEOUT_S
+from vla_finetuning.data.node_cache import locked_ledger
 
 logger = logging.getLogger(__name__)
 
 # What is read: local files, Amazon's and Google's stores and what speaks as they do; memory:// is for tests.
 PROTOCOLS = ("file", "local", "s3", "s3a", "gs", "gcs", "memory")
-# Bytes fetched around what is asked for. Smaller blocks cost round trips, larger ones bytes that a shuffled read does
-# not want: 256 shuffled rows of two cameras (7 kB a frame, files of 21 MB) took 60 requests and 16 MB with 256 KiB,
-# 34 and 32 MB with 1 MiB, 14 and all 42 MB with 4 MiB.
-BLOCK_BYTES = 2**20
-# Blocks that an open file remembers: the index at the start of an mp4, and the frames being decoded.
-KEPT_BLOCKS = 32
+# Objects are fetched, remembered and kept in blocks of so many bytes. A segment of a shuffled window is less.
+BLOCK_BYTES = 2**17
+# Read around what nobody has asked for beforehand: a smaller one costs round trips, one after the other.
+AHEAD_BYTES = 2**20
+# Blocks that an open file remembers.
+KEPT_BLOCKS = 256
+# What lies between two blocks that are wanted is fetched with them, in one request, up to so many bytes.
+GAP_BYTES = 2**18
+# Requests that a process makes side by side.
+MAX_REQUESTS = 16
 # A longer read is several requests, so that a slow line has time for each.
 MAX_REQUEST_BYTES = 16 * 2**20
 # A connection that is silent for this share of the time a read may take is given up and made anew.
@@ -125,7 +132,7 @@ def _client_options(protocol: str, stall_s: float) -> dict[str, Any]:
     """Options that make a store's client notice a stalled connection, and leave retries to this module."""
     if protocol in ("s3", "s3a"):
         config = {"connect_timeout": stall_s, "read_timeout": stall_s, "retries": {"total_max_attempts": 1}}
-        return {"config_kwargs": config}
+        return {"config_kwargs": config | {"max_pool_connections": MAX_REQUESTS}}
     if protocol in ("gs", "gcs"):
         import aiohttp
 
@@ -134,18 +141,37 @@ def _client_options(protocol: str, stall_s: float) -> dict[str, Any]:
     return {}
 
 
+class Content(NamedTuple):
+    """What a store says of an object: its bytes, and what tells them from others (`kind` is how the store calls it)."""
+
+    size: int
+    kind: str | None
+    mark: str
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> Content:
+        marks = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
+        kind = next((name for name in marks if info.get(name)), None)
+        return cls(int(info["size"] or 0), kind, "" if kind is None else str(info[kind]))
+
+
 class RemoteFileSystem(fsspec.AbstractFileSystem):
     """A store, for reading: every call is retried while the failure may pass, and ends in time.
 
     All methods raise FileNotFoundError for what is not there, and `StorageError` for everything else that goes wrong
     in the store or on the way to it.
+
+    Attributes:
+        listed: what `find` last said of each file. It travels along in the pickle, so that a dataset is listed once, on
+            the driver, and no file is asked what it is when it is opened.
     """
 
     cachable = False
 
-    def __init__(self, fs: fsspec.AbstractFileSystem, policy: StoragePolicy):
+    def __init__(self, fs: fsspec.AbstractFileSystem, policy: StoragePolicy, listed: dict[str, Content] | None = None):
         super().__init__()
         self.fs, self.policy, self.protocol = fs, policy, fs.protocol
+        self.listed = {} if listed is None else listed
         self.cache = None
         if policy.cache_dir is not None:
             self.cache = BlockCache(Path(policy.cache_dir), int(policy.cache_size_gb * 1e9))
@@ -154,27 +180,51 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
             # by an option (2026.2.0).
             fs.retries = 1
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.fs, self.policy, self.listed)
+
     def exists(self, path: str, **kwargs: Any) -> bool:
-        return self._call("exists", path, **kwargs)
+        return self._call(self.fs.exists, path, **kwargs)
 
     def isdir(self, path: str) -> bool:
-        return self._call("isdir", path)
+        return self._call(self.fs.isdir, path)
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        return self._call("info", path, **kwargs)
+        return self._call(self.fs.info, path, **kwargs)
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
-        return self._call("ls", path, detail=detail, **kwargs)
+        return self._call(self.fs.ls, path, detail=detail, **kwargs)
 
     def find(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
         # With a depth fsspec (2026.2.0) walks, and would silently leave out a folder that it failed to list.
         depth = {} if maxdepth is None else {"maxdepth": maxdepth, "on_error": "raise"}
-        return self._call("find", path, **depth, **kwargs)
+        found = self._call(self.fs.find, path, **depth, **kwargs)
+        if isinstance(found, dict):
+            self.listed |= {name: Content.of(info) for name, info in found.items() if info["type"] == "file"}
+        return found
+
+    def content(self, path: str) -> Content:
+        """As it was listed; asked for where it was not."""
+        return self.listed.get(path) or Content.of(self.info(path))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
-        return self._call("cat_file", path, start=start, end=end, **kwargs)
+        return self._call(self.fs.cat_file, path, start=start, end=end, **kwargs)
+
+    def read_range(self, path: str, start: int, end: int, content: Content) -> bytes:
+        """Bytes [start, end) of a file that is still `content`, where the store can tell (S3's and Google's can)."""
+        if content.kind == "ETag" and "s3" in self.protocol:
+            return self._call(self._on_loop, _get_of_s3, path, start, end, content.mark)
+        if content.kind == "generation":
+            return self._call(self._on_loop, _get_of_google, path, start, end, content.mark)
+        return self.cat_file(path, start, end)
+
+    def _on_loop(self, get: Any, *args: Any, timeout: float) -> bytes:
+        return fsspec.asyn.sync(self.fs.loop, get, self.fs, *args, timeout=timeout)
 
     def invalidate_cache(self, path: str | None = None) -> None:
+        inside = "" if path is None else f"{path.rstrip('/')}/"
+        for name in [name for name in self.listed if name.startswith(inside)]:
+            del self.listed[name]
         self.fs.invalidate_cache(path)
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> RemoteFile:
@@ -184,9 +234,10 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
 
     def within(self, timeout_s: float) -> RemoteFileSystem:
         """The same store with less time for each request."""
-        return RemoteFileSystem(self.fs, replace(self.policy, timeout_s=min(timeout_s, self.policy.timeout_s)))
+        policy = replace(self.policy, timeout_s=min(timeout_s, self.policy.timeout_s))
+        return RemoteFileSystem(self.fs, policy, self.listed)
 
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()
         last: Exception | None = None
         retrying = Retrying(
@@ -202,7 +253,7 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
                         # The store's client may retry, and wait for a lock or a token: this bounds all of it.
                         kwargs["timeout"] = max(0.01, self.policy.timeout_s - (time.monotonic() - started))
                     try:
-                        return getattr(self.fs, method)(*args, **kwargs)
+                        return method(*args, **kwargs)
                     except TimeoutError as error:
                         last = last or error  # what went wrong before time was up says more
                         raise
@@ -215,7 +266,27 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
             raise _explained(last or error, time.monotonic() - started) from error
 
 
+async def _get_of_s3(fs: Any, path: str, start: int, end: int, etag: str) -> bytes:
+    # s3fs (2026.2.0) itself has no way to name the content.
+    bucket, key, _ = fs.split_path(path)
+    wanted = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{end - 1}", "IfMatch": etag}
+    response = await fs._call_s3("get_object", **wanted, **fs.req_kw)
+    async with response["Body"] as body:
+        return await body.read()
+
+
+async def _get_of_google(fs: Any, path: str, start: int, end: int, generation: str) -> bytes:
+    # gcsfs (2026.2.0) itself would ask for an old generation, which buckets rarely keep, by another name.
+    address = f"{fs.url(path)}&ifGenerationMatch={generation}"
+    return (await fs._call("GET", address, headers={"Range": f"bytes={start}-{end - 1}"}))[1]
+
+
 def _explained(error: Exception, elapsed_s: float) -> StorageError:
+    if _http_status(error) == 412 or isinstance(error, FileExistsError):  # as gcsfs calls it
+        return StorageError(
+            "changed since this run looked which files there are; datasets must not be written to while they are read: "
+            "go on with --resume when it is whole"
+        )
     told = " ".join(str(error).split())
     words = f"{type(error).__name__}: {told}" if told else "no answer"
     if _may_pass(error):
@@ -267,34 +338,42 @@ def file_identity(fs: fsspec.AbstractFileSystem, path: str) -> str | None:
             return None  # whoever opens it says what is the matter
         # A copy may have the old one's size and time of writing; when it came here only the system sets.
         return f"file\0{path}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}"
+    if not isinstance(fs, RemoteFileSystem):
+        return None
     try:
-        return _identity(fs, path, fs.info(path))
+        return _identity(fs, path, fs.content(path))
     except FileNotFoundError:
         return None
 
 
-def _identity(fs: fsspec.AbstractFileSystem, path: str, info: Mapping[str, Any]) -> str | None:
-    marks = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
-    mark = next((str(info[name]) for name in marks if info.get(name)), None)
-    return None if mark is None else f"{fs.protocol}\0{path}\0{int(info['size'])}\0{mark}"
+def _identity(fs: fsspec.AbstractFileSystem, path: str, content: Content) -> str | None:
+    return None if content.kind is None else f"{fs.protocol}\0{path}\0{content.size}\0{content.mark}"
+
+
+@functools.cache
+def _requests() -> ThreadPoolExecutor:
+    """Those of this process."""
+    return ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="object-store")
 
 
 class RemoteFile(io.RawIOBase):
-    """A file in a store, for reading. Fetches whole blocks, and neighbouring ones in one request.
+    """A file in a store, for reading, in blocks: those that were asked for beforehand, or else what is around.
 
-    Raises FileNotFoundError when opened, `StorageError` from then on.
+    Raises FileNotFoundError when opened, or at the first read where it had been listed; `StorageError` from then on.
     """
 
     def __init__(self, fs: RemoteFileSystem, path: str):
-        info = fs.info(path)
-        self.fs, self.path, self.size = fs, path, int(info["size"])
-        identity = _identity(fs, path, info)
+        self.fs, self.path, self._content = fs, path, fs.content(path)
+        self.size = self._content.size
+        identity = _identity(fs, path, self._content)
         # Without one nothing is kept on disk.
         self._identity = None if identity is None else f"{identity}\0{BLOCK_BYTES}"
         self._blocks: dict[int, bytes] = {}
+        self._coming: dict[int, tuple[int, Future[list[bytes]]]] = {}  # a request, and the first block of it
         self._at = 0
+        self._found = False
         # FFmpeg reads again and again where a read has failed, and each would wait out the whole time of its retries.
-        self._failed: StorageError | None = None
+        self._failed: OSError | None = None
 
     def readable(self) -> bool:
         return True
@@ -327,39 +406,93 @@ class RemoteFile(io.RawIOBase):
             self._at += len(part)
         return done
 
+    def ask(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Have the bytes of some [start, end) fetched while other things are done; errors are told when they are read.
+
+        What lies near together comes in one request. All of it is in memory until it is read.
+        """
+        wanted = self._numbers(ranges) - self._blocks.keys() - self._coming.keys()
+        for first, last in _runs(sorted(wanted)):
+            request = _requests().submit(self._get, first, last)
+            self._coming |= dict.fromkeys(range(first, last), (first, request))
+
+    def know(self, blocks: Mapping[int, bytes]) -> None:
+        """Take blocks that somebody has kept."""
+        self._blocks |= blocks
+
+    def blocks(self, ranges: Sequence[tuple[int, int]]) -> dict[int, bytes]:
+        """The blocks, by number, that some [start, end) lie in."""
+        self.ask(ranges)
+        return {number: self._block(number, number + 1) for number in sorted(self._numbers(ranges))}
+
+    def _numbers(self, ranges: Sequence[tuple[int, int]]) -> set[int]:
+        wanted: set[int] = set()
+        for start, end in ranges:
+            wanted.update(range(max(0, start) // BLOCK_BYTES, -(-min(end, self.size) // BLOCK_BYTES)))
+        return wanted
+
     def close(self) -> None:
+        for _, request in self._coming.values():
+            request.cancel()
+        self._coming.clear()
         self._blocks.clear()
         super().close()
 
     def _block(self, number: int, wanted: int) -> bytes:
-        """Block `number`; when it must be fetched, with those after it, up to block `wanted`."""
+        """Block `number`; when nobody has asked for it, with what is around, and those up to block `wanted`."""
         block = self._blocks.pop(number, None)
-        if block is None and self.fs.cache is not None and self._identity is not None:
-            block = self.fs.cache.get(self._key(number), self._end(number) - number * BLOCK_BYTES)
+        if block is None and number in self._coming:
+            first, request = self._coming.pop(number)
+            block = request.result()[number - first]
         if block is None:
-            last = min(wanted, number + min(KEPT_BLOCKS, MAX_REQUEST_BYTES // BLOCK_BYTES))
-            data = self._fetch(number * BLOCK_BYTES, self._end(last - 1))
-            for n in range(number, last):
-                self._keep(n, data[(n - number) * BLOCK_BYTES :][:BLOCK_BYTES])
-                if self.fs.cache is not None and self._identity is not None:
-                    self.fs.cache.put(self._key(n), self._blocks[n])
+            first, last = self._around(number, wanted)
+            for n, found in zip(range(first, last), self._get(first, last), strict=True):
+                self._keep(n, found)
             block = self._blocks.pop(number)
         self._keep(number, block)
         return block
+
+    def _around(self, number: int, wanted: int) -> tuple[int, int]:
+        """Blocks [first, last) that are not here, with `number`."""
+        most = max(1, min(KEPT_BLOCKS, MAX_REQUEST_BYTES // BLOCK_BYTES))
+        ahead = max(1, min(most, AHEAD_BYTES // BLOCK_BYTES))
+        lowest = number - number % ahead
+        highest = min(-(-max(wanted, number + 1) // ahead) * ahead, -(-self.size // BLOCK_BYTES), lowest + most)
+        here = self._blocks.keys() | self._coming.keys()
+        first = max((n + 1 for n in range(lowest, number) if n in here), default=lowest)
+        return first, min((n for n in range(number, highest) if n in here), default=highest)
 
     def _keep(self, number: int, block: bytes) -> None:
         self._blocks[number] = block
         while len(self._blocks) > KEPT_BLOCKS:
             del self._blocks[next(iter(self._blocks))]  # the one used longest ago
 
+    def _get(self, first: int, last: int) -> list[bytes]:
+        """Blocks [first, last), from the disk those that it has; the others in one request. In any thread."""
+        cache = self.fs.cache if self._identity is not None else None
+        found: dict[int, bytes | None] = dict.fromkeys(range(first, last))
+        if cache is not None:
+            found = {n: cache.get(self._key(n), self._end(n) - n * BLOCK_BYTES) for n in found}
+        if missing := [n for n, block in found.items() if block is None]:
+            start = missing[0] * BLOCK_BYTES
+            data = self._fetch(start, self._end(missing[-1]))
+            for n in range(missing[0], missing[-1] + 1):
+                block = found[n] = data[n * BLOCK_BYTES - start :][:BLOCK_BYTES]
+                if cache is not None and n in missing:
+                    cache.put(self._key(n), block)
+        return [block for block in found.values() if block is not None]
+
     def _fetch(self, start: int, end: int) -> bytes:
         if self._failed is not None:
             raise self._failed
         try:
-            data = self.fs.cat_file(self.path, start, end)
+            data = self.fs.read_range(self.path, start, end, self._content)
         except FileNotFoundError as error:
-            self._failed = StorageError("was deleted while it was being read; copy it again")
-            raise self._failed from error
+            if self._found:
+                self._failed = StorageError("was deleted while it was being read; copy it again")
+                raise self._failed from error
+            self._failed = error
+            raise
         except StorageError as error:
             self._failed = error
             raise
@@ -368,6 +501,7 @@ class RemoteFile(io.RawIOBase):
                 f"changed while it was being read: {len(data)} bytes at {start}, expected {end - start}; datasets must "
                 "not be written to while they are read"
             )
+        self._found = True
         return data
 
     def _end(self, number: int) -> int:
@@ -375,6 +509,20 @@ class RemoteFile(io.RawIOBase):
 
     def _key(self, number: int) -> str:
         return hashlib.sha256(f"{self._identity}\0{number}".encode()).hexdigest()
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Blocks (ascending) as runs [first, last) that are fetched together: of some length, with small gaps in them."""
+    gap, longest = GAP_BYTES // BLOCK_BYTES, max(1, MAX_REQUEST_BYTES // BLOCK_BYTES)
+    first = last = -1
+    for number in blocks:
+        if first < 0 or number - last > gap or number + 1 - first > longest:
+            if first >= 0:
+                yield first, last
+            first = number
+        last = number + 1
+    if first >= 0:
+        yield first, last
 
 
 # Cache folders that failed in this process.
@@ -392,7 +540,6 @@ class BlockCache:
     """
 
     SUFFIX = ".block"  # nothing else in the folder is touched
-    LEDGER = "ledger"  # bytes stored, never too few; its lock is the cache's
     SCRATCH = "scratch"  # the block being written
     FREED_SHARE = 0.1  # dropped at once, so that the folder is not searched for every block
 
@@ -426,7 +573,7 @@ class BlockCache:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with self._ledger() as ledger:
+            with locked_ledger(self.folder) as ledger:
                 known = os.pread(ledger, 20, 0)
                 stored = int(known) if known.isdigit() else self._drop(self.limit_bytes)
                 if stored + size > self.limit_bytes:
@@ -451,16 +598,6 @@ class BlockCache:
 
     def _path(self, key: str) -> Path:
         return self.folder / (key + self.SUFFIX)
-
-    @contextlib.contextmanager
-    def _ledger(self) -> Iterator[int]:
-        """The ledger's file descriptor, locked."""
-        descriptor = os.open(self.folder / self.LEDGER, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield descriptor
-        finally:
-            os.close(descriptor)  # lets go of the lock, as the end of the process would
 
     def _drop(self, goal_bytes: float) -> int:
         """Delete blocks until `goal_bytes` are left; returns the bytes that are. Under the ledger's lock."""

@@ -222,7 +222,7 @@ class _RowCopy:
     @classmethod
     def of(cls, file: DataFile, columns: Sequence[Column], identity: str) -> _RowCopy | None:
         """None where there is no place for it."""
-        cache = _numbers_cache()
+        cache = numbers_cache()
         kind = _row_type(columns)
         key = f"{identity}\0{[column.key for column in columns]}\0{kind.descr}"
         copy = None
@@ -294,7 +294,7 @@ def _checksums(rows: np.ndarray) -> list[int]:
     return [xxhash.xxh3_64_intdigest(row) or 1 for row in content]
 
 
-def _numbers_cache() -> NodeCache:
+def numbers_cache() -> NodeCache:
     return node_cache(
         Path(NUMBERS_DIR),
         int(NUMBERS_GB * 1e9),

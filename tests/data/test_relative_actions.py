@@ -1,0 +1,127 @@
+"""Statistics of relative actions against LeRobot's own, and what they do in a run, to its export."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from lerobot.configs import PreTrainedConfig
+from lerobot.datasets import LeRobotDataset
+from lerobot.datasets.compute_stats import compute_relative_action_stats
+from lerobot.policies.factory import make_pre_post_processors
+
+import vla
+from tests import in_process
+from tests.datasets import make_dataset
+from vla_finetuning.data import relative_actions
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.relative_actions import RelativeActions, relative_action_stats
+from vla_finetuning.data.statistics import STATISTICS
+from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.run.describe import describe
+from vla_finetuning.run.plan import with_stats
+from vla_finetuning.training.worker import start_policy
+
+CHUNK, EXCLUDED = 6, ["motor_1"]
+
+
+def lerobots(root, names):
+    dataset = LeRobotDataset("local/test", root=root)
+    features = {"action": {**dataset.meta.features["action"], "names": names}}
+    return compute_relative_action_stats(dataset.hf_dataset.with_format(None), features, CHUNK, EXCLUDED)
+
+
+def assert_same(found, expected):
+    assert set(found) == set(STATISTICS) == set(expected)
+    for name in ("min", "max", "count", "q01", "q10", "q50", "q90", "q99"):
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+    for name in ("mean", "std"):  # LeRobot sums in float32
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.ray
+def test_equals_lerobots(tmp_path, ray_cluster):
+    """Episodes of several files, one of them shorter than a chunk, and one dimension that stays absolute."""
+    root = make_dataset(tmp_path / "d", episodes=(12, 7, 4, 15, 9), cameras={})
+    meta = load_metadata(root)
+    assert len(meta.data_files) > 1
+    how = RelativeActions(CHUNK, (True, False, True))
+    found = relative_action_stats(meta, how, cache_dir=tmp_path / "cache")
+    assert_same(found, lerobots(root, meta.features["action"].names))
+
+    def no_pass(*_):
+        pytest.fail("a pass over the data was started")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relative_actions, "over_files", no_pass)
+        assert_same(relative_action_stats(meta, how, cache_dir=tmp_path / "cache"), found)
+        with pytest.raises(pytest.fail.Exception):  # of other chunks there is another file
+            relative_action_stats(meta, replace(how, chunk_size=5), cache_dir=tmp_path / "cache")
+    with pytest.raises(ValueError, match="chunks of 16 frames, and the longest episode has 15; lower --policy.chunk"):
+        relative_action_stats(meta, RelativeActions(16, how.dimensions), cache_dir=None)
+    short = replace(meta.features["observation.state"], shape=(2,))
+    narrow = replace(meta, features={**meta.features, "observation.state": short})
+    with pytest.raises(ValueError, match="as many dimensions as 'action' has, 3; found 2"):
+        relative_action_stats(narrow, how, cache_dir=None)
+
+
+def one_after_the_other(meta, episodes, describe):
+    """A pass without Ray."""
+    for file in np.unique(meta.episode_data_file[episodes]).tolist():
+        members = episodes[meta.episode_data_file[episodes] == file]
+        yield describe(
+            meta.fs,
+            {
+                "path": f"{meta.base}/{meta.data_files[file]}",
+                "episodes": members.tolist(),
+                "first_rows": meta.episode_data_row[members].tolist(),
+                "lengths": meta.episode_length[members].tolist(),
+            },
+        )
+
+
+def test_a_run_of_relative_actions(tmp_path, monkeypatch):
+    """What reaches the policy is what LeRobot's processors make of its rows; the export gives absolute actions."""
+    folder, root, base = in_process.make_setting(tmp_path)
+    flags = {"policy.use_relative_actions": "true", "policy.relative_exclude_joints": json.dumps(EXCLUDED)}
+    run = in_process.resolved((folder, root, base), **flags, **{"policy.chunk_size": CHUNK, "policy.n_action_steps": 2})
+    assert run.missing_stats["action"] >= {"q01", "q99"} and not run.stats
+    assert "predicts 2 of 3 dimensions of an action relative to the state" in describe(run)
+    monkeypatch.setattr(relative_actions, "over_files", one_after_the_other)
+    run = with_stats(run)
+    names = load_metadata(root).features["action"].names
+    assert_same(run.stats["action"], lerobots(root, names))
+
+    data = vla.build_dataset(run)
+    source = data.read(stream=(0, run.last_row))
+    rows = next(source.read_rows(np.arange(4), 4))
+    prepared = data.prepare(rows)
+    dataset = LeRobotDataset(
+        "local/test", root=root, video_backend="pyav", delta_timestamps={"action": [i / 10 for i in range(CHUNK)]}
+    )
+    batch = torch.utils.data.default_collate([dataset[int(i)] for i in rows["index"]])
+    stats = {**dataset.meta.stats, "action": lerobots(root, names)}
+    config = run.policy_config
+    scaling = {"stats": stats, "norm_map": config.normalization_mapping}
+    preprocessor, _ = make_pre_post_processors(
+        config,
+        pretrained_path=str(base),
+        preprocessor_overrides={
+            "device_processor": {"device": "cpu"},
+            "normalizer_processor": {"features": {**config.input_features, **config.output_features}, **scaling},
+            "relative_actions_processor": {"enabled": True, "exclude_joints": EXCLUDED, "action_names": list(names)},
+        },
+        postprocessor_overrides={"absolute_actions_processor": {"enabled": True}},
+    )
+    expected = preprocessor(batch)
+    np.testing.assert_allclose(prepared["action"], expected["action"].numpy(), atol=1e-5)
+    apart = (prepared["action"][..., 1] - prepared["action"][..., 0]).std()
+    assert apart > 0  # nor are they all the same
+
+    export = folder / "export"
+    save_pretrained(start_policy(run), *run.processors(), export)
+    saved = PreTrainedConfig.from_pretrained(export, cli_overrides=["--device=cpu"])
+    pre, post = make_pre_post_processors(saved, pretrained_path=str(export))
+    absolute = post(pre(batch)["action"])
+    torch.testing.assert_close(absolute, batch["action"], rtol=1e-4, atol=1e-4)

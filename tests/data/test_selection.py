@@ -1,0 +1,78 @@
+"""Which episodes are used, by number and by task."""
+
+import json
+
+import pytest
+
+from tests.datasets import make_dataset
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.selection import choose_episodes, of_each, read_choice
+
+
+@pytest.fixture(scope="module")
+def meta(tmp_path_factory):
+    """Six episodes, which are told in turn to pick, to place and to pick."""
+    tasks = ("Pick the cube", "place the cube", "pick the ball")
+    return load_metadata(make_dataset(tmp_path_factory.mktemp("selection") / "dataset", tasks=tasks))
+
+
+@pytest.mark.parametrize(
+    ("episodes", "exclude", "tasks", "left"),
+    [
+        (None, None, None, [0, 1, 2, 3, 4, 5]),
+        ([5, 1, 2], [2], None, [1, 5]),
+        (None, [0, 3], ["pick*"], [2, 5]),
+        (None, None, ["*cube", "*ball"], [0, 1, 2, 3, 4, 5]),
+        ([0, 1, 2], [4], ["PICK THE [bc]*"], [0, 2]),
+    ],
+)
+def test_what_is_left(meta, episodes, exclude, tasks, left):
+    chosen, notes = choose_episodes(meta, episodes, exclude, tasks)
+    assert chosen.tolist() == left and chosen.dtype == "int64"
+    assert len(notes) == bool(exclude or tasks)
+    assert all(f"{len(left)} of 6 episodes are used" in note for note in notes)
+
+
+def test_an_episode_with_another_task_too_is_said(meta):
+    meta = load_metadata(meta.root)
+    meta.episode_tasks[1] = ("place the cube", "Pick the cube")
+    chosen, notes = choose_episodes(meta, tasks=["pick*"])
+    assert chosen.tolist() == [0, 1, 2, 3, 5]
+    assert "1 of the episodes" in notes[1] and "episode 1: ['place the cube', 'Pick the cube']" in notes[1]
+
+
+@pytest.mark.parametrize(
+    ("exclude", "tasks", "message"),
+    [
+        ([6], None, r"\[6\] not in the dataset, which has 0..5"),
+        (None, ["pick*", "plase the cube"], "no task is like --dataset.tasks 'plase the cube'.*'place the cube'"),
+        (list(range(6)), None, "no episode is left of 6: 6 are left out by --dataset.exclude_episodes"),
+        ([0, 2, 3, 5], ["pick*"], "no episode is left"),
+    ],
+)
+def test_a_choice_that_cannot_be_meant(meta, exclude, tasks, message):
+    with pytest.raises(ValueError, match=message):
+        choose_episodes(meta, None, exclude, tasks)
+
+
+def test_of_several_datasets():
+    assert of_each(None, ["/a", "/b"], "--x") == [None, None]
+    assert of_each({"/b": [1]}, ["/a", "/b"], "--x") == [None, [1]]
+    assert of_each([1], ["/a"], "--x") == [[1]]
+    with pytest.raises(ValueError, match=r"--x with several datasets: whose episodes\? Say so: --x='{\"/a\": \[1\]}'"):
+        of_each([1], ["/a", "/b"], "--x")
+    with pytest.raises(ValueError, match=r"--x names \['/c'\], which are not among the datasets \['/a', '/b'\]"):
+        of_each({"/c": [1]}, ["/a", "/b"], "--x")
+
+
+def test_a_list_in_a_file(tmp_path):
+    path = tmp_path / "excluded.json"
+    for choice in ([3, 17], {"/a": [3], "s3://b/c": []}):
+        path.write_text(json.dumps(choice))
+        assert read_choice(path) == choice
+    for wrong in ("{", '"3"', "[true]", "[1.5]", '{"/a": 3}'):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match="excluded.json: .*list of episodes"):
+            read_choice(path)
+    with pytest.raises(FileNotFoundError, match="nothing.json: no such file"):
+        read_choice(tmp_path / "nothing.json")

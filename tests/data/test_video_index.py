@@ -1,0 +1,160 @@
+"""Where the frames of an mp4 lie: what is asked for beforehand is what FFmpeg reads then."""
+
+import random
+import threading
+
+import av
+import fsspec
+import numpy as np
+import pytest
+
+from tests.data.test_decode import CODECS
+from vla_finetuning.data import node_cache, storage, table, video_index
+from vla_finetuning.data.decode import VideoReader
+from vla_finetuning.data.storage import RemoteFileSystem, StoragePolicy
+from vla_finetuning.data.video_index import RemoteVideo
+from vla_finetuning.demo import writing_videos
+
+FRAMES, FPS, SIZE = 150, 30, (96, 128)
+BLOCK = 1024
+
+
+@pytest.fixture(scope="module", params=["av1", "av1, few key frames", "h264, open groups", "index first"])
+def content(request, tmp_path_factory):
+    """A video of noise, which no codec makes small; a store's file that is larger than what FFmpeg reads at a time."""
+    codec, options = CODECS[request.param if request.param in CODECS else "h264, B-frames"]
+    path = tmp_path_factory.mktemp("video") / "file.mp4"
+    rng = np.random.default_rng(0)
+    flags = {"movflags": "faststart"} if request.param == "index first" else {}
+    with writing_videos(), av.open(str(path), "w", container_options=flags) as container:
+        stream = container.add_stream(codec, rate=FPS, options=options)
+        stream.height, stream.width, stream.pix_fmt = *SIZE, "yuv420p"
+        for i in range(FRAMES):
+            frame = av.VideoFrame.from_ndarray(rng.integers(0, 256, (*SIZE, 3), np.uint8), format="rgb24")
+            frame.pts = i
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    data = path.read_bytes()
+    assert len(data) > 300_000 and (data.index(b"moov") < 100) == (request.param == "index first")
+    return data
+
+
+@pytest.fixture
+def store(content, tmp_path, monkeypatch):
+    """A store that holds the video; `fetched` are the requests: [start, end), and whether made beforehand."""
+    for module in (storage, video_index):
+        monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(storage, "AHEAD_BYTES", BLOCK)
+    monkeypatch.setattr(storage, "GAP_BYTES", BLOCK)
+    monkeypatch.setattr(storage, "KEPT_BLOCKS", 4096)
+    monkeypatch.setattr(table, "NUMBERS_DIR", str(tmp_path / "node"))
+    node_cache.node_cache.cache_clear()
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/arm/file.mp4", content)
+    fs = RemoteFileSystem(memory, StoragePolicy())
+    fs.fetched = []
+
+    def read_range(path, start, end, _):
+        fs.fetched.append((start, end, threading.current_thread().name.startswith("object-store")))
+        return memory.cat_file(path, start, end)
+
+    fs.read_range = read_range
+    return fs
+
+
+def opened(fs):
+    return RemoteVideo(fs, "/arm/file.mp4", "arm")
+
+
+def settle(video):
+    """Wait for what was asked for."""
+    for _, request in video.file._coming.values():
+        request.result()
+
+
+def read(source, times_s):
+    frames = []
+    with VideoReader(source, name="v", height=SIZE[0], width=SIZE[1], fps=FPS, tolerance_s=1e-4, threads=1) as reader:
+        reader.read(times_s, lambda i, pixels: frames.append(pixels.copy()))
+    return np.stack(frames)
+
+
+def test_the_index_is_what_ffmpeg_makes_of_the_file(store, content, tmp_path):
+    index, _ = video_index._index_of(opened(store).file)
+    (tmp_path / "file.mp4").write_bytes(content)
+    with av.open(str(tmp_path / "file.mp4")) as container:
+        stream = container.streams.video[0]
+        packets = [p for p in container.demux(stream) if p.size]
+    assert index.offset.tolist() == [p.pos for p in packets]
+    assert index.size.tolist() == [p.size for p in packets]
+    np.testing.assert_allclose(index.shown_s, [float(p.pts * p.time_base) for p in packets], atol=1e-9)
+    assert set(index.key.tolist()) >= {i for i, p in enumerate(packets) if p.is_keyframe}
+
+
+def test_what_is_asked_for_beforehand_is_what_is_read(store, content, tmp_path):
+    (tmp_path / "file.mp4").write_bytes(content)
+    runs = [(3, 6), (40, 44), (50, 53), (100, 101), (147, 150)]
+    times_s = np.concatenate([np.arange(a, b) for a, b in runs]) / FPS
+    expected = read(str(tmp_path / "file.mp4"), times_s)
+    moov = content.index(b"moov") - 4
+    length = int.from_bytes(content[moov : moov + 4])
+    for turn in range(2):
+        video = opened(store)
+        video.ask(times_s, FPS)
+        settle(video)
+        before = len(store.fetched)
+        np.testing.assert_array_equal(read(video.file, times_s), expected)
+        video.file.close()
+        # Nothing in this thread, which would have waited for it: but a longer index, the first time.
+        alone = [(start, end) for start, end, asked in store.fetched if not asked]
+        assert all(start < moov + length and moov < end for start, end in alone) and not (turn and alone)
+        assert not store.fetched[before:]
+        assert sum(end - start for start, end, _ in store.fetched) < (turn + 1) * 0.8 * len(content)
+        store.fetched.clear()
+
+
+def test_a_node_reads_the_index_once(store, content):
+    video = opened(store)
+    index, ranges = video_index._index_of(video.file)
+    video.ask(np.array([1.0]), FPS)
+    settle(video)
+    store.fetched.clear()
+    node_cache.node_cache.cache_clear()  # as another process
+    video = opened(store)
+    assert video_index._index_of(video.file)[0].offset.tolist() == index.offset.tolist()
+    assert not store.fetched
+    # What the disk lost is read again.
+    (kept,) = (p for p in node_cache.Path(table.NUMBERS_DIR).rglob("*.index"))
+    kept.write_bytes(kept.read_bytes()[:-1] + b"!")
+    node_cache.node_cache.cache_clear()
+    video = opened(store)
+    assert video_index._index_of(video.file)[1] == ranges and store.fetched
+
+
+def test_an_index_that_makes_no_sense_is_left_to_ffmpeg(content):
+    """Any bytes: no error, no memory that the file does not have, nothing outside the file."""
+
+    class File:
+        def __init__(self, data):
+            self.data, self.size, self.at = data, len(data), 0
+
+        def seek(self, at):
+            self.at = at
+
+        def read(self, size):
+            assert size <= self.size
+            return self.data[self.at : self.at + size]
+
+    rng = random.Random(0)
+    start = content.index(b"moov") - 4
+    end = start + int.from_bytes(content[start : start + 4])
+    left = 0
+    for _ in range(300):
+        data = bytearray(content)
+        for _ in range(rng.choice([1, 4])):
+            data[rng.randrange(start, min(end, start + 700))] = rng.choice([0, 1, 127, 128, 255, rng.randrange(256)])
+        index, _ = video_index._index_of(File(bytes(data)[: rng.choice([len(data), end - 5])]))
+        left += index is None
+        if index is not None:
+            index.ranges(np.arange(5) / FPS, FPS)
+    assert left > 50

@@ -1,0 +1,105 @@
+"""Which episodes of a dataset are used: those named, without those left out, of the tasks that are wanted."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from vla_finetuning.data.metadata import DatasetMetadata, select_episodes
+
+# Episodes by number; of several datasets, {root: numbers}. None: nothing is said of any.
+Choice = Sequence[int] | Mapping[str, Sequence[int]] | None
+
+
+def read_choice(path: str | Path) -> Choice:
+    """Episodes listed in a JSON file: [3, 17], or {"/data/a": [3], "s3://bucket/b": [17]}.
+
+    Raises ValueError or FileNotFoundError naming the file.
+    """
+    try:
+        found = json.loads(Path(path).expanduser().read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file; expected a JSON list of episodes") from None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: not a JSON list of episodes: {error}") from error
+    lists = list(found.values()) if isinstance(found, dict) else [found]
+    if not all(isinstance(numbers, list) and all(type(n) is int for n in numbers) for numbers in lists):
+        raise ValueError(f"{path}: expected a list of episodes, [3, 17], or one for each dataset, {{ROOT: [3, 17]}}")
+    return found
+
+
+def of_each(choice: Choice, roots: Sequence[str], flag: str) -> list[Sequence[int] | None]:
+    """What `choice` says of each dataset; None where it says nothing.
+
+    Raises:
+        ValueError: names a dataset that is not among `roots`, or names none where there are several.
+    """
+    if isinstance(choice, Mapping):
+        if unknown := sorted(choice.keys() - set(roots)):
+            raise ValueError(f"{flag} names {unknown}, which are not among the datasets {list(roots)}")
+        return [choice.get(root) for root in roots]
+    if choice is not None and len(roots) > 1:
+        example = json.dumps({roots[0]: list(choice)[:3]})
+        raise ValueError(f"{flag} with several datasets: whose episodes? Say so: {flag}='{example}'")
+    return [choice] * len(roots)
+
+
+def choose_episodes(
+    meta: DatasetMetadata,
+    episodes: Sequence[int] | None = None,
+    exclude: Sequence[int] | None = None,
+    tasks: Sequence[str] | None = None,
+) -> tuple[np.ndarray, list[str]]:
+    """The episodes of a dataset that are used, and what is to be said of the others.
+
+    Args:
+        episodes: only these; None for all. exclude: without these, all of which must be in the dataset.
+        tasks: only episodes with an instruction that one of these patterns fits (*, ? and [...], as a shell's, upper
+            and lower case alike).
+    Returns:
+        int64, ascending; and notes.
+    Raises:
+        ValueError: an episode that the dataset has not, a pattern that fits no task, or nothing is left.
+    """
+    asked = chosen = select_episodes(meta, episodes)
+    told = []
+    if exclude is not None and len(exclude):
+        chosen = np.setdiff1d(chosen, select_episodes(meta, exclude))
+        told.append(f"{len(asked) - len(chosen)} are left out by --dataset.exclude_episodes")
+    notes = []
+    if tasks:
+        fits = _fitting(meta, tasks)
+        of_these = [episode for episode in chosen.tolist() if fits.intersection(meta.episode_tasks[episode])]
+        told.append(f"{len(chosen) - len(of_these)} have no task that --dataset.tasks names")
+        chosen = np.asarray(of_these, np.int64)
+        if mixed := [episode for episode in of_these if not fits.issuperset(meta.episode_tasks[episode])]:
+            notes.append(
+                f"{meta.root}: {len(mixed)} of the episodes that --dataset.tasks chooses have other tasks too (episode "
+                f"{mixed[0]}: {list(meta.episode_tasks[mixed[0]])}), and are trained on as a whole"
+            )
+    if not len(chosen):
+        raise ValueError(f"{meta.root}: no episode is left of {len(asked)}: {'; '.join(told)}")
+    if told:
+        notes.insert(0, f"{meta.root}: {len(chosen)} of {meta.num_episodes} episodes are used: {'; '.join(told)}")
+    return chosen, notes
+
+
+def _fitting(meta: DatasetMetadata, patterns: Sequence[str]) -> set[str]:
+    """The dataset's instructions that a pattern fits; each pattern must fit one."""
+    known = sorted({task for tasks in meta.episode_tasks for task in tasks})
+    fits: set[str] = set()
+    for pattern in patterns:
+        found = {task for task in known if fnmatch.fnmatchcase(task.lower(), pattern.lower())}
+        if not found:
+            close = difflib.get_close_matches(pattern, known, n=3, cutoff=0.0)
+            raise ValueError(
+                f"{meta.root}: no task is like --dataset.tasks {pattern!r}; it has {len(known)}, for example "
+                f"{', '.join(map(repr, close))}"
+            )
+        fits |= found
+    return fits
