@@ -21,7 +21,9 @@ CPU = torch.device("cpu")
 def _fresh():
     torch.set_num_threads(1)
     torch._dynamo.reset()
+    limit = torch._dynamo.config.recompile_limit
     yield
+    torch._dynamo.config.recompile_limit = limit
     torch._dynamo.reset()
 
 
@@ -62,8 +64,8 @@ def test_each_length_of_prompts_is_compiled_and_all_of_them_are_within_dynamos_l
     policy = make_policy(2, tokenizer_max_length=220)
     choose_trainable(policy, "full")
     lengths, counting = prompt_lengths(policy.config, 2, trim=True), Counting()
-    assert len(lengths) == MAX_LENGTHS < torch._dynamo.config.recompile_limit
     compiler = Compiler(counting)
+    assert 2 * len(lengths) == 2 * MAX_LENGTHS < torch._dynamo.config.recompile_limit
     module, reference = (PolicyLoss(policy, attention="sdpa", compile=compile) for compile in (compiler, None))
     batch, noise, time = make_batch(policy)
     for length in lengths:
@@ -112,6 +114,23 @@ def test_under_autocast_and_ddp(process_group):  # noqa: F811
     found = train(policy, module, 3, accum=2, autocast=torch.bfloat16)
     assert found == pytest.approx(train(plain, reference, 3, accum=2, autocast=torch.bfloat16), rel=1e-4)
     assert backend.graphs == 3
+
+
+def test_compilations_are_counted_logged_and_bounded(caplog):
+    caplog.set_level("INFO")
+    compiler = Compiler("eager", most=2)
+    layer = compiler(_double)
+    for length in (3, 3, 4, 4, 5, 6):
+        assert layer(torch.nn.Linear(1, 1), torch.ones(1, length)).tolist() == [[2.0] * length]
+        assert compiler.compilations == min(length - 2, 2)
+    told = [record.getMessage() for record in caplog.records if record.name == "vla_finetuning.policies.compiling"]
+    assert told[:2] == [f"torch.compile: _double for (1, {n}), compilation {n - 2}" for n in (3, 4)]
+    assert compiler.failed and len(told) == 3
+    assert "the run goes on without it: FailOnRecompileLimitHit" in told[2]
+
+
+def _double(layer, values):
+    return 2 * values
 
 
 def test_names_in_checkpoints_stay():

@@ -20,6 +20,7 @@ KNOWN_WAYS = {
     *("pi0_fast.action_tokenizer_name", "smolvla.vlm_model_name", "xvla.tokenizer_name"),
     *("a step's default", "a step's default, in an export", "a step's option", "a step's option, in an export"),
     *("a tokenizer's name", "a tokenizer's name, in an export", "a tokenizer's files"),
+    *("diffusers: a model", "diffusers: a pipeline's class"),
 }
 
 

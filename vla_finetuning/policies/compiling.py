@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils._triton import has_triton
@@ -20,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 # The oldest GPUs that Triton makes code for (Volta).
 MIN_CAPABILITY = (7, 0)
+# Shapes that a function is compiled for at most: each length of prompts (prompts.MAX_LENGTHS), with gradients and, for
+# held-out losses, without.
+MOST_SHAPES = 16
 # Characters of a failure's message that a warning repeats; PyTorch's go on for pages.
 MAX_REASON = 500
 
@@ -44,15 +49,22 @@ class Compiler:
     says why, and from then on all functions of this compiler run as they are written: what the failed try computed is
     used for nothing. Later failures are errors like any other.
 
-    Shapes are compiled in as they are found. Layers of one class share the code, so it is compiled once for all.
+    Shapes are compiled in as they are found, and each time is logged. Layers of one class share the code, so it is
+    compiled once for all. Where a function would be compiled for more than `most` shapes, one warning says so and the
+    run goes on without.
 
     Args:
         backend: `torch.compile`'s.
+        most: becomes this process's limit (`torch._dynamo.config.recompile_limit`).
+    Attributes:
+        compilations: so far, of all functions.
     """
 
-    def __init__(self, backend: str | Callable[..., Any] = "inductor"):
+    def __init__(self, backend: str | Callable[..., Any] = "inductor", most: int = MOST_SHAPES):
+        torch._dynamo.config.recompile_limit = most
         self.backend = backend
         self.failed = False
+        self.compilations = 0
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled at its first call. Its modules and tensors must come as arguments."""
@@ -62,10 +74,20 @@ class Compiler:
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
             nonlocal tried
+            before = counters["stats"]["unique_graphs"]
             if not tried and not self.failed:
                 tried = True
                 self._try(compiled, arguments)
-            return (function if self.failed else compiled)(*arguments)
+            try:
+                result = (function if self.failed else compiled)(*arguments)
+            except FailOnRecompileLimitHit as error:
+                self._give_up(error)
+                result = function(*arguments)
+            if made := counters["stats"]["unique_graphs"] - before:
+                self.compilations += made
+                shapes = ", ".join(str(tuple(leaf.shape)) for leaf in arguments if isinstance(leaf, Tensor))
+                logger.info("torch.compile: %s for %s, compilation %d", function.__name__, shapes, self.compilations)
+            return result
 
         return call
 
@@ -82,6 +104,9 @@ class Compiler:
                     # Of these inputs only: no gradient is stored, and no hook of DDP's runs.
                     torch.autograd.grad(outputs, inputs, [torch.ones_like(o) for o in outputs], allow_unused=True)
         except Exception as error:
-            self.failed = True
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]
-            logger.warning("torch.compile failed, the run goes on without it: %s", reason)
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.failed = True
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]
+        logger.warning("torch.compile failed, the run goes on without it: %s", reason)

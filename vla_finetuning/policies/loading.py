@@ -39,6 +39,7 @@ from transformers.initialization import no_init_weights
 
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.files import let_others_read
+from vla_finetuning.policies.lora import write_adapters
 from vla_finetuning.policies.pi05 import meta_policy
 from vla_finetuning.policies.processors import (
     EMPTY_CAMERA,
@@ -99,7 +100,9 @@ def new_policy(config: PreTrainedConfig, *, trusted: bool = False) -> PreTrained
         return get_policy_class(config.type)(config)
 
 
-def load_policy(folder: Path, config: PreTrainedConfig, *, trusted: bool = False) -> PreTrainedPolicy:
+def load_policy(
+    folder: Path, config: PreTrainedConfig, *, trusted: bool = False, weights: Mapping[str, Tensor] | None = None
+) -> PreTrainedPolicy:
     """Build a policy on the CPU and load its weights, all of them or none.
 
     LeRobot's own `PI05Policy.from_pretrained` catches every error and goes on with random weights (lerobot
@@ -111,6 +114,7 @@ def load_policy(folder: Path, config: PreTrainedConfig, *, trusted: bool = False
         config: the policy's configuration, from that folder and fitted to the dataset (`match_features`). Its
             `device` becomes "cpu".
         trusted: whether code that comes with what `config` names may run.
+        weights: what `read_weights` found in the folder, so that it need not be read here.
     Returns:
         The policy, in eval mode, parameters in the precision of its configuration.
     Raises:
@@ -121,7 +125,7 @@ def load_policy(folder: Path, config: PreTrainedConfig, *, trusted: bool = False
     # Every weight is about to be loaded, so drawing 4 billion random ones first (a minute) is left out.
     with no_init_weights() if isinstance(config, PI05Config) else contextlib.nullcontext():
         policy = new_policy(config, trusted=trusted)
-    weights = _matching_weights(folder, policy)
+    weights = _matching_weights(folder, policy, weights)
     for key, tensor in weights.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"{key} in {folder} holds values that are not finite; the file is damaged")
@@ -140,16 +144,18 @@ def check_weights(folder: Path, policy: PreTrainedPolicy) -> None:
     _matching_weights(Path(folder), policy)
 
 
-def _matching_weights(folder: Path, policy: PreTrainedPolicy) -> dict[str, Tensor]:
+def _matching_weights(
+    folder: Path, policy: PreTrainedPolicy, found: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """All tensors of a pretrained folder under the policy's keys, mapped into memory and not read yet."""
-    weights = _read_weights(folder)
+    weights = read_weights(folder) if found is None else dict(found)
     if isinstance(policy, PI05Policy):
         weights = _pi05_keys(policy, weights)
     _check_keys(folder, policy.config, weights, policy.state_dict(keep_vars=True))
     return weights
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of a pretrained folder, mapped into memory and not read yet."""
     if (folder / WEIGHTS_FILE).is_file():
         files = [WEIGHTS_FILE]
@@ -494,12 +500,7 @@ def save_pretrained(
         ValueError: the tokenizer has no name under which LeRobot would find it.
         OSError: of the file system; nothing is left behind.
     """
-    folder = Path(folder)
-    with _replacing_folder(folder) as partial:
-        config = copy.deepcopy(policy.config)
-        config.device = None
-        config.pretrained_path = None
-        config._save_pretrained(partial)
+    with _pretrained_folder(folder, policy.config, preprocessor, postprocessor) as partial:
         if isinstance(policy, PI05Policy):
             dtypes = exported_dtypes(policy)
             weights = {
@@ -508,6 +509,41 @@ def save_pretrained(
             save_file(weights, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         else:
             save_model(policy, str(partial / WEIGHTS_FILE))
+
+
+def save_adapters(
+    adapted: Any,
+    base: str,
+    revision: str | None,
+    preprocessor: PolicyProcessorPipeline,
+    postprocessor: PolicyProcessorPipeline,
+    folder: Path,
+) -> None:
+    """Write what LeRobot calls a pretrained policy that uses PEFT: adapters, and where the other weights are.
+
+    Args:
+        adapted: from `lora.add_adapters`. The others as for `save_pretrained`, and `lora.write_adapters`.
+    """
+    config = copy.deepcopy(adapted.get_base_model().config)
+    config.use_peft = True
+    with _pretrained_folder(folder, config, preprocessor, postprocessor) as partial:
+        write_adapters(adapted, base, revision, partial)
+
+
+@contextlib.contextmanager
+def _pretrained_folder(
+    folder: Path,
+    config: PreTrainedConfig,
+    preprocessor: PolicyProcessorPipeline,
+    postprocessor: PolicyProcessorPipeline,
+) -> Iterator[Path]:
+    """Yield a temporary folder with a pretrained policy's all but its weights; it then takes the place of `folder`."""
+    with _replacing_folder(Path(folder)) as partial:
+        config = copy.deepcopy(config)
+        config.device = None
+        config.pretrained_path = None
+        config._save_pretrained(partial)
+        yield partial
         _save_tokenizer(preprocessor, partial)
         for pipeline, name in (
             (preprocessor, POLICY_PREPROCESSOR_DEFAULT_NAME),

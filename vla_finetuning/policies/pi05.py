@@ -25,6 +25,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,8 +51,9 @@ from transformers import CONFIG_MAPPING
 from transformers.models.gemma.modeling_gemma import rotate_half
 from transformers.models.siglip.modeling_siglip import SiglipVisionEmbeddings
 
-from vla_finetuning.config import TrainMode
+from vla_finetuning.config import PeftOptions, TrainMode
 from vla_finetuning.policies.attention import Kernel, Shape, attend
+from vla_finetuning.policies.lora import add_adapters
 from vla_finetuning.policies.processors import DeviceHalf, normalization_mode
 
 HEAD_MODULES = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
@@ -75,7 +77,9 @@ class TrainableReport:
     frozen: dict[str, int]
 
 
-def choose_trainable(policy: PreTrainedPolicy, mode: TrainMode) -> TrainableReport:
+def choose_trainable(
+    policy: PreTrainedPolicy, mode: TrainMode, adapters: PeftOptions | None = None, seed: int = 0
+) -> TrainableReport:
     """Set `requires_grad` of every parameter according to the mode, and count.
 
     `heads` trains the projections of actions and time, `expert` also the action expert, `full` everything.
@@ -88,12 +92,20 @@ def choose_trainable(policy: PreTrainedPolicy, mode: TrainMode) -> TrainableRepo
     Args:
         policy: PI0.5, or for `full` any policy; others than PI0.5 stay as their configuration made them.
         mode: what trains.
+        adapters: where enabled, these are put into the policy and train, whatever the mode. seed: of their weights.
     Raises:
         ValueError: the mode is unknown, or is not `full` and the policy is not PI0.5.
     """
     if mode not in ("heads", "expert", "full"):
         raise ValueError(f"train mode {mode!r} is unknown; choose 'heads', 'expert' or 'full'")
-    if isinstance(policy, PI05Policy):
+    if adapters is not None and adapters.enabled:
+        add_adapters(policy, adapters, seed)
+        is_pi05 = isinstance(policy, PI05Policy)
+        parts = dict(_pi05_parts(policy)) if is_pi05 else dict.fromkeys(dict(policy.named_parameters()), "the policy")
+        for name, parameter in policy.named_parameters():
+            if parts[name] == UNUSED:
+                parameter.requires_grad_(False)
+    elif isinstance(policy, PI05Policy):
         parts = dict(_pi05_parts(policy))
         trained = {
             "heads": {"heads"},
@@ -180,6 +192,12 @@ def cast_frozen(policy: PreTrainedPolicy, dtype: torch.dtype) -> None:
         for parameter in () if module in kept else module.parameters(recurse=False):
             if not parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
+
+
+def autocast_of(precision: str, device: torch.device) -> torch.dtype | None:
+    """What a run of that `--train.precision` computes under on `device`; None: fp32 throughout."""
+    auto = precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if precision == "bf16" or auto else None
 
 
 # --- noise and time ---------------------------------------------------------------------------------------
@@ -274,7 +292,7 @@ def check_batch(batch: Mapping[str, Tensor], config: PreTrainedConfig) -> None:
 
 
 @dataclass
-class _Prefix:
+class Prefix:
     """What the action expert needs of images and language.
 
     Attributes:
@@ -340,10 +358,26 @@ class PolicyLoss(nn.Module):
             paligemma = policy.model.paligemma_with_expert.paligemma
             self._prefix_trains = any(parameter.requires_grad for parameter in paligemma.parameters())
             self._checkpointing = checkpointing or config.gradient_checkpointing
+            # Now, because FSDP2 may gather in bfloat16 what is float32 between steps.
+            self._prefix_dtype, self._suffix_dtype = (
+                torch.bfloat16 if projection.weight.dtype == torch.bfloat16 else None
+                for projection in (
+                    paligemma.model.language_model.layers[0].self_attn.k_proj,
+                    policy.model.paligemma_with_expert.gemma_expert.model.layers[0].self_attn.q_proj,
+                )
+            )
+            self._units: dict[nn.Module, Unit] = {}
             layers: list[Callable[..., Any]] = [_vision_layer, _prefix_layer, _suffix_layer]
             self._vision_layer, self._prefix_layer, self._suffix_layer = map(compile, layers) if compile else layers
 
-    def forward(self, batch: Mapping[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        batch: Mapping[str, Tensor],
+        noise: Tensor | None = None,
+        time: Tensor | None = None,
+        *,
+        per_row: bool = False,
+    ) -> Tensor:
         """Compute the mean loss of a batch as a 0-d float32 tensor on the device.
 
         Args:
@@ -354,6 +388,7 @@ class PolicyLoss(nn.Module):
                 max_action_dim) and float32 (B*K,), the K draws of a row one after the other. Images and language
                 are computed once for all K, and the loss is the mean over the draws: another estimator of the
                 same expectation than K = 1, with less variance per row. Other policies draw their own.
+            per_row: of PI0.5, the loss of each draw of each row instead, float32 (B*K,), whose mean that is.
         Raises:
             ValueError: PI0.5 without noise or time, with draws that are no multiple of the rows, or without any
                 camera in the batch.
@@ -370,16 +405,44 @@ class PolicyLoss(nn.Module):
         actions = _repeat_rows(actions, draws)
         mix = time[:, None, None]
         noisy_actions = mix * noise + (1 - mix) * actions
-        with torch.set_grad_enabled(self._prefix_trains and torch.is_grad_enabled()):
-            prefix = self._run_prefix(batch)
-        velocity = self._run_suffix(noisy_actions, time, prefix)
+        velocity = self.velocity(noisy_actions, time, self.prefix(batch))
         losses = F.mse_loss(noise - actions, velocity, reduction="none")
         losses = losses[:, :, : self.policy.config.output_features[ACTION].shape[0]]
         if self.mask_padding:
             losses = losses.masked_fill(_repeat_rows(batch["action_is_pad"], draws).unsqueeze(-1), 0.0)
         if "row_weight" in batch:
             losses = losses * _repeat_rows(batch["row_weight"], draws)[:, None, None]
-        return losses.mean()
+        return losses.mean(dim=(1, 2)) if per_row else losses.mean()
+
+    def prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
+        """PI0.5: what the action expert needs of images (floats, as `images` makes them) and language."""
+        with torch.set_grad_enabled(self._prefix_trains and torch.is_grad_enabled()):
+            return self._run_prefix(batch)
+
+    def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
+        """PI0.5: the velocity, noise - actions, at noisy actions float32 (B*K, T, max_action_dim) and time (B*K,)."""
+        return self._run_suffix(noisy_actions, time, prefix)
+
+    def make_units(self) -> list[nn.Module]:
+        """Have each layer of PI0.5 in which something trains run inside of a module that holds its matrices: these.
+
+        For hooks that gather and give up parameters around a layer (FSDP2's). A layer is not called as a module here,
+        nor by LeRobot (0.6.1, #3767), so its own hooks never fire; those of modules in it would, in the middle of what
+        is compiled. Names of parameters stay what they are. Other policies: none.
+        """
+        if self._is_pi05 and not self._units:
+            vlm = self.policy.model.paligemma_with_expert
+            # The language model's last layer is none: of it only keys and values are made.
+            layers = (
+                *vlm.paligemma.model.vision_tower.vision_model.encoder.layers,
+                *vlm.paligemma.model.language_model.layers[:-1],
+                *vlm.gemma_expert.model.layers,
+            )
+            for layer in layers:
+                if any(parameter.requires_grad for parameter in layer.parameters()):
+                    self._units[layer] = Unit(module for module in layer.modules() if isinstance(module, nn.Linear))
+            self.units = nn.ModuleList(self._units.values())
+        return list(self._units.values()) if self._is_pi05 else []
 
     def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
         """PI0.5's attentions in steps with so many cameras and such prompts: a layer, and the shape it is given."""
@@ -395,7 +458,7 @@ class PolicyLoss(nn.Module):
             )
         ]
 
-    def _run_prefix(self, batch: Mapping[str, Tensor]) -> _Prefix:
+    def _run_prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
         """Images and language through the vision tower and the language model.
 
         LeRobot also masks the rows of padded tokens, which nothing reads; masking their columns is enough.
@@ -411,8 +474,7 @@ class PolicyLoss(nn.Module):
         embedded = embedded.unflatten(0, (len(cameras), rows)).transpose(0, 1).flatten(1, 2)
         words = vlm.embed_language_tokens(batch[OBS_LANGUAGE_TOKENS])
         hidden = torch.cat([embedded, words], dim=1)
-        if language_model.layers[0].self_attn.k_proj.weight.dtype == torch.bfloat16:
-            hidden = hidden.to(torch.bfloat16)
+        hidden = hidden.to(self._prefix_dtype or hidden.dtype)
 
         counts = F.pad(batch[OBS_LANGUAGE_ATTENTION_MASK], (embedded.shape[1], 0), value=True)
         bias = torch.where(counts, 0.0, OPENPI_ATTENTION_MASK_VALUE)[:, None, None, :]
@@ -423,7 +485,7 @@ class PolicyLoss(nn.Module):
             keys_values.append((key, value))
         normed, _ = layernorm_forward(language_model.layers[-1].input_layernorm, hidden)
         keys_values.append(_keys_values(language_model.layers[-1].self_attn, normed, rotation))
-        return _Prefix(keys_values, bias, counts.sum(dim=1, keepdim=True))
+        return Prefix(keys_values, bias, counts.sum(dim=1, keepdim=True))
 
     def _embed_images(self, images: Tensor) -> Tensor:
         """LeRobot's `embed_image`, layer by layer: float32 (N, 3, H, W) to (N, tokens, width)."""
@@ -434,7 +496,7 @@ class PolicyLoss(nn.Module):
             hidden = self._run(self._vision_layer, layer, hidden)
         return paligemma.multi_modal_projector(vision.post_layernorm(hidden)).to(images.dtype)
 
-    def _run_suffix(self, noisy_actions: Tensor, time: Tensor, prefix: _Prefix) -> Tensor:
+    def _run_suffix(self, noisy_actions: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
         """The action expert: noisy actions float32 (B*K, T, max_action_dim) to velocities of the same shape."""
         core = self.policy.model
         expert = core.paligemma_with_expert.gemma_expert.model
@@ -444,8 +506,7 @@ class PolicyLoss(nn.Module):
         ).to(time.dtype)
         condition = F.silu(core.time_mlp_out(F.silu(core.time_mlp_in(embedded_time))))
         hidden = core.action_in_proj(noisy_actions)
-        if expert.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16:
-            hidden = hidden.to(torch.bfloat16)
+        hidden = hidden.to(self._suffix_dtype or hidden.dtype)
 
         steps, draws = hidden.shape[1], len(time) // len(prefix.length)
         positions = prefix.length + torch.arange(steps, device=hidden.device)
@@ -465,10 +526,22 @@ class PolicyLoss(nn.Module):
         cosines, sines = rotary(hidden.new_empty(0, dtype=dtype), positions)
         return cosines.unsqueeze(1), sines.unsqueeze(1)
 
-    def _run(self, function: Any, *arguments: Any) -> Any:
-        """Call; with checkpointing, keep only the arguments and call again in backward."""
+    def _run(self, function: Any, layer: nn.Module, *arguments: Any) -> Any:
+        """Call for a layer; with checkpointing, keep only the arguments and call again in backward."""
         if self._checkpointing and torch.is_grad_enabled():
-            return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+            function = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
+        unit = self._units.get(layer)
+        return unit(function, layer, *arguments) if unit else function(layer, *arguments)
+
+
+class Unit(nn.Module):
+    """Some modules of a layer, as a module whose hooks fire around whatever is called through it."""
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        super().__init__()
+        self.modules_of_layer = nn.ModuleList(modules)
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
 
@@ -568,6 +641,7 @@ def flops_per_sample(
     mode: TrainMode,
     draws: int = 1,
     prompt: int | None = None,
+    adapters: PeftOptions | None = None,
 ) -> int | None:
     """Count the floating point operations of one sample's forward and backward through `PolicyLoss`.
 
@@ -578,7 +652,7 @@ def flops_per_sample(
     Args:
         policy: any policy, or its configuration.
         cameras: cameras in a batch, at least 1.
-        mode: as for `choose_trainable`.
+        mode, adapters: as for `choose_trainable`.
         draws: of noise and time per row.
         prompt: language tokens, padding included; as many as the tokenizer gives when absent.
     Returns:
@@ -589,7 +663,7 @@ def flops_per_sample(
         return None
     config = with_cameras(config, cameras, prompt)
     counted = meta_policy(config)
-    choose_trainable(counted, mode)
+    choose_trainable(counted, mode, adapters)
     inputs = empty_inputs(config, 1, draws, "meta")
     with FlopCounterMode(display=False) as counter:
         PolicyLoss(counted, images=DeviceHalf(None, config))(*inputs).backward()
@@ -597,7 +671,12 @@ def flops_per_sample(
 
 
 def flops_by_prompt(
-    config: PI05Config, cameras: int, mode: TrainMode, draws: int, prompts: Sequence[int]
+    config: PI05Config,
+    cameras: int,
+    mode: TrainMode,
+    draws: int,
+    prompts: Sequence[int],
+    adapters: PeftOptions | None = None,
 ) -> dict[int, int]:
     """`flops_per_sample` for prompts of several lengths.
 
@@ -606,7 +685,7 @@ def flops_by_prompt(
     """
 
     def count(prompt: int) -> int:
-        flops = flops_per_sample(config, cameras, mode, draws, prompt)
+        flops = flops_per_sample(config, cameras, mode, draws, prompt, adapters)
         assert flops is not None
         return flops
 

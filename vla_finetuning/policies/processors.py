@@ -12,7 +12,7 @@ import copy
 import inspect
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from lerobot.processor import (
 from lerobot.processor.rename_processor import rename_stats
 from lerobot.utils.constants import (
     ACTION,
+    IMAGENET_STATS,
     OBS_IMAGES,
     POLICY_POSTPROCESSOR_DEFAULT_NAME,
     POLICY_PREPROCESSOR_DEFAULT_NAME,
@@ -37,7 +38,7 @@ from lerobot.utils.feature_utils import dataset_to_policy_features
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.data.columns import ROW_COLUMNS, STREAM_POSITION
 from vla_finetuning.data.hub import require_model
 from vla_finetuning.policies.remote_code import RemoteCodeError, remote_code
 
@@ -129,6 +130,14 @@ def required_stats(
         if known is not None and (names := NORMALIZATION_STATS[normalization_mode(config, known.type)]):
             needed[key] = set(names)
     return needed
+
+
+def with_imagenet_stats(stats: Stats, camera_keys: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The statistics with ImageNet's mean and standard deviation of cameras, as LeRobot's `make_dataset` has them."""
+    imagenet = {name: np.array(values, dtype=np.float32) for name, values in IMAGENET_STATS.items()}
+    return {key: dict(values) for key, values in stats.items()} | {
+        key: {**stats.get(key, {}), **imagenet} for key in camera_keys
+    }
 
 
 def make_processors(
@@ -480,12 +489,20 @@ class DeviceHalf(nn.Module):
     Args:
         preprocessor: from `make_processors`; None if the policy does not normalise images.
         config: the policy's configuration.
+        augment: what becomes of a camera in training, while it is in [0, 1]: (its key, images, places in the stream)
+            to images.
     """
 
     divisor: Tensor
 
-    def __init__(self, preprocessor: PolicyProcessorPipeline | None, config: PreTrainedConfig):
+    def __init__(
+        self,
+        preprocessor: PolicyProcessorPipeline | None,
+        config: PreTrainedConfig,
+        augment: Callable[[str, Tensor, Tensor], Tensor] | None = None,
+    ):
         super().__init__()
+        self._augment = augment
         # A tensor: dividing by a number, CUDA multiplies by its reciprocal, which is one bit off at times.
         self.register_buffer("divisor", torch.tensor(255.0), persistent=False)
         self._keys = tuple(config.image_features)
@@ -512,14 +529,18 @@ class DeviceHalf(nn.Module):
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Replace cameras uint8 (B, H, W, 3) by float32 (B, 3, H, W); the rest stays.
 
-        In [0, 1], or as the policy normalises images. With a window of observations, (B, T, H, W, 3). Cameras
-        that are float already stay as they are.
+        In [0, 1], or as the policy normalises images; in train mode augmented before, where that was asked for. With a
+        window of observations, (B, T, H, W, 3). Cameras that are float already stay as they are.
         """
         converted = dict(batch)
+        places = converted.pop(STREAM_POSITION, None)
         for key in self._keys:
             if key not in batch or batch[key].dtype != torch.uint8:
                 continue
             image = to_float(batch[key], self.divisor)
+            if self._augment is not None and self.training:
+                assert places is not None
+                image = self._augment(key, image, places)
             if key in self._scales:
                 mode, shift, scale = self._scales[key]
                 image = image - getattr(self, shift)

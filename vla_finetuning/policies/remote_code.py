@@ -4,7 +4,7 @@ transformers runs Python files of a folder or a Hub repository where a configura
 somebody passed `trust_remote_code=True`. LeRobot 0.6.1 passes it for what a policy's files name: in the step
 `action_tokenizer_processor` by default, and in pi0_fast, groot, wall_x and gaussian_actor always. So a folder of JSON
 files could run a program. It is decided here instead, at the two places of transformers that every such load passes:
-where it resolves whether code is wanted, and where it executes a file.
+where it resolves whether code is wanted, and where it executes a file. diffusers has two of the same names.
 
 A process is guarded from the first load of a policy on, for good: some policies load more at their first batch. Knows
 no policy but for the names of those that bring code by design.
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 HOW_TO_TRUST = (
     "read that code; if you trust it with this machine and your tokens, --policy.trust_remote_code true lets it run"
 )
-# Names of transformers 5.5.
+# Names of transformers 5.5 and diffusers 0.39.
 DECIDES, EXECUTES = "resolve_trust_remote_code", "get_class_in_module"
 # Policies of LeRobot 0.6.1 that load something with `trust_remote_code=True`, and the option that names it. groot does
 # so too, for a model that transformers itself has.
@@ -69,22 +69,28 @@ def remote_code(trusted: bool) -> Iterator[None]:
 
 
 def _guard() -> None:
-    """Put the two functions of transformers behind checks, under every name they have been imported by already."""
+    """Put these functions behind checks, under every name they have been imported by already."""
+    import diffusers.utils.dynamic_modules_utils as diffusers_code
     import transformers.dynamic_module_utils as transformers_code
     import transformers.generation.utils  # noqa: F401  (has its own names for them, and runs `custom_generate`)
 
-    guards: dict[str, Callable[..., Any]] = {DECIDES: _decides, EXECUTES: _executes}
-    for name, guard in guards.items():
-        original = getattr(transformers_code, name)
+    guards: list[tuple[Any, str, Callable[..., Any]]] = [
+        (transformers_code, DECIDES, _decides),
+        (transformers_code, EXECUTES, _executes),
+        (diffusers_code, DECIDES, _diffusers_decides),
+        (diffusers_code, EXECUTES, _executes),
+    ]
+    for owner, name, guard in guards:
+        original = getattr(owner, name)
         if original.__module__ == __name__:
             continue  # done before
-        replacement = guard(original)
+        replacement = guard(original, owner)
         for module in list(sys.modules.values()):
             if getattr(module, "__dict__", {}).get(name) is original:
                 setattr(module, name, replacement)
 
 
-def _decides(original: Callable[..., bool]) -> Callable[..., bool]:
+def _decides(original: Callable[..., bool], owner: Any) -> Callable[..., bool]:
     def resolve_trust_remote_code(
         trust_remote_code: bool | None,
         model_name: str,
@@ -97,22 +103,32 @@ def _decides(original: Callable[..., bool]) -> Callable[..., bool]:
             wanted = True if trust_remote_code is None else trust_remote_code
             return original(wanted, model_name, has_local_code, has_remote_code, error_message, upstream_repo)
         if has_remote_code and not has_local_code:
-            raise RemoteCodeError(
-                f"{model_name} can only be loaded by code that comes with {upstream_repo or 'it'}, which is not run: "
-                f"{HOW_TO_TRUST}"
-            )
+            raise _only_by_code(model_name, upstream_repo or "it")
         return False  # transformers' own class does
 
     return resolve_trust_remote_code
 
 
-def _executes(original: Callable[..., type]) -> Callable[..., type]:
-    def get_class_in_module(class_name: str, module_path: Any, **options: Any) -> type:
-        from transformers.utils import HF_MODULES_CACHE
+def _diffusers_decides(original: Callable[..., bool], owner: Any) -> Callable[..., bool]:
+    def resolve_trust_remote_code(trust_remote_code: bool | None, model_name: Any, has_remote_code: bool) -> bool:
+        if has_remote_code and not _trusted.get():
+            raise _only_by_code(model_name, "it")
+        return original(trust_remote_code, model_name, has_remote_code)
 
-        path = Path(HF_MODULES_CACHE, module_path)
+    return resolve_trust_remote_code
+
+
+def _only_by_code(model_name: Any, whose: str) -> RemoteCodeError:
+    return RemoteCodeError(
+        f"{model_name} can only be loaded by code that comes with {whose}, which is not run: {HOW_TO_TRUST}"
+    )
+
+
+def _executes(original: Callable[..., type], owner: Any) -> Callable[..., type]:
+    def get_class_in_module(class_name: str, module_path: Any, **options: Any) -> type:
+        path = Path(owner.HF_MODULES_CACHE, module_path)
         if not _trusted.get():
-            raise RemoteCodeError(f"{class_name} is in {path}, a file that came with a policy: {HOW_TO_TRUST}")
+            raise RemoteCodeError(f"{class_name} is code that comes with a policy, in {path}: {HOW_TO_TRUST}")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         logger.warning("running %s of %s (sha256 %s), as --policy.trust_remote_code allows", class_name, path, digest)
         return original(class_name, module_path, **options)

@@ -1,0 +1,242 @@
+"""Augmentation on the device, against LeRobot's own objects and openpi's formula on the same parameters."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from lerobot.transforms import ImageTransformConfig, make_transform_from_config
+
+from tests.tiny import make_config
+from vla_finetuning.config import Config
+from vla_finetuning.data.columns import STREAM_POSITION
+from vla_finetuning.flags import parse_args
+from vla_finetuning.policies import augment
+from vla_finetuning.policies.augment import InTurn, Subset, Uniform, augmentation_of, drawn, openpi_step
+from vla_finetuning.policies.processors import DeviceHalf
+
+ROWS, HEIGHT, WIDTH = 6, 40, 56
+
+
+def images(rows=ROWS, seed=0):
+    """Smooth, with edges in it, and not square."""
+    generator = torch.Generator().manual_seed(seed)
+    small = torch.rand(rows, 3, 5, 7, generator=generator)
+    made = F.interpolate(small, (HEIGHT, WIDTH), mode="bilinear")
+    made[:, :, 10:20, 15:40] = torch.rand(rows, 3, 1, 1, generator=generator)
+    return made
+
+
+def config_of(**transforms):
+    config = Config()
+    config.dataset.image_transforms.enable = True
+    config.dataset.image_transforms.tfs = transforms
+    return config
+
+
+def test_what_is_drawn_is_splitmix64():
+    """Its outputs for a published seed; and a row's numbers, whoever else is in the batch, on whatever device."""
+    state = [augment._signed(1234567 + n * augment._GOLDEN) for n in (1, 2, 3)]
+    found = [value % 2**64 for value in augment._mixed(torch.tensor(state)).tolist()]
+    assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    position = torch.tensor([7, 2**40, 0, 3])
+    numbers = drawn(11, position, 2)
+    assert torch.equal(drawn(11, position[[2, 0]], 2), numbers[[2, 0]])
+    assert not torch.equal(drawn(12, position, 2), numbers) and not torch.equal(drawn(11, position, 1), numbers)
+    many = drawn(0, torch.arange(2000), 0).double()
+    assert many.min() >= 0 and many.max() < 1
+    assert many.mean().item() == pytest.approx(0.5, abs=0.003) and many.var().item() == pytest.approx(1 / 12, abs=0.001)
+    # Neighbours, in rows and in numbers, have nothing to do with each other.
+    for a, b in ((many[1:], many[:-1]), (many[:, 1:], many[:, :-1])):
+        assert abs(np.corrcoef(a.flatten(), b.flatten())[0, 1]) < 0.01
+
+
+COLORS = ["brightness", "contrast", "saturation", "hue"]
+
+
+def color(name):
+    def params_of(values):
+        factors = {f"{part}_factor": values[0] if part == name else None for part in COLORS}
+        return {"fn_idx": torch.tensor([COLORS.index(name)]), **factors}
+
+    return params_of
+
+
+def affine(values):
+    return {
+        "angle": values[0],
+        "translate": (round(values[1] * WIDTH), round(values[2] * HEIGHT)),
+        "scale": values[3],
+        "shear": (values[4], values[5]),
+    }
+
+
+LEROBOTS = {
+    "brightness": ("ColorJitter", {"brightness": [0.5, 1.8]}, color("brightness")),
+    "contrast": ("ColorJitter", {"contrast": [0.5, 1.8]}, color("contrast")),
+    "saturation": ("ColorJitter", {"saturation": [0.2, 2.0]}, color("saturation")),
+    "hue": ("ColorJitter", {"hue": [-0.4, 0.4]}, color("hue")),
+    "sharpness": ("SharpnessJitter", {"sharpness": [0.0, 3.0]}, lambda values: {"sharpness_factor": values[0]}),
+    "affine": ("RandomAffine", {"degrees": [-30, 30], "translate": [0.1, 0.2]}, affine),
+    "sheared": (
+        "RandomAffine",
+        {"degrees": 5, "scale": [0.7, 1.3], "shear": [-20, 20, -10, 10], "interpolation": 2},
+        affine,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEROBOTS)
+def test_a_transform_is_lerobots_on_the_same_parameters(name):
+    kind, kwargs, params_of = LEROBOTS[name]
+    if "interpolation" in kwargs:
+        kwargs = {**kwargs, "interpolation": torch_interpolation()}
+    transform = make_transform_from_config(ImageTransformConfig(type=kind, kwargs=kwargs))
+    step = augment._lerobot_transform("here", transform)
+    before, numbers = images(), drawn(3, torch.arange(ROWS), 0)[:, : step.draws]
+    found = step(before, numbers)
+    values = [low + (high - low) * numbers[:, i].double() for i, (low, high) in enumerate(step.ranges)]
+    expected = torch.stack(
+        [transform.transform(before[row], params_of([v[row].item() for v in values])) for row in range(ROWS)]
+    )
+    apart = (found - expected).abs().amax(dim=1)
+    # Where a coordinate falls between two pixels, the nearest is either.
+    odd = (apart > 2e-4).float().mean().item()
+    assert odd <= (0.002 if name == "affine" else 0), apart.max()
+    assert (found - before).abs().mean() > 0.005
+
+
+def torch_interpolation():
+    from torchvision.transforms import InterpolationMode
+
+    return InterpolationMode.BILINEAR
+
+
+def openpis(image, top, left, degrees, brightness, contrast, saturation, wrist):
+    """openpi's `preprocess_observation_pytorch` in training, as its formulas read, for one image (3, H, W)."""
+    image = image[None]
+    if not wrist:
+        height, width = int(HEIGHT * 0.95), int(WIDTH * 0.95)
+        part = image[:, :, top : top + height, left : left + width]
+        image = F.interpolate(part, (HEIGHT, WIDTH), mode="bilinear", align_corners=False)
+        if abs(degrees) > 0.1:
+            turn = torch.tensor(degrees) * torch.pi / 180
+            y, x = torch.meshgrid(torch.linspace(-1, 1, HEIGHT), torch.linspace(-1, 1, WIDTH), indexing="ij")
+            turned = torch.stack([x * turn.cos() - y * turn.sin(), x * turn.sin() + y * turn.cos()], dim=-1)
+            image = F.grid_sample(image, turned[None], mode="bilinear", padding_mode="zeros", align_corners=False)
+    image = image * brightness
+    image = (image - image.mean()) * contrast + image.mean()
+    gray = image.mean(dim=1, keepdim=True)
+    return (gray + (image - gray) * saturation).clamp(0, 1)[0]
+
+
+@pytest.mark.parametrize("wrist", [False, True])
+def test_openpis_augmentation_is_its_formula(wrist):
+    step, before = openpi_step(wrist), images()
+    numbers = drawn(5, torch.arange(ROWS), 1)[:, : step.draws]
+    if not wrist:
+        numbers[0, 2], numbers[1, :2] = 0.505, 0.9999999  # a turn too small to be done; the last place
+    found = step(before, numbers)
+    for row in range(ROWS):
+        top, left, turn = (0, 0, 0) if wrist else numbers[row, :3].tolist()
+        places = [int(share * (size - int(size * 0.95) + 1)) for share, size in ((top, HEIGHT), (left, WIDTH))]
+        colors = [low + (high - low) * u for (low, high), u in zip(FACTORS, numbers[row, -3:].tolist(), strict=True)]
+        expected = openpis(before[row], *places, -5 + 10 * turn, *colors, wrist)
+        torch.testing.assert_close(found[row], expected, rtol=0, atol=2e-5)
+
+
+FACTORS = ((0.7, 1.3), (0.6, 1.4), (0.5, 1.5))
+
+
+def test_of_several_transforms_each_row_has_some_by_their_weights():
+    """Pairs come as often as `torch.multinomial` without replacement would give them; in order, or as drawn."""
+    digits = [Uniform(lambda x, digit=digit: 10 * x + digit, []) for digit in (1, 2, 3)]
+    weights, rows = [1.0, 2.0, 5.0], 20_000
+    numbers = drawn(1, torch.arange(rows), 0)[:, :3]
+    nothing = torch.zeros(rows, 1, 1, 1)
+    for shuffled in (False, True):
+        found = Subset(digits, weights, 2, shuffled)(nothing, numbers).flatten().int().tolist()
+        for first in range(3):
+            for second in range(3):
+                if first == second:
+                    continue
+                chance = weights[first] / 8 * weights[second] / (8 - weights[first])
+                if not shuffled:
+                    chance += weights[second] / 8 * weights[first] / (8 - weights[second])
+                    chance *= first < second
+                share = found.count(10 * (first + 1) + second + 1) / rows
+                assert share == pytest.approx(chance, abs=0.01)
+    assert set(Subset(digits, weights, 3, False)(nothing, numbers).flatten().tolist()) == {123}
+
+
+def test_lerobots_defaults_change_three_things_and_leave_rows_to_themselves():
+    """A row's frames do not depend on the batch, nor those of a window on each other."""
+    policy = make_config(2)
+    augmented = augmentation_of(config_of(), policy)
+    before, position = images(), torch.arange(100, 100 + ROWS)
+    key, other = policy.image_features
+    found = augmented(key, before, position)
+    assert found.shape == before.shape and (found != before).flatten(1).any(dim=1).all()
+    assert torch.equal(augmented(key, before[[3, 1]], position[[3, 1]]), found[[3, 1]])
+    assert not torch.equal(augmented(other, before, position), found)
+    assert not torch.equal(augmented(key, before, position + 1), found)
+    windowed = augmented(key, torch.stack([before, before], dim=1), position)
+    assert torch.equal(windowed[:, 0], found) and torch.equal(windowed[:, 1], found)
+
+
+def test_only_frames_that_are_trained_on_are_changed():
+    policy = make_config(1)
+    (key,) = policy.image_features
+    config = Config()
+    config.train.augmentation = "openpi"
+    half = DeviceHalf(None, policy, augmentation_of(config, policy))
+    batch = {key: (images() * 255).to(torch.uint8).movedim(1, -1), STREAM_POSITION: torch.arange(ROWS)}
+    half.train()
+    trained = half(batch)
+    assert STREAM_POSITION not in trained and trained[key].min() >= 0 and trained[key].max() <= 1
+    half.eval()
+    plain = DeviceHalf(None, policy)(batch)
+    assert torch.equal(half(batch)[key], plain[key]) and not torch.equal(trained[key], plain[key])
+    assert augmentation_of(Config(), policy) is None
+
+
+def test_a_color_jitter_of_several_parts_has_them_in_any_order():
+    step = augment._lerobot_transform(
+        "here", make_transform_from_config(ImageTransformConfig(type="ColorJitter", kwargs={"hue": 0.1, "contrast": 1}))
+    )
+    assert isinstance(step, Subset) and step.shuffled and step.count == 2
+    assert [list(part.ranges) for part in step.steps] == [[(0.0, 2.0)], [(-0.1, 0.1)]]
+    assert InTurn([step, step]).draws == 2 * step.draws == 8
+
+
+@pytest.mark.parametrize(
+    "transforms, message",
+    [
+        ({"blur": {"type": "MotionBlur"}}, "'blur': MotionBlur is not done here.*ColorJitter, SharpnessJitter and"),
+        ({"odd": {"type": "Nothing"}}, "'odd': Transform 'Nothing' is not valid"),
+        ({"odd": {"kind": "ColorJitter"}}, "'odd': .*unexpected keyword argument 'kind'"),
+        (
+            {"turn": {"type": "RandomAffine", "kwargs": {"degrees": 5, "fill": 1}}},
+            "'turn': .*leave center and fill out",
+        ),
+    ],
+)
+def test_transforms_that_are_not_done_are_refused(transforms, message):
+    with pytest.raises(ValueError, match=f"--dataset.image_transforms.tfs: {message}"):
+        augmentation_of(config_of(**transforms), make_config(1))
+
+
+def test_flags_have_lerobots_names(tmp_path):
+    tfs = {"dark": {"weight": 2.0, "type": "ColorJitter", "kwargs": {"brightness": [0.1, 0.2]}}}
+    given = {"enable": "", "max_num_transforms": "2", "random_order": "true", "tfs": json.dumps(tfs)}
+    flags = [f"--dataset.image_transforms.{name}" + (f"={value}" if value else "") for name, value in given.items()]
+    options = parse_args(["--preset=demo", *flags]).dataset.image_transforms
+    assert SimpleNamespace(**vars(options)) == SimpleNamespace(
+        enable=True, max_num_transforms=2, random_order=True, tfs=tfs
+    )
+    with pytest.raises(ValueError, match="give one of them"):
+        parse_args(["--preset=demo", flags[0], "--train.augmentation=openpi"])
+    with pytest.raises(ValueError, match="expected one of none, openpi"):
+        parse_args(["--preset=demo", "--train.augmentation=much"])

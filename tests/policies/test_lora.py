@@ -1,0 +1,174 @@
+"""Adapters against plain PEFT on LeRobot's policy: loss, gradients, what is saved, and that LeRobot loads it."""
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from lerobot.configs import PreTrainedConfig
+from lerobot.datasets import LeRobotDatasetMetadata
+from lerobot.policies.factory import make_policy as lerobots_policy
+from safetensors.torch import load_file
+
+import vla
+from tests import in_process
+from tests.tiny import make_batch, make_policy, reference
+from vla_finetuning.config import PeftOptions
+from vla_finetuning.flags import parse_args
+from vla_finetuning.policies.pi05 import UNUSED, PolicyLoss, choose_trainable
+from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
+from vla_finetuning.run.describe import describe
+from vla_finetuning.training import worker
+from vla_finetuning.training.room import planned_memory
+
+CPU = torch.device("cpu")
+EVERYWHERE = r".*(language_model|gemma_expert).*\.(q_proj|v_proj|up_proj)"
+
+
+def adapted_policy(**options):
+    """A tiny PI0.5 with adapters that do something, and a copy that LeRobot has wrapped: the same numbers in both."""
+    policy = make_policy()
+    policy.config.pretrained_path = "somewhere"
+    plain = copy.deepcopy(policy)
+    given = {"method_type": "lora", "r": 4, **options}
+    report = choose_trainable(policy, "heads", PeftOptions(**given))
+    wrapped = plain.wrap_with_peft(peft_cli_overrides=given)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    plain.load_state_dict(policy.state_dict())
+    return policy, wrapped, plain, report
+
+
+@pytest.mark.parametrize(
+    ("options", "prefix_trains"),
+    [
+        ({}, False),
+        ({"target_modules": EVERYWHERE, "full_training_modules": ["action_out_proj"], "lora_alpha": 32}, True),
+    ],
+    ids=["in the expert", "everywhere"],
+)
+def test_loss_and_gradients_are_plain_pefts(options, prefix_trains, monkeypatch):
+    policy, wrapped, plain, report = adapted_policy(**options)
+    batch, noise, time = make_batch(policy)
+    with_draws = reference(plain, noise, time)
+    expected, _ = with_draws.forward(batch)
+    expected.backward()
+
+    enabled = []
+    run_prefix = PolicyLoss._run_prefix
+    watched = lambda loss, batch: enabled.append(torch.is_grad_enabled()) or run_prefix(loss, batch)  # noqa: E731
+    monkeypatch.setattr(PolicyLoss, "_run_prefix", watched)
+    loss = PolicyLoss(policy)(batch, noise, time)
+    loss.backward()
+    assert enabled == [prefix_trains]
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    theirs = dict(with_draws.named_parameters())
+    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    assert report.trainable == sum(p.numel() for p in trained.values())
+    for name, parameter in trained.items():
+        assert "lora_" in name or "action_out_proj.modules_to_save" in name
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-6, msg=name)
+        assert parameter.grad.abs().max() > 0
+    # What PI0.5 never uses in training has adapters that do not train: of its last layer, all but keys and values.
+    idle = {n for n, p in wrapped.get_base_model().named_parameters() if p.requires_grad} - trained.keys()
+    assert bool(idle) == prefix_trains and report.frozen[UNUSED] > 0
+    assert all(theirs[name].grad is None or not theirs[name].grad.any() for name in idle)
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    return in_process.make_setting(tmp_path_factory.mktemp("lora"))
+
+
+def resolved(setting, **changes):
+    options = {"peft.method_type": "lora", "peft.r": 4, "peft.export": "adapter", "lr": 1e-2, **changes}
+    return in_process.resolved(setting, **options)
+
+
+def test_a_run_trains_checkpoints_and_exports_adapters(setting):
+    run = resolved(setting, output_dir=setting[0] / "adapters")
+    assert "LoRA of rank 4, alpha 8, in the policy type's own choice of layers" in describe(run)
+    first, second = (worker.build_model(run, CPU)[0].state_dict() for _ in range(2))
+    assert all(torch.equal(value, second[name]) for name, value in first.items())  # drawn from the run's seed
+
+    with in_process.without_ray(in_process.Shard(run)):
+        trained = vla.train(run)
+    assert all(".lora_" in name for name in trained.named()) and len(trained.names) > 4
+    assert run.parameters.trainable == sum(p.numel() for p in trained.params) < 0.05 * run.parameters.total
+    taken = {
+        kind: {name: Piece(tensor, (0,) * tensor.ndim) for name, tensor in tensors.items()}
+        for kind, tensors in {TRAINABLE: trained.named(), OPTIMIZER: trained.state()}.items()
+    }
+    folder = run.checkpoints_dir / f"step_{run.steps:08d}"
+    commit(folder, replace(run.start, step=run.steps), write_pieces(folder, taken))
+    assert load_file(folder / "trainable.safetensors").keys() == trained.named().keys()
+
+    worker.export(run)
+    outputs = {}
+    meta = LeRobotDatasetMetadata("local/test", root=setting[1])
+    for name in ("pretrained_model", "adapter"):
+        config = PreTrainedConfig.from_pretrained(run.output_dir / name, cli_overrides=["--device=cpu"])
+        assert config.use_peft == (name == "adapter")
+        config.pretrained_path = run.output_dir / name
+        policy = lerobots_policy(cfg=config, ds_meta=meta).eval()
+        batch, noise, _ = batch_of(policy)
+        with torch.no_grad():
+            outputs[name] = policy.predict_action_chunk(batch, noise=noise)
+    torch.testing.assert_close(outputs["adapter"], outputs["pretrained_model"], rtol=1e-4, atol=1e-5)
+    saved = json.loads((run.output_dir / "adapter" / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == str(setting[2]) and saved["r"] == 4
+    base, merged = (load_file(path / "model.safetensors") for path in (setting[2], run.output_dir / "pretrained_model"))
+    assert base.keys() == merged.keys()
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert changed == {name.split(".lora_")[0] + ".weight" for name in trained.named()}
+
+
+def batch_of(policy):
+    config = policy.config
+    generator = torch.Generator().manual_seed(0)
+    batch = {key: torch.rand((2, *f.shape), generator=generator) for key, f in config.image_features.items()}
+    batch["observation.language.tokens"] = torch.ones((2, config.tokenizer_max_length), dtype=torch.int64)
+    batch["observation.language.attention_mask"] = torch.ones((2, config.tokenizer_max_length), dtype=torch.bool)
+    return batch, torch.randn((2, config.chunk_size, config.max_action_dim), generator=generator), None
+
+
+def test_the_plan_counts_adapters(setting):
+    """A weight, a gradient and Adam's two moments of each of their numbers; a step of each parameter."""
+    run = resolved(setting)
+    adapters, whole = planned_memory(run), planned_memory(in_process.resolved(setting))
+    assert adapters.gradients == 4 * run.parameters.trainable
+    assert 0 <= adapters.optimizer - 8 * run.parameters.trainable < 1024
+    assert adapters.needed < whole.needed
+    assert run.flops_by_prompt[run.prompts[0]] < in_process.resolved(setting).flops_by_prompt[run.prompts[0]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"peft.target_modules": "no_such_layer"}, "--peft.target_modules=no_such_layer .*not found"),
+        ({"peft.method_type": "miss"}, "--peft.method_type=miss: expected lora"),
+        ({"peft.init_type": "pissa"}, "--peft.init_type=pissa: expected gaussian"),
+        ({"peft.export": "both"}, "--peft.export=both: expected merged or adapter"),
+        ({"peft.r": 0}, "--peft.r=0: must be positive"),
+    ],
+)
+def test_what_cannot_be_adapted_is_said(setting, flags, message):
+    with pytest.raises(ValueError, match=message):
+        resolved(setting, **flags)
+
+
+def test_any_option_of_adapters_asks_for_them():
+    given = ["--dataset.root=/d", "--output_dir=/o", "--policy.path=/p"]
+    assert parse_args([*given, "--peft.r=8"]).peft.method_type == "lora"
+    assert parse_args([*given, "--peft.target_modules", "all-linear"]).peft.target_modules == "all-linear"
+    assert parse_args([*given, '--peft.target_modules=["q_proj", "v_proj"]']).peft.target_modules == [
+        "q_proj",
+        "v_proj",
+    ]
+    assert not parse_args(given).peft.enabled
+    with pytest.raises(ValueError, match="--policy.type=act with --peft: .*start from a pretrained policy"):
+        parse_args([*given[:2], "--policy.type=act", "--peft.r=8"])

@@ -1,0 +1,116 @@
+"""What a run's options make of the policy's own optimizer and schedule; that it is LeRobot's, test_as_lerobot shows."""
+
+import json
+
+import pytest
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.policies.act.configuration_act import ACTConfig
+from lerobot.policies.act.modeling_act import ACTPolicy
+from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+
+from util import warmup_cosine
+from vla_finetuning.config import CONFIG_NAME
+from vla_finetuning.flags import parse_args
+from vla_finetuning.policies.optim import make_recipe, require_shown
+
+RUN = ["--dataset.root=/data", "--policy.type=act", "--output_dir=/out"]
+
+
+def recipe(policy_config, *flags):
+    return make_recipe(parse_args([*RUN, *flags]), policy_config)
+
+
+def test_options_replace_what_they_name():
+    diffusion = DiffusionConfig(device="cpu")
+    own = recipe(diffusion)
+    assert (own.optimizer.type, own.peak, own.scheduler.name, own.own_groups) == ("adam", 1e-4, "cosine", True)
+    given = recipe(diffusion, "--optimizer.betas=[0.8, 0.9]", "--optimizer.lr", "1e-3", "--scheduler.name=linear")
+    assert (given.optimizer.betas, given.peak, given.optimizer.weight_decay) == ((0.8, 0.9), 1e-3, 1e-6)
+    assert (given.scheduler.name, given.scheduler.num_warmup_steps) == ("linear", 500)
+    adamw = recipe(diffusion, "--optimizer.type=adamw").optimizer
+    assert (adamw.type, adamw.betas, adamw.weight_decay) == ("adamw", (0.95, 0.999), 1e-6)
+    named = ["--use_policy_training_preset=false", "--optimizer.type=adamw", "--scheduler.type=constant_with_warmup"]
+    plain = recipe(diffusion, *named, "--scheduler.num_warmup_steps=2")
+    assert (plain.peak, plain.optimizer.weight_decay, plain.own_groups) == (1e-3, 1e-2, False)  # the types' defaults
+    assert [plain.schedule(9)(step) for step in range(4)] == [0.0, 5e-4, 1e-3, 1e-3]
+    assert recipe(diffusion, "--optimizer.grad_clip_norm=0").clip_norm == float("inf")
+
+
+def test_the_short_way_is_as_it_was():
+    """As the demo trains."""
+    found = recipe(PI05Config(device="cpu"), "--lr=1e-3", "--warmup_frac=0.05").schedule(300)
+    expected = warmup_cosine(1e-3, 1e-3 * 0.1, 15, 300)
+    assert all(found(step) == expected(step) for step in range(300))
+
+
+def test_a_rate_in_proportion():
+    """--lr moves all groups; LeRobot's own option only those without a rate of their own."""
+    camera = PolicyFeature(FeatureType.VISUAL, (3, 32, 32))
+    config = ACTConfig(device="cpu", dim_model=16, dim_feedforward=16, n_heads=2, pretrained_backbone_weights=None)
+    config.input_features, config.optimizer_lr_backbone = {"observation.images.top": camera}, 2e-6
+    config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (2,))}
+    policy = ACTPolicy(config)
+
+    def rates(*flags):
+        made = recipe(config, *flags)
+        return [made.peak * group["lr_scale"] for group in made.build(policy).param_groups]
+
+    assert rates() == pytest.approx([1e-5, 2e-6])
+    assert rates("--lr=1e-3") == pytest.approx([1e-3, 2e-4])
+    assert rates("--optimizer.lr=1e-3") == pytest.approx([1e-3, 2e-6])
+    one = ["--use_policy_training_preset=false", "--optimizer.type=adamw", "--warmup_frac=0"]
+    assert rates(*one) == pytest.approx([1e-3])
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_("backbone" in name)
+    (group,) = recipe(config).build(policy).param_groups
+    assert group["fused"] and {id(p) for p in group["params"]} == {id(p) for p in policy.model.backbone.parameters()}
+    policy.get_optim_params = lambda: [policy.model.action_head.weight]
+    with pytest.raises(ValueError, match="leaves out .* that train, e.g. model.backbone"):
+        recipe(config).build(policy)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("optimizer.type=lion", "--optimizer.type=lion: expected one of adam, adamw"),
+        ("optimizer.type=sgd", "the optimizer of type sgd: .*give --optimizer.type adam or adamw"),
+        ("optimizer.beta=1", "--optimizer.beta: there is none; LeRobot's AdamWConfig has lr, .*betas"),
+        ("optimizer.eps=small", "--optimizer.eps=small: "),
+        ("optimizer.lr=0", "--optimizer.lr=0.0: must be positive"),
+        ("scheduler.num_warmup_steps=3", "the policy has no scheduler of its own; give --scheduler.type too"),
+        ("scheduler.type=cosine_decay_with_warmup", "needs more of its options num_warmup_steps, num_decay_steps"),
+    ],
+)
+def test_what_there_is_not_is_said(flag, message):
+    with pytest.raises(ValueError, match=message):
+        recipe(ACTConfig(device="cpu"), f"--{flag}")
+
+
+def test_a_type_of_which_nothing_is_shown_is_refused():
+    require_shown(PI05Config(device="cpu"), "policy p")
+    with pytest.raises(ValueError, match="policy p: that a 'vqbet' is trained here as by lerobot-train is shown by no"):
+        from lerobot.policies.vqbet.configuration_vqbet import VQBeTConfig
+
+        require_shown(VQBeTConfig(device="cpu"), "policy p")
+
+
+def test_a_run_from_before_there_were_presets_goes_on_as_it_was(tmp_path):
+    """It was saved with numbers for the short way, and had AdamW for every policy."""
+    saved = parse_args([*RUN, "--warmup_frac=0.033", "--final_lr_frac=0.1", f"--output_dir={tmp_path}"]).to_json()
+    for name in ("use_policy_training_preset", "optimizer_options", "scheduler_options"):
+        del saved[name]
+    for name in ("use_imagenet_stats", "drop_n_last_frames"):
+        del saved["dataset"][name]
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(saved))
+    config = parse_args(["--resume", f"--output_dir={tmp_path}"])
+    assert (config.dataset.use_imagenet_stats, config.dataset.drop_n_last_frames) == (False, 0)
+    policy_config = DiffusionConfig(device="cpu")
+    found, preset = make_recipe(config, policy_config), policy_config.get_optimizer_preset()
+    assert type(found.optimizer.build([torch.zeros(1)])) is torch.optim.AdamW and preset.type == "adam"
+    assert {
+        name: getattr(found.optimizer, name) for name in ("lr", "betas", "eps", "weight_decay", "grad_clip_norm")
+    } == {name: getattr(preset, name) for name in ("lr", "betas", "eps", "weight_decay", "grad_clip_norm")}
+    expected = warmup_cosine(1e-4, 1e-5, 1, 30)
+    assert [found.schedule(30)(step) for step in range(30)] == [expected(step) for step in range(30)]

@@ -1,0 +1,192 @@
+"""How a policy learns: LeRobot's optimizer, parameter groups and learning rate schedule, as `lerobot-train` has them.
+
+A policy type names its own (its *preset*); the options of a run replace what they name. LeRobot's own code builds all
+of it; what the step needs of it is taken over: groups of what trains, and the rate as a function of the step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from draccus.parsers.decoding import decode
+from draccus.utils import DraccusException
+from lerobot.configs import PreTrainedConfig
+from lerobot.optim import LRSchedulerConfig, OptimizerConfig
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.policies.pretrained import PreTrainedPolicy
+from torch import nn
+
+from util import trainable_parameters, warmup_cosine
+from vla_finetuning.config import FINAL_LR_FRAC, WARMUP_FRAC, Config
+
+# Types, besides PI0.5's, of which tests/training/test_as_lerobot.py shows that a run's steps are LeRobot's own.
+SHOWN = ("act", "diffusion", "pi0")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a run's policy learns.
+
+    Attributes:
+        optimizer: LeRobot's, with the learning rate that the policy's groups were meant for.
+        peak: the highest learning rate of what has none of its own; the others' are in proportion.
+        scheduler: LeRobot's; None for a constant rate, or where `short` says it.
+        short: the shares of the steps that warm up, and of the peak that the rate falls to.
+        own_groups: parameters are in the groups that the policy makes, not in one.
+        clip_norm: of the gradient; infinite: it is not clipped.
+    """
+
+    optimizer: OptimizerConfig
+    peak: float
+    scheduler: LRSchedulerConfig | None
+    short: tuple[float, float] | None
+    own_groups: bool
+    clip_norm: float
+
+    def schedule(self, steps: int) -> Callable[[int], float]:
+        """The learning rate before optimizer step n (from 0) of so many."""
+        if self.short is not None:
+            warmup, final = self.short
+            return warmup_cosine(self.peak, self.peak * final, round(warmup * steps), steps)
+        if self.scheduler is None:
+            return lambda step: self.peak
+        # Some of LeRobot's schedules look into the optimizer for the rate that they multiply.
+        carrier = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=self.peak)
+        logging.disable(logging.INFO)  # what LeRobot logs of it, `describe` says
+        try:
+            (factor,) = self.scheduler.build(carrier, steps).lr_lambdas
+        finally:
+            logging.disable(logging.NOTSET)
+        return lambda step: self.peak * factor(step)
+
+    def describe(self, steps: int) -> list[str]:
+        """In words, of a run of so many steps."""
+        named = {"adam": "Adam", "adamw": "AdamW"}.get(self.optimizer.type, self.optimizer.type)
+        if self.short is not None:
+            warmup, final = self.short
+            return [
+                f"rate up to {self.peak:g} in {round(warmup * steps)} steps, then a cosine down to "
+                f"{self.peak * final:g} at step {steps}; {named}"
+            ]
+        if self.scheduler is None:
+            return [f"rate {self.peak:g} throughout, as the policy has no schedule; {named}"]
+        rate = self.schedule(steps)
+        options = ", ".join(f"{key} {value}" for key, value in asdict(self.scheduler).items() if value is not None)
+        return [
+            f"rate {rate(0):g} in the first of {steps} steps, at most {self.peak:g}, {rate(steps - 1):g} in the last; "
+            f"{named}",
+            f"LeRobot's schedule {self.scheduler.type} ({options})",
+        ]
+
+    def build(self, policy: PreTrainedPolicy) -> torch.optim.Adam:
+        """LeRobot's optimizer over what trains, fused. Its groups' `lr_scale` are their rates' shares of `peak`.
+
+        Raises:
+            ValueError: something trains that the policy puts into no group.
+        """
+        trained = trainable_parameters(policy)
+        params = policy.get_optim_params() if self.own_groups else policy.parameters()
+        built: Any = self.optimizer.build(params)
+        groups = [
+            {
+                **group,
+                "params": [param for param in group["params"] if param.requires_grad],
+                "fused": True,
+                "lr_scale": group["lr"] / self.optimizer.lr,
+            }
+            for group in built.param_groups
+        ]
+        grouped = {id(param) for group in groups for param in group["params"]}
+        if lost := [name for name, param in trained.items() if id(param) not in grouped]:
+            raise ValueError(
+                f"a '{policy.config.type}' policy's optimizer leaves out {len(lost)} parameters that train, e.g. "
+                f"{lost[0]}: they would be counted in the gradient's norm and never change"
+            )
+        constants = {name: built.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        return type(built)([group for group in groups if group["params"]], **constants, fused=True)
+
+
+def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
+    """What a run's options and the policy's preset amount to. Runs on the driver, and in the training worker.
+
+    Raises:
+        ValueError: an option that LeRobot's optimizer or schedule does not have, or a kind that is not trained with.
+    """
+    preset: Any = policy_config.get_optimizer_preset() if config.use_policy_training_preset else None
+    planned: Any = policy_config.get_scheduler_preset() if config.use_policy_training_preset else None
+    optimizer = _replaced(OptimizerConfig, preset, config.optimizer_options, "optimizer")
+    short = None
+    if config.warmup_frac is not None or config.final_lr_frac is not None:
+        short = (
+            WARMUP_FRAC if config.warmup_frac is None else config.warmup_frac,
+            FINAL_LR_FRAC if config.final_lr_frac is None else config.final_lr_frac,
+        )
+    scheduler = None if short else _replaced(LRSchedulerConfig, planned, config.scheduler_options, "scheduler")
+    if optimizer.type not in ("adam", "adamw", "xvla-adamw"):
+        raise ValueError(
+            f"the optimizer of type {optimizer.type}: checkpoints, and steps that are skipped, are made for one Adam "
+            "or AdamW; give --optimizer.type adam or adamw, or train with lerobot-train"
+        )
+    if not optimizer.lr > 0:
+        raise ValueError(f"--optimizer.lr={optimizer.lr}: must be positive")
+    clip_norm = config.train.clip_norm or optimizer.grad_clip_norm
+    return Recipe(
+        optimizer=optimizer,
+        peak=config.lr or optimizer.lr,
+        scheduler=scheduler,
+        short=short,
+        own_groups=config.use_policy_training_preset,
+        clip_norm=clip_norm if clip_norm > 0 else float("inf"),
+    )
+
+
+def require_shown(policy_config: PreTrainedConfig, where: str) -> None:
+    """Raises ValueError for a policy of whose training it is not known whether it is LeRobot's."""
+    if not isinstance(policy_config, PI05Config) and policy_config.type not in SHOWN:
+        raise ValueError(
+            f"{where}: that a '{policy_config.type}' is trained here as by lerobot-train is shown by no test, as it is "
+            f"for pi05, {', '.join(SHOWN)}: train it with lerobot-train"
+        )
+
+
+def _replaced(registry: Any, preset: Any, options: Iterable[str], group: str) -> Any:
+    """A preset with what the options name replaced; of another type, what it has in common with the preset is kept."""
+    given = dict(option.removeprefix("--").split("=", 1) for option in options)
+    kind = given.pop("type", None)
+    known = registry.get_known_choices()
+    if kind is not None and kind not in known:
+        raise ValueError(f"--{group}.type={kind}: expected one of {', '.join(sorted(known))}")
+    if kind is None and preset is None:
+        if given:
+            raise ValueError(f"--{group}.{min(given)}: the policy has no {group} of its own; give --{group}.type too")
+        return None
+    chosen = known[kind] if kind is not None else type(preset)
+    names = [field.name for field in fields(chosen)]
+    kept = {name: getattr(preset, name) for name in names if hasattr(preset, name)}
+    try:
+        return chosen(**kept | _decoded(chosen, given, group))
+    except TypeError as error:  # what has no default is not given
+        raise ValueError(f"--{group}.type={kind} needs more of its options {', '.join(names)}: {error}") from error
+
+
+def _decoded(kind: type, given: Mapping[str, str], group: str) -> dict[str, Any]:
+    hints = {field.name: typing.get_type_hints(kind)[field.name] for field in fields(kind)}
+    decoded = {}
+    for name, text in given.items():
+        if name not in hints:
+            raise ValueError(f"--{group}.{name}: there is none; LeRobot's {kind.__name__} has {', '.join(hints)}")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        try:
+            decoded[name] = decode(hints[name], value)
+        except (DraccusException, ValueError, TypeError) as error:
+            raise ValueError(f"--{group}.{name}={text}: {' '.join(str(error).split())}") from error
+    return decoded
