@@ -1,23 +1,28 @@
 """Chunks of several episodes in one process, against a plain loop over gymnasium."""
 
+import contextlib
+from functools import partial
+
 import gymnasium
 import numpy as np
 import pytest
 
-from vla_finetuning.envs import two_bins
-from vla_finetuning.envs.stage import Decision, Stage, state_hash
+from vla_finetuning.envs import stage, two_bins
+from vla_finetuning.envs.stage import Decision, Stage, Start, state_hash
 from vla_finetuning.envs.two_bins_scene import demonstrate
 
-EPISODES = [(number, 1000 + number) for number in range(7)]
+EPISODES = [Start(number, "two_bins", 1000 + number) for number in range(7)]
+MAKERS = {"two_bins": partial(gymnasium.make, two_bins.GYM_ID)}
 CHUNK = 4
 
 
 def paths():
     """Where the demonstrator goes in each episode, and what a plain loop says of it."""
     found = {}
-    for number, seed in EPISODES:
+    for start in EPISODES:
+        number = start.number
         with gymnasium.make(two_bins.GYM_ID) as env:
-            env.reset(seed=seed)
+            env.reset(seed=start.seed)
             begun, colour = env.unwrapped.state_hash(), env.unwrapped.task
             if number == 3:
                 (colour,) = {"red", "blue"} - {colour}
@@ -35,14 +40,14 @@ def paths():
 @pytest.mark.parametrize("slots", [1, 3, 10])
 def test_episodes_are_those_of_a_plain_loop(slots):
     expected = paths()
-    stage = Stage(two_bins.GYM_ID, {}, slots, step_limit_s=60)
+    playing = Stage(MAKERS, slots, step_limit_s=60)
     left, found, chunks, most = list(EPISODES), {}, None, 0
     while True:
         # Rows of others come before this stage's own.
         rows = None if chunks is None else np.concatenate([np.full((2, CHUNK, 3), np.nan, np.float32), chunks])
-        (ended, waiting), seen = stage.advance(left, rows, 2)
+        (ended, waiting), seen = playing.advance(left, rows, 2)
         begun = {d.number for d in waiting} | {e.number for e in ended}
-        left = [(number, seed) for number, seed in left if number not in begun]
+        left = [start for start in left if start.number not in begun]
         for one in ended:
             found[one.number] = (
                 *(one.instruction, one.success_once, one.steps, one.total_reward, one.initial_state, one.info),
@@ -58,21 +63,55 @@ def test_episodes_are_those_of_a_plain_loop(slots):
     assert found[3][1] is False and most == min(slots, len(EPISODES))
 
 
+def test_a_slot_has_one_environment_of_the_task_it_plays():
+    """What another task's environment holds, a simulator's memory, is let go."""
+    made, closed = [], []
+
+    class Noted(two_bins.TwoBins):
+        def close(self):
+            closed.append(self)
+
+    def make(task):
+        made.append((task, Noted()))
+        return made[-1][1]
+
+    playing = Stage({task: partial(make, task) for task in "ab"}, 1, step_limit_s=60)
+    assert [task for task, _ in made] == ["a"]  # what cannot be made is known at once
+    for number, task in enumerate("aabba"):
+        playing.advance([Start(number, task, 1000)])
+        goal = made[-1][1]._scene.place(made[-1][1].task)
+        while playing.advance([], np.tile(np.float32(goal), (1, 40, 1)))[0][1]:
+            pass
+    assert [task for task, _ in made] == ["a", "b", "a"]
+    assert closed == [env for _, env in made[:2]]
+
+
+def test_only_the_first_reset_of_an_environment_may_take_long(monkeypatch):
+    """Some load and compile their simulator in it."""
+    limits = []
+    monkeypatch.setattr(stage, "_limit", lambda seconds: limits.append(seconds) or contextlib.nullcontext())
+    playing = Stage(MAKERS, 1, step_limit_s=60)
+    playing.advance(EPISODES[:1])
+    playing.advance(EPISODES[1:2], np.zeros((1, 60, 3), np.float32))
+    steps = two_bins.EPISODE_LENGTH
+    assert limits == [stage.MAKE_LIMIT_S] * 2 + [60] * steps + [60]
+
+
 def test_it_looks_only_where_a_policy_does(monkeypatch):
-    stage = Stage(two_bins.GYM_ID, {}, 1, step_limit_s=60)
+    playing = Stage(MAKERS, 1, step_limit_s=60)
     looks = []
     monkeypatch.setattr(two_bins, "render", lambda *seen, real=two_bins.render: looks.append(1) or real(*seen))
-    (_, (decision,)), _ = stage.advance([(5, 1000)])
+    (_, (decision,)), _ = playing.advance([Start(5, "two_bins", 1000)])
     assert decision == Decision(5, 0, decision.instruction) and len(looks) == 1
-    stage.advance([], np.zeros((1, 6, 3), np.float32))
+    playing.advance([], np.zeros((1, 6, 3), np.float32))
     assert len(looks) == 2
 
 
 def test_decisions_that_are_missing_are_no_silence():
-    stage = Stage(two_bins.GYM_ID, {}, 2, step_limit_s=60)
-    stage.advance(EPISODES)
+    playing = Stage(MAKERS, 2, step_limit_s=60)
+    playing.advance(EPISODES)
     with pytest.raises(ValueError, match="shorter"):
-        stage.advance([], np.zeros((1, CHUNK, 3), np.float32))
+        playing.advance([], np.zeros((1, CHUNK, 3), np.float32))
 
 
 def test_a_state_without_a_hash_of_its_own_is_told_by_what_is_seen():

@@ -187,5 +187,5 @@ def test_other_environments_are_refused_with_what_there_is():
         env_config("nowhere")
     with pytest.raises(ValueError, match=r"--env.type=two_bins with \['--length=3'\].*--env.episode_length"):
         env_config("two_bins", ["--length=3"])
-    with pytest.raises(ValueError, match="isaaclab_arena runs code from the Hub"):
+    with pytest.raises(ValueError, match="isaaclab_arena would run code from the Hub"):
         env_config("isaaclab_arena")

@@ -7,18 +7,28 @@ Importing this module registers `two_bins` with LeRobot: `lerobot-eval --env.dis
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import draccus
+import gymnasium
 from lerobot.configs import FeatureType, PolicyFeature
-from lerobot.envs.configs import EnvConfig, HubEnvConfig
-from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
+from lerobot.envs.configs import EnvConfig, HubEnvConfig, MetaworldEnv
+from lerobot.utils.constants import ACTION, OBS_ENV_STATE, OBS_IMAGE, OBS_IMAGES, OBS_STATE
 
-from vla_finetuning.envs import two_bins
+from vla_finetuning.config import ENVIRONMENT_NAME
+from vla_finetuning.envs import metaworld, two_bins
+from vla_finetuning.envs.stage import Maker, choose_gl
 from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, FPS
+from vla_finetuning.files import read_json
 
 
 def _features() -> dict[str, PolicyFeature]:
@@ -58,16 +68,168 @@ class TwoBinsConfig(EnvConfig):
         return {"render_mode": self.render_mode, "max_episode_steps": self.episode_length}
 
 
-def gym_call(config: EnvConfig) -> tuple[str, dict[str, Any]]:
-    """What `gymnasium.make` takes for an environment, in a process that need not know LeRobot: its id, and options.
+@dataclass
+class MetaworldConfig(MetaworldEnv):
+    """LeRobot's Meta-World (`metaworld.Metaworld`), at a size and in a quality asked for.
+
+    `task` is a task, one of Meta-World's four groups (`easy`, `medium`, `hard`, `very_hard`), or several of these.
+    """
+
+    episode_length: int = metaworld.EPISODE_LENGTH
+    # Height and width of what the policy sees. LeRobot's own is always 480x480 in full quality.
+    image_size: tuple[int, int] = (480, 480)
+    render_quality: str = "full"
+
+    def __post_init__(self) -> None:
+        if self.obs_type not in metaworld.OBS_TYPES or self.render_quality not in metaworld.QUALITIES:
+            raise ValueError(
+                f"obs_type={self.obs_type}, render_quality={self.render_quality}: expected one of "
+                f"{', '.join(metaworld.OBS_TYPES)}, and one of {', '.join(metaworld.QUALITIES)}"
+            )
+        if min(self.image_size) < 8 or not 0 < self.episode_length <= metaworld.EPISODE_LENGTH:
+            raise ValueError(
+                f"image_size={list(self.image_size)}, episode_length={self.episode_length}: expected [height, width] "
+                f"of at least 8, and at most {metaworld.EPISODE_LENGTH} steps"
+            )
+        shown = {
+            "pixels": (PolicyFeature(FeatureType.VISUAL, (*self.image_size, 3)), OBS_IMAGE),
+            "agent_pos": (PolicyFeature(FeatureType.STATE, (4,)), OBS_STATE),
+            "environment_state": (PolicyFeature(FeatureType.ENV, (39,)), OBS_ENV_STATE),
+        }
+        shown = {key: told for key, told in shown.items() if key in self.obs_type}
+        shown[ACTION] = PolicyFeature(FeatureType.ACTION, (4,)), ACTION
+        self.features = {key: feature for key, (feature, _) in shown.items()}
+        self.features_map = {key: name for key, (_, name) in shown.items()}
+
+    @property
+    def type(self) -> str:
+        return "metaworld"
+
+    @property
+    def gym_kwargs(self) -> dict[str, Any]:
+        options = {"obs_type": self.obs_type, "image_size": tuple(self.image_size), "quality": self.render_quality}
+        return {**options, "max_episode_steps": self.episode_length}
+
+    def makers(self) -> dict[str, Maker]:
+        """As `task_makers`; by the names of Meta-World's tasks."""
+        known = json.loads(files("lerobot.envs").joinpath("metaworld_config.json").read_text())
+        instructions, groups = known["TASK_DESCRIPTIONS"], known["DIFFICULTY_TO_TASKS"]
+        asked = [name.strip().removeprefix("metaworld-") for name in self.task.split(",")]
+        tasks = list(dict.fromkeys(task for name in asked for task in groups.get(name, [name])))
+        if unknown := [task for task in tasks if task not in instructions]:
+            raise ValueError(
+                f"--env.task: Meta-World has no {', '.join(unknown)}; expected some of {', '.join(groups)}, "
+                f"{', '.join(sorted(instructions))}"
+            )
+        if missing := [name for name in ("metaworld", "mujoco") if importlib.util.find_spec(name) is None]:
+            raise ValueError(
+                f"--env.type=metaworld needs {' and '.join(missing)} (on every node that simulates): make metaworld"
+            )
+        make = partial(gymnasium.make, f"{metaworld.__name__}:{metaworld.GYM_ID}", **self.gym_kwargs)
+        return {task: partial(make, task=task, instruction=instructions[task]) for task in tasks}
+
+
+# What `--env.type` means here where LeRobot's own is more than a configuration.
+OURS: dict[str, type[EnvConfig]] = {"metaworld": MetaworldConfig}
+
+
+def task_makers(config: EnvConfig) -> dict[str, Maker]:
+    """The tasks of an environment in LeRobot's order, and how a process makes each: what LeRobot's `make_env` makes.
+
+    Runs on the driver. An environment of one task goes by its type's name, `pusht`; Meta-World's tasks by their own,
+    `reach-v3`; others by suite and number, `libero_10/3`. Those that gymnasium registers are made by processes that
+    need not know LeRobot.
 
     Raises:
-        ValueError: an environment that LeRobot makes otherwise.
+        ValueError: what the environment needs is not installed, or it has no such task.
     """
-    if type(config).create_envs is not EnvConfig.create_envs:
-        raise ValueError(f"--env.type={config.type} has several tasks, which are not played here yet; lerobot-eval can")
-    options = {**config.gym_kwargs, "disable_env_checker": config.disable_env_checker}
-    return f"{config.package_name}:{config.gym_id}", options
+    if isinstance(config, MetaworldConfig):
+        return config.makers()
+    if type(config).create_envs is EnvConfig.create_envs:
+        package = config.package_name.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"--env.type={config.type} needs the package {package}, which is not installed (on any node that "
+                f"simulates): pip install {package.replace('_', '-')}"
+            )
+        options = {**config.gym_kwargs, "disable_env_checker": config.disable_env_checker}
+        return {config.type: partial(gymnasium.make, f"{config.package_name}:{config.gym_id}", **options)}
+    names = [(suite, task_id) for suite, envs in _create_envs(config).items() for task_id in envs]
+    return {f"{suite}/{task_id}": partial(_lerobot_env, config, suite, task_id) for suite, task_id in names}
+
+
+def how_drawn(config: EnvConfig) -> dict[str, Any]:
+    """What decides how an environment's pictures look, where that can be chosen; JSON. Otherwise nothing."""
+    if not isinstance(config, MetaworldConfig):
+        return {}
+    return {"type": config.type, "image_size": list(config.image_size), "render_quality": config.render_quality}
+
+
+def drawn_for(folder: Path) -> Any:
+    """How the pictures that a policy was trained on were drawn, as its folder says; nothing where it does not."""
+    return read_json(folder / ENVIRONMENT_NAME).get("drawn")
+
+
+def check_drawn(trained: Any, config: EnvConfig, where: object) -> None:
+    """Refuse to show a policy other pictures of an environment than those that it is trained on.
+
+    Args:
+        trained: `how_drawn` of those. where: says so.
+    Raises:
+        ValueError: with the flags that make them the same.
+    """
+    drawn = how_drawn(config)
+    if not isinstance(trained, dict) or trained.get("type") != drawn.get("type"):
+        return  # recorded elsewhere, or not known
+    if differ := {key: trained[key] for key in drawn if key in trained and trained[key] != drawn[key]}:
+        flags = " ".join(f"--env.{key}={str(value).replace(' ', '')}" for key, value in differ.items())
+        raise ValueError(
+            f"{where}: its pictures of --env.type={config.type} were drawn otherwise ({ENVIRONMENT_NAME}): give {flags}"
+        )
+
+
+def _create_envs(config: EnvConfig) -> dict[str, dict[int, Any]]:
+    """LeRobot's vector environments, of one environment each, by suite and task. They load their simulators later."""
+    choose_gl()
+    told = io.StringIO()
+    try:
+        # LIBERO's first import asks at the terminal where its files are.
+        with contextlib.redirect_stdout(told), _no_input():
+            return config.create_envs(n_envs=1)
+    except ImportError as error:
+        raise ValueError(
+            f"--env.type={config.type} needs what is not installed ({error}; on any node that simulates); LeRobot's "
+            f"documentation says how: https://huggingface.co/docs/lerobot/{config.type.partition('_')[0]}"
+        ) from error
+    except EOFError as error:
+        raise ValueError(
+            f"--env.type={config.type} asks a question when it is first imported ({told.getvalue().strip()[-200:]!r}): "
+            "import it once in a terminal, on every node that simulates, and answer"
+        ) from error
+    except (KeyError, AssertionError, FileNotFoundError) as error:
+        raise ValueError(
+            f"--env.type={config.type} --env.task={config.task}: {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _no_input() -> Iterator[None]:
+    stdin, sys.stdin = sys.stdin, io.StringIO()
+    try:
+        yield
+    finally:
+        sys.stdin = stdin
+
+
+def _lerobot_env(config: EnvConfig, suite: str, task_id: int) -> gymnasium.Env[Any, Any]:
+    """The environment of one task, which ends where LeRobot's evaluation ends it. Runs in a process that simulates."""
+    changes: dict[str, Any] = {}
+    if suite in [name.strip() for name in str(config.task).split(",")]:  # not so where a name stands for several suites
+        changes["task"] = suite
+    if "task_ids" in {field.name for field in fields(config)}:
+        changes["task_ids"] = [task_id]
+    env = _create_envs(replace(config, **changes))[suite][task_id].envs[0]
+    return gymnasium.wrappers.TimeLimit(env, env.unwrapped._max_episode_steps)
 
 
 def env_config(kind: str, options: Sequence[str] = ()) -> EnvConfig:
@@ -76,15 +238,19 @@ def env_config(kind: str, options: Sequence[str] = ()) -> EnvConfig:
     Raises:
         ValueError: no such type; an option that it does not have; an environment that would be code from the Hub.
     """
-    known = EnvConfig.get_known_choices()
+    known = EnvConfig.get_known_choices() | OURS
+    if "/" in kind or (kind in known and issubclass(known[kind], HubEnvConfig)):
+        raise ValueError(
+            f"--env.type={kind} would run code from the Hub, which is not done here; lerobot-eval can, with "
+            "--trust_remote_code"
+        )
     if kind not in known:
         raise ValueError(f"--env.type={kind}: LeRobot knows no such environment; expected one of {', '.join(known)}")
-    if issubclass(known[kind], HubEnvConfig):
-        raise ValueError(f"--env.type={kind} runs code from the Hub, which is not done here; lerobot-eval can")
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             return draccus.parse(known[kind], args=list(options))
-    except (draccus.utils.DraccusException, SystemExit) as error:  # SystemExit: an option that it does not know
+    except (draccus.utils.DraccusException, ValueError, SystemExit) as error:  # SystemExit: an option it does not know
         names = sorted(f"--env.{name}" for name in known[kind].__dataclass_fields__)
-        told = f": {' '.join(str(error).split())}" if str(error) != "2" else ""
+        said = " ".join(str(error.__cause__ or error).split())
+        told = f": {said}" if said != "2" else ""
         raise ValueError(f"--env.type={kind} with {list(options)}{told}; its options are {', '.join(names)}") from error

@@ -5,17 +5,36 @@ Knows gymnasium, and nothing of policies: a process that only simulates is small
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
 
 # As gymnasium returns them, and stacked: nested dicts of arrays.
 Observation = dict[str, Any]
+# Makes a task's environment; can be pickled.
+Maker = Callable[[], gymnasium.Env[Any, Any]]
+# An environment that is not made after so long hangs. Some load gigabytes of meshes and compile them.
+MAKE_LIMIT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """An episode to begin: which of the list, which environment, and from where."""
+
+    number: int
+    task: str
+    seed: int
+    # For environments that have a list of states to start from, as LIBERO's.
+    initial_state: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,6 +57,7 @@ class Ended:
         total_reward: undiscounted.
         initial_state: hash of the state after `reset`.
         info: strings, numbers and truth values of the last step's info.
+        final_state: hash of the state after the last step; "" where only images could tell, and nobody looked.
     """
 
     number: int
@@ -49,36 +69,40 @@ class Ended:
     total_reward: float
     initial_state: str
     info: dict[str, Any]
+    final_state: str = ""
 
 
 class Stage:
-    """Environments of one kind, and the episodes that run in them.
+    """Environments of some tasks, and the episodes that run in them.
 
     Args:
-        gym_id: as `gymnasium.make` takes it; a module before a colon is imported first.
-        options: of `gymnasium.make`.
-        slots: how many episodes at once.
-        step_limit_s: the process ends when a step, or a reset, takes longer. Not an exception: what hangs need not let
-            Python run any more.
+        makers: by task. The first task's environment is made at once: where none can be made, that is said here.
+        slots: how many episodes at once. Each has one environment, of the task of its last episode.
+        step_limit_s: the process ends when a step, or a reset but an environment's first, takes longer. Not an
+            exception: what hangs need not let Python run any more.
     """
 
-    def __init__(self, gym_id: str, options: Mapping[str, Any], slots: int, step_limit_s: float) -> None:
+    def __init__(self, makers: Mapping[str, Maker], slots: int, step_limit_s: float) -> None:
+        choose_gl()
         self._step_limit_s = step_limit_s
-        self._slots = [_Slot(gymnasium.make(gym_id, **options)) for _ in range(slots)]
+        self._slots = [_Slot(makers) for _ in range(slots)]
+        self._slots[0].make(next(iter(makers)))
         self._waiting: list[_Slot] = []
+        self._busy_s = 0.0
 
     def advance(
-        self, begin: Sequence[tuple[int, int]], chunks: np.ndarray | None = None, first: int = 0
+        self, begin: Sequence[Start], chunks: np.ndarray | None = None, first: int = 0
     ) -> tuple[tuple[list[Ended], list[Decision]], Observation | None]:
         """Execute a chunk in each episode that waits, and begin others where there is room.
 
         Args:
-            begin: (number, seed) of episodes; those for which no slot becomes free are left alone.
+            begin: episodes; those for which no slot becomes free are left alone.
             chunks: float (N, T, A), of which rows from `first` on belong to the decisions that the last call returned,
                 in their order. None where there are none.
         Returns:
             What ended, and what waits; and what those see, stacked, in their order.
         """
+        started = time.perf_counter()
         ended = []
         own = np.empty((0, 0, 0)) if chunks is None else chunks[first : first + len(self._waiting)]
         for slot, chunk in zip(self._waiting, own, strict=True):
@@ -93,25 +117,52 @@ class Stage:
                 if slot.over:
                     ended.append(slot.take_ended())
                 else:
-                    with _limit(self._step_limit_s):
-                        slot.begin(*to_begin.pop(0))
+                    start = to_begin.pop(0)
+                    slot.make(start.task)
+                    # Some load their simulator at the first reset.
+                    with _limit(MAKE_LIMIT_S if slot.fresh else self._step_limit_s):
+                        slot.begin(start)
         self._waiting = [slot for slot in self._slots if not slot.free]
         seen = _stack([slot.observation for slot in self._waiting]) if self._waiting else None
+        self._busy_s += time.perf_counter() - started
         return (ended, [slot.decision() for slot in self._waiting]), seen
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Seconds that this process has simulated, and rendered, since it was last asked.
+
+        What an environment renders is known where it counts it (`rendering_s`), and part of the simulation elsewhere.
+        """
+        rendered_s = sum(slot.take_rendering_s() for slot in self._slots)
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s - rendered_s, rendered_s
 
 
 class _Slot:
     """An environment and the episode in it."""
 
-    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
-        self._env = env
+    _env: gymnasium.Env[Any, Any]
+
+    def __init__(self, makers: Mapping[str, Maker]) -> None:
+        self._makers = makers
+        self._task: str | None = None
         self.free, self.over = True, False
 
-    def begin(self, number: int, seed: int) -> None:
+    def make(self, task: str) -> None:
+        """Have the environment of a task, instead of another's."""
+        if task == self._task:
+            return
+        if self._task is not None:
+            self._env.close()
+        with _limit(MAKE_LIMIT_S):
+            self._env = self._makers[task]()
+        self._task, self.fresh = task, True
+
+    def begin(self, start: Start) -> None:
         self._look(True)
-        self.observation, info = self._env.reset(seed=seed)
-        self.free, self.over = False, False
-        self._number, self._decisions = number, 0
+        choose_initial_state(self._env, start.initial_state)
+        self.observation, info = self._env.reset(seed=start.seed)
+        self.free, self.over, self.fresh = False, False, False
+        self._number, self._decisions = start.number, 0
         self._initial_state = state_hash(self._env, self.observation)
         # Where LeRobot's evaluation looks, in its order.
         named = [name for name in ("task_description", "task") if self._env.has_wrapper_attr(name)]
@@ -142,12 +193,51 @@ class _Slot:
             total_reward=self._reward,
             initial_state=self._initial_state,
             info={key: plain for key, value in self._info.items() if (plain := _plain(value)) is not None},
+            final_state=state_hash(self._env, self.observation) if self._can_tell() else "",
         )
+
+    def take_rendering_s(self) -> float:
+        if self._task is None:
+            return 0.0
+        env: Any = self._env.unwrapped
+        seconds = getattr(env, "rendering_s", 0.0)
+        if seconds:
+            env.rendering_s = 0.0
+        return seconds
 
     def _look(self, look: bool) -> None:
         """Rendering is what most environments spend their time on; ours can go without where no policy looks."""
         if hasattr(self._env.unwrapped, "rendering"):
             self._env.unwrapped.rendering = look
+
+    def _can_tell(self) -> bool:
+        """Whether what was observed last, or the environment itself, tells its state."""
+        env = self._env.unwrapped
+        return hasattr(env, "state_hash") or bool(getattr(env, "rendering", True))
+
+
+def choose_initial_state(env: gymnasium.Env[Any, Any], number: int) -> None:
+    """Have the next reset begin from a state of the environment's list, where it has one, as LeRobot's LIBERO."""
+    if hasattr(env.unwrapped, "init_state_id"):
+        cast(Any, env.unwrapped).init_state_id = number
+
+
+def choose_gl() -> None:
+    """Have simulators that draw with OpenGL do so without a screen, by what this machine has for it.
+
+    Call before they are imported: they look then. Mesa, where it draws on CPUs, gets one thread in each process.
+    """
+    os.environ.setdefault("LP_NUM_THREADS", "1")
+    if sys.platform != "linux" or "MUJOCO_GL" in os.environ:
+        return
+    for name, library in (("egl", "libEGL.so.1"), ("osmesa", "libOSMesa.so.8")):
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            continue
+        os.environ["MUJOCO_GL"] = name
+        os.environ.setdefault("PYOPENGL_PLATFORM", name)
+        return
 
 
 class _limit:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from typing import Any
 
 import gymnasium
@@ -48,13 +49,14 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
     Attributes:
         task_description: the instruction, as LeRobot asks for it.
         rendering: whether steps look through the cameras, which takes nearly all of their time. Off, images are black.
+        rendering_s: seconds spent on that; whoever reads it may set it back.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}
 
     def __init__(self, render_mode: str | None = None) -> None:
         self.render_mode = render_mode
-        self.rendering = True
+        self.rendering, self.rendering_s = True, 0.0
         low, high = np.array([TABLE_X, TABLE_Y, TABLE_Z], np.float32).T
         cameras: dict[str, spaces.Space[Any]] = {
             name: spaces.Box(0, 255, (*size, 3), np.uint8) for name, size in CAMERAS.items()
@@ -104,7 +106,9 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
 
     def _observation(self) -> dict[str, Any]:
         if self.rendering:
+            started = time.perf_counter()
             pixels = render(self._scene, self._position)
+            self.rendering_s += time.perf_counter() - started
         else:
             pixels = {name: np.zeros((*size, 3), np.uint8) for name, size in CAMERAS.items()}
         return {"agent_pos": self._position.copy(), "pixels": pixels}

@@ -1,0 +1,70 @@
+"""Environments by their flags: what is refused, and what is asked for."""
+
+import importlib.util
+import json
+
+import pytest
+from lerobot.utils.constants import ACTION
+
+from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, how_drawn, task_makers
+from vla_finetuning.envs.record import resolve_recording
+from vla_finetuning.flags import parse_record
+
+
+def test_metaworld_is_what_its_flags_say(monkeypatch):
+    config = env_config("metaworld", ["--task=hard,metaworld-reach-v3,push-v3", "--image_size=[96,128]"])
+    assert config.features["pixels"].shape == (96, 128, 3) and set(config.features) == {"pixels", "agent_pos", ACTION}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    makers = task_makers(config)
+    assert len(makers) == 7 and list(makers)[-1] == "reach-v3"  # push is hard already
+    assert makers["push-v3"].keywords["instruction"] == "Push the puck to a goal"
+    assert len(task_makers(env_config("metaworld", ["--task=easy,medium,hard,very_hard"]))) == 50
+    with pytest.raises(ValueError, match="Meta-World has no shove-v3; expected some of easy, "):
+        task_makers(env_config("metaworld", ["--task=reach-v3,shove-v3"]))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs metaworld and mujoco .*: make metaworld"):
+        task_makers(config)
+    for option, told in {
+        "--image_size=[96]": "Expected 2 items",
+        "--image_size=[2,2]": "of at least 8",
+        "--render_quality=ugly": "one of full, fast",
+        "--episode_length=501": "at most 500 steps",
+    }.items():
+        with pytest.raises(ValueError, match=told):
+            env_config("metaworld", [option])
+
+
+def test_a_policy_sees_pictures_drawn_as_those_it_was_trained_on(tmp_path):
+    recorded = env_config("metaworld", ["--image_size=[96,128]", "--render_quality=fast"])
+    check_drawn(drawn_for(tmp_path), recorded, tmp_path)  # nothing is known of what it saw
+    (tmp_path / "environment.json").write_text(json.dumps({"drawn": how_drawn(recorded)}))
+    check_drawn(drawn_for(tmp_path), recorded, tmp_path)
+    check_drawn(drawn_for(tmp_path), env_config("two_bins"), tmp_path)
+    with pytest.raises(ValueError, match=r"give --env.image_size=\[96,128\] --env.render_quality=fast$"):
+        check_drawn(drawn_for(tmp_path), env_config("metaworld"), tmp_path)
+    with pytest.raises(ValueError, match=r"give --env.render_quality=fast$"):
+        check_drawn(drawn_for(tmp_path), env_config("metaworld", ["--image_size=[96,128]"]), tmp_path)
+
+
+def test_a_recording_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "mine").touch()
+    for flags, told in (
+        (["--env.type=two_bins"], "--env.type=two_bins.*only Meta-World has scripted experts"),
+        (["--env.type=metaworld", "--env.obs_type=pixels"], "obs_type=pixels: only"),
+        (["--env.type=metaworld", "--env.task=reach-v3"], "exists and is not empty"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            resolve_recording(parse_record([*flags, f"--root={tmp_path}"]))
+
+
+def test_flags_of_a_recording():
+    config = parse_record(["--env.type", "metaworld", "--env.task=a,b", "--episodes", "7", "--root=r"])
+    assert (config.env_type, config.env_options, config.episodes) == ("metaworld", ["--task=a,b"], 7)
+    for flags, told in (
+        (["--env.type=metaworld"], "what and where to"),
+        (["--env.type=metaworld", "--root=r", "--episodes=0"], "--episodes=0: must be positive"),
+        (["--env.type=metaworld", "--root=r", "--seed=-1"], "--seed=-1: must be between"),
+        (["--env.type=metaworld", "--root=r", "--epsiodes=3"], "did you mean --episodes"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            parse_record(flags)

@@ -1,0 +1,73 @@
+"""An episode played again is the one that was played, or is not shown."""
+
+import io
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+from PIL import Image
+
+from vla_finetuning.envs import two_bins
+from vla_finetuning.envs.film import MAX_FRAMES, MAX_WIDTH, film
+from vla_finetuning.envs.two_bins_scene import COLOURS, demonstrate
+
+CAMERAS_ONLY = partial(gymnasium.make, two_bins.GYM_ID, max_episode_steps=500)
+MAKE = partial(CAMERAS_ONLY, render_mode="rgb_array")
+
+
+@pytest.fixture(scope="module")
+def episode():
+    """An episode's line and its actions, and what a viewer saw of it."""
+    with MAKE() as env:
+        env.reset(seed=5)
+        line, seen = {"seed": 5, "episode": 0, "initial_state": env.unwrapped.state_hash()}, [env.render()]
+        _, actions = demonstrate(env.unwrapped._scene, env.unwrapped.task)
+        for action in actions:
+            env.step(action)
+            seen.append(env.render())
+        line["final_state"] = env.unwrapped.state_hash()
+    return line, actions, seen
+
+
+def frames_of(webp):
+    with Image.open(io.BytesIO(webp)) as image:
+        assert image.format == "WEBP" and image.is_animated and image.info["loop"] == 0
+        for number in range(image.n_frames):
+            image.seek(number)
+            yield np.asarray(image.convert("RGB")), image.info["duration"]
+
+
+def test_it_shows_every_step_at_the_speed_it_had(episode):
+    line, actions, seen = episode
+    frames, durations = zip(*frames_of(film(MAKE, line, actions)), strict=True)
+    # Frames that show the same are one in the file.
+    assert 10 < len(frames) <= len(seen)
+    assert sum(durations[:-1]) <= 100 * len(actions) <= sum(durations)
+    for picture, expected in ((frames[0], seen[0]), (frames[-1], seen[-1])):
+        assert picture.shape == (round(len(expected) * MAX_WIDTH / expected.shape[1]), MAX_WIDTH, 3)
+        exact = np.asarray(Image.fromarray(expected).resize(picture.shape[1::-1]))
+        assert np.abs(picture.astype(int) - exact).mean() < 4
+    assert np.abs(frames[0].astype(int) - frames[-1]).max() > 50
+    assert (np.abs(frames[-1].astype(int) - COLOURS["table"]).max(axis=2) < 10).mean() > 0.5
+
+
+def test_a_long_episode_has_no_more_frames_than_a_page_can_bear(episode):
+    line, actions, _ = episode
+    back_and_forth = np.concatenate([actions[:8], actions[:8][::-1]] * 20)
+    frames = list(frames_of(film(MAKE, {**line, "final_state": ""}, back_and_forth)))
+    assert MAX_FRAMES / 2 < len(frames) <= MAX_FRAMES
+    assert sum(duration for _, duration in frames) >= 100 * (len(back_and_forth) - 10)
+
+
+@pytest.mark.parametrize("when", ["initial_state", "final_state"])
+def test_another_episode_is_not_shown_as_this_one(episode, when):
+    line, actions, _ = episode
+    with pytest.raises(ValueError, match=f"{'began' if when == 'initial_state' else 'ended'} in the state .* instead"):
+        film(MAKE, {**line, when: "0" * 16}, actions)
+
+
+def test_an_environment_without_a_picture_of_its_own_shows_the_cameras(episode):
+    line, actions, _ = episode
+    (first, _), *_ = frames_of(film(CAMERAS_ONLY, line, actions))
+    assert first.shape == (64, 96 + 56 + 48, 3)

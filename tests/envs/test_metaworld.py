@@ -1,0 +1,169 @@
+"""Meta-World: LeRobot's episodes and pictures, its scripted experts in our engine and in datasets that they write."""
+
+import json
+from dataclasses import dataclass
+
+import gymnasium
+import numpy as np
+import pytest
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+from vla_finetuning.config import EvalOptions
+from vla_finetuning.envs import record
+from vla_finetuning.envs.configs import env_config, task_makers
+from vla_finetuning.envs.metaworld import EPISODE_LENGTH, GYM_ID, expert
+from vla_finetuning.envs.stage import choose_gl
+from vla_finetuning.evaluation.closed_loop import play
+from vla_finetuning.evaluation.episodes import Condition, episode_list
+
+choose_gl()
+metaworld = pytest.importorskip("metaworld", reason="Meta-World is installed by make metaworld")
+policies = pytest.importorskip("metaworld.policies")
+
+# Meta-World's experts say more than environments execute, and it tells of it.
+pytestmark = pytest.mark.filterwarnings("ignore:Constant")
+TEN = "reach-v3,push-v3,pick-place-v3,door-open-v3,drawer-open-v3,button-press-topdown-v3,peg-insert-side-v3," \
+    "window-open-v3,basketball-v3,assembly-v3"  # fmt: skip
+
+
+def test_states_and_pictures_are_lerobots():
+    from lerobot.envs.metaworld import MetaworldEnv
+
+    def played(env):
+        """What is seen and given in the first steps from some seeds."""
+        told, actions = [], np.random.default_rng(0).uniform(-1, 1, (3, 3, 4)).astype(np.float32)
+        for seed, some in zip((5, 3, 5), actions, strict=True):
+            seen, _ = env.reset(seed=seed)
+            for action in some:
+                told += [seen["pixels"], seen["agent_pos"]]
+                other.step(action)
+                seen, reward, *_ = env.step(action)
+                told.append(reward)
+        return told
+
+    # An environment of another task draws in between: each has a context of its own, which LeRobot's have not.
+    with gymnasium.make(GYM_ID, task="drawer-open-v3") as other, gymnasium.make(GYM_ID, task="push-v3") as ours:
+        other.reset(seed=1)
+        found = played(ours)
+        hashes = [ours.reset(seed=seed) and ours.unwrapped.state_hash() for seed in (5, 3, 5)]
+        assert hashes[0] == hashes[2] != hashes[1]
+        other.unwrapped.rendering = False
+        theirs = MetaworldEnv("push-v3", obs_type="pixels_agent_pos")
+        expected = played(theirs)
+        theirs.close()
+    for one, another in zip(found, expected, strict=True):
+        if np.ndim(one) == 3:  # gymnasium's viewer and MuJoCo's own renderer round a few values otherwise
+            differ = np.abs(one.astype(int) - another)
+            assert differ.max() <= 1 and np.count_nonzero(differ) < 1e-4 * differ.size
+        else:
+            np.testing.assert_array_equal(one, another)
+
+
+def test_size_quality_and_looking_are_as_asked_for():
+    pictures = {}
+    for quality in ("full", "fast"):
+        with gymnasium.make(GYM_ID, task="reach-v3", image_size=(48, 64), quality=quality) as env:
+            seen, _ = env.reset(seed=0)
+            assert env.observation_space.contains(seen) and seen["pixels"].std() > 10
+            pictures[quality] = seen["pixels"].astype(int)
+            env.unwrapped.rendering = False
+            seen, *_ = env.step(np.zeros(4, np.float32))
+            assert not seen["pixels"].any() and env.render().any()
+            with pytest.raises(ValueError, match="four finite numbers"):
+                env.step(np.full(4, np.nan))
+    assert 0 < np.abs(pictures["full"] - pictures["fast"]).mean() < 40  # shadows
+
+
+# ---- its experts in the engine --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A source of a player that asks Meta-World's expert of each row's task."""
+
+    tasks: tuple[str, ...]
+
+    def load(self):
+        self_experts = {task: expert(task) for task in self.tasks}
+        return lambda seen, _, keys: np.stack(
+            [self_experts[key[1]](state)[None] for key, state in zip(keys, seen["environment_state"], strict=True)]
+        )
+
+
+def plain_loop(task, seeds):
+    """Success and steps by seed, as LeRobot prepares Meta-World's own environment, and no code of ours."""
+    benchmark, policy = metaworld.MT1(task, seed=42), policies.ENV_POLICY_MAP[task]()
+    env = benchmark.train_classes[task]()
+    env.set_task(benchmark.train_tasks[0])
+    env._freeze_rand_vec, env.seeded_rand_vec = False, True
+    found = {}
+    for seed in seeds:
+        env.seed(seed)
+        state, _ = env.reset(seed=seed)
+        success, step = False, 0
+        while not success and step < EPISODE_LENGTH:
+            state, _, _, _, info = env.step(np.clip(policy.get_action(state), -1, 1).astype(np.float32))
+            success, step = bool(info["success"]), step + 1
+        found[task, seed] = success, step
+    env.close()
+    return found
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("tasks", "seeds"), [("peg-insert-side-v3,reach-v3", 2), pytest.param(TEN, 20, marks=pytest.mark.slow)]
+)
+def test_an_expert_in_the_engine_succeeds_as_in_a_plain_loop(ray_cluster, tasks, seeds):
+    makers = task_makers(env_config("metaworld", [f"--task={tasks}", "--obs_type=environment_state_agent_pos"]))
+    lines = []
+    play(
+        episode_list(["plain"], makers, seeds, seed=1000), {"plain": Condition()}, {"policy": Experts(tuple(makers))},
+        makers, EvalOptions(env_actors=3), seed=0, written=lines.append,
+    )  # fmt: skip
+    expected = {}
+    for task in makers:
+        expected |= plain_loop(task, range(1000, 1000 + seeds))
+    assert {(line["task"], line["seed"]): (line["success_once"], line["steps"]) for line in lines} == expected
+    assert not any(line["error"] for line in lines) and all(line["instruction"] for line in lines)
+    print({task: sum(success for (of, _), (success, _) in expected.items() if of == task) for task in makers})
+
+
+# ---- its experts in datasets ----------------------------------------------------------------------------------------
+
+DRAWN = ["--env.image_size=[48,64]", "--env.render_quality=fast"]
+
+
+@pytest.mark.ray
+def test_recorded_episodes_do_the_task_again(ray_cluster, tmp_path, capsys):
+    """Pushing takes longer than the episodes here may: its expert fails, which is said, and left out."""
+    root, flags = tmp_path / "data", ["--env.type=metaworld", "--env.task=reach-v3,push-v3", "--env.episode_length=52"]
+    assert record.main([*flags, DRAWN[0], "--episodes=3", f"--root={root}"]) == 0
+    out = capsys.readouterr().out
+    assert "3 of 3  reach-v3" in out and "0 of 3  push-v3; its expert failed from 3, which are left out" in out
+    about = json.loads((root / "meta" / "environment.json").read_text())
+    assert about["drawn"] == {"type": "metaworld", "image_size": [48, 64], "render_quality": "fast"}
+    assert about["failed"] == {"reach-v3": [], "push-v3": [100000, 100001, 100002]}
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+    dataset = LeRobotDataset("recorded/metaworld", root=root, video_backend="pyav")
+    assert (
+        dataset.meta.total_episodes == 3
+        and dataset.fps == 80
+        and list(dataset.meta.tasks.index) == ["Reach a goal position"]
+    )
+    make = task_makers(env_config("metaworld", ["--task=reach-v3", *(flag.replace("env.", "") for flag in DRAWN)]))
+    with make["reach-v3"]() as env:
+        for episode in range(3):
+            seen, _ = env.reset(seed=100000 + episode)
+            first, last = (
+                int(dataset.meta.episodes[key][episode]) for key in ("dataset_from_index", "dataset_to_index")
+            )
+            for row in map(dataset.__getitem__, range(first, last)):
+                np.testing.assert_array_equal(row["observation.state"], np.float32(seen["agent_pos"]))
+                picture = row["observation.image"].permute(1, 2, 0).numpy() * 255
+                assert np.abs(picture - seen["pixels"]).mean() < 6  # what encoding leaves
+                seen, _, success, _, _ = env.step(row["action"].numpy())
+            assert success
+
+    assert record.main([*flags, "--episodes=3", f"--root={root}"]) == 2
+    assert "exists and is not empty" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""An episode to look at: played again from the actions that were recorded, with rendering on, as an animated picture.
+
+Knows gymnasium and Pillow. An episode that ends in another state than it did is not shown as if it were that one.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from PIL import Image
+
+from vla_finetuning.envs.stage import choose_gl, choose_initial_state, state_hash
+
+# Of a picture: enough to see what happens, few enough that a page with some dozens of them opens at once.
+MAX_FRAMES, MAX_WIDTH, QUALITY = 60, 240, 70
+# What the last frame stands for before it begins again.
+PAUSE_MS = 1200
+
+
+def film(make: Callable[[], gymnasium.Env[Any, Any]], line: Mapping[str, Any], actions: np.ndarray) -> bytes:
+    """Play an episode again, and show it: an animated WebP of the environment's own view, at the speed it had.
+
+    Runs in a Ray task. Browsers play the format, and of those that they play it is the smallest for rendered scenes.
+
+    Args:
+        make: the environment of its task. line: of the episode, its seed and states. actions: all that were executed,
+            (steps, A).
+    Raises:
+        ValueError: it began or ended in another state than the line says.
+    """
+    choose_gl()
+    every = max(1, -(-len(actions) // (MAX_FRAMES - 1)))
+    frames = []
+    with make() as env:
+        choose_initial_state(env, line["episode"])
+        observation, _ = env.reset(seed=line["seed"])
+        _check("began", env, observation, line["initial_state"])
+        frames.append(_seen(env, observation))
+        for number, action in enumerate(actions, 1):
+            shown = number % every == 0 or number == len(actions)
+            if hasattr(env.unwrapped, "rendering"):
+                env.unwrapped.rendering = shown
+            observation, *_ = env.step(action)
+            if shown:
+                frames.append(_seen(env, observation))
+        _check("ended", env, observation, line["final_state"])
+        fps = env.metadata.get("render_fps") or 10
+    pictures = [_small(frame) for frame in frames]
+    milliseconds = [round(1000 * every / fps)] * (len(frames) - 1) + [PAUSE_MS]
+    buffer = io.BytesIO()
+    pictures[0].save(
+        buffer, "WEBP", save_all=True, append_images=pictures[1:], duration=milliseconds, loop=0, quality=QUALITY
+    )
+    return buffer.getvalue()
+
+
+def _check(when: str, env: gymnasium.Env[Any, Any], observation: Any, expected: str) -> None:
+    if expected and (found := state_hash(env, observation)) != expected:
+        raise ValueError(
+            f"played again it {when} in the state {found} instead of {expected}: the environment does not repeat, or "
+            "is another version than the one that was evaluated in"
+        )
+
+
+def _seen(env: gymnasium.Env[Any, Any], observation: Any) -> np.ndarray:
+    """The environment's own picture, uint8 (H, W, 3); the policy's cameras side by side where it has none."""
+    if env.render_mode == "rgb_array":
+        return np.asarray(env.render())
+    pixels = observation["pixels"]
+    images = list(pixels.values()) if isinstance(pixels, Mapping) else [pixels]
+    height = max(image.shape[0] for image in images)
+    return np.hstack([np.pad(image, ((0, height - len(image)), (0, 0), (0, 0))) for image in images])
+
+
+def _small(frame: np.ndarray) -> Image.Image:
+    picture, width = Image.fromarray(frame), min(frame.shape[1], MAX_WIDTH)
+    return picture.resize((width, max(1, round(frame.shape[0] * width / frame.shape[1]))), Image.Resampling.LANCZOS)

@@ -1,0 +1,150 @@
+"""Meta-World's 50 tasks as gymnasium environments: LeRobot's episodes, drawn where somebody looks and as asked for.
+
+`configs` makes them for `--env.type metaworld`, `record` writes datasets of their scripted experts. Needs the packages
+of requirements-metaworld.txt, and no LeRobot: a process that only simulates is small and starts fast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+GYM_ID = "vla_finetuning/Metaworld-v0"
+# Meta-World's own: its environments refuse a step more.
+EPISODE_LENGTH = 500
+FPS = 80
+# LeRobot's view: from one corner, moved a little nearer, and turned over.
+CAMERA, CAMERA_POSITION = "corner2", (0.75, 0.075, 0.7)
+OBS_TYPES = ("pixels", "pixels_agent_pos", "environment_state_agent_pos")
+# "full": as MuJoCo draws, and LeRobot. "fast": without shadows and multisampling; on CPUs an eighth of the time.
+QUALITIES = ("full", "fast")
+
+
+class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
+    """A Sawyer arm, a table and a task, for instance `reach-v3`.
+
+    An action is how far the gripper goes in x, y, z (1 is a centimetre) and the force of its fingers, float (4,) in
+    [-1, 1]. The episode ends with the first step of success. Where things are is a function of `reset(seed=...)`
+    alone; seeds, states and, at 480x480 in full quality, pictures are those of LeRobot 0.6.1's `MetaworldEnv` (of the
+    pictures, a few values in a million are rounded otherwise).
+
+    Args:
+        task: by Meta-World's name.
+        instruction: what a policy is told.
+        obs_type: what is observed. `pixels`: the camera, uint8 (H, W, 3). `agent_pos`: where the gripper is, in metres,
+            and how far it is open, float64 (4,). `environment_state`: what scripted experts see, float64 (39,).
+        image_size: H, W.
+        quality: of QUALITIES.
+    Attributes:
+        rendering: whether steps look through the camera, which takes nearly all of their time. Off, images are black.
+        environment_state: as above, of the last step.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}
+
+    def __init__(
+        self,
+        task: str,
+        instruction: str = "",
+        obs_type: str = "pixels_agent_pos",
+        image_size: tuple[int, int] = (480, 480),
+        quality: str = "full",
+        render_mode: str | None = None,
+    ) -> None:
+        from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+        from metaworld.types import Task
+
+        self.task, self.task_description, self.render_mode = task, instruction, render_mode
+        self.rendering = True
+        self._size, self._quality = tuple(image_size), quality
+        kind = ALL_V3_ENVIRONMENTS[task]
+        self._env = kind()
+        # Meta-World's way of saying that goals are seen. Which goal it names does not matter: each reset draws one.
+        named = {"env_cls": kind, "rand_vec": None, "partially_observable": False}
+        self._env.set_task(Task(task, pickle.dumps(named)))
+        self._env._freeze_rand_vec, self._env.seeded_rand_vec = False, True
+        self._env.model.cam_pos[self._env.model.camera(CAMERA).id] = CAMERA_POSITION
+        self._renderer: Any = None
+
+        pixels = spaces.Box(0, 255, (*self._size, 3), np.uint8)
+        vector = {"agent_pos": 4, "environment_state": 39}
+        self._keys = [key for key in ("pixels", *vector) if key in obs_type]
+        self.observation_space = spaces.Dict(
+            {
+                key: pixels if key == "pixels" else spaces.Box(-np.inf, np.inf, (vector[key],), np.float64)
+                for key in self._keys
+            }
+        )
+        self.action_space = spaces.Box(-1, 1, (4,), np.float32)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self._env.seed(seed)
+        self.environment_state, _ = self._env.reset()
+        return self._observation(), {"is_success": False}
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        if np.shape(action) != (4,) or not np.isfinite(action).all():
+            raise ValueError(f"{self.task} is given the action {action!r:.200}; expected four finite numbers")
+        self.environment_state, reward, _, truncated, info = self._env.step(action)
+        success = bool(info["success"])
+        return self._observation(), float(reward), success, truncated, {**info, "is_success": success}
+
+    def render(self) -> np.ndarray:  # type: ignore[override]
+        """What the camera sees now, uint8 (H, W, 3)."""
+        import mujoco
+
+        model = self._env.model
+        if self._renderer is None:
+            model.vis.global_.offheight, model.vis.global_.offwidth = self._size
+            if self._quality == "fast":
+                model.vis.quality.offsamples = 0
+            self._renderer = mujoco.Renderer(model, *self._size)
+            self._renderer.scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = self._quality != "fast"
+        self._renderer.update_scene(self._env.data, CAMERA)
+        return self._renderer.render()[::-1, ::-1].copy()
+
+    def close(self) -> None:
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+        self._env.close()
+
+    def state_hash(self) -> str:
+        """Sixteen hex digits of where everything is, how fast it moves, and where it is to go."""
+        data = self._env.data
+        parts = (data.qpos, data.qvel, data.mocap_pos, self.environment_state)
+        return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()[:16]
+
+    def _observation(self) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key in self._keys:
+            if key == "pixels":
+                seen[key] = self.render() if self.rendering else np.zeros((*self._size, 3), np.uint8)
+            else:
+                seen[key] = self.environment_state[: 4 if key == "agent_pos" else None].copy()
+        return seen
+
+
+def expert(task: str) -> Callable[[np.ndarray], np.ndarray]:
+    """Meta-World's scripted expert of a task: an environment's state (39,) to an action, float32 (4,) in [-1, 1].
+
+    What it says is cut to what the environment executes, so that a dataset holds what was done.
+    """
+    from metaworld.policies import ENV_POLICY_MAP
+
+    policy: Any = ENV_POLICY_MAP[task]
+    act = policy().get_action
+    return lambda state: np.clip(act(state), -1, 1).astype(np.float32)
+
+
+gymnasium.register(GYM_ID, entry_point=f"{__name__}:Metaworld", max_episode_steps=EPISODE_LENGTH)

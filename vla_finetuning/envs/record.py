@@ -1,0 +1,230 @@
+"""Demonstrations from scripted experts, written as a LeRobot v3 dataset by all CPUs of a cluster.
+
+    python -m vla_finetuning.envs.record --env.type metaworld --env.task reach-v3,push-v3 --env.image_size=[128,128] \
+        --episodes 50 --root data/reach_push
+
+Plays --episodes episodes of each task, from seeds that evaluate.py does not use unless told to (--seed, 100000 here,
+1000 there), and keeps those in which the expert succeeds. How the camera drew is kept in meta/environment.json, and
+goes with every policy that is trained on the dataset: evaluate.py refuses to show it other pictures.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_STATE
+from ray.exceptions import RayError
+
+from vla_finetuning.config import ENVIRONMENT_NAME, RecordConfig
+from vla_finetuning.demo import writing_videos
+from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, task_makers
+from vla_finetuning.envs.metaworld import FPS, expert
+from vla_finetuning.envs.stage import Maker, choose_gl
+from vla_finetuning.files import write_json
+from vla_finetuning.flags import parse_record
+from vla_finetuning.run import cluster
+from vla_finetuning.run.failures import root_cause
+from vla_finetuning.terminal import tell, tell_error, tell_text
+
+REPO_ID, ROBOT_TYPE = "recorded/metaworld", "sawyer"
+# Where the command line says nothing: what policies see, drawn as fast as it goes.
+DEFAULTS = ("--image_size=[224,224]", "--render_quality=fast")
+# Of which a process writes a dataset of its own: enough that starting it is not what takes the time.
+SHARE_EPISODES = 10
+STATE_NAMES, ACTION_NAMES = ["x_m", "y_m", "z_m", "open"], ["dx_cm", "dy_cm", "dz_cm", "grip"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Episodes of one task that one process plays and writes.
+
+    Attributes:
+        folder: where; there is none if no episode of it succeeded.
+        failed: seeds of those that did not.
+    """
+
+    task: str
+    seeds: tuple[int, ...]
+    folder: Path
+    failed: tuple[int, ...] = ()
+
+
+def record_share(share: Share, maker: Maker) -> Share:
+    """Play a share's episodes and write those that succeed. Runs in a Ray task; done again, it begins anew."""
+    choose_gl()
+    # Only those who record need it: it takes seconds to load.
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    shutil.rmtree(share.folder, ignore_errors=True)
+    env, act = maker(), expert(share.task)
+    features = {
+        OBS_IMAGE: {
+            "dtype": "video",
+            "shape": env.observation_space["pixels"].shape,  # type: ignore[index]
+            "names": ["height", "width", "channels"],
+        },
+        OBS_STATE: {"dtype": "float32", "shape": (4,), "names": STATE_NAMES},
+        ACTION: {"dtype": "float32", "shape": (4,), "names": ACTION_NAMES},
+    }
+    dataset, failed = None, []
+    with writing_videos():
+        try:
+            for seed in share.seeds:
+                frames, success = play_expert(env, act, seed)
+                if not success:
+                    failed.append(seed)
+                    continue
+                dataset = dataset or LeRobotDataset.create(
+                    REPO_ID, FPS, features, root=share.folder, robot_type=ROBOT_TYPE, video_backend="pyav"
+                )
+                for frame in frames:
+                    dataset.add_frame(frame)
+                dataset.save_episode(parallel_encoding=False)
+        finally:
+            env.close()
+            if dataset is not None:
+                dataset.finalize()
+    return Share(share.task, share.seeds, share.folder, tuple(failed))
+
+
+def play_expert(env: Any, act: Any, seed: int) -> tuple[list[dict[str, Any]], bool]:
+    """An episode's frames as LeRobot's writer takes them, each with the action that followed; whether it succeeded."""
+    seen, _ = env.reset(seed=seed)
+    frames, over, success = [], False, False
+    while not over:
+        action = act(env.unwrapped.environment_state)
+        frame = {OBS_IMAGE: seen["pixels"], OBS_STATE: seen["agent_pos"].astype(np.float32), ACTION: action}
+        frames.append({**frame, "task": env.unwrapped.task_description})
+        seen, _, terminated, truncated, info = env.step(action)
+        over, success = terminated or truncated, info["is_success"]
+    return frames, success
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What is to be recorded, found and checked."""
+
+    config: RecordConfig
+    env: MetaworldConfig
+    makers: dict[str, Maker]
+    root: Path
+
+
+def resolve_recording(config: RecordConfig) -> Recording:
+    """Find and check the environment and the place.
+
+    Raises:
+        ValueError: nothing can be recorded so.
+    """
+    env = env_config(config.env_type or "", [*DEFAULTS, *config.env_options] if config.env_type == "metaworld" else [])
+    if not isinstance(env, MetaworldConfig) or env.obs_type != "pixels_agent_pos":
+        raise ValueError(
+            f"--env.type={env.type}, obs_type={getattr(env, 'obs_type', None)}: only Meta-World has scripted experts, "
+            "and what is recorded is pixels_agent_pos"
+        )
+    root = Path(config.root or "").expanduser().absolute()
+    if root.is_file() or (root.is_dir() and any(root.iterdir())):
+        raise ValueError(f"--root={root} exists and is not empty: name a new folder, or remove it")
+    return Recording(config, env, task_makers(env), root)
+
+
+def record(recording: Recording) -> str:
+    """Record on the cluster that this process has joined, and say what became of it.
+
+    The dataset appears at its place complete or not at all.
+
+    Raises:
+        ValueError: no episode succeeded.
+    """
+    config, env, makers, root = recording.config, recording.env, recording.makers, recording.root
+    parts = root.parent / f".{root.name}.{os.getpid()}.partial"
+    seeds = range(config.seed, config.seed + config.episodes)
+    shares = [
+        Share(task, tuple(seeds[first : first + SHARE_EPISODES]), parts / f"{task}-{first}")
+        for task in makers
+        for first in range(0, len(seeds), SHARE_EPISODES)
+    ]
+    try:
+        done = _record_all(shares, makers)
+        written = [share.folder for share in done if len(share.failed) < len(share.seeds)]
+        if not written:
+            raise ValueError(f"the experts of {', '.join(makers)} succeeded in no episode: nothing is written")
+        _merge(written, parts / "dataset")
+        about = {"drawn": how_drawn(env), "task": env.task, "seed": config.seed, "episodes": config.episodes}
+        failed = {task: [seed for share in done if share.task == task for seed in share.failed] for task in makers}
+        write_json(parts / "dataset" / "meta" / ENVIRONMENT_NAME, {**about, "failed": failed})
+        (parts / "dataset").rename(root)
+    finally:
+        shutil.rmtree(parts, ignore_errors=True)
+    lines = [
+        f"{'Recorded' if i == 0 else '':12} {config.episodes - len(seeds)} of {config.episodes}  {task}"
+        + (f"; its expert failed from {len(seeds)}, which are left out" if seeds else "")
+        for i, (task, seeds) in enumerate(failed.items())
+    ]
+    return "\n".join([*lines, f"Dataset      {root}"])
+
+
+def _record_all(shares: Sequence[Share], makers: dict[str, Maker]) -> list[Share]:
+    """The shares as they were done, in their order."""
+    one: Any = ray.remote(record_share).options(num_cpus=1)
+    pending = [one.remote(share, makers[share.task]) for share in shares]
+    results, left = list(pending), list(pending)
+    try:
+        while left:
+            (ready,), left = ray.wait(left)
+            share = ray.get(ready)
+            tell(
+                f"{len(shares) - len(left)} of {len(shares)}  {share.task}, seeds {share.seeds[0]} to {share.seeds[-1]}"
+            )
+    except BaseException:
+        for ref in left:
+            ray.cancel(ref, force=True)
+        raise
+    return list(ray.get(results))
+
+
+def _merge(folders: Sequence[Path], root: Path) -> None:
+    """Datasets to one, by LeRobot's own merging; videos are copied, not encoded again."""
+    from lerobot.datasets.aggregate import aggregate_datasets
+
+    with writing_videos():  # as quiet
+        aggregate_datasets([REPO_ID] * len(folders), REPO_ID, roots=list(folders), aggr_root=root)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 done, 1 it failed, 2 it could not start."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("--help", "-h"):
+        tell_text((__doc__ or "").strip())
+        return 0
+    started = not ray.is_initialized()
+    try:
+        recording = resolve_recording(parse_record(argv))
+    except (ValueError, OSError) as error:
+        tell_error(error)
+        return 2
+    try:
+        cluster.connect()
+        tell_text(record(recording))
+        return 0
+    except (RayError, RuntimeError, ValueError, OSError) as error:
+        tell_error(root_cause(error))
+        return 1
+    finally:
+        if started:
+            ray.shutdown()
+
+
+if __name__ == "__main__":
+    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
+    from vla_finetuning.envs import record as module
+
+    sys.exit(module.main())
