@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import vla
 from tests.datasets import make_dataset
-from vla_finetuning.config import parse_args
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.run.checkpoint import SPARE_BYTES
@@ -219,7 +219,8 @@ def test_missing_statistics_are_computed_and_the_plan_says_so(run, copy):
 
 def test_statistics_of_cameras_are_not_computed(refused, copy):
     (copy / "meta/stats.json").unlink()
-    message = refused(**{"dataset.root": copy, "policy.path": None, "policy.type": "act", "train.mode": "full"})
+    flags = {"policy.path": None, "policy.type": "act", "train.mode": "full", "dataset.use_imagenet_stats": "false"}
+    message = refused(**{"dataset.root": copy, **flags})
     assert re.search(rf"dataset {copy}: .*lacks \['mean', 'std'\] of {TOP}.*augment_dataset_quantile_stats", message)
 
 

@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import shutil
@@ -7,25 +8,33 @@ import tempfile
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.cuda import _pin_memory_utils
 
 from tests.data.test_hostile import json_values
+from tests.tiny import real_config
 from util import make_trainable_optimizer
+from vla_finetuning.policies.pi05 import choose_trainable, meta_policy
 from vla_finetuning.run import checkpoint
 from vla_finetuning.run.checkpoint import (
     OPTIMIZER,
+    SPARE_BYTES,
     TRAINABLE,
     Piece,
     Progress,
+    Staging,
+    best_checkpoint,
     check_resumable,
     commit,
     latest_checkpoint,
     load_checkpoint,
     load_progress,
+    places,
     prune,
     require_space,
     set_aside_damaged,
@@ -37,8 +46,8 @@ PROGRESS = Progress(
 )
 
 
-def made(folder: Path, step: int = 7, loss: float | None = None) -> Path:
-    progress = Progress(**{**PROGRESS.__dict__, "step": step, "rows": step * 8, "loss": loss})
+def made(folder: Path, step: int = 7, loss: float | None = None, eval_loss: float | None = None) -> Path:
+    progress = replace(PROGRESS, step=step, rows=step * 8, loss=loss, eval_loss=eval_loss)
     weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
     path = folder / f"step_{step:08d}"
     saved(path, {TRAINABLE: {"a.weight": weight}, OPTIMIZER: {"exp_avg.a.weight": weight * 2}}, progress)
@@ -170,6 +179,98 @@ def test_the_newest_and_the_best_are_kept(tmp_path, caplog, monkeypatch):
     prune(tmp_path, keep=2, keep_best=1)
     assert "could not be deleted (not yours); training goes on" in caplog.text
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_the_held_out_loss_decides_which_are_the_best(tmp_path):
+    """Before any training loss, and whatever that says; of equals the newest."""
+    for step, (loss, eval_loss) in enumerate([(0.9, 0.3), (0.1, 0.5), (0.0, None), (0.8, 0.3), (0.05, 0.4)], start=1):
+        made(tmp_path, step, loss, eval_loss)
+    assert best_checkpoint(tmp_path).name == "step_00000004"
+    prune(tmp_path, keep=1, keep_best=2)
+    assert sorted(int(path.name[5:]) for path in tmp_path.iterdir()) == [1, 4, 5]
+    assert best_checkpoint(tmp_path / "absent") is None
+
+
+def test_an_average_that_was_not_kept_cannot_be_gone_on_with(tmp_path):
+    path = made(tmp_path)
+    wanted = {"a.weight": torch.zeros(3, 4)}
+    with pytest.raises(ValueError, match="no average of the weights was kept .* start without --ema.enable"):
+        load_checkpoint(path, wanted, average={"average.a.weight": torch.zeros(3, 4)})
+
+
+def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, monkeypatch):
+    def left(**options):
+        prune(tmp_path, keep=1, keep_best=1, **options)
+        return sorted(int(path.name[5:]) for path in tmp_path.iterdir())
+
+    for step, loss in enumerate((0.9, 0.2, 0.3, 0.5, 0.1, 0.7), start=1):
+        made(tmp_path, step, loss)
+    assert left(success={1: 0.5, 3: 0.5, 4: 0.25, 2: 0.0}, waiting=lambda step: step == 5) == [3, 5, 6]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=SPARE_BYTES))
+    assert left(success={3: 0.5}, waiting=lambda step: step == 5) == [3, 6]
+    assert "step_00000005 is deleted before it was evaluated: the disk is nearly full" in caplog.text
+
+
+def test_checkpoints_share_host_memory_in_few_pieces_that_are_pinned_once(monkeypatch):
+    """On a CPU, with the driver stood in for: what is pinned, when, and given back."""
+    pinned, unpinned = [], []
+    monkeypatch.setattr(_pin_memory_utils, "pin_memory", lambda at, size: pinned.append((at, size)))
+    monkeypatch.setattr(_pin_memory_utils, "unpin_memory", unpinned.append)
+    tensors = {
+        "a": torch.randn(7, 3),
+        "step": torch.tensor(2.0),
+        "low": torch.randn(5).bfloat16(),
+        "none": torch.ones(0),
+    }
+    staging = Staging(tensors)
+    first = {name: staging.copied(name, tensor) for name, tensor in tensors.items()}
+    assert all(
+        torch.equal(first[name], tensor) and first[name].shape == tensor.shape for name, tensor in tensors.items()
+    )
+    again = {name: staging.copied(name, 2 * tensor) for name, tensor in tensors.items()}
+    assert {name: t.data_ptr() for name, t in first.items()} == {name: t.data_ptr() for name, t in again.items()}
+    assert torch.equal(first["a"], 2 * tensors["a"])
+    staging.close()
+    assert not pinned and not unpinned  # only for a GPU
+
+    monkeypatch.setattr(Staging, "_on_gpu", staticmethod(lambda tensors: True))
+    staging = Staging(tensors)
+    staging.copied("a", tensors["a"])
+    assert [size for _, size in pinned] == [256]
+    staging.close()
+    assert unpinned == [at for at, _ in pinned]
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog):
+    def refuse(at, size):
+        raise RuntimeError("locked memory is limited")
+
+    monkeypatch.setattr(_pin_memory_utils, "pin_memory", refuse)
+    monkeypatch.setattr(Staging, "_on_gpu", staticmethod(lambda tensors: True))
+    staging = Staging({"a": torch.ones(3)})
+    assert staging.copied("a", torch.ones(3)).sum() == 3
+    assert "locked memory is limited" in caplog.text
+    staging.close()
+
+
+def test_what_trains_of_pi05_at_its_real_size_takes_12_bytes_a_parameter():
+    policy = meta_policy(real_config())
+    trained = choose_trainable(policy, "full").trainable
+    sizes = {}
+    for name, parameter in policy.named_parameters():
+        if parameter.requires_grad:
+            sizes |= {
+                name: parameter.nbytes,
+                f"exp_avg.{name}": parameter.nbytes,
+                f"exp_avg_sq.{name}": parameter.nbytes,
+            }
+            sizes[f"step.{name}"] = 4
+    found, pieces = places(sizes)
+    assert 12 * trained <= sum(pieces) < 1.001 * 12 * trained and len(pieces) <= 12
+    ends = sorted((place, place.start + sizes[name]) for name, place in found.items())
+    for (place, end), (following, _) in itertools.pairwise(ends):
+        assert following.piece > place.piece or following.start >= end
+    assert all(end <= pieces[place.piece] and place.start % 64 == 0 for place, end in ends)
 
 
 def test_no_checkpoint_at_all(tmp_path):

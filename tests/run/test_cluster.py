@@ -165,7 +165,7 @@ def test_a_decoder_is_missed(monkeypatch, tmp_path):
     [
         (13020, 0, "13.0", None),
         (13000, 0, "13.2", None),  # minor versions are compatible
-        (12080, 0, "13.0", "serves CUDA 12.8, torch was built for 13.0"),
+        (12080, 0, "13.0", "serves CUDA 12.8, torch was built for 13.0; update the driver there to 580 or newer, or"),
         (0, 999, "13.0", "does not answer (CUDA error 999)"),
     ],
 )

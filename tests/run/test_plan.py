@@ -1,6 +1,7 @@
 """What a run is resolved to, as far as the data is concerned. Without Ray."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 from tests.datasets import make_dataset
-from vla_finetuning.config import CONFIG_NAME, parse_args
+from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.data.node_cache import has_room
+from vla_finetuning.flags import parse_args
+from vla_finetuning.policies import optim, tiny_pi05
 from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.policies.pi05 import check_batch
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, make_processors
@@ -64,6 +67,28 @@ def test_frames_are_kept_where_the_flags_say_and_named_from_any_folder(setting):
     source = run.reader()(stream=(0, run.last_row))
     assert source._options(1).frame_cache == FrameCache(str(Path("kept").absolute()), 3.0)
     assert plan(setting).reader()(stream=(0, 4))._options(1).frame_cache is None
+
+
+def test_frames_are_kept_by_themselves_where_they_are_read_again_and_fit(setting, monkeypatch, tmp_path):
+    monkeypatch.setattr(run_plan, "FRAMES_DIR", str(tmp_path / "frames"))
+    again, once = "--steps=20", "--steps=13"  # of 54 rows an epoch
+    size = 54 * 48 * 64 * 3
+
+    def kept(*flags):
+        run = plan(setting, "--dataset.frame_cache=auto", *flags)
+        assert run.kept_bytes == size
+        return run.frame_cache, describe(run)
+
+    where, text = kept(again)
+    assert where == FrameCache(str(tmp_path / "frames"), 200.0)
+    assert f"decoded once: 0.0 GB of frames are kept in {tmp_path / 'frames'}, on every node" in text
+    where, text = kept(once)
+    assert where is None and "none are read twice" in text
+    where, text = kept(again, f"--dataset.frame_cache_gb={size / 1e9 * 0.99}")
+    assert where is None and "decoded in every epoch" in text and "fits the disk" in text
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    assert has_room(tmp_path / "no/such/folder", 10**6) and not has_room(tmp_path, free)
+    assert "decoded once" not in describe(plan(setting, again))
 
 
 def test_frames_fitted_while_decoding_reach_the_policy_as_after_its_own_resizing(setting, monkeypatch):
@@ -168,9 +193,9 @@ def test_a_run_from_before_these_options_keeps_its_rows_and_their_order(started,
 
 
 def test_a_policy_that_fits_images_otherwise(setting):
-    with pytest.raises(ValueError, match="a smolvla policy fits no images into a size"):
+    with pytest.raises(ValueError, match="a act policy fits no images into a size"):
         folder, root, _ = setting
-        flags = [f"--dataset.root={root}", "--policy.type=smolvla", "--train.mode=full", f"--output_dir={folder / 'o'}"]
+        flags = [f"--dataset.root={root}", "--policy.type=act", "--train.mode=full", f"--output_dir={folder / 'o'}"]
         resolve(parse_args([*flags, "--batch_size=2", "--dataset.image_size=[512, 512]"]), gpus_found=0)
 
 
@@ -440,7 +465,8 @@ def test_a_checkpoint_from_before_the_files_were_listed_resumes(started):
     assert resumed(output_dir).steps == 5
 
 
-def test_a_type_that_brings_code_is_refused_unless_this_start_allows_it(setting, started):
+def test_a_type_that_brings_code_is_refused_unless_this_start_allows_it(setting, started, monkeypatch):
+    monkeypatch.setattr(optim, "SHOWN", ("pi0_fast",))
     folder, dataset, _ = setting
     flags = ["--policy.type=pi0_fast", f"--dataset.root={dataset}", f"--output_dir={folder / 'out'}", "--batch_size=4"]
     flags += ["--train.mode=full"]
@@ -467,8 +493,7 @@ def test_a_type_that_brings_code_is_refused_unless_this_start_allows_it(setting,
         ("compile_model=true", "use --train.compile"),
         ("gradient_checkpointing=true", "use --train.activation_checkpointing"),
         ("device=cuda", "use --scaling.use_gpu"),
-        ("use_peft=true", "adapters are not trained yet"),
-        ("scheduler_warmup_steps=10", "use --warmup_frac"),
+        ("use_peft=true", "use --peft.method_type lora"),
     ],
 )
 def test_options_of_the_policy_that_would_be_ignored(setting, option, message):
@@ -483,6 +508,11 @@ def test_the_learning_rate_is_said_once(setting):
     )
     with pytest.raises(ValueError, match="--policy.optimizer_lr has no effect .*--lr, which the command line"):
         plan(setting, "--policy.optimizer_lr=1e-3", "--lr=1e-4")
+    with pytest.raises(ValueError, match="scheduler_decay_lr has no effect .*--warmup_frac, which the command line"):
+        plan(setting, "--policy.scheduler_decay_lr=1e-3", "--warmup_frac=0.1")
+    with pytest.raises(ValueError, match="--policy.optimizer_eps has no effect .* use --optimizer.eps"):
+        named = ["--use_policy_training_preset=false", "--optimizer.type=adam", "--warmup_frac=0"]
+        plan(setting, "--policy.optimizer_eps=1e-3", *named)
 
 
 def rehearsal(folder, episodes, tasks, *flags):
@@ -511,3 +541,29 @@ def test_tasks_that_only_held_out_episodes_have_are_named(setting):
     told = describe(plan(setting, "--dataset.episodes=0,1,2", "--dataset.eval_split=0.1"))
     assert "no training episode has the task 'go to the blue bin': all of its episodes are held out" in told
     assert "no training episode" not in describe(plan(setting, "--dataset.eval_split=0.1"))
+
+
+def test_episodes_that_are_left_out(setting, tmp_path, monkeypatch):
+    """By a file, whose words hold for the whole run; by task; of one dataset of two, by its path as it was given."""
+    folder, dataset, _ = setting
+    (tmp_path / "bad.json").write_text("[0, 4]")
+    run = plan(setting, f"--dataset.exclude_episodes=@{tmp_path}/bad.json", "--dataset.tasks=*red*")
+    assert run.train_episodes[0].tolist() == [2] and run.config.dataset.exclude_episodes == [0, 4]
+    told = describe(run)
+    assert "1 of 6 episodes are used: 2 are left out by --dataset.exclude_episodes; 3 have no task that" in told
+    make_dataset(tmp_path / "other", cameras={"observation.images.top": (48, 64)})
+    monkeypatch.chdir(tmp_path)
+    two = [f"--dataset.root={dataset},other", '--dataset.exclude_episodes={"other": [1, 2]}']
+    run = plan(setting, *two, f'--dataset.episodes={{"{dataset}": [5]}}', root=False)
+    assert [e.tolist() for e in run.train_episodes] == [[5], [0, 3, 4, 5]]
+    with pytest.raises(ValueError, match="--dataset.episodes with several datasets: whose"):
+        plan(setting, two[0], "--dataset.episodes=1", root=False)
+
+
+def test_the_demos_own_dataset_is_found_from_anywhere(setting, monkeypatch):
+    """Processes of a cluster that was there before work in another folder than the driver."""
+    folder, _, base = setting
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("vla_finetuning.demo.prepare_demo", lambda *_: ("dataset", base))
+    run = resolve(parse_args(["--preset", "demo", "--batch_size=4", "--output_dir=out"]), gpus_found=0)
+    assert run.metas[0].root == str(folder / "dataset")

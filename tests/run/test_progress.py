@@ -23,6 +23,23 @@ def test_rates_are_counted_per_sample_and_told(tmp_path, monkeypatch, capsys):
     assert "20.0 samples/s (60 frames, 40.0 MB), 25% waiting for data" in capsys.readouterr().out
 
 
+def test_evaluations_that_come_in_are_told_once_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "spilled_bytes", lambda: 0)
+    metrics = {"loss": 0.5, "samples_per_s": 20.0, "step_s": 0.4, "data_wait_s": 0.1}
+    for resumed, steps in ((0, (10, 20, 30, 40)), (20, (30, 40))):
+        log = MetricsLog(tmp_path, 8, 100, resumed, {})
+        for step in steps:
+            if step == 20 and not resumed:
+                for played, successes in ((10, 3), (15, 0)):
+                    line = {"step": played, "successes": successes, "episodes": 4, "interval": [0.3, 0.9]}
+                    with open(tmp_path / "evaluations.jsonl", "a") as file:
+                        file.write(json.dumps(line) + "\n")
+            log.write(step, 1e-3, metrics)
+        lines = [json.loads(text) for text in log.path.read_text().splitlines()]
+        told = {line["step"]: (line["success_step"], line["success"]) for line in lines if "success" in line}
+        assert told == {20: (10, 0.75), 30: (15, 0.0)} and lines[1]["success_low"] == 0.3
+
+
 def test_a_start_says_what_it_does_and_does_not_count_as_a_step(tmp_path, monkeypatch, capsys):
     """From a plan to its first log line was a minute of silence, which the estimate of the time left then counted."""
     monkeypatch.setattr(progress, "spilled_bytes", lambda: 0)

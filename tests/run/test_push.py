@@ -17,7 +17,8 @@ from tests.hub import READ_ONLY, TOKEN, PushHub
 from tests.loopback import serving
 from tests.policies.test_loading import STATS
 from tests.tiny import make_config, make_policy
-from vla_finetuning.config import Config, parse_args
+from vla_finetuning.config import Config
+from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER, make_processors
 from vla_finetuning.run import push

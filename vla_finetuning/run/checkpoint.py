@@ -4,6 +4,7 @@ A checkpoint folder::
 
     trainable.safetensors    the parameters that train, by their names in the policy
     optimizer.safetensors    Adam's state, `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`
+    average.safetensors      the average of the parameters that train, `average.<name>`, where one is kept
     state.json               step, rows trained, the stream they were drawn from, the base policy, sizes and checksums
 
 Where every process holds a part (FSDP2), every process writes its own: `trainable-00001-of-00008.safetensors` and so
@@ -19,14 +20,17 @@ Knows nothing of how a step is computed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,10 +44,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRAINABLE, OPTIMIZER, STATE = "trainable", "optimizer", "state.json"
+TRAINABLE, OPTIMIZER, AVERAGE, STATE = "trainable", "optimizer", "average", "state.json"
 FORMAT = 2
 PREFIX, DAMAGED, PARTIAL = "step_", "damaged_", ".partial_"
-FILE_NAME = rf"({TRAINABLE}|{OPTIMIZER})(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors"
+FILE_NAME = rf"({TRAINABLE}|{OPTIMIZER}|{AVERAGE})(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors"
 # Left free on the disk after a checkpoint, for logs and everybody else.
 SPARE_BYTES = 256 * 2**20
 
@@ -54,7 +58,8 @@ class Progress:
 
     step: optimizer steps done. rows: stream positions [0, rows) have been trained. stream: `StreamPlan.identity()`.
     base: the pretrained policy (path, revision, digest of its weights). mode: what trains. loss: mean training loss
-    since the checkpoint before; None when no step of it was logged.
+    since the checkpoint before; None when no step of it was logged. eval_loss: held-out loss of these very weights;
+    None when it was not measured.
     """
 
     step: int
@@ -64,12 +69,20 @@ class Progress:
     mode: str
     global_batch_size: int
     loss: float | None = None
+    eval_loss: float | None = None
+
+    @property
+    def score(self) -> tuple[float, float]:
+        """The lower, the better: held-out losses before all others, and NaN last."""
+        found = [math.inf if loss is None or math.isnan(loss) else loss for loss in (self.eval_loss, self.loss)]
+        return found[0], found[1]
 
 
 # As JSON has them.
 PROGRESS_TYPES: dict[str, tuple[type, ...]] = {
     **{"step": (int,), "rows": (int,), "global_batch_size": (int,), "mode": (str,)},
     **{"stream": (dict,), "base": (dict,), "loss": (float, int, type(None))},
+    "eval_loss": (float, int, type(None)),
 }
 
 
@@ -80,6 +93,91 @@ class Piece(NamedTuple):
     offsets: tuple[int, ...]
 
 
+# Host memory for checkpoints is made in pieces of this size: few, and none so large that making it is one long wait.
+STAGED_BYTES = 4 * 2**30
+# Each tensor in it begins at a multiple of this, as those that PyTorch allocates do.
+ALIGNMENT = 64
+
+
+class Place(NamedTuple):
+    """Where in host memory a tensor is copied to: the number of the piece, and the byte that it begins at."""
+
+    piece: int
+    start: int
+
+
+def places(sizes: Mapping[str, int], most: int = STAGED_BYTES) -> tuple[dict[str, Place], list[int]]:
+    """Where tensors of so many bytes go, by name, and how large the pieces are: no larger than what is in them.
+
+    A piece is filled up to `most`, and holds at least one tensor, however large.
+    """
+    found: dict[str, Place] = {}
+    pieces: list[int] = []
+    for name, size in sizes.items():
+        room = -(-size // ALIGNMENT) * ALIGNMENT
+        if not pieces or pieces[-1] + room > most:
+            pieces.append(0)
+        found[name] = Place(len(pieces) - 1, pieces[-1])
+        pieces[-1] += room
+    return found, pieces
+
+
+class Staging:
+    """Host memory that all checkpoints of an attempt are copied into, made once, by a thread, while training begins.
+
+    PyTorch's own pinned memory asks the driver for every tensor, at the first checkpoint, and rounds each up to a power
+    of two: for PI0.5 in full, 2400 of them.
+
+    Args:
+        tensors: what a checkpoint holds of this process, by name; on a GPU, the memory is pinned.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self._places, self._sizes = places({name: tensor.nbytes for name, tensor in tensors.items()})
+        self._pin = self._on_gpu(tensors)
+        self._pinned: list[Tensor] = []
+        maker = ThreadPoolExecutor(1, thread_name_prefix="staging")
+        self._pieces: Future[list[Tensor]] = maker.submit(self._make)
+        maker.shutdown(wait=False)
+
+    @staticmethod
+    def _on_gpu(tensors: Mapping[str, Tensor]) -> bool:
+        return any(tensor.is_cuda for tensor in tensors.values())
+
+    def _make(self) -> list[Tensor]:
+        import torch
+
+        pieces = [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
+        if self._pin:
+            from torch.cuda._pin_memory_utils import pin_memory  # torch 2.11's own, for its checkpoints
+
+            for piece in pieces:
+                try:
+                    pin_memory(piece.data_ptr(), piece.nbytes)
+                except RuntimeError as error:
+                    logger.warning("memory for checkpoints cannot be pinned (%s): each takes a while longer", error)
+                    break
+                self._pinned.append(piece)
+        return pieces
+
+    def copied(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy, in the place of that name; on a GPU under way until the device is waited for."""
+        place = self._places[name]
+        piece = self._pieces.result()[place.piece]
+        copy = piece[place.start : place.start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return copy.copy_(tensor, non_blocking=True)
+
+    def close(self) -> None:
+        """Give the memory back. Nothing may be in use of what was copied."""
+        self._pieces.result()
+        if self._pinned:
+            from torch.cuda._pin_memory_utils import unpin_memory
+
+            for piece in self._pinned:
+                unpin_memory(piece.data_ptr())
+        self._pinned, self._pieces = [], Future()
+
+
 # What state.json says of each file: {"trainable.safetensors": {"bytes": ..., "sha256": ...}}.
 Files = dict[str, dict[str, Any]]
 
@@ -88,7 +186,7 @@ def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number
     """Write one process's files of the checkpoint that `commit` will make appear at `folder`.
 
     Args:
-        pieces: under TRAINABLE and OPTIMIZER, by name. Together, those of all processes are whole tensors.
+        pieces: under TRAINABLE, OPTIMIZER and AVERAGE, by name. Together, those of all processes are whole tensors.
         number: of this process, among `of` that write.
     Raises:
         OSError: the disk is full; says how much was needed.
@@ -157,30 +255,32 @@ def load_progress(folder: Path) -> Progress:
 
 
 def load_checkpoint(
-    folder: Path, trainable: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None = None
+    folder: Path,
+    trainable: Mapping[str, Tensor] | None,
+    optimizer: Mapping[str, Tensor] | None = None,
+    average: Mapping[str, Tensor] | None = None,
 ) -> Progress:
     """Read what `set_aside_damaged` or `latest_checkpoint` found into tensors that are there already, by their names.
 
     Each process reads what it holds of them, whole tensors or DTensors, whichever processes wrote the checkpoint.
 
     Args:
-        optimizer: Adam's state; None leaves it unread.
+        trainable: what trains. optimizer: Adam's state. average: of what trains. None leaves it unread.
     Raises:
         ValueError: its files are damaged or gone, or names or shapes are not those in the checkpoint.
         OSError: the disk does not give them.
     """
-    from safetensors import safe_open
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
     from torch.distributed.checkpoint.api import CheckpointException
 
     progress = load_progress(folder)
-    wanted = {TRAINABLE: trainable} if optimizer is None else {TRAINABLE: trainable, OPTIMIZER: optimizer}
+    kinds = {TRAINABLE: trainable, OPTIMIZER: optimizer, AVERAGE: average}
+    wanted = {kind: tensors for kind, tensors in kinds.items() if tensors is not None}
     try:
         for kind, tensors in wanted.items():
-            saved: set[str] = set()
-            for path in folder.glob(f"{kind}*.safetensors"):
-                with safe_open(path, framework="pt") as file:
-                    saved |= set(file.keys())
+            saved = _names(folder, kind)
+            if kind == AVERAGE and not saved:
+                raise ValueError("no average of the weights was kept when it was written: start without --ema.enable")
             if saved != tensors.keys():
                 odd = sorted(saved ^ tensors.keys())[:5]
                 raise ValueError(f"it holds another {kind} state than is wanted now, e.g. {odd}")
@@ -196,6 +296,25 @@ def load_checkpoint(
         raised = OSError if isinstance(reason, OSError) and not isinstance(reason, FileNotFoundError) else ValueError
         raise raised(f"checkpoint {folder}: cannot be read: {reason}") from error
     return progress
+
+
+def checkpoint_names(folder: Path, kind: str) -> set[str]:
+    """Names of what a checkpoint holds: TRAINABLE, OPTIMIZER or AVERAGE. Raises ValueError when it is damaged."""
+    load_progress(folder)
+    try:
+        return _names(folder, kind)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"checkpoint {folder}: cannot be read: {error}") from error
+
+
+def _names(folder: Path, kind: str) -> set[str]:
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for path in folder.glob(f"{kind}*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    return names
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -230,20 +349,27 @@ def set_aside_damaged(folder: Path) -> Path | None:
     return None
 
 
-def prune(folder: Path, keep: int, keep_best: int) -> None:
-    """Delete all but the newest `keep` checkpoints and the `keep_best` with the lowest loss.
+def prune(
+    folder: Path,
+    keep: int,
+    keep_best: int,
+    *,
+    success: Mapping[int, float] | None = None,
+    waiting: Callable[[int], bool] = lambda step: False,
+) -> None:
+    """Delete all but the newest `keep` checkpoints and the `keep_best` with the best score (`Progress.score`).
 
     What cannot be deleted is reported and stays.
+
+    Args:
+        success: by step; where given, the highest is best, and the loss decides among equals.
+        waiting: whether the checkpoint of a step is still to be evaluated. Such a one stays too, while the disk has
+            room for two more of its size.
     """
     paths = _newest_first(folder)
-    losses = {}
-    for path in paths[keep:]:
-        try:
-            loss = load_progress(path).loss
-        except ValueError:
-            continue  # neither good nor known to be bad: left for a person to look at
-        losses[path] = float("inf") if loss is None or loss != loss else loss
-    for path in sorted(losses, key=lambda path: losses[path])[keep_best:]:
+    scores = _scores(path for path in paths[keep:] if not _may_wait(path, waiting))
+    failing = {path: -(success or {}).get(_step(path), -1.0) for path in scores}
+    for path in sorted(scores, key=lambda path: (failing[path], scores[path]))[keep_best:]:
         # In one rename out of sight: half a checkpoint must not be taken for one.
         doomed = path.with_name(PARTIAL + path.name)
         try:
@@ -251,6 +377,35 @@ def prune(folder: Path, keep: int, keep_best: int) -> None:
             shutil.rmtree(doomed)
         except OSError as error:
             logger.warning("old checkpoint %s could not be deleted (%s); training goes on", path, error)
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint with the best score, of equals the newest; None when there is none."""
+    scores = _scores(_newest_first(folder))
+    return min(scores, key=lambda path: scores[path], default=None)
+
+
+def _scores(paths: Iterable[Path]) -> dict[Path, tuple[float, float]]:
+    """Of those that can be read; the others are neither good nor known to be bad, and left for a person to look at."""
+    scores = {}
+    for path in paths:
+        with contextlib.suppress(ValueError):
+            scores[path] = load_progress(path).score
+    return scores
+
+
+def _may_wait(path: Path, waiting: Callable[[int], bool]) -> bool:
+    if not waiting(_step(path)):
+        return False
+    size = sum(file.stat().st_size for file in path.iterdir())
+    if shutil.disk_usage(path).free >= 2 * size + SPARE_BYTES:
+        return True
+    logger.warning("%s is deleted before it was evaluated: the disk is nearly full", path)
+    return False
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix(PREFIX))
 
 
 def check_resumable(found: Progress, run: Progress) -> None:

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 PROJECT = Path(__file__).resolve().parents[2]
 # Where two versions would disagree about pickles, rows or weights.
 PACKAGES = ("ray", "torch", "lerobot", "transformers", "numpy", "pyarrow", "av")
+# The oldest NVIDIA driver for each major version of CUDA, from the release notes of its toolkit.
+DRIVERS = {12: "525", 13: "580"}
 # What LeRobot writes videos in, and the decoders of PyAV (in FFmpeg's names) that can read it; any of them does.
 DECODERS = {"AV1": ("libdav1d", "libaom-av1"), "H.264": ("h264",), "HEVC": ("hevc",)}
 # A worker process that is still starting; a node that takes longer would hold up the run itself.
@@ -430,7 +432,12 @@ def _cuda_problem(wanted: str) -> str | None:
         return f"the NVIDIA driver does not answer (CUDA error {status}); look at nvidia-smi there"
     major, minor = version.value // 1000, version.value % 1000 // 10
     if major < int(wanted.partition(".")[0]):
-        return f"the NVIDIA driver serves CUDA {major}.{minor}, torch was built for {wanted}; update the driver there"
+        needed = DRIVERS.get(int(wanted.partition(".")[0]))
+        return (
+            f"the NVIDIA driver serves CUDA {major}.{minor}, torch was built for {wanted}; update the driver there"
+            + (f" to {needed} or newer" if needed else "")
+            + f", or install the same torch built for CUDA {major}, which PyTorch's own package index has, on all nodes"
+        )
     return None
 
 

@@ -14,6 +14,11 @@ Files of `OUTPUT_DIR`::
     rows/rank<r>.jsonl    with --run.record_rows, a line per micro-batch and epoch:
                           {"attempt": 0, "epoch": 0, "step": 12, "rows": [[dataset_index, index], ...]}
     checkpoints/          see run/checkpoint.py
+    evaluations.jsonl     a line per checkpoint that has played in an environment (--env.type):
+                          {"step": 200, "successes": 31, "episodes": 50, "interval": [0.48, 0.74], "seconds": 80.2}
+    evaluations/step_<n>/ its episodes
+    evaluation.json       what was learned: held-out errors, and of the demo success in the loop
+    films/                pictures of episodes in the loop that evaluation.json speaks of
     pretrained_model/     the trained policy, as LeRobot loads it
     stop                  whoever makes this file asks the run to take a checkpoint and end at its next log step
 
@@ -34,17 +39,28 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from vla_finetuning.config import CONFIG_NAME, GROUPS, OF_A_START, PRESETS, Config
+from vla_finetuning.config import CONFIG_NAME, GROUPS, GRPO_PRESETS, OF_A_START, PRESETS, Config, GrpoConfig
 from vla_finetuning.files import read_lines, write_json
-from vla_finetuning.run.checkpoint import Progress, check_resumable, latest_checkpoint, load_progress, require_space
+from vla_finetuning.run.checkpoint import (
+    Progress,
+    check_resumable,
+    latest_checkpoint,
+    load_progress,
+    prune,
+    require_space,
+)
 
 ATTEMPTS_NAME, METRICS_NAME, LOG_NAME, ROWS_NAME = "attempts.jsonl", "metrics.jsonl", "run.log", "rows"
 LOCK_NAME, STOP_NAME, SKIPPED_NAME, RUN_NAME = ".lock", "stop", "skipped.jsonl", "run.json"
 FIRST_STEP_NAME = "first_step.json"
 ATTENTION_NAME = "attention.json"
 EVALUATION_NAME, CHECKPOINTS_NAME = "evaluation.json", "checkpoints"
+# Pictures of episodes, and in the folder of an evaluation alone what is said of them.
+FILMS, FILMS_INDEX = "films", "films.json"
+# What became of checkpoints in an environment, and the folder of their episodes.
+EVALUATIONS_NAME, EVALUATIONS = "evaluations.jsonl", "evaluations"
 # Options that the learning rate of every step is computed from.
-SCHEDULE = ("steps", "num_epochs", "lr", "warmup_frac", "final_lr_frac")
+SCHEDULE = ("steps", "num_epochs", "lr", "warmup_frac", "final_lr_frac", "optimizer_options", "scheduler_options")
 # Ray Train's own list of checkpoints, beside them.
 RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
@@ -160,7 +176,8 @@ def _options(options: dict[str, Any], group: str = "") -> Iterator[tuple[str, An
 
 
 def _check_free(config: Config) -> None:
-    is_demo = config.preset == "demo" and config.folder == Path(PRESETS["demo"]["output_dir"]).absolute()
+    presets = GRPO_PRESETS if isinstance(config, GrpoConfig) else PRESETS
+    is_demo = config.preset == "demo" and config.folder == Path(presets["demo"]["output_dir"]).absolute()
     if _contents(config.folder) and not (config.resume or is_demo):
         raise FileExistsError(
             f"--output_dir={config.folder} is not empty: --resume goes on with the run it holds; otherwise choose "
@@ -202,6 +219,26 @@ def skipped_episodes(output_dir: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(json.JSONDecodeError):
             found.append(json.loads(line))
     return found
+
+
+def evaluations(output_dir: Path) -> list[dict[str, Any]]:
+    """The lines of `evaluations.jsonl`, by step: how checkpoints fared in the run's environment."""
+    lines = [json.loads(line) for line in read_lines(output_dir / EVALUATIONS_NAME)]
+    return sorted({line["step"]: line for line in lines}.values(), key=lambda line: line["step"])
+
+
+def prune_checkpoints(config: Config, steps: int) -> None:
+    """Delete checkpoints that a run of so many steps need not keep. Called by whoever is alone in writing them."""
+    lines = evaluations(config.folder)
+    success = {line["step"]: line["successes"] / line["episodes"] for line in lines if line["episodes"]}
+    played = {line["step"] for line in lines}
+    prune(
+        config.folder / CHECKPOINTS_NAME,
+        config.keep_checkpoints,
+        config.best_kept,
+        success=success if config.keep_best_by == "success" else None,
+        waiting=lambda step: config.is_evaluated(step, steps) and step not in played,
+    )
 
 
 def stop_requested(output_dir: Path) -> bool:

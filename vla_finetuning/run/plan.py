@@ -9,10 +9,9 @@ import contextlib
 import io
 import itertools
 import json
-import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,14 +26,18 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.processor import PolicyProcessorPipeline
+from lerobot.processor.relative_action_processor import RelativeActionsProcessorStep
+from lerobot.utils.constants import IMAGENET_STATS
 
 from lerobot_datasource import BLOCK_BYTES, SEGMENT_ROWS, LeRobotDatasource
 from vla_finetuning.config import (
     CACHE_DIR,
+    FRAMES_DIR,
     PRESETS,
     Config,
     MissingCameras,
     OnError,
+    PeftOptions,
     TrainMode,
     TrainOptions,
 )
@@ -43,23 +46,34 @@ from vla_finetuning.data.metadata import (
     DatasetMetadata,
     fetch_dataset,
     load_metadata,
-    select_episodes,
 )
+from vla_finetuning.data.node_cache import has_room
+from vla_finetuning.data.relative_actions import RelativeActions, relative_action_stats
 from vla_finetuning.data.rows import frame_of
+from vla_finetuning.data.selection import Choice, of_each, read_choice
 from vla_finetuning.data.statistics import check_stats, complete_stats
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
+from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch, check_weights, fetch_pretrained, match_features
+from vla_finetuning.policies.optim import Recipe, make_recipe, require_shown
 from vla_finetuning.policies.pi05 import (
     TrainableReport,
     choose_trainable,
     flops_by_prompt,
     meta_policy,
 )
-from vla_finetuning.policies.processors import TOKENIZER_FOLDER, make_processors, normalization_mode, required_stats
+from vla_finetuning.policies.processors import (
+    TOKENIZER_FOLDER,
+    make_processors,
+    normalization_mode,
+    required_stats,
+    with_imagenet_stats,
+)
 from vla_finetuning.policies.prompts import prompt_lengths
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
 from vla_finetuning.run.checkpoint import Progress, check_base, file_digest, latest_checkpoint, load_progress
+from vla_finetuning.run.episodes import split_episodes
 from vla_finetuning.run.folder import CHECKPOINTS_NAME, SKIPPED_NAME
 from vla_finetuning.run.mixture import (
     AGGREGATED,
@@ -72,8 +86,6 @@ from vla_finetuning.run.mixture import (
     ordered_alike,
 )
 
-# Of a task: fewer are not split in a rehearsal.
-FEW_EPISODES = 5
 # A batch is poorly mixed that has rows of fewer episodes than this share of what a shuffle of all rows would give.
 POORLY_MIXED = 0.25
 
@@ -113,6 +125,7 @@ class Run:
         notes: what is otherwise than asked for, or than it should be, for the plan.
         mixing: how well batches are mixed. stored_bytes: of a row, were its frames not fitted into another size; None
             where they are not, or differ among datasets.
+        frame_cache: where nodes keep decoded frames, None for nowhere; kept_bytes: all there are of them.
     """
 
     config: Config
@@ -136,6 +149,8 @@ class Run:
     notes: tuple[str, ...] = ()
     mixing: Mixing | None = None
     stored_bytes: int | None = None
+    frame_cache: FrameCache | None = None
+    kept_bytes: int = 0
 
     @property
     def image_size(self) -> list[int] | None:
@@ -154,21 +169,46 @@ class Run:
     @property
     def start(self) -> Progress:
         """The run before its first step: what it is a run of."""
-        return Progress(0, 0, self.stream, self.base, self.config.train.mode, self.config.global_batch_size)
+        return Progress(0, 0, self.stream, self.base, self.what_trains, self.config.global_batch_size)
+
+    @property
+    def what_trains(self) -> str:
+        """In words: the part of the policy (--train.mode), or the adapters in it."""
+        peft = self.config.peft
+        if not peft.enabled:
+            return self.config.train.mode
+        targets = "the policy type's own choice of layers" if peft.target_modules is None else peft.target_modules
+        whole = f", and all of {peft.full_training_modules}" if peft.full_training_modules else ""
+        return f"LoRA of rank {peft.r}, alpha {peft.lora_alpha or 8}, in {targets}{whole}"
 
     @property
     def disk_bytes(self) -> int:
         """The most that the run keeps in its folder."""
         weights = (self.policy_folder or self.output_dir) / WEIGHTS_FILE
-        # A checkpoint is what trains and Adam's two moments, fp32; there is one more while an old one is still there.
-        checkpoint_bytes = 3 * 4 * self.parameters.trainable if self.parameters else 0
+        # A checkpoint is what trains, Adam's two moments and maybe an average, fp32; there is one more while an old one
+        # is still there.
+        checkpoint_bytes = (3 + self.config.ema.enable) * 4 * self.parameters.trainable if self.parameters else 0
         return 2 * checkpoint_bytes + (weights.stat().st_size if weights.is_file() else 0)
 
     @property
-    def learning_rate(self) -> tuple[float, float, int]:
-        """Peak, what it ends at, and the steps of the warm-up."""
-        peak = self.config.lr or self.policy_config.get_optimizer_preset().lr
-        return peak, peak * self.config.final_lr_frac, round(self.config.warmup_frac * self.steps)
+    def recipe(self) -> Recipe:
+        """Optimizer and learning rate."""
+        return make_recipe(self.config, self.policy_config)
+
+    @property
+    def drop_n_last_frames(self) -> int:
+        """Of every training episode, so many are not trained on."""
+        return _dropped(self.config, self.policy_config)
+
+    @property
+    def relative_actions(self) -> RelativeActions | None:
+        """How predicted actions are relative to the state; None if they are absolute."""
+        return relative_actions(self.policy_config)
+
+    @property
+    def rows_per_dataset(self) -> list[int]:
+        """Rows that are trained on, of each dataset."""
+        return _rows(self.metas, self.train_episodes, self.drop_n_last_frames)
 
     @property
     def use_gpu(self) -> bool:
@@ -205,15 +245,15 @@ class Run:
 
         It does not look for files: `resolve` did, and where an error is told a store that hangs must not be asked.
         """
-        d = self.config.dataset
         return partial(
             LeRobotDatasource,
             self.metas,
-            episodes=[e.tolist() for e in self.train_episodes],
+            episodes=self.train_episodes,
             camera_keys=self.match.camera_keys,
             columns=self.match.dataset_keys,
             delta_timestamps=self.match.delta_timestamps,
             image_size=self.image_size,
+            drop_n_last_frames=self.drop_n_last_frames,
             weights=list(self.config.dataset.mixture.values()) or None,
             shuffle_seed=self.config.seed,
             shuffle_window=self.config.dataset.shuffle_window,
@@ -225,7 +265,24 @@ class Run:
             on_error=cast(OnError, self.config.dataset.on_error),
             skip_log=self.output_dir / SKIPPED_NAME,
             look=False,
-            frame_cache=FrameCache(_absolute(d.frame_cache), d.frame_cache_gb) if d.frame_cache else None,
+            frame_cache=self.frame_cache,
+        )
+
+    def held_out(self, look: bool = False) -> LeRobotDatasource:
+        """The held-out episodes, in stored order. `look`: whether to look that their files are there."""
+        d = self.config.dataset
+        return LeRobotDatasource(
+            self.metas,
+            episodes=[held_out.tolist() for held_out in self.eval_episodes],
+            camera_keys=self.match.camera_keys,
+            columns=self.match.dataset_keys,
+            delta_timestamps=self.match.delta_timestamps,
+            image_size=self.image_size,
+            tolerance_s=self.config.tolerance_s,
+            num_cpus=self.config.scaling.cpus_per_read_task,
+            on_error=cast(OnError, d.on_error),
+            look=look,
+            frame_cache=self.frame_cache,
         )
 
     def rows_of_steps(self, first: int, last: int) -> dict[str, list[tuple[int, int]]]:
@@ -263,16 +320,24 @@ def resolve(config: Config, gpus_found: int) -> Run:
     mixture = dict(zip(roots, config.dataset.mixture.values(), strict=False))
     if len(mixture) < len(config.dataset.mixture):
         raise ValueError(f"--dataset.mixture names a dataset twice: {list(config.dataset.mixture)}")
+    out = config.dataset.exclude_episodes
+    excluded = read_choice(out.removeprefix("@")) if isinstance(out, str) else out  # what the file says now is kept
     config = replace(
         config,
         output_dir=_absolute(config.output_dir or ""),
-        dataset=replace(config.dataset, root=None if mixture else ",".join(roots) or None, mixture=mixture),
+        dataset=replace(
+            config.dataset,
+            root=None if mixture else ",".join(roots) or None,
+            mixture=mixture,
+            episodes=_of_absolute(config.dataset.episodes),
+            exclude_episodes=_of_absolute(excluded),
+        ),
     )
     if config.dataset.repo_id:
         path, commit = fetch_dataset(
             config.dataset.repo_id,
             config.dataset.revision,
-            episodes=config.dataset.episodes,
+            episodes=of_each(config.dataset.episodes, [config.dataset.repo_id], "--dataset.episodes")[0],
             camera_keys=config.dataset.camera_keys,
         )
         config = replace(config, dataset=replace(config.dataset, revision=commit))
@@ -284,7 +349,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
         from vla_finetuning.demo import prepare_demo
 
         root, base = prepare_demo(CACHE_DIR / "demo", roots[0] if roots else None)
-        roots = roots or [str(root)]
+        roots = roots or [_absolute(root)]
         if not (path_given or config.policy_type):
             path_given = _absolute(base)
     d = config.dataset
@@ -296,11 +361,6 @@ def resolve(config: Config, gpus_found: int) -> Run:
         raise RemoteCodeError(
             f"policy {base_info['path']}: a '{policy_config.type}' runs code that comes with {brought}: {HOW_TO_TRUST}"
         )
-    if getattr(policy_config, "use_relative_actions", False):
-        raise ValueError(
-            f"policy {base_info['path']}: use_relative_actions needs statistics of relative actions, which are not "
-            "computed yet; choose a policy with absolute actions, or --policy.use_relative_actions=false"
-        )
     if hasattr(get_policy_class(policy_config.type), "update"):
         raise ValueError(
             f"policy {base_info['path']}: a '{policy_config.type}' changes after every step otherwise than by its "
@@ -311,8 +371,10 @@ def resolve(config: Config, gpus_found: int) -> Run:
             f"policy {base_info['path']}: --dataset.on_error=skip needs a loss that can leave rows out, as PI0.5's "
             f"can; this is a '{policy_config.type}': use --dataset.on_error=stop"
         )
+    require_shown(policy_config, f"policy {base_info['path']}")
     config = replace(config, policy_path=path_given, policy_revision=base_info["revision"])
     _check_options(config, policy_config)
+    make_recipe(config, policy_config)  # refuses options that it cannot have
     try:
         match = match_features(
             policy_config,
@@ -324,13 +386,24 @@ def resolve(config: Config, gpus_found: int) -> Run:
         )
     except ValueError as error:
         raise ValueError(f"dataset {metas[0].root} and policy {base_info['path']}: {error}") from error
+    if config.augments:
+        augmentation_of(config, policy_config)  # what it would refuse
     if isinstance(config.dataset.image_size, list):
         _check_image_size(policy_config, config.dataset.image_size)
     check_alike(metas, match.dataset_keys, config.rename_map)
     metas = ordered_alike(metas, match.dataset_keys, config.dataset.dimension_map)
-    parameters = _check_policy(policy_config, folder, config.train)
-    train, held_out, notes = zip(*(_split_episodes(meta, config) for meta in metas), strict=True)
-    rows = sum(int(meta.episode_length[e].sum()) for meta, e in zip(metas, train, strict=True))
+    relative = relative_actions(policy_config)
+    for meta in metas:
+        if relative is not None and any(meta.features[key].order is not None for key in match.dataset_keys):
+            raise ValueError(
+                f"dataset {meta.root}: its dimensions are in another order than the first dataset's, in which "
+                "statistics of relative actions cannot be joined: convert it to that order, or train with absolute "
+                "actions, --policy.use_relative_actions=false"
+            )
+    parameters = check_policy(policy_config, folder, config.train, config.peft)
+    dropped = _dropped(config, policy_config)
+    train, held_out, notes = split_episodes(metas, roots, config, dropped)
+    rows = sum(_rows(metas, train, dropped))
     config, smaller = _fitting_batch(config, rows)
     if config.global_batch_size > rows:
         raise ValueError(
@@ -339,12 +412,15 @@ def resolve(config: Config, gpus_found: int) -> Run:
             "step would see frames twice; lower --batch_size or --grad_accum, or add episodes"
         )
     needed = required_stats(policy_config, {k: metas[0].features[k] for k in match.dataset_keys})
+    if config.dataset.use_imagenet_stats:
+        own = {k: names - IMAGENET_STATS.keys() if k in match.camera_keys else names for k, names in needed.items()}
+        needed = {key: names for key, names in own.items() if names}
     if any(len(episodes) for episodes in held_out):
         # The mean action is what a policy must beat on held-out episodes (evaluation/open_loop.py).
         needed["action"] = needed.get("action", set()) | {"mean"}
-    missing = _missing_stats(metas, needed)
+    missing = _missing_stats(metas, needed, () if relative is None else ("action",))
     for meta in metas:
-        check_stats(meta, needed)
+        check_stats(meta, {key: names for key, names in needed.items() if relative is None or key != "action"})
     run = Run(
         config=config,
         metas=metas,
@@ -365,10 +441,12 @@ def resolve(config: Config, gpus_found: int) -> Run:
     if isinstance(policy_config, PI05Config):
         cameras, train_mode = len(match.camera_keys), cast(TrainMode, config.train.mode)
         prompts = prompt_lengths(policy_config, cameras, config.train.trim_prompts)
-        flops = flops_by_prompt(policy_config, cameras, train_mode, config.train.noise_draws, prompts)
+        flops = flops_by_prompt(policy_config, cameras, train_mode, config.train.noise_draws, prompts, config.peft)
         run = replace(run, prompts=prompts, flops_by_prompt=flops)
     # Checks that all files are there and that the datasets agree.
     source = run.reader()(stream=(0, run.last_row), look=True)
+    if config.eval_steps:
+        run.held_out(look=True)
     if not missing:
         run = replace(run, stats=_stats(run, source.plan.rows_per_source))
         run.processors()  # a tokenizer out of reach is told now
@@ -382,14 +460,36 @@ def resolve(config: Config, gpus_found: int) -> Run:
         decoded={"frames_per_s": source.row_frames(), "decoded_bytes_per_s": source.row_bytes()},
         mixing=_mixing(config, source),
         stored_bytes=stored_bytes,
+        frame_cache=_frame_cache(run, source),
+        kept_bytes=source.decoded_bytes(),
     )
+
+
+def _frame_cache(run: Run, source: LeRobotDatasource) -> FrameCache | None:
+    """Where decoded frames are kept; "auto" is for runs that read them again, and all of which fit this node's disk."""
+    d = run.config.dataset
+    if d.frame_cache != "auto":
+        return FrameCache(_absolute(d.frame_cache), d.frame_cache_gb) if d.frame_cache else None
+    size = source.decoded_bytes()
+    again = run.last_row > run.rows_per_epoch
+    if again and 0 < size <= d.frame_cache_gb * 1e9 and has_room(Path(FRAMES_DIR), size):
+        return FrameCache(FRAMES_DIR, d.frame_cache_gb)
+    return None
 
 
 def with_stats(run: Run) -> Run:
     """Compute the statistics that are missing, in a Ray Data pass, cached beside the run."""
     if not run.missing_stats:
         return run
-    completed = [complete_stats(meta, run.missing_stats, cache_dir=run.output_dir / "stats")[0] for meta in run.metas]
+    cache_dir, relative, missing = run.output_dir / "stats", run.relative_actions, dict(run.missing_stats)
+    of_relative = {"action": missing.pop("action")} if relative is not None else {}
+    completed = []
+    for meta in run.metas:
+        stats = complete_stats(meta, missing, cache_dir=cache_dir)[0]
+        if relative is not None:
+            stats["action"] = relative_action_stats(meta, relative, cache_dir=cache_dir)
+            check_stats(replace(meta, stats=stats), of_relative)
+        completed.append(stats)
     metas = tuple(replace(meta, stats=stats) for meta, stats in zip(run.metas, completed, strict=True))
     rows = run.stream["rows_per_source"]
     return replace(run, stats=_stats(replace(run, metas=metas), rows), missing_stats={})
@@ -400,7 +500,18 @@ def _stats(run: Run, rows_per_source: Sequence[int]) -> Stats:
     d = run.config.dataset
     if not d.mixed_ranges:
         check_ranges(run.metas, run.match.dataset_keys)
-    return join_stats(run.metas, rows_per_source if d.mixture and d.mixture_stats == "weights" else None)
+    stats = join_stats(run.metas, rows_per_source if d.mixture and d.mixture_stats == "weights" else None)
+    return with_imagenet_stats(stats, run.match.camera_keys) if d.use_imagenet_stats else stats
+
+
+def _dropped(config: Config, policy_config: PreTrainedConfig) -> int:
+    """Frames at the end of each training episode that are left out: as LeRobot's sampler does for some policies."""
+    asked = config.dataset.drop_n_last_frames
+    return getattr(policy_config, "drop_n_last_frames", 0) if asked is None else asked
+
+
+def _rows(metas: Sequence[DatasetMetadata], episodes: Sequence[np.ndarray], dropped: int) -> list[int]:
+    return [int((meta.episode_length[e] - dropped).sum()) for meta, e in zip(metas, episodes, strict=True)]
 
 
 def _absolute(path: str | Path) -> str:
@@ -408,12 +519,27 @@ def _absolute(path: str | Path) -> str:
     return str(path) if "://" in str(path) else str(Path(os.path.expanduser(path)).absolute())
 
 
-def _missing_stats(metas: Sequence[DatasetMetadata], needed: dict[str, set[str]]) -> dict[str, set[str]]:
-    """What has to be computed, `{feature: statistics}`: with several datasets, all must have what is joined."""
+def relative_actions(policy_config: PreTrainedConfig) -> RelativeActions | None:
+    """How the actions that the policy predicts are relative to the state; None if they are not."""
+    if not getattr(policy_config, "use_relative_actions", False):
+        return None
+    names = getattr(policy_config, "action_feature_names", None)
+    step = RelativeActionsProcessorStep(True, getattr(policy_config, "relative_exclude_joints", []), names)
+    dimensions = step._build_mask(policy_config.output_features["action"].shape[0])
+    return RelativeActions(len(policy_config.action_delta_indices or [0]), tuple(dimensions))
+
+
+def _missing_stats(
+    metas: Sequence[DatasetMetadata], needed: dict[str, set[str]], others: Sequence[str] = ()
+) -> dict[str, set[str]]:
+    """What has to be computed, `{feature: statistics}`: with several datasets, all must have what is joined.
+
+    Of `others` always, whatever the datasets have.
+    """
     if len(metas) > 1:
         needed = {key: names | AGGREGATED for key, names in needed.items()}
     missing = {
-        key: {name for name in names if any(name not in meta.stats.get(key, {}) for meta in metas)}
+        key: {name for name in names if key in others or any(name not in meta.stats.get(key, {}) for meta in metas)}
         for key, names in needed.items()
     }
     missing = {key: names for key, names in missing.items() if names}
@@ -427,7 +553,9 @@ def _missing_stats(metas: Sequence[DatasetMetadata], needed: dict[str, set[str]]
     return missing
 
 
-def _check_policy(policy_config: PreTrainedConfig, folder: Path | None, train: TrainOptions) -> TrainableReport | None:
+def check_policy(
+    policy_config: PreTrainedConfig, folder: Path | None, train: TrainOptions, adapters: PeftOptions | None = None
+) -> TrainableReport | None:
     """Refuse weights that do not load, and count what there is and what trains, without any memory for it."""
     if not isinstance(policy_config, PI05Config):
         if train.mode != "full":
@@ -446,7 +574,7 @@ def _check_policy(policy_config: PreTrainedConfig, folder: Path | None, train: T
     policy = meta_policy(policy_config)
     if folder is not None:
         check_weights(folder, policy)
-    report = choose_trainable(policy, cast(TrainMode, train.mode))
+    report = choose_trainable(policy, cast(TrainMode, train.mode), adapters)
     if any(parameter.requires_grad and parameter.dtype != torch.float32 for parameter in policy.parameters()):
         raise ValueError(
             f"--policy.dtype={policy_config.dtype}, the user's or the pretrained policy's own: weights that train must "
@@ -519,10 +647,7 @@ def _policy_config(where: str, kind: str, folder: Path | None, options: list[str
 # Options of policies that change nothing here, and what does.
 WITHOUT_EFFECT = {
     "device": "--scaling.use_gpu",
-    "use_peft": "adapters are not trained yet; --train.mode heads or expert trains a part of PI0.5",
-    "scheduler_warmup_steps": "--warmup_frac",
-    "scheduler_decay_steps": "--steps: the learning rate falls over the whole run",
-    "scheduler_decay_lr": "--final_lr_frac",
+    "use_peft": "--peft.method_type lora",
 }
 WITHOUT_EFFECT_IN_PI05 = {
     "train_expert_only": "--train.mode expert",
@@ -532,15 +657,27 @@ WITHOUT_EFFECT_IN_PI05 = {
     "gradient_checkpointing": "--train.activation_checkpointing",
 }
 
+# Options of ours, and those of policies of which they take the place.
+SCHEDULER_OPTIONS = ("scheduler_warmup_steps", "scheduler_decay_steps", "scheduler_decay_lr")
+OURS_AND_THEIRS = {
+    "lr": ("optimizer_lr",),
+    "warmup_frac": SCHEDULER_OPTIONS,
+    "final_lr_frac": SCHEDULER_OPTIONS,
+}
+
 
 def _check_options(config: Config, policy_config: PreTrainedConfig) -> None:
     """Refuse options of the policy that would be ignored, naming what does the same here."""
     answers = WITHOUT_EFFECT | (WITHOUT_EFFECT_IN_PI05 if isinstance(policy_config, PI05Config) else {})
-    if config.lr is not None:
-        by_whom = "the preset" if PRESETS.get(config.preset or "", {}).get("lr") else "the command line"
-        answers["optimizer_lr"] = f"--lr, which {by_whom} has set to {config.lr:g}"
+    preset = PRESETS.get(config.preset or "", {})
+    for ours, theirs in OURS_AND_THEIRS.items():
+        if (value := getattr(config, ours)) is not None:
+            by_whom = "the preset" if preset.get(ours) else "the command line"
+            answers |= {name: f"--{ours}, which {by_whom} has set to {value:g}" for name in theirs}
     for option in config.policy_options:
         name = option.removeprefix("--").partition("=")[0]
+        if not config.use_policy_training_preset and name.startswith(("optimizer_", "scheduler_")):
+            answers[name] = f"--{name.replace('_', '.', 1)}, or --use_policy_training_preset=true"
         if name in answers:
             raise ValueError(f"--policy.{name} has no effect on a '{policy_config.type}' here; use {answers[name]}")
 
@@ -638,34 +775,6 @@ def _fitting_batch(config: Config, rows: int) -> tuple[Config, list[str]]:
     return replace(config, batch_size=size), [note]
 
 
-def _split_episodes(meta: DatasetMetadata, config: Config) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Episodes to train and to hold out, and notes; the last ceil(n x eval_split) of each task are, as in LeRobot.
-
-    A rehearsal, whose preset chose the share, leaves tasks of a few episodes to training.
-    """
-    chosen = select_episodes(meta, config.dataset.episodes)
-    share = config.dataset.eval_split
-    by_task: dict[str, list[int]] = {}
-    for episode in chosen.tolist():
-        by_task.setdefault((meta.episode_tasks[episode] or ("",))[0], []).append(episode)
-    groups = list(by_task.values())
-    notes = []
-    if config.preset == "demo" and share == float(PRESETS["demo"]["dataset.eval_split"]):
-        large = [group for group in groups if len(group) >= FEW_EPISODES]
-        if len(large) < len(groups):
-            groups = large or [max(groups, key=len)] * (len(chosen) > 1)
-            notes = [
-                f"{sum(math.ceil(len(group) * share) for group in groups)} of {len(chosen)} episodes held out: tasks "
-                f"with fewer than {FEW_EPISODES} are left to training"
-            ]
-    held_out = sorted(e for group in groups for e in group[len(group) - math.ceil(len(group) * share) :])
-    train = np.setdiff1d(chosen, held_out)
-    if not len(train):
-        raise ValueError(
-            f"{meta.root}: --dataset.eval_split={share} leaves no episode to train on ({len(chosen)} episodes, "
-            f"{len(by_task)} tasks, at least one held out of each); lower it or add episodes"
-        )
-    if untrained := [task for task, group in by_task.items() if not np.isin(group, train).any()]:
-        told = ", ".join(map(repr, untrained[:3])) + (f" and {len(untrained) - 3} more" if len(untrained) > 3 else "")
-        notes.append(f"no training episode has the task {told}: all of its episodes are held out")
-    return train, np.asarray(held_out, np.int64), notes
+def _of_absolute(choice: Choice) -> Any:
+    """Episodes by the roots as `resolve` knows them."""
+    return {_absolute(root): numbers for root, numbers in choice.items()} if isinstance(choice, Mapping) else choice

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from vla_finetuning.run.folder import (
     ROWS_NAME,
     SKIPPED_NAME,
     attempts,
+    evaluations,
     skipped_episodes,
 )
 from vla_finetuning.terminal import LogFormatter, tell
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from vla_finetuning.run.plan import Run
 
 POLL_S = 0.5
+# What is told of a line of metrics.jsonl.
+Line = Callable[[Mapping[str, Any]], str]
 
 
 class MetricsLog:
@@ -52,9 +55,8 @@ class MetricsLog:
         per_sample: Mapping[str, float | None],
     ):
         self._batch, self._epoch, self._per_sample = global_batch_size, rows_per_epoch, dict(per_sample)
-        self.path = output_dir / METRICS_NAME
-        kept = [line for line in read_lines(self.path) if json.loads(line)["step"] <= resumed_step]
-        self.path.write_text("".join(line + "\n" for line in kept))
+        self.path = keep_metrics(output_dir, resumed_step)
+        self._told = {json.loads(line).get("success_step") for line in read_lines(self.path)}
 
     def write(self, step: int, lr: float, metrics: dict[str, Any]) -> None:
         """Append a line for the window of steps that ends with `step`."""
@@ -67,9 +69,34 @@ class MetricsLog:
             # Of the whole step, waiting for data included.
             **{k: None if v is None else v * metrics["samples_per_s"] for k, v in self._per_sample.items()},
             "spilled_bytes": spilled_bytes(),
+            **self._success(),
         }
         with open(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
+
+    def _success(self) -> dict[str, float]:
+        """Of the oldest evaluation in the loop that no line tells of yet; it came in some time after its checkpoint."""
+        line = next((line for line in evaluations(self.path.parent) if line["step"] not in self._told), None)
+        if line is None:
+            return {}
+        self._told.add(line["step"])
+        return success_of(line)
+
+
+def success_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """A line of `evaluations.jsonl` as a line of `metrics.jsonl` tells of it."""
+    if not evaluation["episodes"]:
+        return {"success_step": evaluation["step"]}
+    (low, high), success = evaluation["interval"], evaluation["successes"] / evaluation["episodes"]
+    return {"success": success, "success_low": low, "success_high": high, "success_step": evaluation["step"]}
+
+
+def keep_metrics(output_dir: Path, resumed_step: int) -> Path:
+    """Remove the lines of `metrics.jsonl` past a step, which are void; returns its path."""
+    path = output_dir / METRICS_NAME
+    kept = [line for line in read_lines(path) if json.loads(line)["step"] <= resumed_step]
+    path.write_text("".join(line + "\n" for line in kept))
+    return path
 
 
 class RowsLog:
@@ -155,17 +182,18 @@ def log_to(output_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def follow_progress(output_dir: Path, steps: int) -> Iterator[None]:
+def follow_progress(output_dir: Path, steps: int, line: Line | None = None) -> Iterator[None]:
     """While the block runs: a progress bar on a terminal, otherwise a line per log step; and workers' warnings.
 
     Args:
         output_dir: the run's folder; `metrics.jsonl` and `run.log` in it need not exist yet.
         steps: optimizer steps of the whole run.
+        line: what is told of a line of `metrics.jsonl`; `step_line` when absent.
     """
     stop = threading.Event()
     # Before the block: what an earlier attempt of a resumed run wrote is not news.
     told = _Told.of(output_dir)
-    thread = threading.Thread(target=_follow, args=(output_dir, steps, told, stop), daemon=True)
+    thread = threading.Thread(target=_follow, args=(output_dir, steps, told, stop, line or step_line), daemon=True)
     thread.start()
     try:
         yield
@@ -194,7 +222,19 @@ class _Told:
         )
 
 
-def _follow(output_dir: Path, steps: int, told: _Told, stop: threading.Event) -> None:
+def step_line(line: Mapping[str, Any]) -> str:
+    """What is told of a log step."""
+    share = line["data_wait_s"] / line["step_s"] if line["step_s"] else 0.0
+    told = (
+        f"loss {line['loss']:.4f}, {line['samples_per_s']:.1f} samples/s "
+        f"({line['frames_per_s']:.0f} frames, {line['decoded_bytes_per_s'] / 1e6:.1f} MB), "
+        f"{share:.0%} waiting for data"
+    )
+    held_out = line.get("eval_loss")
+    return told if held_out is None else f"{told}, held-out loss {held_out:.4f}"
+
+
+def _follow(output_dir: Path, steps: int, told: _Told, stop: threading.Event, say: Line) -> None:
     interactive = sys.stdout.isatty()
     skipped: set[tuple[str, int]] = set()
     starting = True
@@ -228,17 +268,12 @@ def _follow(output_dir: Path, steps: int, told: _Told, stop: threading.Event) ->
                     continue
                 bar.update(line["step"] - told.step)
                 told.step = line["step"]
-                share = line["data_wait_s"] / line["step_s"] if line["step_s"] else 0.0
-                line_told = (
-                    f"loss {line['loss']:.4f}, {line['samples_per_s']:.1f} samples/s "
-                    f"({line['frames_per_s']:.0f} frames, {line['decoded_bytes_per_s'] / 1e6:.1f} MB), "
-                    f"{share:.0%} waiting for data"
-                )
+                line_told = say(line)
                 if interactive:
                     bar.set_postfix_str(line_told)
                 else:
                     # The first steps after a start also wait for the data engine to fill.
-                    step_s = line["step_s"] - line["data_wait_s"] * starting
+                    step_s = line["step_s"] - line.get("data_wait_s", 0.0) * starting
                     left_s = (steps - told.step) * step_s
                     tell(f"step {told.step}/{steps}  {line_told}, {_minutes(left_s)} left")
                 starting = False

@@ -51,7 +51,7 @@ def record_run(run: Run, plan: str, cluster: Mapping[str, float]) -> None:
         "steps": run.steps,
         "rows_per_epoch": run.rows_per_epoch,
         "mixing": asdict(run.mixing) if run.mixing else None,
-        "action_names": dimension_names(run.metas[0], "action"),
+        "action_names": dimension_names(run.metas[0], "action") if run.metas else None,
         "use_gpu": run.use_gpu,
         "hardware": {
             "nodes": sum(name.startswith("node:") and name != "node:__internal_head__" for name in cluster),
@@ -90,8 +90,10 @@ def code_revision() -> str:
 def held_out_errors(evaluation: Mapping[str, Any]) -> dict[str, float]:
     """Mean squared errors of the action chunk on held-out frames, from `evaluation.json`, by whose they are.
 
-    `mean_action` is the error of always predicting the mean of the dataset's statistics.
+    `mean_action` is the error of always predicting the mean of the dataset's statistics. Nothing without a dataset.
     """
+    if "trained" not in evaluation:
+        return {}
     trained = evaluation["trained"]
     errors = {
         "mean_action": trained["mean_action"],
