@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ Phase = Literal[
     "optimizer",
     "zero_grad_schedule",
     "metrics",
+    "evaluation",
     "checkpoint",
     "other",
 ]
@@ -192,23 +193,27 @@ def peak_flops(device: torch.device) -> float | None:
 
 @dataclass
 class TrainableOptimizer:
-    """AdamW over what trains, its parameter list made once, and the learning rate as a function of the step.
+    """Adam over what trains, its parameter list made once, and the learning rate as a function of the step.
 
     A step whose gradients are not all finite changes nothing: the fused kernel is told so by a device flag, which the
     host does not read.
 
     Attributes:
+        optimizer: Adam or AdamW. A parameter group may have an `lr_scale`: its share of the schedule's rate.
+        average, decay: an exponential moving average of `params`, fp32 and in parts where they are; empty for none.
         keeps_gradients: gradients were there when this was made, in memory that stays (DDP's buckets). They are zeroed
             in place: given up, they would be made anew beside that memory. Else they are given up after every step.
     """
 
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Adam
     names: list[str]
     params: list[nn.Parameter]
     buffers: dict[str, Tensor]
     schedule: Callable[[int], float]
     clip_norm: float
     keeps_gradients: bool = False
+    average: list[Tensor] = field(default_factory=list)
+    decay: float = 0.0
 
     def named(self) -> dict[str, Tensor]:
         """What training may change, by name: parameters that train, and buffers that are saved with them."""
@@ -230,12 +235,42 @@ class TrainableOptimizer:
         self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
         clock.mark("zero_grad_schedule")
         for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule(number)
+            group["lr"] = self.schedule(number) * group.get("lr_scale", 1.0)
         clock.mark("optimizer")
         self.optimizer.step()
+        self._follow(skipped)
         clock.mark("zero_grad_schedule")
         self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         return norm.detach(), skipped
+
+    def named_average(self) -> dict[str, Tensor]:
+        """The averaged parameters, `average.<name>`; none where there is no average."""
+        return {f"average.{name}": tensor for name, tensor in zip(self.names, self.average, strict=False)}
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """While the block runs, parameters have the average's values; afterwards their own again, bit for bit."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _follow(self, skipped: Tensor) -> None:
+        """average = decay x average + (1 - decay) x parameters; unchanged after a skipped step."""
+        if not self.average:
+            return
+        share = (1 - self.decay) * (1 - skipped)
+        for average, param in zip(self.average, self.params, strict=True):
+            held(average).lerp_(held(param), share)
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for average, param in zip(self.average, self.params if self.average else (), strict=True):
+            own = held(param).clone()
+            held(param).copy_(held(average))
+            held(average).copy_(own)
 
     def state(self) -> dict[str, Tensor]:
         """Adam's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`.
@@ -261,26 +296,59 @@ def make_trainable_optimizer(
     eps: float,
     weight_decay: float,
     clip_norm: float,
+    decay: float | None = None,
 ) -> TrainableOptimizer:
-    """Fused AdamW over the parameters of `module` that require gradients.
-
-    Raises:
-        ValueError: nothing trains, or something that trains is not float32 (Adam in bf16 does not learn:
-            0 % against 94 % success in OpenTau #181).
-    """
-    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    if not named:
-        raise ValueError("no parameter requires a gradient: nothing would be trained")
-    low = [n for n, p in named if p.dtype != torch.float32]
-    if low:
-        raise ValueError(f"{len(low)} trainable parameters are not float32, e.g. {low[0]}; master weights must be")
-    params = [p for _, p in named]
+    """Fused AdamW over the parameters of `module` that require gradients; see `take_optimizer`."""
+    params = list(trainable_parameters(module).values())
     optimizer = torch.optim.AdamW(params, lr=schedule(0), betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+    return take_optimizer(module, optimizer, schedule=schedule, clip_norm=clip_norm, decay=decay)
+
+
+def take_optimizer(
+    module: nn.Module,
+    optimizer: torch.optim.Adam,
+    *,
+    schedule: Callable[[int], float],
+    clip_norm: float,
+    decay: float | None = None,
+) -> TrainableOptimizer:
+    """For the step: a fused Adam or AdamW over the `trainable_parameters` of `module`, in groups of any kind.
+
+    Args:
+        decay: of the parameters' average, which starts as they are; None for none.
+    """
+    named = trainable_parameters(module)
     all_parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     # Such as the statistics of batch norms; PI0.5 has none.
     buffers = {name: value for name, value in module.state_dict().items() if name not in all_parameters}
-    keeps_gradients = all(param.grad is not None for param in params)
-    return TrainableOptimizer(optimizer, [n for n, _ in named], params, buffers, schedule, clip_norm, keeps_gradients)
+    keeps_gradients = all(param.grad is not None for param in named.values())
+    return TrainableOptimizer(
+        optimizer,
+        list(named),
+        list(named.values()),
+        buffers,
+        schedule,
+        clip_norm,
+        keeps_gradients,
+        average=[] if decay is None else [param.detach().clone() for param in named.values()],
+        decay=decay or 0.0,
+    )
+
+
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of `module` that require gradients, by name.
+
+    Raises:
+        ValueError: there is none, or one is not float32 (Adam in bf16 does not learn: 0 % against 94 % success in
+            OpenTau #181).
+    """
+    named = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    if not named:
+        raise ValueError("no parameter requires a gradient: nothing would be trained")
+    low = [name for name, param in named.items() if param.dtype != torch.float32]
+    if low:
+        raise ValueError(f"{len(low)} trainable parameters are not float32, e.g. {low[0]}; master weights must be")
+    return named
 
 
 def warmup_cosine(peak: float, final: float, warmup_steps: int, steps: int) -> Callable[[int], float]:
@@ -303,15 +371,16 @@ def warmup_cosine(peak: float, final: float, warmup_steps: int, steps: int) -> C
 def accumulating(model: nn.Module) -> Iterator[None]:
     """While the block runs, backward adds to this process's gradients; the first one after it exchanges them.
 
-    With ddp and fsdp2 nothing at all travels between those; fsdp2_reshard goes on gathering units to compute with.
+    With ddp, fsdp2 and hsdp nothing at all travels meanwhile. fsdp2_reshard gathers units to compute with in any case,
+    and exchanges gradients as they are made: a process then keeps its parts of them, not all of them in float32.
     """
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
-    elif is_sharded(model):
+    elif is_sharded(model) and cast(Any, model).whole_between_micro_batches:
         sharded: Any = model
         sharded.set_requires_gradient_sync(False)
-        sharded.set_reshard_after_backward(not sharded.whole_between_micro_batches)
+        sharded.set_reshard_after_backward(False)
         try:
             yield
         finally:
@@ -327,6 +396,12 @@ def accumulating(model: nn.Module) -> Iterator[None]:
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 keeps the parameters in parts."""
     return hasattr(model, "set_requires_gradient_sync")
+
+
+def held(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: all of it, unless it is a DTensor."""
+    sharded: Any = tensor
+    return sharded.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.tiny import make_batch, make_config, make_policy
 from util import make_trainable_optimizer, train_step
 from vla_finetuning.policies.pi05 import PolicyLoss, cast_frozen, choose_trainable, leave_off_unused
-from vla_finetuning.training.memory import step_memory
+from vla_finetuning.training.memory import prediction_bytes, step_memory
 
 CPU = torch.device("cpu")
 ROWS = 16
@@ -49,6 +49,23 @@ def estimate(mode, attention, checkpointing, bf16, accum):
         attention=attention,
         checkpointing=checkpointing,
     )
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_what_predicting_takes_is_what_pytorchs_profiler_sees(bf16):
+    policy = make_policy(2).eval()
+    if bf16:
+        choose_trainable(policy, "expert")
+        cast_frozen(policy, torch.bfloat16)
+    batch, noise, _ = make_batch(policy, ROWS)
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler,
+        torch.no_grad(),
+        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+    ):
+        policy.predict_action_chunk(batch, noise=noise, num_steps=2)
+    planned = prediction_bytes(make_config(2), "expert", cameras=2, rows=ROWS, bf16=bf16)
+    assert planned - sum(t.nbytes for t in (*batch.values(), noise)) == pytest.approx(peak_of(profiler), rel=0.1)
 
 
 def storages(tensors):
@@ -103,6 +120,13 @@ def test_the_peak_is_what_pytorchs_profiler_sees(mode, attention, checkpointing,
     step(0)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step(1)
+    peak = peak_of(profiler)
+    held = found.weights + found.optimizer + sum(tensor.nbytes for tensor in (*batch.values(), noise, time))
+    assert found.peak - held == pytest.approx(peak, rel=0.05)
+
+
+def peak_of(profiler):
+    """Bytes beyond those at its start, at the worst moment of what it watched."""
     events = sorted(
         (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"),
         key=lambda event: event.start_ns(),
@@ -111,5 +135,4 @@ def test_the_peak_is_what_pytorchs_profiler_sees(mode, attention, checkpointing,
     for event in events:
         now += event.nbytes()
         peak = max(peak, now)
-    held = found.weights + found.optimizer + sum(tensor.nbytes for tensor in (*batch.values(), noise, time))
-    assert found.peak - held == pytest.approx(peak, rel=0.05)
+    return peak

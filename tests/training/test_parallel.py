@@ -1,16 +1,19 @@
-"""Parameters in parts, on two processes: the same losses as with copies, really in parts, and back from the disk."""
+"""Parameters in parts, on two processes and on four: the losses of copies, really in parts, and back from the disk."""
 
 import itertools
 import json
 import multiprocessing
+import shutil
 import threading
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import ray.train.collective
 import torch
@@ -26,16 +29,19 @@ from diagnostics.page import page
 from diagnostics.step_clock import StepClock
 from tests import in_process
 from util import accumulating, make_trainable_optimizer, train_step, whole
-from vla_finetuning.config import parse_args
+from vla_finetuning.flags import parse_args
+from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.run.checkpoint import load_checkpoint
 from vla_finetuning.run.folder import start_attempt
 from vla_finetuning.training import parallel, worker
+from vla_finetuning.training.held_out import HeldOutLoss
 from vla_finetuning.training.memory import Alive, step_memory
-from vla_finetuning.training.parallel import spread
+from vla_finetuning.training.parallel import copies_on, spread
 
 CPU = torch.device("cpu")
 STRATEGIES = ("ddp", "fsdp2", "fsdp2_reshard")
 SAVED_STEPS = 2
+AVERAGED = {"ema.enable": "true", "ema.decay": 0.75}
 
 
 def processes(function, *args, world):
@@ -55,7 +61,8 @@ class Trainer:
     def __init__(self, run, strategy, rank, world):
         self.run = run
         self.loss, self.autocast = worker.build_model(run, CPU)
-        self.model = spread(self.loss, strategy, CPU, world, autocast=self.autocast)
+        copies = copies_on([rank // 2 for rank in range(world)], None) if strategy == "hsdp" else None
+        self.model = spread(self.loss, strategy, CPU, world, copies=copies, autocast=self.autocast)
         self.optimizer = worker.build_optimizer(run, self.loss)
         self.dealt = compare_strategies.Dealt(run.config.batch_size, run.block_rows, rank, world, run.batches_per_step)
 
@@ -89,12 +96,15 @@ class Trainer:
         ):
             progress, checkpoint = worker.saved_progress(self.run)
         if checkpoint is not None:
-            load_checkpoint(checkpoint, self.optimizer.named(), self.optimizer.state())
+            optimizer = self.optimizer
+            load_checkpoint(checkpoint, optimizer.named(), optimizer.state(), optimizer.named_average())
         return progress
 
     def everything(self):
-        """What trains and Adam's state, whole; all ranks must ask."""
-        return {name: whole(t).clone() for name, t in {**self.optimizer.named(), **self.optimizer.state()}.items()}
+        """What trains, Adam's state and the average, whole; all ranks must ask."""
+        optimizer = self.optimizer
+        tensors = {**optimizer.named(), **optimizer.state(), **optimizer.named_average()}
+        return {name: whole(tensor).clone() for name, tensor in tensors.items()}
 
 
 def broadcast(value):
@@ -122,9 +132,13 @@ def two(rank, world, run, folder):
             "communication": communication_of(run, strategy, rank),
             "nan": step_with_nan(run, strategy, rank),
             "peaks": peaks_of_steps(run, strategy, rank, 2),
+            "gradients": gradients_of(run, strategy, rank),
             "uneven": uneven_steps(run, strategy, rank) if strategy != "fsdp2_reshard" else None,
             "bf16": losses_of(run, strategy, rank, precision="bf16"),
+            "average": average_of(run, strategy, rank),
+            "held out": held_out_of(run, strategy, rank),
             "recomputed": losses_of(run, strategy, rank, activation_checkpointing=True),
+            "compiled": compiled(run, strategy, rank) if strategy != "ddp" else None,
         }
         save(run, strategy, rank, folder)
     found["full disk"] = full_disk(run, rank, folder)
@@ -134,7 +148,7 @@ def two(rank, world, run, folder):
 
 def spread_found(run, strategy, rank):
     """Who holds what, when."""
-    trainer = Trainer(run, strategy, rank, 2)
+    trainer = Trainer(run, strategy, rank, dist.get_world_size())
     if strategy == "ddp":
         return None
     trained = [p for p in trainer.loss.parameters() if p.requires_grad]
@@ -166,7 +180,7 @@ class Collectives(TorchDispatchMode):
 
 def travels(run, strategy, rank):
     """Collectives of a micro-batch that is not the first, while gradients are accumulated; and of the last one."""
-    trainer = Trainer(run, strategy, rank, 2)
+    trainer = Trainer(run, strategy, rank, dist.get_world_size())
     first, second = trainer.batches(2)
     with accumulating(trainer.model):
         trainer.backward(first)
@@ -219,6 +233,18 @@ def peaks_of_steps(run, strategy, rank, world):
     return peaks
 
 
+def gradients_of(run, strategy, rank):
+    """Some of them after two micro-batches, whole; and the share that was held of all between the two."""
+    trainer = Trainer(run, strategy, rank, 2)
+    first, second = trainer.batches(2)
+    with accumulating(trainer.model):
+        trainer.backward(first)
+    params = trainer.optimizer.params
+    held = sum(parallel.held(p.grad).numel() for p in params if p.grad is not None) / sum(p.numel() for p in params)
+    trainer.backward(second)
+    return {"held": held, "some": {n: whole(params[n].grad).flatten()[:5].tolist() for n in (0, 20, -1)}}
+
+
 def uneven_steps(run, strategy, rank):
     """Losses of two steps of three micro-batches, of which rank 0 has two."""
     config = replace(run.config, scaling=replace(run.config.scaling, num_workers=3), grad_accum=1)
@@ -237,22 +263,89 @@ def losses_of(run, strategy, rank, **options):
     return [trainer.step(number, batches).loss.item() for number in range(3)]
 
 
+def held_out_of(run, strategy, rank, world=2):
+    """Held-out losses before and after a step, and what that step's loss and the weights then are."""
+    run = replace(run, eval_episodes=(np.array([0, 2]),))
+    trainer = Trainer(run, strategy, rank, world)
+    batches = trainer.batches(4 // world)
+    with in_process.tasks_here():
+        held_out = HeldOutLoss(run, rank, world, CPU)
+        before = held_out.evaluate(trainer.loss, trainer.autocast)
+        in_parts_again = all(in_parts(trainer.loss))
+        losses = [trainer.step(0, batches).loss.item()]
+        after = held_out.evaluate(trainer.loss, trainer.autocast)
+        losses.append(trainer.step(1, batches).loss.item())
+    undisturbed = Trainer(run, strategy, rank, world)
+    expected = [undisturbed.step(number, batches).loss.item() for number in range(2)]
+    told = [{key: value for key, value in found.items() if key != "eval_s"} for found in (before, after)]
+    return {"told": told, "disturbed": losses != expected, "in parts": in_parts_again}
+
+
+def average_of(run, strategy, rank):
+    """After four steps, of which one is skipped: how far the average is from one computed beside it."""
+    trainer = Trainer(run, strategy, rank, 2)
+    own = trainer.optimizer
+
+    def weights():
+        return {name: whole(param).detach().double().numpy() for name, param in own.named().items()}
+
+    start = expected = weights()
+    for number in range(4):
+        batches = trainer.batches(2)
+        if number == 2:
+            batches[0]["action"][0, 0, 0] = torch.nan
+        trainer.step(number, batches)
+        if number != 2:
+            expected = {name: 0.75 * expected[name] + 0.25 * value for name, value in weights().items()}
+    found = {name: whole(tensor).double().numpy() for name, tensor in zip(own.names, own.average, strict=True)}
+    last = weights()
+    with own.averaged():
+        swapped = all(np.array_equal(value, found[name]) for name, value in weights().items())
+    return {
+        "apart": max(float(np.abs(found[name] - expected[name]).max()) for name in found),
+        "moved": max(float(np.abs(found[name] - start[name]).max()) for name in found),
+        "swapped": swapped,
+        "back": all(np.array_equal(value, last[name]) for name, value in weights().items()),
+        "in parts": all(isinstance(tensor, DTensor) for tensor in own.average),
+    }
+
+
+def compiled(run, strategy, rank):
+    """Losses with layers compiled and without, and how often they were; also where layers are computed again."""
+    found = {}
+    for recomputed in (False, True):
+        torch._dynamo.reset()
+        compiler = Compiler("aot_eager")
+        options = {"precision": "bf16", "activation_checkpointing": recomputed}
+        with mock.patch.multiple(worker, why_not=lambda device: None, Compiler=lambda compiler=compiler: compiler):
+            losses = losses_of(run, strategy, rank, compile=True, **options)
+        found[str(recomputed)] = {
+            "losses": losses,
+            "eager": losses_of(run, strategy, rank, **options),
+            "compilations": compiler.compilations,
+            "failed": compiler.failed,
+        }
+    return found
+
+
 def save(run, strategy, rank, folder):
     """A checkpoint after some steps, by the program's own writer; and what it must hold."""
     run = replace(run, config=replace(run.config, output_dir=str(folder / strategy)))
-    trainer = Trainer(run, strategy, rank, 2)
+    world = dist.get_world_size()
+    trainer = Trainer(run, strategy, rank, world)
+    batches = trainer.batches(run.batches_per_step // world)
     for number in range(SAVED_STEPS):
-        trainer.step(number, trainer.batches(2))
+        trainer.step(number, batches)
     if rank == 0:
         run.checkpoints_dir.mkdir(parents=True)
-        start_attempt(run.output_dir, 0, 2)
+        start_attempt(run.output_dir, 0, world)
     dist.barrier()
     with mock.patch.object(ray.train, "report", report):
         writer = worker.CheckpointWriter(run, trainer.optimizer, rank, attempt=0)
         progress = trainer.restored()
         writer.save(replace(progress, step=SAVED_STEPS, rows=SAVED_STEPS * run.config.global_batch_size))
         expected = trainer.everything()
-        trainer.step(SAVED_STEPS, trainer.batches(2))  # what is being written does not change any more
+        trainer.step(SAVED_STEPS, batches)  # what is being written does not change any more
         writer.wait()
     if rank == 0:
         save_file(expected, folder / f"{strategy}.safetensors")
@@ -327,24 +420,49 @@ def unused_in_ddp(rank, world, folder):
     dist.destroy_process_group()
 
 
+def four(rank, world, run, folder):
+    """What each of four processes does, which are on two nodes as far as they know."""
+    meet(rank, world, folder)
+    twice = replace(run, config=replace(run.config, grad_accum=2 * run.config.grad_accum))
+    found = {}
+    for strategy in ("ddp", "hsdp"):
+        trainer = Trainer(twice, strategy, rank, world)
+        batches = trainer.batches(2)
+        found[strategy] = {
+            "losses": [trainer.step(number, batches).loss.item() for number in range(5)],
+            "spread": spread_found(run, strategy, rank),
+            "travels": travels(run, strategy, rank),
+            "nodes": parallel.nodes_of_ranks(rank // 2, world, CPU),
+        }
+    save(run, "hsdp", rank, folder)
+    found["different"] = different_when_loaded(run, folder, rank, world, STRATEGIES, ["hsdp"])
+    (folder / f"{rank}-of-four.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
 def load_everywhere(rank, world, run, folder):
     """Every checkpoint, under every strategy: the names of what is not as it was saved."""
     if world > 1:
         meet(rank, world, folder)
+    different = different_when_loaded(run, folder, rank, world, [*STRATEGIES, "hsdp"], STRATEGIES)
+    if world > 1:
+        (folder / f"loaded-{rank}.json").write_text(json.dumps(different))
+        dist.destroy_process_group()
+    return different
+
+
+def different_when_loaded(run, folder, rank, world, saved_under, loaded_under):
     different = []
-    for saved in STRATEGIES:
+    for saved in saved_under:
         expected = load_file(folder / f"{saved}.safetensors")
         of_it = replace(run, config=replace(run.config, output_dir=str(folder / saved)))
-        for strategy in STRATEGIES:
+        for strategy in loaded_under:
             trainer = Trainer(of_it, strategy, rank, world)
             progress = trainer.restored()
             assert progress.step == SAVED_STEPS
             found = trainer.everything()
             assert found.keys() == expected.keys()
             different += [f"{saved} as {strategy}: {n}" for n in found if not torch.equal(found[n], expected[n])]
-    if world > 1:
-        (folder / f"loaded-{rank}.json").write_text(json.dumps(different))
-        dist.destroy_process_group()
     return different
 
 
@@ -352,10 +470,18 @@ def load_everywhere(rank, world, run, folder):
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel")
     setting = in_process.make_setting(folder)
-    run = in_process.resolved(setting, **{"scaling.num_workers": 2, "steps": 23, "lr": 1e-3, "warmup_frac": 0})
+    run = in_process.resolved(
+        setting, **{"scaling.num_workers": 2, "steps": 23, "lr": 1e-3, "warmup_frac": 0, **AVERAGED}
+    )
     processes(two, run, folder, world=2)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     return SimpleNamespace(run=run, setting=setting, folder=folder, ranks=ranks)
+
+
+@pytest.fixture(scope="module")
+def of_four(found):
+    processes(four, found.run, found.folder, world=4)
+    return [json.loads((found.folder / f"{rank}-of-four.json").read_text()) for rank in range(4)]
 
 
 def test_losses_are_those_of_copies(found):
@@ -376,6 +502,32 @@ def test_losses_are_those_of_copies_with(found, options, within):
         for strategy in ("fsdp2", "fsdp2_reshard"):
             if rank[strategy][options] is not None:
                 assert rank[strategy][options] == pytest.approx(ddp, rel=within)
+
+
+def test_the_held_out_loss_is_that_of_one_process_and_disturbs_nothing(found):
+    """10 rows in chunks of 2: one of the two ranks has two chunks, and computes another that does not count."""
+    alone = held_out_of(found.run, "ddp", 0, 1)
+    for rank in found.ranks:
+        for strategy in STRATEGIES:
+            of_it = rank[strategy]["held out"]
+            assert not of_it["disturbed"] and of_it["in parts"] == (strategy != "ddp")
+            for told, expected in zip(of_it["told"], alone["told"], strict=True):
+                assert told["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+                assert told["eval_loss_by_task"] == pytest.approx(expected["eval_loss_by_task"], rel=1e-5)
+                counted = [value for value in told["eval_loss_by_time"] if value is not None]
+                assert counted == pytest.approx([v for v in expected["eval_loss_by_time"] if v is not None], rel=1e-5)
+    assert alone["told"][0]["eval_loss"] != alone["told"][1]["eval_loss"]
+
+
+@pytest.mark.parametrize("recomputed", ["False", "True"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_reshard"])
+def test_compiled_layers_in_parts_give_the_losses_of_layers_that_are_not(found, strategy, recomputed):
+    """Units are gathered outside of what is compiled: once for all layers of a kind, however often they come and go."""
+    for rank in found.ranks:
+        seen = rank[strategy]["compiled"][recomputed]
+        assert not seen["failed"]
+        assert seen["losses"] == pytest.approx(seen["eager"], rel=1e-4)
+        assert seen["compilations"] == 3
 
 
 def test_parameters_are_in_parts_between_steps(found):
@@ -399,13 +551,25 @@ def test_units_are_gathered_and_given_up_one_at_a_time(found):
 
 
 def test_accumulating_sends_no_gradients(found):
-    """And ddp and fsdp2 nothing at all, so that ranks may have unequally many micro-batches."""
+    """And ddp and fsdp2 nothing at all, so that ranks may have unequally many micro-batches.
+
+    fsdp2_reshard, whose ranks may not, keeps its parts of gradients instead of all of them.
+    """
     for rank in found.ranks:
         between, last = zip(*(rank[strategy]["travels"] for strategy in STRATEGIES), strict=True)
         units = rank["fsdp2"]["spread"]["units"]
         # Units and the rest; each unit is gathered for forward and for backward.
-        assert between == ({}, {}, {"allgather_base": 1 + 2 * units})
-        assert last[1:] == ({"reduce_scatter_base": 1 + units}, {**between[2], "reduce_scatter_base": 1 + units})
+        whole_step = {"allgather_base": 1 + 2 * units, "reduce_scatter_base": 1 + units}
+        assert between == ({}, {}, whole_step)
+        assert last[1:] == ({"reduce_scatter_base": 1 + units}, whole_step)
+
+
+def test_accumulated_gradients_are_those_of_copies_and_in_parts(found):
+    for rank in found.ranks:
+        ddp, reshard = rank["ddp"]["gradients"], rank["fsdp2_reshard"]["gradients"]
+        for name, expected in ddp["some"].items():
+            assert reshard["some"][name] == pytest.approx(expected, rel=1e-4, abs=1e-8)
+        assert ddp["held"] == 1 and reshard["held"] == pytest.approx(0.5, abs=0.02)
 
 
 def test_the_profiler_sees_what_travels_under_every_strategy(found):
@@ -433,9 +597,8 @@ def test_ddp_holds_one_copy_of_the_gradients(found):
         assert others == pytest.approx(alone[2:], rel=0.01)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_plan_foretells_what_processes_hold(found, strategy):
-    planned = step_memory(
+def planned_step(found, strategy, **changes):
+    return step_memory(
         found.run.policy_config,
         "full",
         cameras=len(found.run.match.camera_keys),
@@ -446,10 +609,20 @@ def test_the_plan_foretells_what_processes_hold(found, strategy):
         attention="sdpa",
         checkpointing=False,
         strategy=strategy,
-        workers=2,
+        average=True,
+        **{"workers": 2, **changes},
     )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_plan_foretells_what_processes_hold(found, strategy):
+    planned = planned_step(found, strategy)
     for rank in found.ranks:
         assert max(rank[strategy]["peaks"][1:]) == pytest.approx(planned.peak, rel=0.05)
+
+
+def test_a_copy_on_every_node_is_planned_as_one_node_is(found):
+    assert planned_step(found, "hsdp", workers=4, shard_workers=2) == planned_step(found, "fsdp2")
 
 
 def test_what_no_process_has_a_gradient_for_is_left_alone(tmp_path):
@@ -472,35 +645,102 @@ def test_a_part_that_cannot_be_written_fails_the_checkpoint_for_all(found):
 def test_a_checkpoint_is_safetensors_of_each_who_holds_a_part(found, strategy):
     files = sorted(p.name for p in (found.folder / strategy / "checkpoints" / "step_00000002").iterdir())
     parts = [""] if strategy == "ddp" else ["-00001-of-00002", "-00002-of-00002"]
-    kinds = [f"{kind}{part}.safetensors" for kind in ("optimizer", "trainable") for part in parts]
+    kinds = [f"{kind}{part}.safetensors" for kind in ("average", "optimizer", "trainable") for part in parts]
     assert files == sorted(["state.json", *kinds])
 
 
+def test_hsdp_shards_within_a_node_and_copies_across_nodes(found, of_four):
+    for rank in of_four:
+        ddp, hsdp = rank["ddp"], rank["hsdp"]
+        assert len(set(ddp["losses"])) == 5
+        assert hsdp["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
+        seen = hsdp["spread"]
+        # Half of everything, not a quarter.
+        assert seen["share"] == pytest.approx(0.5, abs=0.02)
+        assert seen["in parts between steps"] and seen["gradients in parts"]
+        assert seen["in parts at the end of forward"] == [False] * seen["units"]
+        # Parts of gradients are summed in a node, and then over the nodes; while they accumulate, nothing travels.
+        between, last = hsdp["travels"]
+        assert between == {} and last == {"reduce_scatter_base": 1 + seen["units"], "allreduce": 1 + seen["units"]}
+        assert hsdp["nodes"] == [0, 0, 1, 1]
+    written = {path.name for path in (found.folder / "hsdp" / "checkpoints" / "step_00000002").glob("*.safetensors")}
+    kinds = ("average", "optimizer", "trainable")
+    assert written == {f"{kind}-0000{n}-of-00002.safetensors" for kind in kinds for n in (1, 2)}
+
+
+def test_checkpoints_load_under_hsdp(of_four):
+    assert [rank["different"] for rank in of_four] == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    "nodes, shard_workers, copies",
+    [
+        ([5, 5, 7, 7], None, [[0, 1], [2, 3]]),
+        ([0, 1, 0, 1], None, [[0, 2], [1, 3]]),
+        ([0] * 4, None, [[0, 1, 2, 3]]),
+        ([0] * 4 + [1] * 2, 2, [[0, 1], [2, 3], [4, 5]]),
+    ],
+)
+def test_copies_are_on_one_node_each(nodes, shard_workers, copies):
+    assert copies_on(nodes, shard_workers) == copies
+
+
+@pytest.mark.parametrize(
+    "shard_workers, wanted", [(None, "as many on each"), (2, "a multiple of --scaling.shard_workers=2")]
+)
+def test_nodes_with_unequally_many_workers_are_refused(shard_workers, wanted):
+    with pytest.raises(ValueError, match=f"the workers are 3 on node 0, 1 on node 1; needs {wanted}"):
+        copies_on([0, 0, 0, 1], shard_workers)
+
+
+@pytest.mark.usefixtures("of_four")
 def test_checkpoints_load_in_one_process(found):
     assert load_everywhere(0, 1, found.run, found.folder) == []
 
 
+@pytest.mark.usefixtures("of_four")
 def test_checkpoints_load_in_three_processes_under_any_strategy(found):
     processes(load_everywhere, found.run, found.folder, world=3)
     for rank in range(3):
         assert json.loads((found.folder / f"loaded-{rank}.json").read_text()) == []
 
 
-def test_the_export_is_what_the_last_checkpoint_holds(found):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_average_is_that_of_the_weights_of_every_step(found, strategy):
+    """Beside it, in numpy, from the weights after each step; in parts of the same sizes as they."""
+    for rank in found.ranks:
+        assert rank[strategy]["average"]["apart"] < 1e-6 and rank[strategy]["average"]["moved"] > 1e-4
+        assert rank[strategy]["average"]["swapped"] and rank[strategy]["average"]["back"]
+        assert rank[strategy]["average"]["in parts"] == (strategy != "ddp")
+
+
+def test_the_export_is_what_the_last_checkpoint_holds(found, tmp_path):
+    """The average of what trained, or if that was asked for the weights."""
     config = replace(found.run.config, output_dir=str(found.folder / "fsdp2"))
-    run = replace(found.run, steps=SAVED_STEPS, config=config)
-    worker.export(run, Trainer(run, "ddp", 0, 1).optimizer)
+    # Of a dataset that says how a simulator drew it.
+    (meta,) = found.run.metas
+    shutil.copytree(Path(meta.root) / "meta", tmp_path / "meta")
+    (tmp_path / "meta" / "environment.json").write_text('{"drawn": {"type": "metaworld"}, "seed": 7}')
+    run = replace(found.run, steps=SAVED_STEPS, config=config, metas=(replace(meta, root=str(tmp_path)),))
+    worker.export(run)
+    drawn = json.loads((run.output_dir / "pretrained_model" / "environment.json").read_text())
+    assert drawn == {"drawn": {"type": "metaworld"}}
     exported = load_file(run.output_dir / "pretrained_model" / "model.safetensors")
     expected = load_file(found.folder / "fsdp2.safetensors")
     trained = [name for name in exported if name in expected]
-    assert len(trained) > 30 and all(torch.equal(exported[name], expected[name]) for name in trained)
+    assert len(trained) > 30
+    assert all(torch.equal(exported[name], expected[f"average.{name}"]) for name in trained)
     # What no training process held is there too, to the bit.
     base = load_file(run.policy_folder / "model.safetensors")
     others = exported.keys() - set(trained)
     assert len(others) == 9 and all("lm_head" in name or "language_model" in name for name in others)
     assert exported.keys() == base.keys() and all(torch.equal(exported[name], base[name]) for name in others)
+    raw = replace(run, config=replace(config, ema=replace(config.ema, export=False)))
+    worker.export(raw)
+    exported = load_file(run.output_dir / "pretrained_model" / "model.safetensors")
+    assert all(torch.equal(exported[name], expected[name]) for name in trained)
     with pytest.raises(RuntimeError, match="no checkpoint of the last step, 23: nothing to export"):
-        worker.export(replace(run, steps=23), Trainer(run, "ddp", 0, 1).optimizer)
+        worker.export(replace(run, steps=23))
 
 
 # ---- one process --------------------------------------------------------------------------------------------------
@@ -511,11 +751,22 @@ def test_one_process_has_nothing_to_spread():
     assert spread(loss, "fsdp2", CPU, 1) is loss
 
 
+def test_ddp_exchanges_a_64th_of_the_gradients_at_once(monkeypatch):
+    made = {}
+    monkeypatch.setattr(parallel, "DistributedDataParallel", lambda loss, **options: made.update(options))
+    spread(torch.nn.Linear(2, 2), "ddp", CPU, 2)
+    assert made["bucket_cap_mb"] == 25
+    expert, full, larger = (parallel.bucket_mb(4 * parameters) for parameters in (430e6, 3.24e9, 100e9))
+    assert (expert, full, larger) == (pytest.approx(26, abs=0.5), pytest.approx(193, abs=0.5), 256)
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--scaling.strategy=zero3"], "expected one of ddp, fsdp2, fsdp2_reshard"),
-        (["--scaling.strategy=fsdp2", "--train.compile"], "cannot be compiled: leave --train.compile out"),
+        (["--scaling.strategy=zero3"], "expected one of ddp, fsdp2, fsdp2_reshard, hsdp"),
+        (["--scaling.strategy=hsdp", "--scaling.num_workers=2,4"], "as many workers as another"),
+        (["--scaling.strategy=fsdp2", "--scaling.shard_workers=2"], "is for --scaling.strategy=hsdp"),
+        (["--scaling.strategy=hsdp", "--scaling.num_workers=6", "--scaling.shard_workers=4"], "give a divisor of 6"),
         (["--scaling.strategy=fsdp2_reshard", "--scaling.num_workers=1,2"], "use a fixed number of workers"),
     ],
 )

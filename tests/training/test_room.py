@@ -4,13 +4,25 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import vla
 from tests import in_process
 from tests.tiny import real_config
-from vla_finetuning.config import PRESETS, parse_args
-from vla_finetuning.training.memory import GIB
-from vla_finetuning.training.room import CARDS_GIB, PRESET_CARDS, card_of, check_room, describe_memory, planned_memory
+from vla_finetuning.config import PRESETS
+from vla_finetuning.flags import parse_args
+from vla_finetuning.training import room
+from vla_finetuning.training.memory import GIB, StepMemory
+from vla_finetuning.training.room import (
+    CARDS_GIB,
+    PRESET_CARDS,
+    card_of,
+    check_room,
+    describe_memory,
+    planned_memory,
+    planned_shards,
+    rows_that_fit,
+)
 
 # Each takes what the preset it stands for takes, camera by camera.
 ALIKE = {"h100": "a100", "b200": "h200"}
@@ -25,11 +37,13 @@ CASES = [
 ]
 
 
+def flags_of(preset, mode):
+    return [f"--preset={preset}", f"--train.mode={mode}", "--dataset.root=d", "--policy.type=pi05", "--output_dir=o"]
+
+
 def run_of(preset, mode, cameras):
     """What the plan looks at of a run of PI0.5 at its real size, with frames of 480 x 640."""
-    config = parse_args(
-        [f"--preset={preset}", f"--train.mode={mode}", "--dataset.root=d", "--policy.type=pi05", "--output_dir=o"]
-    )
+    config = parse_args(flags_of(preset, mode))
     keys = [f"observation.images.{number}" for number in range(cameras)]
     features = {key: SimpleNamespace(shape=(480, 640, 3)) for key in keys}
     return SimpleNamespace(
@@ -48,6 +62,20 @@ def test_a_preset_is_planned_to_fit_with_4_gib_to_spare(preset, mode, cameras):
     needed = planned_memory(run_of(preset, mode, cameras)).needed
     for name in (preset, *(name for name, other in ALIKE.items() if other == preset)):
         assert needed / GIB + 4 <= CARDS_GIB[PRESET_CARDS[name]]
+
+
+@pytest.mark.slow  # several plans at real size
+def test_what_a_preset_does_not_name_is_refused_with_flags_that_fit():
+    run = run_of("l4", "full", 3)
+    with pytest.raises(
+        ValueError, match="needs .* GiB per worker .planned., and L4 has 22.0: it would fit with"
+    ) as told:
+        check_room(run, planned_memory(run), None)
+    flags = str(told.value).partition("fit with ")[2].partition(";")[0].split(" ")
+    given = [f"{name}={value}" for name, value in zip(flags[::2], flags[1::2], strict=True)]
+    run.config = parse_args([*flags_of("l4", "full"), *given])
+    assert run.config.global_batch_size == 64
+    assert planned_memory(run).needed <= CARDS_GIB["L4"] * GIB
 
 
 def test_presets_train_on_64_rows_and_those_alike_are():
@@ -96,12 +124,42 @@ def test_whose_memory_counts(tiny):
     assert card_of(of(None, "h100", use_gpu=False), 22.5) is None
 
 
+def test_rows_for_a_forward_are_those_that_fit(monkeypatch):
+    """What they take is bent: a straight line through the first two would promise too much."""
+    monkeypatch.setattr(room, "prediction_bytes", lambda config, mode, rows, **_: max(900 + 50 * rows, 125 * rows))
+    for free in (200, 1000, 2000, 3000, 4000, 10_000):
+        rows = rows_that_fit(None, "expert", cameras=1, bf16=True, free_bytes=round(1.04 * free) + 1, most=32)
+        assert rows == 1 or max(900 + 50 * rows, 125 * rows) <= free
+        assert (rows == 1) is (free <= 1000) and (rows == 32) is (free >= 4000)
+
+
+def test_the_plan_says_where_host_memory_is_too_little_for_a_checkpoint(tiny, monkeypatch):
+    needed, parameters = planned_memory(tiny), tiny.parameters.trainable
+    assert room.staged_bytes(tiny) == 12 * parameters
+    told = f"{12 * parameters / 1e9:.1f} GB for a checkpoint"
+    monkeypatch.setattr(room, "get_system_memory", lambda: 12 * parameters)
+    assert told in describe_memory(tiny, needed) and "TOO LITTLE" not in describe_memory(tiny, needed)
+    monkeypatch.setattr(room, "get_system_memory", lambda: 12 * parameters - 1)
+    assert "TOO LITTLE on this machine" in describe_memory(tiny, needed)
+
+
 def test_the_plan_says_what_fits(tiny):
     needed = replace(planned_memory(tiny), peak=50 * GIB, beside=4 * GIB)
     told = describe_memory(tiny, needed)
     assert "54.00 GiB planned: 50.00 at the worst moment" in told
     fits, small = told.partition("fits (planned): ")[2].split("; too small: ")
     assert "H100 (79.1 GiB)" in fits and "A100-40G (39.3 GiB)" in small and "L4" in small
+
+
+@pytest.mark.parametrize("workers, gpus, planned", [(16, 0, 8), (12, 0, 6), (16, 4, 4), (2, 8, 2)])
+def test_hsdp_is_planned_with_the_workers_that_a_node_may_have(tiny, monkeypatch, workers, gpus, planned):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    scaling = replace(tiny.config.scaling, strategy="hsdp", num_workers=workers)
+    run = replace(tiny, config=replace(tiny.config, scaling=scaling))
+    assert planned_shards(run.config) == planned
+    assert planned_shards(replace(run.config, scaling=replace(scaling, shard_workers=1))) == 1
+    told = describe_memory(run, StepMemory(0, 0, 0, 0, 0, 0))
+    assert f"planned with {planned} workers on a node" in told
 
 
 def test_a_dry_run_shows_it_and_ends_with_the_refusal(tmp_path, monkeypatch, capsys):

@@ -8,11 +8,12 @@ reason. Runs on the driver; needs neither a GPU nor memory.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from util import make_trainable_optimizer, train_step
-from vla_finetuning.config import Attention, Strategy, TrainMode
+from util import held, make_trainable_optimizer, train_step
+from vla_finetuning.config import Attention, PeftOptions, Strategy, TrainMode
 from vla_finetuning.policies.pi05 import (
     PolicyLoss,
     cast_frozen,
@@ -36,7 +37,7 @@ from vla_finetuning.policies.pi05 import (
     with_cameras,
 )
 from vla_finetuning.policies.processors import DeviceHalf
-from vla_finetuning.training.parallel import held, hold_gradients, spread, units
+from vla_finetuning.training.parallel import gathered_bytes, hold_gradients, is_part, spread, units
 
 GIB = 2**30
 # What a GPU holds that no tensor of the step is. Planned, to be corrected by what is measured.
@@ -55,7 +56,8 @@ class StepMemory:
     """Bytes on the device of one training process, at worst.
 
     Attributes:
-        weights: parameters and buffers, each in its precision, as they are held between steps. gradients: of what
+        weights: parameters and buffers, each in its precision, as they are held between steps, and the average of
+            those that train, if one is kept. gradients: of what
             trains. optimizer: Adam's moments. Of all three, what this process holds.
         saved: what a micro-batch's forward leaves for its backward, parameters that it gathered included.
         peak: all of the above that is alive at one time, with what is computed in between.
@@ -102,45 +104,64 @@ def step_memory(
     checkpointing: bool,
     strategy: Strategy = "ddp",
     workers: int = 1,
+    shard_workers: int | None = None,
+    adapters: PeftOptions | None = None,
     find_unused_parameters: bool = False,
     frame_bytes: int = 0,
+    average: bool = False,
 ) -> StepMemory:
     """Run a step of PI0.5 without storage, Adam's moments being there, and add up what would be alive.
 
     Args:
         config: the policy's. cameras: in a batch. The others are the run's own options; bf16: under autocast, with
-            what is frozen kept in bf16. workers: the fewest that the run may have. frame_bytes: of a row's frames,
-            uint8, as they arrive.
+            what is frozen kept in bf16. workers: the fewest that the run may have. shard_workers: for hsdp, how many
+            of them hold a copy together; all when absent. frame_bytes: of a row's frames, uint8, as they arrive.
+            average: whether one is kept of what trains.
     """
     checkpointing = checkpointing or config.gradient_checkpointing
     config = with_cameras(config, cameras)
     cpu = torch.device("cpu")
     policy = meta_policy(config)
+    choose_trainable(policy, mode, adapters)  # here, as PEFT moves adapters about, which fake tensors cannot be
     sharded = workers > 1 and strategy != "ddp"
     autocast = torch.bfloat16 if bf16 else None
     # The CPU's autocast in place of CUDA's, and its fused attention: autograd runs fake tensors on no other device.
-    with _pretended_group(workers) if sharded else contextlib.nullcontext(), FakeTensorMode():
+    pretended = _pretended_group(workers) if sharded else contextlib.nullcontext()
+    with _without_collector(), pretended, FakeTensorMode():
         _give_storage(policy, cpu)
-        choose_trainable(policy, mode)
         leave_off_unused(policy)
         if bf16:
             cast_frozen(policy, torch.bfloat16)
         loss = PolicyLoss(policy, images=DeviceHalf(None, config), attention=attention, checkpointing=checkpointing)
         # On CUDA the next unit is gathered while one computes; on the CPU that is run here, one after the other.
-        ahead = max((_bytes(list(unit.parameters())) for unit in units(loss)), default=0) if sharded else 0
+        ahead = max((gathered_bytes(unit, autocast) for unit in units(loss)), default=0) if sharded else 0
         model: nn.Module = loss
         if sharded:
             with unset_fake_temporarily():  # a mesh of processes holds numbers
-                model = spread(loss, strategy, cpu, workers, autocast=autocast)
+                each = shard_workers or workers
+                copies = [list(range(first, first + each)) for first in range(0, workers, each)]
+                model = spread(loss, strategy, cpu, workers, copies=copies, autocast=autocast)
         elif workers > 1 and not find_unused_parameters:
             hold_gradients(loss)  # DDP itself takes no fake tensors; what it holds are these, in its buckets
         optimizer = make_trainable_optimizer(
-            policy, schedule=lambda step: 0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, clip_norm=1.0
+            policy,
+            schedule=lambda step: 0.0,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            weight_decay=0.0,
+            clip_norm=1.0,
+            decay=0.99 if average else None,
         )
+        micros = min(grad_accum, 2)
+        # From the second micro-batch on gradients are there from the start; so they are from the first, and one is run.
+        # But where gradients are whole until the last one, FSDP2 has them in places of its own.
+        if micros == 2 and not (sharded and strategy != "fsdp2_reshard"):
+            hold_gradients(loss)
+            micros = 1
         batch, noise, time = empty_inputs(config, batch_size, draws, cpu)
         inputs = [*batch.values(), noise, time]
-        weights = [held(tensor) for tensor in (*loss.parameters(), *loss.buffers())]
-        alive = Alive([*weights, *(p.grad for p in optimizer.params if p.grad is not None), *inputs])
+        weights = [held(tensor) for tensor in (*loss.parameters(), *loss.buffers(), *optimizer.average)]
+        alive = Alive([*weights, *(held(p.grad) for p in optimizer.params if p.grad is not None), *inputs])
         before, saved = 0, 0
 
         def note_before(*_: Any) -> None:
@@ -164,8 +185,7 @@ def step_memory(
                 optimizer,
                 itertools.repeat(batch),
                 step=0,
-                # From the second micro-batch on gradients are there from the start.
-                grad_accum=min(grad_accum, 2),
+                grad_accum=micros,
                 mean_over=grad_accum,
                 draws=lambda micro: (noise, time),
                 autocast=autocast,
@@ -188,6 +208,39 @@ def step_memory(
             peak=peak,
             beside=beside,
         )
+
+
+def prediction_bytes(config: PI05Config, mode: TrainMode, *, cameras: int, rows: int, bf16: bool) -> int:
+    """What PI0.5 takes, beside its weights, while LeRobot's own code predicts chunks for so many rows at once.
+
+    Args:
+        mode: what trained; with bf16, what did not is held in bfloat16, and all is computed under autocast.
+    """
+    config, cpu = with_cameras(config, cameras), torch.device("cpu")
+    policy = meta_policy(config).eval()
+    with _without_collector(), FakeTensorMode(), torch.no_grad():
+        _give_storage(policy, cpu)
+        if bf16:
+            choose_trainable(policy, mode)
+            cast_frozen(policy, torch.bfloat16)
+        batch, noise, _ = empty_inputs(config, rows, 1, cpu)
+        weights, inputs = [*policy.parameters(), *policy.buffers()], [*batch.values(), noise]
+        alive = Alive([*weights, *inputs])
+        with alive, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            policy.predict_action_chunk(batch, noise=noise, num_steps=1)  # the next one takes what this one took
+        return alive.peak - _bytes(weights)
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """A step leaves nothing in circles, and looking for them among all that is imported takes seconds."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextlib.contextmanager
@@ -215,7 +268,7 @@ def _give_storage(module: nn.Module, device: torch.device) -> None:
         for name, parameter in child._parameters.items():
             if parameter is not None:
                 child._parameters[name] = nn.Parameter(
-                    torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad
                 )
         for name, buffer in child._buffers.items():
             if buffer is not None:
@@ -259,9 +312,10 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Inside of an operator on DTensors nothing is looked at: it tries itself out on whole tensors of no memory.
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._add(held(leaf))
+        if func is not torch.ops.prim.device.default:  # asked by autograd for every gradient
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._add(cast(Any, leaf)._local_tensor if is_part(leaf) else leaf)  # `held` runs another operator
         return result
 
     def _add(self, tensor: Tensor) -> None:

@@ -6,24 +6,32 @@ Runs in every training process, all of which call it alike.
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from util import held
 from vla_finetuning.config import Strategy
+from vla_finetuning.policies.pi05 import PolicyLoss
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-# PI0.5's two language models are computed without calling their layers, so a layer's hooks would never fire (LeRobot's
-# own forward has that too: 0.6.1, #3767). What is called: the MLPs, most of a layer; the vision tower's layers; and the
-# embedding of words, a sixth of what trains in full. Of 3.24 B parameters that train, 2.88 B are in these units.
+# Beside PI0.5's layers (`PolicyLoss.make_units`): the embedding of words, a sixth of what trains in full. Of 3.24 B
+# parameters that train, 3.2 B are in these units.
+WORDS = r".*\.language_model\.embed_tokens"
+# Of other policies, what those made of a PaliGemma call as modules: the MLPs, most of a layer, and the vision tower's
+# layers. LeRobot computes language models without calling their layers, whose hooks would never fire (0.6.1, #3767).
 UNIT = re.compile(
     r".*\.(language_model|gemma_expert\.model)\.layers\.\d+\.mlp"
     r"|.*\.vision_model\.encoder\.layers\.\d+"
-    r"|.*\.language_model\.embed_tokens"
+    rf"|{WORDS}"
 )
 
 
@@ -33,6 +41,7 @@ def spread(
     device: torch.device,
     world: int,
     *,
+    copies: Sequence[Sequence[int]] | None = None,
     autocast: torch.dtype | None = None,
     find_unused_parameters: bool = False,
 ) -> nn.Module:
@@ -40,12 +49,14 @@ def spread(
 
     ddp: a copy on every process, and of the gradients one too, in DDP's buckets, which are there from here on. fsdp2:
     parameters, gradients and optimizer state in parts; parameters are whole from a step's first forward to the end of
-    its last backward, as in ZeRO-2. fsdp2_reshard: a unit's are whole only while it computes, as in ZeRO-3. What does
-    not train stays whole on every process, in its own precision.
+    its last backward, as in ZeRO-2. fsdp2_reshard: a unit's are whole only while it computes, as in ZeRO-3. hsdp: as
+    fsdp2 among the processes that hold a copy together; then the parts of gradients are summed over the copies. What
+    does not train stays whole on every process, in its own precision.
 
     Args:
         loss: on `device`, with what trains chosen. Its `forward` must be called as the module.
         world: training processes; 1 leaves the module alone.
+        copies: for hsdp, the ranks that hold each copy together, from `copies_on`; all hold one when absent.
         autocast: what the forward runs under. FSDP2 then gathers units of nothing but linear layers in that precision,
             to which autocast would cast their weights anyway. Gradients travel in float32.
         find_unused_parameters: DDP's search, in every step, for what trains and got no gradient. FSDP2 needs none.
@@ -55,6 +66,7 @@ def spread(
     if world == 1:
         return loss
     if strategy == "ddp":
+        trained = sum(parameter.nbytes for parameter in loss.parameters() if parameter.requires_grad)
         if not find_unused_parameters:
             # DDP moves gradients that it finds into its buckets. Those made later, between the exchanges, would stay
             # beside them: a second copy (torch 2.11).
@@ -63,24 +75,75 @@ def spread(
             loss,
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
+            bucket_cap_mb=bucket_mb(trained),
             broadcast_buffers=False,  # constants
             find_unused_parameters=find_unused_parameters,
         )
     # Here: importing it takes half a second, and most runs need none of it.
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(device.type, (world,))
+    if strategy == "hsdp" and copies is not None and len(copies) > 1:
+        mesh = DeviceMesh(device.type, [list(ranks) for ranks in copies], mesh_dim_names=("copies", "parts"))
+    else:
+        mesh = init_device_mesh(device.type, (world,))
     frozen = {parameter for parameter in loss.parameters() if not parameter.requires_grad}
+    in_units: set[nn.Parameter] = set()
     for unit in units(loss):
-        policy = MixedPrecisionPolicy(autocast if _only_products(unit) else None, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            autocast if _only_products(unit) else None,
+            reduce_dtype=torch.float32,
+            # A unit is given what a whole layer computes with, of which autocast casts what needs it.
+            cast_forward_inputs=False,
+        )
         fully_shard(
             unit, mesh=mesh, reshard_after_forward=strategy == "fsdp2_reshard", mp_policy=policy, ignored_params=frozen
         )
+        in_units.update(unit.parameters())
     # The rest: its backward comes last, so there is nothing to be gained by giving it up in between.
-    sharded: Any = fully_shard(loss, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)
-    sharded.whole_between_micro_batches = strategy == "fsdp2"
+    sharded: Any = fully_shard(loss, mesh=mesh, reshard_after_forward=False, ignored_params=frozen | in_units)
+    sharded.whole_between_micro_batches = strategy != "fsdp2_reshard"
     return sharded
+
+
+def nodes_of_ranks(node: int, world: int, device: torch.device) -> list[int]:
+    """The node of every rank, by rank. `node`: the number of this one's. All ranks must ask; reads from the device."""
+    nodes = torch.empty(world, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(nodes, torch.tensor([node], device=device))
+    return nodes.tolist()
+
+
+def copies_on(nodes: Sequence[int], shard_workers: int | None) -> list[list[int]]:
+    """hsdp: the ranks that hold each copy together, which are on one node. The first copy is that of rank 0.
+
+    Args:
+        nodes: the node of every rank.
+        shard_workers: how many hold a copy; all that are on a node when None.
+    Raises:
+        ValueError: nodes have unequally many ranks, or a node's do not make whole copies.
+    """
+    counts = Counter(nodes)
+    each = shard_workers or counts[nodes[0]]
+    if any(count % each if shard_workers else count != each for count in counts.values()):
+        told = ", ".join(f"{count} on node {node}" for node, count in sorted(counts.items()))
+        wanted = f"a multiple of --scaling.shard_workers={shard_workers}" if shard_workers else "as many on each"
+        raise ValueError(
+            f"--scaling.strategy=hsdp keeps a copy's parts on one node, and the workers are {told}; needs {wanted}: "
+            "choose a --scaling.num_workers that fills nodes alike, a --scaling.shard_workers that divides these "
+            "numbers, or --scaling.strategy=fsdp2"
+        )
+    grouped = {node: [rank for rank, of in enumerate(nodes) if of == node] for node in counts}
+    return [ranks[first : first + each] for ranks in grouped.values() for first in range(0, len(ranks), each)]
+
+
+def bucket_mb(gradient_bytes: int) -> float:
+    """How much DDP exchanges at once, MiB: a 64th of the gradients, at least its own 25 and at most 256.
+
+    A bucket travels while backward makes the next, so what cannot be hidden is the last one: a 64th. PI0.5's expert
+    (0.43 B, 1.7 GB) comes to 26 MiB. In full (3.2 B, 13 GB) 25 would be 500 exchanges, and over 16 ranks of two nodes
+    each would send pieces of 1.6 MiB, too small for a network's bandwidth: 193 MiB. Planned, not measured.
+    """
+    return min(max(gradient_bytes / 64 / 2**20, 25.0), 256.0)
 
 
 def hold_gradients(loss: nn.Module) -> None:
@@ -90,13 +153,28 @@ def hold_gradients(loss: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
+def give_up_whole(loss: nn.Module) -> None:
+    """After a forward without a backward: FSDP2's parameters are in parts again, on every process."""
+    for module in loss.modules():
+        if hasattr(module, "reshard"):
+            cast("FSDPModule", module).reshard()
+
+
 def units(loss: nn.Module) -> list[nn.Module]:
-    """Modules that FSDP2 gathers and gives up one at a time: those that UNIT names, where something in them trains."""
-    return [
+    """Modules that FSDP2 gathers and gives up one at a time, where something in them trains."""
+    made = loss.make_units() if isinstance(loss, PolicyLoss) else []
+    names = re.compile(WORDS) if made else UNIT
+    return made + [
         module
         for name, module in loss.named_modules()
-        if UNIT.fullmatch(name) and any(parameter.requires_grad for parameter in module.parameters())
+        if names.fullmatch(name) and any(parameter.requires_grad for parameter in module.parameters())
     ]
+
+
+def gathered_bytes(unit: nn.Module, autocast: torch.dtype | None) -> int:
+    """What a unit takes while it is whole."""
+    whole = sum(parameter.numel() for parameter in unit.parameters() if parameter.requires_grad)
+    return whole * (autocast if autocast and _only_products(unit) else torch.float32).itemsize
 
 
 def _only_products(unit: nn.Module) -> bool:
@@ -109,9 +187,12 @@ def is_part(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def held(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: all of it, unless it is a DTensor."""
-    return cast("DTensor", tensor).to_local() if is_part(tensor) else tensor
+def first_copy(tensor: Tensor) -> list[int]:
+    """The ranks that hold the parts of a tensor, each part once; of one that is whole everywhere, rank 0 alone."""
+    if not is_part(tensor):
+        return [0]
+    ranks = cast("DTensor", tensor).device_mesh.mesh
+    return (ranks if ranks.ndim == 1 else ranks[0]).tolist()
 
 
 def part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

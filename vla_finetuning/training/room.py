@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
+import torch
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from ray._common.utils import get_system_memory
 
 from vla_finetuning.config import Attention, Config, Strategy, TrainMode
 from vla_finetuning.policies.pi05 import with_cameras
 from vla_finetuning.run.plan import Run
-from vla_finetuning.training.memory import GIB, StepMemory, step_memory
+from vla_finetuning.training.memory import FRAGMENTATION, GIB, StepMemory, prediction_bytes, step_memory
 
 # GiB that CUDA reports of GPUs, by Ray's names for them: the "total capacity" in PyTorch's errors about memory, the
 # least of those that users have posted (drivers and forms of a card differ by a tenth). The data sheets' numbers are in
@@ -24,6 +26,8 @@ from vla_finetuning.training.memory import GIB, StepMemory, step_memory
 CARDS_GIB = {"L4": 22.0, "A100-40G": 39.3, "A100-80G": 79.1, "H100": 79.1, "H200": 139.7, "B200": 178.3}
 # Ray calls both sizes this, besides the name with the size: what does not fit the larger fits neither.
 CARDS_GIB["A100"] = CARDS_GIB["A100-80G"]
+# Of the machines that have such GPUs most have so many; what hsdp is planned for on a driver that has none.
+GPUS_OF_A_NODE = 8
 PRESET_CARDS = {
     "l4": "L4",
     "a100_40": "A100-40G",
@@ -54,11 +58,45 @@ def planned_memory(run: Run, config: Config | None = None) -> StepMemory | None:
         checkpointing=train.activation_checkpointing,
         strategy=cast(Strategy, scaling.strategy),
         workers=scaling.min_workers or scaling.num_workers,
+        shard_workers=planned_shards(config),
+        adapters=config.peft,
         find_unused_parameters=scaling.find_unused_parameters,
+        average=config.ema.enable,
         frame_bytes=sum(
             math.prod(run.image_size or run.metas[0].features[key].shape[:2]) * 3 for key in run.match.camera_keys
         ),
     )
+
+
+def planned_shards(config: Config) -> int | None:
+    """How many workers hold a copy together in the plan of an hsdp run; None for the other strategies.
+
+    As many as were asked for; else as many as there may be on each node, going by the GPUs of this machine.
+    """
+    scaling = config.scaling
+    if scaling.strategy != "hsdp" or scaling.shard_workers is not None:
+        return scaling.shard_workers
+    on_a_node = torch.cuda.device_count() or GPUS_OF_A_NODE
+    return max(n for n in range(1, on_a_node + 1) if scaling.num_workers % n == 0)
+
+
+def staged_bytes(run: Run) -> int:
+    """Host memory that a checkpoint takes on the node that holds most of it: fp32, as many as `run.disk_bytes` counts.
+
+    With ddp all of it is rank 0's. In parts, every worker's own, of which a node may hold those of a whole copy.
+    """
+    return (3 + run.config.ema.enable) * 4 * run.parameters.trainable if run.parameters else 0
+
+
+def rows_that_fit(config: PI05Config, mode: TrainMode, *, cameras: int, bf16: bool, free_bytes: int, most: int) -> int:
+    """How many rows PI0.5 can predict chunks for at once, at most `most`, when its weights are on the device.
+
+    What they take is the largest of several sums that grow with them, so it lies below the line from one row to `most`.
+    One is tried in any case.
+    """
+    one, all_rows = (prediction_bytes(config, mode, cameras=cameras, rows=rows, bf16=bf16) for rows in (1, most))
+    room = free_bytes / (1 + FRAGMENTATION)
+    return most if all_rows <= room else max(1, 1 + int((room - one) / (all_rows - one) * (most - 1)))
 
 
 def card_of(run: Run, found_gib: float | None) -> tuple[str, float] | None:
@@ -76,15 +114,33 @@ def card_of(run: Run, found_gib: float | None) -> tuple[str, float] | None:
     return (preset, CARDS_GIB[preset]) if preset else None
 
 
+def fits(needed: StepMemory, gib: float) -> bool:
+    """Whether a step is planned to fit a GPU of which CUDA reports so much."""
+    return needed.needed <= gib * GIB
+
+
 def describe_memory(run: Run, needed: StepMemory) -> str:
     """The plan's lines for people."""
-    gib = needed.needed / GIB
-    fits = [f"{name} ({size:g} GiB)" for name, size in CARDS_GIB.items() if gib <= size]
-    small = [f"{name} ({size:g} GiB)" for name, size in CARDS_GIB.items() if gib > size]
+    large, small = (
+        [f"{name} ({size:g} GiB)" for name, size in CARDS_GIB.items() if fits(needed, size) is wanted]
+        for wanted in (True, False)
+    )
     lines = [f"Memory       per worker {needed}"]
+    if shards := planned_shards(run.config):
+        lines.append(f"             hsdp, planned with {shards} workers on a node that hold a copy together")
     if run.use_gpu:
         lines.append(
-            f"             fits (planned): {', '.join(fits) or 'none'}; too small: {', '.join(small) or 'none'}"
+            f"             fits (planned): {', '.join(large) or 'none'}; too small: {', '.join(small) or 'none'}"
+        )
+    staged, memory = staged_bytes(run), get_system_memory()
+    lines.append(
+        f"Host memory  {staged / 1e9:.1f} GB for a checkpoint while it is written, on the node of rank 0 (ddp) or of a "
+        "copy's workers"
+    )
+    if staged > memory:
+        lines.append(
+            f"             TOO LITTLE on this machine: {memory / 1e9:.1f} GB; run on nodes with more, or train fewer "
+            "weights (--train.mode)"
         )
     return "\n".join(lines)
 
@@ -98,7 +154,7 @@ def check_room(run: Run, needed: StepMemory, found_gib: float | None) -> None:
         ValueError: says what is needed, what there is, and flags with which the same rows of a step fit.
     """
     card = card_of(run, found_gib)
-    if card is None or needed.needed <= card[1] * GIB:
+    if card is None or fits(needed, card[1]):
         return
     name, size = card
     enough = None
@@ -116,14 +172,14 @@ def check_room(run: Run, needed: StepMemory, found_gib: float | None) -> None:
 
 def _fits(run: Run, config: Config, gib: float) -> bool:
     planned = planned_memory(run, config)
-    return planned is not None and planned.needed <= gib * GIB
+    return planned is not None and fits(planned, gib)
 
 
 def _smaller(config: Config, recomputed: bool) -> Iterator[tuple[str, Config]]:
     """Ways to train on the same rows in each step with less memory, as flags, the fastest first."""
     scaling, rows, was_recomputed = config.scaling, config.batch_size, config.train.activation_checkpointing
     strategies = [cast(Strategy, scaling.strategy)]
-    if scaling.num_workers > 1 and not config.train.compile:
+    if scaling.num_workers > 1:
         sharded: list[Strategy] = ["fsdp2"] if scaling.min_workers else ["fsdp2", "fsdp2_reshard"]
         strategies += [strategy for strategy in sharded if strategy not in strategies]
     for split in itertools.takewhile(lambda split: rows % split == 0, (2**power for power in range(16))):

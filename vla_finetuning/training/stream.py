@@ -21,6 +21,7 @@ import numpy as np
 import ray
 
 from lerobot_datasource import LeRobotDatasource, read_source
+from vla_finetuning.data.columns import STREAM_POSITION
 from vla_finetuning.run.checkpoint import load_progress, set_aside_damaged
 
 if TYPE_CHECKING:
@@ -85,6 +86,17 @@ class Deferred:
 
 
 _opened: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What `prepare` makes of rows, and for each its place in the run's stream, in a column that goes to the device."""
+
+    prepare: Callable[[Columns], Columns]
+
+    def __call__(self, batch: Columns) -> Columns:
+        columns = self.prepare(batch)
+        return columns | {STREAM_POSITION: batch["position"]} if "position" in batch else columns
 
 
 @dataclass(frozen=True)

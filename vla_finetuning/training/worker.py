@@ -25,14 +25,19 @@ from lerobot.utils.constants import OBS_LANGUAGE_TOKENS
 from ray.train import CheckpointUploadMode
 from torch import Tensor
 
-from util import Batch, Draws, TrainableOptimizer, make_trainable_optimizer, peak_flops, warmup_cosine
-from vla_finetuning.config import Attention, TrainMode
+from util import Batch, Draws, TrainableOptimizer, peak_flops, take_optimizer
+from vla_finetuning.config import ENVIRONMENT_NAME, Attention, TrainMode
 from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.data.metadata import how_drawn
+from vla_finetuning.files import write_json
 from vla_finetuning.policies.attention import Choice, choose_kernel
+from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.compiling import Compiler, why_not
-from vla_finetuning.policies.loading import load_policy, new_policy, save_pretrained
+from vla_finetuning.policies.loading import load_policy, new_policy, save_adapters, save_pretrained
+from vla_finetuning.policies.lora import add_adapters, merge
 from vla_finetuning.policies.pi05 import (
     PolicyLoss,
+    autocast_of,
     cast_frozen,
     check_batch,
     choose_trainable,
@@ -40,28 +45,31 @@ from vla_finetuning.policies.pi05 import (
     sample_noise_and_time,
     tokens_per_sample,
 )
-from vla_finetuning.policies.processors import DeviceHalf
+from vla_finetuning.policies.processors import DeviceHalf, Prepare
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.run.checkpoint import (
+    AVERAGE,
     OPTIMIZER,
     TRAINABLE,
     Files,
     Piece,
     Progress,
+    Staging,
+    best_checkpoint,
     check_resumable,
+    checkpoint_names,
     commit,
     discard,
     latest_checkpoint,
     load_checkpoint,
     load_progress,
-    prune,
     write_pieces,
 )
-from vla_finetuning.run.folder import attempts
+from vla_finetuning.run.folder import attempts, prune_checkpoints
 from vla_finetuning.run.plan import Run
 from vla_finetuning.run.progress import RowsLog
-from vla_finetuning.training.parallel import is_part, part
-from vla_finetuning.training.stream import Columns, Dealt
+from vla_finetuning.training.parallel import copies_on, first_copy, is_part, nodes_of_ranks, part
+from vla_finetuning.training.stream import Columns, Dealt, Placed
 
 logger = logging.getLogger(__name__)
 # With less time than this, a checkpoint of the little that was trained meanwhile would hardly be whole in time.
@@ -76,16 +84,14 @@ def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, torch.dtype
     Of PI0.5 without what training never uses: `export` has it from the base, which it reads anew.
     """
     policy, train = start_policy(run), run.config.train
-    choose_trainable(policy, cast(TrainMode, train.mode))
+    choose_trainable(policy, cast(TrainMode, train.mode), run.config.peft, run.config.seed)
     leave_off_unused(policy)
-    bf16 = train.precision == "bf16" or (
-        train.precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
-    )
-    if bf16:
-        cast_frozen(policy, torch.bfloat16)
+    autocast = autocast_of(train.precision, device)
+    if autocast is not None:
+        cast_frozen(policy, autocast)
     preprocessor, _ = run.processors()
     # Its device half: uint8 images become what the policy expects, on the device.
-    images = DeviceHalf(preprocessor, run.policy_config)
+    images = DeviceHalf(preprocessor, run.policy_config, augmentation_of(run.config, run.policy_config))
     compiler = None
     if train.compile:
         if reason := why_not(device):
@@ -101,7 +107,7 @@ def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, torch.dtype
         compile=compiler,
     ).to(device)
     loss.train()
-    return loss, torch.bfloat16 if bf16 else None
+    return loss, autocast
 
 
 def check_attention(run: Run, loss: PolicyLoss, autocast: torch.dtype | None, device: torch.device) -> Choice | None:
@@ -114,6 +120,17 @@ def check_attention(run: Run, loss: PolicyLoss, autocast: torch.dtype | None, de
     return choice
 
 
+def copies(run: Run, device: torch.device) -> list[list[int]]:
+    """For hsdp, the ranks that hold each copy of the model together. All ranks must ask.
+
+    Raises:
+        ValueError: workers are not on nodes as --scaling.shard_workers needs them.
+    """
+    context = ray.train.get_context()
+    nodes = nodes_of_ranks(context.get_node_rank(), context.get_world_size(), device)
+    return copies_on(nodes, run.config.scaling.shard_workers)
+
+
 def start_policy(run: Run) -> PreTrainedPolicy:
     """The policy as the run starts from it, on the CPU: pretrained, or seeded random weights if that was asked for."""
     if run.policy_folder is not None:
@@ -122,17 +139,28 @@ def start_policy(run: Run) -> PreTrainedPolicy:
     return new_policy(run.policy_config, trusted=run.config.policy_trust_remote_code)
 
 
+def prepare_of(run: Run) -> Callable[[Columns], Columns]:
+    """The CPU half of the policy's preprocessor, for the tasks that read rows."""
+    preprocessor, _ = run.processors()
+    prepare = Prepare(
+        preprocessor,
+        run.match.camera_keys,
+        run.config.rename_map,
+        run.policy_config,
+        trusted=run.config.policy_trust_remote_code,
+    )
+    return Placed(prepare) if run.config.augments else prepare
+
+
 def build_optimizer(run: Run, loss: PolicyLoss) -> TrainableOptimizer:
-    """AdamW with the policy's own constants (LeRobot's preset) and the run's learning rate."""
-    preset = run.policy_config.get_optimizer_preset()
-    peak, final, warmup_steps = run.learning_rate
-    return make_trainable_optimizer(
-        loss.policy,
-        schedule=warmup_cosine(peak, final, warmup_steps, run.steps),
-        betas=preset.betas,
-        eps=preset.eps,
-        weight_decay=preset.weight_decay,
-        clip_norm=run.config.train.clip_norm or preset.grad_clip_norm,
+    """The policy's own optimizer (LeRobot's preset) and learning rate, with what the run's options replace."""
+    recipe, policy = run.recipe, loss.policy
+    return take_optimizer(
+        policy,
+        recipe.build(policy),
+        schedule=recipe.schedule(run.steps),
+        clip_norm=recipe.clip_norm,
+        decay=run.config.ema.decay if run.config.ema.enable else None,
     )
 
 
@@ -270,10 +298,10 @@ def _rows_in_words(run: Run, first: int, last: int) -> str:
 class CheckpointWriter:
     """Takes checkpoints while training goes on: the step waits for a copy in host memory, not for the disk.
 
-    Rank 0, or where parameters are in parts every rank, copies what it holds; a thread of Ray Train's then writes that
-    into the run's folder. When all have, rank 0 has the checkpoint appear there, and it is reported. One is in flight
-    at a time: the next one waits for it, so host memory holds one copy (12 bytes for each parameter that trains). All
-    ranks make their writers together.
+    Rank 0, or where parameters are in parts every rank of the first copy, copies what it holds; a thread of Ray Train's
+    then writes that into the run's folder. When all have, rank 0 has the checkpoint appear there, and it is reported.
+    One is in flight at a time: the next one waits for it, so host memory holds one copy (12 bytes for each parameter
+    that trains), in memory made once. All ranks make their writers together.
 
     Args:
         attempt: number of this start of the worker group. A writer whose attempt is over refuses to write.
@@ -281,11 +309,16 @@ class CheckpointWriter:
 
     def __init__(self, run: Run, optimizer: TrainableOptimizer, rank: int, attempt: int):
         self._run, self._optimizer, self._rank, self._attempt = run, optimizer, rank, attempt
+        self._writers = max((first_copy(param) for param in optimizer.params), key=len, default=[0])
         self._group = None
-        if any(is_part(param) for param in optimizer.params):
+        if len(self._writers) > 1:
             # Of its own: threads must not disturb each other's collectives. On the host, as the files are.
             timeout = datetime.timedelta(seconds=run.config.scaling.collective_timeout_s)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            self._group = dist.new_group(self._writers, backend="gloo", timeout=timeout)
+        self._staging: Staging | None = None
+        if self._rank in self._writers:
+            mine = [self._mine(tensors) for tensors in self._state().values()]
+            self._staging = Staging({name: part(tensor)[0] for tensors in mine for name, tensor in tensors.items()})
         self._idle = threading.Event()
         self._idle.set()
         self._last = time.monotonic()
@@ -318,12 +351,12 @@ class CheckpointWriter:
         """Take a checkpoint of this moment. Every rank must call it."""
         started = time.monotonic()
         name = f"step_{progress.step:08d}"
-        if self._rank != 0 and self._group is None:
+        if self._rank not in self._writers:
             ray.train.report({"step": progress.step}, checkpoint_dir_name=name)
         else:
             self.wait()
             self._idle.clear()
-            taken = {TRAINABLE: self._copied(self._optimizer.named()), OPTIMIZER: self._copied(self._optimizer.state())}
+            taken = {kind: self._copied(tensors) for kind, tensors in self._state().items()}
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             ray.train.report(
@@ -342,14 +375,29 @@ class CheckpointWriter:
         """Until nothing is being written. An error while writing ends the attempt by way of Ray Train."""
         self._idle.wait()
 
+    def close(self) -> None:
+        """Wait until nothing is being written, and give the memory back."""
+        self.wait()
+        if self._staging is not None:
+            self._staging.close()
+
+    def _state(self) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint holds, by kind and name, on the device."""
+        own = self._optimizer
+        kinds = {TRAINABLE: own.named(), OPTIMIZER: own.state(), AVERAGE: own.named_average()}
+        return {kind: tensors for kind, tensors in kinds.items() if tensors}
+
+    def _mine(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those that this rank writes: of parts its own, of the rest rank 0's."""
+        return {name: tensor for name, tensor in tensors.items() if self._rank == 0 or is_part(tensor)}
+
     def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-        """Copies in host memory, where further steps do not change them: of parts this rank's, of the rest rank 0's."""
+        """Copies in host memory, where further steps do not change them."""
+        assert self._staging is not None
         pieces = {}
-        for name, tensor in tensors.items():
-            if self._rank == 0 or is_part(tensor):
-                held, offsets = part(tensor)
-                copy = torch.empty_like(held, device="cpu", pin_memory=held.is_cuda)
-                pieces[name] = Piece(copy.copy_(held, non_blocking=True), offsets)
+        for name, tensor in self._mine(tensors).items():
+            held, offsets = part(tensor)
+            pieces[name] = Piece(self._staging.copied(name, held), offsets)
         return pieces
 
     def _write(
@@ -360,7 +408,7 @@ class CheckpointWriter:
             files = self._write_pieces(folder, taken)
             if self._rank == 0:
                 commit(folder, progress, files)
-                prune(run.checkpoints_dir, run.config.keep_checkpoints, run.config.keep_best)
+                prune_checkpoints(run.config, run.steps)
         except OSError:
             if self._rank == 0:
                 discard(folder)
@@ -377,13 +425,12 @@ class CheckpointWriter:
                 raise RuntimeError(
                     f"{self._run.output_dir}: another process goes on with this run; {folder.name} is not written"
                 )
-            of = dist.get_world_size() if self._group is not None else 1
-            written = write_pieces(folder, taken, self._rank, of)
+            written = write_pieces(folder, taken, self._writers.index(self._rank), len(self._writers))
         except Exception as error:
             written = error
         everyones: list[Any] = [written]
         if self._group is not None:
-            everyones = [None] * dist.get_world_size() if self._rank == 0 else []
+            everyones = [None] * len(self._writers) if self._rank == 0 else []
             dist.gather_object(written, everyones or None, group=self._group)
         for of_rank in [written, *everyones]:
             if isinstance(of_rank, Exception):
@@ -391,11 +438,64 @@ class CheckpointWriter:
         return {name: file for files in everyones for name, file in files.items()}
 
 
-def export(run: Run, trained: TrainableOptimizer) -> None:
+def policy_at(run: Run, checkpoint: Path) -> PreTrainedPolicy:
+    """The policy of a checkpoint, on the CPU, as it is exported and as it plays: the base with what trained put in.
+
+    Runs in any process. The base is read anew, because what is frozen may have been rounded to bf16 for training. With
+    --ema.enable it is the average of what trained, unless --ema.export=false. Adapters are merged into it.
+
+    Raises:
+        ValueError, OSError: the checkpoint cannot be read, or is of another policy.
+    """
+    policy, adapted = _trained_policy(run, checkpoint)
+    if adapted is not None:
+        merge(adapted)
+    return policy
+
+
+def _trained_policy(run: Run, checkpoint: Path) -> tuple[PreTrainedPolicy, Any]:
+    """`policy_at`, with the run's adapters still beside its weights; and PEFT's model of it, None without any."""
+    policy, peft = start_policy(run), run.config.peft
+    adapted = add_adapters(policy, peft, run.config.seed) if peft.enabled else None
+    tensors = policy.state_dict()
+
+    def held(kind: str, prefix: str = "") -> dict[str, Tensor]:
+        names = checkpoint_names(checkpoint, kind)
+        if foreign := sorted(name for name in names if name.removeprefix(prefix) not in tensors):
+            raise ValueError(f"checkpoint {checkpoint}: it is of another policy, and holds {foreign[:5]}")
+        return {name: tensors[name.removeprefix(prefix)] for name in names}
+
+    load_checkpoint(checkpoint, held(TRAINABLE))
+    if run.config.takes_average:  # of parameters; buffers are as they were
+        load_checkpoint(checkpoint, None, average=held(AVERAGE, "average."))
+    return policy, adapted
+
+
+def export(run: Run) -> None:
     """`OUTPUT_DIR/pretrained_model`, as LeRobot loads it: the base with what trained put in, processors included.
 
-    What trained is read from the run's last checkpoint, where all of it is, however it was spread. The base is read
-    anew, because what is frozen may have been rounded to bf16 for training.
+    Of the checkpoint that `exported_checkpoint` names, where all of what trained is, however it was spread. Adapters
+    are merged into the weights beside them, after they are written to `OUTPUT_DIR/adapter` if that was asked for.
+
+    Raises:
+        RuntimeError: the run's last checkpoint was not written.
+    """
+    policy, adapted = _trained_policy(run, exported_checkpoint(run))
+    pre, post = run.processors()
+    if adapted is not None:
+        if run.config.peft.export == "adapter":
+            save_adapters(adapted, run.base["path"], run.base["revision"], pre, post, run.output_dir / "adapter")
+        merge(adapted)
+    folder = run.output_dir / "pretrained_model"
+    save_pretrained(policy, pre, post, folder)
+    drawn = [how_drawn(meta) for meta in run.metas]
+    if drawn[0] and all(other == drawn[0] for other in drawn):
+        # Whoever evaluates it in the simulator is to show it the same pictures.
+        write_json(folder / ENVIRONMENT_NAME, {"drawn": drawn[0]})
+
+
+def exported_checkpoint(run: Run) -> Path:
+    """What a finished run exports: its last checkpoint, or the best one if that was asked for (--export best).
 
     Raises:
         RuntimeError: the run's last checkpoint was not written.
@@ -403,8 +503,4 @@ def export(run: Run, trained: TrainableOptimizer) -> None:
     newest = latest_checkpoint(run.checkpoints_dir)
     if newest is None or load_progress(newest).step != run.steps:
         raise RuntimeError(f"{run.checkpoints_dir}: no checkpoint of the last step, {run.steps}: nothing to export")
-    policy = start_policy(run)
-    tensors = policy.state_dict()
-    load_checkpoint(newest, {name: tensors[name] for name in trained.named()})
-    pre, post = run.processors()
-    save_pretrained(policy, pre, post, run.output_dir / "pretrained_model")
+    return (best_checkpoint(run.checkpoints_dir) if run.config.export == "best" else None) or newest

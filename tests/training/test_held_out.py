@@ -1,0 +1,204 @@
+"""The held-out loss while training, against LeRobot's own forward over the same rows, noise and times. No Ray."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+import vla
+from tests import in_process
+from vla_finetuning.flags import parse_args
+from vla_finetuning.policies.pi05 import sample_noise_and_time
+from vla_finetuning.run.describe import describe
+from vla_finetuning.run.folder import STOP_NAME
+from vla_finetuning.run.held_out import held_out_rows
+from vla_finetuning.run.plan import resolve
+from vla_finetuning.training import worker
+from vla_finetuning.training.held_out import DRAWN_TOGETHER, HeldOutLoss
+
+CPU = torch.device("cpu")
+DRAWS = 2
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    return in_process.make_setting(tmp_path_factory.mktemp("held_out"))
+
+
+def resolved(setting, **changes):
+    """Of episodes of 6, 5 and 4 frames, the last two are held out: one of each task."""
+    options = {"dataset.eval_split": 0.3, "eval_steps": 2, "batch_size": 4, "grad_accum": 1, **changes}
+    return in_process.resolved(setting, **options)
+
+
+def measured(run):
+    loss, autocast = worker.build_model(run, CPU)
+    with in_process.tasks_here():
+        return HeldOutLoss(run, 0, 1, CPU).evaluate(loss, autocast)
+
+
+def lerobots_losses(setting, run, index):
+    """What `lerobot-train` would compute for these rows: its dataset, processors and policy; by draw and row."""
+    _, root, base = setting
+    config = PreTrainedConfig.from_pretrained(base)
+    config.device = "cpu"
+    policy = get_policy_class(config.type).from_pretrained(base, config=config)
+    policy.eval()
+    times = [i / 10 for i in range(config.chunk_size)]
+    dataset = LeRobotDataset("test", root=root, video_backend="pyav", delta_timestamps={"action": times})
+    overrides = {"stats": dataset.meta.stats, "features": {**config.input_features, **config.output_features}}
+    preprocessor, _ = make_pre_post_processors(
+        config,
+        pretrained_path=str(base),
+        preprocessor_overrides={
+            "device_processor": {"device": "cpu"},
+            "normalizer_processor": {**overrides, "norm_map": config.normalization_mapping},
+        },
+    )
+    batch = preprocessor(torch.utils.data.default_collate([dataset[int(i)] for i in index]))
+    noise, time = sample_noise_and_time(config, DRAWN_TOGETHER * DRAWS, run.config.seed, -1, "cpu")
+    losses = []
+    for draw in range(DRAWS):
+        rows = slice(draw, DRAWS * len(index), DRAWS)
+        policy.model.sample_noise = lambda *_, value=noise[rows]: value
+        policy.model.sample_time = lambda *_, value=time[rows]: value
+        with torch.no_grad():
+            losses.append(policy.forward(batch, reduction="none")[0])
+    return torch.stack(losses), time[: DRAWS * len(index)].view(-1, DRAWS).T
+
+
+@pytest.mark.parametrize("limit, index", [(0, range(6, 15)), (4, (6, 10, 11, 14))])
+def test_it_is_the_mean_of_lerobots_own_forward(setting, limit, index):
+    """Over all rows, or over some of each task; of the last batch too, which is not full; by task and flow time."""
+    run = resolved(setting, **{"train.noise_draws": DRAWS, "max_eval_samples": limit})
+    told = measured(run)
+    losses, times = lerobots_losses(setting, run, index)
+    assert told["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+    second = torch.tensor([i < 11 for i in index])  # of the dataset's second task
+    by_task = dict(zip(run.metas[0].tasks.values(), (losses[:, ~second], losses[:, second]), strict=True))
+    assert told["eval_loss_by_task"] == pytest.approx({k: v.mean().item() for k, v in by_task.items()}, rel=1e-5)
+    for number, found in enumerate(told["eval_loss_by_time"]):
+        expected = losses[(times * 10).long() == number]
+        assert found == (pytest.approx(expected.mean().item(), rel=1e-5) if len(expected) else None)
+
+
+def test_a_rows_draws_do_not_depend_on_the_batch(setting):
+    small = resolved(setting, batch_size=2, grad_accum=2)
+    assert measured(small)["eval_loss"] == pytest.approx(measured(resolved(setting))["eval_loss"], rel=1e-5)
+
+
+def test_held_out_frames_are_not_augmented(setting):
+    augmented = measured(resolved(setting, **{"train.augmentation": "openpi"}))
+    assert augmented["eval_loss"] == measured(resolved(setting))["eval_loss"]
+
+
+def test_every_task_has_its_share_and_at_least_one_row(setting):
+    rows = held_out_rows(resolved(setting, max_eval_samples=1))
+    assert rows.positions.tolist() == [0, 5] and rows.task.tolist() == [0, 1] and rows.held_out == 9
+    plan = describe(resolved(setting, max_eval_samples=4, export="best"))
+    assert "loss on 4 of 9 held-out frames of 2 tasks, every 2 steps and at the end" in plan
+    assert "lerobot-train takes each task's first frames" in plan
+    assert "the 1 best by held-out loss kept" in plan and "the best one is exported" in plan
+
+
+def test_other_policies_draw_their_own_and_leave_the_generator_alone(setting):
+    small = {"pretrained_backbone_weights": "null", "dim_model": 32, "n_heads": 2, "n_encoder_layers": 1}
+    options = {"dataset.eval_split": 0.3, "eval_steps": 2, "batch_size": 4, "grad_accum": 1, "policy.type": "act"}
+    flags = in_process.flags(setting, **options, **{f"policy.{name}": value for name, value in small.items()})
+    run = resolve(parse_args([flag for flag in flags if "policy.path" not in flag]), gpus_found=0)
+    state = torch.get_rng_state()
+    loss, autocast = worker.build_model(run, CPU)
+    with in_process.tasks_here():
+        held_out = HeldOutLoss(run, 0, 1, CPU)
+        torch.set_rng_state(state)
+        first, again = (held_out.evaluate(loss, autocast) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert first["eval_loss"] == again["eval_loss"] > 0 and "eval_loss_by_time" not in first
+
+
+def trained(run, writer=in_process.NoCheckpoints):
+    """Log lines, and the weights."""
+    lines = []
+
+    def write(step, lr, metrics):
+        lines.append({"step": step, **metrics})
+
+    run.output_dir.mkdir(exist_ok=True)
+    with in_process.without_ray(in_process.Shard(run), writer=writer), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vla, "MetricsLog", lambda *_: SimpleNamespace(write=write))
+        optimizer = vla.train(run)
+    return lines, optimizer and {name: value.clone() for name, value in optimizer.named().items()}
+
+
+def test_training_goes_on_as_if_nothing_had_been_measured(setting):
+    """Every other step and at the end, each a line of the log and, where there is one, in the checkpoint."""
+    saved = []
+
+    class Writer(in_process.NoCheckpoints):
+        def save(self, progress):
+            saved.append((progress.step, progress.eval_loss))
+
+    run = resolved(setting, steps=5, log_freq=5, save_freq=4)
+    lines, weights = trained(run, Writer)
+    plain, expected = trained(replace(run, config=replace(run.config, eval_steps=0)))
+    assert [(line["step"], "eval_loss" in line) for line in lines] == [(2, True), (4, True), (5, True)]
+    assert ["eval_loss" in line for line in plain] == [False]
+    assert 2 * lines[0]["loss"] + 2 * lines[1]["loss"] + lines[2]["loss"] == pytest.approx(5 * plain[0]["loss"])
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    assert len({line["eval_loss"] for line in lines}) == 3
+    assert saved == [(4, lines[1]["eval_loss"]), (5, lines[2]["eval_loss"])]
+
+
+@pytest.mark.parametrize("export", [True, False])
+def test_the_averaged_weights_are_measured_if_they_are_exported(setting, export):
+    """And the training goes on with the others. Beside it: the measure of a policy that has these weights."""
+    options = {"steps": 4, "log_freq": 2, "ema.enable": "true", "ema.decay": 0.5, "ema.export": str(export).lower()}
+    run = resolved(setting, **options)
+    lines, weights = trained(run)
+    _, expected = trained(replace(run, config=replace(run.config, eval_steps=0)))
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    made = []
+
+    def kept(*args):
+        made.append(worker.build_optimizer(*args))
+        return made[0]
+
+    with in_process.without_ray(in_process.Shard(run)):
+        vla.train(replace(run, config=replace(run.config, eval_steps=0)), make_optimizer=kept)
+    loss, autocast = worker.build_model(run, CPU)
+    (optimizer,) = made
+    taken = dict(zip(optimizer.names, optimizer.average, strict=True)) if export else optimizer.named()
+    loss.policy.load_state_dict(taken, strict=False)
+    with in_process.tasks_here():
+        told = HeldOutLoss(run, 0, 1, CPU).evaluate(loss, autocast)
+    assert lines[-1]["eval_loss"] == pytest.approx(told["eval_loss"], rel=1e-6)
+    assert ("about the last 2 steps: it is measured" if export else "the weights are exported") in describe(run)
+
+
+def test_a_run_that_is_asked_to_stop_does_not_measure_first(setting):
+    run = resolved(setting, steps=5, output_dir=setting[0] / "stopped")
+    run.output_dir.mkdir()
+    (run.output_dir / STOP_NAME).touch()
+    lines, weights = trained(run)
+    assert weights is None and [line["step"] for line in lines] == [2] and "eval_loss" not in lines[0]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"eval_steps": -1}, "--eval_steps=-1: a number, 0 for never"),
+        ({"eval_steps": 5, "dataset.eval_split": 0}, "no episode is held out .*give --dataset.eval_split"),
+        ({"max_eval_samples": 5}, "is of the held-out loss: give --eval_steps too"),
+        ({"export": "best"}, "which is not measured; give --eval_steps"),
+        ({"export": "worst"}, "--export=worst: expected one of last, best"),
+        ({"ema.decay": 1}, "--ema.decay=1.0: must be between 0 and 1"),
+        ({"eval_steps": 30, "keep_best": 1, "save_freq": 100}, "a --save_freq that is a multiple of --eval_steps"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        parse_args(["--preset=demo", *(f"--{name}={value}" for name, value in flags.items())])

@@ -1,0 +1,177 @@
+"""The loss on held-out episodes while training: the same rows, noise and times at every evaluation.
+
+Rows are read and prepared by tasks of their own, beside the stream of training rows, which goes on meanwhile. What is
+small is then kept in the object store; what is not, is read again each time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from ray.exceptions import GetTimeoutError
+from torch import Tensor
+
+from lerobot_datasource import LeRobotDatasource
+from util import Batch, NumpyToTorchCollate, cuda_prefetcher
+from vla_finetuning.data.columns import IS_SKIPPED, ROW_COLUMNS
+from vla_finetuning.policies.pi05 import PolicyLoss, sample_noise_and_time
+from vla_finetuning.run.held_out import held_out_rows
+from vla_finetuning.run.plan import Run
+from vla_finetuning.training.parallel import give_up_whole
+from vla_finetuning.training.stream import Columns, Deferred
+from vla_finetuning.training.worker import collate_cut, prepare_of
+
+# Chunks that a rank has read before it needs them.
+LOOK_AHEAD = 4
+# Of the cluster's object stores, what held-out rows may be kept in from one evaluation to the next.
+KEPT_SHARE = 0.1
+# Rows whose noise and times are drawn together, whatever the size of a batch.
+DRAWN_TOGETHER = 64
+# Flow times, from 0 (the action) to 1 (noise), are told in so many parts; tasks, so many of them.
+TIME_PARTS, TASKS_TOLD = 10, 32
+
+
+class HeldOutLoss:
+    """A rank's share of the held-out rows, and what it takes to compute their loss. All ranks make theirs together.
+
+    Rows are dealt in chunks of `batch_size` to the ranks in turn. All ranks run equally many forwards, as FSDP2 needs:
+    one that has no chunk left computes the last one again, which does not count.
+    """
+
+    def __init__(self, run: Run, rank: int, world: int, device: torch.device):
+        self._run, self._device = run, device
+        self._rows = held_out_rows(run)
+        self._size = run.config.batch_size
+        # PI0.5 tells the loss of every draw of a row; of another policy's batch, all rows count as its mean.
+        self._is_pi05 = isinstance(run.policy_config, PI05Config)
+        self._per_row = run.config.train.noise_draws if self._is_pi05 else 1
+        self._chunks = -(-len(self._rows.positions) // self._size)
+        self._mine = list(range(rank, -(-self._chunks // world) * world, world))
+        self._collate = NumpyToTorchCollate(run.use_gpu)
+        source = run.held_out()
+        room = KEPT_SHARE * ray.cluster_resources().get("object_store_memory", 0)
+        self._keeps = len(self._rows.positions) * source.row_bytes() <= room
+        self._read: Any = ray.remote(_read_chunk).options(num_cpus=run.config.scaling.cpus_per_read_task)
+        self._shared = ray.put(source), ray.put(Deferred(prepare_of(run)))
+        self._asked: dict[int, Any] = {}
+
+    def evaluate(self, loss: PolicyLoss, autocast: torch.dtype | None) -> dict[str, Any]:
+        """Compute it; every rank must call it, and gets the same. One collective and one read from the device.
+
+        Returns:
+            `eval_loss`, the mean over all rows and draws, and `eval_s`, how long that took. Of PI0.5 also, of the tasks
+            with the most rows `eval_loss_by_task`, and `eval_loss_by_time`, over equal parts of the flow time from 0 to
+            1; None where there is none.
+        """
+        started = time.perf_counter()
+        rows = len(self._rows.positions) * self._per_row
+        # Of every draw of every row: its loss, whether it counts, its time. Zeros where another rank has it: a sum over
+        # the ranks is then exact, and the same however many there are.
+        found = torch.zeros(3, rows, device=self._device)
+        loss.eval()
+        try:
+            with torch.no_grad():
+                batches = cuda_prefetcher(self._host_batches(), self._device)
+                for number, batch in zip(self._mine, batches, strict=True):
+                    values, times = self._losses(loss, batch, number, autocast)
+                    if number < self._chunks:
+                        first = number * self._size * self._per_row
+                        of_chunk = found[:, first : first + self._size * self._per_row]
+                        # The last chunk may have been filled up.
+                        values, times = values[: of_chunk.shape[1]], times[: of_chunk.shape[1]]
+                        counted = batch[IS_SKIPPED].logical_not() if IS_SKIPPED in batch else torch.ones(self._size)
+                        counted = counted.repeat_interleave(self._per_row)[: of_chunk.shape[1]]
+                        of_chunk.copy_(torch.stack([values, counted.to(values), times]))
+        finally:
+            loss.train()
+            give_up_whole(loss)
+        if dist.is_initialized():
+            dist.all_reduce(found)
+        told = self._told(*found.cpu().double().numpy())
+        return {**told, "eval_s": time.perf_counter() - started}
+
+    def _losses(
+        self, loss: PolicyLoss, batch: Batch, number: int, autocast: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        """Losses and times of a chunk's draws; of other policies than PI0.5, the batch's loss for every row."""
+        inputs = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
+        rows = len(next(iter(inputs.values())))
+        with torch.autocast(self._device.type, autocast, enabled=autocast is not None):
+            if self._is_pi05:
+                noise, times = self._draws(number)
+                return loss(inputs, noise, times, per_row=True), times
+            devices = [self._device] if self._device.type == "cuda" else []
+            with torch.random.fork_rng(devices=devices):
+                torch.manual_seed(self._run.config.seed * 1_000_003 + number)
+                return loss(inputs).expand(rows), torch.zeros(rows, device=self._device)
+
+    def _draws(self, number: int) -> tuple[Tensor, Tensor]:
+        """Noise and times of a chunk's rows: functions of the run's seed and of a row's place among them all."""
+        first = number * self._size if number < self._chunks else (self._chunks - 1) * self._size
+        groups = range(first // DRAWN_TOGETHER, -(-(first + self._size) // DRAWN_TOGETHER))
+        config, seed, many = self._run.policy_config, self._run.config.seed, DRAWN_TOGETHER * self._per_row
+        # Steps that training never has.
+        drawn = [sample_noise_and_time(config, many, seed, -1 - group, self._device) for group in groups]
+        skip = (first - groups.start * DRAWN_TOGETHER) * self._per_row
+        of_rows = slice(skip, skip + self._size * self._per_row)
+        noise, times = (torch.cat([pair[kind] for pair in drawn])[of_rows] for kind in (0, 1))  # type: ignore[misc]
+        return noise, times
+
+    def _told(self, losses: np.ndarray, counted: np.ndarray, times: np.ndarray) -> dict[str, Any]:
+        """What an evaluation tells, of float64 (N*K,) each."""
+        chosen = counted > 0
+        told: dict[str, Any] = {"eval_loss": _mean(losses[chosen])}
+        if self._is_pi05:
+            task = np.repeat(self._rows.task, self._per_row)
+            many = np.argsort(-np.bincount(task, minlength=len(self._rows.tasks)), kind="stable")[:TASKS_TOLD]
+            told["eval_loss_by_task"] = {
+                self._rows.tasks[number]: _mean(losses[chosen & (task == number)]) for number in many.tolist()
+            }
+            part = np.minimum((times * TIME_PARTS).astype(int), TIME_PARTS - 1)
+            told["eval_loss_by_time"] = [_mean(losses[chosen & (part == number)]) for number in range(TIME_PARTS)]
+        return told
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def _host_batches(self) -> Iterator[Batch]:
+        """This rank's chunks, prepared, in CPU memory."""
+        limit_s = self._run.config.dataset.batch_timeout_s
+        for at, number in enumerate(self._mine):
+            for ahead in self._mine[at : at + LOOK_AHEAD]:
+                self._ask(ahead)
+            try:
+                columns: Columns = ray.get(self._asked[number], timeout=limit_s)
+            except GetTimeoutError as error:
+                raise TimeoutError(
+                    f"no held-out rows for {limit_s:g} s (--dataset.batch_timeout_s): a read task hangs, or the "
+                    "cluster has no CPU left for it (`ray list tasks` and `ray status` tell)"
+                ) from error
+            if not self._keeps:
+                del self._asked[number]
+            missing = self._size - len(next(iter(columns.values())))
+            if missing and self._is_pi05:  # no other shape than in training, which might have to be compiled
+                columns = {k: np.concatenate([v, np.repeat(v[-1:], missing, axis=0)]) for k, v in columns.items()}
+            yield collate_cut(self._run, self._collate, columns)
+
+    def _ask(self, number: int) -> None:
+        if number not in self._asked:
+            first = min(number, self._chunks - 1) * self._size
+            positions = self._rows.positions[first : first + self._size]
+            self._asked[number] = self._read.remote(*self._shared, positions)
+
+
+def _read_chunk(source: LeRobotDatasource, prepare: Deferred, positions: np.ndarray) -> Columns:
+    """Rows at these places, as the policy sees them. Runs in a task of its own."""
+    (rows,) = source.read_rows(positions.tolist(), len(positions))
+    return prepare(rows)
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
