@@ -4,8 +4,8 @@
         --output_dir outputs/trial
     python evaluate.py --compare outputs/trial outputs/another
 
-Flags that `lerobot-eval` has are its own. OUTPUT_DIR/episodes.jsonl has a line for every episode; an evaluation that
-was killed goes on there when it is given again.
+Flags that `lerobot-eval` has are its own. OUTPUT_DIR/episodes.jsonl has a line for every episode, and report.html shows
+what came of them, failures first; an evaluation that was killed goes on there when it is given again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 
-from vla_finetuning.config import parse_evaluate
 from vla_finetuning.evaluation.trial import compare_folders, resolve_trial, run_trial
+from vla_finetuning.flags import parse_evaluate
 from vla_finetuning.run import cluster
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cluster.connect()
         tell_text(run_trial(trial))
-        tell(f"Episodes     {trial.output_dir}")
+        tell(f"Episodes     {trial.output_dir}", f"Report       {trial.output_dir / 'report.html'}")
         return 0
     except (RayError, RuntimeError, ValueError, OSError) as error:
         tell_error(root_cause(error))

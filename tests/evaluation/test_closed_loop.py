@@ -1,14 +1,17 @@
 """Episodes on Ray are those of a plain loop, whatever plays them, and whatever dies meanwhile."""
 
+from functools import partial
+
 import gymnasium
 import numpy as np
 import pytest
+import ray
 
 from tests.evaluation.players import FAULTY_ID, Seeing
 from vla_finetuning.config import EvalOptions
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
-from vla_finetuning.evaluation.closed_loop import PolicyServer, Row, play
+from vla_finetuning.evaluation.closed_loop import NoRoomError, PolicyServer, Row, play
 from vla_finetuning.evaluation.episodes import Condition, episode_list
 
 pytestmark = pytest.mark.ray
@@ -43,8 +46,8 @@ def plain_loop(episodes):
     return lines
 
 
-def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, **options):
-    """{episode: as `plain_loop`}, or its error."""
+def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, acted=None, use_gpu=False, **options):
+    """{episode: as `plain_loop`}, or its error. acted: a list for `play` to fill with (line, actions)."""
     lines = {}
 
     def written(line):
@@ -55,15 +58,17 @@ def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, **options):
 
     # gymnasium imports the module that registers it.
     module = {two_bins.GYM_ID: two_bins.__name__, FAULTY_ID: "tests.evaluation.players"}[gym[0]]
-    gym = (f"{module}:{gym[0]}", gym[1])
+    makers = {"two_bins": partial(gymnasium.make, f"{module}:{gym[0]}", **gym[1])}
     options = EvalOptions(**{"step_limit_s": 60, **options})
-    play(episodes, CONDITIONS, sources or {"policy": Seeing()}, gym, options, seed=SEED, written=written)
+    note = None if acted is None else lambda *episode: acted.append(episode)
+    sources = sources or {"policy": Seeing()}
+    play(episodes, CONDITIONS, sources, makers, options, seed=SEED, use_gpu=use_gpu, written=written, acted=note)
     return lines
 
 
 @pytest.fixture(scope="module")
 def episodes():
-    return episode_list(CONDITIONS, "two_bins", 12, seed=1000)
+    return episode_list(CONDITIONS, ["two_bins"], 12, seed=1000)
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +88,17 @@ def test_actors_and_batches_change_no_episode(ray_cluster, episodes, expected, a
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "raises"])
 def test_what_a_stage_held_when_it_failed_is_played_again(ray_cluster, episodes, expected, tmp_path, how):
-    gym = FAULTY_ID, {"seed": 1005, "how": how, "marker": str(tmp_path / "marker")}
-    assert played(episodes, gym, env_actors=2, step_limit_s=2 if how == "hangs" else 60) == expected
+    gym, acted = (FAULTY_ID, {"seed": 1005, "how": how, "marker": str(tmp_path / "marker")}), []
+    assert played(episodes, gym, acted=acted, env_actors=2, step_limit_s=2 if how == "hangs" else 60) == expected
     assert (tmp_path / "marker").exists()
+    # What it is said to have done is what it did, also where some of it was done twice.
+    assert len(acted) == len(episodes)
+    with gymnasium.make(two_bins.GYM_ID) as env:
+        for line, actions in acted:
+            env.reset(seed=line["seed"])
+            assert len(actions) == line["steps"]
+            *_, (_, reward, over, _, _) = [env.step(action) for action in actions]
+            assert (env.unwrapped.state_hash(), reward == 1) == (line["final_state"], line["success_at_end"])
 
 
 @pytest.mark.parametrize(("how", "told"), [("dies", "its process died"), ("raises", "the simulation diverged")])
@@ -149,3 +162,26 @@ def test_a_server_gives_each_row_its_own(exact):
     xs = [10, 11, 12, 20, 21]
     assert actions[:, 0].tolist() == [[1 + i % 2, 0 if i in (1, 4) else 9, xs[i], i, 100 + i] for i in range(5)]
     assert all(part["pixels"]["top"].all() for part in seen)
+
+
+# ---- room -----------------------------------------------------------------------------------------------------------
+
+
+def test_processes_for_which_there_is_no_room_hold_nothing_up(ray_cluster, episodes, expected):
+    """Of twenty that simulate, a cluster of 4 CPUs has room for six beside the policy."""
+    assert played(episodes, env_actors=20, policy_actors=2, batch_size=1) == expected
+
+
+@pytest.mark.parametrize(
+    ("held", "use_gpu", "told"),
+    [(0, True, "decides .* needs 1 GPU, 0 of the cluster's 0 free"),
+     (3, False, "simulates .* needs 0.5 CPUs, 0 of the cluster's 4 free")],
+)  # fmt: skip
+def test_without_room_it_ends_and_says_what_lacks(ray_cluster, episodes, held, use_gpu, told):
+    room = ray.util.placement_group([{"CPU": held}] if held else [{"CPU": 0.1}])
+    ray.get(room.ready())
+    try:
+        with pytest.raises(NoRoomError, match=told):
+            played(episodes[:2], use_gpu=use_gpu, room_timeout_s=5)
+    finally:
+        ray.util.remove_placement_group(room)

@@ -1,14 +1,27 @@
 """What the demo says of its policy in the loop."""
 
-from vla_finetuning.evaluation.demo import success_table
+from vla_finetuning.evaluation.demo import _to_show, success_table
 
 
 def test_the_table_counts_what_was_played_and_says_what_was_not():
     scores = {
         "trained": {"successes": 3, "episodes": 4, "errors": 1},
         "other_instruction": {"successes": 0, "episodes": 5, "went_where_told": 4},
+        "blindfolded": {"successes": 2, "episodes": 5, "went_to_a_bin": 3},
     }
-    _, trained, other = success_table(scores).splitlines()
+    _, trained, other, blindfolded = success_table(scores).splitlines()
     assert "3 of 4, 75.0 % (30.1 to 95.4); 1 more ended in an error" in trained
     assert other.startswith("  trained, told the other instruction  0 of 5, 0.0 % (0.0 to 43.4); ")
     assert other.endswith("; 4 went to the bin they were told")
+    assert blindfolded.endswith("(11.8 to 76.9); 3 went to a bin")
+
+
+def test_shown_are_a_scene_of_each_instruction_under_every_condition_and_failures():
+    def line(condition, seed, success):
+        told = "red" if seed in (1, 2) else "blue"
+        return {"condition": condition, "seed": seed, "instruction": told, "error": None, "success_once": success}
+
+    lines = [line(name, seed, name == "a" and seed != 4) for seed in (4, 2, 3, 1) for name in ("trained", "untrained")]
+    lines.append({**line("trained", 0, None), "instruction": None, "error": "its process died"})
+    shown = [(found["condition"], found["seed"]) for found in _to_show(lines, ["trained", "untrained"])]
+    assert shown == [("trained", 1), ("untrained", 1), ("trained", 3), ("untrained", 3), ("trained", 2), ("trained", 4)]

@@ -21,7 +21,7 @@ ABOUT = {"policy": "a"}
 
 @pytest.fixture
 def episodes():
-    return episode_list(("plain", "other"), "two_bins", 3, seed=1000)
+    return episode_list(("plain", "other"), ["two_bins"], 3, seed=1000)
 
 
 def ended(number, success=True):
@@ -32,6 +32,8 @@ def test_the_list_has_the_same_seeds_for_every_condition_as_lerobot_eval(episode
     assert len(episodes) == len(set(episodes)) == 6
     for condition in ("plain", "other"):
         assert [e.seed for e in episodes if e.condition == condition] == [1000, 1001, 1002]
+    several = episode_list(["plain"], ["a", "b"], 2, seed=7)
+    assert [(e.task, e.episode, e.seed) for e in several] == [("a", 0, 7), ("a", 1, 8), ("b", 0, 7), ("b", 1, 8)]
 
 
 def test_noise_is_a_function_of_its_four_names_and_of_nothing_else():

@@ -10,8 +10,9 @@ from lerobot.policies.factory import make_pre_post_processors
 
 import evaluate
 from tests.evaluation.test_player import FEATURES, STATS
-from vla_finetuning.config import parse_evaluate
+from tests.pages import check_page
 from vla_finetuning.evaluation import trial
+from vla_finetuning.flags import parse_evaluate
 from vla_finetuning.policies.loading import save_pretrained
 
 FLAGS = ["--env.type=two_bins", "--env.episode_length=12", "--eval.n_episodes=6", "--eval.env_actors=1"]
@@ -37,13 +38,20 @@ def lines_of(folder):
 @pytest.mark.ray
 def test_from_flags_to_a_comparison(ray_cluster, folder, tmp_path, capsys, monkeypatch):
     a, b = tmp_path / "a", tmp_path / "b"
-    flags = [f"--policy.path={folder}", "--policy.n_action_steps=4", *FLAGS]
+    monkeypatch.setattr(trial, "TELL_EVERY_S", 0.0)
+    flags = [f"--policy.path={folder}", "--policy.n_action_steps=4", "--eval.videos=2", *FLAGS]
     assert evaluate.main([*flags, f"--output_dir={a}"]) == 0
     out = capsys.readouterr().out
     lines = lines_of(a)
     assert f"Success      {sum(line['success_once'] for line in lines)} of 6, " in out and str(a) in out
     assert sorted(line["seed"] for line in lines) == list(range(1000, 1006))
     assert all(line["steps"] == 12 and line["decisions"] == 3 for line in lines)
+    assert "5 of 6 episodes, 0 of 5 succeeded, " in out and " s left" in out
+    # Its page: the table by instruction, and of six failures those that were asked for.
+    page = check_page((a / "report.html").read_text())
+    assert "all episodes 0 6 0.0% 0.0% to 39.0%" in page.text and "go to the red bin" in page.text
+    pictures = [image for image in page.all("img") if image["src"].startswith("data:image/webp")]
+    assert len(pictures) == 2 and all(", 12 steps" in image["alt"] for image in pictures)
 
     # Killed after two: the rest is played, and those two are not.
     kept = [{**line, "steps": -1} for line in lines[:2]]
@@ -54,6 +62,7 @@ def test_from_flags_to_a_comparison(ray_cluster, folder, tmp_path, capsys, monke
     assert sorted(again[2:], key=lambda line: line["seed"]) == sorted(lines[2:], key=lambda line: line["seed"])
     with monkeypatch.context() as patch:
         patch.setattr(trial, "play", None)  # nothing is left to play
+        patch.setattr(trial, "make_films", None)  # nor to be shown
         assert evaluate.main([*flags, f"--output_dir={a}"]) == 0
     assert evaluate.main([*flags, f"--output_dir={a}", "--seed=7"]) == 1
     assert "holds another evaluation: it differs in episodes, seed" in capsys.readouterr().err
@@ -79,7 +88,9 @@ def test_what_is_wrong_is_said_before_anything_starts(folder, tmp_path, capsys, 
         ([*good, "--eval.batch_size=many"], "command line"),
         ([*good, "--policy.path=/nowhere"], "/nowhere is no folder and no Hub id"),
         ([*good, "--policy.chunk=3"], "a act policy has only the options"),
-        ([*good, "--env.type=libero"], "several tasks"),
+        ([*good, "--env.type=libero"], "needs what is not installed (No module named 'libero'"),
+        ([*good, "--env.type=pusht"], "pip install gym-pusht"),
+        ([*good, "--env.type=somebody/envs@main:env.py"], "would run code from the Hub"),
         (["--compare", str(tmp_path)], "two folders"),
         (["--compare", str(tmp_path), str(tmp_path)], "holds no evaluation"),
         ([*good, "--rename_map={"], "command line"),
@@ -104,7 +115,31 @@ def test_flags_are_lerobot_evals():
 
 def test_errors_are_no_failures():
     """Neither in the score nor in what is said of it."""
-    line = {"instruction": "go", "success_once": True, "success_at_reset": False, "error": None, "seed": 1}
-    failed = {**dict.fromkeys(line), "error": "its process died", "seed": 2}
+    line = {"task": "t", "instruction": "go", "success_once": True, "success_at_reset": False, "error": None}
+    line["seed"] = 1
+    failed = {**dict.fromkeys(line), "task": "t", "error": "its process died", "seed": 2}
     text = trial.success_text([line, failed])
-    assert "Success      1 of 1, 100.0 %" in text and "seed 2: its process died" in text and "1 episodes ended" in text
+    assert "Success      1 of 1, 100.0 %" in text and "1 episodes ended" in text
+    assert "t, seed 2: its process died" in text
+
+
+def test_failures_are_shown_first_and_of_every_task_some():
+    lines = [
+        {"task": task, "seed": seed, "error": None, "success_once": seed % 2 == 0}
+        for task in ("a", "b", "c") for seed in range(4)
+    ]  # fmt: skip
+    lines[3] |= {"error": "its process died", "success_once": None}
+    shown = [(line["task"], line["seed"]) for line in trial.to_show(lines, 4)]
+    assert shown == [("a", 1), ("b", 1), ("c", 1), ("b", 3), ("a", 0), ("b", 0)]
+    assert trial.to_show(lines, 0) == []
+
+
+def test_a_page_counts_each_task_and_all():
+    lines = [
+        {"task": task, "instruction": "go", "error": error, "success_once": success}
+        for task, error, success in (("a", None, True), ("a", None, False), ("b", "its process died", None))
+    ]
+    every, a, b = trial.score_rows(lines)
+    assert (every["label"], every["successes"], every["episodes"], every["errors"]) == ("all episodes", 1, 2, 1)
+    assert (a["label"], a["successes"], a["episodes"]) == ("a", 1, 2) and "errors" not in a
+    assert (b["label"], b["episodes"], b["errors"], b["interval"]) == ("b", 0, 1, (0.0, 1.0))

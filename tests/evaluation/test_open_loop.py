@@ -1,5 +1,6 @@
 """Open-loop errors against a loop written by hand over LeRobot's own calls."""
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -10,8 +11,10 @@ from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
 from tests.datasets import make_dataset
 from tests.policies.test_tiny_pi05 import make_base, make_features
+from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.open_loop import (
+    _placed,
     error_table,
     evenly_spaced,
     held_out_frames,
@@ -155,6 +158,32 @@ def test_the_number_of_denoising_steps_can_be_chosen(loaded, without_noise):
     assert evaluate(loaded, num_steps=1)["policy"] != evaluate(loaded)["policy"]
 
 
+def test_rows_at_once_change_nothing(loaded, monkeypatch):
+    expected, seen, policy = evaluate(loaded), [], loaded[0]
+    predict = policy.predict_action_chunk
+    monkeypatch.setattr(
+        policy, "predict_action_chunk", lambda own, **o: (seen.append(len(o["noise"])), predict(own, **o))[1]
+    )
+    found = evaluate(loaded, at_once=3)
+    assert set(seen) == {1, 3}  # of 4, and of 3
+    for name in ("policy", "other_instruction"):
+        assert found[name]["mse"] == pytest.approx(expected[name]["mse"], rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["expert", "full"])
+def test_a_policy_is_asked_in_the_precision_that_it_was_trained_in(loaded, mode):
+    policy, pre, post = copy.deepcopy(loaded[0]), *loaded[1:]
+    run = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(mode=mode)))
+    assert _placed(run, policy, None, torch.device("cpu")) == (policy, None)
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+    placed, _ = _placed(run, policy, torch.bfloat16, torch.device("cpu"))
+    low = {name for name, parameter in placed.named_parameters() if parameter.dtype == torch.bfloat16}
+    assert any(".language_model.layers.0.mlp." in name for name in low) is (mode == "expert")
+    assert not any(".gemma_expert.model." in name for name in low)
+    found = evaluate((placed, pre, post), autocast=torch.bfloat16)
+    assert found["policy"]["mse"] == pytest.approx(evaluate(loaded)["policy"]["mse"], rel=0.05)
+
+
 def test_without_another_instruction_there_is_no_such_error(loaded):
     errors = evaluate(loaded, other_instruction=other_instructions(["the only one"]))
     assert errors["other_instruction"] is None
@@ -235,9 +264,11 @@ def test_held_out_frames_are_lerobots(tmp_path):
         match=SimpleNamespace(camera_keys=metas[1].camera_keys, dataset_keys=("observation.state", "action")),
         config=SimpleNamespace(tolerance_s=1e-4),
         image_size=None,
+        frame_cache=FrameCache(str(tmp_path / "kept"), 1.0),
     )
     theirs = LeRobotDataset("local/b", root=tmp_path / "b", episodes=[1], video_backend="pyav")
     frames = list(held_out_frames(run))
+    assert len(list((tmp_path / "kept").rglob("*.frames"))) == len(metas[1].camera_keys)  # as the run itself
     assert len(frames) == len(theirs) == 6 and len(list(held_out_frames(run, limit=2))) == 2
     for ours, expected in zip(frames, theirs, strict=True):
         assert ours["task"] == expected["task"]

@@ -138,6 +138,13 @@ def test_a_policy_that_does_not_fit_is_refused_before_anything_starts():
     config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (7,))}
     with pytest.raises(ValueError, match=r"'action' has the shape \(7,\).*another robot"):
         check_fits(config, ENV, renamed)
+    # LIBERO's state is put together by its environment's own processor.
+    config = act().config
+    images = ("image", "image2")
+    config.input_features = {f"observation.images.{name}": FEATURES["observation.images.top"] for name in images}
+    config.input_features["observation.state"] = PolicyFeature(FeatureType.STATE, (8,))
+    config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (7,))}
+    check_fits(config, env_config("libero"), {})
     config.n_obs_steps = 2
     with pytest.raises(ValueError, match="n_obs_steps=2.*lerobot-eval can"):
         check_fits(config, ENV, {})

@@ -18,10 +18,11 @@ import torch
 from tests.datasets import make_dataset
 from tests.loopback import Handler, serving
 from tests.pages import check_page
-from vla_finetuning.config import CONFIG_NAME, parse_args
+from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.open_loop import open_loop_errors
 from vla_finetuning.files import write_json
+from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report import page as report

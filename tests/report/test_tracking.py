@@ -10,7 +10,8 @@ import threading
 
 import pytest
 
-from vla_finetuning.config import Config, parse_args
+from vla_finetuning.config import Config
+from vla_finetuning.flags import parse_args
 from vla_finetuning.report import tracking
 from vla_finetuning.report.tracking import PACKAGE, Link, track
 
@@ -251,7 +252,7 @@ class Kept:
     def log(self, step, values):
         if self.failing:
             raise ConnectionError("no route")
-        self.points.append((step, values["train/loss"]))
+        self.points.append((step, values["train/loss"] if "train/loss" in values else values["train/success"]))
 
     def close(self):
         self.closed = True
@@ -271,6 +272,27 @@ def test_a_line_waits_for_the_checkpoint_that_makes_it_final(folder, kept):
     checkpoint(folder, 20)
     link.forward()
     assert Kept.last.points == [(10, 10.0), (20, 20.0)]
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_the_last_success_in_the_loop_comes_after_the_last_line(folder, kept, name):
+    """It is measured when the training is over, and the last line then tells of it too (evaluation/during.py)."""
+    link = Link(folder, name, PROJECT)
+    logged(folder, 10, 20)
+    checkpoint(folder, 20)
+    link.forward()
+    played = {"step": 20, "successes": 3, "episodes": 4, "interval": [0.3, 0.95]}
+    (folder / "evaluations.jsonl").write_text(json.dumps(played) + "\n")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[-1] |= {"success": 0.75, "success_low": 0.3, "success_high": 0.95, "success_step": 20}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    link.finish()
+    if name == "wandb":
+        assert Kept.last.points == [(10, 10.0), (20, 20.0), (20, 0.75)]
+    else:
+        assert scalars(folder, "train/success") == [(20, 0.75)] and scalars(folder) == [(10, 10.0), (20, 20.0)]
+    Link(folder, name, PROJECT).finish()
+    assert name != "wandb" or Kept.last.points == []
 
 
 def test_a_tracker_that_fails_is_a_warning_and_gets_what_it_missed(folder, kept, caplog):

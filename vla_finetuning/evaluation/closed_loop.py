@@ -9,6 +9,7 @@ others, leaves no trace in it; so what a dead process held is simply played agai
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +21,10 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from vla_finetuning.config import EvalOptions
-from vla_finetuning.envs.stage import Decision, Ended, Observation, Stage
+from vla_finetuning.envs.stage import Decision, Ended, Maker, Observation, Stage, Start
 from vla_finetuning.evaluation.episodes import Condition, Episode, line_of
 from vla_finetuning.run.failures import root_cause
+from vla_finetuning.terminal import tell
 
 # An episode is played so often before what it died of is written down instead of a result.
 ATTEMPTS = 3
@@ -30,6 +32,8 @@ ATTEMPTS = 3
 SERVER_DEATHS = 3
 # Stages that fail without an episode that ends between them, before it gives up: then it is no single episode's fault.
 IN_VAIN = 20
+# How often to look whether what was started has started.
+LOOK_EVERY_S = 10.0
 # Two stages share a CPU: while one waits for decisions, the other simulates.
 STAGE_CPUS = 0.5
 
@@ -80,7 +84,7 @@ class PolicyServer:
     def act(self, rows: Sequence[Row], *observations: Observation) -> np.ndarray:
         """Actions (N, T, A) of all rows, those of the first stacked observation first."""
         self.load()
-        seen = _concatenate(observations)
+        seen = concatenate(observations)
         seen = _blacked_out(seen, [i for i, row in enumerate(rows) if row.blindfolded])
         chunks: dict[int, np.ndarray] = {}
         for policy in dict.fromkeys(row.policy for row in rows):
@@ -95,10 +99,11 @@ class PolicyServer:
         return np.stack([chunks[i] for i in range(len(rows))])
 
 
-def _concatenate(observations: Sequence[Observation]) -> Observation:
+def concatenate(observations: Sequence[Observation]) -> Observation:
+    """Stacked observations, one after the other."""
     first = observations[0]
     return {
-        key: _concatenate([o[key] for o in observations])
+        key: concatenate([o[key] for o in observations])
         if isinstance(value, Mapping)
         else np.concatenate([o[key] for o in observations])
         for key, value in first.items()
@@ -128,12 +133,14 @@ def play(
     episodes: Sequence[Episode],
     conditions: Mapping[str, Condition],
     sources: Mapping[str, Source],
-    gym: tuple[str, Mapping[str, Any]],
+    makers: Mapping[str, Maker],
     options: EvalOptions,
     *,
     seed: int,
     use_gpu: bool = False,
     written: Callable[[dict[str, Any]], None],
+    acted: Callable[[dict[str, Any], np.ndarray], None] | None = None,
+    stopped: Callable[[], bool] | None = None,
 ) -> None:
     """Play the episodes of a list, in whatever order they get done.
 
@@ -141,14 +148,18 @@ def play(
 
     Args:
         conditions, sources: by the names that episodes and conditions have for them.
-        gym: of the environment, for `gymnasium.make`: its id, and options.
+        makers: of the tasks' environments, by the names that episodes have for them.
         seed: of the noise; environments have their own.
         written: called with each episode's line (`episodes.line_of`) as it ends.
+        acted: called just before with the line and every action that was executed, (steps, A), where the episode came
+            to an end: what `film` shows it by.
+        stopped: asked every second or so; when it says so, what is not over is let go.
     Raises:
         ValueError, OSError: a policy cannot be loaded, or cannot use what it sees.
+        NoRoomError: nothing that decides, or nothing that simulates, has started for `options.room_timeout_s`.
         RuntimeError: policy servers died again and again, or stages do without end.
     """
-    game = _Game(list(episodes), conditions, sources, gym, options, seed, use_gpu, written)
+    game = _Game(list(episodes), conditions, sources, makers, options, seed, use_gpu, written, acted, stopped)
     try:
         game.run()
     finally:
@@ -160,16 +171,22 @@ def stage_count(options: EvalOptions, cpus: float) -> int:
     return options.env_actors or max(2, int((cpus - 1) / STAGE_CPUS))
 
 
+class NoRoomError(RuntimeError):
+    """The cluster has no room for the processes of an evaluation; says what lacks."""
+
+
 @dataclass(eq=False)
 class _Seat:
     """A stage, and what the driver knows of it.
 
     Attributes:
+        starting: its start to come; None when it has started. One for which there is no room yet holds no episode.
         playing: numbers of the episodes that run in it. handed: those that it may begin in the call it is in.
         call: its results to come, (what ended and waits, what is seen); None when it is not in a call.
     """
 
     stage: Any
+    starting: ray.ObjectRef[Any] | None
     playing: set[int] = field(default_factory=set)
     handed: list[int] = field(default_factory=list)
     call: tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]] | None = None
@@ -193,14 +210,18 @@ class _Game:
         episodes: list[Episode],
         conditions: Mapping[str, Condition],
         sources: Mapping[str, Source],
-        gym: tuple[str, Mapping[str, Any]],
+        makers: Mapping[str, Maker],
         options: EvalOptions,
         seed: int,
         use_gpu: bool,
         written: Callable[[dict[str, Any]], None],
+        acted: Callable[[dict[str, Any], np.ndarray], None] | None,
+        stopped: Callable[[], bool] | None,
     ) -> None:
         self._episodes, self._conditions, self._options, self._seed = episodes, conditions, options, seed
-        self._written = written
+        self._written, self._acted, self._stopped = written, acted, stopped
+        # The chunks of episodes that are being played, where somebody wants to know.
+        self._chunks: dict[int, list[np.ndarray]] = {}
         self._pending = deque(range(len(episodes)))
         # Episodes of a process that died: whose fault it was is not known, so each is played again alone.
         self._suspects: deque[int] = deque()
@@ -209,55 +230,87 @@ class _Game:
         stages = stage_count(options, ray.cluster_resources().get("CPU", 1.0))
         stages = max(1, min(stages, len(episodes)))
         self._slots = min(options.batch_size, math.ceil(len(episodes) / stages))
-        self._gym = gym
+        self._makers = {task: makers[task] for task in dict.fromkeys(episode.task for episode in episodes)}
         self._sources, self._use_gpu = dict(sources), use_gpu
         self._server_deaths = self._in_vain = 0
-        self._free_servers = [self._make_server() for _ in range(options.policy_actors)]
-        # What each is deciding, by the result to come.
+        # Servers by their start to come, those that are free, and what each of the others decides, by its result.
+        self._starting = dict(self._make_server() for _ in range(options.policy_actors))
+        self._free_servers: list[Any] = []
         self._serving: dict[ray.ObjectRef[Any], tuple[Any, list[_Request]]] = {}
-        self._seats = [_Seat(self._make_stage()) for _ in range(stages)]
+        self._seats = [_Seat(*self._make_stage()) for _ in range(stages)]
         self._requests: deque[_Request] = deque()
 
-    def _make_stage(self) -> Any:
+    def _make_stage(self) -> tuple[Any, ray.ObjectRef[Any]]:
+        """A stage, and its start to come."""
         made: Any = ray.remote(Stage).options(num_cpus=STAGE_CPUS)
-        return made.remote(self._gym[0], dict(self._gym[1]), self._slots, self._options.step_limit_s)
+        stage = made.remote(self._makers, self._slots, self._options.step_limit_s)
+        return stage, stage.__ray_ready__.remote()
 
-    def _make_server(self) -> Any:
+    def _make_server(self) -> tuple[ray.ObjectRef[Any], Any]:
+        """The start to come of a policy server, and the server."""
         made: Any = ray.remote(PolicyServer).options(num_cpus=1, num_gpus=1 if self._use_gpu else 0)
         server = made.remote(self._sources, self._options.batch_size, self._options.exact)
+        started = server.__ray_ready__.remote()
         server.load.remote()  # while the stages begin
-        return server
+        return started, server
 
     def run(self) -> None:
+        waits = _Waits(self._options.room_timeout_s, 1 if self._use_gpu else 0)
         while True:
             for seat in self._seats:
-                if seat.call is None and not seat.playing:
+                if seat.starting is None and seat.call is None and not seat.playing:
                     self._advance(seat)
             self._serve()
             busy = {seat.call[0]: seat for seat in self._seats if seat.call is not None}
-            calls = [*busy, *self._serving]
-            if not calls:
+            # Only of use while there is something left to begin.
+            starts = {seat.starting: seat for seat in self._seats if seat.starting is not None}
+            if not (busy or self._serving or self._requests or self._pending or self._suspects):
                 return
-            timeout = self._options.wait_ms / 1000 if self._requests and self._free_servers else None
-            for ref in ray.wait(calls, num_returns=1, timeout=timeout)[0]:
+            if self._stopped is not None and self._stopped():
+                return
+            decides = bool(self._serving or self._free_servers)
+            stuck = not decides or not (busy or any(seat.starting is None for seat in self._seats))
+            waits.look(stuck, decides)
+            timeout = self._options.wait_ms / 1000 if self._requests and self._free_servers else LOOK_EVERY_S
+            timeout = timeout if self._stopped is None else min(timeout, 1.0)
+            for ref in ray.wait([*busy, *self._serving, *starts, *self._starting], num_returns=1, timeout=timeout)[0]:
                 if ref in busy:
                     self._take_stage(busy[ref])
+                elif ref in starts:
+                    self._take_start(starts[ref])
+                elif ref in self._starting:
+                    self._free_servers.append(self._starting.pop(ref))  # one that died says so when it is to decide
                 else:
                     self._take_chunks(ref)
 
     def close(self) -> None:
         serving = [server for server, _ in self._serving.values()]
-        for actor in (*serving, *self._free_servers, *(seat.stage for seat in self._seats)):
+        idle = (*self._free_servers, *self._starting.values())
+        for actor in (*serving, *idle, *(seat.stage for seat in self._seats)):
             ray.kill(actor)
 
     # -- stages --
+
+    def _take_start(self, seat: _Seat) -> None:
+        started, seat.starting = seat.starting, None
+        assert started is not None
+        try:
+            ray.get(started)
+        except RayError as error:
+            if isinstance(error, RayActorError) and error.actor_init_failed:
+                raise  # no other would fare better
+            self._replace_stage(seat, error)
 
     def _advance(self, seat: _Seat, chunks: ray.ObjectRef[Any] | None = None, first: int = 0) -> None:
         seat.handed = self._hand_out(seat)
         if not seat.handed and not seat.playing:
             return
-        begin = [(number, self._episodes[number].seed) for number in seat.handed]
+        begin = [self._start(number) for number in seat.handed]
         seat.call = seat.stage.advance.options(num_returns=2).remote(begin, chunks, first)
+
+    def _start(self, number: int) -> Start:
+        episode = self._episodes[number]
+        return Start(number, episode.task, episode.seed, episode.episode)
 
     def _hand_out(self, seat: _Seat) -> list[int]:
         """Episodes that a stage may begin."""
@@ -304,13 +357,17 @@ class _Game:
                 self._suspects.append(number)
             else:
                 self._write(number, None, _why(error, self._options.step_limit_s))
-        seat.stage = self._make_stage()
+        seat.stage, seat.starting = self._make_stage()
 
     def _back(self, number: int) -> None:
         (self._suspects if number in self._failed else self._pending).appendleft(number)
 
     def _write(self, number: int, ended: Ended | None, error: str | None) -> None:
-        self._written(line_of(self._episodes[number], ended, error, self._decided[number]))
+        line = line_of(self._episodes[number], ended, error, self._decided[number])
+        chunks = self._chunks.pop(number, None)
+        if self._acted is not None and ended is not None and chunks:
+            self._acted(line, np.concatenate(chunks)[: ended.steps])
+        self._written(line)
 
     # -- policies --
 
@@ -343,20 +400,64 @@ class _Game:
     def _take_chunks(self, ref: ray.ObjectRef[Any]) -> None:
         server, batch = self._serving.pop(ref)
         try:
-            ray.get(ref)  # a few numbers a row; what went wrong is raised here
+            chunks = ray.get(ref)  # a few numbers a row; what went wrong is raised here
         except RayActorError as error:
             self._server_deaths += 1
             if self._server_deaths > SERVER_DEATHS:
                 raise RuntimeError(f"policy servers died {self._server_deaths} times: {root_cause(error)}") from error
             ray.kill(server)
-            self._free_servers.append(self._make_server())
+            self._starting |= dict([self._make_server()])
             self._requests.extendleft(reversed(batch))
             return
         self._free_servers.append(server)
         first = 0
         for request in batch:
             self._advance(request.seat, ref, first)
+            if self._acted is not None:
+                self._note(request, chunks[first:])
             first += len(request.decisions)
+
+    def _note(self, request: _Request, chunks: np.ndarray) -> None:
+        """Keep what is about to be executed. An episode that is played again begins again here too."""
+        for decision, chunk in zip(request.decisions, chunks, strict=False):
+            noted = self._chunks.setdefault(decision.number, [])
+            noted[decision.decision :] = [np.array(chunk)]  # not a view into the object store, which it would keep
+
+
+class _Waits:
+    """Whoever waits for room on a cluster is told what lacks, and does not wait for ever."""
+
+    def __init__(self, limit_s: float, gpus: int) -> None:
+        self._limit_s, self._gpus = limit_s, gpus
+        self._since, self._told = time.monotonic(), False
+
+    def look(self, stuck: bool, decides: bool) -> None:
+        """Raises NoRoomError when it has been stuck for too long. `decides`: there is room for a policy."""
+        now = time.monotonic()
+        if not stuck:
+            self._since = now
+            return
+        lacks = what_lacks(STAGE_CPUS if decides else 1.0, 0 if decides else self._gpus)
+        if now - self._since > self._limit_s:
+            raise NoRoomError(
+                f"no process that {'simulates' if decides else 'decides'} has started for {self._limit_s:g} s "
+                f"(--eval.room_timeout_s): {lacks or 'the cluster has room for it, but it did not start'}"
+            )
+        if lacks and not self._told and now - self._since > LOOK_EVERY_S:
+            tell(f"waiting      for room, at most {self._limit_s:g} s: {lacks}", file=sys.stderr)
+            self._told = True
+
+
+def what_lacks(cpus: float, gpus: int) -> str | None:
+    """What a process that needs so much waits for, in words; None if the cluster has it free."""
+    needs = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
+    free, there = ray.available_resources(), ray.cluster_resources()
+    lacking = [
+        f"needs {n:g} {kind}{'s' * (n != 1)}, {free.get(kind, 0):g} of the cluster's {there.get(kind, 0):g} free"
+        for kind, n in needs.items()
+        if free.get(kind, 0) < n
+    ]
+    return "; ".join(lacking) + "; end what holds them, or add nodes" if lacking else None
 
 
 def _why(error: RayError, step_limit_s: float) -> str:

@@ -6,16 +6,18 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from lerobot.configs.policies import PreTrainedConfig
 
 from vla_finetuning.config import EvalOptions
-from vla_finetuning.envs.configs import env_config, gym_call
+from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.evaluation.closed_loop import play
 from vla_finetuning.evaluation.episodes import Condition, episode_list
-from vla_finetuning.evaluation.intervals import share
+from vla_finetuning.evaluation.intervals import share, wilson
 from vla_finetuning.evaluation.open_loop import other_instructions
 from vla_finetuning.evaluation.player import PolicySource, check_fits
+from vla_finetuning.evaluation.replay import make_films
 from vla_finetuning.run.plan import Run
 
 ENV_TYPE = "two_bins"
@@ -28,23 +30,29 @@ LABELS = {
 }
 
 
+# Of episodes that the trained policy fails in, so many are shown.
+FAILURES_SHOWN = 4
+
+
 def is_demo(run: Run) -> bool:
     """Whether a run on the demo's own dataset, whose scene the environment is, with a policy that can play in it."""
     own = run.config.preset == "demo" and not run.config.roots and not run.config.dataset.repo_id
     return own and getattr(run.policy_config, "n_obs_steps", 1) == 1  # more: player.check_fits
 
 
-def try_demo(run: Run) -> dict[str, Any]:
+def try_demo(run: Run) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Play the trained policy, and what it is compared with, on the same unseen scenes.
 
     Runs on the driver, joined to the run's cluster.
 
     Returns:
-        `{"trained": {"successes": n, "episodes": m}, "untrained": ..., "other_instruction": ..., "blindfolded": ...}`.
-        Success is that of the scene's own instruction, also where the policy was told the other one;
-        `other_instruction` says besides in how many episodes it `went_where_told`. `errors`, where there are any, is
-        how many more episodes could not be played to their end. Without the untrained policy if the run had no weights
-        to start from.
+        `{"trained": {"successes": n, "episodes": m}, "untrained": ..., "other_instruction": ..., "blindfolded": ...}`,
+        each with its `label` and `interval`, and what `make_films` says of a scene for each instruction under all
+        conditions, and of some in which the trained policy failed. Success is that of the scene's own instruction, also
+        where the policy was told the other one; `other_instruction` says besides in how many episodes it
+        `went_where_told`, and `blindfolded` in how many it `went_to_a_bin`. `errors`, where there are any, is how many
+        more episodes could not be played to their end. Without the untrained policy if the run had no weights to start
+        from.
     Raises:
         ValueError: a policy that cannot play.
     """
@@ -67,35 +75,57 @@ def try_demo(run: Run) -> dict[str, Any]:
     for source in sources.values():
         check_fits(source.config, env, run.config.rename_map)  # by which the processors rename
     lines: list[dict[str, Any]] = []
-    episodes = episode_list(conditions, ENV_TYPE, SCENES, FIRST_SEED)
+    actions: dict[tuple[str, int], np.ndarray] = {}
+
+    def acted(line: Mapping[str, Any], executed: np.ndarray) -> None:
+        actions[line["condition"], line["seed"]] = executed
+
+    makers = task_makers(env)
+    episodes = episode_list(conditions, makers, SCENES, FIRST_SEED)
     play(
         episodes,
         conditions,
-        sources,
-        gym_call(env),
+        {name: source.shared() for name, source in sources.items()},
+        makers,
         EvalOptions(),
         seed=run.config.seed,
         use_gpu=run.use_gpu,
         written=lines.append,
+        acted=acted,
     )
-    return {
-        name: _score([line for line in lines if line["condition"] == name], name)
-        for name in LABELS
-        if name in conditions
-    }
+    names = [name for name in LABELS if name in conditions]
+    scores = {name: _score([line for line in lines if line["condition"] == name], name) for name in names}
+    chosen = [
+        (LABELS[line["condition"]], line, actions[line["condition"], line["seed"]]) for line in _to_show(lines, names)
+    ]
+    return scores, make_films(run.output_dir, makers, chosen)
 
 
-def _score(lines: Sequence[Mapping[str, Any]], condition: str) -> dict[str, int]:
+def _to_show(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
+    """The first scene of each instruction under every condition, then failures of the trained policy."""
+    played = sorted((line for line in lines if line["error"] is None), key=lambda line: line["seed"])
+    first = {line["instruction"]: line["seed"] for line in reversed(played)}
+    shown = [line for seed in sorted(first.values()) for name in names for line in played
+             if (line["condition"], line["seed"]) == (name, seed)]  # fmt: skip
+    failed = [line for line in played if line["condition"] == "trained" and not line["success_once"]]
+    return shown + [line for line in failed if line not in shown][:FAILURES_SHOWN]
+
+
+def _score(lines: Sequence[Mapping[str, Any]], condition: str) -> dict[str, Any]:
     played = [line for line in lines if line["error"] is None]
-    score = {"successes": sum(line["success_once"] for line in played), "episodes": len(played)}
+    successes = sum(line["success_once"] for line in played)
+    score = {"successes": successes, "episodes": len(played)}
+    score |= {"label": LABELS[condition], "interval": list(wilson(successes, len(played)))}
     if len(played) < len(lines):
         score["errors"] = len(lines) - len(played)
     if condition == "other_instruction":
         score["went_where_told"] = sum(bool(line["info"]["reached"]) and not line["success_once"] for line in played)
+    if condition == "blindfolded":
+        score["went_to_a_bin"] = sum(bool(line["info"]["reached"]) for line in played)
     return score
 
 
-def success_table(scores: Mapping[str, Mapping[str, int]]) -> str:
+def success_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
     """The table that the demo ends with."""
     width = max(len(label) for label in LABELS.values())
     lines = [f"Success in the loop on {SCENES} scenes that are not in the dataset (95 % interval)"]
@@ -106,6 +136,8 @@ def success_table(scores: Mapping[str, Mapping[str, int]]) -> str:
         told = f"  {label:{width}}  {share(score['successes'], score['episodes'])}"
         if "went_where_told" in score:
             told += f"; {score['went_where_told']} went to the bin they were told"
+        if "went_to_a_bin" in score:
+            told += f"; {score['went_to_a_bin']} went to a bin"
         if "errors" in score:
             told += f"; {score['errors']} more ended in an error"
         lines.append(told)

@@ -7,9 +7,10 @@ happen change it.
 
 from __future__ import annotations
 
+import base64
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from vla_finetuning.envs.stage import Ended
 from vla_finetuning.files import read_json, read_lines, write_json
 
-EPISODES_NAME, EVALUATED_NAME = "episodes.jsonl", "evaluated.json"
+EPISODES_NAME, EVALUATED_NAME, ACTIONS_NAME = "episodes.jsonl", "evaluated.json", "actions.jsonl"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,10 @@ class Condition:
 
 @dataclass(frozen=True)
 class Episode:
-    """One of the list. `seed` is the environment's; `condition` names one of the evaluation's conditions."""
+    """One of the list. `seed` is the environment's; `condition` names one of the evaluation's conditions.
+
+    Where an environment has a list of states to start from, `episode` is the place in it, as in `lerobot-eval`.
+    """
 
     condition: str
     task: str
@@ -47,9 +51,10 @@ class Episode:
     seed: int
 
 
-def episode_list(conditions: Iterable[str], task: str, count: int, seed: int) -> list[Episode]:
-    """`count` episodes for each condition, the same ones: seeds from `seed` on, as `lerobot-eval` has them."""
-    return [Episode(name, task, number, seed + number) for number in range(count) for name in conditions]
+def episode_list(conditions: Iterable[str], tasks: Iterable[str], count: int, seed: int) -> list[Episode]:
+    """`count` episodes of each task for each condition, the same ones: seeds from `seed` on, as in `lerobot-eval`."""
+    names = list(conditions)
+    return [Episode(name, task, i, seed + i) for task in tasks for i in range(count) for name in names]
 
 
 def noise(seed: int, task: str, episode: int, decision: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -73,7 +78,7 @@ def line_of(episode: Episode, ended: Ended | None, error: str | None, decisions:
 
 
 class Book:
-    """`episodes.jsonl` in a folder, and beside it what it is about. One process writes.
+    """`episodes.jsonl` in a folder, and beside it what it is about and what was done in them. One process writes.
 
     Args:
         folder: made if it is not there.
@@ -108,6 +113,17 @@ class Book:
         with self._path.open("a") as file:
             file.write(_text(line))
 
+    def write_actions(self, line: Mapping[str, Any], actions: np.ndarray) -> None:
+        """What was executed in an episode, (steps, A), to the bit: it can be played again. Before its line."""
+        done = {name: line[name] for name in Episode.__dataclass_fields__}
+        told = {
+            "dtype": actions.dtype.str,
+            "shape": actions.shape,
+            "base64": base64.b64encode(actions.tobytes()).decode(),
+        }
+        with (self._path.parent / ACTIONS_NAME).open("a") as file:
+            file.write(_text({**done, **told}))
+
     def is_done(self, episode: Episode) -> bool:
         return _key(asdict(episode)) in self.done
 
@@ -118,6 +134,14 @@ def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _text(line: Mapping[str, Any]) -> str:
     return json.dumps(line) + "\n"
+
+
+def read_actions(folder: Path) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
+    """The actions of each episode, (steps, A), after what names it; of one that was played twice, both times."""
+    for text in read_lines(folder / ACTIONS_NAME):
+        line = json.loads(text)
+        actions = np.frombuffer(base64.b64decode(line["base64"]), line["dtype"])
+        yield {name: line[name] for name in Episode.__dataclass_fields__}, actions.reshape(line["shape"])
 
 
 def read_evaluation(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -8,27 +8,30 @@ Legend: N rows of a batch, T chunk, A action, H W C image.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class
+from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from lerobot.policies.pretrained import PreTrainedPolicy
-from lerobot.utils.constants import ACTION
+from lerobot.utils.constants import ACTION, OBS_LANGUAGE_TOKENS
 
 from lerobot_datasource import LeRobotDatasource
-from vla_finetuning.config import OnError
+from vla_finetuning.config import TrainMode
 from vla_finetuning.data.columns import IS_SKIPPED
+from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.files import write_json
 from vla_finetuning.policies.loading import load_policy
+from vla_finetuning.policies.pi05 import autocast_of, cast_frozen, choose_trainable
 from vla_finetuning.policies.processors import load_processors, to_float
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.run.folder import EVALUATION_NAME
 from vla_finetuning.run.plan import Run
 
-# Held-out frames that a run ends with predicting, evenly spaced, and how many at once.
+# Held-out frames that a run ends with predicting, evenly spaced, and how many are read, and predicted, at once.
 EVAL_FRAMES, EVAL_BATCH = 192, 32
 TASK = "task"
 ACTION_IS_PAD = f"{ACTION}_is_pad"
@@ -42,15 +45,6 @@ def other_instructions(instructions: Iterable[str]) -> dict[str, str]:
     return dict(zip(distinct, distinct[1:] + distinct[:1], strict=True)) if len(distinct) > 1 else {}
 
 
-def evenly_spaced(count: int, limit: int) -> np.ndarray:
-    """At most `limit` of `count` indices, int64, evenly spaced over the whole range and without repeats."""
-    if count < 0 or limit < 1:
-        raise ValueError(f"at most {limit} of {count} frames: there is nothing to choose")
-    return (
-        np.unique(np.linspace(0, count - 1, min(count, limit)).round().astype(np.int64)) if count else np.empty(0, int)
-    )
-
-
 def open_loop_errors(
     policy: PreTrainedPolicy,
     preprocessor: Any,
@@ -61,6 +55,8 @@ def open_loop_errors(
     other_instruction: Mapping[str, str] | None = None,
     seed: int = 0,
     num_steps: int | None = None,
+    at_once: int | None = None,
+    autocast: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """Mean errors of a policy's action chunks, and of what it must beat, over the same frames.
 
@@ -76,6 +72,8 @@ def open_loop_errors(
         other_instruction: what to say instead of each instruction (`other_instructions`); None or empty: not tried.
         seed: of the noise.
         num_steps: of the denoising, for policies that denoise; None is the policy's own.
+        at_once: rows that PI0.5 predicts for at once, at most; changes nothing but rounding. None: a whole batch.
+        autocast: what to predict under; None: the weights' own precision.
     Returns:
         `{"frames": n, "mean_action": e, "policy": e, "other_instruction": e or None}`, where each e is
         `{"mse": float, "mae": [A floats]}`: the squared error averaged over all actions that are not padding and their
@@ -104,8 +102,9 @@ def open_loop_errors(
                 spoken["other_instruction"] = [_look_up(other_instruction, task) for task in instructions]
             for name, tasks in spoken.items():
                 observation = _observation(preprocessor, batch, tasks, device)
-                chunk = _predict(policy, observation, (seed, number), options)
-                predicted = postprocessor(chunk).double().cpu().numpy()
+                with torch.autocast(device.type, autocast, enabled=autocast is not None):
+                    chunk = _predict(policy, observation, (seed, number), options, at_once)
+                predicted = postprocessor(chunk.float()).double().cpu().numpy()
                 sums[name].add(predicted, recorded, counted)
                 if name != "policy":
                     continue
@@ -160,13 +159,28 @@ def _observed(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 def _predict(
-    policy: PreTrainedPolicy, observation: dict[str, Any], seed: tuple[int, int], options: dict[str, Any]
+    policy: PreTrainedPolicy,
+    observation: dict[str, Any],
+    seed: tuple[int, int],
+    options: dict[str, Any],
+    at_once: int | None,
 ) -> torch.Tensor:
-    """`predict_action_chunk` (N, T, A), normalised, with noise drawn from a seed."""
+    """`predict_action_chunk` (N, T, A), normalised, with noise drawn from a seed; for so many rows at once."""
     device = next(policy.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
-        return policy.predict_action_chunk(observation, **options)
+        if at_once is None or not isinstance(policy, PI05Policy):
+            return policy.predict_action_chunk(observation, **options)
+        rows, config = len(observation[OBS_LANGUAGE_TOKENS]), policy.config
+        # For all rows together, as the policy itself would.
+        noise = policy.model.sample_noise((rows, config.chunk_size, config.max_action_dim), device)
+        tensors = {key: value for key, value in observation.items() if isinstance(value, torch.Tensor)}
+        chunks = []
+        for first in range(0, rows, at_once):
+            part = slice(first, first + at_once)
+            own = {key: value[part] for key, value in tensors.items()}
+            chunks.append(policy.predict_action_chunk(own, noise=noise[part], **options))
+        return torch.cat(chunks)
 
 
 class _ErrorSum:
@@ -243,32 +257,35 @@ def held_out_frames(run: Run, limit: int = EVAL_FRAMES) -> Iterator[dict[str, An
         columns=run.match.dataset_keys,
         image_size=run.image_size,
         tolerance_s=run.config.tolerance_s,
+        frame_cache=run.frame_cache,
     )
     for row in source.read_rows(range(min(int(meta.episode_length[episode]), limit)), batch_size=1):
         observed = {key: tensor[0] for key, tensor in _observed(row).items()}
         yield {TASK: str(row[TASK][0]), **observed, ACTION: torch.from_numpy(row[ACTION][0].copy())}
 
 
-def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
+def _mean_action(run: Run, batches: list[dict[str, np.ndarray]]) -> np.ndarray:
+    """What a policy must beat. Statistics of relative actions know of no mean: that of the batches, which is harder."""
+    if run.relative_actions is None:
+        return run.stats[ACTION]["mean"]
+    return np.concatenate([batch[ACTION][:, 0] for batch in batches]).mean(0)
+
+
+def evaluate_run(
+    run: Run, frames: int = EVAL_FRAMES, rows_that_fit: Callable[..., int] | None = None
+) -> dict[str, Any]:
     """Open-loop errors of a finished run on its held-out episodes, before and after training.
 
     Runs in a process of its own, on a GPU if the run had GPUs. The trained policy is read back from
     `OUTPUT_DIR/pretrained_model` as anybody would, by LeRobot's own loading.
 
+    Args:
+        rows_that_fit: how many to predict for at once on a GPU (`training.room`); None: as many as are read.
     Returns:
         `{"trained": ..., "untrained": ...}`, each as from `open_loop_errors`; also written to `evaluation.json`.
     """
     config = run.policy_config
-    source = LeRobotDatasource(
-        run.metas,
-        episodes=[held_out.tolist() for held_out in run.eval_episodes],
-        camera_keys=run.match.camera_keys,
-        columns=run.match.dataset_keys,
-        delta_timestamps=run.match.delta_timestamps,
-        image_size=run.image_size,
-        tolerance_s=run.config.tolerance_s,
-        on_error=cast(OnError, run.config.dataset.on_error),
-    )
+    source = run.held_out(look=True)
     batches = []
     for batch in source.read_rows(evenly_spaced(source.plan.rows_per_epoch, frames).tolist(), EVAL_BATCH):
         read = ~batch.pop(IS_SKIPPED, np.zeros(len(batch["index"]), bool))
@@ -278,7 +295,7 @@ def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
         raise ValueError("none of the held-out episodes can be read")
     device = torch.device("cuda" if run.use_gpu else "cpu")
     options: dict[str, Any] = {
-        "mean_action": run.stats[ACTION]["mean"],
+        "mean_action": _mean_action(run, batches),
         "other_instruction": other_instructions(task for meta in run.metas for task in meta.tasks.values()),
         "seed": run.config.seed,
     }
@@ -286,16 +303,45 @@ def evaluate_run(run: Run, frames: int = EVAL_FRAMES) -> dict[str, Any]:
     saved = PreTrainedConfig.from_pretrained(folder)
     saved.device = device.type
     trusted = run.config.policy_trust_remote_code
+    options["autocast"] = autocast = autocast_of(run.config.train.precision, device)
     # The dataset's keys are the policy's after the run's rename map, which the saved preprocessor applies.
     pre, post = load_processors(folder, saved, trusted=trusted)
     with remote_code(trusted):
         trained = get_policy_class(saved.type).from_pretrained(folder, config=saved)
-    errors = {"trained": open_loop_errors(trained.to(device), pre, post, batches, **options)}
+    trained, options["at_once"] = _placed(run, trained, autocast, device, rows_that_fit)
+    errors = {"trained": open_loop_errors(trained, pre, post, batches, **options)}
     del trained
     if run.policy_folder is not None:
-        untrained = load_policy(run.policy_folder, config, trusted=trusted).to(device)
+        untrained = load_policy(run.policy_folder, config, trusted=trusted)
+        untrained, options["at_once"] = _placed(run, untrained, autocast, device, rows_that_fit)
         pre, post = run.processors(config)
         options["other_instruction"] = None
         errors["untrained"] = open_loop_errors(untrained, pre, post, batches, **options)
     write_json(run.output_dir / EVALUATION_NAME, errors)
     return errors
+
+
+def _placed(
+    run: Run,
+    policy: PreTrainedPolicy,
+    autocast: torch.dtype | None,
+    device: torch.device,
+    rows_that_fit: Callable[..., int] | None = None,
+) -> tuple[PreTrainedPolicy, int | None]:
+    """The policy on the device, what did not train in the precision that training held it in; and rows for a forward.
+
+    So a GPU that trained a policy can be asked what it learned. None: as many as there are.
+    """
+    if not isinstance(policy, PI05Policy):
+        return policy.to(device), None
+    mode = cast(TrainMode, run.config.train.mode)
+    if autocast is not None:
+        choose_trainable(policy, mode)
+        cast_frozen(policy, autocast)
+    policy = policy.to(device)
+    if device.type != "cuda" or rows_that_fit is None:
+        return policy, None
+    free, cameras = torch.cuda.mem_get_info(device)[0], len(run.match.camera_keys)
+    return policy, rows_that_fit(
+        policy.config, mode, cameras=cameras, bf16=autocast is not None, free_bytes=free, most=EVAL_BATCH
+    )

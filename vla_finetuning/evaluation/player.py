@@ -6,14 +6,18 @@ Legend: N rows, T chunk, A action, H W C image.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from lerobot.configs.policies import PreTrainedConfig
+from lerobot.configs.types import PipelineFeatureType
+from lerobot.envs import make_env_pre_post_processors
 from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import env_to_policy_features, preprocess_observation
 from lerobot.policies.pretrained import PreTrainedPolicy
@@ -21,7 +25,7 @@ from lerobot.utils.constants import ACTION
 
 from vla_finetuning.envs.stage import Observation
 from vla_finetuning.evaluation.episodes import generator, noise
-from vla_finetuning.policies.loading import load_policy
+from vla_finetuning.policies.loading import load_policy, read_weights
 from vla_finetuning.policies.processors import EMPTY_CAMERA, load_processors
 from vla_finetuning.policies.remote_code import remote_code
 
@@ -31,6 +35,31 @@ TASK = "task"
 TAKE_NOISE, DRAW_NOTHING = frozenset({"pi0", "pi05", "tiny_pi05", "smolvla"}), frozenset({"act"})
 # What a decision's draws are named by: seed, task, episode, decision.
 Key = tuple[int, str, int, int]
+
+
+# Tensors as the object store holds them once for all processes of a node: bytes, type and shape, by name.
+Packed = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
+
+
+def packed(tensors: Mapping[str, torch.Tensor]) -> Packed:
+    """NumPy knows no bfloat16, and Ray would copy tensors into the pickle."""
+    found: dict[Any, np.ndarray] = {}  # one under two names goes once
+    weights = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in found:
+            found[key] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        weights[name] = (found[key], tensor.dtype, tuple(tensor.shape))
+    return weights
+
+
+def unpacked(weights: Packed) -> dict[str, torch.Tensor]:
+    """Tensors over the same memory, to be copied from only."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return {
+            name: torch.from_numpy(array).view(dtype).reshape(shape) for name, (array, dtype, shape) in weights.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -44,6 +73,7 @@ class PolicySource:
         env: whose observations it will see.
         rename_map: environment key to policy key, before the policy's own preprocessor.
         trusted: whether code that comes with the folder may run.
+        weights: in the object store, instead of the folder's.
     """
 
     folder: Path
@@ -53,10 +83,20 @@ class PolicySource:
     rename_map: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     trusted: bool = False
+    weights: ray.ObjectRef[Packed] | None = None
+
+    def shared(self) -> PolicySource:
+        """The same with its weights in the object store of the cluster that this process has joined, read once.
+
+        Raises:
+            ValueError, FileNotFoundError: they cannot be read.
+        """
+        return replace(self, weights=ray.put(packed(read_weights(self.folder))))
 
     def load(self) -> Player:
         """Load and verify, on this process's device."""
-        policy = load_policy(self.folder, self.config, trusted=self.trusted).to(self.device)
+        weights = None if self.weights is None else unpacked(ray.get(self.weights))
+        policy = load_policy(self.folder, self.config, trusted=self.trusted, weights=weights).to(self.device)
         pipelines = self.processors or load_processors(self.folder, self.config, trusted=self.trusted)
         return Player(policy, *pipelines, env=self.env, rename_map=self.rename_map, trusted=self.trusted)
 
@@ -75,7 +115,7 @@ class Player:
         trusted: bool = False,
     ) -> None:
         self._policy, self._pre, self._post = policy.eval(), preprocessor, postprocessor
-        self._env_pre, self._env_post = env.get_env_processors()
+        self._env_pre, self._env_post = make_env_pre_post_processors(env, policy.config)
         self._rename_map, self._trusted = rename_map, trusted
         self._device = next(policy.parameters()).device
 
@@ -86,12 +126,21 @@ class Player:
             observation: as gymnasium's vector environments have it, N rows.
             instructions: what each row is told. keys: of each row's draws.
         """
-        seen = {self._rename_map.get(k, k): value for k, value in preprocess_observation(dict(observation)).items()}
+        with torch.no_grad():
+            return self.to_env(self._predict(self.prepare(observation, instructions), keys))
+
+    def prepare(self, observation: Observation, instructions: Sequence[str]) -> dict[str, Any]:
+        """What the policy sees of N rows, on its device."""
         with remote_code(self._trusted), torch.no_grad():
-            prepared = self._pre(self._env_pre({**seen, TASK: list(instructions)}))
-            # Processors are saved for one device, often the CPU; the policy's is what counts.
-            batch = {k: v.to(self._device) if isinstance(v, torch.Tensor) else v for k, v in prepared.items()}
-            chunk = self._post(self._predict(batch, keys))
+            seen = self._env_pre({**preprocess_observation(dict(observation)), TASK: list(instructions)})
+            prepared = self._pre({self._rename_map.get(key, key): value for key, value in seen.items()})
+        # Processors are saved for one device, often the CPU; the policy's is what counts.
+        return {k: v.to(self._device) if isinstance(v, torch.Tensor) else v for k, v in prepared.items()}
+
+    def to_env(self, predicted: torch.Tensor) -> np.ndarray:
+        """What is executed of normalised chunks (N, T, A): (N, n_action_steps, A), in the environment's units."""
+        with remote_code(self._trusted), torch.no_grad():
+            chunk = self._post(predicted)
         executed = chunk[:, : self._policy.config.n_action_steps].float().cpu()
         rows, steps, width = executed.shape
         actions = self._env_post({ACTION: executed.reshape(rows * steps, width)})[ACTION]
@@ -129,7 +178,11 @@ def check_fits(config: PreTrainedConfig, env: EnvConfig, rename_map: Mapping[str
             f"a '{config.type}' policy with n_obs_steps={config.n_obs_steps} looks at past observations too, which is "
             "not done here yet; lerobot-eval can"
         )
-    shown = {rename_map.get(key, key): feature for key, feature in env_to_policy_features(env).items()}
+    # Some environments' own processors make what policies see: LIBERO's the state, of its parts.
+    told = env.get_env_processors()[0].transform_features(
+        {PipelineFeatureType.OBSERVATION: env_to_policy_features(env)}
+    )
+    shown = {rename_map.get(key, key): feature for part in told.values() for key, feature in part.items()}
     missing = sorted(key for key in config.input_features if key not in shown and not key.startswith(EMPTY_CAMERA))
     if missing:
         there = sorted(shown.keys() - {ACTION})

@@ -5,24 +5,35 @@ Runs on the driver. What is wrong with policy, environment or their fit is said 
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lerobot.envs.configs import EnvConfig
 from tqdm import tqdm
 
 from vla_finetuning.config import Config, EvalOptions, EvaluateConfig
-from vla_finetuning.envs.configs import env_config, gym_call
+from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, task_makers
+from vla_finetuning.envs.stage import Maker
 from vla_finetuning.evaluation.closed_loop import play
-from vla_finetuning.evaluation.episodes import Book, Condition, Episode, episode_list, read_evaluation
-from vla_finetuning.evaluation.intervals import compare, comparison_text, share
+from vla_finetuning.evaluation.episodes import Book, Condition, Episode, episode_list, read_actions, read_evaluation
+from vla_finetuning.evaluation.intervals import compare, comparison_text, share, wilson
 from vla_finetuning.evaluation.player import PolicySource, check_fits
+from vla_finetuning.evaluation.replay import make_films
+from vla_finetuning.files import read_json, write_json
+from vla_finetuning.run.folder import FILMS_INDEX
 from vla_finetuning.run.plan import resolve_policy
-from vla_finetuning.terminal import escaped
+from vla_finetuning.terminal import escaped, tell
+
+# Where nobody watches a bar.
+TELL_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,7 @@ class Trial:
 
     output_dir: Path
     env: EnvConfig
+    makers: Mapping[str, Maker]
     source: PolicySource
     episodes: list[Episode]
     options: EvalOptions
@@ -49,7 +61,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         ValueError, FileNotFoundError: saying what to do.
     """
     env = env_config(config.env_type or "", config.env_options)
-    gym_call(env)
+    makers = task_makers(env)
     asked = Config(
         policy_revision=config.policy_revision,
         policy_options=config.policy_options,
@@ -58,6 +70,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     policy_config, folder, base = resolve_policy(asked, config.policy_path)
     assert folder is not None  # there was a path
     check_fits(policy_config, env, config.rename_map)
+    check_drawn(drawn_for(folder), env, folder)
     use_gpu = torch.cuda.is_available() if config.use_gpu is None else config.use_gpu
     source = PolicySource(
         folder,
@@ -72,9 +85,9 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         "environment": {"type": config.env_type, "options": config.env_options},
         "seed": config.seed,
     }
-    episodes = episode_list(["plain"], config.env_type or "", config.eval.n_episodes, config.seed)
+    episodes = episode_list(["plain"], makers, config.eval.n_episodes, config.seed)
     output_dir = Path(config.output_dir or "").expanduser().absolute()
-    return Trial(output_dir, env, source, episodes, config.eval, config.seed, about)
+    return Trial(output_dir, env, makers, source, episodes, config.eval, config.seed, about)
 
 
 def run_trial(trial: Trial) -> str:
@@ -82,35 +95,125 @@ def run_trial(trial: Trial) -> str:
     book = Book(trial.output_dir, trial.about, trial.episodes)
     left = [episode for episode in trial.episodes if not book.is_done(episode)]
     use_gpu = trial.source.device == "cuda"
-    with tqdm(total=len(trial.episodes), initial=len(book.done), unit="episode", file=sys.stdout,
-              disable=not sys.stdout.isatty(), dynamic_ncols=True) as bar:  # fmt: skip
+    with _Progress(len(trial.episodes), len(book.done)) as progress:
 
         def written(line: Mapping[str, Any]) -> None:
             book.write(line)
-            bar.update()
+            progress.add(bool(line["success_once"]))
 
         if left:
-            sources, conditions = {"policy": trial.source}, {"plain": Condition()}
-            gym = gym_call(trial.env)
-            play(left, conditions, sources, gym, trial.options, seed=trial.seed, use_gpu=use_gpu, written=written)
+            sources, conditions = {"policy": trial.source.shared()}, {"plain": Condition()}
+            play(
+                left,
+                conditions,
+                sources,
+                trial.makers,
+                trial.options,
+                seed=trial.seed,
+                use_gpu=use_gpu,
+                written=written,
+                acted=book.write_actions if trial.options.videos else None,
+            )
     _, lines = read_evaluation(trial.output_dir)
+    if left or not (trial.output_dir / FILMS_INDEX).is_file():
+        _film(trial, lines)
+    from vla_finetuning.report.page import write_trial_page  # not above: who only plays needs no matplotlib
+
+    write_trial_page(trial.output_dir, trial.about, score_rows(lines), read_json(trial.output_dir / FILMS_INDEX))
     return success_text(lines)
 
 
+class _Progress:
+    """How far an evaluation is, and how long it will still take: a bar on a terminal, otherwise a line now and then."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self._interactive = sys.stdout.isatty()
+        self._bar = tqdm(total=total, initial=done, unit="episode", file=sys.stdout, dynamic_ncols=True,
+                         disable=not self._interactive)  # fmt: skip
+        self._total, self._done, self._before = total, done, done
+        self._successes = 0
+        self._since = self._told = time.monotonic()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+
+    def add(self, success: bool) -> None:
+        """One more episode is over."""
+        self._done += 1
+        self._successes += success
+        now, played = time.monotonic(), self._done - self._before
+        if self._interactive:
+            self._bar.set_postfix_str(f"{self._successes} of {played} succeeded", refresh=False)
+            self._bar.update()
+        elif now - self._told >= TELL_EVERY_S:
+            left_s = (self._total - self._done) * (now - self._since) / played
+            tell(
+                f"{self._done} of {self._total} episodes, {self._successes} of {played} succeeded, {left_s:.0f} s left"
+            )
+            self._told = now
+
+
+def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Pictures of failures, up to as many as were asked for, and of half as many successes."""
+    wanted = {_name(line): line for line in to_show(lines, trial.options.videos)}
+    found: dict[Any, np.ndarray] = {}
+    for named, actions in read_actions(trial.output_dir):
+        if _name(named) in wanted:
+            found[_name(named)] = actions
+    chosen = [(line["task"], line, found[name]) for name, line in wanted.items() if name in found]
+    films = make_films(trial.output_dir, trial.makers, chosen) if chosen else []
+    write_json(trial.output_dir / FILMS_INDEX, {"films": films})
+
+
+def _name(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(line[name] for name in Episode.__dataclass_fields__)
+
+
+def to_show(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
+    """`most` failures at most, then half as many successes; of every task one, before any has two."""
+    chosen = []
+    for success, limit in ((False, most), (True, math.ceil(most / 2))):
+        by_task: dict[str, list[Mapping[str, Any]]] = {}
+        for line in lines:
+            if line["error"] is None and line["success_once"] is success:
+                by_task.setdefault(line["task"], []).append(line)
+        in_turn = [line for some in itertools.zip_longest(*by_task.values()) for line in some if line is not None]
+        chosen += in_turn[:limit]
+    return chosen
+
+
+def score_rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Success of all episodes, then by task, or by instruction where there is one task only: what a page shows."""
+    part = "task" if len({line["task"] for line in lines}) > 1 else "instruction"
+    names = list(dict.fromkeys(line[part] for line in lines if line[part] is not None))
+    groups = [("all episodes", list(lines))]
+    if len(names) > 1:
+        groups += [(name, [line for line in lines if line[part] == name]) for name in names]
+    rows = []
+    for label, own in groups:
+        played = [line["success_once"] for line in own if line["error"] is None]
+        row = {"label": label, "successes": sum(played), "episodes": len(played)}
+        row |= {"interval": wilson(sum(played), len(played))}
+        rows.append(row | ({"errors": len(own) - len(played)} if len(played) < len(own) else {}))
+    return rows
+
+
 def success_text(lines: Sequence[Mapping[str, Any]]) -> str:
-    """What an evaluation ends with: success overall and by instruction, and what could not be played."""
+    """What an evaluation ends with: success overall and by task, of one task by instruction; what was not played."""
     played = [line for line in lines if line["error"] is None]
     told = [f"Success      {share(sum(line['success_once'] for line in played), len(played))}"]
-    instructions = sorted({line["instruction"] for line in played})
-    for instruction in instructions if len(instructions) > 1 else ():
-        own = [line for line in played if line["instruction"] == instruction]
-        told.append(
-            f"             {share(sum(line['success_once'] for line in own), len(own))}  {escaped(instruction)}"
-        )
+    part = "task" if len({line["task"] for line in lines}) > 1 else "instruction"
+    names = list(dict.fromkeys(line[part] for line in (lines if part == "task" else played)))
+    for name in names if len(names) > 1 else ():
+        own = [line["success_once"] for line in played if line[part] == name]
+        told.append(f"             {share(sum(own), len(own))}  {escaped(name)}")
     if at_reset := sum(line["success_at_reset"] for line in played):
         told.append(f"             {at_reset} of them at reset already")
     for line in [line for line in lines if line["error"] is not None][:5]:
-        told.append(f"Not played   seed {line['seed']}: {escaped(line['error'])}")
+        told.append(f"Not played   {escaped(line['task'])}, seed {line['seed']}: {escaped(line['error'])}")
     if len(played) < len(lines):
         told.append(
             f"             {len(lines) - len(played)} episodes ended in an error; given again, they are played again"

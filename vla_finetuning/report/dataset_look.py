@@ -119,7 +119,7 @@ def look_at(meta: DatasetMetadata) -> Look:
     """
     columns = _Columns(vector_keys(meta))
     findings: list[Finding] = []
-    source = _source(meta, [])
+    source = looking_source(meta, [])
     sample_rows = max(1, min(SAMPLE_ROWS, SAMPLE_BYTES // source.row_bytes()))
     episodes = sample_episodes(meta.episode_length, sample_rows)
     damaged: dict[str, list[int]] = {}
@@ -353,7 +353,7 @@ def _look_through_cameras(meta: DatasetMetadata, shown: int, read: Sequence[int]
     findings = []
     for key in cameras:
         try:
-            source = _source(meta, [key], _shown_size(meta.features[key]))
+            source = looking_source(meta, [key], _shown_size(meta.features[key]))
             for episode in chosen:
                 frames = np.unique(np.linspace(0, int(meta.episode_length[episode]) - 1, MOMENTS).astype(np.int64))
                 positions = frames + int(meta.episode_start[episode])
@@ -396,7 +396,7 @@ def _blocks(images: np.ndarray) -> np.ndarray:
     return cut.reshape(n, rows, side, columns, side, 3).mean(axis=(2, 4, 5))
 
 
-def _source(
+def looking_source(
     meta: DatasetMetadata, camera_keys: list[str], image_size: tuple[int, int] | None = None
 ) -> LeRobotDatasource:
     """In stored order: the position of a row is its `index`. Any frame near its time will do for looking."""

@@ -150,6 +150,26 @@ def line_chart(
         return figure
 
 
+def interval_chart(
+    x: np.ndarray, y: np.ndarray, low: np.ndarray, high: np.ndarray, *, xlabel: str, ylabel: str
+) -> Figure:
+    """Percentages with their intervals, (N,) each, over x."""
+    with _styled():
+        figure = Figure(layout="constrained")
+        axes = figure.add_subplot()
+        axes.errorbar(
+            x, y, np.maximum(0, [y - low, high - y]), color=BLUE, ecolor=MUTED, elinewidth=1.2, capsize=3, marker="o",
+            markersize=3.5, clip_on=False,
+        )  # fmt: skip
+        axes.set_ylim(0, 100)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        if len(x) == 1:
+            axes.set_xticks(x)
+        axes.set_xlabel(plain(xlabel))
+        axes.set_ylabel(plain(ylabel))
+        return figure
+
+
 def histogram(values: np.ndarray, *, xlabel: str, ylabel: str) -> Figure:
     """How many of the values (N,) fall into each of at most 24 bins."""
     with _styled():

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -32,7 +32,10 @@ from vla_finetuning.data.metadata import dimension_names, load_metadata
 from vla_finetuning.files import read_json, read_lines
 from vla_finetuning.report import figures
 from vla_finetuning.report.dataset_look import ACTION, OUTLIER, Look, look_at, scaled_ranges
+from vla_finetuning.report.episode_scores import Score
 from vla_finetuning.report.figures import Chunk, plain
+from vla_finetuning.report.held_out_loss import held_out_loss
+from vla_finetuning.report.loop import closed_loop, score_row, shown_films
 from vla_finetuning.run.checkpoint import PREFIX
 from vla_finetuning.run.folder import (
     ATTENTION_NAME,
@@ -43,9 +46,6 @@ from vla_finetuning.run.folder import (
     skipped_episodes,
 )
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
-
-if TYPE_CHECKING:
-    pass
 
 REPORT_NAME = "report.html"
 PACKAGES = ("ray", "lerobot", "torch", "av")
@@ -106,14 +106,52 @@ def write_report(output_dir: Path, looks: Sequence[Drawn] | None = None) -> Path
     """
     output_dir = Path(output_dir)
     page = render_report(output_dir, look_at_datasets(output_dir) if looks is None else looks)
-    return _write(output_dir / REPORT_NAME, page)
+    return write_page(output_dir / REPORT_NAME, page)
 
 
-def write_dataset_page(look: Look, path: Path) -> Path:
-    """Write the page about one dataset."""
+def write_dataset_page(look: Look, path: Path, scores: Sequence[Score] | None = None) -> Path:
+    """Write the page about one dataset, and of the `scores` of its episodes those that give a reason to look."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    page = _template("dataset.html").render(title=plain(look.meta.root, 200), looks=[_draw_look(look)])
-    return _write(path, page)
+    suspect = None if scores is None else _suspect(scores)
+    page = page_template("dataset.html").render(
+        title=plain(look.meta.root, 200), looks=[_draw_look(look)], suspect=suspect
+    )
+    return write_page(path, page)
+
+
+def _suspect(scores: Sequence[Score]) -> dict[str, Any]:
+    worst = sorted((s for s in scores if s.reasons), key=lambda s: -len(s.reasons))
+    rows = [
+        [s.episode, s.frames, *map(_g, (s.idle, s.jerk, s.saturated)), "" if s.apart is None else _g(s.apart),
+         "; ".join(s.reasons)]
+        for s in worst[:TABLE_ROWS]
+    ]  # fmt: skip
+    return {"rows": rows, "count": len(worst), "of": len(scores)}
+
+
+def write_trial_page(
+    folder: Path, about: Mapping[str, Any], scores: Sequence[Mapping[str, Any]], films: Mapping[str, Any]
+) -> Path:
+    """Write `report.html` of an evaluation in the loop.
+
+    Args:
+        about: policy, environment and seed, as in its `evaluated.json`.
+        scores: rows, the first over all episodes. films: `{"films": what evaluation/replay.py says of its pictures}`.
+    """
+    policy, env = about["policy"], about["environment"]
+    facts = [
+        ("Policy", plain(policy["path"], 300)),
+        ("Environment", plain(" ".join([env["type"], *env["options"]]), 300)),
+    ]
+    facts.append(("Seed", str(about["seed"])))
+    page = page_template("trial.html").render(
+        title=folder.name,
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        facts=facts,
+        scores=[score_row(score) for score in scores],
+        films=shown_films(films.get("films", ()), folder),
+    )
+    return write_page(folder / REPORT_NAME, page)
 
 
 def look_at_datasets(output_dir: Path) -> list[Drawn]:
@@ -135,13 +173,14 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
     """The page of a run, as text."""
     config = read_json(output_dir / CONFIG_NAME)
     facts = read_json(output_dir / RUN_NAME) | {"attention": read_json(output_dir / ATTENTION_NAME)}
-    metrics = _columns([json.loads(line) for line in read_lines(output_dir / METRICS_NAME)])
+    lines = [json.loads(line) for line in read_lines(output_dir / METRICS_NAME)]
+    metrics = columns(lines)
     evaluation = read_json(output_dir / EVALUATION_NAME) or None
     starts = attempts(output_dir)
     names = facts.get("action_names")
     total = facts.get("steps") or config.get("steps")
     done = int(metrics["step"][-1]) if metrics else 0
-    return _template("report.html").render(
+    return page_template("report.html").render(
         title=output_dir.name,
         subtitle=_subtitle(done, total),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -153,6 +192,8 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
         charts=_training_charts(metrics, starts),
         metrics=_metrics_table(metrics),
         held_out=None if evaluation is None else _held_out(evaluation, names, facts),
+        closed_loop=closed_loop(evaluation or {}, output_dir),
+        held_out_loss=held_out_loss(lines),
         held_out_expected=bool((config.get("dataset") or {}).get("eval_split")),
         attempts=starts,
         skipped=_skipped(output_dir),
@@ -181,6 +222,8 @@ def _key_figures(
         trained = evaluation["trained"]
         if baseline := trained["mean_action"]["mse"]:
             found.append(("of the mean action's error", f"{trained['policy']['mse'] / baseline:.2f} ×"))
+        if (tried := evaluation.get("closed_loop", {}).get("trained")) and tried["episodes"]:
+            found.append(("success in the loop", f"{tried['successes'] / tried['episodes']:.0%}"))
     if metrics:
         seconds, samples, waited = _totals(metrics)
         found.append(("samples / s", _g(samples / seconds, 3)))
@@ -455,9 +498,9 @@ def _draw_look(look: Look) -> dict[str, Any]:
 # ---- reading, numbers, writing ----------------------------------------------------------------------------------
 
 
-def _columns(lines: Sequence[Mapping[str, Any]]) -> Metrics:
-    """Log lines to float64 columns, NaN where a line has no value; `{}` if there are no lines."""
-    keys = dict.fromkeys(key for line in lines for key in line)
+def columns(lines: Sequence[Mapping[str, Any]]) -> Metrics:
+    """Numbers of log lines to float64 columns, NaN where a line has none; `{}` if there are no lines."""
+    keys = dict.fromkeys(key for line in lines for key, value in line.items() if not isinstance(value, dict | list))
     return {key: np.array([math.nan if line.get(key) is None else float(line[key]) for line in lines]) for key in keys}
 
 
@@ -494,7 +537,7 @@ def _bar(value: float, most: float) -> int:
     return round(100 * min(value / most, 1)) if most else 0
 
 
-def _template(name: str) -> Any:
+def page_template(name: str) -> Any:
     folder = Path(__file__).parent / "templates"
     environment = Environment(
         loader=FileSystemLoader(folder),
@@ -527,7 +570,7 @@ def _content_policy(style: str) -> str:
     )
 
 
-def _write(path: Path, text: str) -> Path:
+def write_page(path: Path, text: str) -> Path:
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     # What no encoding has (half of a surrogate pair in a task) must not cost the page.
     scratch.write_text(text, encoding="utf-8", errors="replace")

@@ -31,7 +31,8 @@ from typing import Any, Protocol, cast, get_args
 from vla_finetuning.config import CONFIG_NAME, Config, TrackerName
 from vla_finetuning.files import read_json, read_lines, write_json
 from vla_finetuning.run.checkpoint import PREFIX
-from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME
+from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, evaluations
+from vla_finetuning.run.progress import success_of
 from vla_finetuning.run.record import code_revision, held_out_errors
 from vla_finetuning.terminal import escape_warnings, tell_error
 
@@ -151,13 +152,20 @@ class Link:
             for line in new:
                 self._tracker.log(line["step"], _numbers("train", line))
                 self._state["step"] = line["step"]
+                self._state["success_step"] = line.get("success_step", self._state.get("success_step"))
                 self._sent.append(line)
         finally:
             if new:
                 self._save()
 
     def forward_evaluation(self) -> None:
-        """Pass on the held-out errors, once."""
+        """Pass on the held-out errors, and the last success in the loop, once."""
+        # Of the last checkpoint, which plays after the last line was passed on.
+        played = evaluations(self._folder)
+        if played and played[-1]["step"] != self._state.get("success_step"):
+            self._tracker.log(self._state["step"], _numbers("train", success_of(played[-1])))
+            self._state["success_step"] = played[-1]["step"]
+            self._save()
         evaluation = read_json(self._folder / EVALUATION_NAME)
         errors = evaluation and held_out_errors(evaluation)
         if errors and errors != self._state.get("evaluation"):

@@ -1,0 +1,248 @@
+"""Checkpoints that play beside a run's training: which, where there is room, what is told, who goes on with them."""
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+from ray.data import ExecutionOptions
+from safetensors.torch import load_file
+
+import vla
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.demo import make_demo_dataset
+from vla_finetuning.envs import configs
+from vla_finetuning.evaluation import during
+from vla_finetuning.evaluation.closed_loop import NoRoomError
+from vla_finetuning.evaluation.during import Evaluator, room_beside
+from vla_finetuning.evaluation.episodes import read_evaluation
+from vla_finetuning.evaluation.player import packed, unpacked
+from vla_finetuning.flags import parse_args
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.run.folder import evaluations
+from vla_finetuning.run.plan import resolve
+from vla_finetuning.training.worker import policy_at
+
+TINY = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    """The demo's dataset, a few episodes of it, and a tiny base policy for it."""
+    folder = tmp_path_factory.mktemp("during")
+    root = make_demo_dataset(folder / "dataset", pairs=2)
+    meta = load_metadata(root)
+    base = tiny_pi05.make_tiny_base(
+        folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10, **TINY
+    )
+    return folder, root, base
+
+
+def flags(setting, **changes):
+    folder, root, base = setting
+    options = {
+        **{"dataset.root": root, "policy.path": base, "output_dir": folder / "run", "train.mode": "full"},
+        **{"scaling.cpus_per_worker": 0.5, "batch_size": 2, "steps": 4, "log_freq": 1, "save_freq": 2},
+        **{"keep_checkpoints": 1, "keep_best": 1, "keep_best_by": "success"},
+        **{"env.type": "two_bins", "env.episode_length": 6, "env_eval_freq": 2, "eval.n_episodes": 3},
+        **changes,
+    }
+    return [f"--{k}={v}" for k, v in options.items()]
+
+
+@pytest.mark.ray
+def test_a_run_evaluates_its_checkpoints_and_goes_on_with_what_was_missed(ray_cluster, setting, capsys):
+    assert vla.main(flags(setting)) == 0
+    folder = setting[0] / "run"
+    told = capsys.readouterr().out
+    assert "two_bins --episode_length=6: checkpoints play 3 episodes of each task, every 2 steps and at the end" in told
+    assert "the last 1 and the 1 best by success kept" in told
+    assert "Success      step 2: 0 of 3" in told and "Success      step 4: 0 of 3" in told
+    assert [(line["step"], line["episodes"], line["errors"]) for line in evaluations(folder)] == [(2, 3, 0), (4, 3, 0)]
+    for step in (2, 4):
+        about, lines = read_evaluation(folder / "evaluations" / f"step_{step:08d}")
+        assert about["policy"]["step"] == step and [line["seed"] for line in lines] == [1000, 1001, 1002]
+        assert all(line["steps"] == 6 for line in lines)
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["step"], last["success_step"], last["success"]) == (4, 4, 0.0) and last["success_high"] > 0.5
+    page = (folder / "report.html").read_text()
+    assert "Success in the loop over steps" in page and "step 2" in page
+
+    # What plays are the weights of the checkpoint, of which the last one is what was exported.
+    run = resolve(parse_args(flags(setting)), gpus_found=0)
+    exported = load_file(folder / "pretrained_model" / "model.safetensors")
+    policies = {step: policy_at(run, run.checkpoints_dir / f"step_{step:08d}").state_dict() for step in (2, 4)}
+    assert all(torch.equal(policies[4][name], exported[name]) for name in exported)
+    assert any(not torch.equal(policies[2][name], exported[name]) for name in exported)
+
+    # Killed before it was written down how the checkpoint of step 2 fared: whoever goes on does that, from what was
+    # played, and not the other again.
+    path = folder / "evaluations.jsonl"
+    path.write_text(path.read_text().splitlines()[1] + "\n")
+    episodes = folder / "evaluations" / "step_00000002" / "episodes.jsonl"
+    kept = [{**json.loads(line), "success_once": n > 0} for n, line in enumerate(episodes.read_text().splitlines())]
+    episodes.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    assert Evaluator(run, policy_at).finish() == 0
+    assert [(line["step"], line["successes"]) for line in evaluations(folder)] == [(2, 2), (4, 0)]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [4, 2]
+
+
+class Played:
+    """Stands in for `play`: what it was asked for, and episodes that end as soon as they may."""
+
+    def __init__(self):
+        self.steps, self.threads, self.may, self.error = [], [], threading.Event(), None
+
+    def __call__(self, episodes, conditions, sources, makers, options, *, written, stopped, **_):
+        self.steps.append(int(sources["policy"].folder.name.removeprefix("step_")))
+        self.threads.append(threading.current_thread())
+        while not self.may.wait(0.02):
+            if stopped():
+                return
+        if self.error is not None:
+            raise self.error
+        line = dict.fromkeys(("instruction", "info"), "")
+        for episode in episodes:
+            written({**line, **vars(episode), "error": None, "success_once": True})
+
+
+@pytest.fixture
+def played(monkeypatch):
+    found = Played()
+    monkeypatch.setattr(during, "play", found)
+    monkeypatch.setattr(during, "POLL_S", 0.02)
+    monkeypatch.setattr(during.ray, "cluster_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setattr(Evaluator, "_source", lambda self, path, options: during.PolicySource(path, None, None))
+    monkeypatch.setattr(during, "load_progress", lambda path: None)
+    return found
+
+
+@pytest.fixture
+def run(setting, tmp_path):
+    run = resolve(parse_args(flags(setting, output_dir=tmp_path / "run", steps=8)), gpus_found=0)
+    run.checkpoints_dir.mkdir(parents=True)
+    return run
+
+
+def saved(run, step):
+    (run.checkpoints_dir / f"step_{step:08d}").mkdir()
+
+
+def eventually(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_training_waits_for_nobody_and_the_rest_is_done_at_its_end(run, played):
+    data = ExecutionOptions()
+    evaluator = Evaluator(run, policy_at)
+    with evaluator.beside(run, data):
+        for step in (2, 3, 4):
+            saved(run, step)
+        eventually(lambda: played.steps == [2])
+        saved(run, 8)  # and the training is over
+    assert evaluations(run.output_dir) == []
+    # What plays has its share, of which the data must not make use.
+    assert data.exclude_resources.cpu == 2.0
+    played.may.set()
+    assert evaluator.finish() == 0
+    assert played.steps == [2, 4, 8] and [line["step"] for line in evaluations(run.output_dir)] == [2, 4, 8]
+    main = threading.current_thread()
+    assert played.threads[0] is not main and played.threads[2] is main
+
+
+def test_a_run_that_is_stopped_lets_go_and_one_that_goes_on_does_it(run, played):
+    evaluator = Evaluator(run, policy_at)
+    with evaluator.beside(run, ExecutionOptions()):
+        saved(run, 2)
+        eventually(lambda: played.steps == [2])
+    started = time.monotonic()
+    evaluator.close()
+    assert time.monotonic() - started < 5 and evaluations(run.output_dir) == []
+    played.may.set()
+    with Evaluator(run, policy_at).beside(run, ExecutionOptions()):
+        eventually(lambda: [line["step"] for line in evaluations(run.output_dir)] == [2])
+
+
+def test_without_room_it_is_all_done_at_the_end(run, played, monkeypatch, capsys):
+    monkeypatch.setattr(during.ray, "cluster_resources", lambda: {"CPU": 2.0})
+    data = ExecutionOptions()
+    evaluator = Evaluator(run, policy_at)
+    played.may.set()
+    with evaluator.beside(run, data):
+        for step in (2, 8):
+            saved(run, step)
+        time.sleep(0.2)
+        assert played.steps == [] and not data.exclude_resources.cpu
+    assert "beside the training it needs 1.5 CPUs, 0.5 of the cluster's are to spare" in capsys.readouterr().out
+    assert evaluator.finish() == 0
+    told = capsys.readouterr()
+    assert played.steps == [2, 8] and "not of step 4, 6: no checkpoint is left" in told.err
+
+
+def test_room_that_others_took_is_waited_for_at_the_end(run, played, capsys):
+    played.may.set()
+    played.error = NoRoomError("needs 1 CPU")
+    evaluator = Evaluator(run, policy_at)
+    with evaluator.beside(run, ExecutionOptions()):
+        saved(run, 2)
+        eventually(lambda: not evaluator._thread.is_alive())
+    assert "evaluation   at the end of the run: needs 1 CPU" in capsys.readouterr().out
+    assert evaluator.finish() == 5
+    assert "not of step 2: needs 1 CPU; --resume tries again" in capsys.readouterr().err
+    played.error = None
+    assert evaluator.finish() == 0
+
+
+def test_a_checkpoint_that_cannot_play_costs_the_training_nothing(run, played, caplog):
+    played.may.set()
+    played.error = ArithmeticError("the simulation diverged")
+    evaluator = Evaluator(run, policy_at)
+    with evaluator.beside(run, ExecutionOptions()):
+        saved(run, 2)
+        eventually(lambda: "step 2 could not be evaluated" in caplog.text)
+        played.error = None
+        saved(run, 4)
+        eventually(lambda: [line["step"] for line in evaluations(run.output_dir)] == [4])
+    assert evaluator.finish() == 0 and [line["step"] for line in evaluations(run.output_dir)] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "use_gpu", "stages", "lacks"),
+    [
+        ({"CPU": 3.5}, False, 2, None),
+        ({"CPU": 3.0}, False, 1, None),
+        ({"CPU": 2.9}, False, 0, "needs 1.5 CPUs, 1.4 of the cluster's are to spare"),
+        ({"CPU": 65.5}, False, 32, None),
+        ({"CPU": 65.5, "GPU": 1}, True, 32, "needs 1 GPU, 0 of the cluster's are to spare"),
+        ({"CPU": 65.5, "GPU": 2}, True, 32, None),
+    ],
+)
+def test_what_a_cluster_has_to_spare(run, cluster, use_gpu, stages, lacks):
+    run.config.scaling.use_gpu = use_gpu
+    assert room_beside(run, cluster) == (stages, lacks)
+
+
+def test_an_environment_that_is_none_is_refused_before_anything_starts(setting, capsys):
+    assert vla.main(flags(setting, **{"env.lenght": 3, "output_dir": setting[0] / "refused"})) == 2
+    assert "its options are" in capsys.readouterr().err and not (setting[0] / "refused").exists()
+
+
+def test_pictures_that_were_drawn_otherwise_are_refused(run, monkeypatch):
+    """What a recorded dataset says of its own, and what this environment would show."""
+    monkeypatch.setattr(during, "how_drawn", lambda meta: {"type": "two_bins", "image_size": [9, 8]})
+    monkeypatch.setattr(configs, "how_drawn", lambda config: {"type": "two_bins", "image_size": [9, 9]})
+    with pytest.raises(ValueError, match=r"two_bins were drawn otherwise.*give --env.image_size=\[9,8\]"):
+        Evaluator(run, policy_at)
+
+
+def test_weights_come_out_of_the_store_as_they_went_in():
+    tied = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    tensors = {"a": tied, "b": tied, "c": tied.T, "d": torch.tensor(3), "e": torch.tensor([True, False])}
+    there = packed(tensors)
+    assert there["a"][0] is there["b"][0]
+    for name, tensor in unpacked(there).items():
+        assert tensor.dtype == tensors[name].dtype and torch.equal(tensor, tensors[name])

@@ -1,0 +1,68 @@
+"""What `lerobot-eval` counts with batches of one, episode by episode: same policy, same seeds, its own program."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.policies.act.configuration_act import ACTConfig
+from lerobot.policies.act.modeling_act import ACTPolicy
+from lerobot.policies.factory import make_pre_post_processors
+from lerobot.scripts import lerobot_eval
+
+import evaluate
+from tests.evaluation import several  # noqa: F401 registers its environment
+from tests.evaluation.test_evaluate import lines_of
+from tests.evaluation.test_player import FEATURES, STATS
+from vla_finetuning.envs.two_bins_scene import BINS
+from vla_finetuning.policies.loading import save_pretrained
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An ACT that draws nothing and goes about to the bin on the left, as it happens to see the scene."""
+    config = ACTConfig(
+        input_features=FEATURES, output_features={"action": PolicyFeature(FeatureType.ACTION, (3,))}, chunk_size=8,
+        n_action_steps=5, dim_model=16, n_heads=2, dim_feedforward=16, n_encoder_layers=1, n_decoder_layers=1,
+        use_vae=False, vision_backbone="resnet18", pretrained_backbone_weights=None, device="cpu",
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        policy = ACTPolicy(config)
+    stats = {**STATS, "action": {"mean": np.array(BINS["left"]), "std": np.full(3, 3.0)}}
+    folder = tmp_path_factory.mktemp("lerobot_eval") / "act"
+    save_pretrained(policy, *make_pre_post_processors(config, dataset_stats=stats), folder)
+    return folder
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("env", "tasks", "episodes"), [("two_bins", ["two_bins"], 12), ("several", ["near/0", "near/1", "far/0"], 4)]
+)
+def test_successes_are_those_of_lerobot_eval(ray_cluster, folder, tmp_path, monkeypatch, capsys, env, tasks, episodes):
+    flags = [f"--policy.path={folder}", f"--env.type={env}", f"--eval.n_episodes={episodes}", "--seed=1000"]
+    theirs = ["--policy.device=cpu", "--eval.batch_size=1", f"--output_dir={tmp_path / 'theirs'}"]
+    registered = "--env.discover_packages_path=vla_finetuning.envs"
+    monkeypatch.setattr(sys, "argv", ["lerobot-eval", registered, *flags, *theirs])
+    (tmp_path / "theirs").mkdir()
+    lerobot_eval.main()
+    told = json.loads((tmp_path / "theirs" / "eval_info.json").read_text())
+    expected = {}
+    for one in told["per_task"]:
+        name = f"{one['task_group']}/{one['task_id']}" if len(tasks) > 1 else one["task_group"]
+        rows = zip(one["metrics"]["successes"], one["metrics"]["sum_rewards"], strict=True)
+        expected |= {(name, episode): row for episode, row in enumerate(rows)}
+    capsys.readouterr()
+
+    assert evaluate.main([*flags, "--eval.env_actors=2", f"--output_dir={tmp_path / 'ours'}"]) == 0
+    lines = lines_of(tmp_path / "ours")
+    found = {(line["task"], line["episode"]): (line["success_once"], line["total_reward"]) for line in lines}
+    assert found == expected and list(dict.fromkeys(task for task, _ in expected)) == tasks
+    successes = {task: sum(found[task, i][0] for i in range(episodes)) for task in tasks}
+    assert 0 < sum(successes.values()) < len(found)  # there is something to tell apart
+    out = capsys.readouterr().out
+    assert f"Success      {sum(successes.values())} of {len(found)}, " in out
+    for task in tasks if len(tasks) > 1 else ():
+        assert f"             {successes[task]} of {episodes}, " in out and f"  {task}\n" in out

@@ -1,0 +1,74 @@
+"""The closed loop on a run's page: the numbers and pictures are the evaluation's, and what is not there is said."""
+
+import base64
+import json
+
+import pytest
+
+from tests.pages import check_page
+from vla_finetuning.files import write_json
+from vla_finetuning.report.page import write_report
+
+HOSTILE = "<script>alert('x')</script>"
+ERRORS = {
+    "frames": 1,
+    **dict.fromkeys(("mean_action", "policy"), {"mse": 1.0, "mae": [1.0]}),
+    "other_instruction": None,
+}
+WEBP = b"RIFF\x1a\x00\x00\x00WEBPVP8L\r\x00\x00\x00/\x00\x00\x00\x10\x07\x10\x11\x11\x88\x88\xfe\x07\x00"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run's folder with nothing in it but what it ended with."""
+    film = {"instruction": HOSTILE, "seed": 1003, "steps": 14, "problem": None}
+    scores = {
+        "trained": {"label": "trained", "successes": 57, "episodes": 60, "interval": [0.863, 0.983], "errors": 2},
+        "other_instruction": {
+            **{"label": "told the other", "successes": 0, "episodes": 60, "interval": [0.0, 0.0602]},
+            "went_where_told": 59,
+        },
+    }
+    films = [
+        {**film, "title": "trained", "file": "a.webp", "success": True},
+        {**film, "title": "deaf", "file": "../../b.webp", "success": False},
+        {**film, "title": "gone", "file": "c.webp", "success": False},
+        {**film, "title": "odd", "file": None, "success": False, "problem": "ended in another state"},
+    ]
+    (tmp_path / "films").mkdir()
+    for name in ("a.webp", "b.webp"):
+        (tmp_path / "films" / name).write_bytes(WEBP)
+    write_json(tmp_path / "evaluation.json", {"trained": ERRORS, "closed_loop": scores, "films": films})
+    return tmp_path
+
+
+def test_the_table_and_the_pictures_are_the_evaluations(folder):
+    page = check_page(write_report(folder, []).read_text())
+    assert "trained 57 60 95.0% 86.3% to 98.3% 2 more ended in an error" in page.text
+    assert "told the other 0 60 0.0% 0.0% to 6.0% 59 went where they were told" in page.text
+    assert "95% success in the loop" in page.text or "success in the loop 95%" in page.text
+    images = [image for image in page.all("img") if image.get("class") == "film"]
+    # Of the files in its own folder: a folder's index names no others.
+    assert [base64.b64decode(image["src"].removeprefix("data:image/webp;base64,")) for image in images] == [WEBP, WEBP]
+    assert images[0]["alt"] == f"“{HOSTILE}”, seed 1003, 14 steps"
+    assert "trained success" in page.text and "deaf no success" in page.text
+    assert "c.webp is gone" in page.text and "not shown. ended in another state" in page.text
+
+
+def test_success_over_steps_is_a_chart_and_a_table(folder):
+    write_json(folder / "evaluation.json", {"trained": ERRORS})
+    lines = [
+        {"step": step, "successes": n, "episodes": 50, "errors": errors, "interval": [n / 60, 0.9], "seconds": 3.0}
+        for step, n, errors in ((4000, 10, 0), (2000, 5, 2))
+    ]
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 60')
+    page = check_page(write_report(folder, []).read_text())
+    said = [svg["aria-label"] for svg in page.all("svg")]
+    assert "Success in the loop over steps: from 10% to 20%, at most 20%" in said
+    rows = "step 2,000 5 50 10.0% 8.3% to 90.0% 2 more ended in an error step 4,000 10 50 20.0% 16.7% to 90.0%"
+    assert rows in page.text
+
+
+def test_a_run_without_a_loop_says_nothing_of_one(folder):
+    write_json(folder / "evaluation.json", {"trained": ERRORS})
+    assert "In the loop" not in check_page(write_report(folder, []).read_text()).text

@@ -1,0 +1,255 @@
+"""Checkpoints of a run in its environment (`--env.type`), by processes beside the training, which waits for none.
+
+Runs on the driver, in a thread. `OUTPUT_DIR/evaluations.jsonl` has a line for each checkpoint that has played, and a
+folder beside it its episodes; checkpoints stay until they have (`run.folder.prune_checkpoints`). So what a run has
+missed, because it was killed, or because the cluster had no room, is done by whoever goes on with it, at the latest at
+its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import ray
+from lerobot.policies.pretrained import PreTrainedPolicy
+from ray.data import ExecutionOptions, ExecutionResources
+from tqdm import tqdm
+
+from vla_finetuning.config import EvalOptions
+from vla_finetuning.data.metadata import how_drawn
+from vla_finetuning.envs.configs import check_drawn, env_config, task_makers
+from vla_finetuning.evaluation.closed_loop import STAGE_CPUS, NoRoomError, play
+from vla_finetuning.evaluation.episodes import Book, Condition, episode_list, read_evaluation
+from vla_finetuning.evaluation.intervals import share, wilson
+from vla_finetuning.evaluation.player import Packed, PolicySource, check_fits, packed
+from vla_finetuning.files import read_lines
+from vla_finetuning.run.checkpoint import PREFIX, load_progress
+from vla_finetuning.run.failures import root_cause
+from vla_finetuning.run.folder import EVALUATIONS, EVALUATIONS_NAME, METRICS_NAME, evaluations, prune_checkpoints
+from vla_finetuning.run.plan import Run
+from vla_finetuning.run.progress import success_of
+from vla_finetuning.terminal import tell
+
+logger = logging.getLogger(__name__)
+POLL_S = 1.0
+# Of what a cluster has beside the training, so much simulates; the rest decodes.
+SPARE_SHARE = 0.25
+# The policy of a checkpoint of a run, on the CPU.
+PolicyAt = Callable[[Run, Path], PreTrainedPolicy]
+
+
+class Evaluator:
+    """The evaluations of one run, of which one goes on at a time.
+
+    Raises:
+        ValueError: the environment is none, or the run's policy cannot play in it, or it was recorded otherwise.
+    """
+
+    def __init__(self, run: Run, policy_at: PolicyAt) -> None:
+        self._run, self._policy_at = run, policy_at
+        self._env = env_config(run.config.env_type or "", run.config.env_options)
+        self._makers = task_makers(self._env)
+        for meta in run.metas:
+            check_drawn(how_drawn(meta), self._env, meta.root)
+        check_fits(run.policy_config, self._env, run.config.rename_map)  # by which the processors rename
+        self._failed: dict[int, str] = {}
+        self._stop, self._training = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def beside(self, run: Run, data: ExecutionOptions) -> Iterator[None]:
+        """While the block trains: evaluate each checkpoint that is due, where the cluster has room for that.
+
+        Args:
+            run: with all its statistics. data: what the run's data may use, from which what is needed here is taken.
+        """
+        self._run = run
+        stages, lacks = room_beside(run, ray.cluster_resources())
+        if lacks is not None:
+            if run.config.env_eval_freq:
+                tell(f"Evaluation   at the end of the run: beside the training it {lacks}")
+            yield
+            return
+        gpus = 1 if run.use_gpu else 0
+        data.exclude_resources = data.exclude_resources.add(ExecutionResources(cpu=1 + stages * STAGE_CPUS, gpu=gpus))
+        self._training.set()
+        options = replace(run.config.eval, env_actors=stages, policy_actors=1)
+        self._thread = threading.Thread(target=self._follow, args=(options,), daemon=True)
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._training.clear()
+
+    def close(self) -> None:
+        """Let go of what is being played; whoever goes on with the run goes on with that."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self) -> int:
+        """When the training is over: evaluate what has not been, and say how all fared. Returns the exit status."""
+        run = self._run
+        if self._thread is not None:
+            self._thread.join()
+        self._failed.clear()
+        while (step := self._next(run.steps)) is not None:
+            self._try(step, run.config.eval)
+        prune_checkpoints(run.config, run.steps)
+        _tell_last(run.output_dir)
+        told = {line["step"] for line in evaluations(run.output_dir)}
+        for line in evaluations(run.output_dir):
+            tell(f"Success      step {line['step']}: {share(line['successes'], line['episodes'])}")
+        freq = run.config.env_eval_freq
+        gone = [step for step in range(freq, run.steps, freq) if step not in told | self._failed.keys()] if freq else []
+        if gone:
+            tell(f"             not of step {', '.join(map(str, gone))}: no checkpoint is left", file=sys.stderr)
+        for step, problem in self._failed.items():
+            tell(f"             not of step {step}: {problem}; --resume tries again", file=sys.stderr)
+        return 5 if self._failed else 0
+
+    # ---- one after the other ------------------------------------------------------------------------------------
+
+    def _follow(self, options: EvalOptions) -> None:
+        """In its thread, until the training is over; the last checkpoint is left for the end, when there is room."""
+        while self._training.is_set() and not self._stop.is_set():
+            step = self._next(self._run.steps - 1)
+            if step is None:
+                self._stop.wait(POLL_S)
+            elif not self._try(step, options):
+                return
+
+    def _next(self, most: int) -> int | None:
+        """The oldest checkpoint that is due, of those up to a step."""
+        run = self._run
+        played = {line["step"] for line in evaluations(run.output_dir)} | self._failed.keys()
+        found = (int(path.name.removeprefix(PREFIX)) for path in run.checkpoints_dir.glob(f"{PREFIX}*"))
+        due = (step for step in found if step <= most and run.config.is_evaluated(step, run.steps))
+        return min((step for step in due if step not in played), default=None)
+
+    def _try(self, step: int, options: EvalOptions) -> bool:
+        """Evaluate a checkpoint, and say how it fared, or why it could not be. Returns whether to go on beside."""
+        try:
+            self._evaluate(step, options)
+        except NoRoomError as error:
+            if self._training.is_set():
+                _say(f"evaluation   at the end of the run: {error}")
+                return False
+            self._failed[step] = str(error)
+        except Exception as error:  # whatever an environment may end with, the training goes on
+            if self._stop.is_set():
+                return False
+            self._failed[step] = root_cause(error)
+            logger.warning("step %d could not be evaluated: %s", step, self._failed[step])
+        return True
+
+    def _evaluate(self, step: int, options: EvalOptions) -> None:
+        run, started = self._run, time.monotonic()
+        checkpoint = run.checkpoints_dir / f"{PREFIX}{step:08d}"
+        load_progress(checkpoint)
+        episodes = episode_list(["plain"], self._makers, options.n_episodes, run.config.seed)
+        about = {
+            "policy": {"path": str(run.output_dir), "step": step},
+            "environment": {"type": run.config.env_type, "options": run.config.env_options},
+            "seed": run.config.seed,
+        }
+        folder = run.output_dir / EVALUATIONS / checkpoint.name
+        book = Book(folder, about, episodes)
+        left = [episode for episode in episodes if not book.is_done(episode)]
+        if left and (source := self._source(checkpoint, options)) is not None:
+            play(
+                left,
+                {"plain": Condition()},
+                {"policy": source},
+                self._makers,
+                options,
+                seed=run.config.seed,
+                use_gpu=run.use_gpu,
+                written=book.write,
+                stopped=self._stop.is_set,
+            )
+        if self._stop.is_set():
+            return
+        _, lines = read_evaluation(folder)
+        played = [line["success_once"] for line in lines if line["error"] is None]
+        line = {"step": step, "successes": sum(played), "episodes": len(played), "errors": len(lines) - len(played)}
+        line |= {"interval": list(wilson(sum(played), len(played))), "seconds": round(time.monotonic() - started, 1)}
+        with open(run.output_dir / EVALUATIONS_NAME, "a") as file:
+            file.write(json.dumps(line) + "\n")
+        if self._training.is_set():
+            _say(f"evaluated    step {step}: {share(line['successes'], line['episodes'])}")
+
+    def _source(self, checkpoint: Path, options: EvalOptions) -> PolicySource | None:
+        """The policy of a checkpoint, its weights in the object store; None when there is no time for it any more.
+
+        Raises:
+            NoRoomError: no process could read them.
+        """
+        run = self._run
+        weights = ray.remote(num_cpus=1)(_weights).remote(self._policy_at, ray.put(run), checkpoint)
+        deadline = time.monotonic() + options.room_timeout_s
+        while not ray.wait([weights], timeout=POLL_S)[0]:
+            if self._stop.is_set():
+                ray.cancel(weights, force=True)
+                return None
+            if time.monotonic() > deadline:
+                ray.cancel(weights, force=True)
+                raise NoRoomError(
+                    f"no process has read {checkpoint} for {options.room_timeout_s:g} s (--eval.room_timeout_s); it "
+                    f"needs 1 CPU, {ray.available_resources().get('CPU', 0):g} are free"
+                )
+        config = copy.deepcopy(run.policy_config)
+        return PolicySource(
+            checkpoint,
+            config,
+            self._env,
+            processors=run.processors(config),
+            device="cuda" if run.use_gpu else "cpu",
+            trusted=run.config.policy_trust_remote_code,
+            weights=weights,
+        )
+
+
+def _weights(policy_at: PolicyAt, run: Run, checkpoint: Path) -> Packed:
+    """What a checkpoint's policy is made of. Runs in a Ray task."""
+    return packed(policy_at(run, checkpoint).state_dict())
+
+
+def room_beside(run: Run, cluster: dict[str, float]) -> tuple[int, str | None]:
+    """How many processes may simulate beside a run's training on a cluster of such resources; or what lacks, in words.
+
+    Room is what the most workers of the run and a read task leave.
+    """
+    scaling, options = run.config.scaling, run.config.eval
+    cpus = cluster.get("CPU", 0) - scaling.num_workers * scaling.cpus_per_worker - scaling.cpus_per_read_task
+    gpus = cluster.get("GPU", 0) - scaling.num_workers
+    stages = options.env_actors or max(2, int(cpus * SPARE_SHARE / STAGE_CPUS))
+    stages = min(stages, int((cpus - 1) / STAGE_CPUS))
+    lacking = [f"{1 + STAGE_CPUS:g} CPUs, {max(0, cpus):g} of the cluster's are to spare"] if stages < 1 else []
+    lacking += [f"1 GPU, {max(0, gpus):g} of the cluster's are to spare"] if run.use_gpu and gpus < 1 else []
+    return stages, f"needs {'; '.join(lacking)}" if lacking else None
+
+
+def _tell_last(output_dir: Path) -> None:
+    """Have the last line of `metrics.jsonl` tell of the last evaluation. For when nobody else writes there any more."""
+    path, played = output_dir / METRICS_NAME, evaluations(output_dir)
+    lines = [json.loads(line) for line in read_lines(path)]
+    if played and lines:
+        lines[-1] |= success_of(played[-1])
+        scratch = path.with_suffix(".scratch")
+        scratch.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        scratch.replace(path)
+
+
+def _say(text: str) -> None:
+    with tqdm.external_write_mode():
+        tell(text)

@@ -1,0 +1,77 @@
+"""The closed loop on a page: how often a policy succeeded, and episodes to look at."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vla_finetuning.report import figures
+from vla_finetuning.report.figures import plain
+from vla_finetuning.run.folder import FILMS, evaluations
+
+
+def closed_loop(evaluation: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
+    """What the template shows of `evaluation.json`'s `closed_loop` and `films`, and of how checkpoints of the run fared
+    (`evaluations.jsonl`); None if nothing was tried."""
+    scores, over_steps = evaluation.get("closed_loop") or {}, evaluations(folder)
+    if not scores and not over_steps:
+        return None
+    rows = [score_row({**line, "label": f"step {line['step']:,}"}) for line in over_steps]
+    return {
+        "over_steps": rows,
+        "chart": _chart([line for line in over_steps if line["episodes"]]),
+        "scores": [score_row(score) for score in scores.values()],
+        "films": shown_films(evaluation.get("films", ()), folder),
+    }
+
+
+def _chart(over_steps: Sequence[Mapping[str, Any]]) -> str | None:
+    if not over_steps:
+        return None
+    steps = np.array([line["step"] for line in over_steps], float)
+    success = np.array([line["successes"] / line["episodes"] for line in over_steps])
+    low, high = np.array([line["interval"] for line in over_steps]).T
+    chart = figures.interval_chart(steps, 100 * success, 100 * low, 100 * high, xlabel="step", ylabel="success / %")
+    spoken = f"Success in the loop over steps: from {success[0]:.0%} to {success[-1]:.0%}, at most {success.max():.0%}"
+    return figures.to_svg(chart, spoken)
+
+
+def score_row(score: Mapping[str, Any]) -> list[str]:
+    """A row of the table: `label`, `successes`, `episodes` and their `interval` (evaluation/intervals.py)."""
+    successes, episodes = score["successes"], score["episodes"]
+    low, high = score["interval"]
+    share = f"{successes / episodes:.1%}" if episodes else "–"
+    label = plain(score["label"], 200)
+    return [label, f"{successes:,}", f"{episodes:,}", share, f"{low:.1%} to {high:.1%}", _besides(score)]
+
+
+def _besides(score: Mapping[str, Any]) -> str:
+    told = [f"{score['went_where_told']} went where they were told"] if "went_where_told" in score else []
+    told += [f"{score['went_to_a_bin']} went to a bin"] if "went_to_a_bin" in score else []
+    return "; ".join(told + ([f"{score['errors']} more ended in an error"] if score.get("errors") else []))
+
+
+def shown_films(films: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Pictures and what is said of them; of one whose file is gone, that it is."""
+    shown = []
+    for film in films:
+        steps = f"{film['steps']} step{'s' * (film['steps'] != 1)}"
+        text = f"“{plain(film['instruction'], 120)}”, " if film["instruction"] else ""
+        uri, problem = None, film["problem"]
+        if film["file"]:
+            path = folder / FILMS / Path(film["file"]).name
+            if path.is_file():
+                uri = "data:image/webp;base64," + base64.b64encode(path.read_bytes()).decode()
+            else:
+                problem = f"{path} is gone"
+        shown.append(
+            {
+                **{"title": plain(film["title"], 120), "success": film["success"], "uri": uri},
+                **{"text": f"{text}seed {film['seed']}, {steps}", "problem": plain(problem or "", 300)},
+            }
+        )
+    return shown
