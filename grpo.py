@@ -1,0 +1,293 @@
+"""Let a policy learn from success alone: GRPO for PI0.5 in an environment, on one laptop or a cluster.
+
+    python grpo.py --preset demo
+    python grpo.py --policy.path outputs/demo/pretrained_model --env.type two_bins --output_dir outputs/learned
+
+The architecture, top to bottom: `main` resolves the run and starts it; `train`, in every training process, has the
+policy play groups of episodes in environments of its own, and updates it by what came of them. No weights travel: who
+trains also acts. The mathematics is in docs/grpo.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import ray
+import ray.train
+import ray.train.collective
+import torch
+from ray.exceptions import RayError
+from ray.train import TrainingFailedError
+from ray.train.torch import get_device
+from torch import nn
+
+import vla
+from util import StepResult, TrainableOptimizer, enable_gpu_perf_flags, train_step
+from vla_finetuning.config import CACHE_DIR, GrpoConfig, Strategy
+from vla_finetuning.demo import prepare_disobedient
+from vla_finetuning.evaluation.player import Player
+from vla_finetuning.files import write_json
+from vla_finetuning.flags import parse_grpo
+from vla_finetuning.report.tracking import require_tracker, track
+from vla_finetuning.rl.acting import Actor, Explorer
+from vla_finetuning.rl.demo import before_and_after, success_lines
+from vla_finetuning.rl.expected import expected_times, measure_environment, worker_memory
+from vla_finetuning.rl.learning import (
+    IterationLog,
+    Lessons,
+    Times,
+    asked_of_all,
+    asked_to_stop,
+    build_grpo_optimizer,
+    check_finite,
+    check_first,
+    everyone,
+    frozen_copy,
+    held_out,
+    iteration_line,
+    make_rollouts,
+    metrics_of,
+    play_groups,
+)
+from vla_finetuning.rl.objective import Objective, told
+from vla_finetuning.rl.plan import GrpoRun, describe_grpo, resolve_grpo
+from vla_finetuning.run import cluster
+from vla_finetuning.run.checkpoint import load_checkpoint
+from vla_finetuning.run.failures import root_cause
+from vla_finetuning.run.folder import (
+    EVALUATION_NAME,
+    changed_options,
+    check_place,
+    claim_folder,
+    first_step_done,
+    prepare_folder,
+    start_attempt,
+)
+from vla_finetuning.run.progress import log_to
+from vla_finetuning.run.record import record_attention, record_run
+from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+from vla_finetuning.training.fitting import fit, worker_group
+from vla_finetuning.training.parallel import spread
+from vla_finetuning.training.room import describe_memory
+from vla_finetuning.training.worker import CheckpointWriter, build_model, check_attention, export, saved_progress
+
+# ---- training: one process per GPU, which acts, too ---------------------------------------------------------------
+
+
+def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[GrpoRun]]) -> None:
+    """Train to the end of the run and export the policy. Runs in every training process."""
+    run = ray.get(loop_config["run"])
+    if train(run) and ray.train.get_context().get_world_rank() == 0:
+        export(run)
+
+
+def train(run: GrpoRun) -> bool:
+    """Train from the newest checkpoint to the end of the run; False if the run was asked to stop before."""
+    config, options, began = cast(GrpoConfig, run.config), run.options, time.monotonic()
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    device = get_device()
+    log_to(run.output_dir)
+    enable_gpu_perf_flags(config.train.deterministic)
+    progress, checkpoint = saved_progress(run)
+    attempt = ray.train.collective.broadcast_from_rank_zero(
+        start_attempt(run.output_dir, progress.step, world) if rank == 0 else None
+    )
+
+    rollouts = make_rollouts(run)  # its processes start while the model is made
+    loss, autocast = build_model(run, device)
+    attention = check_attention(run, loss, autocast, device)
+    if rank == 0 and attention is not None:
+        record_attention(run.output_dir, asdict(attention))
+    assert run.env is not None
+    player = Player(loss.policy, *run.processors(), env=run.env, rename_map=config.rename_map)
+    actor = Actor(
+        loss, player, prompts=run.prompts, inference_batch=options.inference_batch, autocast=autocast, device=device
+    )
+    objective = Objective(loss, run.sde, options).to(device)
+    start = frozen_copy(objective) if options.kl else None
+    model = spread(objective, cast(Strategy, config.scaling.strategy), device, world, autocast=autocast)
+    optimizer = build_grpo_optimizer(run, loss)
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, optimizer.named(), optimizer.state())
+    log = IterationLog(run.output_dir, progress.step) if rank == 0 else None
+    checkpoints = CheckpointWriter(run, optimizer, rank, attempt)
+    first = progress.step
+    if first == 0:
+        times = Times()
+        before = held_out(run, rollouts, actor, rank, world)
+        times.mark("held_out")
+        seconds = times.gather(rollouts, actor)
+        if log is not None:
+            log.write(0, {**before, **seconds})
+
+    stop, nonfinite = False, 0
+    for iteration in range(first, run.steps):
+        times, done = Times(), iteration + 1
+        explorer = Explorer(actor, run.sde, config.seed, iteration)
+        played = play_groups(run, rollouts, explorer, iteration, rank, world)
+        check_first(run, iteration, played)
+        times.mark("play")
+        lessons = Lessons(run, objective, start, actor, explorer, played, iteration=iteration, rank=rank, world=world)
+        times.mark("score")
+        results = learn(run, model, objective, optimizer, lessons, iteration, world, autocast, device)
+        times.mark("update")
+        metrics = metrics_of(run, played, lessons, objective, results)
+        nonfinite += metrics["nonfinite_steps"]
+        check_finite(run, nonfinite)
+        if done % options.eval_every == 0 or done == run.steps:
+            metrics |= held_out(run, rollouts, actor, rank, world)
+        times.mark("held_out")
+        metrics |= times.gather(rollouts, actor)
+        gc.collect()
+        stop, due = asked_of_all(device, asked_to_stop(run, rank), rank == 0 and checkpoints.due())
+        if log is not None:
+            if iteration == first:
+                first_step_done(run.output_dir, done, time.monotonic() - began)
+            log.write(done, {"episodes": done * run.episodes, "lr": optimizer.schedule(iteration), **metrics})
+        if done == run.steps or done % config.save_freq == 0 or stop or due:
+            progress = replace(progress, step=done, rows=done * run.episodes, loss=-metrics["success"])
+            checkpoints.save(progress)
+        if stop:
+            break
+    checkpoints.close()
+    rollouts.close()
+    return progress.step == run.steps
+
+
+def learn(
+    run: GrpoRun,
+    model: nn.Module,
+    objective: Objective,
+    optimizer: TrainableOptimizer,
+    lessons: Lessons,
+    iteration: int,
+    world: int,
+    autocast: torch.dtype | None,
+    device: torch.device,
+) -> list[StepResult]:
+    """An iteration's updates, by the training step of every run; fewer where the policy has moved far enough."""
+    objective.clear()
+    results = []
+    for epoch in range(run.options.epochs):
+        for rows, micros in lessons.epoch(epoch):
+            before = objective.sums.clone()
+            result = train_step(
+                model,
+                optimizer,
+                iter(micros),
+                step=iteration,
+                grad_accum=len(micros),
+                mean_over=rows / world,
+                draws=lambda micro: (None, None),  # the batch has them
+                autocast=autocast,
+                device=device,
+            )
+            results.append(result)
+            # Where there is such a limit, the one value of an update that is read from the device.
+            # Not below it: what is not a number is no reason to go on.
+            if run.options.target_kl and not told(everyone(objective.sums - before)).kl <= run.options.target_kl:
+                return results
+    return results
+
+
+# ---- the driver ---------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, resolve, train, try.
+
+    Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed,
+    5 the policy is trained, but could not be tried.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    escape_warnings()
+    if not argv or {"--help", "-h"} & set(argv):
+        tell_text((__doc__ or "").strip())
+        return 0
+    with contextlib.ExitStack() as held:
+        try:
+            config = parse_grpo(argv)
+            check_place(config.folder)
+            require_tracker(config.track)
+            if config.policy_path is None:
+                config = replace(config, policy_path=str(imitated(held)))
+            run = resolve_grpo(config, gpus_found=torch.cuda.device_count())
+            config = cast(GrpoConfig, run.config)
+            tell_text(describe_grpo(run))
+            if config.dry_run:
+                tell_text("\n".join(expected_times(run, measure_environment(run))))
+                if needed := worker_memory(run):
+                    tell_text(describe_memory(run, needed))
+                return 0
+            held.enter_context(claim_folder(config))
+            for changed in changed_options(config):
+                tell(f"Changed      {changed}")
+            prepare_folder(config, run.start, run.steps, run.disk_bytes)
+            held.enter_context(track(run.output_dir, config.track, config.track_project))
+        except (ValueError, OSError) as error:
+            tell_error(error)
+            return 2
+        try:
+            if not ray.is_initialized():
+                held.callback(ray.shutdown)
+            tell("Starting     Ray and what acts and trains in it")
+            cluster.start(run)
+            from vla_finetuning.rl.page import write_grpo_report  # not above: training processes need no matplotlib
+
+            record_run(run, describe_grpo(run), ray.cluster_resources())
+            held.callback(write_grpo_report, run.output_dir)
+            steps_done = fit(run, partial(worker_group, run, train_loop_per_worker, {}), iteration_line)
+            if steps_done < run.steps:
+                tell(f"Stopped      after iteration {steps_done} of {run.steps}; --resume goes on from there")
+                return 3
+            status = evaluate(run)
+        except (TrainingFailedError, RayError, ValueError, OSError) as error:
+            tell_error(root_cause(error))
+            return 1
+    tell(f"Policy       {run.output_dir / 'pretrained_model'}", f"Report       {run.output_dir / 'report.html'}")
+    return status
+
+
+def evaluate(run: GrpoRun) -> int:
+    """Have the policy play before and after, on the same fresh scenes. Returns the exit status."""
+    try:
+        scores, films = before_and_after(run)
+        write_json(run.output_dir / EVALUATION_NAME, {"closed_loop": scores, "films": films})
+        tell_text(success_lines(scores))
+        return 0
+    except (RayError, RuntimeError, ValueError, OSError) as error:
+        tell_error(f"the policy is trained, but could not be tried: {root_cause(error)}")
+        return 5
+
+
+def imitated(held: contextlib.ExitStack) -> Path:
+    """The demo's first half: a policy that `vla.py` has trained on disobedient demonstrators, now or earlier."""
+    root = prepare_disobedient(CACHE_DIR / "demo")
+    folder = root.with_name(f"{root.name}-policy")
+    if not (folder / "pretrained_model").is_dir():
+        if not ray.is_initialized():
+            held.callback(ray.shutdown)
+        cluster.connect()  # for both halves
+        shutil.rmtree(folder, ignore_errors=True)
+        tell("Imitation    of demonstrators of whom 30 % go to the wrong bin, by vla.py; once")
+        flags = ["--preset", "demo", "--dataset.root", str(root), "--output_dir", str(folder), "--steps", "220"]
+        if vla.main([*flags, "--dataset.eval_split", "0"]):
+            raise ValueError(f"the demo's imitation failed; {folder} has its log")
+    return folder / "pretrained_model"
+
+
+if __name__ == "__main__":
+    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
+    import grpo
+
+    sys.exit(grpo.main())

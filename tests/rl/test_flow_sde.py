@@ -1,0 +1,187 @@
+"""The random sampler: its densities are PyTorch's, its walk without noise is LeRobot's, its marginals are the same."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import ACTION_DIM, make_batch, make_policy
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.rl.flow_sde import FlowSDE, Walk, follow, log_prob, sample, score
+
+SDE = FlowSDE(steps=5, noise_level=0.6)
+
+
+@pytest.fixture(scope="module")
+def loss():
+    return PolicyLoss(make_policy())
+
+
+def inputs(loss, rows=6):
+    batch, _, _ = make_batch(loss.policy, rows)
+    return {key: value for key, value in batch.items() if "action" not in key}
+
+
+def draw(sde, loss, rows, seed=0):
+    config = loss.policy.config
+    shape = (config.chunk_size, config.max_action_dim, ACTION_DIM)
+    return sde.draw([np.random.default_rng([seed, row]) for row in range(rows)], shape)
+
+
+def row(values, rows):
+    return type(values)(*(value[rows] for value in values)) if isinstance(values, tuple) else {
+        key: value[rows] for key, value in values.items()
+    }  # fmt: skip
+
+
+def test_the_density_is_that_of_torchs_normal():
+    generator = torch.Generator().manual_seed(0)
+    value, mean = (torch.randn(7, 6, ACTION_DIM, generator=generator) for _ in range(2))
+    std = torch.rand(7, 1, 1, generator=generator) + 0.01
+    expected = torch.distributions.Normal(mean, std).log_prob(value).sum((1, 2))
+    torch.testing.assert_close(log_prob(value, mean, std), expected)
+
+
+@pytest.mark.parametrize("one", [False, True])
+def test_what_was_drawn_is_scored_with_the_density_it_was_drawn_from(loss, one):
+    """Mean and deviation of every recorded step, from LeRobot's own velocity at the recorded point."""
+    sde, batch = FlowSDE(5, 0.6, one), inputs(loss)
+    draws = draw(sde, loss, 6)
+    chunk, walk = sample(loss, batch, sde, draws)
+    found, _, _ = score(loss, batch, sde, walk)
+    assert found.shape == (6, 1 if one else 5)
+    images, masks = loss.policy._preprocess_images(loss.images(batch))
+    model = loss.policy.model
+    for nth, number in enumerate(walk.which[0].tolist() if not one else [None]):
+        t = torch.tensor([1.0 - (n if number is None else number) / 5 for n in walk.which[:, nth].tolist()])
+        # One step of LeRobot's sampler from x at t, over its whole length t, is x - t v.
+        velocity = []
+        for i in range(6):
+            with torch.no_grad():
+                start = walk.x[i, nth][None]
+                embedded = model.embed_prefix(
+                    [image[i : i + 1] for image in images], [mask[i : i + 1] for mask in masks],
+                    batch["observation.language.tokens"][i : i + 1],
+                    batch["observation.language.attention_mask"][i : i + 1],
+                )  # fmt: skip
+                velocity.append(lerobots_velocity(model, embedded, start, t[i : i + 1]))
+        velocity = torch.cat(velocity)[..., :ACTION_DIM]
+        x = walk.x[:, nth, :, :ACTION_DIM]
+        now = t[:, None, None]
+        sigma = 0.6 * (now / (1 - torch.where(now == 1, torch.tensor(0.8), now))).sqrt()
+        mean = x - 0.2 * velocity - sigma**2 * 0.2 / (2 * now) * (x + (1 - now) * velocity)
+        normal = torch.distributions.Normal(mean, sigma * 0.2**0.5)
+        torch.testing.assert_close(found[:, nth], normal.log_prob(walk.after[:, nth]).sum((1, 2)), atol=2e-3, rtol=1e-4)
+        # And what was drawn is that mean and deviation with the numbers that were to be drawn.
+        noise = draws.noise[torch.arange(6), walk.which[:, nth]]
+        torch.testing.assert_close(walk.after[:, nth], mean + sigma * 0.2**0.5 * noise, atol=1e-4, rtol=1e-4)
+    if not one:
+        torch.testing.assert_close(chunk, walk.after[:, -1], atol=0, rtol=0)
+
+
+def lerobots_velocity(model, embedded, x, t):
+    from lerobot.policies.common.vla_utils import make_att_2d_masks, prepare_attention_masks_4d
+
+    embeddings, pads, attention = embedded
+    masks = prepare_attention_masks_4d(make_att_2d_masks(pads, attention))
+    model.paligemma_with_expert.paligemma.model.language_model.config._attn_implementation = "eager"
+    _, cache = model.paligemma_with_expert.forward(
+        attention_mask=masks, position_ids=torch.cumsum(pads, dim=1) - 1, past_key_values=None,
+        inputs_embeds=[embeddings, None], use_cache=True,
+    )  # fmt: skip
+    return model.denoise_step(prefix_pad_masks=pads, past_key_values=cache, x_t=x, timestep=t)
+
+
+@pytest.mark.parametrize("steps", [5, 10])
+def test_without_noise_it_is_lerobots_sampler(loss, steps):
+    batch, draws = inputs(loss), draw(SDE, loss, 6)
+    theirs = loss.policy.predict_action_chunk(loss.images(batch), noise=draws.start, num_steps=steps)
+    torch.testing.assert_close(follow(loss, batch, draws.start, steps), theirs, atol=2e-6, rtol=1e-5)
+    still = FlowSDE(steps, 0.0)
+    chunk, _ = sample(loss, batch, still, draw(still, loss, 6)._replace(start=draws.start))
+    torch.testing.assert_close(chunk, theirs, atol=5e-6, rtol=1e-5)
+
+
+class Mixture(torch.nn.Module):
+    """In place of a network: the exact velocity towards two narrow Gaussians at +1 and -1, in every coordinate."""
+
+    def __init__(self, spread=0.1, at=1.0):
+        super().__init__()
+        self.spread, self.at, self.images = spread, at, lambda batch: batch
+
+    def prefix(self, batch):
+        return None
+
+    def velocity(self, x, time, prefix):
+        t = time[:, None, None]
+        variance = (1 - t) ** 2 * self.spread**2 + t**2
+        weight = torch.tanh((1 - t) * self.at * x / variance)  # which of the two, on average
+        mean = weight * self.at
+        data = mean + (1 - t) * self.spread**2 / variance * (x - (1 - t) * mean)  # E[action | x]
+        noise = (x - (1 - t) * data) / t
+        return noise - data
+
+
+@pytest.mark.parametrize(("level", "one"), [(0.3, False), (0.6, False), (0.6, True)])
+def test_the_marginals_are_those_of_the_sampler_without_noise(level, one):
+    """For a distribution whose velocity is known exactly; in many steps, as both are discretised."""
+    rows, steps, width = 4000, 60, 3
+    sde = FlowSDE(steps, level, one)
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(rows, 1, width, generator=generator)
+    noise = torch.randn(rows, steps, 1, width, generator=generator)
+    which = torch.randint(steps, (rows, 1), generator=generator) if one else torch.arange(steps).expand(rows, -1)
+    draws = type(draw_shape := SDE.draw([np.random.default_rng(0)], (1, 1, 1)))(start, noise, which)
+    assert len(draw_shape) == 3
+    network = Mixture()
+    walked, _ = sample(network, {}, sde, draws)
+    x = torch.randn(rows, 1, width, generator=generator)
+    for number in range(steps):
+        time = torch.full((rows,), 1 - number / steps)
+        x = x - network.velocity(x, time, None) / steps
+    assert apart(walked, x) < 0.05
+    # The same walk with a deviation that is a quarter larger than its drift makes up for is told apart.
+    wrong = WrongSigma(steps, level, one)
+    if not one:
+        assert apart(sample(network, {}, wrong, draws)[0], x) > 0.05
+
+
+class WrongSigma(FlowSDE):
+    def transition(self, x, velocity, time):
+        mean, std = super().transition(x, velocity, time)
+        return mean, 1.5 * std
+
+
+def apart(a, b):
+    """How far two samples' distributions are apart, the largest difference of their quantiles (away from the gap)."""
+    levels = torch.tensor([0.02, 0.1, 0.25, 0.4, 0.6, 0.75, 0.9, 0.98])
+    return float((a.flatten().quantile(levels) - b.flatten().quantile(levels)).abs().max())
+
+
+def test_a_decision_does_not_depend_on_its_batch(loss):
+    batch, draws = inputs(loss), draw(SDE, loss, 6)
+    whole, walk = sample(loss, batch, SDE, draws)
+    some = [4, 1, 5]
+    part, _ = sample(loss, row(batch, some), SDE, row(draws, some))
+    torch.testing.assert_close(part, whole[some], atol=1e-5, rtol=1e-4)
+    alone = score(loss, row(batch, some), SDE, Walk(*row(walk, some)))[0]
+    torch.testing.assert_close(alone, score(loss, batch, SDE, walk)[0][some], atol=2e-3, rtol=1e-4)
+    other, _ = sample(loss, batch, SDE, draw(SDE, loss, 6, seed=1))
+    assert (other - whole).abs().max() > 0.1
+
+
+def test_gradients_of_the_density_are_autograds_through_the_plain_forward(loss):
+    """All steps of a decision in one suffix over one prefix, as against each by itself."""
+    batch, draws = inputs(loss), draw(SDE, loss, 6)
+    _, walk = sample(loss, batch, SDE, draws)
+    together, apart_ = copy.deepcopy(loss), copy.deepcopy(loss)
+    score(together, batch, SDE, walk)[0].sum().backward()
+    for number in range(SDE.steps):
+        one = Walk(*(kept[:, number : number + 1] for kept in walk))
+        score(apart_, batch, SDE, one)[0].sum().backward()
+    expected = {name: p.grad for name, p in apart_.named_parameters() if p.grad is not None}
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, found in together.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(found.grad, expected[name], atol=1e-5 * largest, rtol=1e-3)

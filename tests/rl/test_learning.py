@@ -1,0 +1,263 @@
+"""The loop of grpo.py without Ray: resumed bit for bit, in two processes as in one; and what is refused."""
+
+import contextlib
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import ray
+import ray.train.collective
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import grpo
+from tests.in_process import TINY
+from tests.tiny import make_config
+from tests.training.test_parallel import broadcast, meet, processes
+from vla_finetuning.envs.configs import task_makers
+from vla_finetuning.envs.stage import Stage
+from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, INSTRUCTIONS
+from vla_finetuning.evaluation.closed_loop import concatenate
+from vla_finetuning.flags import parse_grpo
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.rl import learning
+from vla_finetuning.rl.plan import describe_grpo, resolve_grpo
+from vla_finetuning.run.checkpoint import latest_checkpoint
+from vla_finetuning.training import worker
+
+CPU = torch.device("cpu")
+
+
+class LocalRollouts:
+    """Stands in for `rollout.Rollouts`: two stages in this process. Every third episode is worth more than others."""
+
+    def __init__(self, run):
+        self._stages = [Stage(task_makers(run.env), 8, 60.0) for _ in range(2)]
+        self._worth = run.config.seed != 13
+
+    def play(self, episodes, decide):
+        ended, waiting = {}, []
+        for stage, own in zip(self._stages, (episodes[::2], episodes[1::2]), strict=True):
+            (_, decisions), seen = stage.advance(own)
+            waiting.append((stage, decisions, seen))
+        while waiting:
+            actions = decide(concatenate([seen for *_, seen in waiting]), [d for _, own, _ in waiting for d in own])
+            first, left = 0, []
+            for stage, decisions, _ in waiting:
+                (over, more), seen = stage.advance([], actions, first)
+                first += len(decisions)
+                ended |= {one.number: one for one in over}
+                left += [(stage, more, seen)] if more else []
+            waiting = left
+        return {n: replace(one, total_reward=float(n % 3 == 0) * self._worth) for n, one in sorted(ended.items())}
+
+    def take_seconds(self):
+        return 0.0, 0.0
+
+    def close(self):
+        pass
+
+
+@contextlib.contextmanager
+def without_ray(rank=0, world=1):
+    context = SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: world)
+
+    def report(metrics, checkpoint_upload_fn=None, checkpoint_dir_name=None, **_):
+        if checkpoint_upload_fn is not None:
+            checkpoint_upload_fn(None, checkpoint_dir_name)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (ray.train, "get_context", lambda: context),
+            (ray.train, "report", report),
+            (ray.train.collective, "broadcast_from_rank_zero", broadcast),
+            (grpo, "get_device", lambda: CPU),
+            (grpo, "make_rollouts", LocalRollouts),
+            (grpo, "log_to", lambda folder: None),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    features = {
+        f"observation.images.{name}": {"dtype": "video", "shape": (*size, 3), "names": ["height", "width", "channels"]}
+        for name, size in CAMERAS.items()
+    }
+    vector = {"dtype": "float32", "shape": (3,), "names": AXES}
+    stats = {"q01": [-20.0, 4, 3], "q99": [20.0, 30, 16], "mean": [0.0] * 3, "std": [1.0] * 3}
+    return tiny_pi05.make_tiny_base(
+        tmp_path_factory.mktemp("learning") / "base",
+        features=features | {"observation.state": vector, "action": vector},
+        tasks=list(INSTRUCTIONS.values()),
+        stats={key: stats for key in ("observation.state", "action")},
+        fps=10,
+        **TINY,
+    )
+
+
+def resolved(base, folder, **changes):
+    options = {
+        **{"policy.path": base, "env.type": "two_bins", "env.episode_length": 20, "output_dir": folder},
+        **{"train.mode": "full", "scaling.use_gpu": "false", "scaling.num_workers": 1, "batch_size": 8, "lr": 1e-3},
+        **{"grpo.groups": 4, "grpo.group_size": 3, "grpo.reward": "return", "grpo.minibatch": 6, "grpo.iterations": 2},
+        **{"grpo.flow_steps": 3, "grpo.eval_every": 2, "eval.n_episodes": 4, "save_freq": 2, "grpo.target_kl": "null"},
+        **changes,
+    }
+    run = resolve_grpo(parse_grpo([f"--{name}={value}" for name, value in options.items()]), 0)
+    run.output_dir.mkdir(exist_ok=True)
+    run.checkpoints_dir.mkdir(exist_ok=True)
+    return run
+
+
+def train(run, rank=0, world=1):
+    """What trains and Adam's state after the run, from its last checkpoint, and the lines of its log."""
+    with without_ray(rank, world):
+        assert grpo.train(run)
+    return saved(run), metrics(run)
+
+
+def saved(run):
+    newest = latest_checkpoint(run.checkpoints_dir)
+    return {name: value for file in newest.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def metrics(run):
+    lines = [json.loads(line) for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.endswith("_s") or k == "loss"} for line in lines]
+
+
+@pytest.mark.parametrize("method", ["grpo", "filtered"])
+def test_four_iterations_are_two_and_a_resume_and_two_bit_for_bit(base, tmp_path, method):
+    changes = {"grpo.method": method, "grpo.kl": 0.01 if method == "grpo" else 0}
+    whole, told = train(resolved(base, tmp_path / "whole", **changes, **{"grpo.iterations": 4}))
+    train(resolved(base, tmp_path / "parts", **changes))
+    parts, told_in_parts = train(resolved(base, tmp_path / "parts", **changes, **{"grpo.iterations": 4}))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole) and told == told_in_parts
+    assert [line["step"] for line in told] == [0, 1, 2, 3, 4] and told[4]["episodes"] == 48
+    assert [line["step"] for line in told if "held_out_episodes" in line] == [0, 2, 4]
+    start = worker.start_policy(resolved(base, tmp_path / "whole", **changes)).state_dict()
+    moved = max(float((whole[name] - start[name]).abs().max()) for name in start if name in whole)
+    assert moved > 1e-4  # it did train
+    assert told[1]["updates"] == 2 * -(-told[1]["used"] // 6) and told[1]["mixed_groups"] == 1
+    other, _ = train(resolved(base, tmp_path / "other", **changes, seed=5))
+    assert not all(torch.equal(whole[name], other[name]) for name in whole)
+
+
+def test_the_ratio_is_one_in_the_first_update_of_an_iteration(base, tmp_path):
+    """Recomputed by the learner in the micro-batches in which it is computed again, and so to the bit."""
+    _, told = train(resolved(base, tmp_path / "run", **{"grpo.minibatch": 1000, "grpo.epochs": 1, "batch_size": 5}))
+    assert [line["ratio_off"] for line in told[1:]] == [0.0, 0.0] and told[1]["kl"] == 0.0
+    assert [line["updates"] for line in told[1:]] == [1, 1]
+
+
+def test_updates_end_where_the_policy_has_moved_far_enough(base, tmp_path):
+    _, told = train(resolved(base, tmp_path / "run", lr=0.01, **{"grpo.target_kl": 1e-6, "grpo.iterations": 1}))
+    assert told[1]["updates"] == 2  # the first, at which it had not moved yet, and the one that showed it
+
+
+def two(rank, world, run, folder):
+    meet(rank, world, folder)
+    with without_ray(rank, world):
+        grpo.train(run)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("method", ["grpo"])
+def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, method):
+    """Also where micro-batches differ in size and one of the two has none of a minibatch's rows."""
+    changes = {"grpo.method": method, "grpo.minibatch": 3, "grpo.iterations": 1, "batch_size": 2, "lr": 1e-6}
+    whole, told = train(resolved(base, tmp_path / "one", **changes))
+    run = resolved(base, tmp_path / "two", **changes, **{"scaling.num_workers": 2})
+    processes(two, run, tmp_path, world=2)
+    found = saved(run)
+    moments = [name for name in whole if name.startswith("exp_avg.")]
+    largest = max(float(whole[name].abs().max()) for name in moments)
+    for name in moments:
+        torch.testing.assert_close(found[name], whole[name], atol=2e-3 * largest, rtol=0.02)
+    for one, other in zip(told, metrics(run), strict=True):
+        for key in ("success", "decisions", "used", "updates", "held_out_successes", "loss"):
+            assert one.get(key) == pytest.approx(other.get(key), rel=1e-3, abs=1e-4), key
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_rewards_that_never_differ_are_said_after_the_first_iteration(base, tmp_path):
+    run = resolved(base, tmp_path / "run", seed=13)
+    with pytest.raises(ValueError, match="0 of 12 episodes succeeded.*more imitation.*--grpo.noise_level"):
+        train(run)
+    played = SimpleNamespace(returns=torch.ones(4, 3), success=torch.ones(4, 3))
+    with pytest.raises(ValueError, match="nothing left to learn"):
+        learning.check_first(run, 0, played)
+    learning.check_first(run, 1, played)  # later it may happen
+
+
+def test_a_reset_that_does_not_decide_the_state_is_said():
+    ended = {n: SimpleNamespace(initial_state=str(n == 1)) for n in range(3)}
+    with pytest.raises(ValueError, match="reset.* does not decide"):
+        learning._check_alike(ended, 3)
+    learning._check_alike({3: ended[0], 1: ended[1]}, 3)
+
+
+def test_gradients_that_are_not_finite_end_the_run(base, tmp_path):
+    run = resolved(base, tmp_path / "run")
+    learning.check_finite(run, 10)
+    with pytest.raises(FloatingPointError, match="11 updates.*lower --lr"):
+        learning.check_finite(run, 11)
+
+
+def test_a_presets_flags_come_before_the_users():
+    config = parse_grpo(["--preset", "demo", "--grpo.iterations=5"])
+    assert config.env_options == ["--episode_length=30"] and config.grpo.iterations == 5
+    assert config.grpo.dual_clip is None and config.global_batch_size == config.grpo.minibatch == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"grpo.group_size": 1}, "group_size=1.*at least 2"),
+        ({"grpo.groups": 3, "scaling.num_workers": 2}, "equally many groups; give 4"),
+        ({"grpo.method": "ppo"}, "expected one of grpo, rloo, filtered"),
+        ({"grpo.clip_low": 1}, "below 1"),
+        ({"scaling.strategy": "fsdp2"}, "use --scaling.strategy=ddp"),
+        ({"env.type": "nowhere"}, "LeRobot knows no such environment"),
+        ({"dataset.root": "/data"}, "unknown flag --dataset.root"),
+        ({"grpo.kl": -1}, "must be 0 or more"),
+        ({"rename_map": '{"observation.images.top": "observation.images.other"}'}, "the policy needs"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(base, tmp_path, changes, told):
+    with pytest.raises(ValueError, match=told):
+        resolved(base, tmp_path / "run", **changes)
+
+
+def test_a_policy_of_another_kind_is_refused(base, tmp_path):
+    config = json.loads((base / "config.json").read_text())
+    other = tmp_path / "act"
+    other.mkdir()
+    for file in base.glob("*"):
+        if file.is_file():
+            (other / file.name).write_bytes(file.read_bytes())
+    kept = ("input_features", "output_features", "device")
+    (other / "config.json").write_text(json.dumps({"type": "act", **{key: config[key] for key in kept}}))
+    with pytest.raises(ValueError, match="type 'act'.*probability"):
+        resolved(other, tmp_path / "run")
+
+
+def test_an_environment_of_another_robot_is_refused(tmp_path):
+    config = make_config(cameras=1)
+    config._save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="the policy needs"):
+        resolved(tmp_path, tmp_path / "run")
+
+
+def test_the_plan_says_what_a_run_is(base, tmp_path):
+    told = describe_grpo(resolved(base, tmp_path / "run"))
+    assert "4 groups x 3 episodes = 12, told their return; 2 iterations, 24 episodes" in told
+    assert "GiB of host memory per worker: 24 decisions of" in told and "ratio clipped to 0.8 .. 1.2" in told

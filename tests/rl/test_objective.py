@@ -1,0 +1,153 @@
+"""What is learned from how episodes went: advantages, the clipped loss, and its gradient."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rl.test_flow_sde import SDE, draw, inputs
+from tests.tiny import ACTION_DIM, make_policy
+from vla_finetuning.config import GrpoOptions
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.rl.flow_sde import Walk, log_prob, sample, score
+from vla_finetuning.rl.objective import Objective, advantages, clipped, told
+
+
+def test_advantages_compare_within_a_group():
+    returns = torch.tensor([[1.0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]])
+    worth, used = advantages(returns, "grpo")
+    expected = (returns - returns.mean(1, keepdim=True)) / (returns.std(1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(worth, expected)
+    assert used.any(1).tolist() == [True, False, False, True] and worth[1:3].abs().max() == 0
+    plain, _ = advantages(returns, "grpo", normalise=False)
+    torch.testing.assert_close(plain, returns - returns.mean(1, keepdim=True))
+    rloo, _ = advantages(returns, "rloo")
+    others = torch.tensor([[np.delete(group, i).mean() for i in range(4)] for group in returns.numpy()])
+    torch.testing.assert_close(rloo, returns - others)
+    worth, used = advantages(returns, "filtered")
+    assert torch.equal(used, returns > 0) and torch.equal(worth, returns)
+
+
+def test_the_clip_is_ppos_and_its_gradient_ends_where_it_says():
+    ratio = torch.tensor([0.5, 0.9, 1.0, 1.25, 1.5, 5.0]).repeat(2).requires_grad_()
+    advantage = torch.tensor([1.0] * 6 + [-1.0] * 6)
+    loss, flat = clipped(ratio, advantage, 0.2, 0.3, dual=3.0)
+    expected = [-0.5, -0.9, -1, -1.25, -1.3, -1.3, 0.8, 0.9, 1, 1.25, 1.5, 3.0]
+    torch.testing.assert_close(loss.detach(), torch.tensor(expected))
+    (gradient,) = torch.autograd.grad(loss.sum(), ratio)
+    assert torch.equal(gradient == 0, flat)
+    torch.testing.assert_close(clipped(ratio, advantage, 0.2, 0.3, None)[0].detach()[-1], torch.tensor(5.0))
+
+
+@pytest.fixture(scope="module")
+def loss():
+    return PolicyLoss(make_policy())
+
+
+def micro_batch(loss, rows=6, *, advantage=None, seed=0):
+    batch = inputs(loss, rows)
+    chunk, walk = sample(loss, batch, SDE, draw(SDE, loss, rows, seed))
+    with torch.no_grad():
+        old = score(loss, batch, SDE, walk)[0]
+    advantage = torch.linspace(-1.5, 1, rows) if advantage is None else advantage
+    own = {"weight": torch.ones(rows), "advantage": advantage, "old": old, "action": chunk}
+    return batch | {"x": walk.x, "after": walk.after, "which": walk.which} | own
+
+
+def gradients(objective, batch):
+    objective = copy.deepcopy(objective)
+    value = objective(batch)
+    value.backward()
+    return value.detach(), {n: p.grad for n, p in objective.loss.named_parameters() if p.grad is not None}, objective
+
+
+def close(found, expected, tolerance=1e-5):
+    assert found.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], atol=tolerance * largest, rtol=1e-3)
+
+
+def test_the_first_ratio_is_exactly_one_and_the_gradient_that_of_reinforce(loss):
+    batch = micro_batch(loss)
+    objective = Objective(loss, SDE, GrpoOptions())
+    value, found, after = gradients(objective, batch)
+    said = told(after.sums)
+    assert said.ratio_off == 0.0 and said.kl == 0.0 and said.clipped == 0.0
+    torch.testing.assert_close(value, -batch["advantage"].sum())
+    plain = copy.deepcopy(loss)
+    (-batch["advantage"][:, None] * score(plain, batch, SDE, walk_of(batch))[0]).mean(1).sum().backward()
+    close(found, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
+    _, rloo, _ = gradients(Objective(loss, SDE, GrpoOptions(method="rloo")), batch)
+    close(rloo, found)
+
+
+def walk_of(batch):
+    return Walk(batch["x"], batch["after"], batch["which"])
+
+
+def test_equal_returns_give_no_gradient(loss):
+    worth, _ = advantages(torch.ones(1, 6), "grpo")
+    _, found, _ = gradients(Objective(loss, SDE, GrpoOptions()), micro_batch(loss, advantage=worth[0]))
+    assert all(float(gradient.abs().max()) == 0 for gradient in found.values())
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo", "filtered"])
+def test_rows_of_weight_zero_change_nothing(loss, method):
+    """Whatever is in them, and in no method."""
+    objective = Objective(loss, SDE, GrpoOptions(method=method, kl=0.1 if method == "grpo" else 0.0))
+    batch = micro_batch(loss)
+    generator = torch.Generator().manual_seed(3)
+    batch["noise"] = torch.randn(batch["x"][:, 0].shape, generator=generator)
+    batch["time"] = torch.rand(6, generator=generator)
+    batch["start_mean"] = batch["after"] + 0.1
+    value, expected, alone = gradients(objective, {key: v[:4] for key, v in batch.items()})
+    filled = {**batch, "weight": torch.tensor([1.0, 1, 1, 1, 0, 0])}
+    filled["old"] = torch.cat([batch["old"][:4], torch.full_like(batch["old"][4:], -1e4)])
+    more, found, after = gradients(objective, filled)
+    torch.testing.assert_close(more, value, atol=1e-4, rtol=1e-5)
+    close(found, expected)
+    np.testing.assert_allclose(list(vars(told(after.sums)).values()), list(vars(told(alone.sums)).values()), atol=2e-3)
+
+
+def test_filtered_is_the_imitation_of_what_was_done(loss):
+    batch = micro_batch(loss)
+    generator = torch.Generator().manual_seed(3)
+    noise, time = torch.randn(batch["x"][:, 0].shape, generator=generator), torch.rand(6, generator=generator)
+    found = Objective(loss, SDE, GrpoOptions(method="filtered"))({**batch, "noise": noise, "time": time})
+    seen = {key: value for key, value in batch.items() if "observation" in key}
+    torch.testing.assert_close(found, 6 * loss({**seen, "action": batch["action"]}, noise, time))
+
+
+def test_the_divergence_from_the_start_is_that_of_torchs_normals(loss):
+    batch = micro_batch(loss, advantage=torch.zeros(6))
+    other = PolicyLoss(make_policy(seed=1))
+    with torch.no_grad():
+        _, start, _ = score(other, batch, SDE, walk_of(batch))
+        _, mean, std = score(loss, batch, SDE, walk_of(batch))
+    deviation = std[:, :, None, None].expand_as(mean)
+    normals = (torch.distributions.Normal(m, deviation) for m in (mean, start))
+    expected = torch.distributions.kl_divergence(*normals).sum((2, 3)).mean(1).sum()
+    found = Objective(loss, SDE, GrpoOptions(kl=0.5))({**batch, "start_mean": start})
+    torch.testing.assert_close(found, 0.5 * expected, rtol=1e-4, atol=1e-5)
+
+
+def test_on_a_gaussian_task_it_is_reinforces_gradient():
+    """One step, one decision: the mean over many draws is the derivative of the expected reward, which is known."""
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.tensor(0.3, requires_grad=True)
+    std, goal, rows = 0.5, 1.0, 200_000
+    value = mean.detach() + std * torch.randn(rows, generator=generator)
+    reward = -((value - goal) ** 2)
+    advantage = reward - reward.mean()
+    found = log_prob(value[:, None, None], mean.expand(rows, 1, 1), torch.full((rows, 1, 1), std))
+    loss, _ = clipped((found - found.detach()).exp(), advantage, 0.2, 0.2, None)
+    (gradient,) = torch.autograd.grad(loss.mean(), mean)
+    # E[-(x - goal)^2] = -(mean - goal)^2 - std^2
+    assert float(gradient) == pytest.approx(2 * (0.3 - goal), rel=0.02)
+
+
+def test_actions_are_all_that_counts(loss):
+    """What pads an action to PI0.5's width has no density."""
+    assert micro_batch(loss)["after"].shape[-1] == ACTION_DIM

@@ -1,0 +1,37 @@
+"""The page of a run: success before, on the way and after, and where the time went."""
+
+import json
+
+from tests.pages import check_page
+from vla_finetuning.files import write_json
+from vla_finetuning.rl.page import write_grpo_report
+
+
+def write(folder, lines):
+    write_json(folder / "config.json", {"env_type": "two_bins", "env_options": ["--episode_length=30"]})
+    write_json(folder / "run.json", {"steps": 4, "plan": "<the plan>", "policy": {"base": "imitated<script>"}})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_page_tells_the_story(tmp_path):
+    seconds = dict.fromkeys(("step_s", "play_s", "update_s", "inference_s", "waiting_s"), 1.5)
+    lines = [{"step": 0, "held_out_successes": 3, "held_out_episodes": 10}]
+    lines += [{"step": i, "episodes": 8 * i, "success": 0.1 * i, "kl": 0.01, **seconds} for i in (1, 2, 3, 4)]
+    lines[-1] |= {"held_out_successes": 9, "held_out_episodes": 10}
+    write(tmp_path, lines)
+    score = {"episodes": 20, "interval": [0.1, 0.5]}
+    scores = {
+        "before": {"successes": 5, "label": "before", **score},
+        "after": {"successes": 19, "label": "after", **score},
+    }
+    write_json(tmp_path / "evaluation.json", {"closed_loop": scores, "films": []})
+    page = write_grpo_report(tmp_path).read_text()
+    check_page(page)
+    assert "Iteration 4 of 4, 32 episodes." in page and "95.0%" in page and "59.6% to 98.2%" in page
+    assert page.count("<svg") == 3 and "<script>" not in page and "&lt;the plan&gt;" in page
+    assert "1.50" in page
+
+
+def test_a_run_that_has_only_begun_has_a_page_too(tmp_path):
+    write(tmp_path, [])
+    assert "Nothing has been logged yet" in write_grpo_report(tmp_path).read_text()

@@ -1,0 +1,139 @@
+"""Episodes for learning: each a function of its numbers, whatever plays them, and whatever dies meanwhile."""
+
+import os
+import signal
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+import ray
+
+from tests.evaluation.players import FAULTY_ID, Seeing
+from vla_finetuning.envs import two_bins
+from vla_finetuning.envs.stage import Start
+from vla_finetuning.rl import rollout
+from vla_finetuning.rl.rollout import Rollouts
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+MAKERS = {"two_bins": partial(gymnasium.make, f"{two_bins.__name__}:{two_bins.GYM_ID}", max_episode_steps=30)}
+EPISODES = [Start(number, "two_bins", 100 + number // 2) for number in range(12)]
+
+
+def faulty(**options):
+    return {"two_bins": partial(gymnasium.make, f"tests.evaluation.players:{FAULTY_ID}", **options)}
+
+
+class Scattered:
+    """Decides by what it sees and a decision's own numbers; notes what it was asked together."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, observation, decisions):
+        self.asked.append([(decision.number, decision.decision) for decision in decisions])
+        keys = [(3, "two_bins", decision.number, decision.decision) for decision in decisions]
+        return Seeing()(observation, [decision.instruction for decision in decisions], keys)
+
+
+def play(makers=MAKERS, actors=3, slots=3, step_limit_s=60.0, disturb=lambda rollouts, asked: None):
+    rollouts = Rollouts(makers, actors=actors, slots=slots, cpus=0.1, step_limit_s=step_limit_s, room_s=120.0)
+    decide = Scattered()
+
+    def disturbed(observation, decisions):
+        disturb(rollouts, decide.asked)
+        return decide(observation, decisions)
+
+    try:
+        ended = rollouts.play(EPISODES, disturbed)
+        return ended, decide.asked, rollouts.take_seconds()
+    finally:
+        rollouts.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return play()
+
+
+def test_every_episode_is_that_of_a_plain_loop(undisturbed):
+    ended, asked, (simulation_s, rendering_s) = undisturbed
+    assert list(ended) == [start.number for start in EPISODES]
+    assert len({one.initial_state for one in ended.values()}) == 6  # the scenes, of two episodes each
+    for number, seed in [(start.number, start.seed) for start in EPISODES[:4]]:
+        with gymnasium.make(two_bins.GYM_ID, max_episode_steps=30) as env:
+            seen, _ = env.reset(seed=seed)
+            over, steps, decisions = False, 0, 0
+            while not over:
+                row = {key: value[None] for key, value in seen.items() if key != "pixels"}
+                row["pixels"] = {name: image[None] for name, image in seen["pixels"].items()}
+                (chunk,) = Seeing()(row, [env.unwrapped.task_description], [(3, "two_bins", number, decisions)])
+                decisions += 1
+                for action in chunk:
+                    seen, _, terminated, truncated, info = env.step(action)
+                    steps += 1
+                    if over := terminated or truncated:
+                        break
+        assert (ended[number].steps, ended[number].success_once) == (steps, info["is_success"])
+        assert sum(one[0] == number for half in asked for one in half) == decisions
+    assert 0 < rendering_s < 30 and 0 < simulation_s < 30
+
+
+def test_what_is_decided_together_does_not_depend_on_who_was_faster(undisturbed):
+    """Twice the same, episode by episode; and no more at once than half of the environments hold."""
+    ended, asked, _ = play()
+    assert (ended, asked) == undisturbed[:2]
+    assert max(map(len, asked)) <= 6
+
+
+def test_a_process_that_is_killed_changes_nothing(undisturbed):
+    killed = []
+
+    def kill(rollouts, asked):
+        if len(asked) in (2, 5):
+            stage = rollouts._seats[1 if len(asked) == 2 else 2].stage
+            pid = ray.get(stage.__ray_call__.remote(lambda _: os.getpid()))
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+
+    ended, asked, _ = play(disturb=kill)
+    assert len(set(killed)) == 2 and (ended, asked) == undisturbed[:2]
+
+
+def test_one_that_is_killed_between_two_plays_is_made_anew(undisturbed):
+    rollouts = Rollouts(MAKERS, actors=3, slots=3, cpus=0.1, step_limit_s=60.0, room_s=120.0)
+    try:
+        rollouts.play(EPISODES[:3], Scattered())
+        ray.kill(rollouts._seats[0].stage)
+        assert rollouts.take_seconds()[0] > 0  # the others'
+        assert rollouts.play(EPISODES, Scattered()) == undisturbed[0]
+    finally:
+        rollouts.close()
+
+
+@pytest.mark.parametrize("how", ["dies", "raises"])
+def test_an_environment_that_fails_once_changes_nothing_either(undisturbed, tmp_path, how):
+    options = {"seed": 103, "how": how, "marker": str(tmp_path / "marker"), "max_episode_steps": 30}
+    ended, asked, _ = play(faulty(**options))
+    assert (tmp_path / "marker").exists() and (ended, asked) == undisturbed[:2]
+
+
+def test_one_that_fails_always_is_said(monkeypatch):
+    monkeypatch.setattr(rollout, "DEATHS", 1)
+    options = {"seed": 103, "how": "raises", "max_episode_steps": 30}
+    with pytest.raises(RuntimeError, match="failed 2 times.*the simulation diverged"):
+        play(faulty(**options))
+
+
+def test_no_room_for_environments_is_said():
+    rollouts = Rollouts(MAKERS, actors=1, slots=1, cpus=1000.0, step_limit_s=60.0, room_s=1.0)
+    with pytest.raises(RuntimeError, match="1000 CPUs .*lower --grpo.env_actors"):
+        rollouts.play(EPISODES[:1], Scattered())
+    rollouts.close()
+
+
+def test_the_numbers_of_an_episode_are_its_own():
+    """Also where there are fewer environments than episodes, shared otherwise."""
+    few, _, _ = play(actors=1, slots=2)
+    many, _, _ = play(actors=2, slots=8)
+    assert few == many and np.mean([one.success_once for one in few.values()]) not in (0, 1)

@@ -1,0 +1,167 @@
+"""A policy that acts in the process that trains it: at random and recorded, or by its deterministic sampler.
+
+Legend: N rows, T chunk, A action, S random steps of a decision, H W C image.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
+from torch import Tensor
+
+from util import Batch
+from vla_finetuning.envs.stage import Decision, Observation
+from vla_finetuning.evaluation.episodes import Episode, noise
+from vla_finetuning.evaluation.player import Player
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.prompts import cut_prompts
+from vla_finetuning.rl.flow_sde import FlowSDE, follow, sample
+
+PROMPT = (OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)
+
+
+class Actor:
+    """PI0.5 under the weights as they are, with what stands between it and an environment.
+
+    Args:
+        loss: the module that trains; it acts too. player: of its policy, for what comes before and after the network.
+        prompts: lengths that prompts are cut to. inference_batch: rows at once, at most.
+
+    Attributes:
+        busy_s: seconds spent deciding; whoever reads it may set it back.
+    """
+
+    def __init__(
+        self,
+        loss: PolicyLoss,
+        player: Player,
+        *,
+        prompts: tuple[int, ...],
+        inference_batch: int,
+        autocast: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        self.loss, self.device, self.autocast = loss, device, autocast
+        self._player, self._prompts, self._at_once = player, prompts, inference_batch
+        self._checked = False
+        self.busy_s = 0.0
+        config = loss.policy.config
+        self.shape = (config.chunk_size, config.max_action_dim, config.output_features[ACTION].shape[0])
+
+    def see(self, observation: Observation, instructions: Sequence[str]) -> Batch:
+        """What is kept of what N rows see, on the host: cameras uint8 (N, H, W, 3), tokens and their mask."""
+        prepared = self._player.prepare(observation, instructions)
+        cameras = [key for key in self.loss.policy.config.image_features if key in prepared]
+        columns = {key: _to_uint8(key, prepared[key], check=not self._checked) for key in cameras}
+        self._checked = True
+        columns[OBS_LANGUAGE_TOKENS] = prepared[OBS_LANGUAGE_TOKENS].cpu()
+        columns[OBS_LANGUAGE_ATTENTION_MASK] = prepared[OBS_LANGUAGE_ATTENTION_MASK].bool().cpu()
+        return columns
+
+    def on_device(self, columns: Mapping[str, Tensor]) -> Batch:
+        """A micro-batch for the network: on its device, prompts cut to what the longest needs."""
+        cut = cut_prompts({key: columns[key].numpy() for key in PROMPT}, self._prompts)
+        columns = {**columns, **{key: torch.from_numpy(value) for key, value in cut.items()}}
+        if self.device.type != "cuda":
+            return columns
+        return {key: value.pin_memory().to(self.device, non_blocking=True) for key, value in columns.items()}
+
+    def computing(self) -> torch.autocast:
+        """Under what the network computes."""
+        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+
+    def parts(self, decisions: Sequence[Decision]) -> Iterable[slice]:
+        return (slice(first, first + self._at_once) for first in range(0, len(decisions), self._at_once))
+
+    def executed(self, chunks: Sequence[Tensor]) -> np.ndarray:
+        return np.concatenate([self._player.to_env(chunk) for chunk in chunks])
+
+
+def _to_uint8(key: str, image: Tensor, check: bool) -> Tensor:
+    """A camera as it is kept, from float (N, 3, H, W) in [0, 1]; a fourth of the memory, and nothing is lost."""
+    levels = (image * 255.0).round()
+    if check and not torch.allclose(levels / 255.0, image, rtol=0.0, atol=1e-4):
+        raise ValueError(
+            f"what the policy sees of '{key}' is not an image of 256 levels in [0, 1], and rollouts keep images as "
+            "such: the policy normalises images, or the environment's processors change them, which is not done here"
+        )
+    return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
+
+
+class Explorer:
+    """Acts at random, as `rollout.Decide`, and remembers what is needed to learn from it.
+
+    All random numbers of a decision are a function of (seed, iteration, episode, decision).
+    """
+
+    def __init__(self, actor: Actor, sde: FlowSDE, seed: int, iteration: int) -> None:
+        self._actor, self._sde, self._key = actor, sde, (seed, iteration)
+        self._kept: list[dict[str, Tensor]] = []
+        self._rows: dict[tuple[int, int], int] = {}
+        self.device = actor.device
+
+    def __call__(self, observation: Observation, decisions: Sequence[Decision]) -> np.ndarray:
+        started, actor = time.perf_counter(), self._actor
+        columns = actor.see(observation, [decision.instruction for decision in decisions])
+        chunks = []
+        for part in actor.parts(decisions):
+            own = {key: value[part] for key, value in columns.items()}
+            keys = [[*self._key, decision.number, decision.decision] for decision in decisions[part]]
+            draws = self._sde.draw([np.random.default_rng(key) for key in keys], actor.shape)
+            draws = type(draws)(*(value.to(actor.device) for value in draws))
+            with actor.computing():
+                chunk, walk = sample(actor.loss, actor.on_device(own), self._sde, draws)
+            chunks.append(chunk)
+            kept = {"x": walk.x, "after": walk.after, "which": walk.which, ACTION: chunk}
+            self._kept.append(own | {key: value.cpu() for key, value in kept.items()})
+            for decision in decisions[part]:
+                self._rows[decision.number, decision.decision] = len(self._rows)
+        actions = actor.executed(chunks)
+        actor.busy_s += time.perf_counter() - started
+        return actions
+
+    def decisions(self, episode: int) -> int:
+        """How many an episode had."""
+        count = 0
+        while (episode, count) in self._rows:
+            count += 1
+        return count
+
+    def rows(self, episodes: np.ndarray, decisions: np.ndarray) -> list[int]:
+        """Where decisions are in `columns`."""
+        return [self._rows[key] for key in zip(episodes.tolist(), decisions.tolist(), strict=True)]
+
+    def columns(self) -> dict[str, Tensor]:
+        """Everything remembered, on the host; a row for each decision in the order in which they were made.
+
+        It is handed over, so that there is no second copy of it.
+        """
+        kept, self._kept = self._kept, []
+        return {key: torch.cat([part.pop(key) for part in kept]) for key in list(kept[0])} if kept else {}
+
+
+class Exploiter:
+    """Acts by LeRobot's sampler, as `rollout.Decide`, on the draws that `evaluate.py` has for the same episodes."""
+
+    def __init__(self, actor: Actor, seed: int, episodes: Mapping[int, Episode]) -> None:
+        self._actor, self._seed, self._episodes = actor, seed, episodes
+
+    def __call__(self, observation: Observation, decisions: Sequence[Decision]) -> np.ndarray:
+        started, actor = time.perf_counter(), self._actor
+        columns = actor.see(observation, [decision.instruction for decision in decisions])
+        steps = int(actor.loss.policy.config.num_inference_steps)
+        chunks = []
+        for part in actor.parts(decisions):
+            played = [(self._episodes[decision.number], decision.decision) for decision in decisions[part]]
+            names = [(self._seed, episode.task, episode.episode, number) for episode, number in played]
+            start = torch.from_numpy(np.stack([noise(*name, shape=actor.shape[:2]) for name in names])).to(actor.device)
+            own = actor.on_device({key: value[part] for key, value in columns.items()})
+            with actor.computing():
+                chunks.append(follow(actor.loss, own, start, steps))
+        actions = actor.executed(chunks)
+        actor.busy_s += time.perf_counter() - started
+        return actions

@@ -1,0 +1,118 @@
+"""How long an iteration will take and what a worker will hold, as planned: what `--dry_run` says besides the plan.
+
+Runs on the driver, before Ray. Simulation is measured here, in one process of this machine; the network is counted.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import cast
+
+import gymnasium
+import numpy as np
+from lerobot.configs import FeatureType
+from lerobot.envs.utils import env_to_policy_features
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+
+from util import PEAK_BF16_FLOPS
+from vla_finetuning.config import GrpoConfig
+from vla_finetuning.envs.configs import task_makers
+from vla_finetuning.envs.stage import choose_gl
+from vla_finetuning.policies.pi05 import flops_per_sample
+from vla_finetuning.rl.plan import GrpoRun
+from vla_finetuning.training.memory import StepMemory
+from vla_finetuning.training.room import card_of, planned_memory
+
+# Share of a GPU's peak that the network is expected to reach. Assumed: nothing here was measured on the user's GPU.
+SHARE_OF_PEAK = 0.35
+MEASURED_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Seconds in one process: of a reset, of a step, and of what looking through the cameras adds to a step."""
+
+    reset_s: float
+    step_s: float
+    look_s: float
+
+
+def measure_environment(run: GrpoRun) -> Simulated:
+    """Make the first task's environment here, and take some steps at random.
+
+    Raises:
+        ValueError, ImportError, OSError: whatever keeps it from being made; it would be so on the cluster.
+    """
+    assert run.env is not None
+    choose_gl()
+    env = next(iter(task_makers(run.env).values()))()
+    try:
+        rng = np.random.default_rng(0)
+        env.action_space.seed(0)
+        started = time.perf_counter()
+        env.reset(seed=int(rng.integers(2**31)))
+        reset_s = time.perf_counter() - started
+        with_look, without = _step_s(env, True), _step_s(env, False)
+        return Simulated(reset_s, without, max(0.0, with_look - without))
+    finally:
+        env.close()
+
+
+def _step_s(env: gymnasium.Env, look: bool) -> float:
+    if hasattr(env.unwrapped, "rendering"):
+        env.unwrapped.rendering = look
+    spent = []
+    for _ in range(MEASURED_STEPS):
+        started = time.perf_counter()
+        _, _, terminated, truncated, _ = env.step(env.action_space.sample())
+        spent.append(time.perf_counter() - started)
+        if terminated or truncated:
+            env.reset()
+    return float(np.median(spent))
+
+
+def worker_memory(run: GrpoRun) -> StepMemory | None:
+    """What each worker needs of its GPU for a micro-batch of decisions, all random steps of each."""
+    assert run.env is not None
+    draws = 1 if run.sde.one else run.sde.steps
+    shapes = [f.shape for f in env_to_policy_features(run.env).values() if f.type is FeatureType.VISUAL]
+    config = replace(
+        run.config,
+        train=replace(run.config.train, noise_draws=draws),
+        dataset=replace(run.config.dataset, image_size=[max(shape[0] for shape in shapes), max(s[1] for s in shapes)]),
+    )
+    return planned_memory(replace(run, config=config), config)
+
+
+def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
+    """Lines about an iteration in which every episode lasts as long as it may."""
+    config, g = cast(GrpoConfig, run.config), run.options
+    episodes = run.episodes // config.scaling.num_workers
+    decisions = episodes * run.most_decisions
+    steps = decisions * run.policy_config.n_action_steps
+    simulation_s = episodes * simulated.reset_s + steps * simulated.step_s + decisions * simulated.look_s
+    simulation_s /= g.env_actors
+    lines = [
+        f"Expected     simulation {simulation_s:.2g} s an iteration, on {g.env_actors} processes per worker: a step "
+        f"{1e3 * simulated.step_s:.1f} ms, looking {1e3 * simulated.look_s:.1f} ms (measured here, in one process)"
+    ]
+    cameras, policy_config = len(run.match.camera_keys), cast(PI05Config, run.policy_config)
+    # Backward is twice the forward where everything trains.
+    forward = cast(int, flops_per_sample(policy_config, cameras, "full", g.flow_steps, run.prompts[-1])) / 3
+    acting, scoring = decisions * forward, decisions * forward * (g.method == "grpo")
+    updating = g.epochs * decisions * run.flops_by_prompt[run.prompts[-1]]
+    counted = f"acting {acting / 1e12:,.1f} TFLOP, updates at most {(scoring + updating) / 1e12:,.1f} per worker"
+    card = card_of(run, None)
+    peak = next((flops for name, flops in PEAK_BF16_FLOPS.items() if card and card[0].startswith(name)), None)
+    if peak is None:
+        return [*lines, f"             {counted}"]
+    acting_s, updating_s = (flops / (SHARE_OF_PEAK * peak) for flops in (acting, scoring + updating))
+    whole_s = max(simulation_s, acting_s) + updating_s
+    on = f"{card[0] if card else ''} at {SHARE_OF_PEAK:.0%} of its peak (assumed)"
+    return [
+        *lines,
+        f"             {counted}: {acting_s:.0f} and {updating_s:.0f} s on a {on}",
+        f"             an iteration {whole_s:.0f} s, the run {whole_s * g.iterations / 3600:.1f} h, where simulation "
+        "and acting overlap and every episode lasts as long as it may",
+    ]

@@ -1,0 +1,378 @@
+"""An iteration in a training process: groups played, what they teach, in micro-batches for the training step.
+
+`grpo.train` is the loop that calls these. Legend: N groups, G episodes of a group, E = N G, R decisions to learn from.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from util import Batch, StepResult, TrainableOptimizer, make_trainable_optimizer
+from vla_finetuning.config import GrpoConfig
+from vla_finetuning.envs.configs import task_makers
+from vla_finetuning.envs.stage import Ended, Start
+from vla_finetuning.evaluation.episodes import episode_list
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
+from vla_finetuning.rl.minibatches import Table, group_seed, minibatches, rank_of
+from vla_finetuning.rl.objective import Method, Objective, advantages, told
+from vla_finetuning.rl.plan import GrpoRun
+from vla_finetuning.rl.rollout import Rollouts
+from vla_finetuning.run.folder import stop_requested
+from vla_finetuning.run.progress import keep_metrics
+
+logger = logging.getLogger(__name__)
+
+
+# ---- all ranks together -----------------------------------------------------------------------------------------
+
+
+def everyone(mine: Tensor) -> Tensor:
+    """A tensor of every rank, stacked in their order. Every rank must call it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine[None]
+    ranks = torch.empty(dist.get_world_size() * mine.numel(), dtype=mine.dtype, device=mine.device)
+    dist.all_gather_into_tensor(ranks, mine.flatten())
+    return ranks.view(-1, *mine.shape)
+
+
+def asked_of_all(device: torch.device, *asked: bool) -> list[bool]:
+    """For each question whether any rank says yes."""
+    return everyone(torch.tensor(asked, dtype=torch.int32, device=device)).any(dim=0).tolist()
+
+
+# ---- episodes ----------------------------------------------------------------------------------------------------
+
+
+def make_rollouts(run: GrpoRun) -> Rollouts:
+    """This process's environments, which start now."""
+    options, config = run.options, cast(GrpoConfig, run.config)
+    assert run.env is not None
+    return Rollouts(
+        task_makers(run.env),
+        actors=options.env_actors,
+        slots=options.envs_per_actor,
+        cpus=options.env_actor_cpus,
+        step_limit_s=config.eval.step_limit_s,
+        room_s=config.eval.room_timeout_s,
+    )
+
+
+@dataclass(frozen=True)
+class Played:
+    """What all ranks know of an iteration's episodes.
+
+    Attributes:
+        returns, success: float32 (N, G). decisions, steps: int64 (E,), of each episode.
+    """
+
+    returns: Tensor
+    success: Tensor
+    decisions: np.ndarray
+    steps: np.ndarray
+
+
+def play_groups(run: GrpoRun, rollouts: Rollouts, explorer: Explorer, iteration: int, rank: int, world: int) -> Played:
+    """Play this rank's groups, and learn from the other ranks how theirs went. Every rank must call it."""
+    size, groups = run.options.group_size, range(run.options.groups)
+    own = [group for group in groups if rank_of(group, world) == rank]
+    tasks, starts = run.tasks, []
+    for group in own:
+        nth = iteration * run.options.groups + group
+        task, seed = tasks[nth % len(tasks)], group_seed(run.config.seed, iteration, group)
+        starts += [Start(group * size + i, task, seed, nth // len(tasks)) for i in range(size)]
+    ended = rollouts.play(starts, explorer)
+    _check_alike(ended, size)
+    table = torch.zeros((run.episodes, 4), dtype=torch.float64)
+    for number, one in ended.items():
+        worth = float(one.success_once) if run.options.reward == "success" else one.total_reward
+        table[number] = torch.tensor([worth, one.success_once, explorer.decisions(number), one.steps])
+    device = explorer.device
+    whole = everyone(table.to(device)).sum(dim=0).cpu()
+    returns, success = (whole[:, column].float().view(-1, size) for column in (0, 1))
+    decisions, steps = (whole[:, column].long().numpy() for column in (2, 3))
+    return Played(returns, success, decisions, steps)
+
+
+def _check_alike(ended: Mapping[int, Ended], size: int) -> None:
+    states: dict[int, str] = {}
+    for number, one in ended.items():
+        if states.setdefault(number // size, one.initial_state) != one.initial_state:
+            raise ValueError(
+                "episodes of one group began in different states: the environment's reset(seed=...) does not decide "
+                "its initial state, so their returns cannot be compared"
+            )
+
+
+def check_first(run: GrpoRun, iteration: int, played: Played) -> None:
+    """Refuse to go on if nothing can be learned from the first iteration: it would be the same in the next one."""
+    _, used = advantages(played.returns, cast(Method, run.options.method), run.options.normalise)
+    if iteration or bool(used.any()):
+        return
+    rate, episodes = float(played.success.mean()), run.episodes
+    remedy = (
+        "start from a policy that succeeds at times (more imitation, or an easier task), or raise --grpo.noise_level"
+        if rate == 0
+        else "there is nothing left to learn here: choose a harder task"
+        if rate == 1
+        else "raise --grpo.group_size, or --grpo.noise_level"
+    )
+    raise ValueError(
+        f"in none of the first iteration's {run.options.groups} groups of {run.options.group_size} do the rewards "
+        f"differ: {round(rate * episodes)} of {episodes} episodes succeeded, so that none is better than others of its "
+        f"group; {remedy}"
+    )
+
+
+def check_finite(run: GrpoRun, nonfinite: int) -> None:
+    """End a run that keeps producing gradients that are not finite; such updates were skipped."""
+    if nonfinite > run.config.train.max_nonfinite:
+        raise FloatingPointError(
+            f"{nonfinite} updates had a gradient that is not finite (more than --train.max_nonfinite="
+            f"{run.config.train.max_nonfinite}; they were skipped): lower --lr, or raise --grpo.warmup"
+        )
+
+
+def held_out(run: GrpoRun, rollouts: Rollouts, actor: Actor, rank: int, world: int) -> dict[str, int]:
+    """Success of the deterministic sampler on the held-out list, shared out to the ranks. Every rank must call it."""
+    config = cast(GrpoConfig, run.config)
+    episodes = dict(enumerate(episode_list(["plain"], run.tasks, config.eval.n_episodes, config.seed)))
+    own = {number: one for number, one in episodes.items() if number % world == rank}
+    starts = [Start(number, one.task, one.seed, one.episode) for number, one in own.items()]
+    ended = rollouts.play(starts, Exploiter(actor, config.seed, own))
+    counts = torch.tensor([sum(one.success_once for one in ended.values()), len(ended)], device=actor.device)
+    successes, count = everyone(counts).sum(dim=0).tolist()
+    return {"held_out_successes": successes, "held_out_episodes": count}
+
+
+# ---- what they teach ---------------------------------------------------------------------------------------------
+
+
+class Lessons:
+    """This rank's rows of what an iteration's episodes teach, and the order in which all ranks learn from them.
+
+    Args:
+        start: the policy that the run started from, for `--grpo.kl`.
+    """
+
+    def __init__(
+        self,
+        run: GrpoRun,
+        objective: Objective,
+        start: Objective | None,
+        actor: Actor,
+        explorer: Explorer,
+        played: Played,
+        *,
+        iteration: int,
+        rank: int,
+        world: int,
+    ) -> None:
+        options = run.options
+        self._run, self._actor, self._iteration, self._rank, self._world = run, actor, iteration, rank, world
+        worth, used = advantages(played.returns, cast(Method, options.method), options.normalise)
+        self._table = Table.of(played.decisions, used.flatten().numpy())
+        self._owner = rank_of(self._table.episode // options.group_size, world)
+        self._columns = explorer.columns()
+        own = np.flatnonzero(self._owner == rank)
+        # Where a row of the table is in this rank's columns.
+        self._place = np.full(len(self._table.episode), -1)
+        self._place[own] = explorer.rows(self._table.episode[own], self._table.decision[own])
+        self._advantage = worth.flatten()[self._table.episode]
+        self._old: Tensor | None = None
+        self._start_mean: Tensor | None = None
+        if options.method == "filtered":
+            self._columns = {k: v for k, v in self._columns.items() if k not in ("x", "after", "which")}
+        else:
+            self._score(objective, start)
+
+    @property
+    def rows(self) -> int:
+        """Decisions to learn from, of all ranks."""
+        return len(self._table.episode)
+
+    def epoch(self, number: int) -> Iterator[tuple[int, list[Batch]]]:
+        """A pass: of each minibatch its rows on all ranks, and this rank's micro-batches of it."""
+        for minibatch in self._minibatches(number):
+            yield len(minibatch[0]), [self._micro_batch(rows, number) for rows in minibatch[1]]
+
+    def _minibatches(self, number: int) -> Iterator[tuple[range, list[np.ndarray]]]:
+        config = self._run.config
+        key = (config.seed, self._iteration, number)
+        for one in minibatches(
+            self._table,
+            self._owner,
+            rank=self._rank,
+            ranks=self._world,
+            size=self._run.options.minibatch,
+            micro_rows=config.batch_size,
+            key=key,
+        ):
+            yield range(one.rows), one.micros
+
+    def _score(self, objective: Objective, start: Objective | None) -> None:
+        """Log-probabilities before the first update, by the learner itself and in the first epoch's micro-batches.
+
+        Computed as they will be computed again, so that the first ratio is 1 and not nearly 1.
+        """
+        steps = self._columns["which"].shape[1] if self._columns else 0
+        old = torch.zeros(self.rows, steps)
+        means = []
+        for _, micros in self._minibatches(0):
+            for rows in micros:
+                if not len(rows):
+                    continue
+                with torch.no_grad(), self._actor.computing():
+                    batch = self._batch(self._place[rows])
+                    old[rows] = objective.score(batch)[0].cpu()
+                    if start is not None:
+                        means.append((rows, start.score(batch)[1].cpu()))
+        self._old = old
+        if means:
+            self._start_mean = torch.zeros(self.rows, *means[0][1].shape[1:])
+            for rows, mean in means:
+                self._start_mean[rows] = mean
+
+    def _batch(self, places: np.ndarray) -> Batch:
+        return self._actor.on_device({key: value[places] for key, value in self._columns.items()})
+
+    def _micro_batch(self, rows: np.ndarray, epoch: int) -> Batch:
+        """Rows of the table as `Objective` takes them; of none, one row of weight zero."""
+        filled = len(rows) == 0
+        batch = self._batch(np.zeros(1, np.int64) if filled else self._place[rows])
+        rows = np.zeros(1, np.int64) if filled else rows
+        own = {"weight": torch.full((len(rows),), 0.0 if filled else 1.0), "advantage": self._advantage[rows]}
+        if self._old is not None:
+            own["old"] = self._old[rows]
+        if self._start_mean is not None:
+            own["start_mean"] = self._start_mean[rows]
+        if self._run.options.method == "filtered":
+            own |= self._draws(rows, epoch)
+        return batch | {key: value.to(self._actor.device) for key, value in own.items()}
+
+    def _draws(self, rows: np.ndarray, epoch: int) -> dict[str, Tensor]:
+        """Noise and time of imitation, LeRobot's distributions (`policies.pi05.sample_noise_and_time`)."""
+        config: Any = self._run.policy_config
+        noise, times = [], []
+        for row in rows:
+            name = [self._table.episode[row], self._table.decision[row]]
+            rng = np.random.default_rng([self._run.config.seed, self._iteration, epoch, *name])
+            noise.append(rng.standard_normal((config.chunk_size, config.max_action_dim), np.float32))
+            fraction = rng.beta(config.time_sampling_beta_alpha, config.time_sampling_beta_beta)
+            times.append(fraction * config.time_sampling_scale + config.time_sampling_offset)
+        return {"noise": torch.from_numpy(np.stack(noise)), "time": torch.tensor(times, dtype=torch.float32)}
+
+
+def build_grpo_optimizer(run: GrpoRun, loss: PolicyLoss) -> TrainableOptimizer:
+    """AdamW with the policy's own constants but no decay, which would pull away from the policy that was imitated."""
+    preset = run.policy_config.get_optimizer_preset()
+    peak, warmup = run.config.lr or preset.lr, run.options.warmup
+    return make_trainable_optimizer(
+        loss.policy,
+        schedule=lambda iteration: peak * min(1.0, (iteration + 1) / (warmup + 1)),
+        betas=preset.betas,
+        eps=preset.eps,
+        weight_decay=0.0,
+        clip_norm=run.config.train.clip_norm or preset.grad_clip_norm,
+    )
+
+
+def frozen_copy(objective: Objective) -> Objective:
+    """The policy as it is now, to compare with later."""
+    start = copy.deepcopy(objective)
+    return start.requires_grad_(False)
+
+
+# ---- what is written down ----------------------------------------------------------------------------------------
+
+
+class Times:
+    """Where an iteration's time goes, in seconds."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self.spent: dict[str, float] = {}
+
+    def mark(self, name: str) -> None:
+        """What has gone by since the last mark was for this."""
+        now = time.perf_counter()
+        self.spent[name], self._last = self.spent.get(name, 0.0) + now - self._last, now
+
+    def gather(self, rollouts: Rollouts, actor: Actor) -> dict[str, float]:
+        """Of all ranks: the slowest one's, of simulation and rendering the sum over all processes. All must call it.
+
+        `played` and `held_out` are inference and waiting for environments; held-out episodes count only there.
+        """
+        self.spent["step"] = time.perf_counter() - self._began
+        names = ("play", "score", "update", "held_out", "step")
+        simulation_s, rendering_s = rollouts.take_seconds()
+        inference_s, actor.busy_s = actor.busy_s, 0.0
+        mine = [self.spent.get(name, 0.0) for name in names] + [inference_s, simulation_s, rendering_s]
+        ranks = everyone(torch.tensor(mine, dtype=torch.float64).to(actor.device)).cpu()
+        slowest, total = ranks.max(dim=0).values.tolist(), ranks.sum(dim=0).tolist()
+        seconds = {f"{name}_s": round(slowest[number], 4) for number, name in enumerate(names)}
+        seconds |= {"inference_s": slowest[5], "simulation_s": total[6], "rendering_s": total[7]}
+        seconds["waiting_s"] = max(0.0, seconds["play_s"] + seconds["held_out_s"] - seconds["inference_s"])
+        return {name: round(value, 4) for name, value in seconds.items()}
+
+
+def metrics_of(
+    run: GrpoRun, played: Played, lessons: Lessons, objective: Objective, results: Sequence[StepResult]
+) -> dict[str, Any]:
+    """An iteration in numbers, the same on all ranks. Every rank must call it."""
+    said = told(everyone(objective.sums))
+    norms = [float(result.grad_norm) for result in results]
+    mixed = (played.returns != played.returns[:, :1]).any(dim=1)
+    return {
+        "success": float(played.success.mean()),
+        "return": float(played.returns.mean()),
+        "mixed_groups": float(mixed.float().mean()),
+        "decisions": int(played.decisions.sum()),
+        "used": lessons.rows,
+        "env_steps": int(played.steps.sum()),
+        "updates": len(results),
+        "nonfinite_steps": int(sum(float(result.skipped) for result in results)),
+        "loss": said.loss,
+        "kl": said.kl,
+        "kl_start": said.kl_start if run.options.kl else None,
+        "clipped": said.clipped,
+        "ratio_off": said.ratio_off,
+        "grad_norm": float(np.mean(norms)) if norms else None,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+    }
+
+
+class IterationLog:
+    """`metrics.jsonl`, a line per iteration, written by rank 0; line 0 is the policy before the first."""
+
+    def __init__(self, output_dir: Path, resumed_step: int) -> None:
+        self._path = keep_metrics(output_dir, resumed_step)
+
+    def write(self, step: int, line: Mapping[str, Any]) -> None:
+        with open(self._path, "a") as file:
+            file.write(json.dumps({"step": step, **line}) + "\n")
+
+
+def iteration_line(line: Mapping[str, Any]) -> str:
+    """What is told of an iteration on the terminal."""
+    told = f"success {line['success']:.1%} while exploring, {line['mixed_groups']:.0%} of the groups mixed"
+    if line.get("held_out_episodes"):
+        told += f"; held out {line['held_out_successes']} of {line['held_out_episodes']}"
+    shares = {"waiting": line["waiting_s"], "inference": line["inference_s"], "updates": line["update_s"]}
+    return f"{told}; {line['step_s']:.1f} s, " + ", ".join(f"{k} {v:.1f}" for k, v in shares.items())
+
+
+def asked_to_stop(run: GrpoRun, rank: int) -> bool:
+    return rank == 0 and stop_requested(run.output_dir)

@@ -1,0 +1,153 @@
+"""What a policy is trained on that is told only how its episodes went: advantages, and the loss of what it did.
+
+Pure functions of numbers, and `Objective`, the module that a training loop wraps in DDP and calls.
+
+Legend: B rows (decisions), S random steps of each, T chunk, A action, N groups, G episodes of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from util import Batch
+from vla_finetuning.config import GrpoOptions
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.rl.flow_sde import FlowSDE, Walk, score
+
+Method = Literal["grpo", "rloo", "filtered"]
+EPSILON = 1e-6
+
+
+def advantages(returns: Tensor, method: Method, normalise: bool = True) -> tuple[Tensor, Tensor]:
+    """What each episode is worth above the others of its group; and which episodes there is something to learn from.
+
+    grpo: the return less the group's mean, by the group's standard deviation (DeepSeekMath, arXiv 2402.03300); rloo:
+    less the mean of the group's other episodes (arXiv 2402.14740); filtered: 1 for every episode with a return above
+    zero. A group whose returns are all equal teaches nothing with the first two.
+
+    Args:
+        returns: float (N, G), one row per group. normalise: whether grpo divides by the standard deviation.
+    Returns:
+        float (N, G), and bool (N, G).
+    """
+    if method == "filtered":
+        good = returns > 0
+        return good.float(), good
+    differ = (returns != returns[:, :1]).any(dim=1, keepdim=True)
+    centred = returns - returns.mean(dim=1, keepdim=True)
+    size = returns.shape[1]
+    if method == "rloo":
+        worth = centred * (size / (size - 1))
+    else:
+        worth = centred / (returns.std(dim=1, keepdim=True) + EPSILON) if normalise else centred
+    return worth * differ, differ.expand_as(returns)
+
+
+def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None) -> tuple[Tensor, Tensor]:
+    """PPO's pessimistic loss -min(r A, clip(r) A), and where it is flat because r has gone far enough.
+
+    Args:
+        low, high: r is clipped to [1 - low, 1 + high].
+        dual: of a negative advantage, the loss is at most -dual A, however large r is (arXiv 1912.09729).
+    """
+    plain, bounded = -ratio * advantage, -ratio.clamp(1.0 - low, 1.0 + high) * advantage
+    flat = bounded > plain
+    loss = torch.maximum(plain, bounded)
+    if dual is not None:
+        most = -dual * advantage
+        over = (advantage < 0) & (loss > most)
+        loss, flat = torch.where(over, most, loss), flat | over
+    return loss, flat
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an update says of itself, of all ranks.
+
+    Attributes:
+        loss: mean. kl: of the policy that acted to the policy now, by (r - 1) - log r. clipped: share of the steps that
+            the clip left without a gradient. ratio_off: the largest |r - 1|. kl_start: to the policy that the run
+            started from.
+    """
+
+    loss: float
+    kl: float
+    clipped: float
+    ratio_off: float
+    kl_start: float
+
+
+class Objective(nn.Module):
+    """The loss of a micro-batch of decisions: the sum over its rows, whatever they are then divided by.
+
+    A micro-batch, all of B rows: what `PolicyLoss` takes of images and language; `weight` float32 (B,), 0 for a row
+    that only fills up; and for grpo and rloo `x`, `after`, `which` (`flow_sde.Walk`), `advantage` (B,), `old` (B, S),
+    the log-probabilities before the first update, and `start_mean` (B, S, T, A) with `--grpo.kl`; for filtered
+    `action` (B, T, A), `noise` and `time`.
+
+    Attributes:
+        sums: float32 (6,), on the device: what `Told` is made of, of all micro-batches since `clear`.
+    """
+
+    sums: Tensor
+
+    def __init__(self, loss: PolicyLoss, sde: FlowSDE, options: GrpoOptions):
+        super().__init__()
+        self.loss, self.sde, self.options = loss, sde, options
+        self.register_buffer("sums", torch.zeros(6), persistent=False)
+
+    def forward(self, batch: Batch, noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
+        """The sum of the rows' losses, 0-d. `noise`, `time` are in the batch, for filtered; these are not looked at."""
+        options, weight = self.options, batch["weight"]
+        if options.method == "filtered":
+            rows = len(weight)
+            loss = self.loss({**batch, "row_weight": weight}, batch["noise"], batch["time"]) * rows
+            self._add(weight.sum(), loss.detach())
+            return loss
+        found, mean, std = self.score(batch)
+        # A row that fills up must not even be NaN times zero.
+        change = torch.where(weight[:, None] > 0, found - batch["old"], 0.0)
+        ratio, advantage = change.exp(), batch["advantage"][:, None]
+        if options.method == "rloo":
+            losses, flat = -advantage * torch.where(weight[:, None] > 0, found, 0.0), torch.zeros_like(ratio)
+        else:
+            losses, flat = clipped(ratio, advantage, options.clip_low, options.clip_high, options.dual_clip)
+        away = torch.zeros_like(losses)
+        if options.kl:
+            away = ((mean - batch["start_mean"]) / std[:, :, None, None]).square().sum((2, 3)) / 2.0
+            losses = losses + options.kl * away
+        loss = (losses.mean(dim=1) * weight).sum()
+        with torch.no_grad():
+            divergence = ratio - 1.0 - change
+
+            def total(values: Tensor) -> Tensor:
+                return (values.float().mean(dim=1) * weight).sum()
+
+            self._add(weight.sum(), loss, total(divergence), total(flat), (ratio - 1.0).abs().max(), total(away))
+        return loss
+
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """`flow_sde.score` of a micro-batch."""
+        return score(self.loss, batch, self.sde, Walk(batch["x"], batch["after"], batch["which"]))
+
+    @torch.no_grad()
+    def _add(self, *values: Tensor) -> None:
+        off = torch.maximum(self.sums[4], values[4]) if len(values) > 4 else self.sums[4].clone()
+        for number, value in enumerate(values):
+            self.sums[number] += value
+        self.sums[4] = off
+
+    def clear(self) -> None:
+        self.sums.zero_()
+
+
+def told(sums: Tensor) -> Told:
+    """What `Objective.sums` says: (6,), or (ranks, 6) of all ranks. Reads values from the device."""
+    rows = cast("list[list[float]]", sums.reshape(-1, 6).tolist())
+    weight, loss, kl, flat, _, away = (sum(column) for column in zip(*rows, strict=True))
+    weight = max(weight, 1e-9)
+    return Told(loss / weight, kl / weight, flat / weight, max(row[4] for row in rows), away / weight)

@@ -1,0 +1,130 @@
+"""A run's `report.html`: success before, on the way and after, the curves, and where the time went.
+
+    python -m vla_finetuning.rl.page OUTPUT_DIR
+
+writes it anew from what the run's folder holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vla_finetuning.config import CONFIG_NAME
+from vla_finetuning.evaluation.intervals import wilson
+from vla_finetuning.files import read_json, read_lines
+from vla_finetuning.report import figures
+from vla_finetuning.report.loop import closed_loop
+from vla_finetuning.report.page import REPORT_NAME, Metrics, columns, page_template, write_page
+from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME, attempts
+from vla_finetuning.terminal import escape_warnings, tell, tell_error
+
+SECONDS = {
+    "step_s": "an iteration",
+    "play_s": "episodes",
+    "score_s": "probabilities before the updates",
+    "update_s": "updates",
+    "held_out_s": "held-out episodes",
+    "inference_s": "inference",
+    "waiting_s": "waiting",
+    "simulation_s": "simulation",
+    "rendering_s": "rendering",
+}
+# (title, axis, from zero, {what a line is called: its column and a factor})
+CHARTS: tuple[tuple[str, str, bool, dict[str, tuple[str, float]]], ...] = (
+    ("Success", "episodes / %", True, {"held out": ("held_out", 100), "while exploring": ("success", 100)}),
+    ("Groups with different returns", "groups / %", True, {"": ("mixed_groups", 100)}),
+    ("Divergence of an iteration’s updates", "KL", True, {"": ("kl", 1)}),
+    ("Steps that the clip left alone", "steps / %", True, {"": ("clipped", 100)}),
+    ("Gradient norm before clipping, mean", "gradient norm", True, {"": ("grad_norm", 1)}),
+    ("Time of an iteration", "s", True, {"inference": ("inference_s", 1), "updates": ("update_s", 1),
+                                        "waiting": ("waiting_s", 1)}),
+)  # fmt: skip
+
+
+def write_grpo_report(output_dir: Path) -> Path:
+    """Write `OUTPUT_DIR/report.html` from what the run's folder holds."""
+    config, facts = read_json(output_dir / CONFIG_NAME), read_json(output_dir / RUN_NAME)
+    lines = [json.loads(line) for line in read_lines(output_dir / METRICS_NAME)]
+    evaluation = read_json(output_dir / EVALUATION_NAME)
+    done, total = lines[-1]["step"] if lines else 0, facts.get("steps")
+    policy = facts.get("policy") or {}
+    starts = attempts(output_dir)
+    page = page_template("grpo.html").render(
+        title=output_dir.name,
+        subtitle=f"Iteration {done} of {total}, {lines[-1].get('episodes', 0) if lines else 0:,} episodes.",
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        closed_loop=closed_loop(evaluation, output_dir),
+        held_out=[_held_out_row(line) for line in lines if line.get("held_out_episodes")],
+        charts=_charts(
+            columns([_with_share(line) for line in lines]), [one["resumed_from_step"] for one in starts[1:]]
+        ),
+        seconds=_seconds(lines),
+        attempts=starts,
+        facts=[
+            ("Policy", figures.plain(str(policy.get("base", "")), 300)),
+            ("Environment", figures.plain(f"{config.get('env_type')} {' '.join(config.get('env_options', []))}", 300)),
+        ],
+        plan=facts.get("plan"),
+        config=json.dumps(config, indent=2),
+    )
+    return write_page(output_dir / REPORT_NAME, page)
+
+
+def _with_share(line: Mapping[str, Any]) -> dict[str, Any]:
+    episodes = line.get("held_out_episodes")
+    return {**line, "held_out": line["held_out_successes"] / episodes if episodes else None}
+
+
+def _held_out_row(line: Mapping[str, Any]) -> list[str]:
+    successes, episodes = line["held_out_successes"], line["held_out_episodes"]
+    low, high = wilson(successes, episodes)
+    return [str(line["step"]), str(successes), str(episodes), f"{successes / episodes:.1%}", f"{low:.1%} to {high:.1%}"]
+
+
+def _charts(metrics: Metrics, marks: Sequence[float]) -> list[dict[str, str]]:
+    drawn = []
+    for title, axis, from_zero, wanted in CHARTS:
+        lines = {}
+        for name, (key, factor) in wanted.items():
+            values = metrics.get(key, np.zeros(0))
+            known = np.isfinite(values)
+            if known.any():  # held-out episodes are played at some iterations only
+                lines[name] = metrics["step"][known], factor * values[known]
+        if lines:
+            chart = figures.line_chart(lines, xlabel="iteration", ylabel=axis, from_zero=from_zero, marks=marks)
+            last = "; ".join(f"{name or title}: {y[0]:.3g} to {y[-1]:.3g}" for name, (_, y) in lines.items())
+            drawn.append({"title": title, "svg": figures.to_svg(chart, f"{title} over iterations. {last}, {axis}")})
+    return drawn
+
+
+def _seconds(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    iterations = [line for line in lines if line["step"] > 0]
+    return [
+        [name, f"{np.mean([line.get(key, 0.0) for line in iterations]):.2f}"]
+        for key, name in SECONDS.items()
+        if iterations
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output_dir", type=Path, help="a run's folder")
+    folder = parser.parse_args(argv).output_dir
+    escape_warnings()
+    if not (folder / CONFIG_NAME).is_file():
+        tell_error(f"{folder} holds no run: {CONFIG_NAME} is missing; give a run's --output_dir")
+        return 2
+    tell(str(write_grpo_report(folder)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

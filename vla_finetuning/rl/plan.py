@@ -1,0 +1,199 @@
+"""What a run of `grpo.py` is, resolved and checked on the driver before Ray starts: policy, environment, how they fit.
+
+A `Run` without a dataset: what the rooms of training need of a run, they find in it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from lerobot.configs import FeatureType
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.envs.configs import EnvConfig
+from lerobot.envs.utils import env_to_policy_features
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.processor import PolicyProcessorPipeline
+from lerobot.utils.constants import POLICY_PREPROCESSOR_DEFAULT_NAME
+
+from vla_finetuning.config import GrpoConfig, GrpoOptions, TrainMode
+from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, task_makers
+from vla_finetuning.evaluation.player import check_fits
+from vla_finetuning.policies.loading import FeatureMatch
+from vla_finetuning.policies.pi05 import flops_by_prompt
+from vla_finetuning.policies.processors import load_processors
+from vla_finetuning.policies.prompts import prompt_lengths
+from vla_finetuning.rl.flow_sde import FlowSDE
+from vla_finetuning.run.checkpoint import Progress
+from vla_finetuning.run.plan import Run, check_policy, resolve_policy
+from vla_finetuning.terminal import escaped
+
+# Options of GRPO that may change when a run is resumed: how long it goes on, and what changes no result.
+FREE = ("iterations", "eval_every", "env_actors", "envs_per_actor", "env_actor_cpus", "inference_batch")
+# An environment that does not say how long its episodes are.
+UNKNOWN_LENGTH = 300
+
+
+@dataclass(frozen=True)
+class GrpoRun(Run):
+    """A resolved run; its steps are iterations.
+
+    Attributes:
+        config: a `GrpoConfig`.
+        env: whose observations the policy sees. tasks: of it, which groups take in turns.
+    """
+
+    env: EnvConfig | None = None
+    tasks: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> GrpoOptions:
+        return cast(GrpoConfig, self.config).grpo
+
+    @property
+    def sde(self) -> FlowSDE:
+        return FlowSDE(self.options.flow_steps, self.options.noise_level, self.options.random_steps == "one")
+
+    @property
+    def env_type(self) -> str:
+        return cast(GrpoConfig, self.config).env_type or ""
+
+    @property
+    def start(self) -> Progress:
+        return Progress(0, 0, self.stream, self.base, self.config.train.mode, self.config.global_batch_size)
+
+    @property
+    def episodes(self) -> int:
+        """Of an iteration, of all workers together."""
+        return self.options.groups * self.options.group_size
+
+    @property
+    def most_decisions(self) -> int:
+        """Of an episode."""
+        length = getattr(self.env, "episode_length", None) or UNKNOWN_LENGTH
+        return math.ceil(length / self.policy_config.n_action_steps)
+
+    @property
+    def decision_bytes(self) -> int:
+        """What is remembered of a decision: images, tokens, and the walk of its action chunk."""
+        assert self.env is not None
+        features = env_to_policy_features(self.env).values()
+        images = sum(math.prod(feature.shape) for feature in features if feature.type is FeatureType.VISUAL)
+        config = cast(PI05Config, self.policy_config)
+        width, actions = config.max_action_dim, config.output_features["action"].shape[0]
+        steps = 1 if self.sde.one else self.sde.steps
+        walk = 4 * config.chunk_size * (steps * (width + actions) + actions)
+        return images + 9 * config.tokenizer_max_length + walk
+
+    def processors(
+        self, config: PreTrainedConfig | None = None
+    ) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
+        """Those that the policy came with."""
+        assert self.policy_folder is not None
+        trusted = self.config.policy_trust_remote_code
+        return load_processors(self.policy_folder, config or self.policy_config, trusted=trusted)
+
+
+def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
+    """Find and check policy and environment.
+
+    Raises:
+        ValueError, FileNotFoundError: saying what to do.
+    """
+    if config.scaling.use_gpu is None:
+        config = replace(config, scaling=replace(config.scaling, use_gpu=gpus_found > 0))
+    path = os.path.expanduser(config.policy_path or "")
+    config = replace(
+        config,
+        output_dir=str(Path(os.path.expanduser(config.output_dir or "")).absolute()),
+        policy_path=str(Path(path).absolute()) if Path(path).is_dir() else path,
+    )
+    env = env_config(config.env_type or "", config.env_options)
+    tasks = tuple(task_makers(env))
+    policy_config, folder, base = resolve_policy(config, config.policy_path)
+    assert folder is not None  # there was a path
+    if not isinstance(policy_config, PI05Config):
+        raise ValueError(
+            f"policy {base['path']} is of type '{policy_config.type}': to learn from rewards, action chunks must have "
+            "a probability, which is known here for PI0.5 and its flow matching; train a PI0.5 with vla.py"
+        )
+    check_fits(policy_config, env, config.rename_map)
+    check_drawn(drawn_for(folder), env, folder)
+    if not (folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json").is_file():
+        raise FileNotFoundError(
+            f"policy {base['path']} has no {POLICY_PREPROCESSOR_DEFAULT_NAME}.json: how it was trained to see is not "
+            "known; give the pretrained_model that vla.py has written"
+        )
+    shown = {config.rename_map.get(key, key) for key in env_to_policy_features(env)}
+    cameras = tuple(key for key in policy_config.image_features if key in shown)
+    prompts = prompt_lengths(policy_config, len(cameras), config.train.trim_prompts)
+    steps = 1 if config.grpo.random_steps == "one" else config.grpo.flow_steps
+    decided = {name: value for name, value in asdict(config.grpo).items() if name not in FREE}
+    run = GrpoRun(
+        config=replace(config, policy_revision=base["revision"]),
+        metas=(),
+        train_episodes=(),
+        eval_episodes=(),
+        policy_config=policy_config,
+        policy_folder=folder,
+        base=base,
+        match=FeatureMatch(cameras, (), {}),
+        stats={},
+        missing_stats={},
+        rows_per_epoch=config.grpo.groups * config.grpo.group_size,
+        steps=config.grpo.iterations,
+        parameters=check_policy(policy_config, folder, config.train),
+        prompts=prompts,
+        flops_by_prompt=flops_by_prompt(
+            policy_config, len(cameras), cast(TrainMode, config.train.mode), steps, prompts
+        ),
+        stream={"environment": config.env_type, "env_options": config.env_options, "seed": config.seed, **decided},
+        env=env,
+        tasks=tasks,
+    )
+    run.processors()
+    return run
+
+
+def describe_grpo(run: GrpoRun) -> str:
+    """The plan, as text."""
+    config, g = cast(GrpoConfig, run.config), run.options
+    assert run.parameters is not None
+    workers, per_worker = config.scaling.num_workers, run.episodes // config.scaling.num_workers
+    kept = per_worker * run.most_decisions * run.decision_bytes
+    advantage = {
+        "grpo": f"ratio clipped to {1 - g.clip_low:g} .. {1 + g.clip_high:g}"
+        + (f", dual clip {g.dual_clip:g}" if g.dual_clip else "")
+        + (f", a step of updates ends at a KL of {g.target_kl:g}" if g.target_kl else ""),
+        "rloo": "REINFORCE, less the mean of the group's others",
+        "filtered": "imitation of the episodes that succeeded",
+    }[g.method]
+    length, tasks = getattr(run.env, "episode_length", None), len(run.tasks)
+    lines = [
+        f"Policy       {run.policy_config.type}, {run.base['path']}",
+        f"             {run.parameters.total:,} parameters, {run.parameters.trainable:,} of them train "
+        f"(--train.mode {config.train.mode}); executes {run.policy_config.n_action_steps} of "
+        f"{run.policy_config.chunk_size} actions",
+        f"Environment  {config.env_type} {' '.join(config.env_options)}".rstrip()
+        + (f", {tasks} tasks in turns" if tasks > 1 else "")
+        + (f", at most {length} steps an episode" if length else ""),
+        f"             {workers} x {g.env_actors} processes of {g.envs_per_actor} environments, {g.env_actor_cpus:g} "
+        f"CPUs each; cameras {', '.join(run.match.camera_keys)}",
+        f"Iteration    {g.groups} groups x {g.group_size} episodes = {run.episodes}, told their {g.reward}; "
+        f"{g.iterations} iterations, {g.iterations * run.episodes:,} episodes",
+        f"Sampler      {g.flow_steps} steps, {g.random_steps} of them random, noise level {g.noise_level:g}",
+        f"Learning     {g.method}: {advantage}",
+        f"             {g.epochs} epochs in minibatches of {g.minibatch} decisions, at most {config.batch_size} at "
+        f"once per worker; rate {config.lr:g}, after {g.warmup} iterations of warm-up; AdamW",
+        f"Rollouts     at most {kept / 2**30:.2f} GiB of host memory per worker: {per_worker * run.most_decisions:,} "
+        f"decisions of {run.decision_bytes / 1e6:.2f} MB",
+        f"Held out     {config.eval.n_episodes} episodes every {g.eval_every} iterations, by the deterministic sampler",
+        f"Checkpoints  every {config.save_freq} iterations and at the end, the last {config.keep_checkpoints} kept, in "
+        f"{run.checkpoints_dir}",
+        f"Hardware     {workers} {'GPU' if run.use_gpu else 'CPU'} workers, {config.scaling.strategy}, "
+        f"{config.train.precision} precision",
+    ]
+    return "\n".join(map(escaped, lines))
