@@ -8,6 +8,7 @@ a fifth and nine tenths of the rows. Ours reads several epochs, on a warm Ray cl
 over all the time. `growth` compares a dataset with ten times the episodes, and times the plan of up to 100 000 of them.
 `numbers` is the CPU time of a row's numbers, in data files of 100 MB with one row group each, or one for each episode.
 `kept_frames` compares an epoch without a cache of decoded frames, the first with one, and later ones.
+`store` reads from an S3 on loopback that takes 30 ms for every answer, and compares clients on its requests.
 Results go to `benchmarks/results/data-<hardware>-<date>.json`, dataset by dataset; a table is printed.
 """
 
@@ -18,6 +19,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import importlib.util
 import itertools
 import json
 import logging
@@ -81,17 +83,20 @@ def _scratch(folder: Path) -> Path:
 # ---- contenders: each yields batches, as dicts of arrays --------------------------------------------------------
 
 
-def ours(root: Path, rows: int, **options: Any) -> Iterator[dict[str, np.ndarray]]:
+def ours(
+    root: Path | str, rows: int, storage_options: dict[str, Any] | None = None, **options: Any
+) -> Iterator[dict[str, np.ndarray]]:
     """Epoch after epoch, `rows` in all, as training reads."""
     from lerobot_datasource import LeRobotDatasource, read_source
     from vla_finetuning.data.metadata import load_metadata
 
     windows = {"action": [i / FPS for i in range(WINDOW)]}
-    source = LeRobotDatasource([load_metadata(root)], delta_timestamps=windows, stream=(0, rows), **options)
+    meta = load_metadata(root, storage_options=storage_options)
+    source = LeRobotDatasource([meta], delta_timestamps=windows, stream=(0, rows), **options)
     yield from read_source(source).iter_batches(batch_size=BATCH, batch_format="numpy", prefetch_batches=2)
 
 
-def shuffled(root: Path, rows: int, seeds: Iterator[int], **options: Any) -> Iterator[dict[str, np.ndarray]]:
+def shuffled(root: Path | str, rows: int, seeds: Iterator[int], **options: Any) -> Iterator[dict[str, np.ndarray]]:
     """Every round another order."""
     return ours(root, rows, shuffle_seed=next(seeds), **options)
 
@@ -116,6 +121,34 @@ def lerobot_loader(root: Path, backend: str, cores: int) -> Iterator[dict[str, n
     dataset = LeRobotDataset("benchmark", root=root, video_backend=backend, return_uint8=True, delta_timestamps=windows)
     loader = torch.utils.data.DataLoader(
         dataset, batch_size=BATCH, shuffle=True, num_workers=cores, multiprocessing_context="spawn"
+    )
+    for batch in itertools.islice(loader, PEER_ROWS // BATCH):
+        yield {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def lance(root: Path, cores: int) -> Contender | None:
+    """LanceDB's loader on a converted copy, made once; None where it is not installed (`make peers`)."""
+    if any(importlib.util.find_spec(name) is None for name in ("lerobot_lancedb", "lancedb")):
+        print("lerobot-lancedb is not installed (make peers): its comparison is left out")
+        return None
+    from lerobot_lancedb.convert import convert
+
+    folder = root.with_name(f"{root.name}-lance")
+    if not folder.exists():
+        scratch = _scratch(folder)
+        convert(scratch, root=root)
+        scratch.rename(folder)
+    return partial(lance_loader, folder, cores)
+
+
+def lance_loader(folder: Path, cores: int) -> Iterator[dict[str, np.ndarray]]:
+    import torch
+    from lerobot_lancedb import LanceDBDataset, lance_mp_context
+
+    windows = {"action": [i / FPS for i in range(WINDOW)]}
+    dataset = LanceDBDataset(root=folder, return_uint8=True, delta_timestamps=windows)
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=BATCH, shuffle=True, num_workers=cores, multiprocessing_context=lance_mp_context()
     )
     for batch in itertools.islice(loader, PEER_ROWS // BATCH):
         yield {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
@@ -429,6 +462,67 @@ def kept_frames(root: Path, rounds: int, cores: int, seeds: Iterator[int]) -> di
     }
 
 
+# ---- an object store --------------------------------------------------------------------------------------------
+
+LATENCY_S = 0.03
+
+
+def store(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
+    """Shuffled rows per second from the local disk and from a store on loopback, in turn; and what its clients cost.
+
+    The store's own CPU time is taken from the same cores.
+    """
+    from benchmarks.object_store import clients, served
+
+    samples: dict[str, list[dict[str, float]]] = {"local": [], "store": []}
+    with served(root.absolute(), LATENCY_S) as (url, options):
+        for place, there in ((root, None), (url, options)):  # processes start, numbers are unpacked
+            for _ in shuffled(place, OUR_ROWS // 4, seeds, storage_options=there):
+                pass
+        for _ in range(rounds):
+            samples["local"].append(measure(partial(shuffled, root, OUR_ROWS, seeds)))
+            samples["store"].append(measure(partial(shuffled, url, OUR_ROWS, seeds, storage_options=options)))
+        requests = requests_of_windows(url, options, windows=3)
+        by_client = clients(options["endpoint_url"], requests, rounds)
+    medians = {k: statistics.median(s["rows_per_s"] for s in runs) for k, runs in samples.items()}
+    cpu = {k: statistics.median(s["cpu_s_per_1000_rows"] for s in runs) for k, runs in samples.items()}
+    return {
+        "cpu_s_per_1000_rows": cpu,
+        "latency_s": LATENCY_S,
+        "rows_per_s": medians,
+        "store_of_local": medians["store"] / medians["local"],
+        "requests_of_3_windows": {"number": len(requests), "bytes": sum(r[2] - r[1] for r in requests)},
+        "clients": by_client,
+        "samples": samples,
+    }
+
+
+def requests_of_windows(url: str, options: dict[str, Any], windows: int) -> list[tuple[str, int, int]]:
+    """The ranges that some shuffled windows ask the store for, in this process."""
+    from unittest import mock
+
+    from lerobot_datasource import LeRobotDatasource, _read_of
+    from vla_finetuning.data import rows
+    from vla_finetuning.data.metadata import load_metadata
+    from vla_finetuning.data.storage import RemoteFileSystem
+
+    source = LeRobotDatasource([load_metadata(url, storage_options=options)], shuffle_seed=0)
+    readers, size = [rows.Reader.of(meta) for meta in source.metas], source._read_rows
+    found: list[tuple[str, int, int]] = []
+    original = RemoteFileSystem.read_range
+
+    def noted(self: Any, path: str, start: int, end: int, content: Any) -> bytes:
+        found.append((path, start, end))
+        return original(self, path, start, end, content)
+
+    for number in range(-1, windows):  # the first also reads the indexes
+        read = _read_of(list(source.plan.slices((number + 1) * size, (number + 2) * size)), source._places)
+        with mock.patch.object(RemoteFileSystem, "read_range", noted if number >= 0 else original):
+            for _ in rows.read_rows(readers, read, 0, source._options(size)):
+                pass
+    return found
+
+
 # ---- growth -----------------------------------------------------------------------------------------------------
 
 
@@ -502,7 +596,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2000, help="of each dataset")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth", "numbers", "kept_frames")))
+    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth", "numbers", "kept_frames", "store")))
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
 
@@ -517,6 +611,7 @@ def main() -> None:
         "growth": before.get("growth"),
         "numbers": before.get("numbers"),
         "kept_frames": before.get("kept_frames"),
+        "store": before.get("store"),
         "date": today,
         "command": shlex.join(sys.orig_argv[1:]),
         "hardware": Environment.here().model_dump(),
@@ -532,6 +627,10 @@ def main() -> None:
             if name == "kept_frames":
                 root = make("av1_240x320x3", options.rows)
                 results[name] = settings | kept_frames(root, options.rounds, options.cores, seeds)
+                print(json.dumps(results[name], indent=2), flush=True)
+            elif name == "store":
+                root = grow(make("av1_240x320x3", options.rows), 10)
+                results[name] = settings | store(root, options.rounds, seeds)
                 print(json.dumps(results[name], indent=2), flush=True)
             elif name == "numbers":
                 results[name] = numbers(100)
@@ -551,6 +650,8 @@ def main() -> None:
 
 def compare(name: str, rows: int, rounds: int, cores: int, seeds: Iterator[int]) -> dict[str, Any]:
     """All contenders on one dataset, in turn."""
+    from vla_finetuning.data.frame_cache import FrameCache
+
     root = make(name, rows)
     contenders: dict[str, Contender] = {
         "ours, in order": partial(ours, root, OUR_ROWS),
@@ -565,6 +666,8 @@ def compare(name: str, rows: int, rounds: int, cores: int, seeds: Iterator[int])
         # epoch after epoch, does not.
         one_camera = partial(shuffled, root, len(cameras) * OUR_ROWS, seeds, camera_keys=[CAMERAS[0]])
         contenders["ours, shuffled, one camera"] = one_camera
+    if (by_lance := lance(root, cores)) is not None:
+        contenders["LanceDB DataLoader, shuffled"] = by_lance
     if torchcodec_works():
         contenders["LeRobot DataLoader, torchcodec, shuffled"] = partial(lerobot_loader, root, "torchcodec", cores)
     else:
@@ -574,10 +677,15 @@ def compare(name: str, rows: int, rounds: int, cores: int, seeds: Iterator[int])
     samples: dict[str, list[dict[str, float]]] = {label: [] for label in contenders}
     limits = []
     for _ in range(rounds):
-        for label, batches in contenders.items():
-            if label == "ours, shuffled":
-                limits.append(decoder_alone(root, cores))  # next to what is compared with it
-            samples[label].append(measure(batches))
+        with tempfile.TemporaryDirectory(dir=root.parent) as folder:
+            cache = FrameCache(str(Path(folder).absolute()), 200.0)
+            epoch = partial(shuffled, root, rows, seeds, frame_cache=cache)
+            later = partial(shuffled, root, OUR_ROWS, seeds, frame_cache=cache)
+            kept: dict[str, Contender] = {"ours, first epoch with frames kept": epoch, "ours, later epochs": later}
+            for label, batches in (contenders | (kept if cameras else {})).items():
+                if label == "ours, shuffled":
+                    limits.append(decoder_alone(root, cores))  # next to what is compared with it
+                samples.setdefault(label, []).append(measure(batches))
     return summary(samples, limits)
 
 

@@ -36,21 +36,31 @@ from benchmarks import step
 from diagnostics.audit_syncs import audit
 from diagnostics.environment import Environment
 from util import enable_gpu_perf_flags, peak_flops
-from vla_finetuning.config import TrainMode, parse_args
+from vla_finetuning.config import TrainMode
 from vla_finetuning.files import read_json, read_lines, write_json
+from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.attention import CANDIDATES, UNAVAILABLE, Kernel, choose_kernel, what_is_wrong
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.pi05 import PolicyLoss, choose_trainable, flops_per_sample, meta_policy
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.prompts import ALIGNMENT, prompt_lengths
-from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, Progress, commit, load_checkpoint, write_pieces
+from vla_finetuning.run.checkpoint import (
+    OPTIMIZER,
+    TRAINABLE,
+    Piece,
+    Progress,
+    Staging,
+    commit,
+    load_checkpoint,
+    write_pieces,
+)
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME
 from vla_finetuning.run.plan import resolve
 from vla_finetuning.terminal import tell, tell_error, tell_text
+from vla_finetuning.training.memory import GIB
+from vla_finetuning.training.room import fits
 
 ROOT = Path(__file__).resolve().parent.parent
-# Of the GPU's memory, left free by what is measured: CUDA's own, and what fragmentation takes.
-SPARE_BYTES = 4 * 2**30
 ACCUMULATED_ROWS = 8
 # What is aimed at on one H100: rows/s and MFU of a mode.
 TARGETS: dict[TrainMode, dict[str, float]] = {"full": {"rows_per_s": 30, "mfu": 0.45}, "expert": {"rows_per_s": 90}}
@@ -201,15 +211,15 @@ def measure_step(contender: Any, device: torch.device, mode: TrainMode, size: in
 
 
 def fitting(mode: TrainMode, batch_sizes: Sequence[int], device: torch.device, bf16: bool) -> dict[int, int]:
-    """The batch sizes that fit the device as the plan has it, each with the bytes that it is said to take."""
-    room = torch.cuda.get_device_properties(device).total_memory - SPARE_BYTES if device.type == "cuda" else None
+    """The batch sizes that fit the device as the plan has it, each with the bytes that its step is said to take."""
+    gib = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else None
     planned: dict[int, int] = {}
     for size in batch_sizes:
         accum = max(1, ACCUMULATED_ROWS // size)
-        needed = step.planned_bytes(step.policy_config(device), mode, size, accum, bf16)
-        if room is not None and needed > room:
+        needed = step.planned(step.policy_config(device), mode, size, accum, bf16)
+        if gib is not None and not fits(needed, gib):
             break
-        planned[size] = needed
+        planned[size] = needed.peak
     return planned
 
 
@@ -276,13 +286,15 @@ def checkpoint(device: torch.device, bf16: bool, mode: TrainMode = "expert") -> 
     contender.step(batches, 1, 0)
     named, state = contender.optimizer.named(), contender.optimizer.state()
     step.synchronize(device)
-    started = time.perf_counter()
-    taken = {
-        kind: {key: Piece(_on_host(value), (0,) * value.ndim) for key, value in tensors.items()}
-        for kind, tensors in ((TRAINABLE, named), (OPTIMIZER, state))
-    }
-    step.synchronize(device)
-    copied = time.perf_counter()
+    staging, marks = Staging({**named, **state}), [time.perf_counter()]
+    for _ in range(2):  # the first one waits for the memory too, which a run makes while training begins
+        taken = {
+            kind: {key: Piece(staging.copied(key, value), (0,) * value.ndim) for key, value in tensors.items()}
+            for kind, tensors in ((TRAINABLE, named), (OPTIMIZER, state))
+        }
+        step.synchronize(device)
+        marks.append(time.perf_counter())
+    copied = marks[-1]
     with tempfile.TemporaryDirectory(prefix="gpu-") as name:
         folder = Path(name) / "step_00000001"
         commit(folder, Progress(1, rows, {}, {}, mode, rows), write_pieces(folder, taken))
@@ -297,19 +309,17 @@ def checkpoint(device: torch.device, bf16: bool, mode: TrainMode = "expert") -> 
         for kind, tensors in ((TRAINABLE, named), (OPTIMIZER, state))
         for key, piece in taken[kind].items()
     )
+    size = sum(piece.values.nbytes for pieces in taken.values() for piece in pieces.values())
+    staging.close()
     return {
         "mode": mode,
-        "bytes": sum(piece.values.nbytes for pieces in taken.values() for piece in pieces.values()),
-        "pause_s": copied - started,
+        "bytes": size,
+        "memory_made_s": max(0.0, 2 * marks[1] - marks[0] - copied),
+        "pause_s": copied - marks[1],
         "write_s": written - copied,
         "read_s": loaded - written,
         "same_bits": same,
     }
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor, non_blocking=True)
 
 
 def prediction(device: torch.device, rows: int) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def soak(folder: Path, seconds: float, rng: random.Random) -> dict[str, Any]:
     (output_dir / "stop").touch()
     status = driver.wait()
     config = json.loads((output_dir / "config.json").read_text())
-    from vla_finetuning.config import parse_args
+    from vla_finetuning.flags import parse_args
 
     run = resolve(parse_args([f"--output_dir={output_dir}", "--resume"]), gpus_found=0)
     epochs = check_rows(run)

@@ -72,7 +72,7 @@ from vla_finetuning.policies.pi05 import (
 from vla_finetuning.policies.processors import DeviceHalf, to_float
 from vla_finetuning.policies.prompts import cut_prompts, prompt_lengths
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Config
-from vla_finetuning.training.memory import step_memory
+from vla_finetuning.training.memory import StepMemory, step_memory
 
 Columns = dict[str, np.ndarray]
 Draws = tuple[torch.Tensor, torch.Tensor]
@@ -454,12 +454,12 @@ def memory_estimate(cells: dict[str, Any], mode: TrainMode, device: torch.device
         return None
     size = max(cells["ours"])
     measured = max(sample["peak_memory_bytes"] for sample in cells["ours"][size])
-    estimated = planned_bytes(policy_config(device), mode, size, max(1, rows // size), bf16=True)
+    estimated = planned(policy_config(device), mode, size, max(1, rows // size), bf16=True).peak
     return {"batch_size": size, "estimated_bytes": estimated, "measured_bytes": measured}
 
 
-def planned_bytes(config: PI05Config, mode: TrainMode, size: int, accum: int, bf16: bool) -> int:
-    """What `--dry_run` says that a step of ours takes at worst."""
+def planned(config: PI05Config, mode: TrainMode, size: int, accum: int, bf16: bool) -> StepMemory:
+    """What `--dry_run` says that a step of ours takes."""
     return step_memory(
         with_cameras(config, CAMERAS, prompt(config)),
         mode,
@@ -470,7 +470,7 @@ def planned_bytes(config: PI05Config, mode: TrainMode, size: int, accum: int, bf
         bf16=bf16,
         attention=cast(Attention, Config().train.attention),
         checkpointing=False,
-    ).peak
+    )
 
 
 # ---- the live data engine -------------------------------------------------------------------------------------------
@@ -484,8 +484,8 @@ def live(
 
     import vla
     from benchmarks.data import make
-    from vla_finetuning.config import parse_args
     from vla_finetuning.data.metadata import load_metadata
+    from vla_finetuning.flags import parse_args
     from vla_finetuning.policies.tiny_pi05 import make_tiny_base
     from vla_finetuning.run.plan import resolve
     from vla_finetuning.training.stream import Dealt, stream_batches

@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import vla
 from util import Batch, NumpyToTorchCollate, Window
-from vla_finetuning.config import help_text, parse_args
+from vla_finetuning.flags import help_text, parse_args
 from vla_finetuning.policies.pi05 import PolicyLoss, meta_policy
 from vla_finetuning.run.plan import Run, resolve
 from vla_finetuning.terminal import tell_error, tell_text
@@ -149,6 +149,7 @@ def _shortened(run: Run, folder: str) -> Run:
         output_dir=folder,
         grad_accum=max(2, run.config.grad_accum),
         log_freq=WINDOW_STEPS,
+        eval_steps=0,
         train=replace(run.config.train, max_nonfinite=sys.maxsize),
         scaling=replace(run.config.scaling, num_workers=1),
     )

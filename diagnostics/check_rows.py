@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vla_finetuning.config import parse_args
+from vla_finetuning.flags import parse_args
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
 from vla_finetuning.run.folder import ROWS_NAME, attempts
 from vla_finetuning.run.plan import Run, resolve
@@ -68,11 +68,12 @@ def check_rows(run: Run) -> list[Epoch]:
         if line["step"] <= progress.step:
             seen[line["epoch"]].update((d, i) for d, i in line["rows"] + line["skipped"])
             skipped[line["epoch"]] += len(line["skipped"])
+    dropped = run.drop_n_last_frames
     there = [
         [
             (d, i)
             for e in episodes.tolist()
-            for i in range(meta.episode_start[e], meta.episode_start[e] + meta.episode_length[e])
+            for i in range(meta.episode_start[e], meta.episode_start[e] + meta.episode_length[e] - dropped)
         ]
         for d, (meta, episodes) in enumerate(zip(run.metas, run.train_episodes, strict=True))
     ]

@@ -9,7 +9,7 @@ On GPUs it then tries larger and larger batches, as long as the next one will fi
 also an environment variable in capitals:
 
     --compare_steps N               measured steps of each, after 3 to warm up (20)
-    --strategies A,B                which (ddp,fsdp2,fsdp2_reshard)
+    --strategies A,B                which (ddp,fsdp2,fsdp2_reshard,hsdp)
     --compare_memory_gb X           what a GPU is taken to have, at most, for the largest batch (all it has)
     --compare_strategies_json PATH  the result for scripts
     --html PATH                     the result as a page
@@ -46,7 +46,7 @@ from vla_finetuning.run.plan import Run
 from vla_finetuning.terminal import tell
 from vla_finetuning.training.parallel import part, spread
 from vla_finetuning.training.stream import Dealt
-from vla_finetuning.training.worker import build_model, build_optimizer, noise_for, policy_batches
+from vla_finetuning.training.worker import build_model, build_optimizer, copies, noise_for, policy_batches
 
 WARMUP_STEPS = 3
 BATCHES = 4
@@ -212,7 +212,10 @@ def _measure(
 ) -> Spreading:
     loss, autocast = build_model(run, device)
     search = run.config.scaling.find_unused_parameters
-    model = spread(loss, strategy, device, dealt.world, autocast=autocast, find_unused_parameters=search)
+    by_node = copies(run, device) if strategy == "hsdp" and dealt.world > 1 else None
+    model = spread(
+        loss, strategy, device, dealt.world, copies=by_node, autocast=autocast, find_unused_parameters=search
+    )
     optimizer = build_optimizer(run, loss)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -15,6 +15,7 @@ COLOURS = {
     "zero_grad_schedule": "#d2b4de",
     "metrics": "#b7950b",
     "checkpoint": "#7d6608",
+    "evaluation": "#d4ac0d",
     "other": "#aab7b8",
     # stages of the data engine
     "read": "#1e8449",

@@ -43,6 +43,7 @@ from diagnostics.step_report import StepReport
 from util import Batch, Clock, NumpyToTorchCollate, Phase
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data.decode import VideoReader
+from vla_finetuning.data.video_index import RemoteVideo
 from vla_finetuning.policies.processors import Prepare
 from vla_finetuning.run.plan import Run
 from vla_finetuning.run.progress import object_store
@@ -66,13 +67,14 @@ EXPLAINED: dict[Stage, str] = {
 FUNCTIONS: tuple[tuple[Any, str, Stage], ...] = (
     (lerobot_rows, "_group_by_episode", "shuffle"),
     (lerobot_rows, "_read_tabular", "read"),
-    (lerobot_rows.Reader, "open_video", "read"),
+    (RemoteVideo, "__init__", "read"),
+    (RemoteVideo, "ask", "read"),
     (lerobot_rows, "_fill_numbers", "shuffle"),
     (lerobot_rows, "_fill_texts", "shuffle"),
     (lerobot_rows, "_fill_images", "shuffle"),
     (lerobot_rows, "decode_image", "decode"),
     (lerobot_rows, "decode_depth_image", "decode"),
-    (lerobot_rows, "_read_video", "shuffle"),
+    (lerobot_rows, "_read_videos", "shuffle"),
     (lerobot_rows, "_to_table", "transfer"),
     (VideoReader, "__init__", "decode"),
     (VideoReader, "_frame_at", "decode"),

@@ -24,7 +24,7 @@ import vla
 from diagnostics.environment import Environment, Record
 from diagnostics.page import page
 from util import Batch, NumpyToTorchCollate
-from vla_finetuning.config import help_text, parse_args
+from vla_finetuning.flags import help_text, parse_args
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.plan import Run, resolve
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
@@ -99,12 +99,12 @@ def run_tool(
 class Options(argparse.ArgumentParser):
     """A tool's own flags; what they do not know is left to `vla.py`'s. Mistakes are ValueErrors.
 
-    All have `--html PATH` (PROFILE_HTML in the environment), and a flag for their JSON, called `json` here.
+    All have `--html PATH` (PROFILE_HTML in the environment) and `--json PATH`, whose longer name is `json` here.
     """
 
     def __init__(self, json: str) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
-        self.add(json, Path, None, "the result for scripts", dest="json")
+        self.add(json, Path, None, "the result for scripts", "--json", dest="json")
         self.add("profile_html", Path, None, "the result as a page", "--html", dest="html")
 
     def add(
@@ -151,7 +151,7 @@ def scratch_run(run: Run) -> Iterator[Run]:
     folder = tempfile.mkdtemp(prefix=f".{run.output_dir.name}-", dir=run.output_dir.parent)
     scaling = replace(run.config.scaling, min_workers=None, max_failures=0)
     try:
-        yield replace(run, config=replace(run.config, output_dir=folder, resume=False, scaling=scaling))
+        yield replace(run, config=replace(run.config, output_dir=folder, resume=False, eval_steps=0, scaling=scaling))
     finally:
         shutil.rmtree(folder)
 

@@ -2,24 +2,66 @@
 
     python -m diagnostics.show_dataset ROOT [--output FILE]
     python -m diagnostics.show_dataset --repo_id USER/NAME [--revision R] [--output FILE]
+    python -m diagnostics.show_dataset ROOT --scores scores.jsonl --exclude_to bad_episodes.json
+    python -m diagnostics.show_dataset ROOT --augmentation openpi
 
 The page shows every camera at a few moments of an episode, state and action curves, how long the episodes are, what
 they are told to do, and the ranges that a policy's input is normalised by. It warns of what training would suffer from;
-`report/dataset_look.py` says what is looked for, and how much of a large dataset is read. Exit status: 0, with warnings
-too; 2 when there is no such dataset or it cannot be read.
+`report/dataset_look.py` says what is looked for, and how much of a large dataset is read.
+
+With --scores or --exclude_to every episode is read and scored (`report/episode_scores.py`: idle, jerk, saturation,
+duplicates, dark or frozen cameras): a line each in the one file, and in the other the list of those that give a reason
+to look, which a run leaves out by --dataset.exclude_episodes @bad_episodes.json. A reason is not a verdict.
+
+With --augmentation each picture is the frame, and below it what three epochs of training would make of it: as
+`--train.augmentation openpi`, or as `--dataset.image_transforms.enable` ("lerobot").
+
+Exit status: 0, with warnings too; 2 when there is no such dataset or it cannot be read.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+from tqdm import tqdm
+
+from vla_finetuning.config import Config
 from vla_finetuning.data.metadata import fetch_dataset, load_metadata
-from vla_finetuning.report.dataset_look import look_at
+from vla_finetuning.files import write_json
+from vla_finetuning.report.dataset_look import Moment, look_at
+from vla_finetuning.report.episode_scores import score_episodes
 from vla_finetuning.report.page import write_dataset_page
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
+
+EPOCHS_SHOWN = 3
+
+
+def augmented(sheet: Sequence[Moment], kind: str) -> list[Moment]:
+    """The same moments, under each frame what three epochs would make of it: uint8 (4 x H, W, 3)."""
+    import torch  # only here: looking at a dataset needs neither
+
+    from vla_finetuning.policies.augment import WRIST, Augmentation, lerobot_step, openpi_step
+
+    config = Config()
+    keys = sorted({key for moment in sheet for key in moment.images})
+    chosen = {key: openpi_step(WRIST in key) if kind == "openpi" else lerobot_step(config) for key in keys}
+    augmentation = Augmentation(config.seed, {key: step for key, step in chosen.items() if step is not None})
+    shown = []
+    for number, moment in enumerate(sheet):
+        pictures = {}
+        for key, frame in moment.images.items():
+            copies = torch.from_numpy(frame.copy()).movedim(-1, 0).float().div(255).expand(EPOCHS_SHOWN, -1, -1, -1)
+            places = torch.arange(EPOCHS_SHOWN) * len(sheet) + number
+            changed = augmentation(key, copies, places).mul(255).round().to(torch.uint8).movedim(1, -1).numpy()
+            pictures[key] = np.concatenate([frame, *changed])
+        shown.append(replace(moment, images=pictures))
+    return shown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,17 +71,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     which.add_argument("--repo_id", help="a dataset on the Hugging Face Hub, which is downloaded")
     parser.add_argument("--revision", help="of the dataset on the Hub (default: as of now)")
     parser.add_argument("--output", type=Path, default=Path("dataset.html"), help="the page (default: %(default)s)")
+    parser.add_argument("--scores", type=Path, help="score every episode; a JSON line each into this file")
+    parser.add_argument("--exclude_to", type=Path, help="score, and write the list of the episodes that look bad")
+    parser.add_argument("--augmentation", choices=("openpi", "lerobot"), help="show what training would make of frames")
     options = parser.parse_args(argv)
     escape_warnings()
     try:
         root = fetch_dataset(options.repo_id, options.revision)[0] if options.repo_id else options.root
-        look = look_at(load_metadata(root))
-        page = write_dataset_page(look, options.output)
+        meta = load_metadata(root)
+        look, scores = look_at(meta), None
+        if options.augmentation:
+            look = replace(look, sheet=augmented(look.sheet, options.augmentation))
+        if options.scores or options.exclude_to:
+            episodes = tqdm(range(meta.num_episodes), unit="episode", disable=not sys.stderr.isatty())
+            scores = list(score_episodes(meta, episodes))
+            if options.scores:
+                options.scores.write_text("".join(json.dumps(score.to_json()) + "\n" for score in scores))
+            if options.exclude_to:
+                write_json(options.exclude_to, [score.episode for score in scores if score.reasons])
+        page = write_dataset_page(look, options.output, scores)
     except (ValueError, OSError) as error:
         tell_error(error)
         return 2
     for finding in look.findings:
         tell(f"warning [{finding.kind}] {finding.text}")
+    for score in scores or []:
+        if score.reasons:
+            tell(f"episode {score.episode}: {'; '.join(score.reasons)}")
     tell(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
     tell(str(page))
     return 0

@@ -1,6 +1,7 @@
 """The command for the day that there is a GPU, on a day that there is none: all of it, tiny."""
 
 import json
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from benchmarks import gpu
 from vla_finetuning.config import TrainMode
+from vla_finetuning.training.memory import GIB, StepMemory
 
 ORDER = ("machine", "attention", "audit_syncs", "tests", "plan", "step", "checkpoint", "prediction", "live data", "run")
 
@@ -76,6 +78,16 @@ def test_a_contender_goes_no_further_than_its_memory(tmp_path):
         )
     assert list(taking.found) == ["step, full, ours, 1 rows", "step, full, ours, 4 rows"] and made == [1]
     assert taking.found["step, full, ours, 1 rows"]["result"] == {"rows": 1, "planned_bytes": 10}
+
+
+def test_sizes_are_those_that_the_plan_has_room_for(monkeypatch):
+    """With what a GPU holds beside the step, as a run of the program is refused or not."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=20 * GIB))
+    monkeypatch.setattr(gpu.step, "policy_config", lambda device: None)
+    monkeypatch.setattr(gpu.step, "planned", lambda config, mode, size, *_: StepMemory(0, 0, 0, 0, size * GIB, 4 * GIB))
+    assert gpu.fitting("full", (1, 8, 16, 32), torch.device("cuda"), True) == {n: n * GIB for n in (1, 8, 16)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=19 * GIB))
+    assert list(gpu.fitting("full", (1, 8, 16, 32), torch.device("cuda"), True)) == [1, 8]
 
 
 def test_predictions_stand_beside_measurements():

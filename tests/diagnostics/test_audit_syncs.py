@@ -13,8 +13,8 @@ import vla
 from diagnostics import audit_syncs
 from tests.datasets import make_dataset
 from util import NumpyToTorchCollate, TrainableOptimizer, Window
-from vla_finetuning.config import parse_args
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
@@ -92,9 +92,13 @@ def places(found):
 # --- our loop ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["heads", "full"])
-def test_our_loop_is_clean(setting, mode, capsys):
-    options = {"train.mode": mode, "train.mask_padding": "true", "scaling.use_gpu": "false"}
+@pytest.mark.parametrize(
+    "mode, flag", [("heads", "train.augmentation=openpi"), ("full", "dataset.image_transforms.enable=true")]
+)
+def test_our_loop_is_clean(setting, mode, flag, capsys):
+    name, value = flag.split("=")
+    options = {"train.mode": mode, "train.mask_padding": "true", "scaling.use_gpu": "false", "ema.enable": "true"}
+    options[name] = value
     assert audit_syncs.main(flags(setting, **options)) == 0
     printed = capsys.readouterr().out
     assert "Nothing waits for the device in 2 steps of 2 micro-batches between two log steps." in printed

@@ -36,7 +36,7 @@ def names(report, fate):
 @pytest.fixture
 def everything_trains(monkeypatch):
     """As if nobody had thought of PI0.5's unused parts."""
-    monkeypatch.setattr(worker, "choose_trainable", lambda policy, mode: policy.requires_grad_(True))
+    monkeypatch.setattr(worker, "choose_trainable", lambda policy, *_: policy.requires_grad_(True))
 
 
 def test_what_trains_is_reached(run, tmp_path):

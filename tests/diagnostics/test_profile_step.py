@@ -83,7 +83,7 @@ def test_phases_sum_to_the_step(report):
         assert len(times.exposed["forward"]) == report.settings.steps == 3
         total = sum(map(sum, times.exposed.values())) / report.settings.steps
         assert total == pytest.approx(np.mean(rank.block_step_s[name]), rel=0.05)
-    assert set(report.phases) == set(PHASES) - {"copy", "checkpoint"}
+    assert set(report.phases) == set(PHASES) - {"copy", "checkpoint", "evaluation"}
     assert sum(p.share for p in report.phases.values()) == pytest.approx(1)
     assert {name: len(blocks) for name, blocks in rank.block_step_s.items()} == {
         "untouched": 3,

@@ -17,6 +17,7 @@ from tests.pages import check_page
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report.dataset_look import look_at, ranges_of, sample_episodes
+from vla_finetuning.report.episode_scores import MEDIANS, score_episodes
 
 EPISODES = (12, 9, 12, 10)
 VIDEO, IMAGES = "observation.images.top", "observation.images.side"
@@ -269,3 +270,110 @@ def test_a_large_dataset_is_sampled_and_the_page_says_so(clean, monkeypatch, tmp
     assert "20 of 43 rows" in look.sample and "2 of 4 episodes" in look.sample
     assert main([str(clean), "--output", str(tmp_path / "page.html")]) == 0
     assert look.sample in check_page((tmp_path / "page.html").read_text()).text
+
+
+def stand_still(root):
+    for column in ("observation.state", "action"):
+        edit_rows(root, column, lambda values, episode, frame: values.__setitem__(episode == 1, values[0]))
+
+
+def shake(root):
+    def change(action, episode, frame):
+        action[(episode == 3) & (frame % 2 == 0), 1] = 1
+        action[(episode == 3) & (frame % 2 == 1), 1] = -1
+
+    for column in ("observation.state", "action"):  # slow everywhere else
+        edit_rows(root, column, lambda v, episode, frame: v.__setitem__(..., np.sin(frame / 10 + episode)[:, None] / 2))
+    edit_rows(root, "action", change)
+    edit_json(
+        root / "meta" / "stats.json", lambda stats: [s.update(min=[-1] * 3, max=[1] * 3) for s in [stats["action"]]]
+    )
+
+
+def push_an_end(root):
+    def change(action, episode, frame):
+        action[(episode == 2) & (frame > 2), 0] = 100
+
+    edit_rows(root, "action", change)
+    edit_json(root / "meta" / "stats.json", lambda stats: stats["action"]["max"].__setitem__(0, 100))
+
+
+def cover_a_camera_once(root):
+    black = png(np.zeros((*SIZE, 3), np.uint8))
+    edit_rows(root, IMAGES, lambda images, episode, frame: images.__setitem__(episode == 1, black))
+
+
+SUSPECT = {
+    "idle": (stand_still, 1, "stands still in 100% of its frames"),
+    "jerk": (shake, 3, "times as much as in half of the episodes"),
+    "saturated": (push_an_end, 2, "an action is at the end of its range in 75% of its frames"),
+    "same": (repeat_an_episode, 2, "the same states and actions as episode 0"),
+    "camera": (cover_a_camera_once, 1, f"camera {IMAGES} is dark"),
+}
+
+
+def test_episodes_of_a_clean_dataset_give_no_reason(clean):
+    scores = list(score_episodes(load_metadata(clean)))
+    assert [(score.episode, score.frames, score.reasons) for score in scores] == [
+        (episode, frames, ()) for episode, frames in enumerate(EPISODES)
+    ]
+    assert all(score.apart is None for score in scores)  # state and action have other names
+
+
+@pytest.mark.parametrize("what", SUSPECT)
+def test_an_episode_to_leave_out_is_scored_and_listed(copy, tmp_path, capsys, what):
+    plant, episode, reason = SUSPECT[what]
+    plant(copy)
+    lines, listed = tmp_path / "scores.jsonl", tmp_path / "bad.json"
+    options = ["--output", str(tmp_path / "page.html"), "--scores", str(lines), "--exclude_to", str(listed)]
+    assert main([str(copy), *options]) == 0
+    assert json.loads(listed.read_text()) == [episode]
+    scores = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [score["episode"] for score in scores] == [0, 1, 2, 3]
+    assert reason in "; ".join(scores[episode]["reasons"])
+    assert f"episode {episode}: {'; '.join(scores[episode]['reasons'])}" in capsys.readouterr().out
+    page = check_page((tmp_path / "page.html").read_text())
+    assert "1 of 4 episodes give a reason" in page.text and reason in page.text
+
+
+def test_how_far_the_next_state_is_from_the_action(tmp_path):
+    """By hand, of a dataset whose actions are states to come; one episode's are not."""
+    root = make_dataset(tmp_path / "data", episodes=EPISODES, state_dim=3, cameras={IMAGES: SIZE})
+    names = {"names": ["x", "y", "z"]}
+    edit_json(
+        root / "meta" / "info.json",
+        lambda info: [info["features"][k].update(names) for k in ("observation.state", "action")],
+    )
+    rng = np.random.default_rng(0)
+
+    def follow(action, episode, frame):
+        state = np.concatenate(
+            [
+                np.stack(t["observation.state"].to_numpy())
+                for t in map(pq.read_table, sorted(root.glob("data/*/*.parquet")))
+            ]
+        )
+        action[:-1] = state[1:] + 0.001 * rng.standard_normal(state[1:].shape)
+        action[episode == 2] += 0.3
+
+    edit_rows(root, "action", follow)
+    meta = load_metadata(root)
+    span = np.asarray(meta.stats["action"]["max"]) - np.asarray(meta.stats["action"]["min"])
+    scores = list(score_episodes(meta))
+    assert scores[2].apart == pytest.approx(0.3 / span.min(), rel=0.05)
+    assert [bool(score.reasons) for score in scores] == [False, False, True, False]
+    assert scores[2].apart > MEDIANS * scores[1].apart
+
+
+@pytest.mark.parametrize("kind", ["openpi", "lerobot"])
+def test_augmented_frames_are_shown_below_the_frame(clean, tmp_path, monkeypatch, kind):
+    sheet = look_at(load_metadata(clean)).sheet
+    for before, after in zip(sheet, show_dataset.augmented(sheet, kind), strict=True):
+        for key, frame in before.images.items():
+            shown = after.images[key].reshape(1 + show_dataset.EPOCHS_SHOWN, *frame.shape)
+            assert shown.dtype == np.uint8 and np.array_equal(shown[0], frame)
+            assert len({picture.tobytes() for picture in shown}) == len(shown)
+    written = []
+    monkeypatch.setattr(show_dataset, "write_dataset_page", lambda look, *_: written.append(look))
+    assert main([str(clean), f"--augmentation={kind}", f"--output={tmp_path / 'page.html'}"]) == 0
+    assert written[0].sheet[0].images[IMAGES].shape[0] == (1 + show_dataset.EPOCHS_SHOWN) * SIZE[0]

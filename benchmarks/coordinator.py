@@ -1,0 +1,196 @@
+"""What Ray Data's split coordinator deals, and what it costs: every block of a run passes this one process.
+
+    python -m benchmarks.coordinator [--consumers 64,256,1000] [--pace 150] [--blocks 1500] [--json FILE]
+
+The blocks need no decoding and are as small as blocks can be that go through the object store, as training's do; they
+take the way of a run (`read_source`, a fused `map_batches`, order kept, `streaming_split(equal=True)`). Consumers are
+threads of a few processes, each of which asks for its next block as soon as it has one, as a rank's iterator does.
+
+Few of them first, that take what they get; then more and more that take a block at a pace, all together `--pace` blocks
+a second, so that blocks are ready before they are asked for, as they are while GPUs are the limit:
+
+    blocks_per_s            dealt
+    dealing_cpu_ms          CPU time of the coordinator's process for a block. Its Python runs on one core, so it deals
+                            about 1000 / dealing_cpu_ms blocks a second at the most, on a core like these
+    waiting_cpu_share       of a core, while all consumers wait for a block: each looks every 10 ms (Ray 2.60)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import ray
+from ray.data.block import BlockMetadata
+from ray.data.context import DataContext
+from ray.data.datasource import Datasource, ReadTask
+
+from diagnostics.environment import Environment
+from lerobot_datasource import read_source
+
+BLOCK_ROWS, ROW_BYTES = 8, 16 * 1024
+BLOCKS_OF_TASK = 144  # four windows of 288 rows
+PROCESSES = 2
+WAIT_S = 5.0
+FEW = 8
+
+
+class Blocks(Datasource):
+    """So many blocks of rows that only have a `position`; what `read_source` needs of a source. The last one waits."""
+
+    num_cpus = 0.5
+    block_rows = BLOCK_ROWS
+    _read_rows = BLOCKS_OF_TASK * BLOCK_ROWS // 4
+
+    def __init__(self, blocks: int, wait_s: float):
+        super().__init__()
+        self._blocks, self._wait_s = blocks, wait_s
+
+    def row_bytes(self) -> int:
+        return ROW_BYTES
+
+    def estimate_inmemory_data_size(self) -> int:
+        return self._blocks * BLOCK_ROWS * ROW_BYTES
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
+    ) -> list[ReadTask]:
+        def read(first: int, last: int, wait_s: float) -> Iterator[pa.Table]:
+            time.sleep(wait_s)
+            for block in range(first, last):
+                position = np.arange(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS)
+                payload = pa.FixedSizeBinaryArray.from_buffers(
+                    pa.binary(ROW_BYTES), BLOCK_ROWS, [None, pa.py_buffer(bytes(BLOCK_ROWS * ROW_BYTES))]
+                )
+                yield pa.table({"position": position, "payload": payload})
+
+        tasks = []
+        for first in range(0, self._blocks, BLOCKS_OF_TASK):
+            last = min(first + BLOCKS_OF_TASK, self._blocks)
+            rows = (last - first) * BLOCK_ROWS
+            metadata = BlockMetadata(num_rows=rows, size_bytes=rows * ROW_BYTES, input_files=None, exec_stats=None)
+            # Only the first: blocks are dealt in order, so all consumers wait for it.
+            wait_s = self._wait_s if first == 0 else 0.0
+            tasks.append(ReadTask(partial(read, first, last, wait_s), metadata))
+        return tasks
+
+
+class Consumers:
+    """A thread for each of some splits."""
+
+    def take(self, splits: list[Any], pause_s: float) -> tuple[list[float], list[int]]:
+        """Returns when each block arrived, and how many rows each split had. After a block, each takes a pause."""
+        arrived: list[float] = []
+        rows: list[int] = []
+
+        def consume(split: Any) -> None:
+            blocks, _, _ = split._to_ref_bundle_iterator()  # what its public iterators begin with (Ray 2.60)
+            mine = 0
+            for bundle in blocks:
+                arrived.append(time.time())
+                mine += bundle.num_rows()
+                time.sleep(pause_s)
+            split._on_iteration_end(None)
+            rows.append(mine)
+
+        threads = [threading.Thread(target=consume, args=(split,)) for split in splits]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return arrived, rows
+
+
+def deal(consumers: int, blocks: int, pause_s: float) -> dict[str, Any]:
+    """Deal blocks to so many consumers, after they have all waited for the first one for WAIT_S and more."""
+    source: Any = Blocks(blocks, 2 * WAIT_S)
+    dataset = read_source(source).map_batches(
+        lambda batch: batch, batch_format="pyarrow", batch_size=None, zero_copy_batch=True, num_cpus=Blocks.num_cpus
+    )
+    dataset.context.execution_options.preserve_order = True
+    dataset.context.enable_progress_bars = False
+    splits: list[Any] = dataset.streaming_split(consumers, equal=True)
+    coordinator = splits[0]._coord_actor
+    process = psutil.Process(ray.get(coordinator.__ray_call__.remote(lambda _: os.getpid())))
+
+    def cpu_s() -> float:
+        times = process.cpu_times()
+        return times.user + times.system
+
+    remote: Any = ray.remote(num_cpus=0)(Consumers)
+    actors = [remote.remote() for _ in range(PROCESSES)]
+    taken = [actor.take.remote(splits[i::PROCESSES], pause_s) for i, actor in enumerate(actors)]
+    # All wait when as much of the time has gone as is left: the first task has started, and sleeps on.
+    used, waited = [cpu_s()], [time.time()]
+    while not ray.wait(taken, num_returns=len(taken), timeout=0.5)[0]:
+        used.append(cpu_s())
+        waited.append(time.time())
+    used.append(cpu_s())
+    waited.append(time.time())
+    arrived = sorted(t for times, _ in ray.get(taken) for t in times)
+    rows = sum(n for _, of_process in ray.get(taken) for n in of_process)
+    at = np.array(waited)
+    waiting = (at > arrived[0] - WAIT_S) & (at < arrived[0] - 0.5)
+    dealing = (at > arrived[max(consumers, len(arrived) // 10)]) & (at < arrived[-1])
+    share = np.polyfit(at[waiting], np.array(used)[waiting], 1)[0]
+    # Of what it uses while it deals, by the blocks that it dealt meanwhile.
+    first, last = np.flatnonzero(dealing)[[0, -1]]
+    dealt = np.searchsorted(arrived, at[last]) - np.searchsorted(arrived, at[first])
+    for actor in (*actors, coordinator):
+        ray.kill(actor)
+    return {
+        "blocks": len(arrived),
+        "rows": rows,
+        "blocks_per_s": float(dealt / (at[last] - at[first])),
+        "dealing_cpu_ms": float((used[last] - used[first]) / dealt * 1000),
+        "waiting_cpu_share": float(share),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--consumers", default="64,256,1000")
+    parser.add_argument("--pace", type=float, default=150, help="blocks per second of all consumers together")
+    parser.add_argument("--blocks", type=int, default=1500)
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    options = parser.parse_args()
+    ray.init(
+        num_cpus=os.cpu_count(),
+        object_store_memory=2 * 10**9,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    results: dict[str, Any] = {"command": shlex.join(sys.orig_argv[1:]), "block_bytes": BLOCK_ROWS * ROW_BYTES}
+    results["hardware"] = Environment.here().model_dump()
+    try:
+        paces = [(FEW, 0.0)] + [(n, n / options.pace) for n in map(int, options.consumers.split(","))]
+        for consumers, pause_s in paces:
+            # Each takes two at least: a first one, for which all have waited, is no measure.
+            found = results[str(consumers)] = deal(consumers, max(options.blocks, 3 * consumers), pause_s)
+            print(
+                f"{consumers:6} consumers: {found['blocks_per_s']:6.0f} blocks/s, {found['dealing_cpu_ms']:.2f} ms of "
+                f"the coordinator for a block, {found['waiting_cpu_share']:.2f} of a core while they wait",
+                flush=True,
+            )
+            if options.json:
+                options.json.write_text(json.dumps(results, indent=2) + "\n")
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

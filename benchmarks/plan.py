@@ -1,0 +1,213 @@
+"""What the plan of a large dataset costs: seconds and memory, on the driver and in each process that it goes to.
+
+    python -m benchmarks.plan [--episodes 1000000] [--json FILE]
+
+The dataset is metadata alone, as LeRobot writes it: episodes of 100 to 500 rows, 3 cameras of 480x640 whose frames are
+kept as stored, which makes the shortest segments and so the most of them. Every stage runs in a process of its own, and
+what it is given has been through a pickle, as in a run. `peak_mb` is what the process grew by at the most, beyond what
+the imports take.
+
+    metadata     the driver reads meta/ and looks that all files are there
+    plan         the driver plans a shuffled run, says how well its batches are mixed, and pickles what travels
+    coordinator  plans the read tasks of the run's first execution, and of one in the middle of its second epoch
+    read task    opens a large one of those, and walks through its windows
+    epoch        plans `read_lerobot` without a stream: all of an epoch
+    epoch's task opens one of those, in the middle of the epoch, and walks through its windows
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from ray import cloudpickle
+
+from diagnostics.environment import Environment
+from lerobot_datasource import LeRobotDatasource
+from tests.memory import Growth
+from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
+
+CAMERAS = ("observation.images.top", "observation.images.left", "observation.images.right")
+INSTRUCTIONS = 10_000
+# Of files as LeRobot limits them: data of 100 MB, videos of 200 MB, metadata of 100 MB with the statistics of each.
+EPISODES_OF_FILE = {"data": 2000, "videos": 130, "meta": 30_000}
+# A cluster of 64 nodes, for `reads_per_task`.
+CLUSTER = {"CPU": 64 * 96.0, "object_store_memory": 64 * 200e9}
+STAGES = ("metadata", "plan", "coordinator", "read task", "epoch", "epoch's task")
+
+
+def make(folder: Path, episodes: int) -> None:
+    """The metadata, and files of one byte where it says that there are any."""
+    rng = np.random.default_rng(0)
+    length, number = rng.integers(100, 501, episodes), np.arange(episodes)
+    (folder / "meta/episodes/chunk-000").mkdir(parents=True)
+    instructions = [f"put the {i % 100}th thing into the {i // 100}th bin" for i in range(INSTRUCTIONS)]
+    pq.write_table(
+        pa.table({"task_index": np.arange(INSTRUCTIONS), "task": instructions}), folder / "meta/tasks.parquet"
+    )
+    columns: dict[str, Any] = {
+        "episode_index": number,
+        "length": length,
+        "tasks": pa.ListArray.from_arrays(
+            pa.array(np.arange(episodes + 1), pa.int32()),
+            pa.array(instructions).take(pa.array(rng.integers(0, INSTRUCTIONS, episodes))),
+        ),
+    }
+    for prefix in ("data", *(f"videos/{key}" for key in CAMERAS)):
+        file = number // EPISODES_OF_FILE[prefix.partition("/")[0]]
+        columns |= {f"{prefix}/chunk_index": file // 1000, f"{prefix}/file_index": file % 1000}
+        suffix = "parquet" if prefix == "data" else "mp4"
+        for chunk, place in sorted(set(zip((file // 1000).tolist(), (file % 1000).tolist(), strict=True))):
+            path = folder / f"{prefix}/chunk-{chunk:03d}/file-{place:03d}.{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"-")
+    before = np.cumsum(length) - length
+    for key in CAMERAS:
+        first = before[number // EPISODES_OF_FILE["videos"] * EPISODES_OF_FILE["videos"]]
+        columns[f"videos/{key}/from_timestamp"] = (before - first) / 30
+        columns[f"videos/{key}/to_timestamp"] = (before - first + length) / 30
+    table = pa.table(columns)
+    for nth, begin in enumerate(range(0, episodes, EPISODES_OF_FILE["meta"])):
+        rows = table.slice(begin, EPISODES_OF_FILE["meta"])
+        pq.write_table(rows, folder / f"meta/episodes/chunk-000/file-{nth:03d}.parquet")
+    scalars = {"timestamp": "float32"} | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")
+    features: dict[str, Any] = {key: {"dtype": dtype, "shape": [1], "names": None} for key, dtype in scalars.items()}
+    for key in ("observation.state", "action"):
+        features[key] = {"dtype": "float32", "shape": [14], "names": None}
+    for key in CAMERAS:
+        features[key] = {"dtype": "video", "shape": [480, 640, 3], "names": ["height", "width", "channels"]}
+    info = {
+        "codebase_version": "v3.0",
+        "fps": 30,
+        "features": features,
+        "total_episodes": episodes,
+        "total_frames": int(length.sum()),
+    }
+    (folder / "meta/info.json").write_text(json.dumps(info))
+
+
+def load(folder: Path, name: str) -> Any:
+    return pickle.loads((folder / name).read_bytes())
+
+
+def keep(folder: Path, name: str, value: Any) -> int:
+    data = cloudpickle.dumps(value)
+    (folder / name).write_bytes(data)
+    return len(data)
+
+
+def reader(meta: DatasetMetadata, **options: Any) -> partial[LeRobotDatasource]:
+    """As of a run (`Run.reader`)."""
+    actions = {"action": [i / 30 for i in range(50)]}
+    return partial(LeRobotDatasource, [meta], delta_timestamps=actions, shuffle_seed=0, block_rows=8, **options)
+
+
+def metadata(folder: Path) -> dict[str, Any]:
+    from vla_finetuning.data.metadata import check_files
+
+    meta = load_metadata(folder / "dataset")
+    check_files(meta)
+    return {"kept": {"meta": meta}, "rows": meta.total_frames}
+
+
+def plan(folder: Path) -> dict[str, Any]:
+    read = reader(load(folder, "meta"), look=False)
+    last = 2 * int(read.args[0][0].total_frames)
+    source = read(stream=(0, last))
+    mixed = source.plan.expected_episodes(256)
+    source.plan.identity()
+    return {
+        "kept": {"reader": read, "source": source},
+        "window_rows": source.plan.window_rows,
+        "segment_rows": source.plan.segment_rows,
+        "episodes_in_a_batch_of_256": mixed,
+    }
+
+
+def coordinator(folder: Path) -> dict[str, Any]:
+    """As `TrainingData` at a start of the worker group, and the coordinator that it makes."""
+    read = load(folder, "reader")
+    rows = int(read.args[0][0].total_frames)
+    tasks = read(stream=(0, 2 * rows)).get_read_tasks(1)
+    resumed = read(stream=(rows + rows // 2, 2 * rows)).get_read_tasks(1)
+    largest = max([*tasks[::100], *resumed[::100]], key=lambda task: len(cloudpickle.dumps(task.read_fn)))
+    return {"kept": {"task": largest.read_fn}, "tasks": len(tasks)}
+
+
+def epoch(folder: Path) -> dict[str, Any]:
+    tasks = reader(load(folder, "meta"), look=False)().get_read_tasks(1)
+    return {"kept": {"epoch": tasks[len(tasks) // 2].read_fn}, "tasks": len(tasks)}
+
+
+def walk(folder: Path, name: str) -> dict[str, Any]:
+    rows = sum(len(read) for read in load(folder, name).reads)
+    return {"kept": {}, "rows": rows}
+
+
+def measure(stage: str, folder: Path) -> dict[str, Any]:
+    """Run a stage in this process. Without Ray: what would go to the object store stays, and is counted as a pickle."""
+    stages: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "metadata": metadata,
+        "plan": plan,
+        "coordinator": coordinator,
+        "read task": partial(walk, name="task"),
+        "epoch": epoch,
+        "epoch's task": partial(walk, name="epoch"),
+    }
+    with (
+        mock.patch("ray.put", lambda value: value),
+        mock.patch("ray.cluster_resources", lambda: CLUSTER),
+        Growth() as growth,
+    ):
+        start, cpu = time.perf_counter(), time.process_time()
+        found = stages[stage](folder)
+        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+    kept = {name: keep(folder, name, value) / 1e6 for name, value in found.pop("kept").items()}
+    return {"seconds": seconds, "cpu_s": cpu_s, "peak_mb": growth.mebibytes * 1.048576, **found, "travels_mb": kept}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=1_000_000)
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.stage:
+        print(json.dumps(measure(options.stage, options.folder)))
+        return
+    results: dict[str, Any] = {"episodes": options.episodes, "command": shlex.join(sys.orig_argv[1:])}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make(folder / "dataset", options.episodes)
+        for stage in STAGES:
+            command = [sys.executable, "-m", "benchmarks.plan", "--stage", stage, "--folder", str(folder)]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            found = results[stage] = json.loads(output.splitlines()[-1])
+            rest = {k: v for k, v in found.items() if k not in ("seconds", "cpu_s", "peak_mb")}
+            print(
+                f"{stage:14}{found['seconds']:8.2f} s{found['cpu_s']:8.2f} CPU s{found['peak_mb']:8.0f} MB  "
+                f"{json.dumps(rest)}",
+                flush=True,
+            )
+    results["hardware"] = Environment.here().model_dump()
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

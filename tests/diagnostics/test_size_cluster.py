@@ -1,0 +1,101 @@
+"""What the sizes of a cluster are computed from, against what a small read really takes."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+import vla
+from diagnostics import size_cluster
+from diagnostics.size_cluster import Layout, Rate, Rates, parse_options, rates_of, size
+from tests import in_process
+from vla_finetuning.data.rows import Reader, read_rows
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    return in_process.make_setting(tmp_path_factory.mktemp("size"), episodes=(60, 50, 40))
+
+
+@pytest.fixture(scope="module")
+def run(setting):
+    flags = {"steps": 100, "dataset.shuffle_window": 16, "dataset.window_segments": 4}
+    return in_process.resolved(setting, **flags)
+
+
+def options_of(*argv):
+    return parse_options(argv)[0]
+
+
+def test_rates_are_those_of_a_read(run, monkeypatch):
+    """Reading an epoch as read tasks do takes the CPU time and gives the bytes that a part of it foretold."""
+    monkeypatch.setattr(size_cluster, "MEASURED_ROWS", 64)
+    rates = rates_of(run, options_of())
+    data = vla.build_dataset(run)
+    source = data.read(stream=(0, 150))
+    window, readers = source.plan.window_rows, [Reader.of(meta) for meta in source.metas]
+    begun, rows, made = time.process_time(), 0, 0
+    for a in range(0, 150, window):
+        read = source._read(list(source.plan.slices(a, min(a + window, 150))))
+        for block in read_rows(readers, read, a, source._options(source.block_rows)):
+            columns = {name: size_cluster.column_to_numpy(block.column(name)) for name in block.column_names}
+            prepared = data.prepare(columns)
+            made += sum(column.nbytes for column in prepared.values())
+            rows += len(block)
+    cpu_s = time.process_time() - begun
+    assert rows == 150 and rates.row_bytes.value * rows == made
+    layout = Layout(
+        block_rows=2, window_rows=16, cpus_per_read_task=1, cpus_per_worker=1, node_gpus=8, node_cpus=8, cpu_node_cpus=8
+    )
+    busy = {"transport_cpu_ms_per_mb": Rate(value=1e-9, source=""), "decoding_share": Rate(value=1, source="")}
+    found = size(1, rates.model_copy(update={**busy, "gpu_rows_per_s": Rate(value=150, source="")}), layout)
+    assert found.decode_cpus == pytest.approx(cpu_s, rel=0.5)  # CPU seconds of 150 rows are the CPUs of 150 rows/s
+    files = [p for part in ("data", "videos") for p in (Path(run.metas[0].root) / part).rglob("*.*") if p.is_file()]
+    assert found.stored_bytes_per_s == pytest.approx(sum(p.stat().st_size for p in files))
+
+
+RATES = Rates(
+    gpu_rows_per_s=Rate(value=20, source=""),
+    cpu_ms_per_row=Rate(value=2, source=""),
+    transport_cpu_ms_per_mb=Rate(value=1, source=""),
+    decoding_share=Rate(value=0.5, source=""),
+    stored_bytes_per_row=Rate(value=1e4, source=""),
+    row_bytes=Rate(value=5e5, source=""),
+    coordinator_ms_per_block=Rate(value=1, source=""),
+)
+LAYOUT = Layout(
+    block_rows=8,
+    window_rows=288,
+    cpus_per_read_task=1,
+    cpus_per_worker=1,
+    node_gpus=8,
+    node_cpus=12,
+    cpu_node_cpus=16,
+)
+
+
+def test_the_arithmetic_of_a_size():
+    found = size(64, RATES, LAYOUT)
+    assert (found.rows_per_s, found.nodes, found.blocks_per_s) == (1280, 8, 160)
+    assert found.decode_cpus == pytest.approx(1280 * 2.5e-3 / 0.5)  # 6.4, of 32 beside training
+    assert found.cpu_nodes == 0 and found.coordinator_share == pytest.approx(0.16)
+    assert found.node_bytes_per_s == pytest.approx(8 * 20 * 5e5 * 7 / 8)
+    assert found.node_store_bytes == pytest.approx((7 * 4 * 288 + 64 * 4 * 8) * 5e5 / 8 / 0.5)
+    slow = RATES.model_copy(update={"cpu_ms_per_row": Rate(value=20, source="")})
+    assert size(64, slow, LAYOUT).cpu_nodes == 2  # 52.5 CPUs
+    assert size(1, RATES, LAYOUT).node_bytes_per_s == 0  # all on one node
+
+
+def test_the_tool(setting, tmp_path, capsys):
+    result = tmp_path / "size.json"
+    argv = [*in_process.flags(setting), "--cpu_ms_per_row=2", "--coordinator_ms_per_block=1", f"--json={result}"]
+    assert size_cluster.main([*argv, "--gpus=8,1000"]) == 0
+    told = capsys.readouterr().out
+    assert "given: --cpu_ms_per_row" in told and "assumed: all of PI0.5" in told and "is the limit" in told
+    sizes = json.loads(result.read_text())["sizes"]
+    assert [s["gpus"] for s in sizes] == [8, 1000] and sizes[1]["blocks_per_s"] == 10_000  # blocks of 2 rows
+    assert size_cluster.main([*argv, "--decoding_share=0"]) == 2
+    assert "expected a positive number, found '0'" in capsys.readouterr().err
+    assert size_cluster.main([a for a in argv if "cpu_ms" not in a]) == 1
+    assert "too few to measure" in capsys.readouterr().err
