@@ -12,17 +12,15 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before seconds of imports
-    from vla_finetuning.config import print_help
+    from vla_finetuning.flags import print_help
 
     sys.exit(print_help())
 
 import contextlib
 import gc
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +32,7 @@ import ray.train.collective
 import torch
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
-from ray.train.torch import TorchConfig, TorchTrainer, get_device
+from ray.train.torch import TorchTrainer, get_device
 
 from util import (
     UNWATCHED,
@@ -47,17 +45,18 @@ from util import (
     enable_gpu_perf_flags,
     train_step,
 )
-from vla_finetuning.config import Strategy, parse_args, print_help
+from vla_finetuning.config import Strategy
 from vla_finetuning.evaluation.demo import is_demo, success_table, try_demo
+from vla_finetuning.evaluation.during import Evaluator
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
 from vla_finetuning.files import write_json
+from vla_finetuning.flags import parse_args, print_help
 from vla_finetuning.policies.pi05 import PolicyLoss
-from vla_finetuning.policies.processors import Prepare
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.run import cluster
-from vla_finetuning.run.checkpoint import latest_checkpoint, load_checkpoint, load_progress
+from vla_finetuning.run.checkpoint import load_checkpoint, load_progress
 from vla_finetuning.run.describe import describe
-from vla_finetuning.run.failures import StopRetrying, root_cause
+from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import (
     EVALUATION_NAME,
     changed_options,
@@ -67,16 +66,17 @@ from vla_finetuning.run.folder import (
     prepare_folder,
     start_attempt,
     stop_requested,
-    stopping_on_signals,
 )
 from vla_finetuning.run.plan import Run, resolve, with_stats
-from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped, follow_progress, log_to
+from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped, log_to
 from vla_finetuning.run.push import check_push, push_policy
 from vla_finetuning.run.record import record_attention, record_run
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+from vla_finetuning.training.fitting import fit, worker_group
+from vla_finetuning.training.held_out import HeldOutLoss
 from vla_finetuning.training.memory import GIB
 from vla_finetuning.training.parallel import spread
-from vla_finetuning.training.room import check_room, describe_memory, planned_memory
+from vla_finetuning.training.room import check_room, describe_memory, planned_memory, rows_that_fit
 from vla_finetuning.training.stream import Dealt, Deferred, TrainingData, or_timeout, stream_batches
 from vla_finetuning.training.worker import (
     CheckpointWriter,
@@ -86,10 +86,14 @@ from vla_finetuning.training.worker import (
     check_attention,
     check_finite,
     collate_cut,
+    copies,
     export,
+    exported_checkpoint,
     mfu,
     noise_for,
+    policy_at,
     policy_batches,
+    prepare_of,
     saved_progress,
     what_batch,
 )
@@ -107,14 +111,7 @@ def build_dataset(run: Run) -> TrainingData:
     them, and stream to the workers under backpressure, uint8 and in the plan's order.
     """
     reader = run.reader()
-    preprocessor, _ = run.processors()
-    prepare = Prepare(
-        preprocessor,
-        run.match.camera_keys,
-        run.config.rename_map,
-        run.policy_config,
-        trusted=run.config.policy_trust_remote_code,
-    )
+    prepare = prepare_of(run)
     example = prepare(reader(stream=(0, run.last_row)).example())
     return TrainingData(
         read=reader,
@@ -133,7 +130,7 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     run = ray.get(loop_config["run"])
     trained = train(run)
     if trained is not None and ray.train.get_context().get_world_rank() == 0:
-        export(run, trained)
+        export(run)
 
 
 def train(
@@ -172,17 +169,19 @@ def train(
         cast(Strategy, config.scaling.strategy),
         device,
         world,
+        copies=copies(run, device) if config.scaling.strategy == "hsdp" and world > 1 else None,
         autocast=autocast,
         # Of PI0.5, nothing that trains is ever without a gradient (pi05.choose_trainable).
         find_unused_parameters=config.scaling.find_unused_parameters,
     )
     optimizer = make_optimizer(run, policy_loss)
     if checkpoint is not None:
-        load_checkpoint(checkpoint, optimizer.named(), optimizer.state())
+        load_checkpoint(checkpoint, optimizer.named(), optimizer.state(), optimizer.named_average() or None)
     log = None
     if rank == 0:
         log = MetricsLog(run.output_dir, config.global_batch_size, run.rows_per_epoch, progress.step, run.decoded)
     checkpoints = CheckpointWriter(run, optimizer, rank, attempt)
+    held_out = HeldOutLoss(run, rank, world, device) if config.eval_steps else None
 
     gc.disable()  # collected at log steps: in between it would stall the host at random
     gc.collect()
@@ -210,7 +209,9 @@ def train(
         if rank == 0 and step == dealt.first_step:
             first_step_done(run.output_dir, done, time.monotonic() - began)
         save = done == run.steps or done % config.save_freq == 0
-        if done == run.steps or done % config.log_freq == 0:
+        judge = held_out is not None and (done == run.steps or done % config.eval_steps == 0)
+        judged: dict[str, Any] = {}
+        if done == run.steps or done % config.log_freq == 0 or judge:
             # All that ranks must agree on rides on the one collective of a log step.
             asked = (stop_requested(run.output_dir), checkpoints.due()) if rank == 0 else (False, False)
             metrics, (stop, due) = window.gather(batches.waited_s - waited_before, *asked, work=work.take())
@@ -219,10 +220,15 @@ def train(
             nonfinite += metrics["nonfinite_steps"]
             check_finite(run, metrics, nonfinite, done)
             losses.append(metrics["loss"])
+            if held_out is not None and judge and not (stop and done < run.steps):
+                clock.mark("evaluation")
+                with optimizer.averaged() if config.takes_average else contextlib.nullcontext():
+                    judged = held_out.evaluate(policy_loss, autocast)
+                window = Window(device)  # no part of a step
             if log is not None:
                 check_skipped(run, done)
                 extra = {"mfu": mfu(metrics, world, device), "checkpoint_pause_s": checkpoints.paused_s()}
-                log.write(done, optimizer.schedule(step), {**metrics, **extra})
+                log.write(done, optimizer.schedule(step), {**metrics, **extra, **judged})
             save |= stop or due
             # A node is about to be taken away; Ray Train starts the group anew when it is gone.
             if not preempted and (notice := ray.train.get_preemption_info()) is not None:
@@ -231,14 +237,15 @@ def train(
         if save:
             clock.mark("checkpoint")
             loss = sum(losses) / len(losses) if losses else None
-            progress = replace(progress, step=done, rows=done * config.global_batch_size, loss=loss)
+            rows, eval_loss = done * config.global_batch_size, judged.get("eval_loss")
+            progress = replace(progress, step=done, rows=rows, loss=loss, eval_loss=eval_loss)
             checkpoints.save(progress)
             losses.clear()
         if stop:
             break
     gc.unfreeze()
     gc.enable()
-    checkpoints.wait()
+    checkpoints.close()
     return None if stop and progress.step < run.steps else optimizer
 
 
@@ -283,6 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 check_room(run, needed, gpu_gib())
             check_place(run.output_dir)
             require_tracker(run.config.track)
+            evaluator = Evaluator(run, policy_at) if run.config.env_type else None
             if repo_id := run.config.hub_repo_id:
                 tell(f"Hub          {check_push(repo_id, run.config.policy_private, make=not run.config.dry_run)}")
             if run.config.dry_run:
@@ -304,16 +312,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             record_run(run, describe(run), ray.cluster_resources())
             held.enter_context(keep_report(run.output_dir))
-            steps_done = fit(run, data_options)
+            if evaluator is not None:
+                held.callback(evaluator.close)
+            with evaluator.beside(run, data_options) if evaluator is not None else contextlib.nullcontext():
+                steps_done = fit(run, lambda: make_trainer(run, data_options))
             if steps_done < run.steps:
                 tell(f"Stopped      after step {steps_done} of {run.steps}; --resume goes on from there")
                 return 3
             status = evaluate(run) if any(len(episodes) for episodes in run.eval_episodes) else 0
+            status = (evaluator.finish() if evaluator is not None else 0) or status
         except (TrainingFailedError, RayError, ValueError, OSError) as error:
             tell_error(root_cause(error))
             return 1
-    tell(f"Policy       {run.output_dir / 'pretrained_model'}", f"Report       {run.output_dir / 'report.html'}")
+    tell(f"Policy       {run.output_dir / 'pretrained_model'}{_exported(run)}")
+    tell(f"Report       {run.output_dir / 'report.html'}")
     return (push(run.output_dir, run.config.hub_repo_id) if run.config.hub_repo_id else 0) or status
+
+
+def _exported(run: Run) -> str:
+    """Which weights the policy has, where that are not the last step's own."""
+    average = ", averaged weights (--ema.enable)" if run.config.takes_average else ""
+    if run.config.export == "last":
+        return average
+    best = load_progress(exported_checkpoint(run))
+    told = "not measured" if best.eval_loss is None else f"{best.eval_loss:.4g}"
+    return f": step {best.step} of {run.steps}, held-out loss {told}{average}"
 
 
 def gpu_gib() -> float | None:
@@ -335,11 +358,11 @@ def evaluate(run: Run) -> int:
     """Print what the trained policy predicts of held-out episodes, and how the demo fares. Returns the exit status."""
     remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.use_gpu else 0)
     try:
-        errors = cluster.wait_for(remote.remote(run).future(), run)
+        errors = cluster.wait_for(remote.remote(run, rows_that_fit=rows_that_fit).future(), run)
         tell_text(error_table(errors["trained"], errors.get("untrained")))
         if is_demo(run):
-            scores = try_demo(run)
-            write_json(run.output_dir / EVALUATION_NAME, {**errors, "closed_loop": scores})
+            scores, films = try_demo(run)
+            write_json(run.output_dir / EVALUATION_NAME, {**errors, "closed_loop": scores, "films": films})
             tell_text(success_table(scores))
         return 0
     except (RayError, RuntimeError, ValueError, OSError) as error:
@@ -361,25 +384,6 @@ def push(output_dir: Path, repo_id: str) -> int:
         return 4
 
 
-def fit(run: Run, data_options: ray.data.ExecutionOptions) -> int:
-    """Train; on SIGTERM or Ctrl-C until a checkpoint is taken. Returns the optimizer steps that are done."""
-    trained: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            trained.set_result(make_trainer(run, data_options).fit())
-        except BaseException as error:
-            trained.set_exception(error)
-
-    with follow_progress(run.output_dir, run.steps), stopping_on_signals(run.output_dir):
-        # Not in the main thread, where Ray Train takes Ctrl-C for itself and loses what is done; and in a thread that a
-        # second signal need not wait for.
-        threading.Thread(target=work, daemon=True).start()
-        cluster.wait_for(trained, run)
-    newest = latest_checkpoint(run.checkpoints_dir)
-    return load_progress(newest).step if newest is not None else 0
-
-
 def make_trainer(
     run: Run,
     data_options: ray.data.ExecutionOptions,
@@ -388,30 +392,12 @@ def make_trainer(
     **loop_config: Any,
 ) -> TorchTrainer:
     """The worker group and the data that it pulls. `loop` runs in every worker, with `loop_config` and the run."""
-    scaling = run.config.scaling
-    workers: dict[str, Any] = {"num_workers": scaling.num_workers}
-    if scaling.min_workers:
-        workers["num_workers"] = (scaling.min_workers, scaling.num_workers)
-        workers["elastic_resize_monitor_interval_s"] = scaling.resize_interval_s
-    resources = {"CPU": scaling.cpus_per_worker, **({"GPU": 1.0} if run.use_gpu else {})}
-    return TorchTrainer(
+    return worker_group(
+        run,
         loop,
-        train_loop_config={"run": ray.put(run), **loop_config},  # a reference: the controller need not open it
+        loop_config,
         datasets={"train": data or build_dataset(run)},
         dataset_config=ray.train.DataConfig(execution_options=data_options),
-        torch_config=TorchConfig(timeout_s=round(scaling.collective_timeout_s)),
-        scaling_config=ray.train.ScalingConfig(
-            **workers,
-            use_gpu=run.use_gpu,
-            resources_per_worker=resources,
-            accelerator_type=scaling.accelerator_type,
-        ),
-        run_config=ray.train.RunConfig(
-            name=run.checkpoints_dir.name,
-            storage_path=str(run.output_dir),
-            failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
-            callbacks=[StopRetrying(run.output_dir)],  # type: ignore[list-item]  # mypy sees the RunConfig of Ray 1
-        ),
     )
 
 

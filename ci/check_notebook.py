@@ -15,7 +15,7 @@ import sys
 import nbformat
 
 PARAMETERS = {"preset", "dataset", "policy", "workers", "steps", "output_dir"}
-FIGURES = ("image/png", "image/svg+xml")
+FIGURES = ("image/png", "image/svg+xml", "image/webp")
 
 
 def tagged(notebook: nbformat.NotebookNode, tag: str) -> dict[int, nbformat.NotebookNode]:

@@ -5,9 +5,9 @@
     python ci/readme.py --images EXECUTED   # docs/images/ from the executed notebook, then README.md
 
 Markdown cells are taken as they are. Of the code cells, those tagged `readme`: one that is also tagged `figure` as its
-picture, docs/images/<cell id>.png, described by the comment that it begins with; another as its code. In markdown, a
-line `<!-- output <cell id>: REGEX -->` becomes the lines that match of what that cell printed, kept in
-docs/images/<cell id>.txt.
+picture, docs/images/<cell id>.png (.webp if it moves), described by the comment that it begins with; another as its
+code. In markdown, a line `<!-- output <cell id>: REGEX -->` becomes the lines that match of what the cell printed, kept
+in docs/images/<cell id>.txt.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ def render(notebook: nbformat.NotebookNode, root: Path) -> str:
 
 
 def _picture(root: Path, cell: nbformat.NotebookNode) -> str:
-    path = f"{IMAGES}/{cell.id}.png"
+    path = f"{IMAGES}/{cell.id}.webp"
+    moves = (root / path).is_file()
+    path = path if moves else f"{IMAGES}/{cell.id}.png"
     if not cell.source.startswith("# "):
         raise ValueError(f"cell {cell.id}: begin with a comment that says what the figure shows, for who cannot see it")
     shown = cell.source.splitlines()[0].removeprefix("# ").replace('"', "&quot;")
     with Image.open(_existing(root, path, cell.id)) as image:
-        width = image.width // PIXELS_PER_POINT
+        width = image.width if moves else image.width // PIXELS_PER_POINT
     return f'<img src="{path}" alt="{shown}" width="{width}">'
 
 
@@ -81,7 +83,11 @@ def keep_images(notebook: nbformat.NotebookNode, executed: nbformat.NotebookNode
     kept = {}
     for cell in notebook.cells:
         if {"readme", "figure"} <= set(cell.metadata.get("tags", [])):
-            kept[f"{cell.id}.png"] = _side_by_side(cell.id, outputs.get(cell.id, []))
+            moving = [o.data["image/webp"] for o in outputs.get(cell.id, []) if "image/webp" in o.get("data", {})]
+            if moving:
+                kept[f"{cell.id}.webp"] = base64.b64decode(moving[0])
+            else:
+                kept[f"{cell.id}.png"] = _side_by_side(cell.id, outputs.get(cell.id, []))
         for name, _ in OUTPUT.findall(cell.source) if cell.cell_type == "markdown" else []:
             printed = "".join(o.text for o in outputs.get(name, []) if o.get("name") == "stdout")
             kept[f"{name}.txt"] = printed.replace(f"{root}/", "").encode()

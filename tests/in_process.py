@@ -12,8 +12,8 @@ import torch
 
 import vla
 from tests.datasets import make_dataset
-from vla_finetuning.config import parse_args
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.run.plan import resolve
 from vla_finetuning.training.stream import Dealt
@@ -21,9 +21,9 @@ from vla_finetuning.training.stream import Dealt
 TINY = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
 
 
-def make_setting(folder):
+def make_setting(folder, episodes=(6, 5, 4)):
     """A folder, a dataset and a tiny base policy for it."""
-    root = make_dataset(folder / "dataset", episodes=(6, 5, 4))
+    root = make_dataset(folder / "dataset", episodes=episodes)
     meta = load_metadata(root)
     base = tiny_pi05.make_tiny_base(
         folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10, **TINY
@@ -89,8 +89,30 @@ class NoCheckpoints:
     def save(self, progress):
         pass
 
-    def wait(self):
+    def close(self):
         pass
+
+
+def remote_here(function):
+    """In place of `ray.remote`: a task is computed where it is asked for."""
+    return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=function))
+
+
+TASKS_HERE = (
+    (ray, "remote", remote_here),
+    (ray, "get", lambda reference, timeout=None: reference),
+    (ray, "put", lambda value: value),
+    (ray, "cluster_resources", lambda: {"CPU": 2.0, "memory": 1e9, "object_store_memory": 1e9}),
+)
+
+
+@contextlib.contextmanager
+def tasks_here():
+    """Ray's tasks and objects are functions and values of this process."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in TASKS_HERE:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
 
 
 @contextlib.contextmanager
@@ -98,9 +120,7 @@ def without_ray(shard, device=None, writer=NoCheckpoints):
     """What the loop asks of Ray is answered here; checkpoints are not written, or by `writer`."""
     context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
     replaced = (
-        (ray, "get", lambda reference: reference),
-        (ray, "put", lambda value: value),
-        (ray, "cluster_resources", lambda: {"CPU": 2.0, "memory": 1e9, "object_store_memory": 1e9}),
+        *TASKS_HERE,
         (ray.train, "get_context", lambda: context),
         (ray.train, "get_dataset_shard", lambda name: shard),
         (vla, "get_device", lambda: device or torch.device("cpu")),

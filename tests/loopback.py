@@ -97,6 +97,8 @@ class GoogleStorageRequest(Handler):
             return self.not_found()
         if query.get("alt") != "media":
             return self.json(self.metadata(name))
+        if query.get("ifGenerationMatch", (generation := self.metadata(name)["generation"])) != generation:
+            return self.answer(412)
         data = file.read_bytes()
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if not asked:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from vla_finetuning.config import CONFIG_NAME, POLICY_FLAGS, PRESETS, Config, flag_names, help_text, parse_args
+from vla_finetuning.config import CONFIG_NAME, PRESETS, Config
+from vla_finetuning.flags import POLICY_FLAGS, flag_names, help_text, parse_args
 
 DATA = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
 
@@ -14,6 +15,22 @@ def test_flags_come_after_the_preset_and_the_last_one_wins():
     assert config.batch_size == 5
     assert config.grad_accum == int(PRESETS["l4"]["grad_accum"])
     assert config.dry_run is True
+
+
+def test_an_environment_is_named_as_for_lerobot_train_and_saved(tmp_path):
+    first = parse_args([*DATA, f"--output_dir={tmp_path}", "--env.type=pusht", "--env.fps=5", "--eval.n_episodes", "7"])
+    assert (first.env_type, first.env_options, first.eval.n_episodes) == ("pusht", ["--fps=5"], 7)
+    assert [step for step in range(0, 50_001, 10_000) if first.is_evaluated(step, 50_000)] == [
+        0,
+        20_000,
+        40_000,
+        50_000,
+    ]
+    (tmp_path / "config.json").write_text(json.dumps(first.to_json()))
+    again = parse_args([f"--output_dir={tmp_path}", "--resume", "--env_eval_freq=0"])
+    assert (again.env_type, again.env_options, again.eval.n_episodes) == ("pusht", ["--fps=5"], 7)
+    assert [step for step in range(0, 50_001, 10_000) if again.is_evaluated(step, 50_000)] == [50_000]
+    assert not parse_args(DATA).is_evaluated(20_000, 20_000)
 
 
 def test_every_preset_is_valid():
@@ -83,11 +100,20 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ([*DATA, "--train.attention=flash"], "--train.attention=flash: expected one of eager, sdpa"),
         ([*DATA, "--scaling.strategy=magic"], "--scaling.strategy=magic"),
         ([*DATA, "--warmup_frac=2"], "--warmup_frac=2"),
+        ([*DATA, "--final_lr_frac=0", "--scheduler.num_warmup_steps=3"], "--final_lr_frac and --scheduler.num_warmup"),
+        ([*DATA, "--lr=1e-4", "--optimizer.lr=1e-3"], "--lr and --optimizer.lr: give one"),
+        ([*DATA, "--train.clip_norm=1", "--optimizer.grad_clip_norm=2"], "--train.clip_norm and --optimizer.grad_clip"),
+        ([*DATA, "--use_policy_training_preset=false"], "with which optimizer. give --optimizer.type adamw"),
+        (
+            [*DATA, "--use_policy_training_preset=false", "--optimizer.type=adam"],
+            "with which schedule. give --scheduler",
+        ),
+        ([*DATA, "--dataset.drop_n_last_frames=-1"], "--dataset.drop_n_last_frames=-1: a number of frames"),
         ([*DATA, "--dataset.eval_split=1"], "--dataset.eval_split=1"),
         ([*DATA, "--dataset.repo_id=a/b"], "--dataset.root, --dataset.repo_id and --dataset.mixture"),
         ([*DATA, '--dataset.mixture={"/a": 1}'], "--dataset.root, --dataset.repo_id and --dataset.mixture"),
         ([*DATA[1:], '--dataset.mixture={"/a": 1, "/b": 0}'], "the weight of /b is 0"),
-        ([*DATA[1:], '--dataset.mixture={"/a": 1, "/b": 1}', "--dataset.episodes=[1]"], "with several roots"),
+        ([*DATA, "--dataset.exclude_episodes=bad.json"], r"expected episodes \(3,7,20:30\) or @FILE"),
         ([*DATA, "--dataset.image_size=[224]"], "expected auto, stored, or .height, width."),
         ([*DATA, "--dataset.image_size=224"], "expected auto, stored, or .height, width."),
         ([*DATA, "--dataset.max_skipped=2"], "max_skipped=2.0: a share of the rows"),
@@ -96,12 +122,18 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ([*DATA, "--dataset.frame_cache_gb=-1"], "--dataset.frame_cache_gb=-1.0: must be positive"),
         ([*DATA, "--policy.type=pi05"], "--policy.path and --policy.type"),
         ([*DATA, "--steps=3", "--num_epochs=1"], "--steps and --num_epochs"),
-        ([*DATA, "--dataset.root=/a,/b", "--dataset.episodes=[1]"], "--dataset.episodes with several roots"),
         (DATA[1:], "which data"),
         ([DATA[0], DATA[2]], "which policy"),
         (DATA[:2], "where to"),
         ([*DATA[:2], "--output_dir=s3://b/x"], "must be a path"),
         (["--resume"], "--resume: say which run"),
+        ([*DATA, "--env.task=a"], "--env.task=a: in which environment"),
+        ([*DATA, "--keep_best_by=success"], "--keep_best_by=success: in which environment"),
+        ([*DATA, "--env.type=pusht", "--keep_best_by=success", "--export=best"], "leave one of them out"),
+        ([*DATA, "--keep_best_by=luck"], "--keep_best_by=luck: expected one of loss, success"),
+        ([*DATA, "--env.type=pusht", "--env_eval_freq=-1"], "--env_eval_freq=-1: a number of steps"),
+        ([*DATA, "--env.type=pusht", "--env_eval_freq=300", "--save_freq=200"], "give a multiple of --save_freq"),
+        ([*DATA, "--env.type=pusht", "--eval.n_episodes=0"], "--eval.n_episodes=0: must be positive"),
     ],
 )
 def test_what_is_wrong_is_said(flags, message):
@@ -228,7 +260,8 @@ def test_every_flag_that_help_names_is_one():
     assert (
         policy == {f"policy.{name}" for name in ("path", "type", "pretrained_revision", "OPTION")} | POLICY_FLAGS.keys()
     )
-    assert named - policy == flag_names().keys() - {"push_to_hub"}
+    others = {f"{group}.OPTION" for group in ("env", "optimizer", "scheduler")}
+    assert named - policy == flag_names().keys() - {"push_to_hub"} | {"env.type"} | others
 
 
 @pytest.mark.parametrize("name", ["dataset.root", "policy.path", "output_dir", "dataset.cache_dir", "steps"])
@@ -245,7 +278,13 @@ def test_an_empty_value_is_refused(name, empty):
     [("0,1,2", [0, 1, 2]), ("0:4", [0, 1, 2, 3]), ("7, 0:2", [7, 0, 1]), ("[3, 4]", [3, 4]), ("5", [5])],
 )
 def test_episodes_as_people_write_them(given, episodes):
-    assert parse_args([*DATA, "--dataset.episodes", given]).dataset.episodes == episodes
+    config = parse_args([*DATA, "--dataset.episodes", given, "--dataset.exclude_episodes", given]).dataset
+    assert config.episodes == config.exclude_episodes == episodes
+
+
+def test_episodes_of_several_datasets_and_of_a_file():
+    config = parse_args([*DATA, '--dataset.episodes={"/d": [1]}', "--dataset.exclude_episodes", "@bad.json"]).dataset
+    assert config.episodes == {"/d": [1]} and config.exclude_episodes == "@bad.json"
 
 
 @pytest.mark.parametrize("given", ["0:", "a", "1,,2", "0:b"])

@@ -285,3 +285,22 @@ def test_the_encoder_leaves_no_real_time_threads_behind(tmp_path):
     command = [sys.executable, "-c", ENCODE, str(tmp_path / "video.mp4")]
     found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=600)
     assert found.stdout.split()[-2:] == ["True", "True"]
+
+
+def test_demonstrators_disobey_in_the_share_of_episodes_that_was_asked_for(tmp_path):
+    """The instruction stays what it was; nothing else changes."""
+    wrong = demo.disobeyed(6, 0.3)
+    assert wrong.sum() == round(12 * 0.3)
+    root = make_demo_dataset(tmp_path / "disobedient", pairs=6, disobedient=0.3)
+    rows = LeRobotDataset("demo/demo", root=root, video_backend="pyav")
+    told = [rows.meta.episodes[episode]["tasks"][0] for episode in range(12)]
+    assert told == list(INSTRUCTIONS.values()) * 6
+    actions = rows.hf_dataset.with_format("numpy")
+    for episode, (scene, (colour, other)) in enumerate(
+        (scene, colours) for scene in demo_scenes(6) for colours in (list(INSTRUCTIONS), list(INSTRUCTIONS)[::-1])
+    ):
+        last = actions[int(rows.meta.episodes[episode]["dataset_to_index"]) - 1]["action"]
+        np.testing.assert_allclose(last, scene.place(other if wrong[episode] else colour), atol=1e-4)
+    assert make_demo_dataset(root, pairs=6, disobedient=0.3) == root
+    with pytest.raises(ValueError, match="another dataset"):
+        make_demo_dataset(root, pairs=6)

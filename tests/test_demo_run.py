@@ -11,8 +11,9 @@ import pytest
 
 import vla
 from tests.datasets import make_dataset
-from vla_finetuning.config import parse_args
+from tests.pages import check_page
 from vla_finetuning.evaluation.demo import LABELS, is_demo
+from vla_finetuning.flags import parse_args
 from vla_finetuning.run import plan as run_plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,6 +58,13 @@ def test_the_demo_succeeds_in_the_loop_by_its_eyes_and_ears(demo):
     assert scores["trained"]["successes"] >= 57 and scores["untrained"]["successes"] <= 3
     assert scores["other_instruction"]["successes"] <= 3 and scores["other_instruction"]["went_where_told"] >= 57
     assert scores["blindfolded"]["successes"] <= 40  # at best it guesses one of two
+    assert scores["blindfolded"]["successes"] <= scores["blindfolded"]["went_to_a_bin"]
+    # The report has the table, and a scene of each instruction under every condition.
+    page = check_page((demo / "run" / "report.html").read_text())
+    for score in scores.values():
+        assert f"{score['label']} {score['successes']} {score['episodes']} " in page.text
+    assert sum(image["src"].startswith("data:image/webp") for image in page.all("img")) >= 2 * len(LABELS)
+    assert "not shown" not in page.text
 
 
 @pytest.mark.ray

@@ -16,17 +16,21 @@ PACKAGE = "vla_finetuning"
 
 # What each room may import of the project, besides itself. A room is a file or a folder of files; the longest name that
 # fits a module counts. Whoever adds a line here says why in docs or review: each is one more thing to hold in the head.
-GROUND = {f"{PACKAGE}.{name}" for name in ("config", "files", "lerobot_train", "terminal")}
+GROUND = {f"{PACKAGE}.{name}" for name in ("config", "files", "terminal")}
 DATA = {*GROUND, f"{PACKAGE}.data", "lerobot_datasource"}
 POLICIES = {*GROUND, f"{PACKAGE}.policies", f"{PACKAGE}.data.columns", f"{PACKAGE}.data.hub", "util"}
 ENVS = {*GROUND, f"{PACKAGE}.envs"}
 RUN = {*DATA, *POLICIES, *ENVS, f"{PACKAGE}.demo", f"{PACKAGE}.run"}
 TRAINING, REPORT = {*RUN, f"{PACKAGE}.training"}, {*RUN, f"{PACKAGE}.report"}
 EVALUATION = {*REPORT, f"{PACKAGE}.evaluation"}
-PROGRAMS = {*TRAINING, *EVALUATION}
+# It trains on what the loop shows, so it knows both: who trains there also acts.
+RL = {*TRAINING, *EVALUATION, f"{PACKAGE}.rl"}
+PROGRAMS = {*TRAINING, *EVALUATION, f"{PACKAGE}.flags"}
 DIAGNOSTICS = {*PROGRAMS, "vla", "diagnostics"}
 MAY_IMPORT = {
     f"{PACKAGE}.config": GROUND,
+    f"{PACKAGE}.checks": GROUND,
+    f"{PACKAGE}.flags": {*GROUND, f"{PACKAGE}.checks", f"{PACKAGE}.lerobot_train"},
     f"{PACKAGE}.files": set(),
     f"{PACKAGE}.terminal": set(),
     f"{PACKAGE}.lerobot_train": {f"{PACKAGE}.terminal"},
@@ -40,10 +44,14 @@ MAY_IMPORT = {
     f"{PACKAGE}.training": TRAINING,
     f"{PACKAGE}.report": REPORT,
     f"{PACKAGE}.evaluation": EVALUATION,
+    f"{PACKAGE}.rl": RL,
+    # A program: it joins the cluster and reads flags as the others do.
+    f"{PACKAGE}.envs.record": {*RUN, f"{PACKAGE}.flags"},
     "vla": PROGRAMS,
     "evaluate": PROGRAMS,
+    "grpo": {*PROGRAMS, *RL, "vla"},  # the first half of its demo is a run of vla.py
     "diagnostics": DIAGNOSTICS,
-    "benchmarks": {*DIAGNOSTICS, "benchmarks", "tests"},
+    "benchmarks": {*DIAGNOSTICS, *RL, "evaluate", "benchmarks", "tests"},
     "ci": {"ci"},
 }
 # The policy's own file is copied to robots alone; the datasource's modules must not need what only training needs.

@@ -25,8 +25,9 @@ SOURCES = sorted(
 # Modules whose files run code when they are read; and calls that run, or may run, what they are given.
 PICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 RUNNING = {"eval", "exec", "compile", "torch.load", "torch.save", "np.load", "numpy.load", "yaml.load", "os.system"}
-# In flight between processes of one run, never from or to a file (training.stream.Deferred).
-IN_FLIGHT = {"stream.py": {"pickle"}}
+# In flight between processes of one run, never from or to a file (training.stream.Deferred); and what Meta-World takes
+# for a task, written and read in one process (envs.metaworld).
+IN_FLIGHT = {"stream.py": {"pickle"}, "metaworld.py": {"pickle"}}
 
 
 class Poison:

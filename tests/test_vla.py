@@ -15,8 +15,8 @@ from diagnostics import check_rows
 from tests import planted
 from tests.datasets import make_dataset
 from tests.planted import Fault
-from vla_finetuning.config import parse_args
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.run.folder import attempts
 from vla_finetuning.run.plan import resolve
@@ -56,6 +56,8 @@ def flags(setting, name, **changes):
         "train.mode": "full",
         "train.deterministic": "true",
         "run.record_rows": "true",
+        "ema.enable": "true",
+        "ema.export": "false",
         **changes,
     }
     return [f"--{k}={v}" for k, v in options.items()]
@@ -197,7 +199,35 @@ def test_four_steps_equal_two_and_a_resume_and_two_bit_for_bit(setting, finished
     for key, value in weights(folder).items():
         assert torch.equal(value, expected[key]), key
     assert losses(folder) == losses(finished)
+    found, expected = (
+        load_file(f / "checkpoints" / "step_00000004" / "average.safetensors") for f in (folder, finished)
+    )
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
     assert [p.name for p in sorted((folder / "checkpoints").glob("step_*"))] == ["step_00000002", "step_00000004"]
+
+
+@pytest.mark.slow  # a run of its own, in two attempts
+@pytest.mark.ray
+def test_the_best_by_the_held_out_loss_is_exported_in_averaged_weights(setting, ray_cluster, capsys):
+    """By two workers that hold parts; the held-out rows are read by tasks of their own."""
+    options = {"dataset.eval_split": 0.3, "eval_steps": 1, "save_freq": 1, "keep_checkpoints": 1, "export": "best"}
+    options |= {"scaling.strategy": "fsdp2", "ema.export": "true", "ema.decay": 0.5, "grad_accum": 1, "lr": 0.3}
+    assert vla.main(flags(setting, "best", **options)) == 0
+    folder = setting[0] / "best"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    by_loss = {line["eval_loss"]: line["step"] for line in lines}
+    best = by_loss[min(by_loss)]
+    assert len(by_loss) == STEPS and best != STEPS  # at this learning rate it gets worse
+    checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
+    assert checkpoints == [f"step_{best:08d}", f"step_{STEPS:08d}"]
+    told = capsys.readouterr().out
+    assert f": step {best} of {STEPS}, held-out loss {min(by_loss):.4g}, averaged weights" in told
+    assert f"held-out loss {lines[0]['eval_loss']:.4f}" in told
+    parts = sorted((folder / "checkpoints" / checkpoints[0]).glob("average-*.safetensors"))
+    averaged = [load_file(path) for path in parts]
+    exported = weights(folder)
+    for name in ("model.action_out_proj.weight", "model.time_mlp_in.weight"):
+        assert torch.equal(exported[name], torch.cat([part[f"average.{name}"] for part in averaged]))
 
 
 @pytest.mark.ray

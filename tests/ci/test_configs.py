@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 from ci.validate_build_yaml import ComputeConfig, Faults, Yaml, check_compute_config, parse
-from vla_finetuning.config import PRESETS, parse_args
+from vla_finetuning.config import PRESETS
+from vla_finetuning.flags import parse_args
+from vla_finetuning.run.cluster import DRIVERS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -135,6 +137,17 @@ def test_the_rayjob():
     assert "--resume auto" in job["spec"]["entrypoint"] and job["spec"]["backoffLimit"], "a retry goes on with the run"
     assert config.scaling.num_workers == gpus * groups[0]["maxReplicas"]
     assert config.output_dir.startswith("/shared/") and config.roots[0].startswith("/shared/")
+
+
+def test_the_driver_that_nodes_need_is_that_of_the_locks_cuda():
+    """The images' own CUDA is not used: torch's wheels bring theirs. The driver is the node's."""
+    (major,) = re.findall(
+        r"^nvidia-cuda-runtime==(\d+)\.", (ROOT / "requirements.lock").read_text(), flags=re.MULTILINE
+    )
+    said = f"NVIDIA driver {DRIVERS[int(major)]} or newer (CUDA {major})"
+    for name in ("README.md", "Containerfile", "job.yaml", "rayjob.yaml"):
+        assert said in (CONFIGS / name).read_text(), name
+    assert said in (ROOT / "build.yaml").read_text()
 
 
 def test_the_container_holds_every_module():

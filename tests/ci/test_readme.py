@@ -19,6 +19,13 @@ def png(size, colour=(0, 0, 0, 0)):
     return v4.new_output("display_data", data={"image/png": base64.b64encode(buffer.getvalue()).decode()})
 
 
+def webp(size, *colours):
+    buffer = io.BytesIO()
+    first, *others = [Image.new("RGB", size, colour) for colour in colours]
+    first.save(buffer, "WEBP", save_all=True, append_images=others, duration=100)
+    return v4.new_output("display_data", data={"image/webp": base64.b64encode(buffer.getvalue()).decode()})
+
+
 def code(cell_id, source, *tags, outputs=()):
     return v4.new_code_cell(source, id=cell_id, metadata={"tags": list(tags)}, outputs=list(outputs))
 
@@ -33,6 +40,7 @@ def project(tmp_path):
         code("load", "load()", "readme"),
         code("pair", '# Loss, and "lr"\ndraw()', "figure", "readme", outputs=[png((20, 10)), png((10, 30), "red")]),
         code("other", "# Other\ndraw()", "figure", outputs=[png((5, 5))]),
+        code("film", "# It moves\ndraw()", "figure", "readme", outputs=[webp((12, 6), "red", "blue")]),
     ]
     nbformat.write(v4.new_notebook(cells=cells), tmp_path / "executed.ipynb")
     for cell in cells:
@@ -49,10 +57,13 @@ def test_a_page_from_a_run(project):
     page = (project / "README.md").read_text()
     assert page.split("\n\n", 1)[1] == (
         "# Title\n\n```\nstep 1  loss 3\n...\nstep 3  loss 1\n```\n\n```python\nload()\n```\n\n"
-        '<img src="docs/images/pair.png" alt="Loss, and &quot;lr&quot;" width="27">\n'
+        '<img src="docs/images/pair.png" alt="Loss, and &quot;lr&quot;" width="27">\n\n'
+        '<img src="docs/images/film.webp" alt="It moves" width="12">\n'
     )
     images = project / "docs" / "images"
-    assert sorted(path.name for path in images.iterdir()) == ["pair.png", "train.txt"]
+    assert sorted(path.name for path in images.iterdir()) == ["film.webp", "pair.png", "train.txt"]
+    with Image.open(images / "film.webp") as film:
+        assert film.n_frames == 2
     assert str(project) not in (images / "train.txt").read_text()
     picture = Image.open(images / "pair.png").convert("RGB")
     assert picture.size == (20 + 24 + 10, 30)
