@@ -14,13 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import ray
-from ray.exceptions import RayError
-
 from vla_finetuning.evaluation.trial import compare_folders, resolve_trial, run_trial
 from vla_finetuning.flags import parse_evaluate
 from vla_finetuning.run import cluster
-from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
 
 
@@ -41,18 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         tell_error(error)
         return 2
-    started = not ray.is_initialized()
-    try:
-        cluster.connect()
+
+    def evaluate() -> None:
         tell_text(run_trial(trial))
         tell(f"Episodes     {trial.output_dir}", f"Report       {trial.output_dir / 'report.html'}")
-        return 0
-    except (RayError, RuntimeError, ValueError, OSError) as error:
-        tell_error(root_cause(error))
-        return 1
-    finally:
-        if started:
-            ray.shutdown()
+
+    return cluster.program(evaluate)
 
 
 if __name__ == "__main__":

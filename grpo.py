@@ -16,22 +16,20 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 import ray
 import ray.train
-import ray.train.collective
 import torch
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
-from ray.train.torch import get_device
 from torch import nn
 
 import vla
-from util import StepResult, TrainableOptimizer, enable_gpu_perf_flags, train_step
+from util import StepResult, TrainableOptimizer, train_step
 from vla_finetuning.config import CACHE_DIR, GrpoConfig, Strategy
 from vla_finetuning.demo import prepare_disobedient
 from vla_finetuning.evaluation.player import Player
@@ -63,22 +61,13 @@ from vla_finetuning.rl.plan import GrpoRun, describe_grpo, resolve_grpo
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_checkpoint
 from vla_finetuning.run.failures import root_cause
-from vla_finetuning.run.folder import (
-    EVALUATION_NAME,
-    changed_options,
-    check_place,
-    claim_folder,
-    first_step_done,
-    prepare_folder,
-    start_attempt,
-)
-from vla_finetuning.run.progress import log_to
-from vla_finetuning.run.record import record_attention, record_run
+from vla_finetuning.run.folder import EVALUATION_NAME, check_place, first_step_done, own_folder
+from vla_finetuning.run.record import record_run
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
 from vla_finetuning.training.fitting import fit, worker_group
 from vla_finetuning.training.parallel import spread
 from vla_finetuning.training.room import describe_memory
-from vla_finetuning.training.worker import CheckpointWriter, build_model, check_attention, export, saved_progress
+from vla_finetuning.training.worker import CheckpointWriter, begin, build_model, check_attention, export
 
 # ---- training: one process per GPU, which acts, too ---------------------------------------------------------------
 
@@ -93,21 +82,12 @@ def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[GrpoRun]]) -> Non
 def train(run: GrpoRun) -> bool:
     """Train from the newest checkpoint to the end of the run; False if the run was asked to stop before."""
     config, options, began = cast(GrpoConfig, run.config), run.options, time.monotonic()
-    context = ray.train.get_context()
-    rank, world = context.get_world_rank(), context.get_world_size()
-    device = get_device()
-    log_to(run.output_dir)
-    enable_gpu_perf_flags(config.train.deterministic)
-    progress, checkpoint = saved_progress(run)
-    attempt = ray.train.collective.broadcast_from_rank_zero(
-        start_attempt(run.output_dir, progress.step, world) if rank == 0 else None
-    )
+    attempt = begin(run)
+    rank, world, device, progress = attempt.rank, attempt.world, attempt.device, attempt.progress
 
     rollouts = make_rollouts(run)  # its processes start while the model is made
     loss, autocast = build_model(run, device)
-    attention = check_attention(run, loss, autocast, device)
-    if rank == 0 and attention is not None:
-        record_attention(run.output_dir, asdict(attention))
+    check_attention(run, loss, autocast, attempt)
     assert run.env is not None
     player = Player(loss.policy, *run.processors(), env=run.env, rename_map=config.rename_map)
     actor = Actor(
@@ -117,10 +97,10 @@ def train(run: GrpoRun) -> bool:
     start = frozen_copy(objective) if options.kl else None
     model = spread(objective, cast(Strategy, config.scaling.strategy), device, world, autocast=autocast)
     optimizer = build_grpo_optimizer(run, loss)
-    if checkpoint is not None:
-        load_checkpoint(checkpoint, optimizer.named(), optimizer.state())
+    if attempt.checkpoint is not None:
+        load_checkpoint(attempt.checkpoint, optimizer.named(), optimizer.state())
     log = IterationLog(run.output_dir, progress.step) if rank == 0 else None
-    checkpoints = CheckpointWriter(run, optimizer, rank, attempt)
+    checkpoints = CheckpointWriter(run, optimizer, rank, attempt.number)
     first = progress.step
     if first == 0:
         times = Times()
@@ -229,10 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if needed := worker_memory(run):
                     tell_text(describe_memory(run, needed))
                 return 0
-            held.enter_context(claim_folder(config))
-            for changed in changed_options(config):
-                tell(f"Changed      {changed}")
-            prepare_folder(config, run.start, run.steps, run.disk_bytes)
+            held.enter_context(own_folder(config, run.start, run.steps, run.disk_bytes))
             held.enter_context(track(run.output_dir, config.track, config.track_project))
         except (ValueError, OSError) as error:
             tell_error(error)

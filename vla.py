@@ -21,18 +21,17 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import ray
 import ray.train
-import ray.train.collective
 import torch
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
-from ray.train.torch import TorchTrainer, get_device
+from ray.train.torch import TorchTrainer
 
 from util import (
     UNWATCHED,
@@ -42,7 +41,6 @@ from util import (
     TrainableOptimizer,
     Window,
     cuda_prefetcher,
-    enable_gpu_perf_flags,
     train_step,
 )
 from vla_finetuning.config import Strategy
@@ -59,18 +57,15 @@ from vla_finetuning.run.describe import describe
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import (
     EVALUATION_NAME,
-    changed_options,
     check_place,
-    claim_folder,
     first_step_done,
-    prepare_folder,
-    start_attempt,
+    own_folder,
     stop_requested,
 )
 from vla_finetuning.run.plan import Run, resolve, with_stats
-from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped, log_to
+from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped
 from vla_finetuning.run.push import check_push, push_policy
-from vla_finetuning.run.record import record_attention, record_run
+from vla_finetuning.run.record import record_run
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
 from vla_finetuning.training.fitting import fit, worker_group
 from vla_finetuning.training.held_out import HeldOutLoss
@@ -81,6 +76,7 @@ from vla_finetuning.training.stream import Dealt, Deferred, TrainingData, or_tim
 from vla_finetuning.training.worker import (
     CheckpointWriter,
     Work,
+    begin,
     build_model,
     build_optimizer,
     check_attention,
@@ -94,7 +90,6 @@ from vla_finetuning.training.worker import (
     policy_at,
     policy_batches,
     prepare_of,
-    saved_progress,
     what_batch,
 )
 
@@ -143,27 +138,16 @@ def train(
     `clock` is told what happens when.
     """
     config, began = run.config, time.monotonic()
-    context = ray.train.get_context()
-    rank, world = context.get_world_rank(), context.get_world_size()
-    device = get_device()
-    log_to(run.output_dir)
-    enable_gpu_perf_flags(config.train.deterministic)
-
-    progress, checkpoint = saved_progress(run)
-    # Rank 0 counts for all: the others need not see its files.
-    attempt = ray.train.collective.broadcast_from_rank_zero(
-        start_attempt(run.output_dir, progress.step, world) if rank == 0 else None
-    )
+    attempt = begin(run)
+    rank, world, device, progress = attempt.rank, attempt.world, attempt.device, attempt.progress
     dealt = Dealt(config.batch_size, run.block_rows, rank, world, run.batches_per_step, progress.step)
-    rows_log = RowsLog(run.output_dir, rank, attempt) if config.run.record_rows else None
+    rows_log = RowsLog(run.output_dir, rank, attempt.number) if config.run.record_rows else None
     # The first batch is read while the model is made.
     work = Work(run)
     batches = feed(run, dealt, progress.rows, device, NumpyToTorchCollate(run.use_gpu), rows_log, work, clock)
 
     policy_loss, autocast = build_model(run, device)
-    attention = check_attention(run, policy_loss, autocast, device)
-    if rank == 0 and attention is not None:
-        record_attention(run.output_dir, asdict(attention))
+    check_attention(run, policy_loss, autocast, attempt)
     model = spread(
         policy_loss,
         cast(Strategy, config.scaling.strategy),
@@ -175,12 +159,12 @@ def train(
         find_unused_parameters=config.scaling.find_unused_parameters,
     )
     optimizer = make_optimizer(run, policy_loss)
-    if checkpoint is not None:
-        load_checkpoint(checkpoint, optimizer.named(), optimizer.state(), optimizer.named_average() or None)
+    if attempt.checkpoint is not None:
+        load_checkpoint(attempt.checkpoint, optimizer.named(), optimizer.state(), optimizer.named_average() or None)
     log = None
     if rank == 0:
         log = MetricsLog(run.output_dir, config.global_batch_size, run.rows_per_epoch, progress.step, run.decoded)
-    checkpoints = CheckpointWriter(run, optimizer, rank, attempt)
+    checkpoints = CheckpointWriter(run, optimizer, rank, attempt.number)
     held_out = HeldOutLoss(run, rank, world, device) if config.eval_steps else None
 
     gc.disable()  # collected at log steps: in between it would stall the host at random
@@ -295,10 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 tell(f"Hub          {check_push(repo_id, run.config.policy_private, make=not run.config.dry_run)}")
             if run.config.dry_run:
                 return 0
-            held.enter_context(claim_folder(run.config))
-            for changed in changed_options(run.config):
-                tell(f"Changed      {changed}")
-            prepare_folder(run.config, run.start, run.steps, run.disk_bytes)
+            held.enter_context(own_folder(run.config, run.start, run.steps, run.disk_bytes))
             held.enter_context(track(run.output_dir, run.config.track, run.config.track_project))
         except (ValueError, OSError) as error:
             tell_error(error)

@@ -539,6 +539,9 @@ def live(
         contender.finish()
         synchronize(device)
         elapsed = time.perf_counter() - start
+        waiting = (batches.waited_s - waited) / elapsed
+        del batches, host, dataset  # what a stream holds must not be let go of when another cluster runs
+        gc.collect()
         ray.shutdown()
     return {
         "cpus": cpus,
@@ -546,7 +549,7 @@ def live(
         "accum": accum,
         "steps": steps,
         "samples_per_s": steps * size * accum / elapsed,
-        "host_waits_for_data": (batches.waited_s - waited) / elapsed,
+        "host_waits_for_data": waiting,
     }
 
 

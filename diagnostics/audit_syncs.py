@@ -309,13 +309,13 @@ def _run_loop(
         (vla.ray, "get", lambda reference: reference),
         (vla.ray.train, "get_context", lambda: context),
         (vla.ray.train, "get_dataset_shard", lambda name: shard),
-        (vla, "get_device", lambda: device),
+        (worker, "get_device", lambda: device),
         (vla, "or_timeout", lambda batches, *_: batches),  # what is watched must happen in this thread
-        (vla, "log_to", lambda folder: None),
+        (worker, "log_to", lambda folder: None),
         (vla, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
         (vla.ray.train, "get_preemption_info", lambda: None),
         (vla.ray.train.collective, "broadcast_from_rank_zero", lambda value: value),
-        (vla, "start_attempt", lambda *_: 0),
+        (worker, "start_attempt", lambda *_: 0),
         (vla, "check_attention", lambda *_: None),  # before the first step, and by what it reads
         (vla, "CheckpointWriter", lambda *_: mock.Mock(due=lambda: False)),
         (vla, "export", lambda *_: None),

@@ -33,6 +33,7 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
+from ray.train.torch import get_device
 from torch import nn
 
 import vla
@@ -176,7 +177,7 @@ def compare_loop(loop_config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     result = compare(
-        run, options.strategies, options.compare_steps, rank, world, vla.get_device(), options.compare_memory_gb
+        run, options.strategies, options.compare_steps, rank, world, get_device(), options.compare_memory_gb
     )
     _rank_path(run, rank).write_text(result.model_dump_json())
 

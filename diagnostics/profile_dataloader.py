@@ -34,6 +34,7 @@ from unittest import mock
 import numpy as np
 import ray
 import torch
+from ray.train.torch import get_device
 
 import vla
 from diagnostics.environment import Environment, Record
@@ -46,7 +47,7 @@ from vla_finetuning.data.decode import VideoReader
 from vla_finetuning.data.video_index import RemoteVideo
 from vla_finetuning.policies.processors import Prepare
 from vla_finetuning.run.plan import Run
-from vla_finetuning.run.progress import object_store
+from vla_finetuning.run.progress import log_to, object_store
 from vla_finetuning.terminal import tell
 from vla_finetuning.training.stream import Dealt, Deferred, TrainingData
 
@@ -313,8 +314,8 @@ def pull_loop(loop_config: dict[str, Any]) -> None:
     warmup: int = loop_config["warmup"]
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
-    device = vla.get_device()
-    vla.log_to(run.output_dir)
+    device = get_device()
+    log_to(run.output_dir)
     collate, clock = _StampReader(run.use_gpu), _CopyClock()
     dealt = Dealt(run.config.batch_size, run.block_rows, rank, world, run.batches_per_step)
     batches = vla.feed(run, dealt, 0, device, collate, clock=clock)

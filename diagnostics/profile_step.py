@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from ray.train.torch import get_device
 from torch import Tensor
 
 import vla
@@ -88,7 +89,7 @@ def profile_loop(loop_config: dict[str, Any]) -> None:
     settings: Settings = loop_config["settings"]
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
-    device = vla.get_device()
+    device = get_device()
     clock = StepClock(
         settings.passes(world), settings.block_steps, device, run.output_dir / TRACE_NAME if rank == 0 else None
     )

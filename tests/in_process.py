@@ -16,6 +16,7 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.run.plan import resolve
+from vla_finetuning.training import worker
 from vla_finetuning.training.stream import Dealt
 
 TINY = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
@@ -123,14 +124,14 @@ def without_ray(shard, device=None, writer=NoCheckpoints):
         *TASKS_HERE,
         (ray.train, "get_context", lambda: context),
         (ray.train, "get_dataset_shard", lambda name: shard),
-        (vla, "get_device", lambda: device or torch.device("cpu")),
+        (worker, "get_device", lambda: device or torch.device("cpu")),
         (vla, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
-        (vla, "log_to", lambda folder: None),
+        (worker, "log_to", lambda folder: None),
         (ray.train, "get_preemption_info", lambda: None),
         (ray.train.collective, "broadcast_from_rank_zero", lambda value: value),
-        (vla, "start_attempt", lambda *_: 0),
+        (worker, "start_attempt", lambda *_: 0),
         (vla, "first_step_done", lambda *_: None),
-        (vla, "record_attention", lambda *_: None),
+        (worker, "record_attention", lambda *_: None),
         (vla, "CheckpointWriter", writer),
     )
     with contextlib.ExitStack() as stack:

@@ -74,9 +74,9 @@ def without_ray(rank=0, world=1):
             (ray.train, "get_context", lambda: context),
             (ray.train, "report", report),
             (ray.train.collective, "broadcast_from_rank_zero", broadcast),
-            (grpo, "get_device", lambda: CPU),
+            (worker, "get_device", lambda: CPU),
             (grpo, "make_rollouts", LocalRollouts),
-            (grpo, "log_to", lambda folder: None),
+            (worker, "log_to", lambda folder: None),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield

@@ -304,7 +304,7 @@ def test_attention_is_compared_before_the_first_step_and_written_down(setting, m
         return build_optimizer(*args)
 
     with in_process.without_ray(in_process.Shard(run)):
-        monkeypatch.setattr(vla, "record_attention", lambda folder, choice: written.append((folder, choice)))
+        monkeypatch.setattr(worker, "record_attention", lambda folder, choice: written.append((folder, choice)))
         vla.train(run, make_optimizer=started)
     ((folder, choice),) = written
     assert folder == run.output_dir and choice["kernel"] == "math"

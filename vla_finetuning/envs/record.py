@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import ray
 from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_STATE
-from ray.exceptions import RayError
 
 from vla_finetuning.config import ENVIRONMENT_NAME, RecordConfig
 from vla_finetuning.demo import writing_videos
@@ -31,7 +30,6 @@ from vla_finetuning.envs.stage import Maker, choose_gl
 from vla_finetuning.files import write_json
 from vla_finetuning.flags import parse_record
 from vla_finetuning.run import cluster
-from vla_finetuning.run.failures import root_cause
 from vla_finetuning.terminal import tell, tell_error, tell_text
 
 REPO_ID, ROBOT_TYPE = "recorded/metaworld", "sawyer"
@@ -205,22 +203,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv or argv[0] in ("--help", "-h"):
         tell_text((__doc__ or "").strip())
         return 0
-    started = not ray.is_initialized()
     try:
         recording = resolve_recording(parse_record(argv))
     except (ValueError, OSError) as error:
         tell_error(error)
         return 2
-    try:
-        cluster.connect()
-        tell_text(record(recording))
-        return 0
-    except (RayError, RuntimeError, ValueError, OSError) as error:
-        tell_error(root_cause(error))
-        return 1
-    finally:
-        if started:
-            ray.shutdown()
+    return cluster.program(lambda: tell_text(record(recording)))
 
 
 if __name__ == "__main__":

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from lerobot.configs.policies import PreTrainedConfig
 
 from vla_finetuning.config import EvalOptions
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
-from vla_finetuning.evaluation.closed_loop import play
-from vla_finetuning.evaluation.episodes import Condition, episode_list
-from vla_finetuning.evaluation.intervals import share, wilson
+from vla_finetuning.evaluation.episodes import Condition
+from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.evaluation.open_loop import other_instructions
 from vla_finetuning.evaluation.player import PolicySource, check_fits
-from vla_finetuning.evaluation.replay import make_films
+from vla_finetuning.evaluation.side_by_side import SideBySide
 from vla_finetuning.run.plan import Run
 
 ENV_TYPE = "two_bins"
@@ -28,8 +26,11 @@ LABELS = {
     "other_instruction": "trained, told the other instruction",
     "blindfolded": "trained, blindfolded",
 }
-
-
+# What else is counted of a condition: its name in the score, and in which episodes it is so.
+WENT: tuple[tuple[str, str, Callable[[Mapping[str, Any]], bool]], ...] = (
+    ("other_instruction", "went_where_told", lambda line: bool(line["info"]["reached"]) and not line["success_once"]),
+    ("blindfolded", "went_to_a_bin", lambda line: bool(line["info"]["reached"])),
+)
 # Of episodes that the trained policy fails in, so many are shown.
 FAILURES_SHOWN = 4
 
@@ -74,55 +75,33 @@ def try_demo(run: Run) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         conditions["untrained"] = Condition("untrained")
     for source in sources.values():
         check_fits(source.config, env, run.config.rename_map)  # by which the processors rename
-    lines: list[dict[str, Any]] = []
-    actions: dict[tuple[str, int], np.ndarray] = {}
-
-    def acted(line: Mapping[str, Any], executed: np.ndarray) -> None:
-        actions[line["condition"], line["seed"]] = executed
-
-    makers = task_makers(env)
-    episodes = episode_list(conditions, makers, SCENES, FIRST_SEED)
-    play(
-        episodes,
+    beside = SideBySide(
         conditions,
-        {name: source.shared() for name, source in sources.items()},
-        makers,
+        sources,
+        task_makers(env),
         EvalOptions(),
+        count=SCENES,
+        first_seed=FIRST_SEED,
         seed=run.config.seed,
         use_gpu=run.use_gpu,
-        written=lines.append,
-        acted=acted,
     )
     names = [name for name in LABELS if name in conditions]
-    scores = {name: _score([line for line in lines if line["condition"] == name], name) for name in names}
-    chosen = [
-        (LABELS[line["condition"]], line, actions[line["condition"], line["seed"]]) for line in _to_show(lines, names)
-    ]
-    return scores, make_films(run.output_dir, makers, chosen)
+    scores = {name: beside.score(name, LABELS[name]) for name in names}
+    for name, counted, where in WENT:
+        if name in scores:
+            scores[name][counted] = sum(where(line) for line in beside.played(name))
+    shown = _to_show([line for name in names for line in beside.played(name)], names)
+    return scores, beside.films(run.output_dir, [(LABELS[line["condition"]], line) for line in shown])
 
 
 def _to_show(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
     """The first scene of each instruction under every condition, then failures of the trained policy."""
-    played = sorted((line for line in lines if line["error"] is None), key=lambda line: line["seed"])
+    played = sorted(lines, key=lambda line: line["seed"])
     first = {line["instruction"]: line["seed"] for line in reversed(played)}
     shown = [line for seed in sorted(first.values()) for name in names for line in played
              if (line["condition"], line["seed"]) == (name, seed)]  # fmt: skip
     failed = [line for line in played if line["condition"] == "trained" and not line["success_once"]]
     return shown + [line for line in failed if line not in shown][:FAILURES_SHOWN]
-
-
-def _score(lines: Sequence[Mapping[str, Any]], condition: str) -> dict[str, Any]:
-    played = [line for line in lines if line["error"] is None]
-    successes = sum(line["success_once"] for line in played)
-    score = {"successes": successes, "episodes": len(played)}
-    score |= {"label": LABELS[condition], "interval": list(wilson(successes, len(played)))}
-    if len(played) < len(lines):
-        score["errors"] = len(lines) - len(played)
-    if condition == "other_instruction":
-        score["went_where_told"] = sum(bool(line["info"]["reached"]) and not line["success_once"] for line in played)
-    if condition == "blindfolded":
-        score["went_to_a_bin"] = sum(bool(line["info"]["reached"]) for line in played)
-    return score
 
 
 def success_table(scores: Mapping[str, Mapping[str, Any]]) -> str:

@@ -58,11 +58,12 @@ class Recipe:
             return lambda step: self.peak
         # Some of LeRobot's schedules look into the optimizer for the rate that they multiply.
         carrier = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=self.peak)
-        logging.disable(logging.INFO)  # what LeRobot logs of it, `describe` says
+        disabled = logging.root.manager.disable
+        logging.disable(max(disabled, logging.INFO))  # what LeRobot logs of it, `describe` says
         try:
             (factor,) = self.scheduler.build(carrier, steps).lr_lambdas
         finally:
-            logging.disable(logging.NOTSET)
+            logging.disable(disabled)
         return lambda step: self.peak * factor(step)
 
     def describe(self, steps: int) -> list[str]:

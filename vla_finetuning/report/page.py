@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -578,15 +578,20 @@ def write_page(path: Path, text: str) -> Path:
     return path
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(
+    argv: Sequence[str] | None = None,
+    write: Callable[[Path], Path] = write_report,
+    description: str | None = __doc__,
+) -> int:
+    """Write a run's page again, by `write`. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path, help="a run's folder")
     folder = parser.parse_args(argv).output_dir
     escape_warnings()
     if not (folder / CONFIG_NAME).is_file():
         tell_error(f"{folder} holds no run: {CONFIG_NAME} is missing; give a run's --output_dir")
         return 2
-    tell(str(write_report(folder)))
+    tell(str(write(folder)))
     return 0
 
 

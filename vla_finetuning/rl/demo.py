@@ -9,16 +9,14 @@ import copy
 from collections.abc import Mapping
 from typing import Any, cast
 
-import numpy as np
 from lerobot.configs.policies import PreTrainedConfig
 
 from vla_finetuning.config import GrpoConfig
 from vla_finetuning.envs.configs import task_makers
-from vla_finetuning.evaluation.closed_loop import play
-from vla_finetuning.evaluation.episodes import Condition, episode_list
-from vla_finetuning.evaluation.intervals import share, wilson
+from vla_finetuning.evaluation.episodes import Condition
+from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.evaluation.player import PolicySource
-from vla_finetuning.evaluation.replay import make_films
+from vla_finetuning.evaluation.side_by_side import SideBySide
 from vla_finetuning.rl.plan import GrpoRun
 
 # Fresh ones: the held-out list, which is looked at on the way, begins at the run's seed; groups' seeds are above 2^31.
@@ -48,42 +46,27 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
         "before": PolicySource(run.policy_folder, copy.deepcopy(run.policy_config), **options),
         "after": PolicySource(folder, after, **options),
     }
-    conditions, makers = {name: Condition(name) for name in sources}, task_makers(run.env)
-    each = -(-FRESH_EPISODES // len(makers))
-    lines: dict[tuple[str, str, int], dict[str, Any]] = {}
-    actions: dict[tuple[str, str, int], np.ndarray] = {}
-
-    def written(line: dict[str, Any]) -> None:
-        lines[line["condition"], line["task"], line["episode"]] = line
-
-    def acted(line: dict[str, Any], executed: np.ndarray) -> None:
-        actions[line["condition"], line["task"], line["episode"]] = executed
-
-    play(
-        episode_list(conditions, makers, each, FRESH_SEED),
-        conditions,
+    makers = task_makers(run.env)
+    beside = SideBySide(
+        {name: Condition(name) for name in sources},
         sources,
         makers,
         cast(GrpoConfig, run.config).eval,
+        count=-(-FRESH_EPISODES // len(makers)),
+        first_seed=FRESH_SEED,
         seed=run.config.seed,
         use_gpu=run.use_gpu,
-        written=written,
-        acted=acted,
     )
-    scores: dict[str, Any] = {}
-    for name in conditions:
-        own = [line for line in lines.values() if line["condition"] == name]
-        played = [line for line in own if line["error"] is None]
-        successes = sum(line["success_once"] for line in played)
-        scores[name] = {"successes": successes, "episodes": len(played)}
-        scores[name] |= {"label": LABELS[name], "interval": list(wilson(successes, len(played)))}
-        if len(played) < len(own):
-            scores[name]["errors"] = len(own) - len(played)
-    pairs = [[("before", *key[1:]), key] for key in sorted(actions) if key[0] == "after"]
-    pairs = [pair for pair in pairs if pair[0] in actions]
-    pairs.sort(key=lambda pair: lines[pair[0]]["success_once"] - lines[pair[1]]["success_once"])
-    chosen = [(LABELS[key[0]], lines[key], actions[key]) for pair in pairs[:PAIRS_SHOWN] for key in pair]
-    return scores, make_films(run.output_dir, makers, chosen)
+    # A scene that only one of them could play has no pair.
+    after_of = {(line["task"], line["episode"]): line for line in beside.played("after")}
+    pairs = [
+        (line, after_of[line["task"], line["episode"]])
+        for line in beside.played("before")
+        if (line["task"], line["episode"]) in after_of
+    ]
+    pairs.sort(key=lambda pair: pair[0]["success_once"] - pair[1]["success_once"])
+    shown = [(LABELS[line["condition"]], line) for pair in pairs[:PAIRS_SHOWN] for line in pair]
+    return {name: beside.score(name, LABELS[name]) for name in sources}, beside.films(run.output_dir, shown)
 
 
 def success_lines(scores: Mapping[str, Mapping[str, Any]]) -> str:

@@ -7,7 +7,6 @@ writes it anew from what the run's folder holds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,11 +19,10 @@ import numpy as np
 from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.evaluation.intervals import wilson
 from vla_finetuning.files import read_json, read_lines
-from vla_finetuning.report import figures
+from vla_finetuning.report import figures, page
 from vla_finetuning.report.loop import closed_loop
 from vla_finetuning.report.page import REPORT_NAME, Metrics, columns, page_template, write_page
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME, attempts
-from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
 SECONDS = {
     "step_s": "an iteration",
@@ -114,17 +112,5 @@ def _seconds(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output_dir", type=Path, help="a run's folder")
-    folder = parser.parse_args(argv).output_dir
-    escape_warnings()
-    if not (folder / CONFIG_NAME).is_file():
-        tell_error(f"{folder} holds no run: {CONFIG_NAME} is missing; give a run's --output_dir")
-        return 2
-    tell(str(write_grpo_report(folder)))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(page.main(write=write_grpo_report, description=__doc__))

@@ -49,6 +49,7 @@ from vla_finetuning.run.checkpoint import (
     prune,
     require_space,
 )
+from vla_finetuning.terminal import tell
 
 ATTEMPTS_NAME, METRICS_NAME, LOG_NAME, ROWS_NAME = "attempts.jsonl", "metrics.jsonl", "run.log", "rows"
 LOCK_NAME, STOP_NAME, SKIPPED_NAME, RUN_NAME = ".lock", "stop", "skipped.jsonl", "run.json"
@@ -75,6 +76,22 @@ def check_place(folder: Path) -> None:
         raise NotADirectoryError(f"--output_dir={folder}: {there} is a file; choose another folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise PermissionError(f"--output_dir={folder}: {there} cannot be written to; choose another folder")
+
+
+@contextlib.contextmanager
+def own_folder(config: Config, start: Progress, steps: int, disk_bytes: int) -> Iterator[None]:
+    """Hold the run's folder while the block runs, prepared, having told what a resumed run changes.
+
+    Args: see `prepare_folder`.
+
+    Raises:
+        OSError, ValueError: another process has it, it holds another run, or a run cannot be there.
+    """
+    with claim_folder(config):
+        for changed in changed_options(config):
+            tell(f"Changed      {changed}")
+        prepare_folder(config, start, steps, disk_bytes)
+        yield
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,14 +24,15 @@ from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import OBS_LANGUAGE_TOKENS
 from ray.train import CheckpointUploadMode
+from ray.train.torch import get_device
 from torch import Tensor
 
-from util import Batch, Draws, TrainableOptimizer, peak_flops, take_optimizer
+from util import Batch, Draws, TrainableOptimizer, enable_gpu_perf_flags, peak_flops, take_optimizer
 from vla_finetuning.config import ENVIRONMENT_NAME, Attention, TrainMode
 from vla_finetuning.data.columns import ROW_COLUMNS
 from vla_finetuning.data.metadata import how_drawn
 from vla_finetuning.files import write_json
-from vla_finetuning.policies.attention import Choice, choose_kernel
+from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.loading import load_policy, new_policy, save_adapters, save_pretrained
@@ -65,9 +67,10 @@ from vla_finetuning.run.checkpoint import (
     load_progress,
     write_pieces,
 )
-from vla_finetuning.run.folder import attempts, prune_checkpoints
+from vla_finetuning.run.folder import attempts, prune_checkpoints, start_attempt
 from vla_finetuning.run.plan import Run
-from vla_finetuning.run.progress import RowsLog
+from vla_finetuning.run.progress import RowsLog, log_to
+from vla_finetuning.run.record import record_attention
 from vla_finetuning.training.parallel import copies_on, first_copy, is_part, nodes_of_ranks, part
 from vla_finetuning.training.stream import Columns, Dealt, Placed
 
@@ -76,6 +79,32 @@ logger = logging.getLogger(__name__)
 SHORTEST_NOTICE_S = 10.0
 
 # ---- what a run starts from ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A start of the worker group, as one of its processes sees it."""
+
+    rank: int
+    world: int
+    device: torch.device
+    number: int  # how many starts there were before
+    progress: Progress  # how far the run is
+    checkpoint: Path | None  # the newest sound one, which says so; None where there is none yet
+
+
+def begin(run: Run) -> Attempt:
+    """Log to the run's folder, set PyTorch up, and find where the run goes on. All ranks must ask."""
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    log_to(run.output_dir)
+    enable_gpu_perf_flags(run.config.train.deterministic)
+    progress, checkpoint = saved_progress(run)
+    # Rank 0 counts for all: the others need not see its files.
+    number = ray.train.collective.broadcast_from_rank_zero(
+        start_attempt(run.output_dir, progress.step, world) if rank == 0 else None
+    )
+    return Attempt(rank, world, get_device(), number, progress, checkpoint)
 
 
 def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, torch.dtype | None]:
@@ -110,14 +139,15 @@ def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, torch.dtype
     return loss, autocast
 
 
-def check_attention(run: Run, loss: PolicyLoss, autocast: torch.dtype | None, device: torch.device) -> Choice | None:
-    """Have PI0.5's loss use a kernel that is right on this device, at the shapes that the run will have."""
+def check_attention(run: Run, loss: PolicyLoss, autocast: torch.dtype | None, attempt: Attempt) -> None:
+    """Have PI0.5's loss use a kernel that is right on this device, at the shapes of the run, and write down which."""
     if not isinstance(run.policy_config, PI05Config):
-        return None
+        return
     shapes = loss.attentions(len(run.match.camera_keys), run.prompts)
-    choice = choose_kernel(loss.attention, shapes, device, autocast or torch.float32)
+    choice = choose_kernel(loss.attention, shapes, attempt.device, autocast or torch.float32)
     loss.attention = choice.kernel
-    return choice
+    if attempt.rank == 0:
+        record_attention(run.output_dir, asdict(choice))
 
 
 def copies(run: Run, device: torch.device) -> list[list[int]]:

@@ -1,0 +1,89 @@
+"""Policies, or one policy under several conditions, on the same scenes: played, scored and shown alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vla_finetuning.config import EvalOptions
+from vla_finetuning.envs.stage import Maker
+from vla_finetuning.evaluation.closed_loop import play
+from vla_finetuning.evaluation.episodes import Condition, episode_list
+from vla_finetuning.evaluation.intervals import wilson
+from vla_finetuning.evaluation.player import PolicySource
+from vla_finetuning.evaluation.replay import make_films
+
+Line = dict[str, Any]
+
+
+class SideBySide:
+    """What became of the same episodes under each condition.
+
+    Runs on the driver, joined to a cluster.
+
+    Args:
+        conditions, sources: by the names that scores and conditions have for them.
+        count: episodes of each task. first_seed: of the environments, counted up. seed: of the noise.
+    Raises:
+        ValueError, OSError, RuntimeError: see `closed_loop.play`.
+    """
+
+    def __init__(
+        self,
+        conditions: Mapping[str, Condition],
+        sources: Mapping[str, PolicySource],
+        makers: Mapping[str, Maker],
+        options: EvalOptions,
+        *,
+        count: int,
+        first_seed: int,
+        seed: int,
+        use_gpu: bool,
+    ):
+        self._makers = makers
+        self._lines: dict[tuple[str, str, int], Line] = {}
+        self._actions: dict[tuple[str, str, int], np.ndarray] = {}
+
+        def written(line: Line) -> None:
+            self._lines[_key(line)] = line
+
+        def acted(line: Line, executed: np.ndarray) -> None:
+            self._actions[_key(line)] = executed
+
+        play(
+            episode_list(conditions, makers, count, first_seed),
+            conditions,
+            {name: source.shared() for name, source in sources.items()},
+            makers,
+            options,
+            seed=seed,
+            use_gpu=use_gpu,
+            written=written,
+            acted=acted,
+        )
+
+    def played(self, condition: str) -> list[Line]:
+        """Of the episodes that were played to their end, in one order for all conditions."""
+        own = (line for key, line in sorted(self._lines.items()) if key[0] == condition)
+        return [line for line in own if line["error"] is None]
+
+    def score(self, condition: str, label: str) -> dict[str, Any]:
+        """`{"successes": n, "episodes": m, "label", "interval"}`, and `errors` where some could not be played."""
+        played = self.played(condition)
+        successes = sum(line["success_once"] for line in played)
+        score = {"successes": successes, "episodes": len(played), "label": label}
+        score["interval"] = list(wilson(successes, len(played)))
+        if errors := sum(key[0] == condition for key in self._lines) - len(played):
+            score["errors"] = errors
+        return score
+
+    def films(self, folder: Path, shown: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+        """What `make_films` says of these (label, line)."""
+        return make_films(folder, self._makers, [(label, line, self._actions[_key(line)]) for label, line in shown])
+
+
+def _key(line: Mapping[str, Any]) -> tuple[str, str, int]:
+    return line["condition"], line["task"], line["episode"]
