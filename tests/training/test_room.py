@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import vla
+from benchmarks import presets
 from tests import in_process
 from tests.tiny import real_config
 from vla_finetuning.config import PRESETS
@@ -24,31 +25,34 @@ from vla_finetuning.training.room import (
     rows_that_fit,
 )
 
+PLACES = ("--dataset.root=d", "--output_dir=o")
 # Each takes what the preset it stands for takes, camera by camera.
 ALIKE = {"h100": "a100", "b200": "h200"}
 CASES = [
-    pytest.param(preset, mode, cameras, marks=[] if (mode, cameras) == (own, 3) else pytest.mark.slow)
-    for preset, flags in PRESETS.items()
-    if preset in PRESET_CARDS and preset not in ALIKE
-    for own in [flags["train.mode"]]
+    pytest.param(preset, mode, n, marks=[] if (mode, n) == (presets.modes_of(preset)[-1], 3) else pytest.mark.slow)
+    for preset in PRESET_CARDS
+    if preset not in ALIKE
     # What trains more than the preset's own mode takes other flags: the refusal names them.
-    for mode in ("heads", "expert", "full")[: ("heads", "expert", "full").index(own) + 1]
-    for cameras in (1, 2, 3)
+    for mode in presets.modes_of(preset)
+    for n in presets.CAMERAS
 ]
 
 
-def flags_of(preset, mode):
-    return [f"--preset={preset}", f"--train.mode={mode}", "--dataset.root=d", "--policy.type=pi05", "--output_dir=o"]
+@pytest.mark.parametrize(("preset", "mode", "cameras"), CASES)
+def test_a_preset_is_planned_to_fit_with_4_gib_to_spare(preset, mode, cameras):
+    needed = presets.planned(preset, mode, cameras).needed
+    for name in (preset, *(name for name, other in ALIKE.items() if other == preset)):
+        assert needed / GIB + 4 <= CARDS_GIB[PRESET_CARDS[name]]
 
 
-def run_of(preset, mode, cameras):
-    """What the plan looks at of a run of PI0.5 at its real size, with frames of 480 x 640."""
-    config = parse_args(flags_of(preset, mode))
-    keys = [f"observation.images.{number}" for number in range(cameras)]
+def run_of(preset, mode, *flags):
+    """What the plan looks at of a run of PI0.5 at its real size, with three cameras of 480 x 640."""
+    config = parse_args([f"--preset={preset}", f"--train.mode={mode}", "--policy.type=pi05", *PLACES, *flags])
+    keys = [f"observation.images.{number}" for number in range(3)]
     features = {key: SimpleNamespace(shape=(480, 640, 3)) for key in keys}
     return SimpleNamespace(
         config=config,
-        policy_config=real_config(cameras),
+        policy_config=real_config(3),
         match=SimpleNamespace(camera_keys=keys),
         metas=[SimpleNamespace(features=features)],
         prompts=(200,),
@@ -57,23 +61,16 @@ def run_of(preset, mode, cameras):
     )
 
 
-@pytest.mark.parametrize(("preset", "mode", "cameras"), CASES)
-def test_a_preset_is_planned_to_fit_with_4_gib_to_spare(preset, mode, cameras):
-    needed = planned_memory(run_of(preset, mode, cameras)).needed
-    for name in (preset, *(name for name, other in ALIKE.items() if other == preset)):
-        assert needed / GIB + 4 <= CARDS_GIB[PRESET_CARDS[name]]
-
-
 @pytest.mark.slow  # several plans at real size
 def test_what_a_preset_does_not_name_is_refused_with_flags_that_fit():
-    run = run_of("l4", "full", 3)
+    run = run_of("l4", "full")
     with pytest.raises(
         ValueError, match="needs .* GiB per worker .planned., and L4 has 22.0: it would fit with"
     ) as told:
         check_room(run, planned_memory(run), None)
     flags = str(told.value).partition("fit with ")[2].partition(";")[0].split(" ")
     given = [f"{name}={value}" for name, value in zip(flags[::2], flags[1::2], strict=True)]
-    run.config = parse_args([*flags_of("l4", "full"), *given])
+    run = run_of("l4", "full", *given)
     assert run.config.global_batch_size == 64
     assert planned_memory(run).needed <= CARDS_GIB["L4"] * GIB
 
@@ -81,7 +78,7 @@ def test_what_a_preset_does_not_name_is_refused_with_flags_that_fit():
 def test_presets_train_on_64_rows_and_those_alike_are():
     assert PRESET_CARDS.keys() == PRESETS.keys() - {"demo"}
     for preset in PRESET_CARDS:
-        config = run_of(preset, PRESETS[preset]["train.mode"], 1).config
+        config = presets.config_of(preset, PRESETS[preset]["train.mode"])
         assert (config.global_batch_size, config.grad_accum) == (64, 2 if preset == "l4" else 1)
     assert all(PRESETS[name] == PRESETS[other] for name, other in ALIKE.items())
 

@@ -42,18 +42,35 @@ def planned_memory(run: Run, config: Config | None = None) -> StepMemory | None:
     """What each worker needs; None for policies other than PI0.5. `config` stands in for the run's own."""
     if not isinstance(run.policy_config, PI05Config):
         return None
-    config = config or run.config
-    train, scaling, cameras = config.train, config.scaling, len(run.match.camera_keys)
-    return step_memory(
+    cameras = run.match.camera_keys
+    frame_bytes = sum(math.prod(run.image_size or run.metas[0].features[key].shape[:2]) * 3 for key in cameras)
+    return needed_by(
+        config or run.config,
         # Of the lengths that prompts may have, the longest.
-        with_cameras(run.policy_config, cameras, run.prompts[-1]),
+        with_cameras(run.policy_config, len(cameras), run.prompts[-1]),
+        cameras=len(cameras),
+        frame_bytes=frame_bytes,
+        use_gpu=run.use_gpu,
+    )
+
+
+def needed_by(config: Config, policy: PI05Config, *, cameras: int, frame_bytes: int, use_gpu: bool) -> StepMemory:
+    """What each worker of a run with these options needs.
+
+    Args:
+        policy: with as many cameras, and prompts of the longest length.
+        frame_bytes: of one row's frames as they reach the device, uint8.
+    """
+    train, scaling = config.train, config.scaling
+    return step_memory(
+        policy,
         cast(TrainMode, train.mode),
         cameras=cameras,
         batch_size=config.batch_size,
         grad_accum=config.grad_accum,
         draws=train.noise_draws,
         # Every GPU that can hold a VLA knows bf16.
-        bf16=train.precision == "bf16" or (train.precision == "auto" and run.use_gpu),
+        bf16=train.precision == "bf16" or (train.precision == "auto" and use_gpu),
         attention=cast(Attention, train.attention),
         checkpointing=train.activation_checkpointing,
         strategy=cast(Strategy, scaling.strategy),
@@ -62,9 +79,7 @@ def planned_memory(run: Run, config: Config | None = None) -> StepMemory | None:
         adapters=config.peft,
         find_unused_parameters=scaling.find_unused_parameters,
         average=config.ema.enable,
-        frame_bytes=sum(
-            math.prod(run.image_size or run.metas[0].features[key].shape[:2]) * 3 for key in run.match.camera_keys
-        ),
+        frame_bytes=frame_bytes,
     )
 
 

@@ -1,0 +1,120 @@
+"""What fits where: the memory that each preset is planned to take of its GPU, PI0.5 at its real size.
+
+    python -m benchmarks.presets [--presets l4,h100] [--measured FILE] [--json FILE]
+
+For 1, 2 and 3 cameras of 480x640 and prompts of 200 tokens, in the mode that the preset names and those that train
+less; GiB per worker of the GiB that CUDA reports, by the plan that refuses a run which does not fit. Nothing is
+allocated: shapes are traced on the meta device, a minute or two for each preset. `--measured` takes what `python -m
+benchmarks.gpu` has written and says what it found of the plan; without it all of it is planned and nothing measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from lerobot.configs.types import FeatureType, PolicyFeature
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.utils.constants import ACTION
+
+from diagnostics.environment import Environment
+from vla_finetuning.config import PRESETS, Config, TrainMode
+from vla_finetuning.files import read_json, write_json
+from vla_finetuning.flags import parse_args
+from vla_finetuning.policies.pi05 import with_cameras
+from vla_finetuning.terminal import tell, tell_text
+from vla_finetuning.training.memory import GIB, StepMemory
+from vla_finetuning.training.room import CARDS_GIB, PRESET_CARDS, needed_by
+
+CAMERAS, FRAME_BYTES, PROMPT = (1, 2, 3), 480 * 640 * 3, 200
+MODES: tuple[TrainMode, ...] = get_args(TrainMode)  # from what trains least
+
+
+def modes_of(preset: str) -> tuple[TrainMode, ...]:
+    """What a preset is meant for: the mode that it names, and those that train less."""
+    return MODES[: MODES.index(PRESETS[preset]["train.mode"]) + 1]  # type: ignore[arg-type]  # a preset names a mode
+
+
+def config_of(preset: str, mode: TrainMode) -> Config:
+    """The options of a run with the preset."""
+    flags = {"train.mode": mode, "dataset.root": "d", "policy.type": "pi05", "output_dir": "o"}
+    return parse_args([f"--preset={preset}", *(f"--{name}={value}" for name, value in flags.items())])
+
+
+def planned(preset: str, mode: TrainMode, cameras: int) -> StepMemory:
+    """What a worker of a run with the preset needs."""
+    policy = PI05Config(device="cpu")
+    policy.output_features = {ACTION: PolicyFeature(FeatureType.ACTION, (policy.max_action_dim,))}
+    return needed_by(
+        config_of(preset, mode),
+        with_cameras(policy, cameras, PROMPT),
+        cameras=cameras,
+        frame_bytes=cameras * FRAME_BYTES,
+        use_gpu=True,
+    )
+
+
+def evidence(measured: Mapping[str, Any], mode: TrainMode) -> str:
+    """What a GPU has said of the plan for a mode: the ratios of its peaks to what was planned."""
+    ratios = [
+        found["result"]["peak_memory_bytes"] / found["result"]["planned_bytes"]
+        for name, found in measured.items()
+        if name.startswith(f"step, {mode}, ours") and found.get("result", {}).get("peak_memory_bytes")
+    ]
+    return f"measured {min(ratios):.2f} to {max(ratios):.2f} of the plan" if ratios else "planned"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """As Markdown."""
+    lines = [
+        "| preset | trains | workers | rows at once, accumulated | 1, 2, 3 cameras | of | evidence |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        needed = ", ".join(f"{gib:.1f}" for gib in row["needed_gib"].values())
+        lines.append(
+            f"| `{row['preset']}` | {row['mode']} | {row['workers']}, {row['strategy']} | {row['batch_size']} x "
+            f"{row['grad_accum']} | {needed} GiB | {row['gpu_gib']:g} GiB | {row['evidence']} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", default=",".join(PRESET_CARDS), help="which, separated by commas")
+    parser.add_argument("--measured", type=Path, help="a file of benchmarks.gpu")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    options = parser.parse_args(argv)
+    measured = read_json(options.measured) if options.measured else {}
+    rows: list[dict[str, Any]] = []
+    for preset in options.presets.split(","):
+        for mode in modes_of(preset):
+            config = config_of(preset, mode)
+            rows.append(
+                {
+                    "preset": preset,
+                    "mode": mode,
+                    "workers": config.scaling.num_workers,
+                    "strategy": config.scaling.strategy,
+                    "batch_size": config.batch_size,
+                    "grad_accum": config.grad_accum,
+                    "needed_gib": {str(n): planned(preset, mode, n).needed / GIB for n in CAMERAS},
+                    "gpu_gib": CARDS_GIB[PRESET_CARDS[preset]],
+                    "evidence": evidence(measured, mode),
+                }
+            )
+            tell(f"{preset}, {mode}: " + json.dumps(rows[-1]["needed_gib"]))
+    tell_text(table(rows))
+    if options.json:
+        facts = {"command": shlex.join(sys.orig_argv[1:]), "environment": Environment.here().model_dump(mode="json")}
+        write_json(options.json, {**facts, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
