@@ -155,7 +155,7 @@ def train(
         world,
         copies=copies(run, device) if config.scaling.strategy == "hsdp" and world > 1 else None,
         autocast=autocast,
-        # Of PI0.5, nothing that trains is ever without a gradient (pi05.choose_trainable).
+        # Of PI0.5, nothing that trains is ever without a gradient (trainable.choose_trainable).
         find_unused_parameters=config.scaling.find_unused_parameters,
     )
     optimizer = make_optimizer(run, policy_loss)

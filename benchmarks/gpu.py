@@ -41,9 +41,11 @@ from vla_finetuning.files import read_json, read_lines, write_json
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.attention import CANDIDATES, UNAVAILABLE, Kernel, choose_kernel, what_is_wrong
 from vla_finetuning.policies.compiling import Compiler, why_not
-from vla_finetuning.policies.pi05 import PolicyLoss, choose_trainable, flops_per_sample, meta_policy
+from vla_finetuning.policies.counting import flops_per_sample, meta_policy
+from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.prompts import ALIGNMENT, prompt_lengths
+from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.run.checkpoint import (
     OPTIMIZER,
     TRAINABLE,

@@ -26,7 +26,7 @@ from diagnostics.environment import Environment
 from vla_finetuning.config import PRESETS, Config, TrainMode
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies.pi05 import with_cameras
+from vla_finetuning.policies.counting import with_cameras
 from vla_finetuning.terminal import tell, tell_text
 from vla_finetuning.training.memory import GIB, StepMemory
 from vla_finetuning.training.room import CARDS_GIB, PRESET_CARDS, needed_by

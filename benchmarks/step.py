@@ -61,17 +61,12 @@ from util import (
 from vla_finetuning.config import Attention, Config, TrainMode
 from vla_finetuning.policies.attention import Kernel
 from vla_finetuning.policies.compiling import Compiler
-from vla_finetuning.policies.pi05 import (
-    PolicyLoss,
-    cast_frozen,
-    choose_trainable,
-    flops_per_sample,
-    sample_noise_and_time,
-    with_cameras,
-)
+from vla_finetuning.policies.counting import flops_per_sample, with_cameras
+from vla_finetuning.policies.pi05 import PolicyLoss, sample_noise_and_time
 from vla_finetuning.policies.processors import DeviceHalf, to_float
 from vla_finetuning.policies.prompts import cut_prompts, prompt_lengths
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Config
+from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
 from vla_finetuning.training.memory import StepMemory, step_memory
 
 Columns = dict[str, np.ndarray]

@@ -42,7 +42,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 import vla
 from util import Batch, NumpyToTorchCollate, Window
 from vla_finetuning.flags import help_text, parse_args
-from vla_finetuning.policies.pi05 import PolicyLoss, meta_policy
+from vla_finetuning.policies.counting import meta_policy
+from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.run.plan import Run, resolve
 from vla_finetuning.terminal import tell_error, tell_text
 from vla_finetuning.training import worker

@@ -201,7 +201,7 @@ def advice(report: UnusedReport, run: Run) -> list[str]:
     said = []
     if isinstance(run.policy_config, PI05Config):
         said.append(
-            "PI0.5's unused parts are frozen by pi05.choose_trainable: these are parts that it does not know; add "
+            "PI0.5's unused parts are frozen by trainable.choose_trainable: these are parts that it does not know; add "
             "them to its list."
         )
     elif report.of("unused"):

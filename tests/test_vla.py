@@ -150,7 +150,7 @@ def test_the_program_equals_a_plain_loop_over_lerobot(setting, finished):
     expected = policy.state_dict()
     assert trained.keys() == start.keys()
     differently = {n for n in start if torch.equal(trained[n], start[n]) != torch.equal(expected[n], start[n])}
-    # LeRobot's AdamW decays these although nothing depends on them (pi05.choose_trainable).
+    # LeRobot's AdamW decays these although nothing depends on them (trainable.choose_trainable).
     assert all("layers" in name and "q_proj" in name for name in differently), differently
     distance, name = apart(trained, expected, start)
     assert distance < 1e-3, name

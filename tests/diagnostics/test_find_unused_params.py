@@ -9,7 +9,8 @@ from diagnostics import find_unused_params
 from diagnostics.find_unused_params import UnusedReport, find_unused
 from tests import in_process
 from tests.tiny import make_batch, make_policy
-from vla_finetuning.policies.pi05 import PolicyLoss, choose_trainable, leave_off_unused
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.trainable import choose_trainable, leave_off_unused
 from vla_finetuning.training import worker
 
 
@@ -118,7 +119,7 @@ def test_the_program(setting, tmp_path, monkeypatch, capsys, everything_trains):
     printed = capsys.readouterr().out
     head = "model.paligemma_with_expert.paligemma.lm_head"
     assert f"  {head}" in printed
-    assert "pi05.choose_trainable" in printed and "--scaling.find_unused_parameters=true" in printed
+    assert "trainable.choose_trainable" in printed and "--scaling.find_unused_parameters=true" in printed
     report = UnusedReport.read(tmp_path / "unused.json")
     assert report.batches == 1
     drawn = (tmp_path / "unused.html").read_text()

@@ -11,8 +11,9 @@ from tests.tiny import make_batch, make_policy
 from util import make_trainable_optimizer, train_step
 from vla_finetuning.policies import compiling
 from vla_finetuning.policies.compiling import Compiler, why_not
-from vla_finetuning.policies.pi05 import PolicyLoss, choose_trainable
+from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.prompts import MAX_LENGTHS, prompt_lengths
+from vla_finetuning.policies.trainable import choose_trainable
 
 CPU = torch.device("cpu")
 

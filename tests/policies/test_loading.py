@@ -29,9 +29,9 @@ from vla_finetuning.policies.loading import (
     new_policy,
     save_pretrained,
 )
-from vla_finetuning.policies.pi05 import cast_frozen, choose_trainable
 from vla_finetuning.policies.processors import make_processors
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
+from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
 
 EMBEDDING = "model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
 LANGUAGE_HEAD = "model.paligemma_with_expert.paligemma.lm_head.weight"

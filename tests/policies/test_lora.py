@@ -16,7 +16,8 @@ from tests import in_process
 from tests.tiny import make_batch, make_policy, reference
 from vla_finetuning.config import PeftOptions
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies.pi05 import UNUSED, PolicyLoss, choose_trainable
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.trainable import UNUSED, choose_trainable
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.describe import describe
 from vla_finetuning.training import worker

@@ -1,33 +1,21 @@
-"""The loss against LeRobot's own forward and plain autograd, and what trains."""
+"""The loss against LeRobot's own forward and plain autograd."""
 
 import copy
-import os
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.common.flow_matching import sample_time_beta
-from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.tiny import ACTION_DIM, make_batch, make_config, make_policy, real_config, reference
-from vla_finetuning.policies.pi05 import (
-    PolicyLoss,
-    cast_frozen,
-    check_batch,
-    choose_trainable,
-    flops_per_sample,
-    leave_off_unused,
-    meta_policy,
-    sample_noise_and_time,
-    tokens_per_sample,
-)
+from vla_finetuning.policies.counting import flops_per_sample, meta_policy, tokens_per_sample
+from vla_finetuning.policies.pi05 import PolicyLoss, check_batch, sample_noise_and_time
+from vla_finetuning.policies.trainable import choose_trainable
 
 MODES = ("heads", "expert", "full")
 # Attention does not change when a vector is added to all its keys, so the true gradient of this bias is zero.
@@ -533,120 +521,6 @@ def test_tokens_are_those_of_lerobots_sequence(cameras):
 def test_flops_of_the_real_policy():
     """4.14 B parameters, 3 cameras, 200 tokens, chunks of 50; LeRobot's plain autograd takes 8.64 T in this mode."""
     assert flops_per_sample(real_config(), 3, "expert") / 1e12 == pytest.approx(4.53, rel=0.01)
-
-
-# --- what trains ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_trainable_parameter_gets_a_gradient(mode):
-    policy = make_policy(2)
-    report = choose_trainable(policy, mode)
-    PolicyLoss(policy)(*make_batch(policy)).backward()
-    for name, parameter in policy.named_parameters():
-        assert (parameter.grad is not None) is parameter.requires_grad, name
-        # A gradient of zeros would hide a parameter that is not used after all.
-        assert parameter.grad is None or parameter.grad.abs().sum() > 0, name
-    counted = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    assert report.trainable == counted > 0
-    assert report.total == counted + sum(report.frozen.values())
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("mode", MODES)
-def test_what_is_left_off_changes_nothing(mode, depth):
-    whole, without = make_policy(2, depth=depth), make_policy(2, depth=depth)
-    for policy in (whole, without):
-        choose_trainable(policy, mode)
-    left_off = leave_off_unused(without)
-    kept = dict(without.named_parameters())
-    assert len(left_off) == 9 and kept.keys() == dict(whole.named_parameters()).keys() - set(left_off)
-    losses = [PolicyLoss(policy)(*make_batch(policy)) for policy in (whole, without)]
-    assert torch.equal(*losses)
-    for loss in losses:
-        loss.backward()
-    for name, parameter in whole.named_parameters():
-        if parameter.requires_grad:
-            assert torch.equal(parameter.grad, kept[name].grad), name
-
-
-def test_modes_of_the_real_policy():
-    policy = meta_policy(real_config())
-    assert type(policy) is PI05Policy
-    reports = {mode: choose_trainable(policy, mode) for mode in MODES}
-    assert {mode: report.trainable for mode, report in reports.items()} == {
-        "heads": 2_165_792,
-        "expert": 430_098_464,
-        "full": 3_244_377_872,
-    }
-    assert reports["full"].total == 4_143_404_816
-    assert reports["full"].frozen == {"unused in training": 899_026_944}
-    # Not tied to the word embedding, which trains.
-    state = dict(policy.named_parameters())
-    paligemma = "model.paligemma_with_expert.paligemma"
-    assert not state[f"{paligemma}.lm_head.weight"].requires_grad
-    assert state[f"{paligemma}.model.language_model.embed_tokens.weight"].requires_grad
-
-
-def test_unknown_mode():
-    with pytest.raises(ValueError, match="'head' is unknown; choose 'heads', 'expert' or 'full'"):
-        choose_trainable(make_policy(1), "head")
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_ddp_needs_no_search_for_unused_parameters(process_group):
-    for mode in MODES:
-        policy = make_policy(1)
-        choose_trainable(policy, mode)
-        model = DistributedDataParallel(PolicyLoss(policy), find_unused_parameters=False)
-        for _ in range(3):
-            model(*make_batch(policy)).backward()
-    # The control: one parameter too many.
-    policy.model.paligemma_with_expert.paligemma.lm_head.weight.requires_grad_(True)
-    model = DistributedDataParallel(PolicyLoss(policy), find_unused_parameters=False)
-    with pytest.raises(RuntimeError, match="finished reduction"):
-        for _ in range(3):
-            model(*make_batch(policy)).backward()
-
-
-def test_state_dict_has_lerobots_names():
-    policy = make_policy(1)
-    assert set(PolicyLoss(policy).state_dict()) == {f"policy.{key}" for key in policy.state_dict()}
-
-
-def test_cast_frozen_keeps_what_trains_and_the_norms():
-    policy = make_policy(2)
-    choose_trainable(policy, "expert")
-    batch, noise, time = make_batch(policy)
-    expected = PolicyLoss(policy)(batch, noise, time).item()
-    cast_frozen(policy, torch.bfloat16)
-    for name, parameter in policy.named_parameters():
-        frozen_matrix = not parameter.requires_grad and "norm" not in name and "vision_model.embeddings" not in name
-        assert parameter.dtype == (torch.bfloat16 if frozen_matrix else torch.float32), name
-    loss_module = PolicyLoss(policy)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_module(batch, noise, time)
-    loss.backward()
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(expected, rel=0.03)
-    assert {p.grad.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
-
-
-def test_cast_frozen_leaves_the_features_of_images_as_float32_weights_give_them():
-    policy = make_policy(2)
-    choose_trainable(policy, "expert")
-    images = 2 * torch.rand((3, 3, 28, 28), generator=torch.Generator().manual_seed(0)) - 1
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        expected = policy.model.paligemma_with_expert.embed_image(images)
-        cast_frozen(policy, torch.bfloat16)
-        assert torch.equal(policy.model.paligemma_with_expert.embed_image(images), expected)
 
 
 # --- noise and time ---------------------------------------------------------------------------------------

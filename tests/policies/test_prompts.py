@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from tests.tiny import make_batch, make_config, make_policy, real_config
-from vla_finetuning.policies.pi05 import PolicyLoss, choose_trainable, flops_by_prompt, flops_per_sample, image_tokens
+from vla_finetuning.policies.counting import flops_by_prompt, flops_per_sample
+from vla_finetuning.policies.pi05 import PolicyLoss, image_tokens
 from vla_finetuning.policies.prompts import cut_prompts, prompt_lengths
+from vla_finetuning.policies.trainable import choose_trainable
 
 TOKENS, MASK = "observation.language.tokens", "observation.language.attention_mask"
 

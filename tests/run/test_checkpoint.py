@@ -19,7 +19,8 @@ from torch.cuda import _pin_memory_utils
 from tests.data.test_hostile import json_values
 from tests.tiny import real_config
 from util import make_trainable_optimizer
-from vla_finetuning.policies.pi05 import choose_trainable, meta_policy
+from vla_finetuning.policies.counting import meta_policy
+from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.run import checkpoint
 from vla_finetuning.run.checkpoint import (
     OPTIMIZER,

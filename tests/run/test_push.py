@@ -17,7 +17,7 @@ from tests.hub import READ_ONLY, TOKEN, PushHub
 from tests.loopback import serving
 from tests.policies.test_loading import STATS
 from tests.tiny import make_config, make_policy
-from vla_finetuning.config import Config
+from vla_finetuning.config import ENVIRONMENT_NAME, Config
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER, make_processors
@@ -123,7 +123,7 @@ def test_only_what_an_export_writes_is_pushed(server, finished, caplog):
 
 
 def test_an_export_is_pushed_whole(tmp_path):
-    """With the tokenizer's files, whatever of them transformers writes."""
+    """With the tokenizer's files, whatever of them transformers writes, and how its simulator's pictures were drawn."""
     policy, config = make_policy(2), make_config(2)
     folder = tmp_path / "pretrained_model"
     save_pretrained(policy, *make_processors(None, config, STATS, {}), folder)
@@ -131,6 +131,7 @@ def test_an_export_is_pushed_whole(tmp_path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)), pad_token="<pad>")
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.save_pretrained(folder / TOKENIZER_FOLDER)
+    (folder / ENVIRONMENT_NAME).write_text("{}")
     files, others = push.exported_files(folder)
     assert others == [] and set(files) == {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
     assert {"model.safetensors", "tokenizer/tokenizer.json", "policy_postprocessor.json"} < set(files)

@@ -8,7 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.tiny import make_batch, make_config, make_policy
 from util import make_trainable_optimizer, train_step
-from vla_finetuning.policies.pi05 import PolicyLoss, cast_frozen, choose_trainable, leave_off_unused
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, leave_off_unused
 from vla_finetuning.training.memory import prediction_bytes, step_memory
 
 CPU = torch.device("cpu")

@@ -63,15 +63,16 @@ def run_of(preset, mode, *flags):
 
 @pytest.mark.slow  # several plans at real size
 def test_what_a_preset_does_not_name_is_refused_with_flags_that_fit():
-    run = run_of("l4", "full")
+    eight = "--scaling.num_workers=8"  # four have no room for it in any way
+    run = run_of("l4", "full", eight)
     with pytest.raises(
         ValueError, match="needs .* GiB per worker .planned., and L4 has 22.0: it would fit with"
     ) as told:
         check_room(run, planned_memory(run), None)
     flags = str(told.value).partition("fit with ")[2].partition(";")[0].split(" ")
     given = [f"{name}={value}" for name, value in zip(flags[::2], flags[1::2], strict=True)]
-    run = run_of("l4", "full", *given)
-    assert run.config.global_batch_size == 64
+    run = run_of("l4", "full", eight, *given)
+    assert run.config.global_batch_size == 128
     assert planned_memory(run).needed <= CARDS_GIB["L4"] * GIB
 
 

@@ -17,7 +17,8 @@ from tests.datasets import make_dataset
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import compiling, tiny_pi05
-from vla_finetuning.policies.pi05 import UNUSED, sample_noise_and_time
+from vla_finetuning.policies.pi05 import sample_noise_and_time
+from vla_finetuning.policies.trainable import UNUSED
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.folder import STOP_NAME, prepare_folder
 from vla_finetuning.run.plan import resolve

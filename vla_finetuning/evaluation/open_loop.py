@@ -25,9 +25,9 @@ from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.files import write_json
 from vla_finetuning.policies.loading import load_policy
-from vla_finetuning.policies.pi05 import autocast_of, cast_frozen, choose_trainable
 from vla_finetuning.policies.processors import load_processors, to_float
 from vla_finetuning.policies.remote_code import remote_code
+from vla_finetuning.policies.trainable import autocast_of, cast_frozen, choose_trainable
 from vla_finetuning.run.folder import EVALUATION_NAME
 from vla_finetuning.run.plan import Run
 

@@ -39,8 +39,8 @@ from transformers.initialization import no_init_weights
 
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.files import let_others_read
+from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.lora import write_adapters
-from vla_finetuning.policies.pi05 import meta_policy
 from vla_finetuning.policies.processors import (
     EMPTY_CAMERA,
     TOKENIZER_FOLDER,

@@ -18,187 +18,34 @@ Everything here runs in the training worker. Legend: B batch, K draws of noise a
 L language tokens, P prefix tokens.
 """
 
-import copy
 import hashlib
-import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature, PreTrainedConfig
+from lerobot.configs import FeatureType, NormalizationMode, PreTrainedConfig
 from lerobot.policies.common.vla_utils import create_sinusoidal_pos_embedding
-from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
-from lerobot.policies.pi_gemma import PiGemmaRMSNorm, _gated_residual, layernorm_forward
+from lerobot.policies.pi_gemma import _gated_residual, layernorm_forward
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import (
     ACTION,
-    OBS_IMAGES,
     OBS_LANGUAGE_ATTENTION_MASK,
     OBS_LANGUAGE_TOKENS,
     OPENPI_ATTENTION_MASK_VALUE,
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
 from transformers.models.gemma.modeling_gemma import rotate_half
-from transformers.models.siglip.modeling_siglip import SiglipVisionEmbeddings
 
-from vla_finetuning.config import PeftOptions, TrainMode
 from vla_finetuning.policies.attention import Kernel, Shape, attend
-from vla_finetuning.policies.lora import add_adapters
 from vla_finetuning.policies.processors import DeviceHalf, normalization_mode
-
-HEAD_MODULES = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
-UNUSED = "unused in training"
-
-
-# --- what trains ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TrainableReport:
-    """Numbers of parameters (scalars, not tensors) after `choose_trainable`.
-
-    Attributes:
-        total, trainable: of the whole policy.
-        frozen: those that do not train, by part of the policy.
-    """
-
-    total: int
-    trainable: int
-    frozen: dict[str, int]
-
-
-def choose_trainable(
-    policy: PreTrainedPolicy, mode: TrainMode, adapters: PeftOptions | None = None, seed: int = 0
-) -> TrainableReport:
-    """Set `requires_grad` of every parameter according to the mode, and count.
-
-    `heads` trains the projections of actions and time, `expert` also the action expert, `full` everything.
-    What PI0.5 never uses in training is frozen in every mode, so that every trainable parameter gets a
-    gradient in every step and DDP runs with `find_unused_parameters=False`: both language heads, the
-    language model's final norm, and of its last layer all but what makes keys and values. (LeRobot's own
-    step gives that layer's `q_proj` a gradient of zeros, so its AdamW only decays it; PI0.5's output does
-    not depend on it.)
-
-    Args:
-        policy: PI0.5, or for `full` any policy; others than PI0.5 stay as their configuration made them.
-        mode: what trains.
-        adapters: where enabled, these are put into the policy and train, whatever the mode. seed: of their weights.
-    Raises:
-        ValueError: the mode is unknown, or is not `full` and the policy is not PI0.5.
-    """
-    if mode not in ("heads", "expert", "full"):
-        raise ValueError(f"train mode {mode!r} is unknown; choose 'heads', 'expert' or 'full'")
-    if adapters is not None and adapters.enabled:
-        add_adapters(policy, adapters, seed)
-        is_pi05 = isinstance(policy, PI05Policy)
-        parts = dict(_pi05_parts(policy)) if is_pi05 else dict.fromkeys(dict(policy.named_parameters()), "the policy")
-        for name, parameter in policy.named_parameters():
-            if parts[name] == UNUSED:
-                parameter.requires_grad_(False)
-    elif isinstance(policy, PI05Policy):
-        parts = dict(_pi05_parts(policy))
-        trained = {
-            "heads": {"heads"},
-            "expert": {"heads", "action expert"},
-            "full": {"heads", "action expert", "language model", "vision"},
-        }[mode]
-        for name, parameter in policy.named_parameters():
-            parameter.requires_grad_(parts[name] in trained)
-    elif mode == "full":
-        parts = {name: "frozen by the policy's configuration" for name, _ in policy.named_parameters()}
-    else:
-        raise ValueError(
-            f"train mode {mode!r} names parts of PI0.5, and this policy is of type '{policy.config.type}'; use "
-            "'full', or what the policy's own configuration offers to freeze parts of it"
-        )
-    frozen: dict[str, int] = {}
-    for name, parameter in policy.named_parameters():
-        if not parameter.requires_grad:
-            frozen[parts[name]] = frozen.get(parts[name], 0) + parameter.numel()
-    total = sum(parameter.numel() for parameter in policy.parameters())
-    return TrainableReport(total, total - sum(frozen.values()), frozen)
-
-
-def _pi05_parts(policy: PI05Policy) -> Iterator[tuple[str, str]]:
-    """The part of PI0.5 each parameter belongs to: (name, part)."""
-    language = "model.paligemma_with_expert.paligemma.model.language_model."
-    depth = len(policy.model.paligemma_with_expert.paligemma.model.language_model.layers)
-    last = f"{language}layers.{depth - 1}."
-    unused = (
-        "model.paligemma_with_expert.paligemma.lm_head.",
-        "model.paligemma_with_expert.gemma_expert.lm_head.",
-        f"{language}norm.",
-        f"{last}self_attn.q_proj.",
-        f"{last}self_attn.o_proj.",
-        f"{last}post_attention_layernorm.",
-        f"{last}mlp.",
-    )
-    # The first prefix that fits decides.
-    parts = (
-        *((prefix, UNUSED) for prefix in unused),
-        *((f"model.{module}.", "heads") for module in HEAD_MODULES),
-        ("model.paligemma_with_expert.gemma_expert.", "action expert"),
-        (language, "language model"),
-        ("model.paligemma_with_expert.paligemma.model.", "vision"),
-    )
-    for name, _ in policy.named_parameters():
-        part = next((part for prefix, part in parts if name.startswith(prefix)), None)
-        if part is None:
-            raise ValueError(f"parameter {name!r} is in no known part of PI0.5; is this LeRobot 0.6.1?")
-        yield name, part
-
-
-def leave_off_unused(policy: PreTrainedPolicy) -> list[str]:
-    """Take away what PI0.5 never uses in training and `choose_trainable` froze. Returns the names; others have none.
-
-    0.9 B of 4.1 B parameters, 1.7 GiB in bfloat16, that no training process need hold. `PolicyLoss` gives the same
-    numbers without them; LeRobot's own `forward` does not run any more.
-    """
-    if not isinstance(policy, PI05Policy):
-        return []
-    parts, frozen = dict(_pi05_parts(policy)), {n for n, p in policy.named_parameters() if not p.requires_grad}
-    names = [name for name in frozen if parts[name] == UNUSED]
-    for name in names:
-        module, _, own = name.rpartition(".")
-        policy.get_submodule(module).register_parameter(own, None)
-    return names
-
-
-def cast_frozen(policy: PreTrainedPolicy, dtype: torch.dtype) -> None:
-    """Cast the weights that do not train to `dtype`, in place; what trains keeps its precision.
-
-    For bfloat16 on GPUs, under autocast: without it, autocast would cast the float32 weights again in every
-    step. What autocast computes in float32 keeps it, as in LeRobot's own bfloat16 policy: the norms, and what
-    the vision tower starts from, patches and positions. From these the residual stream has its precision, so
-    the features of images are to the bit those of float32 weights under autocast.
-    """
-    kept = {
-        module
-        for part in policy.modules()
-        if isinstance(part, (PiGemmaRMSNorm, nn.LayerNorm, SiglipVisionEmbeddings))
-        for module in part.modules()
-    }
-    for module in policy.modules():
-        for parameter in () if module in kept else module.parameters(recurse=False):
-            if not parameter.requires_grad and parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-
-
-def autocast_of(precision: str, device: torch.device) -> torch.dtype | None:
-    """What a run of that `--train.precision` computes under on `device`; None: fp32 throughout."""
-    auto = precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return torch.bfloat16 if precision == "bf16" or auto else None
-
 
 # --- noise and time ---------------------------------------------------------------------------------------
 
@@ -624,127 +471,8 @@ def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return heads * cosines + rotate_half(heads) * sines
 
 
-# --- counting ---------------------------------------------------------------------------------------------
-
-
-def meta_policy(config: PI05Config) -> PI05Policy:
-    """PI0.5 as LeRobot builds it for a configuration, without storage: to count, and to compare names and shapes."""
-    config = copy.deepcopy(config)
-    config.device = "meta"
-    with torch.device("meta"):
-        return get_policy_class(config.type)(config)
-
-
-def flops_per_sample(
-    policy: PreTrainedPolicy | PreTrainedConfig,
-    cameras: int,
-    mode: TrainMode,
-    draws: int = 1,
-    prompt: int | None = None,
-    adapters: PeftOptions | None = None,
-) -> int | None:
-    """Count the floating point operations of one sample's forward and backward through `PolicyLoss`.
-
-    Multiplications and additions of matrix products, convolutions and attention, as torch's
-    `FlopCounterMode` counts them, run on tensors without storage. Recomputation for gradient checkpointing
-    is not work and not counted.
-
-    Args:
-        policy: any policy, or its configuration.
-        cameras: cameras in a batch, at least 1.
-        mode, adapters: as for `choose_trainable`.
-        draws: of noise and time per row.
-        prompt: language tokens, padding included; as many as the tokenizer gives when absent.
-    Returns:
-        The count, or None for policies other than PI0.5.
-    """
-    config = policy if isinstance(policy, PreTrainedConfig) else policy.config
-    if not isinstance(config, PI05Config):
-        return None
-    config = with_cameras(config, cameras, prompt)
-    counted = meta_policy(config)
-    choose_trainable(counted, mode, adapters)
-    inputs = empty_inputs(config, 1, draws, "meta")
-    with FlopCounterMode(display=False) as counter:
-        PolicyLoss(counted, images=DeviceHalf(None, config))(*inputs).backward()
-    return counter.get_total_flops()
-
-
-def flops_by_prompt(
-    config: PI05Config,
-    cameras: int,
-    mode: TrainMode,
-    draws: int,
-    prompts: Sequence[int],
-    adapters: PeftOptions | None = None,
-) -> dict[int, int]:
-    """`flops_per_sample` for prompts of several lengths.
-
-    Counted for three of them. The others follow: all that a step computes is proportional to how many tokens there are,
-    or in attention to the product of two such numbers, so that the count is a polynomial of the second degree.
-    """
-
-    def count(prompt: int) -> int:
-        flops = flops_per_sample(config, cameras, mode, draws, prompt, adapters)
-        assert flops is not None
-        return flops
-
-    counted = {prompt: count(prompt) for prompt in sorted({prompts[0], prompts[len(prompts) // 2], prompts[-1]})}
-
-    def interpolated(prompt: int) -> int:
-        total = Fraction(0)
-        for at, flops in counted.items():
-            others = [other for other in counted if other != at]
-            total += flops * math.prod(Fraction(prompt - other, at - other) for other in others)
-        return int(total)
-
-    return {prompt: counted.get(prompt) or interpolated(prompt) for prompt in prompts}
-
-
-def tokens_per_sample(config: PreTrainedConfig, cameras: int, draws: int = 1, prompt: int | None = None) -> int | None:
-    """Positions that PI0.5 computes for a row: image patches, language with its padding, action steps of each draw.
-
-    None for other policies. `prompt`: language tokens, padding included; as many as the tokenizer gives when absent.
-    """
-    if not isinstance(config, PI05Config):
-        return None
-    language = config.tokenizer_max_length if prompt is None else prompt
-    return cameras * image_tokens(config) + language + draws * config.chunk_size
-
-
 def image_tokens(config: PI05Config) -> int:
     """Positions that a camera's image takes: its patches."""
     # LeRobot 0.6.1 leaves SigLIP's patches as transformers has them; the tiny policy chooses its own.
     patch = getattr(config, "patch_size", CONFIG_MAPPING["paligemma"]().vision_config.patch_size)
     return (config.image_resolution[0] // patch) * (config.image_resolution[1] // patch)
-
-
-def with_cameras(config: PI05Config, cameras: int, prompt: int | None = None) -> PI05Config:
-    """A copy of a PI0.5's configuration for so many cameras, with no options that recompute or compile.
-
-    `prompt`: and for so many language tokens; as many as before when absent.
-    """
-    config = copy.deepcopy(config)
-    config.tokenizer_max_length = config.tokenizer_max_length if prompt is None else prompt
-    image = PolicyFeature(FeatureType.VISUAL, (3, *config.image_resolution))
-    config.input_features = {f"{OBS_IMAGES}.{i}": image for i in range(cameras)}
-    config.empty_cameras = 0
-    config.gradient_checkpointing = config.compile_model = False
-    return config
-
-
-def empty_inputs(
-    config: PI05Config, rows: int, draws: int, device: torch.device | str
-) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """What PI0.5's loss takes, uninitialised: a batch of B rows, noise (B*K, T, max_action_dim) and time (B*K,)."""
-    with torch.device(device):
-        tokens = (rows, config.tokenizer_max_length)
-        batch = {key: torch.empty(rows, *image.shape) for key, image in config.image_features.items()}
-        batch[OBS_LANGUAGE_TOKENS] = torch.empty(tokens, dtype=torch.int64)
-        batch[OBS_LANGUAGE_ATTENTION_MASK] = torch.empty(tokens, dtype=torch.bool)
-        batch[ACTION] = torch.empty(rows, config.chunk_size, config.output_features[ACTION].shape[0])
-        return (
-            batch,
-            torch.empty(rows * draws, config.chunk_size, config.max_action_dim),
-            torch.empty(rows * draws),
-        )

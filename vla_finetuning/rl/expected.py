@@ -19,7 +19,7 @@ from util import PEAK_BF16_FLOPS
 from vla_finetuning.config import GrpoConfig
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import choose_gl
-from vla_finetuning.policies.pi05 import flops_per_sample
+from vla_finetuning.policies.counting import flops_per_sample
 from vla_finetuning.rl.plan import GrpoRun
 from vla_finetuning.training.memory import StepMemory
 from vla_finetuning.training.room import card_of, planned_memory

@@ -22,8 +22,8 @@ from lerobot.utils.constants import POLICY_PREPROCESSOR_DEFAULT_NAME
 from vla_finetuning.config import GrpoConfig, GrpoOptions, TrainMode
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, task_makers
 from vla_finetuning.evaluation.player import check_fits
+from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.loading import FeatureMatch
-from vla_finetuning.policies.pi05 import flops_by_prompt
 from vla_finetuning.policies.processors import load_processors
 from vla_finetuning.policies.prompts import prompt_lengths
 from vla_finetuning.rl.flow_sde import FlowSDE

@@ -55,14 +55,9 @@ from vla_finetuning.data.statistics import check_stats, complete_stats
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from vla_finetuning.policies.augment import augmentation_of
+from vla_finetuning.policies.counting import flops_by_prompt, meta_policy
 from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch, check_weights, fetch_pretrained, match_features
 from vla_finetuning.policies.optim import Recipe, make_recipe, require_shown
-from vla_finetuning.policies.pi05 import (
-    TrainableReport,
-    choose_trainable,
-    flops_by_prompt,
-    meta_policy,
-)
 from vla_finetuning.policies.processors import (
     TOKENIZER_FOLDER,
     make_processors,
@@ -72,6 +67,7 @@ from vla_finetuning.policies.processors import (
 )
 from vla_finetuning.policies.prompts import prompt_lengths
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
+from vla_finetuning.policies.trainable import TrainableReport, choose_trainable
 from vla_finetuning.run.checkpoint import Progress, check_base, file_digest, latest_checkpoint, load_progress
 from vla_finetuning.run.episodes import split_episodes
 from vla_finetuning.run.folder import CHECKPOINTS_NAME, SKIPPED_NAME

@@ -30,9 +30,10 @@ from vla_finetuning.terminal import escape_warnings, tell, tell_error
 logger = logging.getLogger(__name__)
 
 POLICY_DIR, CARD_NAME, TOKENIZER_DIR = "pretrained_model", "README.md", "tokenizer"
-# What `policy.save_pretrained` writes, and the card: no more than this leaves the machine.
+# What `worker.export` writes, and the card: no more than this leaves the machine.
 POLICY_FILES = re.compile(
     r"config\.json|model\.safetensors|README\.md|policy_(pre|post)processor\.json|\w+_step_\d+(_\w+)?\.safetensors"
+    r"|environment\.json"
     r"|tokenizer/((tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|(vocab|merges)\.txt"
     r"|(tokenizer|spiece)\.model|chat_template\.jinja)",
     re.ASCII,

@@ -26,17 +26,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from util import held, make_trainable_optimizer, train_step
 from vla_finetuning.config import Attention, PeftOptions, Strategy, TrainMode
-from vla_finetuning.policies.pi05 import (
-    PolicyLoss,
-    cast_frozen,
-    choose_trainable,
-    empty_inputs,
-    leave_off_unused,
-    meta_policy,
-    tokens_per_sample,
-    with_cameras,
-)
+from vla_finetuning.policies.counting import empty_inputs, meta_policy, tokens_per_sample, with_cameras
+from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
+from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, leave_off_unused
 from vla_finetuning.training.parallel import gathered_bytes, hold_gradients, is_part, spread, units
 
 GIB = 2**30

@@ -16,7 +16,7 @@ from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from ray._common.utils import get_system_memory
 
 from vla_finetuning.config import Attention, Config, Strategy, TrainMode
-from vla_finetuning.policies.pi05 import with_cameras
+from vla_finetuning.policies.counting import with_cameras
 from vla_finetuning.run.plan import Run
 from vla_finetuning.training.memory import FRAGMENTATION, GIB, StepMemory, prediction_bytes, step_memory
 

@@ -35,20 +35,13 @@ from vla_finetuning.files import write_json
 from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.compiling import Compiler, why_not
+from vla_finetuning.policies.counting import tokens_per_sample
 from vla_finetuning.policies.loading import load_policy, new_policy, save_adapters, save_pretrained
 from vla_finetuning.policies.lora import add_adapters, merge
-from vla_finetuning.policies.pi05 import (
-    PolicyLoss,
-    autocast_of,
-    cast_frozen,
-    check_batch,
-    choose_trainable,
-    leave_off_unused,
-    sample_noise_and_time,
-    tokens_per_sample,
-)
+from vla_finetuning.policies.pi05 import PolicyLoss, check_batch, sample_noise_and_time
 from vla_finetuning.policies.processors import DeviceHalf, Prepare
 from vla_finetuning.policies.prompts import cut_prompts
+from vla_finetuning.policies.trainable import autocast_of, cast_frozen, choose_trainable, leave_off_unused
 from vla_finetuning.run.checkpoint import (
     AVERAGE,
     OPTIMIZER,
