@@ -27,41 +27,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
-from vla_finetuning.config import Config
 from vla_finetuning.data.metadata import fetch_dataset, load_metadata
 from vla_finetuning.files import write_json
-from vla_finetuning.report.dataset_look import Moment, look_at
+from vla_finetuning.report.augmented_frames import augmented, config_of
+from vla_finetuning.report.dataset_look import look_at
 from vla_finetuning.report.episode_scores import score_episodes
 from vla_finetuning.report.page import write_dataset_page
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
-EPOCHS_SHOWN = 3
-
-
-def augmented(sheet: Sequence[Moment], kind: str) -> list[Moment]:
-    """The same moments, under each frame what three epochs would make of it: uint8 (4 x H, W, 3)."""
-    import torch  # only here: looking at a dataset needs neither
-
-    from vla_finetuning.policies.augment import WRIST, Augmentation, lerobot_step, openpi_step
-
-    config = Config()
-    keys = sorted({key for moment in sheet for key in moment.images})
-    chosen = {key: openpi_step(WRIST in key) if kind == "openpi" else lerobot_step(config) for key in keys}
-    augmentation = Augmentation(config.seed, {key: step for key, step in chosen.items() if step is not None})
-    shown = []
-    for number, moment in enumerate(sheet):
-        pictures = {}
-        for key, frame in moment.images.items():
-            copies = torch.from_numpy(frame.copy()).movedim(-1, 0).float().div(255).expand(EPOCHS_SHOWN, -1, -1, -1)
-            places = torch.arange(EPOCHS_SHOWN) * len(sheet) + number
-            changed = augmentation(key, copies, places).mul(255).round().to(torch.uint8).movedim(1, -1).numpy()
-            pictures[key] = np.concatenate([frame, *changed])
-        shown.append(replace(moment, images=pictures))
-    return shown
+# As a run's options say it.
+AUGMENTATIONS: dict[str, dict[str, Any]] = {
+    "openpi": {"train": {"augmentation": "openpi"}},
+    "lerobot": {"dataset": {"image_transforms": {"enable": True}}},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("dataset.html"), help="the page (default: %(default)s)")
     parser.add_argument("--scores", type=Path, help="score every episode; a JSON line each into this file")
     parser.add_argument("--exclude_to", type=Path, help="score, and write the list of the episodes that look bad")
-    parser.add_argument("--augmentation", choices=("openpi", "lerobot"), help="show what training would make of frames")
+    parser.add_argument("--augmentation", choices=AUGMENTATIONS, help="show what training would make of frames")
     options = parser.parse_args(argv)
     escape_warnings()
     try:
@@ -81,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         meta = load_metadata(root)
         look, scores = look_at(meta), None
         if options.augmentation:
-            look = replace(look, sheet=augmented(look.sheet, options.augmentation))
+            look = replace(look, sheet=augmented(look.sheet, config_of(AUGMENTATIONS[options.augmentation])))
         if options.scores or options.exclude_to:
             episodes = tqdm(range(meta.num_episodes), unit="episode", disable=not sys.stderr.isatty())
             scores = list(score_episodes(meta, episodes))

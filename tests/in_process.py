@@ -12,9 +12,9 @@ import torch
 
 import vla
 from tests.datasets import make_dataset
+from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.run.plan import resolve
 from vla_finetuning.training import worker
 from vla_finetuning.training.stream import Dealt
@@ -26,9 +26,7 @@ def make_setting(folder, episodes=(6, 5, 4)):
     """A folder, a dataset and a tiny base policy for it."""
     root = make_dataset(folder / "dataset", episodes=episodes)
     meta = load_metadata(root)
-    base = tiny_pi05.make_tiny_base(
-        folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10, **TINY
-    )
+    base = make_base(folder / "base", meta, **TINY)
     return folder, root, base
 
 

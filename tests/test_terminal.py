@@ -12,9 +12,9 @@ import vla
 from diagnostics import show_dataset
 from tests.datasets import make_dataset
 from tests.test_trust import ROOT, SOURCES
+from tests.tiny import make_base
 from vla_finetuning import terminal
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.run import failures, progress
 
 # Clears the screen, writes over the line, begins another, turns text around, and the first as one character (C1).
@@ -44,11 +44,7 @@ def setting(tmp_path_factory):
         info = json.loads((root / "meta" / "info.json").read_text())
         (root / "meta" / "info.json").write_text(json.dumps({**info, "robot_type": name}))
         meta = load_metadata(root)
-        base = tiny_pi05.make_tiny_base(
-            folder / f"{kind} base",
-            **{"features": meta.features, "tasks": list(meta.tasks.values())},
-            **{"stats": meta.stats, "fps": 10, "chunk_size": 8},
-        )
+        base = make_base(folder / f"{kind} base", meta, chunk_size=8)
         (folder / f"{kind}s").mkdir()
         root = root.rename(folder / f"{kind}s" / name)
         flags.append([f"--dataset.root={root}", f"--policy.path={base}", f"--output_dir={folder / kind / name}"])

@@ -15,9 +15,9 @@ from diagnostics import check_rows
 from tests import planted
 from tests.datasets import make_dataset
 from tests.planted import Fault
+from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.run.folder import attempts
 from vla_finetuning.run.plan import resolve
 from vla_finetuning.run.progress import recorded_rows
@@ -32,9 +32,7 @@ def setting(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vla")
     root = make_dataset(folder / "dataset", episodes=(6, 5, 9, 1, 5, 4))
     meta = load_metadata(root)
-    base = tiny_pi05.make_tiny_base(
-        folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10, chunk_size=8
-    )
+    base = make_base(folder / "base", meta, chunk_size=8)
     return folder, root, base
 
 

@@ -6,7 +6,7 @@ import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
-from vla_finetuning.policies.tiny_pi05 import TinyPI05Config, TinyPI05Policy
+from vla_finetuning.policies.tiny_pi05 import TinyPI05Config, TinyPI05Policy, make_tiny_base
 
 STATE_DIM, ACTION_DIM = 4, 3
 
@@ -46,6 +46,12 @@ def real_config(cameras=3, **options):
     features = make_config(cameras, image_size=224)
     config.input_features, config.output_features = features.input_features, features.output_features
     return config
+
+
+def make_base(folder, meta, **options):
+    """A pretrained tiny PI0.5 for a dataset, by its metadata; `options` of `tiny_pi05.make_tiny_base` come first."""
+    known = {"features": meta.features, "tasks": list(meta.tasks.values()), "stats": meta.stats, "fps": meta.fps}
+    return make_tiny_base(folder, **{**known, **options})
 
 
 def make_policy(cameras=2, *, seed=0, **options):

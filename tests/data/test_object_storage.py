@@ -29,11 +29,11 @@ from tests import clusters
 from tests.data.test_datasource import TOP, WINDOWS, assert_same_row, lerobot, rows_of
 from tests.datasets import make_dataset
 from tests.loopback import Faults, GoogleStorage, Handler, Proxy, s3_server, serving
+from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.rows import Reader, column_to_numpy, read_rows
 from vla_finetuning.data.storage import StorageError, StoragePolicy
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.run.plan import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,17 +57,7 @@ def local(folder):
 @pytest.fixture(scope="module")
 def base(folder, local):
     meta = load_metadata(local)
-    return tiny_pi05.make_tiny_base(
-        folder / "base",
-        features=meta.features,
-        tasks=list(meta.tasks.values()),
-        stats=meta.stats,
-        fps=meta.fps,
-        chunk_size=4,
-        width=32,
-        depth=2,
-        vision_width=32,
-    )
+    return make_base(folder / "base", meta, chunk_size=4, width=32, depth=2, vision_width=32)
 
 
 def flags(base, output_dir, **changes):

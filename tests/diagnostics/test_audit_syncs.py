@@ -12,10 +12,10 @@ import torch
 import vla
 from diagnostics import audit_syncs
 from tests.datasets import make_dataset
+from tests.tiny import make_base
 from util import NumpyToTorchCollate, TrainableOptimizer, Window
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.run.plan import resolve
@@ -39,9 +39,7 @@ def setting(tmp_path_factory):
     root = make_dataset(folder / "dataset", episodes=(6, 5, 4))
     meta = load_metadata(root)
     sizes = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
-    base = tiny_pi05.make_tiny_base(
-        folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10, **sizes
-    )
+    base = make_base(folder / "base", meta, **sizes)
     return folder, root, base
 
 

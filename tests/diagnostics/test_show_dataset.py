@@ -14,10 +14,14 @@ from diagnostics import show_dataset
 from diagnostics.show_dataset import main
 from tests.datasets import make_dataset
 from tests.pages import check_page
+from vla_finetuning.config import Config
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.files import write_json
 from vla_finetuning.report import dataset_look
+from vla_finetuning.report.augmented_frames import EPOCHS_SHOWN, augmented, config_of
 from vla_finetuning.report.dataset_look import look_at, ranges_of, sample_episodes
 from vla_finetuning.report.episode_scores import MEDIANS, score_episodes
+from vla_finetuning.report.page import write_report
 
 EPISODES = (12, 9, 12, 10)
 VIDEO, IMAGES = "observation.images.top", "observation.images.side"
@@ -368,12 +372,19 @@ def test_how_far_the_next_state_is_from_the_action(tmp_path):
 @pytest.mark.parametrize("kind", ["openpi", "lerobot"])
 def test_augmented_frames_are_shown_below_the_frame(clean, tmp_path, monkeypatch, kind):
     sheet = look_at(load_metadata(clean)).sheet
-    for before, after in zip(sheet, show_dataset.augmented(sheet, kind), strict=True):
+    config = config_of(show_dataset.AUGMENTATIONS[kind])
+    for before, after in zip(sheet, augmented(sheet, config), strict=True):
         for key, frame in before.images.items():
-            shown = after.images[key].reshape(1 + show_dataset.EPOCHS_SHOWN, *frame.shape)
+            shown = after.images[key].reshape(1 + EPOCHS_SHOWN, *frame.shape)
             assert shown.dtype == np.uint8 and np.array_equal(shown[0], frame)
             assert len({picture.tobytes() for picture in shown}) == len(shown)
-    written = []
-    monkeypatch.setattr(show_dataset, "write_dataset_page", lambda look, *_: written.append(look))
     assert main([str(clean), f"--augmentation={kind}", f"--output={tmp_path / 'page.html'}"]) == 0
-    assert written[0].sheet[0].images[IMAGES].shape[0] == (1 + show_dataset.EPOCHS_SHOWN) * SIZE[0]
+    assert "what training makes of it in three epochs" in (tmp_path / "page.html").read_text()
+
+
+def test_a_runs_report_shows_what_its_own_options_make_of_frames(clean, tmp_path):
+    write_json(tmp_path / "run.json", {"datasets": [{"root": str(clean)}]})
+    for options, said in ((Config(), False), (config_of(show_dataset.AUGMENTATIONS["openpi"]), True)):
+        write_json(tmp_path / "config.json", options.to_json())
+        text = write_report(tmp_path).read_text()
+        assert ("what training makes of it in three epochs" in text) is said

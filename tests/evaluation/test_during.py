@@ -10,6 +10,7 @@ from ray.data import ExecutionOptions
 from safetensors.torch import load_file
 
 import vla
+from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.demo import make_demo_dataset
 from vla_finetuning.envs import configs
@@ -19,7 +20,6 @@ from vla_finetuning.evaluation.during import Evaluator, room_beside
 from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.evaluation.player import packed, unpacked
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.run.folder import evaluations
 from vla_finetuning.run.plan import resolve
 from vla_finetuning.training.worker import policy_at
@@ -33,9 +33,7 @@ def setting(tmp_path_factory):
     folder = tmp_path_factory.mktemp("during")
     root = make_demo_dataset(folder / "dataset", pairs=2)
     meta = load_metadata(root)
-    base = tiny_pi05.make_tiny_base(
-        folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10, **TINY
-    )
+    base = make_base(folder / "base", meta, **TINY)
     return folder, root, base
 
 

@@ -174,7 +174,7 @@ def test_of_several_transforms_each_row_has_some_by_their_weights():
 def test_lerobots_defaults_change_three_things_and_leave_rows_to_themselves():
     """A row's frames do not depend on the batch, nor those of a window on each other."""
     policy = make_config(2)
-    augmented = augmentation_of(config_of(), policy)
+    augmented = augmentation_of(config_of(), list(policy.image_features))
     before, position = images(), torch.arange(100, 100 + ROWS)
     key, other = policy.image_features
     found = augmented(key, before, position)
@@ -191,7 +191,7 @@ def test_only_frames_that_are_trained_on_are_changed():
     (key,) = policy.image_features
     config = Config()
     config.train.augmentation = "openpi"
-    half = DeviceHalf(None, policy, augmentation_of(config, policy))
+    half = DeviceHalf(None, policy, augmentation_of(config, list(policy.image_features)))
     batch = {key: (images() * 255).to(torch.uint8).movedim(1, -1), STREAM_POSITION: torch.arange(ROWS)}
     half.train()
     trained = half(batch)
@@ -199,7 +199,7 @@ def test_only_frames_that_are_trained_on_are_changed():
     half.eval()
     plain = DeviceHalf(None, policy)(batch)
     assert torch.equal(half(batch)[key], plain[key]) and not torch.equal(trained[key], plain[key])
-    assert augmentation_of(Config(), policy) is None
+    assert augmentation_of(Config(), list(policy.image_features)) is None
 
 
 def test_a_color_jitter_of_several_parts_has_them_in_any_order():
@@ -225,7 +225,7 @@ def test_a_color_jitter_of_several_parts_has_them_in_any_order():
 )
 def test_transforms_that_are_not_done_are_refused(transforms, message):
     with pytest.raises(ValueError, match=f"--dataset.image_transforms.tfs: {message}"):
-        augmentation_of(config_of(**transforms), make_config(1))
+        augmentation_of(config_of(**transforms), list(make_config(1).image_features))
 
 
 def test_flags_have_lerobots_names(tmp_path):

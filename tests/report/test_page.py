@@ -18,12 +18,12 @@ import torch
 from tests.datasets import make_dataset
 from tests.loopback import Handler, serving
 from tests.pages import check_page
+from tests.tiny import make_base
 from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.open_loop import open_loop_errors
 from vla_finetuning.files import write_json
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report import page as report
 from vla_finetuning.report.page import keep_report, write_report
@@ -91,9 +91,7 @@ def finished(tmp_path_factory):
         image_cameras={"observation.images.top": (48, 64)},
     )
     meta = load_metadata(root)
-    base = tiny_pi05.make_tiny_base(
-        folder / "base", features=meta.features, tasks=list(TASKS), stats=meta.stats, fps=10, chunk_size=CHUNK
-    )
+    base = make_base(folder / "base", meta, chunk_size=CHUNK)
     flags = {
         "dataset.root": root,
         "dataset.eval_split": 0.1,

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import vla
 from tests.datasets import make_dataset
+from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.run.checkpoint import SPARE_BYTES
 from vla_finetuning.run.folder import LOG_NAME
@@ -42,22 +42,14 @@ def root(folder):
 
 @pytest.fixture(scope="module")
 def base(folder, root):
-    return make_base(folder / "base", root, lambda features: features)
+    return changed_base(folder / "base", root, lambda features: features)
 
 
-def make_base(folder, root, change):
+def changed_base(folder, root, change):
     """A tiny PI0.5 for the dataset's features after `change`."""
     meta = load_metadata(root)
-    return tiny_pi05.make_tiny_base(
-        folder,
-        features=change(dict(meta.features)),
-        tasks=list(meta.tasks.values()),
-        stats=meta.stats,
-        fps=meta.fps,
-        chunk_size=4,
-        width=32,
-        depth=2,
-        vision_width=32,
+    return make_base(
+        folder, meta, features=change(dict(meta.features)), chunk_size=4, width=32, depth=2, vision_width=32
     )
 
 
@@ -265,7 +257,7 @@ def renamed(names):
 
 def test_cameras_of_other_names_and_the_rename_map_to_write(refused, run, root, tmp_path):
     names = {TOP: "observation.images.top_rgb", WRIST: "observation.images.left_wrist"}
-    other = make_base(tmp_path / "base", root, renamed(names))
+    other = changed_base(tmp_path / "base", root, renamed(names))
     message = refused(**{"policy.path": other})
     assert f"dataset {root} and policy {other}: the policy has cameras that the dataset lacks" in message
     (flag,) = shlex.split(re.search(r"same cameras, (--rename_map='.*?')", message)[1])
@@ -275,7 +267,7 @@ def test_cameras_of_other_names_and_the_rename_map_to_write(refused, run, root, 
 
 
 def test_a_camera_that_the_dataset_lacks(refused, run, root, tmp_path):
-    other = make_base(tmp_path / "base", root, lambda features: {**features, SIDE: features[TOP]})
+    other = changed_base(tmp_path / "base", root, lambda features: {**features, SIDE: features[TOP]})
     message = refused(**{"policy.path": other})
     assert f"policy {other}: the policy has cameras that the dataset lacks: ['{SIDE}']" in message
     flag = "--dataset.missing_cameras=mask"
@@ -284,7 +276,7 @@ def test_a_camera_that_the_dataset_lacks(refused, run, root, tmp_path):
 
 
 def test_a_camera_that_the_policy_does_not_know(refused, run, root, tmp_path):
-    other = make_base(tmp_path / "base", root, lambda features: {k: f for k, f in features.items() if k != WRIST})
+    other = changed_base(tmp_path / "base", root, lambda features: {k: f for k, f in features.items() if k != WRIST})
     message = refused(**{"policy.path": other})
     assert f"the dataset has cameras that the policy does not know: ['{WRIST}']" in message
     assert "--dataset.camera_keys" in message

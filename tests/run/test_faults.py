@@ -33,8 +33,8 @@ from tests.datasets import make_dataset
 from tests.loopback import Faults, Proxy, s3_server, serving
 from tests.planted import Fault
 from tests.planted_data import DataFault
+from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.run.folder import LOG_NAME, attempts
 from vla_finetuning.run.progress import recorded_rows
 
@@ -49,9 +49,7 @@ def setting(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     root = make_dataset(folder / "dataset", episodes=(12, 7, 15, 1, 10, 9))
     meta = load_metadata(root)
-    base = tiny_pi05.make_tiny_base(
-        folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10, chunk_size=8
-    )
+    base = make_base(folder / "base", meta, chunk_size=8)
     return folder, root, base
 
 

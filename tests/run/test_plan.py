@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from tests.datasets import make_dataset
+from tests.tiny import make_base
 from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.node_cache import has_room
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies import optim, tiny_pi05
+from vla_finetuning.policies import optim
 from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.policies.pi05 import check_batch
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, make_processors
@@ -35,9 +36,7 @@ def setting(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run_plan")
     root = make_dataset(folder / "dataset", cameras={"observation.images.top": (48, 64)})
     meta = load_metadata(root)
-    base = tiny_pi05.make_tiny_base(
-        folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10, chunk_size=8
-    )
+    base = make_base(folder / "base", meta, chunk_size=8)
     return folder, root, base
 
 

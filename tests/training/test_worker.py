@@ -14,9 +14,10 @@ import torch
 import vla
 from tests import in_process
 from tests.datasets import make_dataset
+from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies import compiling, tiny_pi05
+from vla_finetuning.policies import compiling
 from vla_finetuning.policies.pi05 import sample_noise_and_time
 from vla_finetuning.policies.trainable import UNUSED
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
@@ -35,9 +36,7 @@ def setting(tmp_path_factory):
     roots = [make_dataset(folder / name, episodes=(9, 7), seed=seed) for seed, name in enumerate(("first", "second"))]
     meta = load_metadata(roots[0])
     sizes = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
-    base = tiny_pi05.make_tiny_base(
-        folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10, **sizes
-    )
+    base = make_base(folder / "base", meta, **sizes)
     return folder, roots, base
 
 

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from lerobot.configs.policies import PreTrainedConfig
 from lerobot.transforms import ImageTransformConfig, ImageTransformsConfig, SharpnessJitter, make_transform_from_config
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
@@ -168,13 +167,12 @@ class Augmentation:
 # ---- what is done -------------------------------------------------------------------------------------------------
 
 
-def augmentation_of(config: Config, policy: PreTrainedConfig) -> Augmentation | None:
-    """What a run asks for, for its policy's cameras; None if nothing.
+def augmentation_of(config: Config, keys: Sequence[str]) -> Augmentation | None:
+    """What a run asks for, for its policy's cameras by their keys; None if nothing.
 
     Raises:
         ValueError: a transform that is unknown, or that is not done here.
     """
-    keys = list(policy.image_features)
     if config.train.augmentation == "openpi":
         return Augmentation(config.seed, {key: openpi_step(wrist=WRIST in key) for key in keys})
     if config.dataset.image_transforms.enable:

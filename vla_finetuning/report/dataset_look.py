@@ -68,11 +68,15 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """Frames of all cameras at one time of an episode: `{camera_key: uint8 (H, W, 3)}`, no longer than IMAGE_SIDE."""
+    """Frames of all cameras at one time of an episode: `{camera_key: uint8 (H, W, 3)}`, no longer than IMAGE_SIDE.
+
+    Or each with what training makes of it below (`augmented_frames`).
+    """
 
     episode: int
     time_s: float
     images: dict[str, np.ndarray]
+    is_augmented: bool = False
 
 
 @dataclass(frozen=True, eq=False)

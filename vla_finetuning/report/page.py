@@ -20,6 +20,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.metadata import dimension_names, load_metadata
 from vla_finetuning.files import read_json, read_lines
 from vla_finetuning.report import figures
+from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.dataset_look import ACTION, OUTLIER, Look, look_at, scaled_ranges
 from vla_finetuning.report.episode_scores import Score
 from vla_finetuning.report.figures import Chunk, plain
@@ -156,11 +158,12 @@ def write_trial_page(
 
 def look_at_datasets(output_dir: Path) -> list[Drawn]:
     """The dataset half of a run's report, a part for each dataset; of one that cannot be read, why."""
-    facts = read_json(output_dir / RUN_NAME)
+    facts, config = read_json(output_dir / RUN_NAME), config_of(read_json(output_dir / CONFIG_NAME))
     looks: list[Drawn] = []
     for dataset in facts.get("datasets", [])[:MAX_DATASETS]:
         try:
-            looks.append(_draw_look(look_at(load_metadata(dataset["root"]))))
+            look = look_at(load_metadata(dataset["root"]))
+            looks.append(_draw_look(replace(look, sheet=augmented(look.sheet, config))))
         except (ValueError, OSError) as error:
             looks.append(f"The dataset could not be looked at: {error}")
     return looks
@@ -474,6 +477,7 @@ def _draw_look(look: Look) -> dict[str, Any]:
         "sample": look.sample,
         "findings": look.findings,
         "shown": look.shown,
+        "augmented": any(moment.is_augmented for moment in look.sheet),
         "cameras": [
             {
                 "key": key,

@@ -383,7 +383,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
     except ValueError as error:
         raise ValueError(f"dataset {metas[0].root} and policy {base_info['path']}: {error}") from error
     if config.augments:
-        augmentation_of(config, policy_config)  # what it would refuse
+        augmentation_of(config, list(policy_config.image_features))  # what it would refuse
     if isinstance(config.dataset.image_size, list):
         _check_image_size(policy_config, config.dataset.image_size)
     check_alike(metas, match.dataset_keys, config.rename_map)

@@ -113,7 +113,8 @@ def build_model(run: Run, device: torch.device) -> tuple[PolicyLoss, torch.dtype
         cast_frozen(policy, autocast)
     preprocessor, _ = run.processors()
     # Its device half: uint8 images become what the policy expects, on the device.
-    images = DeviceHalf(preprocessor, run.policy_config, augmentation_of(run.config, run.policy_config))
+    augmentation = augmentation_of(run.config, list(run.policy_config.image_features))
+    images = DeviceHalf(preprocessor, run.policy_config, augmentation)
     compiler = None
     if train.compile:
         if reason := why_not(device):
