@@ -29,6 +29,7 @@ from diagnostics.page import page
 from diagnostics.step_clock import StepClock
 from tests import in_process
 from util import accumulating, make_trainable_optimizer, train_step, whole
+from vla_finetuning.config import PeftOptions
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.run.checkpoint import load_checkpoint
@@ -138,6 +139,7 @@ def two(rank, world, run, folder):
             "average": average_of(run, strategy, rank),
             "held out": held_out_of(run, strategy, rank),
             "recomputed": losses_of(run, strategy, rank, activation_checkpointing=True),
+            "adapters": losses_of(run, strategy, rank, adapters=True),
             "compiled": compiled(run, strategy, rank) if strategy != "ddp" else None,
         }
         save(run, strategy, rank, folder)
@@ -256,8 +258,9 @@ def uneven_steps(run, strategy, rank):
     return losses
 
 
-def losses_of(run, strategy, rank, **options):
-    config = replace(run.config, train=replace(run.config.train, **options))
+def losses_of(run, strategy, rank, adapters=False, **options):
+    peft = PeftOptions(method_type="lora" if adapters else None)
+    config = replace(run.config, train=replace(run.config.train, **options), peft=peft)
     trainer = Trainer(replace(run, config=config), strategy, rank, 2)
     batches = trainer.batches(2)
     return [trainer.step(number, batches).loss.item() for number in range(3)]
@@ -494,7 +497,9 @@ def test_losses_are_those_of_copies(found):
             assert losses[:3] == pytest.approx(ddp[:3], rel=1e-5)
 
 
-@pytest.mark.parametrize("options, within", [("bf16", 2e-3), ("recomputed", 1e-5), ("uneven", 1e-5)])
+@pytest.mark.parametrize(
+    "options, within", [("bf16", 2e-3), ("recomputed", 1e-5), ("uneven", 1e-5), ("adapters", 1e-5)]
+)
 def test_losses_are_those_of_copies_with(found, options, within):
     for rank in found.ranks:
         ddp = rank["ddp"][options]
