@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -431,6 +432,7 @@ def train_step(
     draws: Callable[[int], Draws],
     autocast: torch.dtype | None,
     device: torch.device,
+    keep_casts: bool = False,
     clock: Clock = UNWATCHED,
 ) -> StepResult:
     """One optimizer step: `grad_accum` forwards and backwards, clip, update. Nothing is read from the device.
@@ -444,21 +446,27 @@ def train_step(
             before their mean over the ranks is taken. Differs from `grad_accum` where ranks have unequally many.
         draws: micro-step -> (noise, time) for its rows.
         autocast: bf16, or None for fp32.
+        keep_casts: weights that autocast casts are cast once for all micro-batches, and not for each. The copies stay
+            until the last backward; of layers that are not computed again, each backward has them anyway.
         clock: is told what happens when.
     """
     total = torch.zeros((), device=device)
-    for micro in range(grad_accum):
-        clock.mark("data_wait")
-        batch = next(batches)
-        clock.mark("forward")
-        noise, flow_time = draws(micro)
-        # Gradients travel between workers once per step, with the last micro-batch.
-        with accumulating(model) if micro + 1 < grad_accum else contextlib.nullcontext():
-            with torch.autocast(device.type, autocast, enabled=autocast is not None):
-                loss = model(batch, noise, flow_time)
-            clock.mark("backward")
-            (loss / mean_over).backward()
-        total += loss.detach()
+    casting = partial(torch.autocast, device.type, autocast)
+    # Autocast forgets at the end of the outermost block, which any block is.
+    with casting(enabled=True) if keep_casts and autocast is not None else contextlib.nullcontext():
+        for micro in range(grad_accum):
+            clock.mark("data_wait")
+            batch = next(batches)
+            clock.mark("forward")
+            noise, flow_time = draws(micro)
+            # Gradients travel between workers once per step, with the last micro-batch.
+            with accumulating(model) if micro + 1 < grad_accum else contextlib.nullcontext():
+                with casting(enabled=autocast is not None):
+                    loss = model(batch, noise, flow_time)
+                clock.mark("backward")
+                with casting(enabled=False):
+                    (loss / mean_over).backward()
+            total += loss.detach()
     grad_norm, skipped = optimizer.step(step, clock)
     return StepResult(total / mean_over, grad_norm, skipped)
 

@@ -70,7 +70,7 @@ from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
 from vla_finetuning.training.fitting import fit, worker_group
 from vla_finetuning.training.held_out import HeldOutLoss
 from vla_finetuning.training.memory import GIB
-from vla_finetuning.training.parallel import spread
+from vla_finetuning.training.parallel import keeps_casts, spread
 from vla_finetuning.training.room import check_room, describe_memory, planned_memory, rows_that_fit
 from vla_finetuning.training.stream import Dealt, Deferred, TrainingData, or_timeout, stream_batches
 from vla_finetuning.training.worker import (
@@ -148,12 +148,13 @@ def train(
 
     policy_loss, autocast = build_model(run, device)
     check_attention(run, policy_loss, autocast, attempt)
+    strategy = cast(Strategy, config.scaling.strategy)
     model = spread(
         policy_loss,
-        cast(Strategy, config.scaling.strategy),
+        strategy,
         device,
         world,
-        copies=copies(run, device) if config.scaling.strategy == "hsdp" and world > 1 else None,
+        copies=copies(run, device) if strategy == "hsdp" and world > 1 else None,
         autocast=autocast,
         # Of PI0.5, nothing that trains is ever without a gradient (trainable.choose_trainable).
         find_unused_parameters=config.scaling.find_unused_parameters,
@@ -170,6 +171,7 @@ def train(
     gc.disable()  # collected at log steps: in between it would stall the host at random
     gc.collect()
     gc.freeze()  # nor does a log step look again through all that libraries and model are made of: half a second
+    keep_casts = keeps_casts(strategy, config.grad_accum, config.train.activation_checkpointing)
     window, waited_before = Window(device), 0.0
     losses: list[float] = []
     nonfinite = 0
@@ -185,6 +187,7 @@ def train(
             draws=noise_for(run, step, dealt, device),
             autocast=autocast,
             device=device,
+            keep_casts=keep_casts,
             clock=clock,
         )
         clock.mark("metrics")

@@ -556,7 +556,7 @@ def _audit_without_cuda(run: Run) -> Audit:
     stand_ins = [
         *watch.stand_ins(),
         (vla, "build_model", lambda *_: built),
-        (vla, "enable_gpu_perf_flags", lambda *_: None),
+        (worker, "enable_gpu_perf_flags", lambda *_: None),
         (Tensor, "backward", backward),
     ]
     shard = _MadeUpShard(run)

@@ -405,11 +405,11 @@ def test_statistics_that_are_missing_are_no_obstacle(run, monkeypatch, one_step)
 
 
 def test_the_process_is_left_as_it_was(run, monkeypatch, one_step):
-    before = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream, Window.gather, vla.get_device, vla.ray.get]
+    before = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream, Window.gather, worker.get_device, vla.ray.get]
     precision = torch.get_float32_matmul_precision()
     plant(monkeypatch, item)
     audit_syncs.audit(run)
-    after = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream, Window.gather, vla.get_device, vla.ray.get]
+    after = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream, Window.gather, worker.get_device, vla.ray.get]
     assert after == before
     assert gc.isenabled() and torch.get_float32_matmul_precision() == precision
     weight = torch.ones(2, requires_grad=True)

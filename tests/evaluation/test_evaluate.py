@@ -75,7 +75,7 @@ def test_from_flags_to_a_comparison(ray_cluster, folder, tmp_path, capsys, monke
 
 
 def test_what_is_wrong_is_said_before_anything_starts(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(evaluate, "ray", None)
+    monkeypatch.setattr(evaluate, "cluster", None)
     good = [f"--policy.path={folder}", *FLAGS, f"--output_dir={tmp_path / 'out'}"]
     for flags, told in (
         (good[1:], "which policy? give --policy.path"),

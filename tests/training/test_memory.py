@@ -11,6 +11,7 @@ from util import make_trainable_optimizer, train_step
 from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, leave_off_unused
 from vla_finetuning.training.memory import prediction_bytes, step_memory
+from vla_finetuning.training.parallel import keeps_casts
 
 CPU = torch.device("cpu")
 ROWS = 16
@@ -116,6 +117,7 @@ def test_the_peak_is_what_pytorchs_profiler_sees(mode, attention, checkpointing,
             draws=lambda micro: (noise, time),
             autocast=torch.bfloat16 if bf16 else None,
             device=CPU,
+            keep_casts=keeps_casts("ddp", accum, checkpointing),
         )
 
     step(0)

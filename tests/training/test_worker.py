@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vla
 from tests import in_process
@@ -24,6 +25,7 @@ from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, w
 from vla_finetuning.run.folder import STOP_NAME, prepare_folder
 from vla_finetuning.run.plan import resolve
 from vla_finetuning.training import worker
+from vla_finetuning.training.parallel import keeps_casts
 from vla_finetuning.training.stream import Dealt
 
 CPU = torch.device("cpu")
@@ -352,3 +354,42 @@ def test_the_utilisation_of_a_known_gpu_is_told(setting, monkeypatch):
     gpu = torch.device("cuda", 0)
     assert worker.mfu(metrics, 2, gpu) == pytest.approx(1e12 / (2 * 989.5e12), rel=1e-3)
     assert worker.mfu({"flops_per_s": None}, 2, gpu) is None
+
+
+class Casts(TorchDispatchMode):
+    """How often a weight that trains is converted."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        copies = function is torch.ops.aten._to_copy.default and isinstance(args[0], torch.nn.Parameter)
+        self.count += copies and args[0].requires_grad
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["expert", "full"])
+def test_weights_are_cast_once_for_all_micro_batches_of_a_step(setting, mode, monkeypatch):
+    """To the same bits."""
+
+    def trained():
+        run = resolved(
+            setting,
+            **{
+                "train.mode": mode,
+                "train.precision": "bf16",
+                "steps": 2,
+                "log_freq": 2,
+                "output_dir": setting[0] / mode,
+            },
+        )
+        with in_process.without_ray(in_process.Shard(run)), Casts() as casts:
+            return vla.train(run).named(), casts.count
+
+    once, least = trained()
+    monkeypatch.setattr(vla, "keeps_casts", lambda *_: False)
+    each, most = trained()
+    assert most == 2 * least > 0
+    assert all(torch.equal(each[name], weight) for name, weight in once.items())
+    assert keeps_casts("ddp", 2, False)
+    # What is computed or gathered again is given up to save its memory.
+    assert not keeps_casts("fsdp2_reshard", 2, False) and not keeps_casts("ddp", 2, True)

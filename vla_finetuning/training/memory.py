@@ -30,7 +30,7 @@ from vla_finetuning.policies.counting import empty_inputs, meta_policy, tokens_p
 from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, leave_off_unused
-from vla_finetuning.training.parallel import gathered_bytes, hold_gradients, is_part, spread, units
+from vla_finetuning.training.parallel import gathered_bytes, hold_gradients, is_part, keeps_casts, spread, units
 
 GIB = 2**30
 # What a GPU holds that no tensor of the step is. Planned, to be corrected by what is measured.
@@ -183,6 +183,7 @@ def step_memory(
                 draws=lambda micro: (noise, time),
                 autocast=autocast,
                 device=cpu,
+                keep_casts=keeps_casts(strategy, grad_accum, checkpointing),
             )
         # Without gradients in them, DDP's buckets stand beside these.
         buckets = gradients if workers > 1 and not sharded and not optimizer.keeps_gradients else 0

@@ -35,6 +35,15 @@ UNIT = re.compile(
 )
 
 
+def keeps_casts(strategy: Strategy, micros: int, checkpointing: bool) -> bool:
+    """Whether a step casts weights once for all its micro-batches: where that takes no memory.
+
+    It does where layers are computed again, or gathered again and given up: copies would be all that is left of them.
+    FSDP2 gathers what stays gathered in the precision that it is computed in.
+    """
+    return micros > 1 and strategy == "ddp" and not checkpointing
+
+
 def spread(
     loss: nn.Module,
     strategy: Strategy,
