@@ -104,11 +104,11 @@ from pathlib import Path
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.loading import fetch_pretrained
 from vla_finetuning.policies.processors import Prepare, make_processors
-from vla_finetuning.run.plan import _policy_config
+from vla_finetuning.run.base_policy import policy_config_of
 from tests.exploits import made_up_stats
 
 folder, out = map(Path, sys.argv[1:])
-config = _policy_config("it", "tiny_pi05", folder, [])
+config = policy_config_of("it", "tiny_pi05", folder, [])
 stats = {key: made_up_stats(f.shape) for key, f in {**config.input_features, **config.output_features}.items()}
 pre, _ = make_processors(folder, config, stats, {}, trusted=True)
 prepare = Prepare(pre, list(config.image_features), {}, config, trusted=True)

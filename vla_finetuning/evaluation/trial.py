@@ -28,8 +28,8 @@ from vla_finetuning.evaluation.intervals import compare, comparison_text, share,
 from vla_finetuning.evaluation.player import PolicySource, check_fits
 from vla_finetuning.evaluation.replay import make_films
 from vla_finetuning.files import read_json, write_json
+from vla_finetuning.run.base_policy import resolve_policy
 from vla_finetuning.run.folder import FILMS_INDEX
-from vla_finetuning.run.plan import resolve_policy
 from vla_finetuning.terminal import escaped, tell
 
 # Where nobody watches a bar.

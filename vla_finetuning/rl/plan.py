@@ -27,8 +27,9 @@ from vla_finetuning.policies.loading import FeatureMatch
 from vla_finetuning.policies.processors import load_processors
 from vla_finetuning.policies.prompts import prompt_lengths
 from vla_finetuning.rl.flow_sde import FlowSDE
+from vla_finetuning.run.base_policy import check_policy, resolve_policy
 from vla_finetuning.run.checkpoint import Progress
-from vla_finetuning.run.plan import Run, check_policy, resolve_policy
+from vla_finetuning.run.plan import Run
 from vla_finetuning.terminal import escaped
 
 # Options of GRPO that may change when a run is resumed: how long it goes on, and what changes no result.

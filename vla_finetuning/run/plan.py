@@ -5,22 +5,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
-import json
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import draccus
 import numpy as np
-import torch
-from draccus.utils import DraccusException
 from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class
@@ -37,9 +30,7 @@ from vla_finetuning.config import (
     Config,
     MissingCameras,
     OnError,
-    PeftOptions,
     TrainMode,
-    TrainOptions,
 )
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import (
@@ -55,20 +46,20 @@ from vla_finetuning.data.statistics import check_stats, complete_stats
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from vla_finetuning.policies.augment import augmentation_of
-from vla_finetuning.policies.counting import flops_by_prompt, meta_policy
-from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch, check_weights, fetch_pretrained, match_features
+from vla_finetuning.policies.counting import flops_by_prompt
+from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch, match_features
 from vla_finetuning.policies.optim import Recipe, make_recipe, require_shown
 from vla_finetuning.policies.processors import (
-    TOKENIZER_FOLDER,
     make_processors,
     normalization_mode,
     required_stats,
     with_imagenet_stats,
 )
 from vla_finetuning.policies.prompts import prompt_lengths
-from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along, remote_code
-from vla_finetuning.policies.trainable import TrainableReport, choose_trainable
-from vla_finetuning.run.checkpoint import Progress, check_base, file_digest, latest_checkpoint, load_progress
+from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along
+from vla_finetuning.policies.trainable import TrainableReport
+from vla_finetuning.run.base_policy import check_policy, check_policy_options, resolve_policy
+from vla_finetuning.run.checkpoint import Progress
 from vla_finetuning.run.episodes import split_episodes
 from vla_finetuning.run.folder import CHECKPOINTS_NAME, SKIPPED_NAME
 from vla_finetuning.run.mixture import (
@@ -369,7 +360,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
         )
     require_shown(policy_config, f"policy {base_info['path']}")
     config = replace(config, policy_path=path_given, policy_revision=base_info["revision"])
-    _check_options(config, policy_config)
+    check_policy_options(config, policy_config)
     make_recipe(config, policy_config)  # refuses options that it cannot have
     try:
         match = match_features(
@@ -547,135 +538,6 @@ def _missing_stats(
             "`python -m lerobot.scripts.augment_dataset_quantile_stats`"
         )
     return missing
-
-
-def check_policy(
-    policy_config: PreTrainedConfig, folder: Path | None, train: TrainOptions, adapters: PeftOptions | None = None
-) -> TrainableReport | None:
-    """Refuse weights that do not load, and count what there is and what trains, without any memory for it."""
-    if not isinstance(policy_config, PI05Config):
-        if train.mode != "full":
-            raise ValueError(
-                f"--train.mode={train.mode} names parts of PI0.5, and the policy is of type {policy_config.type}; use "
-                "--train.mode=full, or what the policy's own options (--policy.*) offer to freeze parts of it"
-            )
-        for name in ("mask_padding", "noise_draws", "activation_checkpointing", "compile"):
-            value, default = getattr(train, name), getattr(TrainOptions(), name)
-            if value != default:
-                raise ValueError(
-                    f"--train.{name}={value} is for PI0.5, and the policy is of type {policy_config.type}: leave it "
-                    "out, or look for the like among the policy's own options (--policy.*)"
-                )
-        return None  # building others may download their backbones
-    policy = meta_policy(policy_config)
-    if folder is not None:
-        check_weights(folder, policy)
-    report = choose_trainable(policy, cast(TrainMode, train.mode), adapters)
-    if any(parameter.requires_grad and parameter.dtype != torch.float32 for parameter in policy.parameters()):
-        raise ValueError(
-            f"--policy.dtype={policy_config.dtype}, the user's or the pretrained policy's own: weights that train must "
-            "be float32, or small updates are lost; give --policy.dtype=float32 (--train.precision says what the step "
-            "computes in, and keeps what is frozen in bf16)"
-        )
-    return report
-
-
-def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:
-    if path is None:
-        kind = config.policy_type or ""
-        nothing = {"path": f"{kind} from random weights", "revision": None, "digest": None}
-        return _policy_config(f"--policy.type={kind}", kind, None, config.policy_options), None, nothing
-    folder, revision = fetch_pretrained(path, config.policy_revision)
-    folder = folder.absolute()
-    weights = (sorted(folder.glob("*.safetensors.index.json")) or [folder / "model.safetensors"])[0]
-    if not weights.is_file():
-        found = sorted(entry.name for entry in folder.iterdir())
-        raise FileNotFoundError(
-            f"policy {path}: no model.safetensors, found {found}: there are no weights to start from; copy it again, "
-            "or use --policy.type if random ones are meant"
-        )
-    digests = {"digest": file_digest(weights), "files": _digests(folder, weights)}
-    base = {"path": path, "revision": revision, **digests}
-    newest = latest_checkpoint(config.folder / CHECKPOINTS_NAME) if config.resume else None
-    if newest is not None:
-        # Which folder that is was read from the run's own config.json: nothing in it is opened before it is known to
-        # be the one that the run was started from.
-        check_base(load_progress(newest), base)
-    try:
-        kind = json.loads((folder / "config.json").read_bytes())["type"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"policy {path}: config.json is damaged or no policy's ({error!r}); copy it again") from error
-    policy_config = _policy_config(f"policy {path}", kind, folder, config.policy_options)
-    policy_config.pretrained_path = folder
-    return policy_config, folder, base
-
-
-def _digests(folder: Path, weights: Path) -> dict[str, str]:
-    """Of all else that loading the policy reads: its configuration, processors, tokenizer, shards of weights."""
-    files = [*folder.glob("*.json"), *folder.glob("*.safetensors"), *(folder / TOKENIZER_FOLDER).rglob("*")]
-    files = [path for path in sorted(files) if path.is_file() and path != weights]
-    return {str(path.relative_to(folder)): file_digest(path) for path in files}
-
-
-def _policy_config(where: str, kind: str, folder: Path | None, options: list[str]) -> PreTrainedConfig:
-    """LeRobot's configuration of a policy, the folder's or the type's defaults, with the user's own options."""
-    known = PreTrainedConfig.get_known_choices()
-    if kind not in known:
-        raise ValueError(f"{where}: no policy is of type {kind!r}; LeRobot knows {', '.join(sorted(known))}")
-    given = ", ".join(f"--policy.{option.removeprefix('--')}" for option in options)
-    options = [*options, "--device=cpu"]
-    usage = io.StringIO()
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(usage), remote_code(trusted=False):
-            warnings.simplefilter("ignore")
-            if folder is None:
-                return draccus.parse(PreTrainedConfig.get_choice_class(kind), args=options)
-            return PreTrainedConfig.from_pretrained(folder, cli_overrides=options)
-    except SystemExit as error:  # how draccus refuses an option that it does not know
-        names = ", ".join(sorted(known[kind].__dataclass_fields__))
-        raise ValueError(f"{where}: {given}: a {kind} policy has only the options {names}") from error
-    except (DraccusException, ValueError, TypeError) as error:
-        reason = "; ".join(str(e) for e in (error, error.__cause__) if e is not None)
-        source = " with ".join(filter(None, ["config.json" if folder else "", given]))
-        raise ValueError(f"{where}: {source}: {reason}") from error
-
-
-# Options of policies that change nothing here, and what does.
-WITHOUT_EFFECT = {
-    "device": "--scaling.use_gpu",
-    "use_peft": "--peft.method_type lora",
-}
-WITHOUT_EFFECT_IN_PI05 = {
-    "train_expert_only": "--train.mode expert",
-    "freeze_vision_encoder": "--train.mode heads or expert, in which the whole backbone is frozen",
-    "compile_model": "--train.compile",
-    "compile_mode": "--train.compile",
-    "gradient_checkpointing": "--train.activation_checkpointing",
-}
-
-# Options of ours, and those of policies of which they take the place.
-SCHEDULER_OPTIONS = ("scheduler_warmup_steps", "scheduler_decay_steps", "scheduler_decay_lr")
-OURS_AND_THEIRS = {
-    "lr": ("optimizer_lr",),
-    "warmup_frac": SCHEDULER_OPTIONS,
-    "final_lr_frac": SCHEDULER_OPTIONS,
-}
-
-
-def _check_options(config: Config, policy_config: PreTrainedConfig) -> None:
-    """Refuse options of the policy that would be ignored, naming what does the same here."""
-    answers = WITHOUT_EFFECT | (WITHOUT_EFFECT_IN_PI05 if isinstance(policy_config, PI05Config) else {})
-    preset = PRESETS.get(config.preset or "", {})
-    for ours, theirs in OURS_AND_THEIRS.items():
-        if (value := getattr(config, ours)) is not None:
-            by_whom = "the preset" if preset.get(ours) else "the command line"
-            answers |= {name: f"--{ours}, which {by_whom} has set to {value:g}" for name in theirs}
-    for option in config.policy_options:
-        name = option.removeprefix("--").partition("=")[0]
-        if not config.use_policy_training_preset and name.startswith(("optimizer_", "scheduler_")):
-            answers[name] = f"--{name.replace('_', '.', 1)}, or --use_policy_training_preset=true"
-        if name in answers:
-            raise ValueError(f"--policy.{name} has no effect on a '{policy_config.type}' here; use {answers[name]}")
 
 
 def _with_image_size(run: Run) -> tuple[Run, int | None]:
