@@ -160,6 +160,15 @@ def test_updates_end_where_the_policy_has_moved_far_enough(base, tmp_path):
     assert told[1]["updates"] == 2  # the first, at which it had not moved yet, and the one that showed it
 
 
+def test_what_was_learned_is_exported(base, tmp_path):
+    run = resolved(base, tmp_path / "run", **{"grpo.iterations": 1})
+    learned, _ = train(run)
+    worker.export(run)
+    exported = load_file(tmp_path / "run" / "pretrained_model" / "model.safetensors")
+    names = [name for name in exported if name in learned]
+    assert names and all(torch.equal(exported[name], learned[name]) for name in names)
+
+
 def two(rank, world, run, folder):
     meet(rank, world, folder)
     with without_ray(rank, world):

@@ -9,7 +9,7 @@ import math
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from lerobot.configs import FeatureType
 from lerobot.configs.policies import PreTrainedConfig
@@ -20,7 +20,7 @@ from lerobot.processor import PolicyProcessorPipeline
 from lerobot.utils.constants import POLICY_PREPROCESSOR_DEFAULT_NAME
 
 from vla_finetuning.config import GrpoConfig, GrpoOptions, TrainMode
-from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, task_makers
+from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, how_drawn, task_makers
 from vla_finetuning.evaluation.player import check_fits
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.loading import FeatureMatch
@@ -53,6 +53,12 @@ class GrpoRun(Run):
     @property
     def options(self) -> GrpoOptions:
         return cast(GrpoConfig, self.config).grpo
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """How the environment's pictures, which the policy was trained on, are drawn."""
+        assert self.env is not None
+        return how_drawn(self.env)
 
     @property
     def sde(self) -> FlowSDE:

@@ -36,6 +36,7 @@ from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import (
     DatasetMetadata,
     fetch_dataset,
+    how_drawn,
     load_metadata,
 )
 from vla_finetuning.data.node_cache import has_room
@@ -191,6 +192,12 @@ class Run:
     def relative_actions(self) -> RelativeActions | None:
         """How predicted actions are relative to the state; None if they are absolute."""
         return relative_actions(self.policy_config)
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """How the pictures of the simulator that the datasets are from were drawn; nothing where it is not one way."""
+        first, *others = map(how_drawn, self.metas)
+        return first if all(other == first for other in others) else {}
 
     @property
     def rows_per_dataset(self) -> list[int]:

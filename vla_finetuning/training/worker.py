@@ -30,7 +30,6 @@ from torch import Tensor
 from util import Batch, Draws, TrainableOptimizer, enable_gpu_perf_flags, peak_flops, take_optimizer
 from vla_finetuning.config import ENVIRONMENT_NAME, Attention, TrainMode
 from vla_finetuning.data.columns import ROW_COLUMNS
-from vla_finetuning.data.metadata import how_drawn
 from vla_finetuning.files import write_json
 from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.augment import augmentation_of
@@ -512,10 +511,9 @@ def export(run: Run) -> None:
         merge(adapted)
     folder = run.output_dir / "pretrained_model"
     save_pretrained(policy, pre, post, folder)
-    drawn = [how_drawn(meta) for meta in run.metas]
-    if drawn[0] and all(other == drawn[0] for other in drawn):
+    if drawn := run.drawn:
         # Whoever evaluates it in the simulator is to show it the same pictures.
-        write_json(folder / ENVIRONMENT_NAME, {"drawn": drawn[0]})
+        write_json(folder / ENVIRONMENT_NAME, {"drawn": drawn})
 
 
 def exported_checkpoint(run: Run) -> Path:
