@@ -1,6 +1,7 @@
 """Datasets that are not on this machine: S3 (moto's server), Google's store and the Hub (stand-ins), on loopback."""
 
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -20,6 +21,9 @@ from urllib.parse import unquote, urlsplit
 
 import boto3
 import gcsfs
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import s3fs
 
@@ -32,7 +36,8 @@ from tests.loopback import Faults, GoogleStorage, Handler, Proxy, s3_server, ser
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.rows import Reader, column_to_numpy, read_rows
-from vla_finetuning.data.storage import StorageError, StoragePolicy
+from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+from vla_finetuning.data.storage import StorageError, StoragePolicy, connect
 from vla_finetuning.flags import parse_args
 from vla_finetuning.run.plan import resolve
 
@@ -242,6 +247,27 @@ def test_the_requests_of_a_window_are_made_side_by_side(bucket, proxied, tmp_pat
     # These are no longer than what opening them reads, which the node keeps.
     read_directly(source)
     assert len(faults.requests) == len(videos)
+
+
+def test_columns_of_a_parquet_file_are_fetched_side_by_side(bucket, proxied):
+    """Of a row group and the next; what lies between them is not."""
+    rows = np.random.default_rng(0).integers(0, 2**62, (3, 400_000))
+    table, file = pa.table(dict(zip("abc", rows, strict=True))), io.BytesIO()
+    pq.write_table(table, file, row_group_size=200_000, use_dictionary=False, compression="none")
+    bucket.put_object(Bucket="robots", Key="table.parquet", Body=file.getvalue())
+    faults, options = proxied
+    fs, path = connect("s3://robots/table.parquet", StoragePolicy(), options)
+    with open_parquet(fs, path) as parquet:
+        faults.requests.clear()
+        together = threading.Barrier(3)  # the first a; the first c and the second a, which touch; the second c
+
+        def wait_for_the_others(request):
+            together.wait(60)
+
+        faults.choose = wait_for_the_others
+        found = read_columns(parquet, ["a", "c"], Budget("rows", None, 2**30), name="table.parquet")
+    assert found.equals(table.select(["a", "c"])) and not together.broken
+    assert len(faults.requests) == 3 and sum(r.sent_bytes for r in faults.requests) < 0.8 * len(file.getvalue())
 
 
 def test_the_program_passes_its_flags_on(bucket, base, tmp_path):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.policies.test_pi05 import process_group  # noqa: F401  (a fixture)
 from tests.tiny import make_batch, make_policy
 from util import make_trainable_optimizer, train_step
 from vla_finetuning.policies import compiling
@@ -105,7 +104,7 @@ def test_one_graph_for_all_layers_of_a_kind(mode, graphs):
     assert backend.graphs == graphs and torch._dynamo.utils.counters["frames"]["total"] == frames
 
 
-def test_under_autocast_and_ddp(process_group):  # noqa: F811
+def test_under_autocast_and_ddp(process_group):
     policy = make_policy(2)
     choose_trainable(policy, "expert")
     plain = copy.deepcopy(policy)

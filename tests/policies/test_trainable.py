@@ -1,10 +1,7 @@
 """What trains, what it is kept in, and that what is left off changes nothing."""
 
-import os
-
 import pytest
 import torch
-import torch.distributed as dist
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,14 +66,6 @@ def test_modes_of_the_real_policy():
 def test_unknown_mode():
     with pytest.raises(ValueError, match="'head' is unknown; choose 'heads', 'expert' or 'full'"):
         choose_trainable(make_policy(1), "head")
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_ddp_needs_no_search_for_unused_parameters(process_group):

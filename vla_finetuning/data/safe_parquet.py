@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from vla_finetuning.data.limits import KEPT_FOOTER_BYTES, MAX_FOOTER_BYTES, ROW_GROUP_OVERHEAD_BYTES
-from vla_finetuning.data.storage import StorageError, naming_file
+from vla_finetuning.data.storage import RemoteFile, StorageError, naming_file
 
 # What LeRobot writes: Hugging Face's fixed-shape arrays, and JSON text inside the language columns.
 _ARROW_EXTENSIONS = re.compile(r"datasets\.features\.features\.Array[2-5]DExtensionType|arrow\.json")
@@ -56,10 +56,25 @@ class Budget:
             )
 
 
+class OpenedParquet(pq.ParquetFile):
+    """A parquet file that is safe to read; of one in a store, what will be read can be asked for beforehand."""
+
+    def __init__(self, file: Any, **options: Any):
+        super().__init__(file, **options)
+        self._file = file
+
+    def expect(self, groups: Sequence[int], leaves: Sequence[tuple[int, str, int]]) -> None:
+        """Have the chunks of some columns in some row groups fetched side by side, while other things are done."""
+        if isinstance(self._file, RemoteFile):
+            chunks = [self.metadata.row_group(group).column(leaf) for group in groups for leaf, *_ in leaves]
+            starts = [min(filter(None, (c.dictionary_page_offset, c.data_page_offset))) for c in chunks]
+            self._file.ask([(at, at + c.total_compressed_size) for at, c in zip(starts, chunks, strict=True)])
+
+
 @contextlib.contextmanager
 def open_parquet(
     fs: fsspec.AbstractFileSystem, path: str, *, name: str | None = None, identity: str | None = None
-) -> Iterator[pq.ParquetFile]:
+) -> Iterator[OpenedParquet]:
     """Open a dataset's parquet file; the one way to do so.
 
     Before Arrow parses the schema, the names of its extension types are read from the raw bytes: Arrow
@@ -96,7 +111,7 @@ def open_parquet(
             texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
             file.seek(0)
             # With its extension types Arrow would read LeRobot's JSON texts as plain ones.
-            yield pq.ParquetFile(file, metadata=metadata, read_dictionary=texts, arrow_extensions_enabled=False)
+            yield OpenedParquet(file, metadata=metadata, read_dictionary=texts, arrow_extensions_enabled=False)
     except StorageError:
         raise
     except FileNotFoundError as error:
@@ -146,7 +161,7 @@ _footers = _Footers(KEPT_FOOTER_BYTES)
 
 
 def read_columns(
-    file: pq.ParquetFile,
+    file: OpenedParquet,
     columns: Collection[str],
     budget: Budget,
     *,
@@ -184,7 +199,9 @@ def read_columns(
         total_rows, total_bytes = total_rows + rows, total_bytes + sum(sizes.values())
     budget.check(name, total_rows, total_bytes)
     parts = [file.read_row_groups([], columns=list(columns)).select(columns)]
-    for group in groups:
+    for number, group in enumerate(groups):
+        # While one is unpacked the next is fetched.
+        file.expect(groups[number : number + 2], leaves)
         # One by one: Arrow 26 cannot read nested dictionaries of several row groups at once.
         part = file.read_row_group(group, columns=list(columns)).select(columns)
         size = part.nbytes + sum(_text_bytes(chunk, name) for column in part.columns for chunk in column.chunks)
