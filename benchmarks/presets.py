@@ -1,6 +1,6 @@
 """What fits where: the memory that each preset is planned to take of its GPU, PI0.5 at its real size.
 
-    python -m benchmarks.presets [--presets l4,h100] [--measured FILE] [--json FILE]
+    python -m benchmarks.presets [--presets l4,h100] [--one_gpu] [--measured FILE] [--json FILE]
 
 For 1, 2 and 3 cameras of 480x640 and prompts of 200 tokens, in the mode that the preset names and those that train
 less; GiB per worker of the GiB that CUDA reports, by the plan that refuses a run which does not fit. Nothing is
@@ -15,6 +15,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,7 +24,7 @@ from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.utils.constants import ACTION
 
 from diagnostics.environment import Environment
-from vla_finetuning.config import PRESETS, Config, TrainMode
+from vla_finetuning.config import PRESETS, Config, PeftOptions, TrainMode
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.counting import with_cameras
@@ -31,7 +32,27 @@ from vla_finetuning.terminal import tell, tell_text
 from vla_finetuning.training.memory import GIB, StepMemory
 from vla_finetuning.training.room import CARDS_GIB, PRESET_CARDS, needed_by
 
+PLACES = ("--dataset.root=d", "--output_dir=o")
 CAMERAS, FRAME_BYTES, PROMPT = (1, 2, 3), 480 * 640 * 3, 200
+# GPUs that people have one of: what CUDA reports of those sold with 16 and 24 GB, at the least.
+ONE_GPU_GIB = {"16 GB": 15.5, "24 GB": CARDS_GIB["L4"]}
+ONE_GPU_ROWS = (1, 8)
+EVERYWHERE = r".*(language_model|gemma_expert).*\.(q_proj|k_proj|v_proj|o_proj)"
+ONE_GPU_WAYS: dict[str, tuple[TrainMode, PeftOptions, bool]] = {
+    "`--train.mode heads`": ("heads", PeftOptions(), False),
+    "`--train.mode expert`": ("expert", PeftOptions(), False),
+    "`--peft.r 16` (adapters in the expert)": ("expert", PeftOptions(method_type="lora"), False),
+    "`--peft.r 16`, all attention (`--peft.target_modules`)": (
+        "expert",
+        PeftOptions(method_type="lora", target_modules=EVERYWHERE),
+        False,
+    ),
+    "the same with `--train.activation_checkpointing`": (
+        "expert",
+        PeftOptions(method_type="lora", target_modules=EVERYWHERE),
+        True,
+    ),
+}
 MODES: tuple[TrainMode, ...] = get_args(TrainMode)  # from what trains least
 
 
@@ -42,21 +63,20 @@ def modes_of(preset: str) -> tuple[TrainMode, ...]:
 
 def config_of(preset: str, mode: TrainMode) -> Config:
     """The options of a run with the preset."""
-    flags = {"train.mode": mode, "dataset.root": "d", "policy.type": "pi05", "output_dir": "o"}
-    return parse_args([f"--preset={preset}", *(f"--{name}={value}" for name, value in flags.items())])
+    return parse_args([f"--preset={preset}", f"--train.mode={mode}", "--policy.type=pi05", *PLACES])
 
 
 def planned(preset: str, mode: TrainMode, cameras: int) -> StepMemory:
     """What a worker of a run with the preset needs."""
-    policy = PI05Config(device="cpu")
+    return of_pi05(config_of(preset, mode), cameras)
+
+
+def of_pi05(config: Config, cameras: int) -> StepMemory:
+    """What a worker needs of a run of PI0.5 with these options, from pretrained weights."""
+    policy = PI05Config(device="cpu", pretrained_path=Path("pi05_base"))
     policy.output_features = {ACTION: PolicyFeature(FeatureType.ACTION, (policy.max_action_dim,))}
-    return needed_by(
-        config_of(preset, mode),
-        with_cameras(policy, cameras, PROMPT),
-        cameras=cameras,
-        frame_bytes=cameras * FRAME_BYTES,
-        use_gpu=True,
-    )
+    policy = with_cameras(policy, cameras, PROMPT)
+    return needed_by(config, policy, cameras=cameras, frame_bytes=cameras * FRAME_BYTES, use_gpu=True)
 
 
 def evidence(measured: Mapping[str, Any], mode: TrainMode) -> str:
@@ -84,9 +104,37 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def on_one_gpu() -> list[dict[str, Any]]:
+    """What runs need that people with one small GPU start, by rows at once, with three cameras."""
+    found = []
+    for way, (mode, peft, recomputed) in ONE_GPU_WAYS.items():
+        needed = {}
+        for rows in ONE_GPU_ROWS:
+            config = parse_args(["--policy.type=pi05", *PLACES, f"--train.mode={mode}", f"--batch_size={rows}"])
+            config = replace(config, peft=peft, train=replace(config.train, activation_checkpointing=recomputed))
+            needed[str(rows)] = of_pi05(config, CAMERAS[-1]).needed / GIB
+        found.append({"way": way, "needed_gib": needed})
+        tell(f"one GPU, {way}: {json.dumps(needed)}")
+    return found
+
+
+def table_of_one(found: Sequence[Mapping[str, Any]]) -> str:
+    """As Markdown."""
+    head = " | ".join(f"{rows} row{'s' * (rows > 1)} at once" for rows in ONE_GPU_ROWS)
+    lines = [f"| one GPU, 3 cameras | {head} | fits |", "|---" * (2 + len(ONE_GPU_ROWS)) + "|"]
+    for row in found:
+        needed = list(row["needed_gib"].values())
+        fitting = [card for card, gib in ONE_GPU_GIB.items() if needed[-1] <= gib]
+        some = [card for card, gib in ONE_GPU_GIB.items() if needed[0] <= gib and card not in fitting]
+        fits = ", ".join(fitting + [f"{card} with 1 row" for card in some])
+        lines.append(f"| {row['way']} | {' | '.join(f'{gib:.1f} GiB' for gib in needed)} | {fits or 'neither'} |")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", default=",".join(PRESET_CARDS), help="which, separated by commas")
+    parser.add_argument("--one_gpu", action="store_true", help="besides, what people with one small GPU can do")
     parser.add_argument("--measured", type=Path, help="a file of benchmarks.gpu")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args(argv)
@@ -110,9 +158,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             tell(f"{preset}, {mode}: " + json.dumps(rows[-1]["needed_gib"]))
     tell_text(table(rows))
+    one = on_one_gpu() if options.one_gpu else []
+    if one:
+        tell_text(table_of_one(one))
     if options.json:
         facts = {"command": shlex.join(sys.orig_argv[1:]), "environment": Environment.here().model_dump(mode="json")}
-        write_json(options.json, {**facts, "rows": rows})
+        write_json(options.json, {**facts, "presets": rows, "one_gpu": one})
     return 0
 
 

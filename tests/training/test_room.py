@@ -25,7 +25,6 @@ from vla_finetuning.training.room import (
     rows_that_fit,
 )
 
-PLACES = ("--dataset.root=d", "--output_dir=o")
 # Each takes what the preset it stands for takes, camera by camera.
 ALIKE = {"h100": "a100", "b200": "h200"}
 CASES = [
@@ -47,7 +46,7 @@ def test_a_preset_is_planned_to_fit_with_4_gib_to_spare(preset, mode, cameras):
 
 def run_of(preset, mode, *flags):
     """What the plan looks at of a run of PI0.5 at its real size, with three cameras of 480 x 640."""
-    config = parse_args([f"--preset={preset}", f"--train.mode={mode}", "--policy.type=pi05", *PLACES, *flags])
+    config = parse_args([f"--preset={preset}", f"--train.mode={mode}", "--policy.type=pi05", *presets.PLACES, *flags])
     keys = [f"observation.images.{number}" for number in range(3)]
     features = {key: SimpleNamespace(shape=(480, 640, 3)) for key in keys}
     return SimpleNamespace(
