@@ -24,6 +24,7 @@ from vla_finetuning.policies import optim
 from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.policies.pi05 import check_batch
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, make_processors
+from vla_finetuning.run import base_policy
 from vla_finetuning.run import plan as run_plan
 from vla_finetuning.run.checkpoint import Progress, check_resumable, commit, write_pieces
 from vla_finetuning.run.describe import describe
@@ -450,7 +451,7 @@ def test_a_run_that_is_resumed_opens_no_base_but_its_own(started, monkeypatch, f
     assert resumed(output_dir).base["files"].keys() >= {"config.json", "policy_preprocessor.json"}
     (base / file).parent.mkdir(exist_ok=True)
     (base / file).write_bytes((base / file).read_bytes() + b" " if (base / file).exists() else b"{}")
-    monkeypatch.setattr(run_plan, "_policy_config", None)  # where the first of its files would be opened
+    monkeypatch.setattr(base_policy, "policy_config_of", None)  # where the first of its files would be opened
     with pytest.raises(ValueError, match="the base policy is not the one the run was started from"):
         resumed(output_dir)
 
