@@ -3,6 +3,7 @@
 import hashlib
 import pickle
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -277,6 +278,103 @@ def test_dealing_goes_on_by_one_row_and_keeps_to_the_shares(counts):
         assert np.abs(np.array(now) - np.array(counts) * position / total).max() < max(1, np.log2(len(counts)))
         before = now
     assert before == list(counts)
+
+
+# ---- weighted episodes ----------------------------------------------------------------------------------------------
+
+WEIGHTS = (0.3, 1.0, 2.5, 1 / 3, 0.05, 3.0)
+
+
+def weighted(weights=WEIGHTS, lengths=(5, 1, 7, 30, 12, 4), **options):
+    chosen = {"seed": 3, "segment_rows": 4, "window_rows": 10, **options}
+    return StreamPlan(episodes(*lengths), episode_weights=np.array(weights), **chosen)
+
+
+def test_a_weighted_row_comes_as_often_as_its_weight_says(part_segments):
+    """After any number of epochs never one off; and the plan knows beforehand how often exactly."""
+    plan, position, seen = weighted(), 0, Counter()
+    of_row = np.repeat(np.arange(6), plan.episodes.length).tolist()
+    for epoch in range(41):
+        number, begin, end = plan.epoch_at(position)
+        assert (number, begin) == (epoch, position)
+        rows = read(plan, begin, end)
+        assert {e for e, _, _ in rows} == {epoch}
+        half = seen + Counter(i for _, _, i in rows[: len(rows) // 2])
+        least, most = plan.times((begin + begin + len(rows)) // 2)
+        assert all(least[e] <= half[i] <= most[e] for i, e in enumerate(of_row))
+        seen += Counter(i for _, _, i in rows)
+        exactly, same = plan.times(end)
+        assert (exactly == same).all() and [seen[i] for i in range(len(of_row))] == exactly[of_row].tolist()
+        for i, e in enumerate(of_row):
+            assert abs(seen[i] - (epoch + 1) * Fraction(WEIGHTS[e])) < 1
+        position = end
+    assert position == pytest.approx(41 * plan.rows_per_epoch, rel=0.02)
+    assert [seen[i] for i in (5, 58)] == [41, 123]  # whole weights: the same in every epoch
+    assert read(plan, 0, position) == read(pickle.loads(pickle.dumps(plan)), 0, position)
+    assert [row for a in range(0, 300, 7) for row in read(plan, a, min(a + 7, 300))] == read(plan, 0, 300)
+
+
+def test_epochs_of_episodes_of_one_weight_are_about_as_long_as_each_other():
+    plan = weighted([0.4] * 100 + [1.3] * 50, [10] * 150)
+    ends = np.array([plan.epoch_at(e * plan.rows_per_epoch + plan.rows_per_epoch // 2) for e in range(30)])
+    assert ends[:, 0].tolist() == list(range(30))
+    assert np.abs(np.diff(ends[:, 1:]) - plan.rows_per_epoch).max() <= 0.05 * plan.rows_per_epoch
+    rare = weighted([0.03], [8])  # most epochs of it have no rows at all
+    numbers = [rare.epoch_at(position)[0] for position in range(0, 80, 8)]
+    assert np.diff(numbers).min() >= 33 and [e for e, _, _ in read(rare, 0, 80)] == np.repeat(numbers, 8).tolist()
+
+
+def test_weighted_episodes_in_a_mixture(part_segments):
+    """Datasets have their shares as ever; within a dataset, its own epochs follow the weights of its episodes."""
+    parts = [episodes(*lengths, dataset=d) for d, lengths in enumerate(LENGTHS)]
+    together = Episodes(*(np.concatenate([getattr(p, name) for p in parts]) for name in Episodes.__annotations__))
+    weight = np.array([1, 0.25, 2.5, 1, 1, 0.5])
+    options = {"seed": 0, "segment_rows": 8, "window_rows": 64, "weights": (1, 1, 2)}
+    plan = StreamPlan(together, episode_weights=weight, **options)
+    assert plan.rows_per_epoch == round(40 + 25 / 4 + 2.5 * 35 + 10 + 150) == sum(plan.rows_per_source)
+    rows = read(plan, 0, 9 * plan.rows_per_epoch)
+    seen, last = Counter((d, i) for _, d, i in rows), [sum(d == n for _, d, _ in rows) for n in range(3)]
+    assert last == [9 * n for n in plan.rows_per_source]
+    least, most = plan.times(9 * plan.rows_per_epoch)
+    for e, (d, start, length) in enumerate(zip(together.dataset_index, together.start, together.length, strict=True)):
+        counts = {seen[int(d), int(i)] for i in range(start, start + length)}
+        assert min(counts) >= least[e] and max(counts) <= most[e]
+        epochs = last[d] / (weight * together.length)[together.dataset_index == d].sum()
+        assert all(abs(n - epochs * weight[e]) < 1 + weight[e] for n in counts)
+    assert (most > least).any() and (least > 1).any()
+
+
+def test_episode_weights_are_part_of_the_identity_and_of_the_mixing_statistic():
+    from benchmarks.data import distinct_episodes
+
+    assert weighted().identity() == weighted().identity() != weighted((1.0, *WEIGHTS[1:])).identity()
+    assert weighted([1.0] * 6).identity().keys() - {"episode_weights"} == weighted(seed=4).identity().keys() - {
+        "episode_weights"
+    }
+    rng = np.random.default_rng(0)
+    plan = StreamPlan(
+        episodes(*rng.integers(20, 80, 120)), seed=0, segment_rows=8, window_rows=128,
+        episode_weights=rng.choice([0.2, 1.0, 3.0, 1.7], 120),
+    )  # fmt: skip
+    assert plan.expected_episodes(32) == pytest.approx(distinct_episodes(plan, 32, 2000), rel=0.12)
+    with pytest.raises(ValueError, match="weighted episodes have no stored order.*give a shuffle seed"):
+        weighted(seed=None)
+
+
+def test_stretches_of_an_episode_are_read_as_such_and_counted_as_one():
+    from benchmarks.data import distinct_episodes
+
+    number = np.repeat(np.arange(60), 5)
+    start = np.arange(300) * 12  # of 12 frames each, 3 are left out
+    plan = StreamPlan(
+        Episodes(np.zeros(300, np.int32), number, start, np.full(300, 9)), seed=0, segment_rows=4, window_rows=96
+    )
+    rows = read(plan, 0, plan.rows_per_epoch)
+    assert sorted(i for _, _, i in rows) == [i for i in range(3600) if i % 12 < 9]
+    episode_of = np.repeat(np.arange(60), 60)
+    batches = [len({episode_of[i] for _, _, i in rows[a : a + 32]}) for a in range(0, 2688, 32)]
+    assert plan.expected_episodes(32) == pytest.approx(np.mean(batches), rel=0.12)
+    assert distinct_episodes(plan, 32, 80) > 0
 
 
 def test_shares_that_cannot_be():

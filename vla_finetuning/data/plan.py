@@ -1,9 +1,9 @@
 """Which rows, in which order: decided before any I/O, from metadata and a seed alone.
 
 The rows of a run form one endless *stream* of epochs. Position ``p`` of the stream belongs to epoch
-``p // rows_per_epoch``. The stream is a pure function of (episodes, seed, segment_rows, window_rows, weights), so a run
-that has trained ``p`` rows is resumed by reading on from ``p``, with any number of workers, and no row of an epoch is
-missed or repeated.
+``p // rows_per_epoch``. The stream is a pure function of (episodes, seed, segment_rows, window_rows, weights,
+episode_weights), so a run that has trained ``p`` rows is resumed by reading on from ``p``, with any number of workers,
+and no row of an epoch is missed or repeated.
 
 Order within an epoch::
 
@@ -21,11 +21,16 @@ source contributes its share of them by weight, always the next rows of its own 
 source with twice its natural share is seen twice per epoch of the mixture, one with half of it every other; within each
 of a source's own epochs, every row comes exactly once.
 
+*Episode weights* say how often the rows of an episode come in an epoch (of the source that they are of), on average:
+`Repetitions` makes whole numbers of them. Epochs then differ in length, by a little, and ``rows_per_epoch`` is their
+mean; each copy of an episode is cut and permuted for itself.
+
 Nothing here knows Ray, files or frames; it is tested without any of them.
 """
 
 from __future__ import annotations
 
+import bisect
 import copy
 import hashlib
 import heapq
@@ -46,7 +51,8 @@ class Episodes:
     """The episodes a plan draws from, possibly of several datasets. All arrays have shape (E,).
 
     dataset_index: int32, which dataset; episode_index: int64, its number there; start: int64, the `index` of its
-    first frame in its dataset; length: int64, frames (> 0).
+    first frame in its dataset; length: int64, frames (> 0). Where only stretches of an episode are rows, each is an
+    entry of its own, one after the other.
     """
 
     dataset_index: np.ndarray
@@ -111,6 +117,11 @@ class StreamPlan:
         window_rows: rows shuffled among themselves.
         weights: of the datasets, in the order of `dataset_index`, positive: their shares of every epoch. None: every
             row once per epoch, datasets taken together as one.
+        episode_weights: float64 (E,), positive: how often the rows of each entry of `episodes` come in an epoch, on
+            average. None: once.
+
+    Attributes:
+        rows_per_epoch: rows of an epoch; with `episode_weights`, and no `weights`, on average.
     """
 
     def __init__(
@@ -121,6 +132,7 @@ class StreamPlan:
         segment_rows: int,
         window_rows: int,
         weights: Sequence[float] | None = None,
+        episode_weights: np.ndarray | None = None,
     ):
         if not len(episodes):
             raise ValueError("no episodes to read: the selection is empty")
@@ -128,11 +140,16 @@ class StreamPlan:
             raise ValueError(f"segment_rows ({segment_rows}) and window_rows ({window_rows}) must be positive")
         if weights is not None and seed is None:
             raise ValueError("a mixture has no stored order: its rows are drawn at random; give a shuffle seed")
+        if episode_weights is not None and seed is None:
+            raise ValueError("weighted episodes have no stored order: their rows are shuffled; give a shuffle seed")
         self.episodes = episodes
+        self.episode_weights = episode_weights
         self.seed = seed
         self.segment_rows = segment_rows
         self.window_rows = window_rows
         self.rows_per_epoch = int(episodes.length.sum())
+        if episode_weights is not None:
+            self.rows_per_epoch = mean_rows(episodes.length, episode_weights)
         if weights is None:
             source_of, self._dealer = np.zeros(len(episodes), np.int32), Dealer([self.rows_per_epoch])
         else:
@@ -140,7 +157,7 @@ class StreamPlan:
                 raise ValueError(f"{len(weights)} weights for {episodes.dataset_index.max() + 1} datasets")
             source_of, self._dealer = episodes.dataset_index, Dealer(apportion(self.rows_per_epoch, weights))
         self._sources = [
-            _Source(episodes, np.flatnonzero(source_of == number), seed, number, segment_rows)
+            _Source(episodes, np.flatnonzero(source_of == number), seed, number, segment_rows, episode_weights)
             for number in range(len(self._dealer.counts))
         ]
 
@@ -166,7 +183,10 @@ class StreamPlan:
         }
         parts = [source.parts_of_epoch for source in self._sources]
         # Epochs of one part are as they were before there were any, and so is what tells them apart.
-        return identity | ({"parts_of_epoch": parts} if max(parts) > 1 else {})
+        identity |= {"parts_of_epoch": parts} if max(parts) > 1 else {}
+        if self.episode_weights is not None:
+            identity["episode_weights"] = hashlib.sha256(self.episode_weights.astype(np.float64)).hexdigest()
+        return identity
 
     def expected_episodes(
         self, batch_rows: int, *, window_rows: int | None = None, segment_rows: int | None = None
@@ -184,16 +204,15 @@ class StreamPlan:
         window = min(window_rows or self.window_rows, rows)
         # Batches begin at these places of a window in turn.
         cycle = window // math.gcd(window, batch_rows)
-        lengths = [np.unique(source.length, return_counts=True) for source in self._sources]
+        sizes = [list(self._sizes(source, segment)) for source in self._sources]
         found = []
         for nth in range(0, cycle, max(1, cycle // 8)):
             head = min(batch_rows, window - nth * batch_rows % window)
             whole, tail = divmod(batch_rows - head, window)
             expected = 0.0
-            for source, count, of_source in zip(self._sources, self._dealer.counts, lengths, strict=True):
+            for source, count, of_source in zip(self._sources, self._dealer.counts, sizes, strict=True):
                 share = window * count / rows
-                for length, episodes in zip(*of_source, strict=True):
-                    segments = 1 + (length - 1) / segment
+                for length, segments, episodes in of_source:
                     size = length / segments
                     piece = max(1.0, size * share / (share + size - 1))
                     drawn = sum(1 - _none_drawn(window, piece, b) for b in (head, tail)) + whole
@@ -202,43 +221,119 @@ class StreamPlan:
             found.append(expected)
         return float(np.mean(found))
 
+    def _sizes(self, source: _Source, segment: int) -> Iterator[tuple[float, float, int]]:
+        """(rows, segments) of a source's episodes in its mean epoch, and how many have them.
+
+        Of episodes in stretches, or with weights, those are taken together whose numbers differ by less than 5 %.
+        """
+        members, length = source.members, source.length
+        number = np.stack([self.episodes.dataset_index[members], self.episodes.episode_index[members]])
+        first = np.flatnonzero(np.concatenate([[True], np.diff(number).any(axis=0)]))
+        if self.episode_weights is None and len(first) == len(members):
+            for rows, episodes in zip(*np.unique(length, return_counts=True), strict=True):
+                yield rows, 1 + (rows - 1) / segment, episodes
+            return
+        weight = np.ones(len(length)) if self.episode_weights is None else self.episode_weights[members]
+        rows = np.add.reduceat(weight * length, first)
+        segments = np.add.reduceat(weight * (1 + (length - 1) / segment), first)
+        steps = [np.rint(np.log(values) / 0.05).astype(np.int64) for values in (rows, segments)]
+        _, group = np.unique(steps[0] * 2**32 + steps[1], return_inverse=True)
+        episodes = np.bincount(group)
+        yield from zip(*(np.bincount(group, values) / episodes for values in (rows, segments)), episodes, strict=True)
+
+    def epoch_at(self, position: int) -> tuple[int, int, int]:
+        """The epoch that a position of the stream is in, and the positions where it begins and ends."""
+        if len(self._sources) == 1:
+            return self._sources[0].epoch_at(position)
+        epoch = position // self.rows_per_epoch
+        return epoch, epoch * self.rows_per_epoch, (epoch + 1) * self.rows_per_epoch
+
+    def epoch_ends(self, last: int) -> list[int]:
+        """Where the epochs end that the first `last` positions are of, in order."""
+        ends: list[int] = []
+        while not ends or ends[-1] < last:
+            epoch, begin, end = self.epoch_at(ends[-1] if ends else 0)
+            ends += [begin] * (epoch - len(ends)) + [end]  # some may have no rows
+        return ends
+
+    def times(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """How often a row is among the first `position` of the stream, at least and at most: int64 (E,), by its entry.
+
+        At the end of an epoch (of the source that it is of) both are the same.
+        """
+        least, most = np.empty((2, len(self.episodes)), np.int64)
+        for source, taken in zip(self._sources, self._taken(position), strict=True):
+            least[source.members], most[source.members] = source.times(taken)
+        return least, most
+
+    def _taken(self, position: int) -> list[int]:
+        """Rows of each source among the first `position` of the stream."""
+        if len(self._sources) == 1:
+            return [position]
+        epoch, offset = divmod(position, self.rows_per_epoch)
+        return [epoch * n + dealt for n, dealt in zip(self._dealer.counts, self._dealer.dealt(offset), strict=True)]
+
     def with_segments(self, first: int, last: int) -> StreamPlan:
         """The same plan, with the segments of stream positions [first, last) at hand, also in its pickle.
 
         Of sources that have more of them than a part, none: those are computed when they are asked for, a part at a
         time.
         """
-        (epoch, a), (last_epoch, b) = divmod(first, self.rows_per_epoch), divmod(last, self.rows_per_epoch)
-        dealt = zip(self._sources, self._dealer.counts, self._dealer.dealt(a), self._dealer.dealt(b), strict=True)
+        taken = zip(self._sources, self._taken(first), self._taken(last), strict=True)
         plan = copy.copy(self)
-        plan._sources = [source.with_segments(epoch * n + a, last_epoch * n + b) for source, n, a, b in dealt]
+        plan._sources = [source.with_segments(a, b) for source, a, b in taken]
         return plan
 
     def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
         """The window slices that make up stream positions ``[first, last)``, in order."""
         position = first
         while position < last:
-            epoch, epoch_first = divmod(position, self.rows_per_epoch)
-            epoch_first = position - epoch_first
+            epoch, epoch_first, epoch_last = self.epoch_at(position)
             window = position // self.window_rows
             # A window that straddles two epochs is two windows: no row of an epoch overtakes the one before it.
             window_first = max(window * self.window_rows, epoch_first)
-            window_last = min((window + 1) * self.window_rows, epoch_first + self.rows_per_epoch)
+            window_last = min((window + 1) * self.window_rows, epoch_last)
             hi = min(last, window_last)
-            episode, start, end = self._parts(epoch, window_first - epoch_first, window_last - epoch_first)
+            episode, start, end = self._parts(window_first, window_last)
             key = None if self.seed is None else (self.seed, 1, epoch, window)
             yield WindowSlice(epoch, episode, start, end, key, position - window_first, hi - window_first)
             position = hi
 
-    def _parts(self, epoch: int, first: int, last: int) -> Parts:
-        """The runs of rows at epoch positions [first, last), source by source."""
+    def _parts(self, first: int, last: int) -> Parts:
+        """The runs of rows at stream positions [first, last), source by source."""
         parts: list[Parts] = []
-        for source, count, a, b in zip(
-            self._sources, self._dealer.counts, self._dealer.dealt(first), self._dealer.dealt(last), strict=True
-        ):
-            parts += source.parts(epoch * count + a, epoch * count + b)
+        for source, a, b in zip(self._sources, self._taken(first), self._taken(last), strict=True):
+            parts += source.parts(a, b)
         episode, start, end = (np.concatenate(column) for column in zip(*parts, strict=True))
         return episode, start, end
+
+
+# Its multiples divide an interval of 1 more evenly than any other number's.
+GOLDEN = (5**0.5 - 1) / 2
+
+
+class Repetitions:
+    """How often each of E episodes comes in every epoch, by weights that need not be whole numbers.
+
+    By the end of its n-th epoch an episode of weight w has come floor(n w + phase) times, with a phase of its own in
+    [0, 1): never one off n w, and in each epoch as often as the whole number below w or above it. Among episodes of the
+    same weight phases are spread evenly, so that in every epoch about as many of them come.
+
+    Args:
+        weight: float64 (E,), positive. key: seeds the phases.
+    """
+
+    def __init__(self, weight: np.ndarray, key: tuple[int, ...]):
+        self.weight = weight
+        rng = np.random.default_rng(key)
+        by_weight = np.lexsort((rng.permutation(len(weight)), weight))
+        spread = (rng.random() + np.arange(len(weight)) * GOLDEN) % 1
+        self._phase = np.empty(len(weight))
+        self._phase[by_weight] = np.floor(spread * 2**32) / 2**32  # short enough for sums with them to stay below 1
+
+    def before(self, epoch: int) -> np.ndarray:
+        """How often each has come before an epoch, int64 (E,)."""
+        return np.floor(epoch * self.weight + self._phase).astype(np.int64)
 
 
 # The segments of a part in stream order, and where each begins in the part, int64 (S + 1,).
@@ -248,21 +343,35 @@ Segments = tuple[Parts, np.ndarray]
 class _Source:
     """The rows of some episodes, epoch after epoch, each another permutation of their segments.
 
-    `members` are positions in `episodes`; `number` tells sources of one plan apart.
+    `members` are positions in `episodes`, and in `weight` if there is one; `number` tells sources of one plan apart.
+    `rows` are those of an epoch, with weights on average.
     """
 
-    def __init__(self, episodes: Episodes, members: np.ndarray, seed: int | None, number: int, segment_rows: int):
-        self._members = members
+    def __init__(
+        self,
+        episodes: Episodes,
+        members: np.ndarray,
+        seed: int | None,
+        number: int,
+        segment_rows: int,
+        weight: np.ndarray | None = None,
+    ):
+        self.members = members
         self._start, self.length = episodes.start[members], episodes.length[members]
         self._key = None if seed is None else (seed, 0, number)
         self._segment_rows = segment_rows
-        self.rows = int(self.length.sum())
+        self.rows, copies = int(self.length.sum()), float(len(members))
+        self._repeated: Repetitions | None = None
+        if weight is not None and seed is not None:
+            self._repeated = Repetitions(weight[members], (seed, 2, number))
+            self.rows, copies = mean_rows(self.length, weight[members]), float(weight[members].sum())
         # Of an epoch, about; how many there are depends on where episodes are cut.
-        self._segments = len(members) if seed is None else self.rows // segment_rows + len(members)
+        self._segments = len(members) if seed is None else self.rows // segment_rows + math.ceil(copies)
         self.parts_of_epoch = 1 if seed is None else -(-self._segments // PART_SEGMENTS)
         self._cached: tuple[tuple[int, int], Segments] | None = None
         self._kept: dict[tuple[int, int], Segments] = {}
         self._bounds: tuple[int, np.ndarray] | None = None
+        self._epoch = (0, 0, 0)  # the one that was asked for last: number, begin, end
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cached": None}
@@ -272,17 +381,52 @@ class _Source:
 
         Unless they are more than a part's.
         """
-        epochs = range(first // self.rows, -(-last // self.rows)) if self._key is not None else range(1)
+        epochs = range(self.epoch_at(first)[0], self.epoch_at(max(first, last - 1))[0] + 1)
+        epochs = epochs if self._key is not None else range(1)
         source = copy.copy(self)
         if len(epochs) * self._segments <= PART_SEGMENTS:
             source._kept = {(epoch, 0): self._cut_and_permute(epoch, 0) for epoch in epochs}
         return source
 
+    def begin(self, epoch: int) -> int:
+        """Where an epoch of its own begins in its own stream."""
+        return epoch * self.rows if self._repeated is None else int(self._repeated.before(epoch) @ self.length)
+
+    def epoch_at(self, position: int) -> tuple[int, int, int]:
+        """The epoch of its own that a position of its own stream is in, and where that begins and ends."""
+        if self._repeated is None:
+            epoch = position // self.rows
+            return epoch, epoch * self.rows, (epoch + 1) * self.rows
+        if not self._epoch[1] <= position < self._epoch[2]:
+            # No episode has come one time more, or less, than its weight says.
+            mean, spread = float(self._repeated.weight @ self.length), int(self.length.sum())
+            near = range(max(0, int((position - spread) / mean) - 1), int((position + spread) / mean) + 2)
+            epoch = near[bisect.bisect_right(near, position, key=self.begin) - 1]
+            self._epoch = epoch, self.begin(epoch), self.begin(epoch + 1)
+        return self._epoch
+
+    def times(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `StreamPlan.times`, of its own stream; int64 (E,), or () for all alike."""
+        epoch, begin, _ = self.epoch_at(position)
+        begun = epoch + (position > begin)
+        if self._repeated is None:
+            return np.array(epoch), np.array(begun)
+        return self._repeated.before(epoch), self._repeated.before(begun)
+
+    def _copies(self, epoch: int) -> tuple[np.ndarray, ...]:
+        """What an epoch is cut of: positions in `episodes`, starts and lengths, each episode as often as it comes."""
+        columns = self.members, self._start, self.length
+        if self._repeated is None:
+            return columns
+        times = self._repeated.before(epoch + 1) - self._repeated.before(epoch)
+        return tuple(np.repeat(column, times) for column in columns)
+
     def parts(self, first: int, last: int) -> Iterator[Parts]:
         """The segments at positions [first, last) of the source's own stream, the outer two clipped."""
         while first < last:
-            epoch, offset = divmod(first, self.rows)
-            bounds = self._part_bounds(epoch)
+            epoch, begin, end_of_epoch = self.epoch_at(first)
+            offset = first - begin
+            bounds = self._part_bounds(epoch) if self.parts_of_epoch > 1 else np.array([0, end_of_epoch - begin])
             part = int(np.searchsorted(bounds, offset, side="right")) - 1
             offset -= int(bounds[part])
             until = min(last - first + offset, int(bounds[part + 1] - bounds[part]))
@@ -303,17 +447,17 @@ class _Source:
             self._cached = ((epoch, part), self._cut_and_permute(epoch, part))
         return self._cached[1]
 
-    def _cut(self, epoch: int) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.ndarray]:
-        """Where the E episodes are cut.
+    def _cut(self, epoch: int, length: np.ndarray) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.ndarray]:
+        """Where the E episodes of an epoch are cut, which have these lengths.
 
         Returns the epoch's generator, drawn from as far as this, and int64 (E,): rows of the first segment (all others
         but the last have `segment_rows`), how many there are, and the part that the first is in. The next segment is in
         the next part, and after the last part comes the first again.
         """
-        rng, episodes = np.random.default_rng((*(self._key or ()), epoch)), len(self.length)
+        rng, episodes = np.random.default_rng((*(self._key or ()), epoch)), len(length)
         # Where an episode is first cut differs from epoch to epoch, so that the same rows are not always together.
-        first_cut = np.minimum(rng.integers(1, self._segment_rows + 1, episodes), self.length)
-        count = 1 + -(-(self.length - first_cut) // self._segment_rows)
+        first_cut = np.minimum(rng.integers(1, self._segment_rows + 1, episodes), length)
+        count = 1 + -(-(length - first_cut) // self._segment_rows)
         if self.parts_of_epoch == 1:
             return rng, first_cut, count, np.zeros_like(count)
         return rng, first_cut, count, rng.integers(0, self.parts_of_epoch, episodes)
@@ -321,26 +465,26 @@ class _Source:
     def _part_bounds(self, epoch: int) -> np.ndarray:
         """Where the P parts of an epoch begin, in its rows, and where the last ends: int64 (P + 1,)."""
         parts, full = self.parts_of_epoch, self._segment_rows
-        if parts == 1:
-            return np.array([0, self.rows])
         if self._bounds is None or self._bounds[0] != epoch:
-            _, first_cut, count, first_part = self._cut(epoch)
+            _, _, length = self._copies(epoch)
+            _, first_cut, count, first_part = self._cut(epoch, length)
             # An episode goes round all parts so often, and then part of the way.
             begins = np.bincount(first_part, minlength=2 * parts)
             ends = np.bincount(first_part + count % parts, minlength=2 * parts)
             segments = (count // parts).sum() + np.cumsum(begins - ends).reshape(2, parts).sum(axis=0)
             # Its first segment and its last are short.
-            last_rows = self.length - first_cut - (count - 2) * full
+            last_rows = length - first_cut - (count - 2) * full
             lacking = np.bincount(first_part, full - first_cut, parts)
             lacking += np.bincount((first_part + count - 1) % parts, np.where(count > 1, full - last_rows, 0), parts)
             self._bounds = epoch, np.concatenate([[0], np.cumsum(segments * full - lacking.astype(np.int64))])
         return self._bounds[1]
 
     def _cut_and_permute(self, epoch: int, part: int) -> Segments:
+        members, start_of, length = self._copies(epoch)
         if self._key is None:
-            position = np.concatenate([[0], np.cumsum(self.length)])
-            return (self._members, self._start, self._start + self.length), position
-        rng, first_cut, count, first_part = self._cut(epoch)
+            position = np.concatenate([[0], np.cumsum(length)])
+            return (members, start_of, start_of + length), position
+        rng, first_cut, count, first_part = self._cut(epoch, length)
         parts = self.parts_of_epoch
         if parts > 1:
             rng = np.random.default_rng((*self._key, epoch, part))
@@ -358,13 +502,13 @@ class _Source:
         begin += np.repeat(first_cut, count)
         episode, begin = episode[order], begin[order]
         del order
-        end = np.minimum(begin + self._segment_rows, self.length[episode])
+        end = np.minimum(begin + self._segment_rows, length[episode])
         np.maximum(begin, 0, out=begin)
         position = np.concatenate([[0], np.cumsum(end - begin)])
-        start = self._start[episode]
+        start = start_of[episode]
         begin += start
         end += start
-        return (self._members[episode], begin, end), position
+        return (members[episode], begin, end), position
 
 
 def _none_drawn(window: int, size: float, drawn: int) -> float:
@@ -377,6 +521,11 @@ def _none_drawn(window: int, size: float, drawn: int) -> float:
     return math.exp(
         gamma(window - size + 1) + gamma(window - drawn + 1) - gamma(window - size - drawn + 1) - gamma(window + 1)
     )
+
+
+def mean_rows(length: np.ndarray, weight: np.ndarray) -> int:
+    """Rows of an epoch of episodes with weights, on average; at least one."""
+    return max(1, round(float(weight @ length)))
 
 
 class Dealer:
