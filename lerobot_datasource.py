@@ -29,6 +29,7 @@ from ray.data.datasource import Datasource, ReadTask
 from vla_finetuning.config import FRAME_CACHE_GB, DatasetOptions, OnError
 from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.frame_cache import FrameCache
+from vla_finetuning.data.frames import Stretches
 from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     DatasetMetadata,
@@ -78,6 +79,8 @@ class LeRobotDatasource(Datasource):
         image_size: (height, width) that cameras are fitted into; None for as stored.
         drop_n_last_frames: of each episode, so many are no rows; they are still in the windows of others. Every episode
             must have more.
+        stretches: per dataset, which frames of which episodes are rows, and how often; they say what `episodes` and
+            `drop_n_last_frames` say otherwise. Windows reach beyond a stretch, to the ends of its episode.
         weights: of the datasets in a mixture, see `data.plan`; None to read every row once per epoch.
         shuffle_seed: None for stored order.
         shuffle_window: rows shuffled among themselves, at most; fewer when a window would exceed READ_BYTES, and a
@@ -108,6 +111,7 @@ class LeRobotDatasource(Datasource):
         delta_timestamps: Mapping[str, Sequence[float]] | None = None,
         image_size: Sequence[int] | None = None,
         drop_n_last_frames: int = 0,
+        stretches: Sequence[Stretches] | None = None,
         weights: Sequence[float] | None = None,
         shuffle_seed: int | None = None,
         shuffle_window: int = DatasetOptions.shuffle_window,
@@ -129,6 +133,8 @@ class LeRobotDatasource(Datasource):
         self.num_cpus = num_cpus
         self._projection_map: dict[str, str] | None = None
         self.metas = tuple(metas)
+        if stretches is not None:
+            episodes = [left.episodes for left in stretches]
         selected = [
             select_episodes(meta, None if episodes is None else episodes[i]) for i, meta in enumerate(self.metas)
         ]
@@ -152,12 +158,26 @@ class LeRobotDatasource(Datasource):
         # Windows of whole blocks: none is then decoded by two tasks.
         window, segment = window_and_segment(shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments)
         places = self._places = _places(self.metas, selected, features)
+        start, length, repeated = places.start, places.length - drop_n_last_frames, None
+        if stretches is not None:
+            before = np.cumsum([0, *map(len, selected)])
+            of_stretch = [
+                b + np.searchsorted(s, left.episode) for b, s, left in zip(before, selected, stretches, strict=False)
+            ]
+            places = self._places = places.take(np.concatenate(of_stretch))
+            start = places.start + np.concatenate([left.first for left in stretches])
+            length = np.concatenate([left.frames for left in stretches])
+            if any(left.weight is not None for left in stretches):
+                repeated = np.concatenate(
+                    [np.ones(len(left.episode)) if left.weight is None else left.weight for left in stretches]
+                )
         self.plan = StreamPlan(
-            Episodes(places.dataset_index, places.episode_index, places.start, places.length - drop_n_last_frames),
+            Episodes(places.dataset_index, places.episode_index, start, length),
             seed=shuffle_seed,
             segment_rows=segment if shuffle_seed is not None else max(window, SEGMENT_ROWS),
             window_rows=window,
             weights=weights,
+            episode_weights=repeated,
         )
         self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
         most = max(1, min(window, BLOCK_BYTES // row_bytes))

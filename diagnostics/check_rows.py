@@ -1,10 +1,12 @@
-"""Check from outside that a run has trained every frame of each epoch exactly once, whatever happened to it.
+"""Check from outside that a run has trained every frame as often as it should, once per epoch, whatever happened to it.
 
     python -m diagnostics.check_rows OUTPUT_DIR
 
 The run must have been started with `--run.record_rows`. What its training processes wrote down, row by row, is compared
-with the frames that the dataset's metadata say there are. Of a run that is not at its end, what its newest checkpoint
-contains is checked. Exit status: 0 each row once; 1 rows are missing, doubled or not of the dataset; 2 cannot be told.
+with the frames that the dataset's metadata say there are: without those that --dataset.skip_idle leaves out, and with
+--dataset.episode_weights as often as the weight of its episode says. Of a run that is not at its end, what its newest
+checkpoint contains is checked. Exit status: 0 each row as often as due; 1 rows are missing, doubled or not among those
+chosen; 2 cannot be told.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ class Epoch:
     """What was trained up to the end of an epoch, or to the newest checkpoint within it.
 
     Attributes:
-        number: from 0. trained: rows of this epoch. skipped: rows whose turn came but that could not be read
-            (--dataset.on_error=skip). whole: whether the checkpoint contains all of it.
-        missing, doubled: rows trained less or more often than they should have been by now. unknown: rows that the
-            dataset does not have.
+        number: from 0. rows: how many it has. trained: rows of this epoch. skipped: rows whose turn came but that could
+            not be read (--dataset.on_error=skip). whole: whether the checkpoint contains all of it.
+        missing, doubled: rows trained less or more often than they should have been by now. unknown: rows that are not
+            among those chosen.
     """
 
     number: int
+    rows: int
     trained: int
     skipped: int
     whole: bool
@@ -53,8 +56,9 @@ class Epoch:
 def check_rows(run: Run) -> list[Epoch]:
     """Compare what was recorded with what there is. Raises ValueError when nothing was recorded.
 
-    By the end of its n-th epoch a run has trained each row n times. Of a mixture, a dataset of N rows that gives m of
-    them to each epoch has had each of its rows n * m // N times, or once more while its own epoch is under way.
+    By the end of its n-th epoch a run has trained each row n times; one of an episode of weight w as often as
+    `plan.Repetitions` says, which is never one off n w. Of a mixture, a dataset of N rows that gives m of them to each
+    epoch has had each of its rows n * m // N times, or once more while its own epoch is under way.
     """
     if not (run.output_dir / ROWS_NAME).is_dir():
         raise ValueError(f"{run.output_dir}: no {ROWS_NAME}/: rows are recorded with --run.record_rows")
@@ -68,30 +72,24 @@ def check_rows(run: Run) -> list[Epoch]:
         if line["step"] <= progress.step:
             seen[line["epoch"]].update((d, i) for d, i in line["rows"] + line["skipped"])
             skipped[line["epoch"]] += len(line["skipped"])
-    dropped = run.drop_n_last_frames
+    plan = run.reader()(stream=(0, run.last_row)).plan
+    e = plan.episodes
     there = [
-        [
-            (d, i)
-            for e in episodes.tolist()
-            for i in range(meta.episode_start[e], meta.episode_start[e] + meta.episode_length[e] - dropped)
-        ]
-        for d, (meta, episodes) in enumerate(zip(run.metas, run.train_episodes, strict=True))
+        [(d, i) for i in range(start, start + length)]
+        for d, start, length in zip(e.dataset_index.tolist(), e.start.tolist(), e.length.tolist(), strict=True)
     ]
-    per_epoch = run.stream["rows_per_source"] if run.config.dataset.mixture else [len(rows) for rows in there]
-    counts, epochs = Counter[Row](), []
-    for number in range(-(-progress.rows // run.rows_per_epoch)):
+    known, counts, epochs, end = set(itertools.chain(*there)), Counter[Row](), [], 0
+    while end < progress.rows:
+        number, begin, end = plan.epoch_at(end)
         counts += seen[number]
-        whole = (number + 1) * run.rows_per_epoch <= progress.rows
+        # Of an epoch that is under way, it is not told here which of its rows are due.
         missing, doubled = [], []
-        for rows, share in zip(there, per_epoch, strict=True):
-            # Of an epoch that is under way, it is not told here which of its rows are due.
-            least = (number + whole) * share // len(rows)
-            most = -(-(number + 1) * share // len(rows))
+        for rows, least, most in zip(there, *plan.times(min(end, progress.rows)), strict=True):
             missing += [row for row in rows if counts[row] < least]
             doubled += [row for row in rows if counts[row] > most]
-        unknown = sorted(seen[number].keys() - set(itertools.chain(*there)))
+        unknown, whole = sorted(seen[number].keys() - known), end <= progress.rows
         trained = seen[number].total() - skipped[number]
-        epochs.append(Epoch(number, trained, skipped[number], whole, missing, doubled, unknown))
+        epochs.append(Epoch(number, end - begin, trained, skipped[number], whole, missing, doubled, unknown))
     due = progress.rows - sum(epoch.trained + epoch.skipped for epoch in epochs)
     if due and all(epoch.ok for epoch in epochs):
         raise ValueError(f"{run.output_dir}: {due} rows more than recorded are in {newest.name}: were files removed?")
@@ -114,10 +112,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     starts = attempts(folder)
     tell(f"{folder}: {len(starts)} starts, resumed from steps {[line['resumed_from_step'] for line in starts]}")
     for epoch in epochs:
-        told = f"epoch {epoch.number}: {epoch.trained} of {run.rows_per_epoch} rows trained"
+        told = f"epoch {epoch.number}: {epoch.trained} of {epoch.rows} rows trained"
         if epoch.skipped:
             told += f", {epoch.skipped} skipped because they cannot be read"
-        for name, rows in (("missing", epoch.missing), ("doubled", epoch.doubled), ("not of the data", epoch.unknown)):
+        for name, rows in (
+            ("missing", epoch.missing),
+            ("doubled", epoch.doubled),
+            ("not among those chosen", epoch.unknown),
+        ):
             if rows:
                 told += f"; {len(rows)} {name}, e.g. (dataset_index, index) {rows[:3]}"
         tell(f"{told}, as often as due" if epoch.ok else told)

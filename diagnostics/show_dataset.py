@@ -4,6 +4,7 @@
     python -m diagnostics.show_dataset --repo_id USER/NAME [--revision R] [--output FILE]
     python -m diagnostics.show_dataset ROOT --scores scores.jsonl --exclude_to bad_episodes.json
     python -m diagnostics.show_dataset ROOT --augmentation openpi
+    python -m diagnostics.show_dataset ROOT --skip_idle 0.5 --episode_weights quality
 
 The page shows every camera at a few moments of an episode, state and action curves, how long the episodes are, what
 they are told to do, and the ranges that a policy's input is normalised by. It warns of what training would suffer from;
@@ -12,6 +13,9 @@ they are told to do, and the ranges that a policy's input is normalised by. It w
 With --scores or --exclude_to every episode is read and scored (`report/episode_scores.py`: idle, jerk, saturation,
 duplicates, dark or frozen cameras): a line each in the one file, and in the other the list of those that give a reason
 to look, which a run leaves out by --dataset.exclude_episodes @bad_episodes.json. A reason is not a verdict.
+
+With --skip_idle or --episode_weights every row's numbers are read, and a table, here and on the page, says what a run
+with those of --dataset. would leave out or repeat: of all episodes, and by task.
 
 With --augmentation each picture is the frame, and below it what three epochs of training would make of it: as
 `--train.augmentation openpi`, or as `--dataset.image_transforms.enable` ("lerobot").
@@ -31,7 +35,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vla_finetuning.data.metadata import fetch_dataset, load_metadata
+from vla_finetuning.data.episode_weights import episode_weights
+from vla_finetuning.data.frames import movement_keys, stretches_of, table, told_weights
+from vla_finetuning.data.metadata import DatasetMetadata, fetch_dataset, load_metadata
 from vla_finetuning.files import write_json
 from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.dataset_look import look_at
@@ -46,6 +52,18 @@ AUGMENTATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def told_selection(meta: DatasetMetadata, skip_idle: float | None, weights: str | None) -> list[str]:
+    """What a run with these options would make of the dataset, as lines; none without any."""
+    if skip_idle is None and weights is None:
+        return []
+    if skip_idle is not None and not skip_idle > 0:
+        raise ValueError(f"--skip_idle={skip_idle}: must be positive, in seconds")
+    weight = None if weights is None else episode_weights([meta], [meta.root], weights)[0]
+    keys, everything = movement_keys(meta), meta.episode_index
+    left = stretches_of(meta, everything, keys=keys, skip_idle=skip_idle, weight=weight)
+    return [*([] if weight is None else [told_weights(weight)]), *table(meta, everything, left)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
@@ -56,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scores", type=Path, help="score every episode; a JSON line each into this file")
     parser.add_argument("--exclude_to", type=Path, help="score, and write the list of the episodes that look bad")
     parser.add_argument("--augmentation", choices=AUGMENTATIONS, help="show what training would make of frames")
+    parser.add_argument("--skip_idle", type=float, help="say what --dataset.skip_idle of so many seconds leaves out")
+    parser.add_argument("--episode_weights", help="say what --dataset.episode_weights, a column or @FILE, makes of it")
     options = parser.parse_args(argv)
     escape_warnings()
     try:
@@ -71,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 options.scores.write_text("".join(json.dumps(score.to_json()) + "\n" for score in scores))
             if options.exclude_to:
                 write_json(options.exclude_to, [score.episode for score in scores if score.reasons])
-        page = write_dataset_page(look, options.output, scores)
+        selection = told_selection(meta, options.skip_idle, options.episode_weights)
+        page = write_dataset_page(look, options.output, scores, selection)
     except (ValueError, OSError) as error:
         tell_error(error)
         return 2
@@ -80,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for score in scores or []:
         if score.reasons:
             tell(f"episode {score.episode}: {'; '.join(score.reasons)}")
+    tell(*selection)
     tell(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
     tell(str(page))
     return 0

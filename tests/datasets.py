@@ -4,10 +4,12 @@ Import as `from tests.datasets import make_dataset` (never with `tests/` itself 
 would then hide Hugging Face's `datasets`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from vla_finetuning.demo import writing_videos
 
@@ -126,6 +128,21 @@ def make_dataset(
             dataset.save_episode(parallel_encoding=False)
         dataset.finalize()
     return root
+
+
+def edit_rows(root: Path, column: str, change: Callable[[np.ndarray, np.ndarray, np.ndarray], object]) -> None:
+    """Rewrite a column: `change(values, episode_index, frame_index)` edits an array of the whole dataset in place."""
+    paths = sorted(root.glob("data/*/*.parquet"))
+    tables = [pq.read_table(path) for path in paths]
+    whole = pa.concat_tables(tables)
+    values = np.array(whole[column].to_pylist(), dtype=object if pa.types.is_struct(whole[column].type) else None)
+    change(values, whole["episode_index"].to_numpy(), whole["frame_index"].to_numpy())
+    first = 0
+    for path, table in zip(paths, tables, strict=True):
+        at = table.schema.get_field_index(column)
+        part = pa.array(values[first : first + len(table)].tolist(), table.schema.field(at).type)
+        pq.write_table(table.set_column(at, table.schema.field(at), part), path)
+        first += len(table)
 
 
 def draw_frame(number: int, size: tuple[int, int], *, seed: int = 0) -> np.ndarray:

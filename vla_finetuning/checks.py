@@ -141,6 +141,7 @@ def validate(config: Config) -> None:
             "num_epochs": config.num_epochs,
             "log_freq": config.log_freq,
             "tolerance_s": config.tolerance_s,
+            "dataset.skip_idle": d.skip_idle,
             "dataset.shuffle_window": d.shuffle_window,
             "dataset.window_segments": d.window_segments,
             "dataset.read_timeout_s": d.read_timeout_s,

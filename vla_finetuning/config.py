@@ -89,6 +89,14 @@ class DatasetOptions:
     # The last frames of each episode, so many, are not trained on; as many as the policy's type wants when absent
     # (diffusion: those whose action chunk would be mostly padding), as lerobot-train's sampler.
     drop_n_last_frames: int | None = None
+    # Frames of training episodes in which nothing moves for longer than so many seconds are not trained on: no
+    # dimension of state or action leaves a thousandth of its range (data/idle.py). Other frames' action chunks still
+    # hold their actions. openpi's filter of DROID is 0.4.
+    skip_idle: float | None = None
+    # How often each training episode comes in an epoch, on average; 0 leaves it out: a column of numbers in the
+    # dataset's own meta/episodes, or @FILE, of the forms in data/episode_weights.py. In a mixture they say it of an
+    # epoch of their dataset, whose share of the mixture's is as ever.
+    episode_weights: str | None = None
     # Cameras to decode, by dataset key; those that the policy wants when absent.
     camera_keys: list[str] | None = None
     # A camera that the policy has and the dataset lacks: "error", or "mask" (the policy sees a masked image).

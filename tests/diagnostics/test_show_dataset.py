@@ -12,7 +12,7 @@ from PIL import Image
 
 from diagnostics import show_dataset
 from diagnostics.show_dataset import main
-from tests.datasets import make_dataset
+from tests.datasets import edit_rows, make_dataset
 from tests.pages import check_page
 from vla_finetuning.config import Config
 from vla_finetuning.data.metadata import load_metadata
@@ -37,21 +37,6 @@ def clean(tmp_path_factory):
 @pytest.fixture
 def copy(clean, tmp_path):
     return shutil.copytree(clean, tmp_path / "copy")
-
-
-def edit_rows(root, column, change):
-    """Rewrite a column: `change(values, episode_index, frame_index)` edits an array of the whole dataset in place."""
-    paths = sorted(root.glob("data/*/*.parquet"))
-    tables = [pq.read_table(path) for path in paths]
-    whole = pa.concat_tables(tables)
-    values = np.array(whole[column].to_pylist(), dtype=object if column == IMAGES else None)
-    change(values, whole["episode_index"].to_numpy(), whole["frame_index"].to_numpy())
-    first = 0
-    for path, table in zip(paths, tables, strict=True):
-        at = table.schema.get_field_index(column)
-        part = pa.array(values[first : first + len(table)].tolist(), table.schema.field(at).type)
-        pq.write_table(table.set_column(at, table.schema.field(at), part), path)
-        first += len(table)
 
 
 def edit_json(path, change):
@@ -322,6 +307,23 @@ def test_episodes_of_a_clean_dataset_give_no_reason(clean):
         (episode, frames, ()) for episode, frames in enumerate(EPISODES)
     ]
     assert all(score.apart is None for score in scores)  # state and action have other names
+
+
+def test_what_a_run_would_leave_out_and_repeat_is_told(copy, tmp_path, capsys):
+    """The second episode of four does not move; they are told two tasks in turn, and the first is to come twice."""
+    stand_still(copy)
+    weights = tmp_path / "weights.json"
+    weights.write_text('{"0": 2, "3": 0}')
+    options = ["--skip_idle=0.4", f"--episode_weights=@{weights}", f"--output={tmp_path / 'page.html'}"]
+    assert main([str(copy), *options]) == 0
+    told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "1 of weight 0, 2 of weight 1, 1 of weight 2" in told
+    assert "4 43 19 ( 44.2%) 36 ( 0.84x) all" in told  # of 12, 9, 12 and 10 frames
+    assert "2 24 0 ( 0.0%) 36 ( 1.50x) 'go to the red bin'" in told
+    assert "2 19 19 (100.0%) 0 ( 0.00x) 'go to the blue bin'" in told
+    assert "2 24 0 ( 0.0%) 36 ( 1.50x) 'go to the red bin'" in check_page((tmp_path / "page.html").read_text()).text
+    assert main([str(copy), "--skip_idle=0", f"--output={tmp_path / 'page.html'}"]) == 2
+    assert "--skip_idle=0.0: must be positive" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", SUSPECT)

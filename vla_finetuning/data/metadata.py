@@ -596,6 +596,19 @@ def _read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
     return tasks
 
 
+def episode_files(fs: fsspec.AbstractFileSystem, base: str) -> list[str]:
+    """The parquet files of `meta/episodes`, relative to `base`, in order."""
+    pattern = re.compile(re.escape(f"{base}/{EPISODES_DIR}/") + r"[^/]+/[^/]+\.parquet")
+    # Of local folders no more than the two levels there are: links may lead round and round. Stores have no folders.
+    depth = {"maxdepth": 2} if isinstance(fs, LocalFileSystem) else {}
+    found = sorted(path for path in fs.find(f"{base}/{EPISODES_DIR}", **depth) if pattern.fullmatch(path))
+    paths = [path[len(base) + 1 :] for path in found]
+    if not paths:
+        raise FileNotFoundError(f"{EPISODES_DIR}/chunk-*/file-*.parquet is missing; copy the dataset again")
+    check_inside(fs, base, paths)
+    return paths
+
+
 def _read_episodes(
     fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any], video_keys: list[str], known: set[str]
 ) -> tuple[dict[str, np.ndarray], list[tuple[str, ...]]]:
@@ -610,14 +623,7 @@ def _read_episodes(
     start_columns = [f"videos/{key}/from_timestamp" for key in video_keys]
     wanted = ["episode_index", "length", *file_columns, *start_columns, "tasks"]
 
-    pattern = re.compile(re.escape(f"{base}/{EPISODES_DIR}/") + r"[^/]+/[^/]+\.parquet")
-    # Of local folders no more than the two levels there are: links may lead round and round. Stores have no folders.
-    depth = {"maxdepth": 2} if isinstance(fs, LocalFileSystem) else {}
-    found = sorted(path for path in fs.find(f"{base}/{EPISODES_DIR}", **depth) if pattern.fullmatch(path))
-    paths = [path[len(base) + 1 :] for path in found]
-    if not paths:
-        raise FileNotFoundError(f"{EPISODES_DIR}/chunk-*/file-*.parquet is missing; copy the dataset again")
-    check_inside(fs, base, paths)
+    paths = episode_files(fs, base)
     parts: dict[str, list[np.ndarray]] = {name: [] for name in wanted[:-1]}
     tasks: list[tuple[str, ...]] = []
     same: dict[tuple[str, ...], tuple[str, ...]] = {}

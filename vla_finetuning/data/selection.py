@@ -54,6 +54,7 @@ def choose_episodes(
     episodes: Sequence[int] | None = None,
     exclude: Sequence[int] | None = None,
     tasks: Sequence[str] | None = None,
+    weight: np.ndarray | None = None,
 ) -> tuple[np.ndarray, list[str]]:
     """The episodes of a dataset that are used, and what is to be said of the others.
 
@@ -61,6 +62,7 @@ def choose_episodes(
         episodes: only these; None for all. exclude: without these, all of which must be in the dataset.
         tasks: only episodes with an instruction that one of these patterns fits (*, ? and [...], as a shell's, upper
             and lower case alike).
+        weight: of all episodes of the dataset; without those that have 0.
     Returns:
         int64, ascending; and notes.
     Raises:
@@ -71,6 +73,9 @@ def choose_episodes(
     if exclude is not None and len(exclude):
         chosen = np.setdiff1d(chosen, select_episodes(meta, exclude))
         told.append(f"{len(asked) - len(chosen)} are left out by --dataset.exclude_episodes")
+    if weight is not None and not weight[chosen].all():
+        told.append(f"{len(chosen) - np.count_nonzero(weight[chosen])} have weight 0 by --dataset.episode_weights")
+        chosen = chosen[weight[chosen] > 0]
     notes = []
     if tasks:
         fits = _fitting(meta, tasks)

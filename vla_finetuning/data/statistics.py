@@ -255,6 +255,22 @@ def _compute(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray) -> St
     return {key: stats[feature.key] for key, feature in zip(keys, features, strict=True)}
 
 
+def files_of(meta: DatasetMetadata, episodes: np.ndarray) -> list[dict[str, Any]]:
+    """The parquet files that have some of the episodes (int64, ascending), each as arguments of `episode_arrays`."""
+    # Without a loop over episodes, of which there may be millions.
+    order = np.argsort(meta.episode_data_file[episodes], kind="stable")
+    files, first = np.unique(meta.episode_data_file[episodes][order], return_index=True)
+    return [
+        {
+            "path": f"{meta.base}/{meta.data_files[file]}",
+            "episodes": members.tolist(),
+            "first_rows": meta.episode_data_row[members].tolist(),
+            "lengths": meta.episode_length[members].tolist(),
+        }
+        for file, members in zip(files.tolist(), np.split(episodes[order], first[1:]), strict=True)
+    ]
+
+
 def over_files(
     meta: DatasetMetadata,
     episodes: np.ndarray,
@@ -270,18 +286,7 @@ def over_files(
     """
     import ray
 
-    fs, base = meta.fs, meta.base
-    items = []
-    for file in np.unique(meta.episode_data_file[episodes]).tolist():
-        members = episodes[meta.episode_data_file[episodes] == file]
-        items.append(
-            {
-                "path": f"{base}/{meta.data_files[file]}",
-                "episodes": members.tolist(),
-                "first_rows": meta.episode_data_row[members].tolist(),
-                "lengths": meta.episode_length[members].tolist(),
-            }
-        )
+    fs, items = meta.fs, files_of(meta, episodes)
 
     def describe_file(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         (path,) = batch.pop("path")

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from lerobot_datasource import LeRobotDatasource
+from vla_finetuning.data.idle import STILL, idle_frames, reach_of, span_of
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.report.dataset_look import ACTION, MOMENTS, STATE, camera_findings, looking_source, vector_keys
 
-# A dimension stands still that moves by less than this share of its range from one frame to the next.
-STILL = 1e-3
 # Reasons to look at an episode: a robot that mostly stands still; actions that lie at the end of their range for most
 # of the time; actions that jerk, or that the next state is off, so many times as much as in half of the episodes.
 IDLE, SATURATED, MEDIANS = 0.8, 0.5, 10.0
@@ -32,7 +31,7 @@ class Score:
     """One episode, in numbers.
 
     Attributes:
-        idle: share of frames after which neither state nor action moves.
+        idle: share of frames from which to the next neither state nor action moves (`data.idle`, however short).
         jerk: mean absolute third difference of the actions, in ranges of the dimension; the worst dimension's.
         saturated: share of frames in which an action is at an end of its range over the whole dataset; the worst
             dimension's, of those that are no switches.
@@ -79,9 +78,8 @@ def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> 
     keys = [key for key in vector_keys(meta) if key in (STATE, ACTION)]
     if ACTION not in keys:
         raise ValueError(f"{meta.root}: episodes are scored by their actions, and it has no vector 'action'")
-    low, high = _reach(meta, ACTION)
-    span = {key: np.subtract(*_reach(meta, key)[::-1]) for key in keys}
-    span = {key: np.where(s > 0, s, np.inf) for key, s in span.items()}  # what never moves is never far
+    low, high = reach_of(meta, ACTION)
+    span = {key: span_of(meta, key) for key in keys}
     names = [meta.features[key].names for key in keys]
     alike = len(keys) == 2 and bool(names[0]) and names[0] == names[1]
     source, cameras = looking_source(meta, []), _Cameras(meta)
@@ -90,7 +88,6 @@ def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> 
         first, frames = int(meta.episode_start[episode]), int(meta.episode_length[episode])
         (batch,) = source.read_rows(range(first, first + frames), frames)
         values = {key: batch[key].astype(np.float64).reshape(frames, -1) for key in keys}
-        moves = np.concatenate([np.abs(np.diff(v, axis=0)) / span[key] for key, v in values.items()], axis=1)
         action = values[ACTION]
         jerk = np.abs(np.diff(action, n=3, axis=0)) / span[ACTION]
         edge = STILL * (high - low)
@@ -98,7 +95,7 @@ def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> 
             _Measured(
                 episode,
                 frames,
-                idle=float((moves < STILL).all(axis=1).mean()) if len(moves) else 0.0,
+                idle=float(idle_frames(list(values.values()), list(span.values()), moves=1).mean()),
                 jerk=jerk.mean(axis=0) if len(jerk) else np.zeros(action.shape[1]),
                 at_end=((action <= low + edge) | (action >= high - edge)).mean(axis=0),
                 apart=np.abs((action[:-1] - values[STATE][1:]) / span[ACTION]).mean(axis=0)
@@ -109,17 +106,6 @@ def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> 
         )
         views.append(cameras.reasons(episode))
     yield from _compare(measured, views, movable=high > low)
-
-
-def _reach(meta: DatasetMetadata, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Where a feature's values begin and end in the whole dataset."""
-    stats = meta.stats.get(key, {})
-    if not {"min", "max"} <= stats.keys():
-        raise ValueError(
-            f"{meta.root}: meta/stats.json has no min and max of {key!r}, which scores are in units of; LeRobot's "
-            "`lerobot-edit-dataset` writes them anew"
-        )
-    return np.ravel(stats["min"]).astype(np.float64), np.ravel(stats["max"]).astype(np.float64)
 
 
 def _compare(measured: list[_Measured], views: list[tuple[str, ...]], movable: np.ndarray) -> Iterator[Score]:

@@ -111,12 +111,17 @@ def write_report(output_dir: Path, looks: Sequence[Drawn] | None = None) -> Path
     return write_page(output_dir / REPORT_NAME, page)
 
 
-def write_dataset_page(look: Look, path: Path, scores: Sequence[Score] | None = None) -> Path:
-    """Write the page about one dataset, and of the `scores` of its episodes those that give a reason to look."""
+def write_dataset_page(
+    look: Look, path: Path, scores: Sequence[Score] | None = None, selection: Sequence[str] = ()
+) -> Path:
+    """Write the page about one dataset, and of the `scores` of its episodes those that give a reason to look.
+
+    `selection`: lines on what a run would leave out or repeat.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     suspect = None if scores is None else _suspect(scores)
     page = page_template("dataset.html").render(
-        title=plain(look.meta.root, 200), looks=[_draw_look(look)], suspect=suspect
+        title=plain(look.meta.root, 200), looks=[_draw_look(look)], suspect=suspect, selection="\n".join(selection)
     )
     return write_page(path, page)
 

@@ -25,6 +25,7 @@ def describe(run: Run) -> str:
             f"             trains on {len(train)} episodes, {run.rows_per_dataset[number]} frames; "
             f"{len(held_out)} held out",
             *([f"             but for the last {dropped} frames of each"] if dropped else []),
+            *([f"             {line}" for line in run.frames_told[number]] if run.frames_told else []),
             *([_share(run, number)] if config.dataset.mixture else []),
             f"             {len(meta.tasks)} tasks: "
             + "; ".join(repr(t) for t in list(meta.tasks.values())[:4])
@@ -62,10 +63,10 @@ def describe(run: Run) -> str:
     lines += [
         f"Batch        {config.batch_size} rows x {config.grad_accum} micro-steps x {config.scaling.num_workers} "
         f"workers = {batch} per step" + (", with fewer workers too" if config.scaling.min_workers else ""),
-        f"Steps        {run.steps} ({run.steps * batch / run.rows_per_epoch:.2f} epochs of {run.rows_per_epoch} rows, "
-        f"{run.rows_per_epoch / batch:.1f} steps each); a line every {config.log_freq}",
-        f"             epochs follow each other without a gap: the last {run.rows_per_epoch % batch} rows of one share "
-        "a step with the first of the next",
+        f"Steps        {run.steps} ({run.steps * batch / run.rows_per_epoch:.2f} epochs of {run.rows_per_epoch} rows"
+        f"{' on average' if run.epoch_ends else ''}, {run.rows_per_epoch / batch:.1f} steps each); a line every "
+        f"{config.log_freq}",
+        *_between_epochs(run),
         *_indented("Learning", run.recipe.describe(run.steps)),
         *_shuffling(run),
         *_average(config),
@@ -77,6 +78,14 @@ def describe(run: Run) -> str:
         f"{config.scaling.strategy}, {config.train.precision} precision",
     ]
     return "\n".join(map(escaped, lines))
+
+
+def _between_epochs(run: Run) -> list[str]:
+    text = "             epochs follow each other without a gap"
+    if run.epoch_ends:
+        return [f"{text}; a weight of 0.5 is every other epoch, so they are not equally long"]
+    rest = run.rows_per_epoch % run.config.global_batch_size
+    return [f"{text}: the last {rest} rows of one share a step with the first of the next"]
 
 
 def _average(config: Config) -> list[str]:

@@ -1,14 +1,17 @@
-"""Which episodes a run trains on, and which it holds out."""
+"""Which episodes a run trains on, which frames of them and how often; and which it holds out."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 
 from vla_finetuning.config import PRESETS, Config
+from vla_finetuning.data.frames import Stretches, movement_keys, stretches_of, table, told_weights
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.selection import Choice, choose_episodes, of_each
 
@@ -18,22 +21,71 @@ FEW_EPISODES = 5
 PerDataset = tuple[np.ndarray, ...]
 
 
-def split_episodes(
-    metas: Sequence[DatasetMetadata], roots: Sequence[str], config: Config, dropped: int = 0
-) -> tuple[PerDataset, PerDataset, tuple[list[str], ...]]:
-    """The episodes to train on, those to hold out, and notes on what was left out.
+@dataclass(frozen=True)
+class Selection:
+    """Of each dataset, what is used.
 
-    `roots` are what flags name. Of each training episode the last `dropped` frames are left out.
+    Attributes:
+        train, held_out: episodes, disjoint. notes: on what was left out.
+        frames: which frames of `train` are rows, and how often; empty where all are but the last of each episode, once.
+        told: what became of the episodes that there were for training, as lines; empty where `frames` is.
+    """
+
+    train: PerDataset
+    held_out: PerDataset
+    notes: tuple[str, ...]
+    frames: tuple[Stretches, ...] = ()
+    told: tuple[tuple[str, ...], ...] = ()
+
+    def with_frames(
+        self, metas: Sequence[DatasetMetadata], config: Config, dropped: int, weights: Sequence[np.ndarray] | None
+    ) -> Selection:
+        """With `frames`: what --dataset.skip_idle and the weights of episodes make of the episodes to train on."""
+        seconds = config.dataset.skip_idle
+        if seconds is None and weights is None:
+            return self
+        frames, told, notes = [], [], list(self.notes)
+        for number, (meta, train) in enumerate(zip(metas, self.train, strict=True)):
+            keys = movement_keys(meta, config.rename_map)
+            weight = None if weights is None else weights[number]
+            left = stretches_of(meta, train, dropped=dropped, keys=keys, skip_idle=seconds, weight=weight)
+            if not len(left.episode):
+                raise ValueError(
+                    f"{meta.root}: nothing moves for longer than --dataset.skip_idle={seconds:g} s anywhere in the "
+                    f"{len(train)} training episodes: nothing is left; raise it"
+                )
+            if whole := len(train) - len(left.episodes):
+                notes.append(f"{meta.root}: {whole} episodes are left out whole by --dataset.skip_idle")
+            frames.append(left)
+            lines = [] if weight is None else [told_weights(weight[train])]
+            told.append((*lines, *table(meta, train, left)))
+        train_left = tuple(left.episodes for left in frames)
+        return replace(self, train=train_left, frames=tuple(frames), told=tuple(told), notes=tuple(notes))
+
+
+def select(
+    metas: Sequence[DatasetMetadata],
+    roots: Sequence[str],
+    config: Config,
+    dropped: int = 0,
+    weights: Sequence[np.ndarray] | None = None,
+) -> Selection:
+    """What is trained on and held out. Reads the numbers of the training episodes if --dataset.skip_idle is given.
+
+    `roots` are what flags name. Of each training episode the last `dropped` frames are left out. `weights` are those of
+    all episodes, by dataset (`data.episode_weights`).
     """
     d = config.dataset
     wanted = of_each(d.episodes, roots, "--dataset.episodes")
     excluded = of_each(cast(Choice, d.exclude_episodes), roots, "--dataset.exclude_episodes")
+    of_all: Sequence[np.ndarray | None] = [None] * len(metas) if weights is None else weights
     parts = [
-        _split(meta, *choose_episodes(meta, episodes, without, d.tasks), config, dropped)
-        for meta, episodes, without in zip(metas, wanted, excluded, strict=True)
+        _split(meta, *choose_episodes(meta, episodes, without, d.tasks, weight), config, dropped)
+        for meta, episodes, without, weight in zip(metas, wanted, excluded, of_all, strict=True)
     ]
     train, held_out, notes = zip(*parts, strict=True)
-    return train, held_out, notes
+    chosen = Selection(train, held_out, tuple(itertools.chain(*notes)))
+    return chosen.with_frames(metas, config, dropped, weights)
 
 
 def _split(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,9 @@ from vla_finetuning.config import (
     OnError,
     TrainMode,
 )
+from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.frame_cache import FrameCache
+from vla_finetuning.data.frames import Stretches
 from vla_finetuning.data.metadata import (
     DatasetMetadata,
     fetch_dataset,
@@ -61,7 +62,7 @@ from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, b
 from vla_finetuning.policies.trainable import TrainableReport
 from vla_finetuning.run.base_policy import check_policy, check_policy_options, resolve_policy
 from vla_finetuning.run.checkpoint import Progress
-from vla_finetuning.run.episodes import split_episodes
+from vla_finetuning.run.episodes import select
 from vla_finetuning.run.folder import CHECKPOINTS_NAME, SKIPPED_NAME
 from vla_finetuning.run.mixture import (
     AGGREGATED,
@@ -107,13 +108,15 @@ class Run:
         flops_by_prompt: forward and backward of a row, counted, by the length of its prompt.
         base: which weights the run starts from (path, revision, digest).
         stats: normalisation statistics; `missing_stats` are still to be computed.
-        rows_per_epoch: frames of the training episodes. steps: optimizer updates of the whole run.
+        rows_per_epoch: frames of the training episodes, on average where those have weights. steps: optimizer updates
+            of the whole run.
         block_rows: rows of a block of training data. stream: identity of the run's stream of rows.
         decoded: of a row, by the names of their rates in metrics.jsonl: camera frames, and bytes out of the read task.
         notes: what is otherwise than asked for, or than it should be, for the plan.
         mixing: how well batches are mixed. stored_bytes: of a row, were its frames not fitted into another size; None
             where they are not, or differ among datasets.
         frame_cache: where nodes keep decoded frames, None for nowhere; kept_bytes: all there are of them.
+        frames, frames_told: as `Selection`. epoch_ends: where epochs end in the stream, if not all are equally long.
     """
 
     config: Config
@@ -139,6 +142,9 @@ class Run:
     stored_bytes: int | None = None
     frame_cache: FrameCache | None = None
     kept_bytes: int = 0
+    frames: tuple[Stretches, ...] = ()
+    frames_told: tuple[tuple[str, ...], ...] = ()
+    epoch_ends: tuple[int, ...] = ()
 
     @property
     def image_size(self) -> list[int] | None:
@@ -201,7 +207,9 @@ class Run:
 
     @property
     def rows_per_dataset(self) -> list[int]:
-        """Rows that are trained on, of each dataset."""
+        """Frames that are trained on, of each dataset."""
+        if self.frames:
+            return [int(left.frames.sum()) for left in self.frames]
         return _rows(self.metas, self.train_episodes, self.drop_n_last_frames)
 
     @property
@@ -248,6 +256,7 @@ class Run:
             delta_timestamps=self.match.delta_timestamps,
             image_size=self.image_size,
             drop_n_last_frames=self.drop_n_last_frames,
+            stretches=self.frames or None,
             weights=list(self.config.dataset.mixture.values()) or None,
             shuffle_seed=self.config.seed,
             shuffle_window=self.config.dataset.shuffle_window,
@@ -278,6 +287,12 @@ class Run:
             look=look,
             frame_cache=self.frame_cache,
         )
+
+    def epochs_of(self, positions: np.ndarray) -> np.ndarray:
+        """The epochs that positions of the run's stream are of, int64."""
+        if self.epoch_ends:
+            return np.searchsorted(self.epoch_ends, positions, side="right")
+        return positions // self.rows_per_epoch
 
     def rows_of_steps(self, first: int, last: int) -> dict[str, list[tuple[int, int]]]:
         """The rows of optimizer steps [first, last), of all ranks: by their dataset's root, runs of `index`, inclusive.
@@ -325,6 +340,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
             mixture=mixture,
             episodes=_of_absolute(config.dataset.episodes),
             exclude_episodes=_of_absolute(excluded),
+            episode_weights=_absolute_file(config.dataset.episode_weights),
         ),
     )
     if config.dataset.repo_id:
@@ -396,8 +412,13 @@ def resolve(config: Config, gpus_found: int) -> Run:
             )
     parameters = check_policy(policy_config, folder, config.train, config.peft)
     dropped = _dropped(config, policy_config)
-    train, held_out, notes = split_episodes(metas, roots, config, dropped)
-    rows = sum(_rows(metas, train, dropped))
+    by, weights = config.dataset.episode_weights, None
+    if by is not None:
+        weights = episode_weights(metas, roots, by, _absolute)
+    chosen = select(metas, roots, config, dropped, weights)
+    rows = sum(_rows(metas, chosen.train, dropped))
+    if chosen.frames:
+        rows = max(1, round(sum(left.rows for left in chosen.frames)))
     config, smaller = _fitting_batch(config, rows)
     if config.global_batch_size > rows:
         raise ValueError(
@@ -409,7 +430,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
     if config.dataset.use_imagenet_stats:
         own = {k: names - IMAGENET_STATS.keys() if k in match.camera_keys else names for k, names in needed.items()}
         needed = {key: names for key, names in own.items() if names}
-    if any(len(episodes) for episodes in held_out):
+    if any(len(episodes) for episodes in chosen.held_out):
         # The mean action is what a policy must beat on held-out episodes (evaluation/open_loop.py).
         needed["action"] = needed.get("action", set()) | {"mean"}
     missing = _missing_stats(metas, needed, () if relative is None else ("action",))
@@ -418,8 +439,8 @@ def resolve(config: Config, gpus_found: int) -> Run:
     run = Run(
         config=config,
         metas=metas,
-        train_episodes=train,
-        eval_episodes=held_out,
+        train_episodes=chosen.train,
+        eval_episodes=chosen.held_out,
         policy_config=policy_config,
         policy_folder=folder,
         base=base_info,
@@ -429,7 +450,9 @@ def resolve(config: Config, gpus_found: int) -> Run:
         rows_per_epoch=rows,
         steps=config.resolve_steps(rows),
         parameters=parameters,
-        notes=(*itertools.chain(*notes), *smaller),
+        notes=(*chosen.notes, *smaller),
+        frames=chosen.frames,
+        frames_told=chosen.told,
     )
     run, stored_bytes = _with_image_size(run)
     if isinstance(policy_config, PI05Config):
@@ -451,6 +474,8 @@ def resolve(config: Config, gpus_found: int) -> Run:
         run,
         block_rows=rows_of_block,
         stream=source.plan.identity(),
+        rows_per_epoch=source.plan.rows_per_epoch,
+        epoch_ends=() if weights is None else tuple(source.plan.epoch_ends(run.last_row)),
         decoded={"frames_per_s": source.row_frames(), "decoded_bytes_per_s": source.row_bytes()},
         mixing=_mixing(config, source),
         stored_bytes=stored_bytes,
@@ -638,6 +663,11 @@ def _fitting_batch(config: Config, rows: int) -> tuple[Config, list[str]]:
     size = max(1, rows * config.batch_size // config.global_batch_size)
     note = f"--batch_size is {size} instead of the preset's {own}: there are {rows} training frames"
     return replace(config, batch_size=size), [note]
+
+
+def _absolute_file(source: str | None) -> str | None:
+    """@FILE by a path that is the same from any folder."""
+    return f"@{_absolute(source.removeprefix('@'))}" if source is not None and source.startswith("@") else source
 
 
 def _of_absolute(choice: Choice) -> Any:

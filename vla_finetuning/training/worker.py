@@ -245,7 +245,7 @@ def policy_batches(
         if rows_log is not None:
             rows = {key: batch[key].numpy() for key in ROW_COLUMNS if key in batch}
             skipped = rows.get("is_skipped", np.zeros(len(rows["index"]), bool))
-            epochs = rows["position"] // run.rows_per_epoch
+            epochs = run.epochs_of(rows["position"])
             rows_log.write(dealt.step_of(number) + 1, epochs, rows["dataset_index"], rows["index"], skipped)
         inputs = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
         if number == 0:

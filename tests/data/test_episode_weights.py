@@ -1,0 +1,116 @@
+"""Weights of episodes, from wherever they may come."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from tests.datasets import make_dataset
+from vla_finetuning.data.episode_weights import episode_weights
+from vla_finetuning.data.metadata import load_metadata
+
+QUALITY = [0.5, 1, 2, 0, 1, 3]
+SUCCESS = [True, False, True, True, True, False]
+
+
+@pytest.fixture(scope="module")
+def metas(tmp_path_factory):
+    """Two datasets of six episodes, the first with columns of its own."""
+    folder = tmp_path_factory.mktemp("weights")
+    roots = [make_dataset(folder / name, cameras={}) for name in ("a", "b")]
+    for path in sorted(roots[0].glob("meta/episodes/*/*.parquet")):
+        table = pq.read_table(path)
+        number = table["episode_index"].to_pylist()
+        # Stored the other way round: a row is found by its episode_index.
+        table = table.append_column("quality", pa.array([QUALITY[i] for i in number]))
+        table = table.append_column("success", pa.array([SUCCESS[i] for i in number]))
+        table = table.append_column("holes", pa.array([None if i == 4 else 1 for i in number], pa.int64()))
+        table = table.append_column("operator", pa.array(["Ann"] * len(number)))
+        pq.write_table(table.take(list(range(len(number)))[::-1]), path)
+    return [load_metadata(root) for root in roots]
+
+
+def weights_of(metas, source):
+    return [w.tolist() for w in episode_weights(metas, [meta.root for meta in metas], source)]
+
+
+def test_a_column_of_the_metadata(metas):
+    assert weights_of(metas[:1], "quality") == [QUALITY]
+    assert weights_of(metas[:1], "success") == [[1, 0, 1, 1, 1, 0]]
+
+
+def test_a_file_names_those_that_are_not_1(metas, tmp_path):
+    expected = [[1, 0.25, 1, 1, 1, 4]]
+    (tmp_path / "w.json").write_text('{"1": 0.25, "5": 4}')
+    (tmp_path / "w.csv").write_text("weight,episode_index,why\n0.25,1,blurred\n4,5,good\n")
+    pq.write_table(pa.table({"episode_index": [5, 1], "weight": [4, 0.25]}), tmp_path / "w.parquet")
+    for name in ("w.json", "w.csv", "w.parquet"):
+        assert weights_of(metas[:1], f"@{tmp_path / name}") == expected
+
+
+def test_a_file_for_several_datasets(metas, tmp_path):
+    a, b = (meta.root for meta in metas)
+    expected = [[1, 1, 0.5, 1, 1, 1], [1, 1, 7, 0, 1, 1]]
+    (tmp_path / "w.json").write_text(json.dumps({a: {"2": 0.5}, b: {"2": 7, "3": 0}}))
+    rows = pa.table({"dataset": [b, a, b], "episode_index": [2, 2, 3], "weight": [7, 0.5, 0]})
+    pa.csv.write_csv(rows, tmp_path / "w.csv")
+    pq.write_table(rows, tmp_path / "w.parquet")
+    for name in ("w.json", "w.csv", "w.parquet"):
+        assert weights_of(metas, f"@{tmp_path / name}") == expected
+    (tmp_path / "w.json").write_text(json.dumps({b: {"2": 7}}))
+    assert weights_of(metas, f"@{tmp_path / 'w.json'}") == [[1] * 6, [1, 1, 7, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("grade", r"dataset .*/a: meta/episodes/.*=grade names .* it is not there; those are \[.*'quality', 'success'"),
+        ("operator", "=operator names a column of numbers, and it is of type"),
+        ("stats/action/max", "names a column of numbers, and it is of type"),
+        ("holes", "the weight of episode 4 is nan, expected a number from 0 .* 1 of 6 episodes"),
+        ('{"6": 1}', "w.json: episode 6 is not in .*/a, which has 0..5"),
+        ('{"1": -1}', "the weight of episode 1 is -1, expected"),
+        ('{"1": 1001}', "the weight of episode 1 is 1001, expected a number from 0 .left out. to 1000"),
+        ('{"1": NaN}', "the weight of episode 1 is nan"),
+        ('{"1": "2"}', "w.json: found the weight '2'; .*takes a .csv or .parquet with the columns episode_index and"),
+        ('{"one": 2}', "w.json: invalid literal"),
+        ("[1, 2]", "w.json: found a list"),
+        ('{"/x": {"1": 2}}', r"w.json names \['/x'\], which are not among the datasets"),
+        ("", "w.json: .*takes a .csv"),
+    ],
+)
+def test_weights_that_cannot_be_meant(metas, tmp_path, source, message):
+    if not source.isidentifier() and "/max" not in source:
+        (tmp_path / "w.json").write_text(source)
+        source = f"@{tmp_path / 'w.json'}"
+    with pytest.raises(ValueError, match=message):
+        weights_of(metas[:1], source)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("w.csv", "episode_index,weight\n1,1\n1,2\n", "episode 1 of .* is there more than once"),
+        ("w.csv", "episode,weight\n1,1\n", r"found the columns \['episode', 'weight'\]"),
+        ("w.csv", "episode_index,weight\n1,good\n", "column weight is of type string"),
+        ("w.csv", "episode_index,weight\n1.5,1\n", "an episode_index is no whole number"),
+        ("w.txt", "", "its name does not say what it is"),
+        ("w.parquet", "no", "cannot be read as a parquet file"),
+    ],
+)
+def test_files_that_cannot_be_meant(metas, tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name}.*{message}"):
+        weights_of(metas[:1], f"@{tmp_path / name}")
+    with pytest.raises(FileNotFoundError, match="nothing.csv: no such file"):
+        weights_of(metas[:1], f"@{tmp_path / 'nothing.csv'}")
+
+
+def test_whose_episodes_of_several_datasets(metas, tmp_path):
+    (tmp_path / "w.json").write_text('{"1": 2}')
+    with pytest.raises(ValueError, match="of which of 2 datasets are these episodes"):
+        weights_of(metas, f"@{tmp_path / 'w.json'}")
+    assert np.array_equal(weights_of(metas[:1], f"@{tmp_path / 'w.json'}"), [[1, 2, 1, 1, 1, 1]])

@@ -1,0 +1,126 @@
+"""Frames in which nothing moves, against the definition taken word for word."""
+
+import numpy as np
+import pytest
+
+from tests.datasets import edit_rows, make_dataset
+from vla_finetuning.data.frames import movement_keys, shares, stretches_of, table
+from vla_finetuning.data.idle import STILL, idle_frames, runs_kept
+from vla_finetuning.data.metadata import load_metadata
+
+FPS = 10
+
+
+def by_definition(values, moves):
+    """Of every window in which all stays within STILL, all frames but the last; and the episode's last."""
+    idle = np.zeros(len(values), bool)
+    for first in range(len(values) - moves):
+        window = values[first : first + moves + 1]
+        if np.ptp(window, axis=0).max() < STILL:
+            idle[first : first + moves] = True
+            idle[-1] |= first + moves + 1 == len(values)
+    return idle
+
+
+@pytest.mark.parametrize("moves", [1, 2, 3, 7, 8, 40])
+@pytest.mark.parametrize("noise", [0, 4e-4])
+def test_idle_frames_are_those_of_the_definition(moves, noise):
+    rng = np.random.default_rng(moves)
+    found = set()
+    for _ in range(200):
+        frames = rng.integers(1, 40)
+        values = np.repeat(rng.normal(size=(frames, 3)), rng.integers(1, 12, frames), axis=0)[:frames]
+        values += noise * rng.normal(size=values.shape)
+        idle = idle_frames([values[:, :2] * 5, values[:, 2:]], [np.array([5.0, 5.0]), np.array([1.0])], moves)
+        assert idle.tolist() == by_definition(values, moves).tolist()
+        found |= set(idle.tolist())
+    assert found == ({True, False} if moves < 40 else {False})
+
+
+def test_what_creeps_moves_and_what_never_moved_does_not_count():
+    creeping = np.arange(100)[:, None] * 4e-4  # a band of STILL is left after three frames
+    assert idle_frames([creeping], [np.ones(1)], 2).all() and not idle_frames([creeping], [np.ones(1)], 3).any()
+    stuck = np.random.default_rng(0).normal(size=(100, 1)) * 1e-9
+    assert not idle_frames([creeping, stuck], [np.ones(1), np.ones(1)], 3).any()
+    assert idle_frames([stuck], [np.array([np.inf])], 3).all()
+
+
+def test_what_openpi_leaves_out_of_droid():
+    """Where values stay the same to the bit: its runs of 7 frames and more, each of them one frame earlier."""
+    rng = np.random.default_rng(0)
+    velocity = np.repeat(rng.normal(size=(60, 8)), rng.integers(1, 14, 60), axis=0)
+    same = np.concatenate([[False] * 2, (np.abs(np.diff(velocity, axis=0)) < 1e-3).all(axis=1), [False]])
+    edges = np.flatnonzero(np.diff(same.astype(int)))
+    theirs = np.zeros(len(velocity), bool)
+    for first, last in edges.reshape(-1, 2):
+        if last - first >= 7:
+            theirs[first:last] = True
+    ours = idle_frames([velocity], [np.ptp(velocity, axis=0)], moves=int(0.4 * 15) + 1)
+    ends_still = theirs[-1]
+    assert 100 < theirs.sum() < 0.8 * len(velocity)
+    assert ours[:-1].tolist() == theirs[1:].tolist() and ours[-1] == ends_still
+
+
+@pytest.fixture(scope="module")
+def meta(tmp_path_factory):
+    """In the first episode frames 5 to 15 are alike; the second ends in 8 that are; the last never moves."""
+    root = make_dataset(tmp_path_factory.mktemp("idle") / "dataset", episodes=(30, 20, 25, 12), cameras={}, fps=FPS)
+
+    def hold(values, episode, frame):
+        for number, first, last in ((0, 5, 15), (1, 12, 19), (3, 0, 11)):
+            held = (episode == number) & (frame >= first) & (frame <= last)
+            values[held] = values[(episode == number) & (frame == first)]
+
+    for column in ("observation.state", "action"):
+        edit_rows(root, column, hold)
+    return load_metadata(root)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kept"),
+    [
+        (0.6, [[0, 0, 5], [0, 15, 15], [1, 0, 12], [2, 0, 25]]),
+        (0.7, [[0, 0, 5], [0, 15, 15], [1, 0, 20], [2, 0, 25]]),  # 8 alike are 0.7 s, and no longer
+        (0.99, [[0, 0, 5], [0, 15, 15], [1, 0, 20], [2, 0, 25]]),
+        (1.0, [[0, 0, 30], [1, 0, 20], [2, 0, 25]]),
+        (1.1, [[0, 0, 30], [1, 0, 20], [2, 0, 25], [3, 0, 12]]),
+    ],
+)
+def test_runs_that_are_left(meta, seconds, kept):
+    assert movement_keys(meta) == ["observation.state", "action"]
+    assert runs_kept(meta, np.arange(4), movement_keys(meta), seconds).tolist() == kept
+    assert runs_kept(meta, np.array([1, 3]), movement_keys(meta), seconds).tolist() == [
+        run for run in kept if run[0] in (1, 3)
+    ]
+
+
+def test_stretches_have_dropped_frames_and_weights(meta):
+    keys, weight = movement_keys(meta), np.array([0.5, 1, 2, 1])
+    left = stretches_of(meta, np.arange(4), dropped=15, keys=keys, skip_idle=0.6, weight=weight)
+    assert np.stack([left.episode, left.first, left.frames]).tolist() == [[0, 1, 2], [0, 0, 0], [5, 5, 10]]
+    assert left.weight.tolist() == [0.5, 1, 2] and left.rows == 27.5 and left.episodes.tolist() == [0, 1, 2]
+    left = stretches_of(meta, np.arange(4), weight=np.array([0, 1, 0, 3.0]))
+    assert left.episode.tolist() == [1, 3] and left.frames.tolist() == [20, 12]
+
+
+def test_the_table_adds_up(meta):
+    everything = np.arange(4)
+    left = stretches_of(meta, everything, keys=movement_keys(meta), skip_idle=0.6, weight=np.array([1, 0.5, 2, 1.0]))
+    whole, *tasks = shares(meta, everything, left)
+    assert (whole.episodes, whole.frames, whole.kept, whole.rows) == (4, 87, 57, 20 + 6 + 50)
+    assert [(s.name, s.left_out, s.rows) for s in tasks] == [
+        ("'go to the blue bin'", 20, 6.0),
+        ("'go to the red bin'", 10, 70.0),
+    ]
+    assert [line.split()[0] for line in table(meta, everything, left)] == ["episodes", "4", "2", "2"]
+
+
+def test_what_movement_is_measured_by_must_be_known(meta, tmp_path):
+    root = make_dataset(tmp_path / "dataset", episodes=(9, 9), cameras={})
+    known = load_metadata(root)
+    del known.stats["action"]["max"]
+    with pytest.raises(ValueError, match="has no min and max of 'action', which movement is measured by"):
+        runs_kept(known, np.arange(2), ["action"], 1.0)
+    edit_rows(root, "action", lambda values, episode, frame: values.__setitem__((episode == 1) & (frame == 3), np.nan))
+    with pytest.raises(ValueError, match=f"dataset {root}: .*action of episode 1, frame 3 holds NaN"):
+        runs_kept(load_metadata(root), np.arange(2), ["action"], 1.0)

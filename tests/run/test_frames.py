@@ -1,0 +1,229 @@
+"""Which frames a run trains on and how often: --dataset.skip_idle, --dataset.episode_weights, what was recorded."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from diagnostics import check_rows
+from tests.datasets import edit_rows, make_dataset
+from vla_finetuning.config import CONFIG_NAME
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.flags import parse_args
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.run.checkpoint import check_resumable, commit, write_pieces
+from vla_finetuning.run.describe import describe
+from vla_finetuning.run.folder import start_attempt
+from vla_finetuning.run.plan import resolve
+from vla_finetuning.run.progress import RowsLog
+
+CAMERA = {"observation.images.top": (48, 64)}
+# Of five episodes; nothing moves in these frames, nor in any of the last episode.
+EPISODES, HELD = (20, 12, 16, 11, 14), ((0, 4, 13), (2, 0, 7), (2, 9, 15), (4, 0, 13))
+LEFT = {0: [*range(4), *range(13, 20)], 1: list(range(12)), 2: [7, 8], 3: list(range(11))}
+START = np.cumsum([0, *EPISODES])
+CHUNK = 8
+
+
+def hold(values, episode, frame):
+    for number, first, last in HELD:
+        held = (episode == number) & (frame >= first) & (frame <= last)
+        values[held] = values[(episode == number) & (frame == first)]
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run_frames")
+    tasks = ("pick", "place")
+    for name, seed in (("dataset", 0), ("other", 1)):
+        root = make_dataset(folder / name, episodes=EPISODES, cameras=CAMERA, tasks=tasks, seed=seed)
+        for column in ("observation.state", "action"):
+            edit_rows(root, column, hold)
+    meta = load_metadata(folder / "dataset")
+    base = tiny_pi05.make_tiny_base(
+        folder / "base", features=meta.features, tasks=list(tasks), stats=meta.stats, fps=10, chunk_size=CHUNK
+    )
+    (folder / "weights.json").write_text('{"0": 0.5, "1": 2.5, "3": 0}')
+    return folder, base
+
+
+def run_of(setting, *flags, out="out"):
+    folder, base = setting
+    options = [f"--policy.path={base}", f"--output_dir={folder / out}", "--batch_size=4", "--steps=20"]
+    if not any(flag.startswith("--dataset.mixture") for flag in flags):
+        options.append(f"--dataset.root={folder / 'dataset'}")
+    return resolve(parse_args([*options, *flags]), gpus_found=0)
+
+
+def rows_of(run, epoch):
+    """(dataset, episode, frame) of an epoch, and how often."""
+    plan = run.reader()(stream=(0, run.last_row)).plan
+    first = ([0, *run.epoch_ends] if run.epoch_ends else [n * run.rows_per_epoch for n in range(epoch + 2)])[epoch:]
+    found = Counter()
+    for window in plan.slices(first[0], first[1]):
+        part, index = window.rows()
+        dataset = plan.episodes.dataset_index[window.episode[part]]
+        number = np.searchsorted(START, index, side="right") - 1
+        found.update(zip(dataset.tolist(), number.tolist(), (index - START[number]).tolist(), strict=True))
+    return found
+
+
+def once(left, dataset=0, dropped=0):
+    return Counter(
+        (dataset, episode, frame)
+        for episode, frames in left.items()
+        for frame in frames
+        if frame < EPISODES[episode] - dropped
+    )
+
+
+def test_what_idles_is_not_trained_on_with_all_other_choices(setting):
+    skip = "--dataset.skip_idle=0.5"
+    run = run_of(setting, skip)
+    assert rows_of(run, 0) == rows_of(run, 1) == once(LEFT)
+    assert run.rows_per_epoch == 36 and run.train_episodes[0].tolist() == [0, 1, 2, 3] and not run.epoch_ends
+    assert any("1 episodes are left out whole by --dataset.skip_idle" in note for note in run.notes)
+    run = run_of(
+        setting, skip, "--dataset.drop_n_last_frames=3", "--dataset.exclude_episodes=3", "--dataset.tasks=pick"
+    )
+    assert rows_of(run, 0) == once({0: LEFT[0], 2: LEFT[2]}, dropped=3)
+    assert run.rows_per_epoch == len(LEFT[0]) - 3 + len(LEFT[2])
+    run = run_of(
+        setting, skip, "--dataset.eval_split=0.4", "--eval_steps=5"
+    )  # the last two of 0, 2, 4; the last of 1, 3
+    assert rows_of(run, 0) == once({k: LEFT[k] for k in (0, 1)})
+    assert run.held_out().plan.rows_per_epoch == 16 + 11 + 14  # held out are all of their frames
+    folder = setting[0]
+    mixture = json.dumps({str(folder / "dataset"): 1, str(folder / "other"): 3})
+    mixed = run_of(setting, skip, f"--dataset.mixture={mixture}")
+    assert mixed.stream["rows_per_source"] == [18, 54] and mixed.rows_per_epoch == 72
+    two = rows_of(mixed, 0) + rows_of(mixed, 1)
+    assert two == once(LEFT) + Counter({key: 3 for key in once(LEFT, dataset=1)})
+    # Off, nothing is otherwise than without the option.
+    plain = run_of(setting)
+    assert not plain.frames and plain.rows_per_epoch == sum(EPISODES) and "left out" not in describe(plain)
+
+
+def test_frames_that_are_left_have_their_whole_action_chunks(setting):
+    """The rows are LeRobot's, actions beyond the stretch included."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    run = run_of(setting, "--dataset.skip_idle=0.5", "--dataset.image_size=stored")
+    source = run.reader()(stream=(0, run.last_row))
+    dataset = LeRobotDataset(
+        "test", root=setting[0] / "dataset", video_backend="pyav",
+        delta_timestamps={"action": [i / 10 for i in range(CHUNK)]},
+    )  # fmt: skip
+    (rows,) = source.read_rows(range(run.rows_per_epoch), run.rows_per_epoch)
+    assert sorted(rows["index"].tolist()) == sorted(START[e] + frame for e, f in LEFT.items() for frame in f)
+    for at, index in enumerate(rows["index"].tolist()):
+        expected = dataset[index]
+        assert np.array_equal(rows["action"][at], expected["action"].numpy())
+        assert np.array_equal(rows["action_is_pad"][at], expected["action_is_pad"].numpy())
+        if index in (3, 40, 48):
+            image = expected["observation.images.top"].movedim(0, -1)
+            assert np.array_equal(rows["observation.images.top"][at], (image * 255).round().numpy().astype(np.uint8))
+
+
+def test_weighted_episodes_come_as_often_as_they_weigh(setting):
+    weights = f"--dataset.episode_weights=@{setting[0] / 'weights.json'}"
+    run = run_of(setting, weights, "--steps=200")
+    assert run.config.dataset.episode_weights == weights.partition("=")[2]
+    assert run.train_episodes[0].tolist() == [0, 1, 2, 4] and run.rows_per_epoch == 10 + 30 + 16 + 14
+    seen = Counter()
+    for epoch in range(10):
+        seen += rows_of(run, epoch)
+        for episode, weight in ((0, 0.5), (1, 2.5), (2, 1), (4, 1)):
+            counts = {seen[0, episode, frame] for frame in range(EPISODES[episode])}
+            assert len(counts) == 1 and abs(counts.pop() - (epoch + 1) * weight) < 1
+    assert {episode for _, episode, _ in seen} == {0, 1, 2, 4}
+    positions = np.arange(run.last_row)
+    assert np.diff(np.flatnonzero(np.diff(run.epochs_of(positions)))).tolist() == np.diff(run.epoch_ends[:-1]).tolist()
+    both = run_of(setting, weights, "--dataset.skip_idle=0.5", "--steps=200")
+    seen = sum((rows_of(both, epoch) for epoch in range(2)), Counter())
+    assert seen == Counter({(0, e, f): times for e, times in ((0, 1), (1, 5), (2, 2)) for f in LEFT[e]})
+    told = describe(both)
+    for line in ("1 of weight 0.5, 2 of weight 1, 1 of weight 2.5", "rows on average", "not equally long"):
+        assert line in told, told
+    assert "1 have weight 0 by --dataset.episode_weights" in told
+
+
+def test_a_run_goes_on_only_with_the_frames_it_was_started_with(setting, tmp_path):
+    path = tmp_path / "weights.csv"
+    path.write_text("episode_index,weight\n0,2\n")
+    flags = ("--dataset.skip_idle=0.5", f"--dataset.episode_weights=@{path}")
+    start = run_of(setting, *flags).start
+    path.write_text("episode_index,weight\n0,2\n1,0.5\n")
+    again = run_of(setting, *flags).start
+    check_resumable(again, again)
+    with pytest.raises(ValueError, match="the data is not what the run was started with .*episode_weights: was"):
+        check_resumable(start, again)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dataset.skip_idle=0"], "--dataset.skip_idle=0.0: must be positive"),
+        (
+            ["--dataset.skip_idle=0.5", "--dataset.episodes=4"],
+            "nothing moves for longer than .*nothing is left; raise it",
+        ),
+        (["--dataset.episode_weights=quality"], "names a column of numbers, and it is not there"),
+        (["--dataset.episode_weights=@no.json"], "no.json: no such file"),
+    ],
+)
+def test_frames_that_cannot_be_chosen(setting, flags, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run_of(setting, *flags)
+
+
+@pytest.fixture
+def recorded(setting, tmp_path):
+    """The folder of a run as if it had trained `steps` of its steps; its flags may be added to."""
+
+    def record(*flags, steps):
+        run = run_of(setting, "--run.record_rows=true", f"--steps={steps}", *flags, out=tmp_path / "run")
+        run.output_dir.mkdir()
+        (run.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
+        plan = run.reader()(stream=(0, run.last_row)).plan
+        log = RowsLog(run.output_dir, 0, start_attempt(run.output_dir, 0, 1))
+        for step in range(steps):
+            positions = np.arange(4 * step, 4 * step + 4)
+            rows = [window.rows() + (window.episode,) for window in plan.slices(positions[0], positions[-1] + 1)]
+            dataset = np.concatenate([plan.episodes.dataset_index[episode[part]] for part, _, episode in rows])
+            index = np.concatenate([index for _, index, _ in rows])
+            log.write(step + 1, run.epochs_of(positions), dataset, index, np.zeros(4, bool))
+        log._file.close()
+        folder = run.checkpoints_dir / f"step_{steps:08d}"
+        commit(folder, replace(run.start, step=steps, rows=4 * steps), write_pieces(folder, {}))
+        return run
+
+    return record
+
+
+def test_check_rows_proves_that_rows_came_as_often_as_chosen(setting, recorded, capsys):
+    weights = f"--dataset.episode_weights=@{setting[0] / 'weights.json'}"
+    run = recorded(weights, "--dataset.skip_idle=0.5", steps=60)
+    epochs = check_rows.check_rows(run)
+    assert all(epoch.ok for epoch in epochs) and [epoch.whole for epoch in epochs] == [True] * (len(epochs) - 1) + [
+        False
+    ]
+    assert len(epochs) >= 3 and sum(epoch.trained for epoch in epochs) == 240
+    # A row of the first epoch is lost, and another one, of those that come in it, once more in its place.
+    path = run.output_dir / "rows" / "rank0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    gone, again = lines[0]["rows"][0], lines[1]["rows"][-1]
+    lines[0]["rows"][0] = again
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    capsys.readouterr()
+    assert check_rows.main([str(run.output_dir)]) == 1
+    first = capsys.readouterr().out.splitlines()[1]
+    assert f"1 missing, e.g. (dataset_index, index) [({gone[0]}, {gone[1]})]" in first
+    assert f"1 doubled, e.g. (dataset_index, index) [({again[0]}, {again[1]})]" in first
+    # And two that are not among those chosen: one idles, and the other's episode weighs nothing.
+    lines[0]["rows"][:2] = [[0, 8], [0, 50]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert check_rows.main([str(run.output_dir)]) == 1
+    assert "2 not among those chosen" in capsys.readouterr().out

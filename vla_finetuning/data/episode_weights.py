@@ -1,0 +1,159 @@
+"""Weights of episodes: from a column of a dataset's own meta/episodes, or from a file (`--dataset.episode_weights`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+from fsspec.implementations.local import LocalFileSystem
+
+from vla_finetuning.data.limits import MAX_EPISODES, MAX_EPISODES_BYTES
+from vla_finetuning.data.metadata import DatasetMetadata, episode_files
+from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+
+FLAG = "--dataset.episode_weights"
+# An epoch has each episode so many times at most: only how weights compare decides what a policy sees.
+MOST = 1000.0
+FORMS = (
+    "a .csv or .parquet with the columns episode_index and weight (of several datasets also dataset, its root), or a "
+    '.json with {"EPISODE": weight} (of several datasets {ROOT: ...})'
+)
+
+
+def episode_weights(
+    metas: Sequence[DatasetMetadata], roots: Sequence[str], source: str, named: Callable[[str], str] = str
+) -> list[np.ndarray]:
+    """How often each episode comes in an epoch, on average, by dataset: float64 (E,), of all episodes it has.
+
+    Args:
+        roots: what the datasets are called. named: brings a root that a file names into that form.
+        source: a column of meta/episodes, numbers or true and false, for every dataset; or @FILE, of `FORMS`, in which
+            an episode that is not named has weight 1.
+    Raises:
+        ValueError: no such column or file, or it has no number from 0 to MOST for an episode; names dataset or file,
+            and episode. FileNotFoundError: no such file.
+    """
+    if not source.startswith("@"):
+        return [_checked(_column(meta, source), f"dataset {meta.root}: {source} in meta/episodes") for meta in metas]
+    path = Path(source.removeprefix("@")).expanduser()
+    found = _of_file(path, [named(root) for root in roots], named)
+    weights = []
+    for root, meta in zip(roots, metas, strict=True):
+        number, value = found.get(named(root), found.get("", (np.empty(0, np.int64), np.empty(0))))
+        if (unknown := number[(number < 0) | (number >= meta.num_episodes)]).size:
+            raise ValueError(f"{path}: episode {unknown[0]} is not in {root}, which has 0..{meta.num_episodes - 1}")
+        if (twice := number[np.bincount(number, minlength=1)[number] > 1]).size:
+            raise ValueError(f"{path}: episode {twice[0]} of {root} is there more than once")
+        weight = np.ones(meta.num_episodes)
+        weight[number] = value
+        weights.append(_checked(weight, f"{path}: {root}"))
+    return weights
+
+
+def _checked(weight: np.ndarray, where: str) -> np.ndarray:
+    wrong = np.flatnonzero(~((weight >= 0) & (weight <= MOST)))
+    if wrong.size:
+        raise ValueError(
+            f"{where}: the weight of episode {wrong[0]} is {weight[wrong[0]]:g}, expected a number from 0 (left out) "
+            f"to {MOST:g}; {len(wrong)} of {len(weight)} episodes have no such weight"
+        )
+    return weight
+
+
+def _column(meta: DatasetMetadata, name: str) -> np.ndarray:
+    """A column of meta/episodes, float64 (E,), NaN where it has no value."""
+    numbers, values = [], []
+    budget = Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES)
+    for path in episode_files(meta.fs, meta.base):
+        where = f"dataset {meta.root}: {path}"
+        with open_parquet(meta.fs, f"{meta.base}/{path}", name=where) as file:
+            kinds = {field.name: field.type for field in file.schema_arrow}
+            usable = sorted(key for key, kind in kinds.items() if _is_number(kind) and "/" not in key)
+            if name not in kinds or not _is_number(kinds[name]):
+                found = f"is of type {kinds[name]}" if name in kinds else "is not there"
+                raise ValueError(
+                    f"{where}: {FLAG}={name} names a column of numbers, and it {found}; those are {usable!s:.300}; a "
+                    "file is given as @FILE"
+                )
+            part = read_columns(file, ["episode_index", name], budget, name=where)
+        numbers.append(_numbers(part["episode_index"]))
+        values.append(_numbers(part[name]))
+    weight = np.full(meta.num_episodes, np.nan)
+    weight[np.concatenate(numbers).astype(np.int64)] = np.concatenate(values)
+    return weight
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+
+
+def _numbers(column: pa.ChunkedArray) -> np.ndarray:
+    if pa.types.is_boolean(column.type):
+        column = column.cast(pa.int8())
+    return column.cast(pa.float64(), safe=False).to_numpy()
+
+
+# By dataset, or "" where there is but one: episodes, int64 (N,), and their weights, float64 (N,).
+Found = dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+def _of_file(path: Path, roots: Sequence[str], named: Callable[[str], str]) -> Found:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; {FLAG}=@FILE takes {FORMS}")
+    try:
+        if path.suffix == ".json":
+            found = _of_json(json.loads(path.read_text()), named)
+        elif path.suffix == ".csv":
+            found = _of_table(pyarrow.csv.read_csv(path), named)
+        elif path.suffix == ".parquet":
+            budget = Budget("weights", MAX_EPISODES, MAX_EPISODES_BYTES)
+            with open_parquet(LocalFileSystem(), str(path)) as file:
+                columns = [c for c in ("episode_index", "weight", "dataset") if c in file.schema_arrow.names]
+                found = _of_table(read_columns(file, columns, budget, name=str(path)), named)
+        else:
+            raise ValueError("its name does not say what it is")
+    except (ValueError, TypeError, KeyError, pa.ArrowException) as error:
+        raise ValueError(f"{path}: {error}; {FLAG}=@FILE takes {FORMS}") from error
+    if "" in found and len(roots) > 1:
+        raise ValueError(f"{path}: of which of {len(roots)} datasets are these episodes? {FLAG}=@FILE takes {FORMS}")
+    if unknown := sorted(found.keys() - {"", *roots}):
+        raise ValueError(f"{path} names {unknown}, which are not among the datasets {list(roots)}")
+    return found
+
+
+def _of_json(value: Any, named: Callable[[str], str]) -> Found:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"found a {type(value).__name__}")
+    per_root = {named(root): of_it for root, of_it in value.items()} if _nested(value) else {"": value}
+    found = {}
+    for root, of_it in per_root.items():
+        weights = list(of_it.values())
+        if wrong := [w for w in weights if type(w) not in (int, float)]:
+            raise ValueError(f"found the weight {wrong[0]!r:.50}")
+        found[root] = np.array([int(episode) for episode in of_it], np.int64), np.array(weights, np.float64)
+    return found
+
+
+def _nested(value: Mapping[str, Any]) -> bool:
+    return bool(value) and all(isinstance(of_it, Mapping) for of_it in value.values())
+
+
+def _of_table(rows: pa.Table, named: Callable[[str], str]) -> Found:
+    for name in ("episode_index", "weight"):
+        if name not in rows.column_names:
+            raise ValueError(f"found the columns {rows.column_names!s:.200}")
+        if not _is_number(rows[name].type):
+            raise ValueError(f"column {name} is of type {rows[name].type}")
+    number, weight = _numbers(rows["episode_index"]), _numbers(rows["weight"])
+    if not (number == np.rint(number)).all():
+        raise ValueError("an episode_index is no whole number")
+    number = number.astype(np.int64)
+    if "dataset" not in rows.column_names:
+        return {"": (number, weight)}
+    names, of_row = np.unique(np.array(rows["dataset"].cast(pa.string()).to_pylist(), object), return_inverse=True)
+    return {named(root): (number[of_row == i], weight[of_row == i]) for i, root in enumerate(names.tolist())}

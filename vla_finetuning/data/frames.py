@@ -1,0 +1,140 @@
+"""Which frames of the chosen episodes are rows, and how often: what idles is left out, episodes have weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vla_finetuning.data.idle import runs_kept
+from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata
+from vla_finetuning.data.relative_actions import ACTION, STATE
+
+# Lines of a table: that many tasks, those first of which the most is otherwise than in the dataset.
+MOST_TASKS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Stretches:
+    """The frames of a dataset that are rows, as S runs of consecutive ones of an episode each. All arrays are (S,).
+
+    Attributes:
+        episode: int64, ascending. first: int64, the frame_index of the run's first frame, ascending in an episode.
+        frames: int64, how many, > 0.
+        weight: float64, how often each of them comes in an epoch, on average; None: once.
+    """
+
+    episode: np.ndarray
+    first: np.ndarray
+    frames: np.ndarray
+    weight: np.ndarray | None
+
+    @property
+    def episodes(self) -> np.ndarray:
+        """Those that have any, int64, ascending."""
+        return np.unique(self.episode)
+
+    @property
+    def rows(self) -> float:
+        """How many an epoch has of them, on average."""
+        return float(self.frames.sum() if self.weight is None else self.weight @ self.frames)
+
+
+def movement_keys(meta: DatasetMetadata, rename_map: Mapping[str, str] | None = None) -> list[str]:
+    """State and action, by what they are called in the dataset: what moves where something does."""
+    names = {key: (rename_map or {}).get(key, key) for key in meta.features}
+    return [k for k, f in meta.features.items() if names[k] in (STATE, ACTION) and f.dtype in NUMERIC_DTYPES]
+
+
+def stretches_of(
+    meta: DatasetMetadata,
+    episodes: np.ndarray,
+    *,
+    dropped: int = 0,
+    keys: Sequence[str] = (),
+    skip_idle: float | None = None,
+    weight: np.ndarray | None = None,
+) -> Stretches:
+    """What is left of some episodes; of those of which nothing is, there is no stretch.
+
+    Args:
+        episodes: int64, ascending. dropped: of each, so many of its last frames are not rows.
+        skip_idle: nor are frames in which nothing moves for longer than so many seconds, by the vectors `keys` (see
+            `data.idle`); None: all are.
+        weight: float64, of all episodes of the dataset, at least 0.
+    Raises:
+        ValueError, FileNotFoundError: as `idle.runs_kept`.
+    """
+    if skip_idle is None:
+        whole = np.stack([episodes, np.zeros_like(episodes), meta.episode_length[episodes]], axis=1)
+    else:
+        whole = runs_kept(meta, episodes, keys, skip_idle)
+    episode, first, frames = whole.T
+    frames = np.minimum(frames, meta.episode_length[episode] - dropped - first)
+    there = frames > 0 if weight is None else (frames > 0) & (weight[episode] > 0)
+    episode, first, frames = (np.ascontiguousarray(column[there]) for column in (episode, first, frames))
+    return Stretches(episode, first, frames, None if weight is None else weight[episode])
+
+
+@dataclass(frozen=True)
+class Share:
+    """What becomes of some episodes: how many there are, their frames, how many of those are rows, and of an epoch.
+
+    `rows` is a mean where episodes have weights. Episodes that have weight 0 count with `episodes` and `frames`.
+    """
+
+    name: str
+    episodes: int
+    frames: int
+    kept: int
+    rows: float
+
+    @property
+    def left_out(self) -> int:
+        return self.frames - self.kept
+
+
+def shares(meta: DatasetMetadata, episodes: np.ndarray, left: Stretches) -> list[Share]:
+    """What becomes of a dataset's episodes (int64, ascending): of all, and by their first task where there are several.
+
+    Tasks come in the order of how much of them is otherwise than in the dataset.
+    """
+    names = [(meta.episode_tasks[episode] or ("",))[0] for episode in episodes.tolist()]
+    tasks, task = np.unique(np.array(names, object), return_inverse=True)
+    of_stretch = task[np.searchsorted(episodes, left.episode)]
+    count = len(tasks)
+    columns = np.stack(
+        [
+            np.bincount(task, minlength=count),
+            np.bincount(task, meta.episode_length[episodes], count),
+            np.bincount(of_stretch, left.frames, count),
+            np.bincount(of_stretch, left.frames * (1.0 if left.weight is None else left.weight), count),
+        ]
+    )
+    found = [Share(repr(t), int(e), int(f), int(k), r) for t, (e, f, k, r) in zip(tasks, columns.T, strict=True)]
+    found.sort(key=lambda share: -abs(share.rows - share.frames))
+    e, f, k, r = columns.sum(axis=1)
+    whole = Share("all", int(e), int(f), int(k), float(r))
+    return [whole, *found] if count > 1 else [whole]
+
+
+def table(meta: DatasetMetadata, episodes: np.ndarray, left: Stretches) -> list[str]:
+    """`shares` as lines of text: a heading, all, and tasks, at most MOST_TASKS of them."""
+    found = shares(meta, episodes, left)
+    lines = [f"{'episodes':>9} {'frames':>12} {'left out':>20} {'in an epoch':>20}  task"]
+    for s in found[: 1 + MOST_TASKS]:
+        out = f"{s.left_out:,} ({s.left_out / s.frames:6.1%})"
+        rows = f"{s.rows:,.0f} ({s.rows / s.frames:6.2f}x)"
+        lines.append(f"{s.episodes:9,} {s.frames:12,} {out:>20} {rows:>20}  {s.name}")
+    if len(found) > 1 + MOST_TASKS:
+        lines.append(f"{'':53} and {len(found) - 1 - MOST_TASKS} tasks of which less is otherwise")
+    return lines
+
+
+def told_weights(weight: np.ndarray) -> str:
+    """The weights of episodes in a line, float64 (E,)."""
+    values, counts = np.unique(weight, return_counts=True)
+    if len(values) > 6:
+        return f"{len(weight)} weights from {values[0]:g} to {values[-1]:g}, {weight.mean():.3g} on average"
+    return ", ".join(f"{count} of weight {value:g}" for value, count in zip(values, counts, strict=True))

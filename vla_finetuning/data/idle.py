@@ -1,0 +1,113 @@
+"""When nothing moves: the one definition that scores, `--dataset.skip_idle` and its tables share.
+
+openpi leaves out of DROID what lies in runs of 7 frames or more (at 15 Hz) whose actions, velocities of joints, differ
+by less than 1e-3 from one frame to the next (`examples/droid/compute_droid_nonidle_ranges.py`). Here state and action
+count, whatever they are in: each dimension by its own range over the whole dataset, and over the whole run instead of
+from frame to frame, so that a slow movement is one at any frame rate. Of a run, openpi keeps the first frame, and here
+the last is kept, from which on something moves.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata
+from vla_finetuning.data.statistics import episode_arrays, files_of
+
+# A dimension stands still while it stays within this share of its range.
+STILL = 1e-3
+
+
+def idle_frames(values: Sequence[np.ndarray], spans: Sequence[np.ndarray], moves: int) -> np.ndarray:
+    """The frames of an episode from which on nothing moves, in runs of at least `moves` frames.
+
+    That is, all but the last of any `moves` + 1 consecutive frames over which every dimension stays within STILL of its
+    span; and the episode's last frame, where it is the last of those.
+
+    Args:
+        values: features of the episode, (L, D) each. spans: their ranges, (D,) each, as of `span_of`.
+    Returns:
+        bool (L,).
+    """
+    frames, windows = len(values[0]), len(values[0]) - moves
+    idle = np.zeros(frames, bool)
+    if windows < 1:
+        return idle
+    still = np.ones(windows, bool)
+    for array, span in zip(values, spans, strict=True):
+        scaled = array.reshape(frames, -1) / span
+        extent = _sliding(scaled, moves + 1, np.maximum) - _sliding(scaled, moves + 1, np.minimum)
+        still &= (extent < STILL).all(axis=1)
+    # How many of those windows begin at most `moves` frames before.
+    begun = np.cumsum(np.concatenate([still, np.zeros(moves, bool)]))
+    idle = begun > np.concatenate([np.zeros(moves, begun.dtype), begun[:windows]])
+    idle[-1] = still[-1]
+    return idle
+
+
+def _sliding(values: np.ndarray, width: int, extreme: Callable[..., np.ndarray]) -> np.ndarray:
+    """The extreme of every `width` consecutive rows: (L, D) to (L - width + 1, D), in log2(width) passes."""
+    reach = 1
+    while reach < width:
+        step = min(reach, width - reach)
+        values = extreme(values[:-step], values[step:])
+        reach += step
+    return values
+
+
+def span_of(meta: DatasetMetadata, key: str) -> np.ndarray:
+    """How far each dimension of a feature reaches in the dataset, float64 (D,); of one that never moves, infinity."""
+    low, high = reach_of(meta, key)
+    return np.where(high > low, high - low, np.inf)
+
+
+def reach_of(meta: DatasetMetadata, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Where a feature's values begin and end in the whole dataset, float64 (D,) each, in the order of its files."""
+    stats = meta.stats.get(key, {})
+    if not {"min", "max"} <= stats.keys():
+        raise ValueError(
+            f"{meta.root}: meta/stats.json has no min and max of {key!r}, which movement is measured by; LeRobot's "
+            "`lerobot-edit-dataset` writes them anew"
+        )
+    return np.ravel(stats["min"]).astype(np.float64), np.ravel(stats["max"]).astype(np.float64)
+
+
+def runs_kept(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str], seconds: float) -> np.ndarray:
+    """The runs of frames of some episodes that are left without those where nothing moves for longer than so long.
+
+    Runs on the driver, without Ray: reads the columns of `keys` alone, each file once, as many at a time as there are
+    CPUs.
+
+    Args:
+        episodes: int64, ascending. keys: vectors, of state and action.
+    Returns:
+        int64 (S, 3), in order: the episode, the frame_index of the run's first frame, how many frames it has.
+    Raises:
+        ValueError: `keys` that are no vectors or have no range in meta/stats.json; data that contradicts the metadata
+            or holds NaN. FileNotFoundError: a data file is missing.
+    """
+    if wrong := [key for key in keys if meta.features[key].dtype not in NUMERIC_DTYPES]:
+        raise ValueError(f"{meta.root}: {wrong} are no numbers, so it cannot be told when they do not move")
+    features, spans = [meta.features[key] for key in keys], [span_of(meta, key) for key in keys]
+    moves = math.floor(seconds * meta.fps + 1e-6) + 1
+
+    def of_file(file: dict[str, Any]) -> np.ndarray:
+        found = [np.empty((0, 3), np.int64)]
+        for episode, arrays in episode_arrays(meta.fs, features=features, **file):
+            idle = idle_frames([arrays[f.key].astype(np.float64) for f in features], spans, moves)
+            change = np.flatnonzero(np.diff(idle, prepend=True, append=True)).reshape(-1, 2)
+            found.append(np.stack([np.full(len(change), episode), change[:, 0], change[:, 1] - change[:, 0]], axis=1))
+        return np.concatenate(found)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            found = np.concatenate(list(pool.map(of_file, files_of(meta, episodes))))
+        except (ValueError, OSError) as error:
+            raise type(error)(f"dataset {meta.root}: {error}") from error
+    return found[np.lexsort((found[:, 1], found[:, 0]))]
