@@ -6,6 +6,8 @@ from collections import Counter
 from functools import partial
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,7 +15,7 @@ from safetensors.torch import load_file
 import vla
 from diagnostics import check_rows
 from tests import planted
-from tests.datasets import make_dataset
+from tests.datasets import edit_rows, make_dataset
 from tests.planted import Fault
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
@@ -310,6 +312,39 @@ def test_a_mixture_of_cameras_of_different_sizes_trains_each_row_as_often_as_due
     capsys.readouterr()
     assert check_rows.main([str(output)]) == 0
     assert "epoch 1: 50 of 50 rows trained, as often as due" in capsys.readouterr().out
+
+
+@pytest.mark.ray
+@pytest.mark.slow  # another worker group
+def test_what_idles_is_left_out_and_what_weighs_more_comes_more_often(setting, ray_cluster, capsys):
+    """Of 12 frames, of which the last 9 are alike; of 8, one and a half times; of 10, every other time."""
+    folder = setting[0]
+    root = make_dataset(folder / "held", episodes=(12, 8, 10))
+    for column in ("observation.state", "action"):
+        edit_rows(root, column, lambda v, episode, frame: v.__setitem__((episode == 0) & (frame > 2), v[3]))
+    (folder / "weights.csv").write_text("episode_index,weight\n1,1.5\n2,0.5\n")
+    frames = {"index": np.arange(30), "episode_index": np.repeat([0, 1, 2], (12, 8, 10))}
+    progress = np.random.default_rng(0).random(30)
+    pq.write_table(pa.table({**frames, "progress_sparse": progress}), root / "sarm_progress.parquet")
+    changes = {
+        "dataset.root": root,
+        "dataset.skip_idle": 0.5,
+        "dataset.episode_weights": f"@{folder / 'weights.csv'}",
+        "sample_weighting.type": "rabc",
+        "steps": 13,
+        "save_freq": 13,
+    }
+    assert vla.main(flags(setting, "chosen", **changes)) == 0
+    assert np.isfinite(losses(folder / "chosen")).all()
+    seen = Counter(index for line in recorded_rows(folder / "chosen") for _, index in line["rows"])
+    assert seen.total() == 13 * GLOBAL_BATCH and seen.keys() == {*range(3), *range(12, 30)}
+    capsys.readouterr()
+    assert check_rows.main([str(folder / "chosen")]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    assert len(told) >= 4 and all(line.endswith("as often as due") for line in told)
+    for index, count in seen.items():  # four to five epochs of 3 + 12 + 5 rows, the last one under way
+        weight = 1 if index < 12 else 1.5 if index < 20 else 0.5
+        assert (len(told) - 1) * weight - 1 < count < len(told) * weight + 1
 
 
 @pytest.mark.ray

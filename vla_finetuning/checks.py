@@ -142,6 +142,7 @@ def validate(config: Config) -> None:
             "log_freq": config.log_freq,
             "tolerance_s": config.tolerance_s,
             "dataset.skip_idle": d.skip_idle,
+            "sample_weighting.epsilon": config.sample_weighting.epsilon,
             "dataset.shuffle_window": d.shuffle_window,
             "dataset.window_segments": d.window_segments,
             "dataset.read_timeout_s": d.read_timeout_s,
@@ -159,6 +160,8 @@ def validate(config: Config) -> None:
             "dataset.on_error": (d.on_error, get_args(OnError)),
             "dataset.mixture_stats": (d.mixture_stats, ("weights", "frames")),
             "train.augmentation": (t.augmentation, ("none", "openpi")),
+            "sample_weighting.type": (config.sample_weighting.type or "uniform", ("rabc", "uniform")),
+            "sample_weighting.head_mode": (config.sample_weighting.head_mode, ("sparse", "dense")),
             "export": (config.export, ("last", "best")),
         },
     )
@@ -167,6 +170,8 @@ def validate(config: Config) -> None:
             raise ValueError(f"--{name}={share}: must be between 0 and 1")
     _validate_learning(config)
     _validate_adapters(config)
+    if unknown := sorted(config.sample_weighting.extra_params.keys() - {"fallback_weight"}):
+        raise ValueError(f"--sample_weighting.extra_params has {unknown}; RA-BC takes fallback_weight there")
     if config.push_to_hub and config.policy_repo_id is None:
         raise ValueError("--push_to_hub: to which repository? give --policy.repo_id USER/NAME")
     if not 0 < config.ema.decay < 1:

@@ -167,6 +167,24 @@ class TrainOptions:
 
 
 @dataclass
+class SampleWeightingOptions:
+    """Weights of rows in the loss, as lerobot-train has them (run/row_weights.py)."""
+
+    # "rabc": by the progress that a reward model saw; any other option of these asks for it. "uniform": all alike, as
+    # when absent.
+    type: str | None = None
+    # A parquet file of this machine, or hf://datasets/USER/NAME/FILE; the dataset's sarm_progress.parquet when absent.
+    progress_path: str | None = None
+    # Which column of it, progress_sparse or progress_dense.
+    head_mode: str = "sparse"
+    # What is gained in an action chunk above this weighs 1.
+    kappa: float = 0.01
+    epsilon: float = 1e-6
+    # {"fallback_weight": 1.0}: of frames whose progress is not known.
+    extra_params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class EmaOptions:
     """An exponential moving average of the weights that train, fp32 (lerobot-train has none; openpi does)."""
 
@@ -371,6 +389,7 @@ class Config:
     run: RunOptions = field(default_factory=RunOptions)
     eval: EvalOptions = field(default_factory=EvalOptions)
     peft: PeftOptions = field(default_factory=PeftOptions)
+    sample_weighting: SampleWeightingOptions = field(default_factory=SampleWeightingOptions)
 
     # A pretrained policy: a folder or a Hub id (--policy.path), or a type to start from random weights (--policy.type).
     policy_path: str | None = None
@@ -538,6 +557,7 @@ GROUPS = {
     "scaling": ScalingOptions,
     "run": RunOptions,
     "peft": PeftOptions,
+    "sample_weighting": SampleWeightingOptions,
     "grpo": GrpoOptions,
     "eval": EvalOptions,
 }

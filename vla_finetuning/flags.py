@@ -52,7 +52,7 @@ NOT_IN_GRPO = ("dataset.", "run.", "steps", "num_epochs", "grad_accum", "warmup_
                "tolerance_s", "push_to_hub", "train.mask_padding", "train.noise_draws", "train.augmentation",
                "scaling.cpus_per_read_task", "scaling.find_unused_parameters", "config_path", "ema.", "eval_steps",
                "max_eval_samples", "export", "env_eval_freq", "keep_best_by", "use_policy_training_preset",
-               "peft.")  # fmt: skip
+               "peft.", "sample_weighting.")  # fmt: skip
 
 
 def parse_args(argv: Sequence[str]) -> Config:
@@ -94,6 +94,8 @@ def _parse(argv: Sequence[str], kind: type[Config], presets: Mapping[str, Mappin
     # As in lerobot-train, where any option of adapters asks for LoRA.
     if "peft.method_type" not in names and any(name.startswith("peft.") for name in names):
         defaults["peft.method_type"] = "lora"
+    if "sample_weighting.type" not in names and any(name.startswith("sample_weighting.") for name in names):
+        defaults["sample_weighting.type"] = "rabc"
     # Two ways to say how long, of which the user's own replaces the other.
     for chosen, other in (("steps", "num_epochs"), ("num_epochs", "steps")):
         if chosen in names and other not in names:

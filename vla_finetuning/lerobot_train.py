@@ -20,6 +20,7 @@ TAKEN = (
     *("dataset.use_imagenet_stats", "use_policy_training_preset", "optimizer.*", "scheduler.*"),
     *("peft.method_type", "peft.target_modules", "peft.full_training_modules", "peft.init_type", "peft.r"),
     "peft.lora_alpha",
+    *(f"sample_weighting.{n}" for n in ("type", "progress_path", "head_mode", "kappa", "epsilon", "extra_params")),
 )
 
 _LOADER = "there is no DataLoader: read tasks use the CPUs that are free (--scaling.cpus_per_read_task)"
@@ -50,7 +51,6 @@ ANSWERED = {
     "wandb.project": "--track_project",
     "wandb.*": _TRACKER,
     "job.*": _JOBS,
-    "sample_weighting.*": "every frame counts alike; --dataset.mixture weighs whole datasets",
 }
 
 

@@ -69,6 +69,7 @@ def describe(run: Run) -> str:
         *_between_epochs(run),
         *_indented("Learning", run.recipe.describe(run.steps)),
         *_shuffling(run),
+        *_weighted(run),
         *_average(config),
         *_held_out(run),
         f"Checkpoints  every {config.save_freq} steps and at the end, the last {config.keep_checkpoints}{_best(run)} "
@@ -86,6 +87,16 @@ def _between_epochs(run: Run) -> list[str]:
         return [f"{text}; a weight of 0.5 is every other epoch, so they are not equally long"]
     rest = run.rows_per_epoch % run.config.global_batch_size
     return [f"{text}: the last {rest} rows of one share a step with the first of the next"]
+
+
+def _weighted(run: Run) -> list[str]:
+    weights = run.row_weights
+    if weights is None:
+        return []
+    return [
+        f"Weighted     rows in the loss, by RA-BC: of {len(weights)} frames {int((weights == 0).sum())} weigh 0 and "
+        f"{int((weights == 1).sum())} weigh 1; each micro-batch for itself, as lerobot-train"
+    ]
 
 
 def _average(config: Config) -> list[str]:

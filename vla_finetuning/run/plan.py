@@ -74,6 +74,7 @@ from vla_finetuning.run.mixture import (
     names_of_first,
     ordered_alike,
 )
+from vla_finetuning.run.row_weights import row_weights
 
 # A batch is poorly mixed that has rows of fewer episodes than this share of what a shuffle of all rows would give.
 POORLY_MIXED = 0.25
@@ -117,6 +118,7 @@ class Run:
             where they are not, or differ among datasets.
         frame_cache: where nodes keep decoded frames, None for nowhere; kept_bytes: all there are of them.
         frames, frames_told: as `Selection`. epoch_ends: where epochs end in the stream, if not all are equally long.
+        row_weights: of all frames of the dataset, float32; None where all weigh the same in the loss.
     """
 
     config: Config
@@ -145,6 +147,7 @@ class Run:
     frames: tuple[Stretches, ...] = ()
     frames_told: tuple[tuple[str, ...], ...] = ()
     epoch_ends: tuple[int, ...] = ()
+    row_weights: np.ndarray | None = None
 
     @property
     def image_size(self) -> list[int] | None:
@@ -331,9 +334,11 @@ def resolve(config: Config, gpus_found: int) -> Run:
         raise ValueError(f"--dataset.mixture names a dataset twice: {list(config.dataset.mixture)}")
     out = config.dataset.exclude_episodes
     excluded = read_choice(out.removeprefix("@")) if isinstance(out, str) else out  # what the file says now is kept
+    progress = config.sample_weighting.progress_path
     config = replace(
         config,
         output_dir=_absolute(config.output_dir or ""),
+        sample_weighting=replace(config.sample_weighting, progress_path=_absolute(progress) if progress else None),
         dataset=replace(
             config.dataset,
             root=None if mixture else ",".join(roots) or None,
@@ -453,6 +458,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
         notes=(*chosen.notes, *smaller),
         frames=chosen.frames,
         frames_told=chosen.told,
+        row_weights=row_weights(config, metas, policy_config),
     )
     run, stored_bytes = _with_image_size(run)
     if isinstance(policy_config, PI05Config):

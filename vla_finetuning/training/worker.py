@@ -63,6 +63,7 @@ from vla_finetuning.run.folder import attempts, prune_checkpoints, start_attempt
 from vla_finetuning.run.plan import Run
 from vla_finetuning.run.progress import RowsLog, log_to
 from vla_finetuning.run.record import record_attention
+from vla_finetuning.run.row_weights import of_batch
 from vla_finetuning.training.parallel import copies_on, first_copy, is_part, nodes_of_ranks, part
 from vla_finetuning.training.stream import Columns, Dealt, Placed
 
@@ -204,8 +205,17 @@ def saved_progress(run: Run) -> tuple[Progress, Path | None]:
 # ---- what a step needs ---------------------------------------------------------------------------------------------
 
 
-def collate_cut(run: Run, collate: Callable[[Columns], Batch], batch: Columns) -> Batch:
-    """Collate a micro-batch with PI0.5's prompts cut to what the longest needs; on the host, in Ray Data's thread."""
+def collate_cut(
+    run: Run, collate: Callable[[Columns], Batch], batch: Columns, weights: np.ndarray | None = None
+) -> Batch:
+    """Collate a micro-batch with PI0.5's prompts cut to what the longest needs; on the host, in Ray Data's thread.
+
+    `weights`: of all frames, by which the rows' losses are weighed (`run.row_weights`); rows that could not be read
+    weigh nothing.
+    """
+    if weights is not None:
+        weight = weights[batch["index"]] * batch.get("row_weight", np.float32(1))
+        batch = {**batch, "row_weight": of_batch(weight, run.config.sample_weighting.epsilon)}
     return collate(cut_prompts(batch, run.prompts) if run.prompts else batch)
 
 

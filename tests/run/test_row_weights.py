@@ -1,0 +1,136 @@
+"""Rows weighed in the loss, against LeRobot's own weighter and step."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from lerobot.rewards.sarm.rabc import RABCWeights
+
+from tests.datasets import make_dataset
+from tests.tiny import make_batch, make_policy, reference
+from vla_finetuning.config import Config, SampleWeightingOptions
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.flags import parse_args
+from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.run.describe import describe
+from vla_finetuning.run.plan import resolve
+from vla_finetuning.run.row_weights import of_batch, row_weights
+from vla_finetuning.training.worker import collate_cut
+
+CHUNK, FRAMES = 8, 60
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    """A dataset that goes forward, stands, goes back, and of which some frames are not known."""
+    folder = tmp_path_factory.mktemp("row_weights")
+    root = make_dataset(folder / "dataset", episodes=(30, 12, 18), cameras={"observation.images.top": (48, 64)})
+    meta = load_metadata(root)
+    rng, frame = np.random.default_rng(0), np.concatenate([np.arange(n) for n in (30, 12, 18)])
+    progress = np.clip(frame / 30 + 0.02 * rng.normal(size=FRAMES), 0, 1)
+    progress[30:42] = 0.5 + 0.001 * np.arange(12)
+    progress[42:] = 0.9 - 0.02 * np.arange(18)
+    progress[[3, 20, 45]] = np.nan
+    rows = pa.table(
+        {"index": np.arange(FRAMES), "episode_index": np.repeat([0, 1, 2], (30, 12, 18)), "progress_sparse": progress}
+    )
+    pq.write_table(rows.take([i for i in range(FRAMES) if i != 7]), root / "sarm_progress.parquet")
+    base = tiny_pi05.make_tiny_base(
+        folder / "base", features=meta.features, tasks=list(meta.tasks.values()), stats=meta.stats, fps=10,
+        chunk_size=CHUNK,
+    )  # fmt: skip
+    return folder, root, base
+
+
+def run_of(setting, *flags):
+    folder, root, base = setting
+    options = [f"--dataset.root={root}", f"--policy.path={base}", f"--output_dir={folder / 'out'}", "--batch_size=4"]
+    # No prompts to cut: the batches here have none.
+    return replace(resolve(parse_args([*options, "--steps=3", *flags]), gpus_found=0), prompts=())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kappa": 0.3, "epsilon": 1e-3},
+        {"type": "rabc", "kappa": 0.0, "extra_params": {"fallback_weight": 0.25}},
+    ],
+)
+def test_the_loss_of_a_batch_is_lerobots(setting, options):
+    run = run_of(setting, *(f"--sample_weighting.{k}={json.dumps(v).strip(chr(34))}" for k, v in options.items()))
+    given = {k: v for k, v in options.items() if k in ("kappa", "epsilon")} | options.get("extra_params", {})
+    theirs = RABCWeights(setting[1] / "sarm_progress.parquet", CHUNK, device=torch.device("cpu"), **given)
+    deltas = np.array([theirs._compute_delta(i) for i in range(FRAMES)], np.float32)
+    np.testing.assert_array_equal(run.row_weights, theirs._compute_weights(deltas))
+    assert len(set(run.row_weights.tolist())) > 2 and (run.row_weights == 0).any()
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        index, losses = rng.integers(0, FRAMES, 4), torch.from_numpy(rng.random(4).astype(np.float32))
+        weights, _ = theirs.compute_batch_weights({"index": index})
+        expected = (losses * weights).sum() / (weights.sum() + 1e-6)  # as `update_policy` has it
+        batch = collate_cut(run, dict, {"index": index, "x": index}, weights=run.row_weights)
+        assert batch["row_weight"].dtype == np.float32
+        torch.testing.assert_close((losses * torch.from_numpy(batch["row_weight"])).mean(), expected, rtol=1e-6, atol=0)
+    skipped = {"index": index, "row_weight": np.array([1, 0, 1, 1], np.float32)}
+    assert collate_cut(run, dict, skipped, weights=run.row_weights)["row_weight"][1] == 0
+    told = describe(run)
+    assert f"of 60 frames {(run.row_weights == 0).sum()} weigh 0 and {(run.row_weights == 1).sum()} weigh 1" in told
+
+
+def test_a_weighted_gradient_is_lerobots():
+    """The whole way through PI0.5: its own forward, row by row, weighed as LeRobot's step does."""
+    policy, weights = make_policy(), np.array([0.0, 1.0, 0.4], np.float32)
+    batch, noise, time = make_batch(policy)
+    batch, noise, time = {key: value[:3] for key, value in batch.items()}, noise[:3], time[:3]
+    theirs = reference(policy, noise, time)
+    losses, _ = theirs.forward(batch, reduction="none")
+    normalised = torch.from_numpy(weights * np.float32(3 / (weights.sum() + 1e-6)))
+    ((losses * normalised).sum() / (normalised.sum() + 1e-6)).backward()
+    row_weight = torch.from_numpy(of_batch(weights, 1e-6))
+    PolicyLoss(policy)({**batch, "row_weight": row_weight}, noise, time).backward()
+    found, expected = (p.model.action_out_proj.weight.grad for p in (policy, theirs))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_is_weighed_that_was_not_asked_for(setting):
+    run = run_of(setting, "--sample_weighting.type=uniform")
+    assert run.row_weights is None and "Weighted" not in describe(run)
+    assert "row_weight" not in collate_cut(run, dict, {"index": np.arange(4)}, weights=run.row_weights)
+    assert Config().sample_weighting.type is None
+    assert parse_args(["--sample_weighting.kappa=1", "--preset=demo"]).sample_weighting == SampleWeightingOptions(
+        type="rabc", kappa=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--sample_weighting.type=best"], "--sample_weighting.type=best: expected one of rabc, uniform"),
+        (["--sample_weighting.head_mode=dense"], r"lacks the columns \['progress_dense'\]"),
+        (["--sample_weighting.progress_path=no.parquet"], "no.parquet: no such file; --sample_weighting.progress_path"),
+        (['--sample_weighting.extra_params={"chunk_size": 3}'], r"extra_params has \['chunk_size'\]"),
+    ],
+)
+def test_weights_that_cannot_be(setting, flags, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run_of(setting, *flags)
+
+
+def test_progress_that_is_no_use(setting, tmp_path):
+    table = pq.read_table(setting[1] / "sarm_progress.parquet")
+    shifted = table.set_column(0, "index", pa.array(np.asarray(table["index"]) + 5))
+    pq.write_table(shifted, tmp_path / "other.parquet")
+    with pytest.raises(ValueError, match="frame 64 is not in .*which has 60: of another one"):
+        run_of(setting, f"--sample_weighting.progress_path={tmp_path / 'other.parquet'}")
+    run = run_of(setting, "--sample_weighting.type=rabc")
+    with pytest.raises(ValueError, match="needs a loss by rows, which is here of PI0.5 alone; this is a 'act'"):
+        row_weights(run.config, run.metas, SimpleNamespace(type="act"))
+    both = f"--dataset.root={setting[1]},{setting[1]}"
+    with pytest.raises(ValueError, match="knows frames by their index in one dataset, and there are 2"):
+        run_of(setting, "--sample_weighting.type=rabc", both)

@@ -1,0 +1,119 @@
+"""Weights of rows in the loss, as `lerobot-train --sample_weighting.*`: reward-aligned behaviour cloning (RA-BC).
+
+A reward model has told for each frame how far its task has come (LeRobot's `rewards/sarm`). A row weighs by how much
+further the task is at the end of its action chunk: 1 above kappa, 0 where it went back, and in between by where it lies
+within two deviations of the mean. Followed is LeRobot 0.6.1 (`RABCWeights`, `update_policy`), each micro-batch for
+itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from fsspec.implementations.local import LocalFileSystem
+from huggingface_hub import hf_hub_download
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+
+from vla_finetuning.config import Config, SampleWeightingOptions
+from vla_finetuning.data.limits import MAX_DATA_BYTES
+from vla_finetuning.data.metadata import DatasetMetadata
+from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+from vla_finetuning.data.table import numbers
+
+# What LeRobot's reward model calls its file, in a dataset's folder.
+PROGRESS_NAME = "sarm_progress.parquet"
+HUB = "hf://datasets/"
+# What LeRobot adds to the sum of a batch's weights before it divides by it.
+EPSILON = 1e-6
+
+
+def row_weights(config: Config, metas: Sequence[DatasetMetadata], policy_config: PreTrainedConfig) -> np.ndarray | None:
+    """What each frame of the run's dataset weighs before its micro-batch is looked at: float32 (frames,).
+
+    None where all weigh the same.
+
+    Raises:
+        ValueError: the policy's loss cannot be weighed by rows, there are several datasets, or the file does not say
+            how far each frame is. FileNotFoundError: it is not there.
+    """
+    options = config.sample_weighting
+    if options.type in (None, "uniform"):
+        return None
+    if not isinstance(policy_config, PI05Config):
+        raise ValueError(
+            f"--sample_weighting.type={options.type} needs a loss by rows, which is here of PI0.5 alone; this is a "
+            f"'{policy_config.type}'. --dataset.episode_weights weighs episodes for every policy"
+        )
+    if len(metas) > 1:
+        raise ValueError(
+            f"--sample_weighting.type={options.type}: its file knows frames by their index in one dataset, and there "
+            f"are {len(metas)}"
+        )
+    path = _fetched(config, metas[0])
+    budget, column = Budget("frames", None, MAX_DATA_BYTES), f"progress_{options.head_mode}"
+    with open_parquet(LocalFileSystem(), str(path)) as file:
+        names = ["index", "episode_index", column]
+        if lacking := sorted(set(names) - set(file.schema_arrow.names)):
+            raise ValueError(f"{path} lacks the columns {lacking}; it has {file.schema_arrow.names!s:.300}")
+        rows = read_columns(file, names, budget, name=str(path))
+    index, episode = (numbers(rows[n], np.int64, (1,), f"{path}: column {n}").reshape(-1) for n in names[:2])
+    frames = metas[0].total_frames
+    if len(index) and not 0 <= index.min() <= index.max() < frames:
+        raise ValueError(f"{path}: frame {index.max()} is not in {metas[0].root}, which has {frames}: of another one?")
+    progress = rows[column].cast("float64").to_numpy()
+    return rabc_weights(index, episode, progress, frames, policy_config.chunk_size, options)
+
+
+def _fetched(config: Config, meta: DatasetMetadata) -> Path:
+    """The file with the progress of every frame, where lerobot-train looks for it."""
+    given, repo_id = config.sample_weighting.progress_path, config.dataset.repo_id
+    if given is None:
+        given = f"{HUB}{repo_id}/{PROGRESS_NAME}" if repo_id else f"{meta.root}/{PROGRESS_NAME}"
+    if given.startswith(HUB):
+        user, name, *inside = given.removeprefix(HUB).split("/")
+        return Path(hf_hub_download(f"{user}/{name}", "/".join(inside), repo_type="dataset"))
+    if not Path(given).is_file():
+        raise FileNotFoundError(
+            f"{given}: no such file; --sample_weighting.progress_path names a parquet file of this machine or "
+            f"{HUB}USER/NAME/FILE, which LeRobot's `python -m lerobot.rewards.sarm.compute_rabc_weights` writes"
+        )
+    return Path(given)
+
+
+def rabc_weights(
+    index: np.ndarray,
+    episode: np.ndarray,
+    progress: np.ndarray,
+    frames: int,
+    chunk_size: int,
+    options: SampleWeightingOptions,
+) -> np.ndarray:
+    """Weights of all frames of a dataset, float32 (frames,), by what is known of N of them.
+
+    Args:
+        index, episode: int64 (N,). progress: float64 (N,), NaN where it is not known.
+        chunk_size: so many frames later it is looked at again, or at the last one known of the episode.
+    """
+    known, ahead = np.full(frames, np.nan), np.zeros(frames, np.int64)
+    known[index] = progress
+    _, of_row = np.unique(episode, return_inverse=True)
+    last = np.zeros(len(index), np.int64)
+    np.maximum.at(last, of_row, index)
+    ahead[index] = np.minimum(index + chunk_size, last[of_row])
+    gained = known[ahead] - known
+    there = ~np.isnan(gained)
+    mean = max(float(gained[there].mean()), 0.0) if there.any() else 0.0
+    deviation = max(float(gained[there].std()), options.epsilon) if there.any() else options.epsilon
+    gained = gained.astype(np.float32)
+    soft = np.clip((gained - (mean - 2 * deviation)) / (4 * deviation + options.epsilon), 0, 1)
+    weights = np.where(gained > options.kappa, 1, np.where(gained >= 0, soft, 0))
+    return np.where(there, weights, options.extra_params.get("fallback_weight", 1.0)).astype(np.float32)
+
+
+def of_batch(weights: np.ndarray, epsilon: float) -> np.ndarray:
+    """What each row's loss is multiplied by for the batch's mean to be weighted: float32 (B,), of weights (B,)."""
+    sum_to_rows = weights * np.float32(len(weights)) / (weights.sum() + np.float32(epsilon))
+    return sum_to_rows * np.float32(len(weights)) / (sum_to_rows.sum() + np.float32(EPSILON))
