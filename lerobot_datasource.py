@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,30 @@ MAX_READS_PER_TASK = 4
 READS_PER_EXECUTION = 4096
 # An epoch is one execution however long it is: of at most so many tasks, as long as that makes them.
 MAX_TASKS = 4096
+# In the context of a dataset: which `Share` of the stream its executions read; all of it where there is none.
+SHARE = "lerobot_share"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of every `of` blocks of a stream, those from `first` to `last`: what one of several executions at once reads.
+
+    Ranks `first` to `last` of `of` get the same blocks from it that they would get from an execution of all: blocks are
+    dealt to the ranks in turn.
+    """
+
+    first: int
+    last: int
+    of: int
+
+    def runs(self, first: int, last: int, block_rows: int) -> np.ndarray:
+        """Where it has rows among stream positions [first, last): runs [start, end), int64 (N, 2), in order.
+
+        Of `of` blocks that are not all there, nobody gets any.
+        """
+        turn = self.of * block_rows
+        starts = first + np.arange((last - first) // turn, dtype=np.int64) * turn
+        return starts[:, None] + np.array([self.first, self.last]) * block_rows
 
 
 class LeRobotDatasource(Datasource):
@@ -283,15 +307,21 @@ class LeRobotDatasource(Datasource):
         `parallelism` is Ray's guess and is not followed: the plan knows better (memory, windows); `num_tasks` is.
         """
         first, last = self.execution(getattr(data_context, "_execution_idx", 0))
-        if self._num_tasks is not None:
-            bounds = np.unique(np.linspace(first, last, self._num_tasks + 1).astype(np.int64))
-        else:
-            turns = (last - first) // self._read_rows
-            each = reads_per_task(turns, self._read_rows * self.row_bytes(), ray.cluster_resources())
-            bounds = task_bounds(first, last, self._read_rows * max(each, -(-turns // MAX_TASKS)), self.block_rows)
+        share = None if data_context is None else data_context.get_config(SHARE)
         options = self._options(self.block_rows)
         shared = ray.put([Reader.of(meta, self.columns()) for meta in self.metas])
         row_bytes, limit = self.row_bytes(), per_task_row_limit
+
+        def task(position: int, rows: int, reads: Iterable[Read]) -> ReadTask:
+            metadata = BlockMetadata(num_rows=rows, size_bytes=rows * row_bytes, input_files=None, exec_stats=None)
+            return ReadTask(_ReadTask(shared, reads, position, options), metadata, per_task_row_limit=limit)
+
+        if share is not None:
+            return [task(first, sum(map(len, reads)), reads) for reads in self._reads_of(share, first, last)]
+        if self._num_tasks is not None:
+            bounds = np.unique(np.linspace(first, last, self._num_tasks + 1).astype(np.int64))
+        else:
+            bounds = task_bounds(first, last, self._task_rows(first, last), self.block_rows)
         # Part of a stream: each task is told its rows, so that none needs the whole plan. An epoch: that is the whole
         # plan, which a node holds once, and each task is told its place in it.
         if not self._with_position and self._whole is None:
@@ -300,10 +330,35 @@ class LeRobotDatasource(Datasource):
         for a, b in itertools.pairwise(bounds.tolist()):
             rows = b - a if limit is None else min(b - a, limit)
             planned = _Planned(self._whole or (self.plan, self._places), a, a + rows, self._read_rows, self.block_rows)
-            reads = planned if self._whole else list(planned)
-            metadata = BlockMetadata(num_rows=rows, size_bytes=rows * row_bytes, input_files=None, exec_stats=None)
-            tasks.append(ReadTask(_ReadTask(shared, reads, a, options), metadata, per_task_row_limit=limit))
+            tasks.append(task(a, rows, planned if self._whole else list(planned)))
         return tasks
+
+    def _task_rows(self, first: int, last: int) -> int:
+        """Of a read task, about, in an execution of stream positions [first, last)."""
+        turns = (last - first) // self._read_rows
+        each = reads_per_task(turns, self._read_rows * self.row_bytes(), ray.cluster_resources())
+        return self._read_rows * max(each, -(-turns // MAX_TASKS))
+
+    def _reads_of(self, share: Share, first: int, last: int) -> Iterator[list[Read]]:
+        """What a share of stream positions [first, last) is, read task by read task.
+
+        A read is what the share has of a window. Where two shares meet in a window, both decode their own rows of it.
+        """
+        runs, task_rows = share.runs(first, last, self.block_rows), self._task_rows(first, last)
+        reads: list[Read] = []
+        for a, b in itertools.pairwise(task_bounds(first, last, self._read_rows, self.block_rows).tolist()):
+            windows, starts = [], []
+            here = runs[np.searchsorted(runs[:, 1], a, side="right") : np.searchsorted(runs[:, 0], b, side="left")]
+            for start, end in here.clip(a, b).tolist():
+                for window in self.plan.slices(start, end):
+                    windows.append(window)
+                    starts.append(start)
+                    start += window.hi - window.lo
+            if windows:
+                reads.append(replace(self._read(windows), starts=starts))
+            if sum(map(len, reads)) >= task_rows or b == last and reads:
+                yield reads
+                reads = []
 
     def read_rows(self, positions: Sequence[int], batch_size: int) -> Iterator[dict[str, np.ndarray]]:
         """Rows at chosen stream positions, decoded in this process, as numpy batches. Ray is not needed."""

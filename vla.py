@@ -67,6 +67,7 @@ from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped
 from vla_finetuning.run.push import check_push, push_policy
 from vla_finetuning.run.record import record_run
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+from vla_finetuning.training.coordinators import GroupedRanks
 from vla_finetuning.training.fitting import fit, worker_group
 from vla_finetuning.training.held_out import HeldOutLoss
 from vla_finetuning.training.memory import GIB
@@ -376,12 +377,13 @@ def make_trainer(
     **loop_config: Any,
 ) -> TorchTrainer:
     """The worker group and the data that it pulls. `loop` runs in every worker, with `loop_config` and the run."""
+    scaling = run.config.scaling
     return worker_group(
         run,
         loop,
         loop_config,
         datasets={"train": data or build_dataset(run)},
-        dataset_config=ray.train.DataConfig(execution_options=data_options),
+        dataset_config=GroupedRanks(data_options, scaling.cpus_per_worker, scaling.cpus_per_read_task),
     )
 
 

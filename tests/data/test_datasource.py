@@ -7,14 +7,16 @@ import shutil
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from ray import cloudpickle
+from ray.data import DataContext
 
-from lerobot_datasource import LeRobotDatasource, read_lerobot, reads_per_task
+from lerobot_datasource import SHARE, LeRobotDatasource, Share, read_lerobot, reads_per_task
 from tests.datasets import make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import rows as lerobot_rows
@@ -313,6 +315,47 @@ def test_tasks_decode_in_turns_of_whole_windows(roots, monkeypatch, window):
             np.testing.assert_array_equal(rows["position"], np.arange(position, position + len(rows["position"])))
             position += len(rows["position"])
     assert position == 8 * 54
+
+
+@pytest.mark.parametrize(("window", "first"), [(16, 0), (40, 6), (512, 0)])
+def test_shares_of_a_stream_are_all_of_it(roots, monkeypatch, window, first):
+    """Executions of a share each: whole blocks, those of its ranks in turn, with the rows that are at their places."""
+    monkeypatch.setattr("ray.put", lambda value: value)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1, "object_store_memory": 1e9})
+    ranks, block = 3, 2
+    last = first + 71 * block  # the last turn of the ranks is not a whole one
+    source = LeRobotDatasource(
+        [load_metadata(roots["rollover"])],
+        shuffle_seed=0,
+        shuffle_window=window,
+        stream=(first, last),
+        camera_keys=[WRIST],
+        block_rows=block,
+        rows_multiple=ranks * block,
+    )
+    source._rows_per_execution = 8 * ranks * block
+    (whole,) = source.read_rows(range(last), last)
+    found = {rank: [] for rank in range(ranks)}
+    for share in (Share(0, 1, ranks), Share(1, 3, ranks)):
+        context = DataContext()
+        context.set_config(SHARE, share)
+        for context._execution_idx in range(3):
+            dealt = itertools.cycle(range(share.first, share.last))
+            tasks = source.get_read_tasks(1, data_context=context)
+            for task in tasks:
+                assert max(map(len, task.read_fn.reads)) <= source.plan.window_rows
+                tables = list(task())
+                assert sum(map(len, tables)) == task.metadata.num_rows
+                for table in tables:
+                    position, index, frames = (
+                        lerobot_rows.column_to_numpy(table.column(key)) for key in ("position", "index", WRIST)
+                    )
+                    np.testing.assert_array_equal(index, whole["index"][position])
+                    np.testing.assert_array_equal(frames, whole[WRIST][position])
+                    found[next(dealt)] += position.tolist()
+    # As one execution deals them: block by block, rank by rank.
+    expected = np.arange(first, first + 69 * block).reshape(-1, ranks, block)
+    assert found == {rank: expected[:, rank].ravel().tolist() for rank in range(ranks)}
 
 
 @pytest.mark.parametrize("size", [(240, 320), (720, 1280), (2160, 3840)])
@@ -678,7 +721,7 @@ def test_arguments_that_do_not_fit(roots):
 
 
 @pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])
-def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tmp_path, windows):
+def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tmp_path, windows, monkeypatch):
     root = make_dataset(tmp_path / "damaged")
     meta = load_metadata(root)
     sound = next(LeRobotDatasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
@@ -705,10 +748,23 @@ def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tm
     assert all("again" in line["error"] and line["root"] == str(root) for line in lines)
     assert sorted(p for line in lines for p in line["positions"]) == np.flatnonzero(gone).tolist()
 
+    # In a share of a stream, too.
+    log.unlink()
+    monkeypatch.setattr("ray.put", lambda value: value)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {})
+    source = partial(LeRobotDatasource, [meta], delta_timestamps=windows, on_error="skip", skip_log=log)
+    context = DataContext()
+    context.set_config(SHARE, Share(1, 2, 2))
+    (task,) = source(stream=(0, 54), block_rows=3).get_read_tasks(1, data_context=context)
+    assert len(list(task())) == 9
+    theirs = np.arange(54) // 3 % 2 == 1
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert sorted(p for line in lines for p in line["positions"]) == np.flatnonzero(gone & theirs).tolist()
+
     with pytest.raises(ValueError, match="again"):
         next(LeRobotDatasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
     # As `select_columns`: what names the rows need not be among what is wanted.
-    few = source.apply_projection({"action": "action"})
+    few = source().apply_projection({"action": "action"})
     np.testing.assert_array_equal(next(few.read_rows(range(54), 54))["action"][~gone], sound["action"][~gone])
 
 

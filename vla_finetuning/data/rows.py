@@ -101,13 +101,24 @@ class Places:
 
 @dataclass(frozen=True)
 class Read:
-    """Window slices that are decoded in one go, and where the episodes of their parts lie, in the same order."""
+    """Window slices that are decoded in one go, and where the episodes of their parts lie, in the same order.
+
+    `starts`: where each slice begins in the stream; None where one follows the other.
+    """
 
     windows: list[WindowSlice]
     places: Places
+    starts: list[int] | None = None
 
     def __len__(self) -> int:
         return sum(window.hi - window.lo for window in self.windows)
+
+    def positions(self, first: int) -> np.ndarray:
+        """The rows' places in the stream, int64 (rows,). `first`: of the first one, where there are no `starts`."""
+        if self.starts is None:
+            return np.arange(first, first + len(self))
+        pairs = zip(self.windows, self.starts, strict=True)
+        return np.concatenate([np.arange(start, start + window.hi - window.lo) for window, start in pairs])
 
 
 @dataclass(frozen=True)
@@ -180,12 +191,13 @@ def read_rows(readers: Sequence[Reader], read: Read, first_position: int, option
     Runs in a Ray Data read task. Memory: those rows, once, plus a block, a frame and the parquet row groups touched.
     """
     episodes, total = _group_by_episode(readers, read)
+    positions = read.positions(first_position)
     if options.blank is None:
         columns = _decode(readers, episodes, total, options)
     else:
-        columns = _decode_what_can_be_read(readers, episodes, total, first_position, options, options.blank)
+        columns = _decode_what_can_be_read(readers, episodes, positions, options, options.blank)
     if "position" in options.columns:
-        columns["position"] = np.arange(first_position, first_position + total)
+        columns["position"] = positions
     for first in range(0, total, options.block_rows):
         last = min(first + options.block_rows, total)
         if last == total:
@@ -208,8 +220,7 @@ def _decode(readers: Sequence[Reader], episodes: list[_Episode], total: int, opt
 def _decode_what_can_be_read(
     readers: Sequence[Reader],
     episodes: list[_Episode],
-    total: int,
-    first_position: int,
+    positions: np.ndarray,
     options: ReadOptions,
     blank: dict[str, np.ndarray],
 ) -> dict[str, Any]:
@@ -218,6 +229,7 @@ def _decode_what_can_be_read(
     Only what is wrong with the data is skipped: an object store that does not answer ends the task, as ever, and so
     does a dataset that is no longer there.
     """
+    total = len(positions)
     with contextlib.suppress(ValueError, FileNotFoundError):
         return _decode(readers, episodes, total, options)
     columns: dict[str, Any] = {key: np.repeat(value, total, axis=0) for key, value in blank.items()}
@@ -233,17 +245,17 @@ def _decode_what_can_be_read(
                 "dataset_index": e.part.dataset_index,
                 IS_SKIPPED: True,
             }
-            _tell_skipped(reader, e, first_position, error, options.skip_log)
+            _tell_skipped(reader, e, positions[e.position], error, options.skip_log)
         for key in columns.keys() & found.keys():
             columns[key][e.position] = found[key]
     return columns
 
 
-def _tell_skipped(reader: Reader, e: _Episode, first_position: int, error: Exception, log: Path | None) -> None:
+def _tell_skipped(reader: Reader, e: _Episode, positions: np.ndarray, error: Exception, log: Path | None) -> None:
     logger.warning("%s: episode %d is skipped: %s", reader.root, e.part.episode_index, error)
     if log is not None:
         line: dict[str, Any] = {"root": reader.root, "episode_index": e.part.episode_index, "rows": len(e.frame)}
-        line |= {"positions": sorted((e.position + first_position).tolist()), "error": str(error)}
+        line |= {"positions": sorted(positions.tolist()), "error": str(error)}
         with open(log, "a") as file:
             file.write(json.dumps(line) + "\n")
 

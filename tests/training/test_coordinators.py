@@ -1,0 +1,146 @@
+"""Ranks that several coordinators of Ray Data deal to, against what one would give them."""
+
+import copy
+import itertools
+import math
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import ray
+from ray.data import ExecutionOptions, ExecutionResources
+
+from lerobot_datasource import LeRobotDatasource, Share, read_source
+from tests.datasets import make_dataset
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.training.coordinators import Coordinators, GroupedRanks, shared
+from vla_finetuning.training.stream import Dealt
+
+BLOCK, WORLD = 3, 3
+
+
+def test_the_executions_of_a_run_share_what_one_would_have():
+    options = ExecutionOptions(preserve_order=True)
+    options.exclude_resources = ExecutionResources(object_store_memory=100, cpu=2)
+    before = copy.deepcopy(options)
+    one = shared(options, 4, cpus=30)
+    one.validate()
+    assert one.preserve_order and options == before
+    assert one.resource_limits == ExecutionResources.for_limits(cpu=7.5)
+    assert one.exclude_resources == ExecutionResources(object_store_memory=25)
+    options = ExecutionOptions(resource_limits=ExecutionResources.for_limits(cpu=8, object_store_memory=100))
+    assert shared(options, 4, cpus=30).resource_limits == ExecutionResources.for_limits(cpu=2, object_store_memory=25)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_share_has_all_that_its_ranks_need_in_a_run_that_may_resize(world):
+    """Of 1 to 4 workers, in executions that any number of them can share; dealt in turn within the share."""
+    most, batch, steps, done = 4, 2, 7, 3
+    per_step, multiple = 2 * most, batch * math.lcm(*range(1, most + 1))
+    position, end = done * per_step * batch, (steps * per_step + most) * batch
+    for first in range(0, world, 2):
+        share = Share(first, min(first + 2, world), world)
+        blocks = []
+        for start in range(position, end, multiple):
+            for a, b in share.runs(start, min(start + multiple, end), batch).tolist():
+                blocks += range(a, b, batch)
+        for rank in range(share.first, share.last):
+            dealt = Dealt(batch, batch, rank, world, per_step, done)
+            mine = blocks[rank - share.first :: share.last - share.first]
+            expected = [position + int(dealt.rows(micro)[0]) for micro in range(dealt.micros(steps - 1).stop)]
+            assert mine[: len(expected)] == expected
+
+
+def test_all_coordinators_are_told_of_the_end():
+    told = []
+    actors = [
+        SimpleNamespace(shutdown_executor=SimpleNamespace(remote=lambda n=n: told.append(n) or n), get=n)
+        for n in range(3)
+    ]
+    every = Coordinators(actors)
+    assert every.get == 0 and every.shutdown_executor.remote() == 0
+    assert told == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("world", "cpus"), [(128, 1000), (129, 129 + 1.9)], ids=["few ranks", "few CPUs"])
+def test_one_coordinator_is_what_ray_makes(monkeypatch, world, cpus):
+    """The dataset and the options as they are: of few ranks, and where a CPU is missing for the second's read task."""
+    asked = []
+    monkeypatch.setattr("ray.train.DataConfig.configure", lambda self, *args: asked.append((self, *args)) or [])
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": cpus})
+    options = ExecutionOptions(preserve_order=True)
+    data, dataset = GroupedRanks(options, 1.0, 1.0), SimpleNamespace(context=None)
+    data.configure({"train": dataset}, world, None, ["node"] * world)
+    assert asked == [(data, {"train": dataset}, world, None, ["node"] * world)]
+    assert data._resolve_execution_options("train") == options
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, ray_cluster):
+    """Two executions, of 5 and of 3 turns of the ranks and a block that nobody gets."""
+    meta = load_metadata(make_dataset(tmp_path_factory.mktemp("grouped") / "dataset", cameras={}))
+    turn = BLOCK * WORLD
+    source = LeRobotDatasource(
+        [meta],
+        shuffle_seed=0,
+        shuffle_window=20,
+        stream=(6, 6 + 8 * turn + BLOCK),
+        block_rows=BLOCK,
+        rows_multiple=turn,
+        num_cpus=0.5,
+    )
+    source._rows_per_execution = 5 * turn
+    return source
+
+
+@pytest.mark.ray
+def test_ranks_of_several_groups_get_what_one_coordinator_deals(source):
+    """The same rows in the same turns; within what the cluster has; and told to end through rank 0's, all end."""
+    data = GroupedRanks(ExecutionOptions(preserve_order=True), cpus_per_worker=0.5, cpus_per_read_task=0.5, ranks=2)
+    of_ranks = data.configure({"train": read_source(source)}, WORLD, None, ["node"] * WORLD)
+    splits = [split["train"] for split in of_ranks]
+    assert [split.world_size() for split in splits] == [1, 2, 2]
+    rank_0 = ray.get(ray.put(splits))[0]._coord_actor  # as it goes to its process
+    actors = rank_0._actors
+    found = {rank: [] for rank in range(WORLD)}
+    all_wait, go_on = threading.Barrier(WORLD + 1, timeout=120), threading.Event()
+
+    def consume(rank):
+        """An execution, and the first batch of the next one."""
+        for execution, count in enumerate((5, 1)):
+            batches = iter(splits[rank].iter_batches(batch_size=BLOCK, prefetch_batches=0))
+            for batch in itertools.islice(batches, count):
+                found[rank].append((batch["position"], batch["index"]))
+            assert execution or next(batches, None) is None
+        all_wait.wait()
+        go_on.wait()
+
+    threads = [threading.Thread(target=consume, args=(rank,), daemon=True) for rank in range(WORLD)]
+    for thread in threads:
+        thread.start()
+    all_wait.wait()
+    limits = ray.get([actor.__ray_call__.remote(limits_of) for actor in actors])
+    cluster = ray.cluster_resources()
+    assert 0 < sum(limit.cpu for limit in limits) <= cluster["CPU"] - 0.5 * WORLD
+    assert 0 < sum(limit.object_store_memory for limit in limits) <= 0.5 * cluster["object_store_memory"]
+
+    (rows,) = source.read_rows(range(source._stream[1]), source._stream[1])
+    for rank, batches in found.items():
+        dealt = Dealt(BLOCK, BLOCK, rank, WORLD, batches_per_step=WORLD)
+        assert len(batches) == 6
+        for micro, (position, index) in enumerate(batches):
+            np.testing.assert_array_equal(position, 6 + dealt.rows(micro))
+            np.testing.assert_array_equal(index, rows["index"][position])
+
+    assert ray.get([actor._is_executor_shutdown.remote() for actor in actors]) == [False, False]
+    ray.get(rank_0.shutdown_executor.remote())
+    assert ray.get([actor._is_executor_shutdown.remote() for actor in actors]) == [True, True]
+    go_on.set()
+    for actor in actors:
+        ray.kill(actor)
+
+
+def limits_of(coordinator):
+    """Of its execution."""
+    return coordinator._current_executor._resource_manager.get_global_limits()

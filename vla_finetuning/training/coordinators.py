@@ -1,0 +1,115 @@
+"""Which processes deal the rows to the ranks: a coordinator of Ray Data for each group of ranks.
+
+Every block of an execution passes one process, its split coordinator, whose Python runs on one core: for hundreds of
+ranks that is the limit (docs/scale.md). The plan is pure, so it can be divided: each group of consecutive ranks has an
+execution of its own, which reads its ranks' blocks of the stream and no others. Which rows a rank gets, and when, is
+what one coordinator for all of them would give it (`stream.Dealt`); one group is a plain `ray.train.DataConfig`.
+
+Ray's controller and data coordinators open this too: nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import ray
+import ray.train
+from ray.data import ExecutionOptions, ExecutionResources
+
+from lerobot_datasource import SHARE, Share
+
+# A coordinator is then busy for half of its time where a rank takes 20 rows a second in blocks of 8 (docs/scale.md).
+RANKS_PER_COORDINATOR = 128
+
+
+class GroupedRanks(ray.train.DataConfig):
+    """Splits datasets over the ranks, a group of consecutive ranks at a time. Datasets come from `read_source`.
+
+    Args:
+        execution_options: of the data, if one execution read it all.
+        cpus_per_worker: that each rank holds; the rest is for the executions to share.
+        cpus_per_read_task: there are no more groups than read tasks that can run at once, one for each.
+        ranks: of a group at most, if there are CPUs for so many groups; RANKS_PER_COORDINATOR when None.
+    """
+
+    def __init__(
+        self,
+        execution_options: ExecutionOptions,
+        cpus_per_worker: float,
+        cpus_per_read_task: float,
+        ranks: int | None = None,
+    ):
+        super().__init__(execution_options=execution_options)
+        self._options, self._ranks = execution_options, ranks or RANKS_PER_COORDINATOR
+        self._cpus_per_worker, self._cpus_per_read_task = cpus_per_worker, cpus_per_read_task
+
+    def configure(
+        self,
+        datasets: dict[str, Any],
+        world_size: int,
+        worker_handles: list[Any] | None,
+        worker_node_ids: list[str] | None,
+        **kwargs: Any,
+    ) -> list[dict[str, Any]]:
+        """What each rank iterates over, by dataset. Called at every start of the worker group, by Ray Train."""
+        groups = -(-world_size // self._ranks)
+        if groups > 1:
+            in_all = ray.cluster_resources().get("CPU", 0) - world_size * self._cpus_per_worker
+            cpus = max(0.0, in_all - self._options.exclude_resources.cpu)
+            # The ranks wait for one another: a group that gets no CPU would have the others wait, who hold them all.
+            groups = min(groups, int(cpus / self._cpus_per_read_task))
+        if groups <= 1:
+            return super().configure(datasets, world_size, worker_handles, worker_node_ids, **kwargs)
+        of_group = ray.train.DataConfig(execution_options=shared(self._options, groups, cpus))
+        splits: list[dict[str, Any]] = []
+        for first, last in itertools.pairwise(world_size * i // groups for i in range(groups + 1)):
+            for dataset in datasets.values():
+                dataset.context.set_config(SHARE, Share(first, last, world_size))  # goes with it to its coordinator
+            handles = worker_handles and worker_handles[first:last]
+            nodes = worker_node_ids and worker_node_ids[first:last]
+            splits += of_group.configure(datasets, last - first, handles, nodes, **kwargs)
+        for name, split in splits[0].items():
+            every = dict.fromkeys(of_rank[name]._coord_actor for of_rank in splits)
+            split._coord_actor = Coordinators(list(every))
+        return splits
+
+
+def shared(options: ExecutionOptions, executions: int, cpus: float) -> ExecutionOptions:
+    """Of the resources of one execution, what each of several at once may use. `cpus`: for all of them together.
+
+    Ray Data 2.60 itself divides what a node has left, object store and CPUs, by the executions, in whole CPUs; but one
+    that is busy first asks for more, and is given it at the others' expense. So its CPUs are limited: to those of the
+    nodes that are there when the worker group starts. What none of them may use is taken from each.
+    """
+    options, excluded = copy.deepcopy(options), options.exclude_resources
+    if not excluded.is_zero():  # setting it warns (Ray 2.60); of CPUs, Ray allows a limit or that
+        options.exclude_resources = excluded.copy(cpu=0).scale(1 / executions)
+    limits = options.resource_limits.scale(1 / executions)
+    options.resource_limits = limits.min(ExecutionResources.for_limits(cpu=cpus / executions))
+    return options
+
+
+class Coordinators:
+    """The first of some coordinators; told to end its execution, it is told to all of them.
+
+    Ray Train 2.60 tells rank 0's alone when a worker group ends (`DatasetManager.shutdown_data_executors`). The others
+    would go on reading, and hold the CPUs that the next group waits for.
+    """
+
+    def __init__(self, actors: list[Any]):
+        self._actors = actors
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # while it is unpickled there are no actors yet
+            raise AttributeError(name)
+        return getattr(self._actors[0], name)
+
+    @property
+    def shutdown_executor(self) -> Coordinators:
+        return self
+
+    def remote(self) -> Any:
+        """`shutdown_executor.remote()`: when the first has ended its execution."""
+        return [actor.shutdown_executor.remote() for actor in self._actors][0]
