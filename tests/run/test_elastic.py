@@ -32,7 +32,8 @@ def wait_for_attempt(folder, number, process):
     return attempts(folder)[number]
 
 
-def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path):
+@pytest.mark.parametrize("ranks", [128, 1], ids=["one coordinator", "a coordinator for each"])
+def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path, ranks):
     """A step has two workers' rows, dealt to two, then to one, then to two again; every row once all the same."""
     nodes = [cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8) for _ in range(2)]
     folder = tmp_path / "elastic"
@@ -40,11 +41,12 @@ def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path):
         "output_dir": folder,
         "scaling.num_workers": "1,2",
         "scaling.cpus_per_worker": 2,
+        "scaling.cpus_per_read_task": 0.5,
         "scaling.max_failures": 3,
         "scaling.resize_interval_s": 5,
         "steps": 100_000,
     }
-    process = started(flags(setting, "elastic", **changes), address=cluster.address)
+    process = started(flags(setting, "elastic", **changes), address=cluster.address, TEST_RANKS=str(ranks))
     assert wait_for_attempt(folder, 0, process)["world_size"] == 2
     wait_for_step(folder, 10, process)
     planted_data.note(folder, "fault")

@@ -37,6 +37,7 @@ from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.run.folder import LOG_NAME, attempts
 from vla_finetuning.run.progress import recorded_rows
+from vla_finetuning.training import coordinators
 
 STEPS, SAVE_FREQ = 20, 4
 # Three runs and a cluster in one test take their time on a machine that is busy.
@@ -171,7 +172,8 @@ def killing(title, count, folder, once=lambda: True):
         while len(killed) < count and not over.is_set():
             for process in psutil.Process().children(recursive=True) if once() else []:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if title in " ".join(process.cmdline()) and process.pid not in killed:
+                    wanted = len(killed) < count and process.pid not in killed
+                    if wanted and title in " ".join(process.cmdline()):
                         process.kill()
                         planted_data.note(folder, "fault")
                         killed.append(process.pid)
@@ -184,6 +186,41 @@ def killing(title, count, folder, once=lambda: True):
     finally:
         over.set()
         thread.join()
+
+
+def test_several_coordinators(setting, undisturbed, monkeypatch):
+    """Of a rank each, of which one is killed, and later a rank: rows and weights are those of one coordinator."""
+    folder = setting[0] / "several"
+    first = folder / "checkpoints" / "step_00000004"
+    monkeypatch.setattr(coordinators, "RANKS_PER_COORDINATOR", 1)
+    with killing("ray::SplitCoordinator", 1, folder, once=lambda: first.exists() and len(dealing()) == 2) as killed:
+        changes = {"scaling.max_failures": 2, "scaling.cpus_per_read_task": 0.5}
+        assert run_with(flags(setting, "several", **changes), Fault("kill", step=14, attempt=1)) == 0
+    assert len(killed) == 1
+    assert len(resumed_from(folder)) == 3 and resumed_from(folder)[2] == 12
+    assert_every_row_once(folder)
+    assert_same_weights(folder, undisturbed)
+
+
+def test_resumed_with_another_number_of_coordinators(setting, ray_cluster, monkeypatch):
+    """Of two ranks with one each, then of three with one for the first and one for the others."""
+    folder = setting[0] / "regrouped"
+    monkeypatch.setattr(coordinators, "RANKS_PER_COORDINATOR", 1)
+    assert run_with(flags(setting, "regrouped", **{"scaling.cpus_per_read_task": 0.5}), Fault("kill", step=10)) == 1
+    monkeypatch.setattr(coordinators, "RANKS_PER_COORDINATOR", 2)
+    assert vla.main([f"--output_dir={folder}", "--resume", "--scaling.num_workers=3", "--batch_size=2"]) == 0
+    assert [line["world_size"] for line in attempts(folder)] == [2, 3]
+    assert resumed_from(folder) == [0, 8]
+    assert_every_row_once(folder)
+
+
+def dealing():
+    """Coordinators that live, of the tests' own cluster."""
+    titles = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            titles.append(" ".join(process.cmdline()))
+    return [title for title in titles if "ray::SplitCoordinator" in title]
 
 
 def test_a_read_that_hangs(setting, undisturbed):
@@ -280,11 +317,14 @@ def test_a_truncated_mp4_is_skipped(setting, undisturbed, capsys):
 
 
 DRIVER = """
+import os
 import sys
 from functools import partial
 import vla
 from tests.planted import Fault, make_trainer
 from tests.planted_data import DataFault
+from vla_finetuning.training import coordinators
+coordinators.RANKS_PER_COORDINATOR = int(os.environ.get("TEST_RANKS", coordinators.RANKS_PER_COORDINATOR))
 vla.make_trainer = partial(make_trainer, faults=eval(sys.argv[1]))
 sys.exit(vla.main(sys.argv[2:]))
 """
