@@ -14,7 +14,7 @@ run's own windows. Every rate is printed with where it comes from, and can be gi
     --transport_cpu_ms_per_mb MS   of a core, in Ray, for a decoded megabyte
     --decoding_share S             of a core's time that goes into all that; the rest of it waits for tasks and blocks
     --stored_bytes_per_row B       out of the dataset's files. --row_bytes B: decoded and prepared, between processes
-    --coordinator_ms_per_block MS  of the one process that deals all blocks (python -m benchmarks.coordinator)
+    --coordinator_ms_per_block MS  of a process that deals blocks to a group of ranks (python -m benchmarks.coordinator)
     --node_gpus N, --node_cpus N   of a node that trains; --cpu_node_cpus N: of one that only decodes
     --json PATH                    the result for scripts
 
@@ -41,6 +41,7 @@ from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.rows import Reader, column_to_numpy, read_rows
 from vla_finetuning.run.cluster import DATA_SHARE
 from vla_finetuning.run.plan import Run
+from vla_finetuning.training.coordinators import RANKS_PER_COORDINATOR
 from vla_finetuning.training.stream import TrainingData
 
 GPUS = "8,16,32,64,128,256,512,1000"
@@ -62,7 +63,7 @@ ASSUMED = {
     # docs/data_engine.md, "CPU time of a row": into the object store and Ray's own processes, rows of 0.69 MB.
     "transport_cpu_ms_per_mb": Rate(value=0.75, source="measured: docs/data_engine.md"),
     "decoding_share": Rate(value=0.7, source="measured: rows of a run against the decoder alone, docs/data_engine.md"),
-    "coordinator_ms_per_block": Rate(value=1.9, source="measured: 64 consumers, docs/scale.md"),
+    "coordinator_ms_per_block": Rate(value=1.9, source="measured, and extended to 320 blocks/s: docs/scale.md"),
 }
 
 
@@ -98,7 +99,8 @@ class Size(Record):
         stored_bytes_per_s: out of the dataset's store, where no node keeps anything.
         node_bytes_per_s: into a node that trains, from those that decode.
         node_store_bytes: what a node's object store should have, of which the data may fill DATA_SHARE.
-        coordinator_share: of the time of the process that deals blocks; above 1 it is the limit.
+        coordinators: processes that deal blocks, each to a group of GPUs. coordinator_share: of the time of one of
+            them; above 1 they are the limit.
     """
 
     gpus: int
@@ -110,6 +112,7 @@ class Size(Record):
     node_bytes_per_s: float
     node_store_bytes: float
     blocks_per_s: float
+    coordinators: int
     coordinator_share: float
 
 
@@ -120,6 +123,12 @@ def size(gpus: int, rates: Rates, layout: Layout) -> Size:
     decode_cpus = rows_per_s * cpu_ms / 1000 / rates.decoding_share.value
     nodes = math.ceil(gpus / layout.node_gpus)
     beside_training = nodes * layout.node_cpus - gpus * layout.cpus_per_worker
+    coordinators = math.ceil(gpus / RANKS_PER_COORDINATOR)
+    if coordinators > 1:
+        # In each turn, the window in which a group's blocks meet the next group's is decoded for both, at worst wholly.
+        decode_cpus *= 1 + layout.window_rows * coordinators / (gpus * layout.block_rows)
+        # Their executions share a node's CPUs in whole ones.
+        beside_training = nodes * (beside_training // nodes // coordinators * coordinators)
     cpu_nodes = max(0, math.ceil((decode_cpus - beside_training) / layout.cpu_node_cpus))
     # Blocks are dealt in turn, wherever they were made: of those for a node, its own part of the cluster made few.
     elsewhere = 1 - 1 / (nodes + cpu_nodes)
@@ -138,7 +147,8 @@ def size(gpus: int, rates: Rates, layout: Layout) -> Size:
         node_bytes_per_s=min(gpus, layout.node_gpus) * rates.gpu_rows_per_s.value * row_bytes * elsewhere,
         node_store_bytes=(waiting + with_ranks) / (nodes + cpu_nodes) / DATA_SHARE,
         blocks_per_s=blocks_per_s,
-        coordinator_share=blocks_per_s * rates.coordinator_ms_per_block.value / 1000,
+        coordinators=coordinators,
+        coordinator_share=blocks_per_s / coordinators * rates.coordinator_ms_per_block.value / 1000,
     )
 
 
@@ -291,19 +301,20 @@ def table(report: SizeReport) -> str:
     )
     lines.append(
         f"{'GPUs':>5}{'rows/s':>9}{'CPUs':>7}{'nodes':>7}{'+ CPU':>7}{'dataset':>11}{'into a node':>13}"
-        f"{'its store':>11}{'blocks/s':>10}{'coordinator':>13}"
+        f"{'its store':>11}{'blocks/s':>10}{'coordinators':>14}"
     )
     for s in report.sizes:
+        dealing = f"{s.coordinators} at {s.coordinator_share:.0%}"
         lines.append(
             f"{s.gpus:5}{s.rows_per_s:9,.0f}{s.decode_cpus:7.0f}{s.nodes:7}{s.cpu_nodes:7}"
             f"{s.stored_bytes_per_s / 1e6:6,.0f} MB/s{s.node_bytes_per_s / 1e6:8,.0f} MB/s"
-            f"{s.node_store_bytes / 1e9:8.1f} GB{s.blocks_per_s:10,.0f}{s.coordinator_share:13.0%}"
+            f"{s.node_store_bytes / 1e9:8.1f} GB{s.blocks_per_s:10,.0f}{dealing:>14}"
         )
     over = [s.gpus for s in report.sizes if s.coordinator_share > 1]
     if over:
         lines.append(
-            f"From {over[0]} GPUs on, the process that deals all blocks is the limit, not the CPUs: a larger "
-            "--batch_size makes fewer blocks of as many rows"
+            f"With {', '.join(map(str, over))} GPUs the processes that deal the blocks are the limit, not the CPUs: a "
+            "larger --batch_size makes fewer blocks of as many rows"
         )
     return "\n".join(lines)
 

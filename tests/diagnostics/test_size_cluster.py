@@ -1,6 +1,7 @@
 """What the sizes of a cluster are computed from, against what a small read really takes."""
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -79,12 +80,19 @@ def test_the_arithmetic_of_a_size():
     found = size(64, RATES, LAYOUT)
     assert (found.rows_per_s, found.nodes, found.blocks_per_s) == (1280, 8, 160)
     assert found.decode_cpus == pytest.approx(1280 * 2.5e-3 / 0.5)  # 6.4, of 32 beside training
-    assert found.cpu_nodes == 0 and found.coordinator_share == pytest.approx(0.16)
+    assert found.cpu_nodes == 0
+    assert (found.coordinators, found.coordinator_share) == (1, pytest.approx(0.16))
     assert found.node_bytes_per_s == pytest.approx(8 * 20 * 5e5 * 7 / 8)
     assert found.node_store_bytes == pytest.approx((7 * 4 * 288 + 64 * 4 * 8) * 5e5 / 8 / 0.5)
     slow = RATES.model_copy(update={"cpu_ms_per_row": Rate(value=20, source="")})
     assert size(64, slow, LAYOUT).cpu_nodes == 2  # 52.5 CPUs
     assert size(1, RATES, LAYOUT).node_bytes_per_s == 0  # all on one node
+    # Three coordinators share 3 of the 4 CPUs that a node has beside training.
+    found = size(384, slow, LAYOUT)
+    assert (found.coordinators, found.coordinator_share) == (3, pytest.approx(0.32))
+    # And each of them decodes, of its 128 blocks of 8 in a turn, a window of 288 more.
+    assert found.decode_cpus == pytest.approx(384 * 20 * 20.5e-3 / 0.5 * (1 + 288 / 1024))
+    assert found.cpu_nodes == math.ceil((found.decode_cpus - 48 * 3) / 16)
 
 
 def test_the_tool(setting, tmp_path, capsys):
@@ -92,7 +100,7 @@ def test_the_tool(setting, tmp_path, capsys):
     argv = [*in_process.flags(setting), "--cpu_ms_per_row=2", "--coordinator_ms_per_block=1", f"--json={result}"]
     assert size_cluster.main([*argv, "--gpus=8,1000"]) == 0
     told = capsys.readouterr().out
-    assert "given: --cpu_ms_per_row" in told and "assumed: all of PI0.5" in told and "is the limit" in told
+    assert "given: --cpu_ms_per_row" in told and "assumed: all of PI0.5" in told and "are the limit" in told
     sizes = json.loads(result.read_text())["sizes"]
     assert [s["gpus"] for s in sizes] == [8, 1000] and sizes[1]["blocks_per_s"] == 10_000  # blocks of 2 rows
     assert size_cluster.main([*argv, "--decoding_share=0"]) == 2

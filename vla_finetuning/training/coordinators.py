@@ -20,7 +20,7 @@ from ray.data import ExecutionOptions, ExecutionResources
 
 from lerobot_datasource import SHARE, Share
 
-# A coordinator is then busy for half of its time where a rank takes 20 rows a second in blocks of 8 (docs/scale.md).
+# Half as many as one coordinator could just deal to where a rank takes 20 rows a second in blocks of 8 (docs/scale.md).
 RANKS_PER_COORDINATOR = 128
 
 
