@@ -91,6 +91,7 @@ class Played:
 
     def __init__(self):
         self.steps, self.threads, self.may, self.error = [], [], threading.Event(), None
+        self.succeeds = lambda episode: True
 
     def __call__(self, episodes, conditions, sources, makers, options, *, written, stopped, **_):
         self.steps.append(int(sources["policy"].folder.name.removeprefix("step_")))
@@ -102,7 +103,7 @@ class Played:
             raise self.error
         line = dict.fromkeys(("instruction", "info"), "")
         for episode in episodes:
-            written({**line, **vars(episode), "error": None, "success_once": True})
+            written({**line, **vars(episode), "error": None, "success_once": self.succeeds(episode)})
 
 
 @pytest.fixture
@@ -150,6 +151,20 @@ def test_training_waits_for_nobody_and_the_rest_is_done_at_its_end(run, played):
     assert played.steps == [2, 4, 8] and [line["step"] for line in evaluations(run.output_dir)] == [2, 4, 8]
     main = threading.current_thread()
     assert played.threads[0] is not main and played.threads[2] is main
+
+
+def test_of_several_tasks_each_has_its_figures(run, played, monkeypatch):
+    played.may.set()
+    saved(run, 4)
+    assert Evaluator(run, policy_at).finish() == 0
+    monkeypatch.setattr(during, "task_makers", lambda env: dict.fromkeys(("reach", "push")))
+    played.succeeds = lambda episode: episode.task == "push" and episode.episode > 0
+    saved(run, 8)
+    assert Evaluator(run, policy_at).finish() == 0
+    of_one, of_two = evaluations(run.output_dir)
+    assert "by_task" not in of_one and of_two["successes"] == 2
+    found = [(row["label"], row["successes"], row["episodes"]) for row in of_two["by_task"]]
+    assert found == [("reach", 0, 3), ("push", 2, 3)]
 
 
 def test_a_run_that_is_stopped_lets_go_and_one_that_goes_on_does_it(run, played):

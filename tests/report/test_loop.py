@@ -66,7 +66,15 @@ def test_success_over_steps_is_a_chart_and_a_table(folder):
     said = [svg["aria-label"] for svg in page.all("svg")]
     assert "Success in the loop over steps: from 10% to 20%, at most 20%" in said
     rows = "step 2,000 5 50 10.0% 8.3% to 90.0% 2 more ended in an error step 4,000 10 50 20.0% 16.7% to 90.0%"
-    assert rows in page.text
+    assert rows in page.text and "Successes by task" not in page.text
+
+    # Of several tasks each by itself; one that was not yet there when a checkpoint played has no figure.
+    by_task = [{"label": task, "successes": n, "episodes": 25} for task, n in ((HOSTILE, 9), ("push", 1))]
+    lines = [{**line, "by_task": by_task[: 1 + line["step"] // 4000]} for line in lines]
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = check_page(write_report(folder, []).read_text())
+    table = f"Successes by task task step 2,000 step 4,000 {HOSTILE} 9 of 25 9 of 25 push – 1 of 25"
+    assert table in page.text
 
 
 def test_a_run_without_a_loop_says_nothing_of_one(folder):

@@ -1,9 +1,9 @@
 """Checkpoints of a run in its environment (`--env.type`), by processes beside the training, which waits for none.
 
-Runs on the driver, in a thread. `OUTPUT_DIR/evaluations.jsonl` has a line for each checkpoint that has played, and a
-folder beside it its episodes; checkpoints stay until they have (`run.folder.prune_checkpoints`). So what a run has
-missed, because it was killed, or because the cluster had no room, is done by whoever goes on with it, at the latest at
-its end.
+Runs on the driver, in a thread. `OUTPUT_DIR/evaluations.jsonl` has a line for each checkpoint that has played, of
+several tasks with the figures of each, and a folder beside it its episodes; checkpoints stay until they have
+(`run.folder.prune_checkpoints`). So what a run has missed, because it was killed, or because the cluster had no room,
+is done by whoever goes on with it, at the latest at its end.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from vla_finetuning.evaluation.closed_loop import STAGE_CPUS, NoRoomError, play
 from vla_finetuning.evaluation.episodes import Book, Condition, episode_list, read_evaluation
 from vla_finetuning.evaluation.intervals import share, wilson
 from vla_finetuning.evaluation.player import Packed, PolicySource, check_fits, packed
+from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import read_lines
 from vla_finetuning.run.checkpoint import PREFIX, load_progress
 from vla_finetuning.run.failures import root_cause
@@ -183,6 +184,8 @@ class Evaluator:
         played = [line["success_once"] for line in lines if line["error"] is None]
         line = {"step": step, "successes": sum(played), "episodes": len(played), "errors": len(lines) - len(played)}
         line |= {"interval": list(wilson(sum(played), len(played))), "seconds": round(time.monotonic() - started, 1)}
+        if len(self._makers) > 1:
+            line["by_task"] = score_rows(lines)[1:]
         with open(run.output_dir / EVALUATIONS_NAME, "a") as file:
             file.write(json.dumps(line) + "\n")
         if self._training.is_set():

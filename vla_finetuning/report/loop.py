@@ -23,10 +23,25 @@ def closed_loop(evaluation: Mapping[str, Any], folder: Path) -> dict[str, Any] |
     rows = [score_row({**line, "label": f"step {line['step']:,}"}) for line in over_steps]
     return {
         "over_steps": rows,
+        "by_task": _by_task(over_steps),
         "chart": _chart([line for line in over_steps if line["episodes"]]),
         "scores": [score_row(score) for score in scores.values()],
         "films": shown_films(evaluation.get("films", ()), folder),
     }
+
+
+def _by_task(over_steps: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """A row for each task and a column for each checkpoint, where there are several tasks; otherwise None."""
+    told = [(line["step"], {row["label"]: row for row in line.get("by_task", ())}) for line in over_steps]
+    tasks = list(dict.fromkeys(task for _, of_step in told for task in of_step))
+    if not tasks:
+        return None
+    rows = [[plain(task, 200), *(_of(of_step.get(task)) for _, of_step in told)] for task in tasks]
+    return {"head": ["task", *(f"step {step:,}" for step, _ in told)], "rows": rows}
+
+
+def _of(score: Mapping[str, Any] | None) -> str:
+    return f"{score['successes']:,} of {score['episodes']:,}" if score is not None else "–"
 
 
 def _chart(over_steps: Sequence[Mapping[str, Any]]) -> str | None:
