@@ -1,0 +1,57 @@
+"""Meta-World from recording to its table: all conditions on the same states, none of them a demonstration's."""
+
+import json
+
+import pytest
+
+from benchmarks import metaworld
+from vla_finetuning.envs.stage import choose_gl
+
+choose_gl()
+pytest.importorskip("metaworld", reason="Meta-World is installed by make metaworld")
+
+SMALL = {
+    **{"tasks": "reach-v3,drawer-open-v3", "episodes": 2, "image_size": 28, "chunk_size": 4, "n_action_steps": 4},
+    **{"steps": 2, "batch_size": 4, "eval_episodes": 2, "episode_length": 8},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore:Constant")
+def test_the_whole_goes_on_where_it_was_broken_off(ray_cluster, tmp_path, capsys):
+    def run(**changes):
+        options = {"folder": tmp_path / "work", "json": tmp_path / "found.json", **SMALL, **changes}
+        return metaworld.main([f"--{name}={value}" for name, value in options.items()])
+
+    assert run() == 0
+    told, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+    assert "Success on initial states" in told
+    assert found["dataset"]["episodes"] == 4 and found["training"]["samples"] == 16
+    assert [row["label"] for row in found["success"]["trained"]["rows"]] == [
+        "all episodes",
+        "reach-v3",
+        "drawer-open-v3",
+    ]
+    assert all(of_one["rows"][0]["episodes"] == 4 for of_one in found["success"].values())
+
+    path = tmp_path / "work" / "evaluation" / "episodes.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    by_condition = {
+        name: {(line["task"], line["seed"]): line for line in lines if line["condition"] == name}
+        for name in metaworld.LABELS
+    }
+    states = {name: {key: line["initial_state"] for key, line in own.items()} for name, own in by_condition.items()}
+    assert states["untrained"] == states["trained"] == states["other_instruction"]
+    assert len(set(states["trained"].values())) == 4
+    returns = {name: [own[key]["total_reward"] for key in sorted(own)] for name, own in by_condition.items()}
+    assert returns["untrained"] != returns["trained"] != returns["other_instruction"]
+
+    # Broken off: what is lost of the evaluation is played again, and nothing is recorded or trained a second time.
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:-3]))
+    assert run() == 0
+    told = capsys.readouterr().out
+    assert "Playing      3 episodes" in told and "Recorded" not in told and "Policy  " not in told
+    again = json.loads((tmp_path / "found.json").read_text())
+    assert again["success"] == found["success"] and again["seconds"]["evaluate"] > found["seconds"]["evaluate"]
+    assert run(steps=3) == 2 and "--steps=2" in capsys.readouterr().err
