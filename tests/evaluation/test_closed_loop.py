@@ -11,7 +11,7 @@ from tests.evaluation.players import FAULTY_ID, Seeing
 from vla_finetuning.config import EvalOptions
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
-from vla_finetuning.evaluation.closed_loop import NoRoomError, PolicyServer, Row, play
+from vla_finetuning.evaluation.closed_loop import NoRoomError, PolicyServer, Row, play, slot_count
 from vla_finetuning.evaluation.episodes import Condition, episode_list
 
 pytestmark = pytest.mark.ray
@@ -185,3 +185,10 @@ def test_without_room_it_ends_and_says_what_lacks(ray_cluster, episodes, held, u
             played(episodes[:2], use_gpu=use_gpu, room_timeout_s=5)
     finally:
         ray.util.remove_placement_group(room)
+
+
+@pytest.mark.parametrize(
+    ("stages", "servers", "episodes", "slots"), [(2, 1, 1000, 32), (16, 1, 1000, 4), (128, 4, 1000, 2), (2, 1, 6, 3)]
+)
+def test_a_cluster_plays_no_more_episodes_at_once_than_servers_can_use(stages, servers, episodes, slots):
+    assert slot_count(EvalOptions(batch_size=32, policy_actors=servers), stages, episodes) == slots

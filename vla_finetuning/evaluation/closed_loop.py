@@ -171,6 +171,15 @@ def stage_count(options: EvalOptions, cpus: float) -> int:
     return options.env_actors or max(2, int((cpus - 1) / STAGE_CPUS))
 
 
+def slot_count(options: EvalOptions, stages: int, episodes: int) -> int:
+    """How many episodes a stage plays at once: while every server decides for a batch, another is simulated.
+
+    More would only take memory, of which an environment that draws has a lot: one of Meta-World's 155 MB.
+    """
+    of_two_batches = math.ceil(2 * options.batch_size * options.policy_actors / stages)
+    return min(options.batch_size, of_two_batches, math.ceil(episodes / stages))
+
+
 class NoRoomError(RuntimeError):
     """The cluster has no room for the processes of an evaluation; says what lacks."""
 
@@ -229,7 +238,7 @@ class _Game:
         self._decided = [0] * len(episodes)
         stages = stage_count(options, ray.cluster_resources().get("CPU", 1.0))
         stages = max(1, min(stages, len(episodes)))
-        self._slots = min(options.batch_size, math.ceil(len(episodes) / stages))
+        self._slots = slot_count(options, stages, len(episodes))
         self._makers = {task: makers[task] for task in dict.fromkeys(episode.task for episode in episodes)}
         self._sources, self._use_gpu = dict(sources), use_gpu
         self._server_deaths = self._in_vain = 0
