@@ -33,7 +33,6 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
-from ray.train.torch import get_device
 from torch import nn
 
 import vla
@@ -45,6 +44,7 @@ from vla_finetuning.config import Strategy
 from vla_finetuning.policies.pi05 import sample_noise_and_time
 from vla_finetuning.run.plan import Run
 from vla_finetuning.terminal import tell
+from vla_finetuning.training import worker
 from vla_finetuning.training.parallel import part, spread
 from vla_finetuning.training.stream import Dealt
 from vla_finetuning.training.worker import build_model, build_optimizer, copies, noise_for, policy_batches
@@ -177,7 +177,7 @@ def compare_loop(loop_config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     result = compare(
-        run, options.strategies, options.compare_steps, rank, world, get_device(), options.compare_memory_gb
+        run, options.strategies, options.compare_steps, rank, world, worker.get_device(), options.compare_memory_gb
     )
     _rank_path(run, rank).write_text(result.model_dump_json())
 

@@ -34,7 +34,6 @@ from unittest import mock
 import numpy as np
 import ray
 import torch
-from ray.train.torch import get_device
 
 import vla
 from diagnostics.environment import Environment, Record
@@ -49,6 +48,7 @@ from vla_finetuning.policies.processors import Prepare
 from vla_finetuning.run.plan import Run
 from vla_finetuning.run.progress import log_to, object_store
 from vla_finetuning.terminal import tell
+from vla_finetuning.training import worker
 from vla_finetuning.training.stream import Dealt, Deferred, TrainingData
 
 Columns = dict[str, np.ndarray]
@@ -314,7 +314,7 @@ def pull_loop(loop_config: dict[str, Any]) -> None:
     warmup: int = loop_config["warmup"]
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
-    device = get_device()
+    device = worker.get_device()
     log_to(run.output_dir)
     collate, clock = _StampReader(run.use_gpu), _CopyClock()
     dealt = Dealt(run.config.batch_size, run.block_rows, rank, world, run.batches_per_step)

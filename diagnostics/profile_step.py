@@ -39,7 +39,6 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from ray.train.torch import get_device
 from torch import Tensor
 
 import vla
@@ -55,6 +54,7 @@ from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, prepare_folder
 from vla_finetuning.run.plan import Run
 from vla_finetuning.terminal import tell, tell_error, tell_text
+from vla_finetuning.training import worker
 from vla_finetuning.training.worker import build_optimizer
 
 TRACE_NAME = "trace.json"
@@ -89,7 +89,7 @@ def profile_loop(loop_config: dict[str, Any]) -> None:
     settings: Settings = loop_config["settings"]
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
-    device = get_device()
+    device = worker.get_device()
     clock = StepClock(
         settings.passes(world), settings.block_steps, device, run.output_dir / TRACE_NAME if rank == 0 else None
     )
