@@ -3,13 +3,11 @@
 import json
 
 import pytest
-from lerobot.configs import FeatureType, PolicyFeature
-from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.factory import make_pre_post_processors
 
 import evaluate
-from tests.evaluation.test_player import FEATURES, STATS
+from tests.evaluation.test_player import STATS, act_config
 from tests.pages import check_page
 from vla_finetuning.evaluation import trial
 from vla_finetuning.flags import parse_evaluate
@@ -21,11 +19,7 @@ FLAGS = ["--env.type=two_bins", "--env.episode_length=12", "--eval.n_episodes=6"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """An ACT with random weights, as anybody might have trained it with LeRobot."""
-    config = ACTConfig(
-        input_features=FEATURES, output_features={"action": PolicyFeature(FeatureType.ACTION, (3,))}, chunk_size=6,
-        n_action_steps=6, dim_model=16, n_heads=2, dim_feedforward=16, n_encoder_layers=1, n_decoder_layers=1,
-        use_vae=False, vision_backbone="resnet18", pretrained_backbone_weights=None, device="cpu",
-    )  # fmt: skip
+    config = act_config(chunk_size=6, n_action_steps=6)
     folder = tmp_path_factory.mktemp("evaluate") / "act"
     save_pretrained(ACTPolicy(config), *make_pre_post_processors(config, dataset_stats=STATS), folder)
     return folder

@@ -6,8 +6,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from lerobot.configs import FeatureType, PolicyFeature
-from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.factory import make_pre_post_processors
 from lerobot.scripts import lerobot_eval
@@ -15,7 +13,7 @@ from lerobot.scripts import lerobot_eval
 import evaluate
 from tests.evaluation import several  # noqa: F401 registers its environment
 from tests.evaluation.test_evaluate import lines_of
-from tests.evaluation.test_player import FEATURES, STATS
+from tests.evaluation.test_player import STATS, act_config
 from vla_finetuning.envs.two_bins_scene import BINS
 from vla_finetuning.policies.loading import save_pretrained
 
@@ -23,11 +21,7 @@ from vla_finetuning.policies.loading import save_pretrained
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """An ACT that draws nothing and goes about to the bin on the left, as it happens to see the scene."""
-    config = ACTConfig(
-        input_features=FEATURES, output_features={"action": PolicyFeature(FeatureType.ACTION, (3,))}, chunk_size=8,
-        n_action_steps=5, dim_model=16, n_heads=2, dim_feedforward=16, n_encoder_layers=1, n_decoder_layers=1,
-        use_vae=False, vision_backbone="resnet18", pretrained_backbone_weights=None, device="cpu",
-    )  # fmt: skip
+    config = act_config(chunk_size=8, n_action_steps=5)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         policy = ACTPolicy(config)

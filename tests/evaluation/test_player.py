@@ -27,6 +27,15 @@ STATS = {key: {"mean": np.zeros(3), "std": np.full(3, 9.0), "q01": -np.ones(3), 
          for key in ("observation.state", "action")}  # fmt: skip
 
 
+def act_config(**options):
+    """LeRobot's configuration of a tiny ACT that sees the two bins."""
+    return ACTConfig(
+        input_features=FEATURES, output_features={"action": PolicyFeature(FeatureType.ACTION, (3,))}, dim_model=16,
+        n_heads=2, dim_feedforward=16, n_encoder_layers=1, n_decoder_layers=1, use_vae=False,
+        vision_backbone="resnet18", pretrained_backbone_weights=None, device="cpu", **options,
+    )  # fmt: skip
+
+
 def observed():
     scenes = [draw_scene(np.random.default_rng(seed)) for seed in range(len(KEYS))]
     positions = np.array([scene.start for scene in scenes], np.float32)
@@ -91,12 +100,7 @@ def test_a_row_does_not_depend_on_its_batch_nor_on_what_came_before(pi05, told):
 
 
 def act():
-    config = ACTConfig(
-        input_features=FEATURES, output_features={"action": PolicyFeature(FeatureType.ACTION, (3,))}, chunk_size=6,
-        n_action_steps=3, dim_model=16, n_heads=2, dim_feedforward=16, n_encoder_layers=1, n_decoder_layers=1,
-        use_vae=False, vision_backbone="resnet18", pretrained_backbone_weights=None, device="cpu",
-    )  # fmt: skip
-    return ACTPolicy(config)
+    return ACTPolicy(act_config(chunk_size=6, n_action_steps=3))
 
 
 def test_a_policy_that_draws_nothing_needs_no_noise(told):
