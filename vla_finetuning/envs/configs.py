@@ -21,11 +21,12 @@ from typing import Any
 import draccus
 import gymnasium
 from lerobot.configs import FeatureType, PolicyFeature
-from lerobot.envs.configs import EnvConfig, HubEnvConfig, MetaworldEnv
+from lerobot.envs.configs import EnvConfig, HubEnvConfig, LiberoEnv, MetaworldEnv
 from lerobot.utils.constants import ACTION, OBS_ENV_STATE, OBS_IMAGE, OBS_IMAGES, OBS_STATE
 
 from vla_finetuning.config import ENVIRONMENT_NAME
 from vla_finetuning.envs import metaworld, two_bins
+from vla_finetuning.envs.libero import DrawnOnDemand
 from vla_finetuning.envs.stage import Maker, choose_gl
 from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, FPS
 from vla_finetuning.files import read_json
@@ -229,6 +230,8 @@ def _lerobot_env(config: EnvConfig, suite: str, task_id: int) -> gymnasium.Env[A
     if "task_ids" in {field.name for field in fields(config)}:
         changes["task_ids"] = [task_id]
     env = _create_envs(replace(config, **changes))[suite][task_id].envs[0]
+    if isinstance(config, LiberoEnv):
+        env = DrawnOnDemand(env)
     return gymnasium.wrappers.TimeLimit(env, env.unwrapped._max_episode_steps)
 
 

@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 from PIL import Image
 
-from vla_finetuning.envs.stage import choose_gl, choose_initial_state, state_hash
+from vla_finetuning.envs.stage import choose_gl, choose_initial_state, look_on_demand, state_hash
 
 # Of a picture: enough to see what happens, few enough that a page with some dozens of them opens at once.
 MAX_FRAMES, MAX_WIDTH, QUALITY = 60, 240, 70
@@ -42,8 +42,7 @@ def film(make: Callable[[], gymnasium.Env[Any, Any]], line: Mapping[str, Any], a
         frames.append(_seen(env, observation))
         for number, action in enumerate(actions, 1):
             shown = number % every == 0 or number == len(actions)
-            if hasattr(env.unwrapped, "rendering"):
-                env.unwrapped.rendering = shown
+            look_on_demand(env, shown)
             observation, *_ = env.step(action)
             if shown:
                 frames.append(_seen(env, observation))

@@ -158,7 +158,7 @@ class _Slot:
         self._task, self.fresh = task, True
 
     def begin(self, start: Start) -> None:
-        self._look(True)
+        look_on_demand(self._env, True)
         choose_initial_state(self._env, start.initial_state)
         self.observation, info = self._env.reset(seed=start.seed)
         self.free, self.over, self.fresh = False, False, False
@@ -171,7 +171,7 @@ class _Slot:
         self._reward, self._info = 0.0, info
 
     def step(self, action: np.ndarray, look: bool) -> None:
-        self._look(look)
+        look_on_demand(self._env, look)
         self.observation, reward, terminated, truncated, self._info = self._env.step(action)
         self._reward += float(reward)
         self._success.append(bool(self._info.get("is_success", False)))
@@ -199,27 +199,34 @@ class _Slot:
     def take_rendering_s(self) -> float:
         if self._task is None:
             return 0.0
-        env: Any = self._env.unwrapped
-        seconds = getattr(env, "rendering_s", 0.0)
-        if seconds:
-            env.rendering_s = 0.0
+        if not self._env.has_wrapper_attr("rendering_s"):
+            return 0.0
+        seconds = float(self._env.get_wrapper_attr("rendering_s"))
+        self._env.set_wrapper_attr("rendering_s", 0.0)
         return seconds
-
-    def _look(self, look: bool) -> None:
-        """Rendering is what most environments spend their time on; ours can go without where no policy looks."""
-        if hasattr(self._env.unwrapped, "rendering"):
-            self._env.unwrapped.rendering = look
 
     def _can_tell(self) -> bool:
         """Whether what was observed last, or the environment itself, tells its state."""
-        env = self._env.unwrapped
-        return hasattr(env, "state_hash") or bool(getattr(env, "rendering", True))
+        return self._env.has_wrapper_attr("state_hash") or looked(self._env)
 
 
 def choose_initial_state(env: gymnasium.Env[Any, Any], number: int) -> None:
     """Have the next reset begin from a state of the environment's list, where it has one, as LeRobot's LIBERO."""
     if hasattr(env.unwrapped, "init_state_id"):
         cast(Any, env.unwrapped).init_state_id = number
+
+
+def look_on_demand(env: gymnasium.Env[Any, Any], look: bool) -> None:
+    """Whether the next steps look through the cameras, where an environment can go without: its `rendering`.
+
+    Rendering is what most environments spend their time on.
+    """
+    env.set_wrapper_attr("rendering", look, force=False)
+
+
+def looked(env: gymnasium.Env[Any, Any]) -> bool:
+    """Whether the images observed last are of the state that it is in."""
+    return not env.has_wrapper_attr("rendering") or bool(env.get_wrapper_attr("rendering"))
 
 
 def choose_gl() -> None:
@@ -255,9 +262,8 @@ class _limit:
 
 def state_hash(env: gymnasium.Env[Any, Any], observation: Observation) -> str:
     """What tells an environment's state from others: its own `state_hash()`, otherwise a digest of what is observed."""
-    own = getattr(env.unwrapped, "state_hash", None)
-    if own is not None:
-        return str(own())
+    if env.has_wrapper_attr("state_hash"):
+        return str(env.get_wrapper_attr("state_hash")())
     digest = hashlib.sha256()
     for key, array in sorted(_leaves(observation)):
         digest.update(f"{key} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())

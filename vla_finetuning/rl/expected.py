@@ -18,7 +18,7 @@ from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from util import PEAK_BF16_FLOPS
 from vla_finetuning.config import GrpoConfig
 from vla_finetuning.envs.configs import task_makers
-from vla_finetuning.envs.stage import choose_gl
+from vla_finetuning.envs.stage import choose_gl, look_on_demand
 from vla_finetuning.policies.counting import flops_per_sample
 from vla_finetuning.rl.plan import GrpoRun
 from vla_finetuning.training.memory import StepMemory
@@ -60,8 +60,7 @@ def measure_environment(run: GrpoRun) -> Simulated:
 
 
 def _step_s(env: gymnasium.Env, look: bool) -> float:
-    if hasattr(env.unwrapped, "rendering"):
-        env.unwrapped.rendering = look
+    look_on_demand(env, look)
     spent = []
     for _ in range(MEASURED_STEPS):
         started = time.perf_counter()
