@@ -19,6 +19,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from diagnostics.environment import Environment
 from vla_finetuning.config import EvalOptions
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.stage import Stage, Start
-from vla_finetuning.evaluation.closed_loop import PolicyServer, Row, play, stage_count
+from vla_finetuning.evaluation.closed_loop import Cast, PolicyServer, Row, play
 from vla_finetuning.evaluation.episodes import Condition, episode_list
 from vla_finetuning.evaluation.player import PolicySource
 from vla_finetuning.policies.loading import load_policy, save_pretrained
@@ -45,11 +46,12 @@ from vla_finetuning.policies.processors import load_processors
 from vla_finetuning.run import cluster
 from vla_finetuning.terminal import tell
 
-# Name, its flags, steps of an episode, and how many are played: by LeRobot, and on Ray few and many.
+# Name, its flags, steps of an episode, how many are played: by LeRobot, and on Ray few and many; and rows of a batch.
+# Few are as many as make the same processes and environments as many do: what differs is episodes alone.
 # Meta-World as LeRobot draws it, 480x480 in full quality: the same pictures for both.
-SETTINGS: dict[str, tuple[list[str], int, tuple[int, int, int]]] = {
-    "two_bins": (["--episode_length=40"], 40, (20, 32, 224)),
-    "metaworld": (["--task=push-v3", "--episode_length=60"], 60, (2, 4, 16)),
+SETTINGS: dict[str, tuple[list[str], int, tuple[int, int, int], int]] = {
+    "two_bins": (["--episode_length=40"], 40, (20, 128, 512), 32),
+    "metaworld": (["--task=push-v3", "--episode_length=60"], 60, (2, 20, 48), 8),
 }
 N_ACTION_STEPS = 10
 SEED = 1000
@@ -132,14 +134,16 @@ def alone(makers: Any, source: PolicySource, rows: int, episodes: int) -> tuple[
 
 
 def measure(name: str, folder: Path, rounds: int) -> dict[str, Any]:
-    flags, steps, (theirs, few, many) = SETTINGS[name]
+    flags, steps, (theirs, few, many), batch_size = SETTINGS[name]
     env = env_config(name, flags)
     make_policy(env, folder)
     config = ACTConfig.from_pretrained(folder)
-    source, makers, options = PolicySource(folder, config, env), task_makers(env), EvalOptions()
+    source, makers, options = PolicySource(folder, config, env), task_makers(env), EvalOptions(batch_size=batch_size)
     cores = len(os.sched_getaffinity(0))
-    stages = stage_count(options, cores)
-    rows = min(options.batch_size, max(1, many // stages))
+    cast, same = (
+        Cast.of(options, cores, episodes=n, weights_bytes=source.weights_bytes, use_gpu=False) for n in (many, few)
+    )
+    assert cast == same, (cast, same)
     rounds_of: dict[str, list[float]] = {"lerobot_s": [], "alone_s": [], "start_s": [], "ours_s": []}
     threads = torch.get_num_threads()
     for _ in range(rounds):
@@ -150,7 +154,7 @@ def measure(name: str, folder: Path, rounds: int) -> dict[str, Any]:
         long, found = on_ray(makers, source, options, many)
         rounds_of["ours_s"].append((long - short) / (many - few))
         rounds_of["start_s"].append(short - few * rounds_of["ours_s"][-1])
-        seconds, bare = alone(makers, source, rows, min(many, 2 * rows))
+        seconds, bare = alone(makers, source, cast.slots, min(many, 2 * cast.slots))
         rounds_of["alone_s"].append(seconds)
         for seed, value in expected.items():
             assert np.allclose([found[seed], bare[seed]], value, rtol=1e-4, atol=1e-4), (seed, value, found[seed])
@@ -158,6 +162,7 @@ def measure(name: str, folder: Path, rounds: int) -> dict[str, Any]:
     result = {
         "flags": flags,
         "episodes": {"lerobot": theirs, "ours": [few, many]},
+        "processes": asdict(cast),
         "seconds_an_episode": rounds_of,
         "episodes_per_minute": {"lerobot": 60 / best["lerobot_s"], "ours": 60 / best["ours_s"]},
         "start_s": best["start_s"],

@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "evaluate": PROGRAMS,
     "grpo": {*PROGRAMS, *RL, "vla"},  # the first half of its demo is a run of vla.py
     "diagnostics": DIAGNOSTICS,
-    "benchmarks": {*DIAGNOSTICS, *RL, "evaluate", "benchmarks", "tests"},
+    "benchmarks": {*DIAGNOSTICS, *RL, "evaluate", "grpo", "benchmarks", "tests"},
     "ci": {"ci"},
 }
 # The policy's own file is copied to robots alone; the datasource's modules must not need what only training needs.

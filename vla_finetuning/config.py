@@ -281,12 +281,13 @@ class EvalOptions:
     batch_size: int = 32
     # How long who waits for a decision waits for company, while others are still simulating.
     wait_ms: float = 20.0
-    # Fill every batch up to batch_size: rounding then does not depend on how many episodes happen to wait either.
+    # Fill every batch up to batch_size, and compute it in one thread where that is on CPUs: rounding then does not
+    # depend on how many episodes happen to wait, or on the machine's cores, either.
     exact: bool = False
-    # Processes that simulate, half a CPU each; as many as there is room for when absent. And processes that decide, a
-    # CPU and (where there are GPUs) a GPU each.
+    # Processes that simulate, and that decide, half a CPU each; those that decide also a GPU, where there are any. When
+    # absent, one decides on a GPU and up to four on CPUs, and as many simulate as there is room for.
     env_actors: int | None = None
-    policy_actors: int = 1
+    policy_actors: int | None = None
     # A step or a reset that takes longer is taken for hanging: its process ends, and its episodes are played again.
     step_limit_s: float = 60.0
     # How long to wait for room for the first of these processes.

@@ -83,7 +83,9 @@ class Experts:
 
     tasks: tuple[str, ...]
 
-    def load(self):
+    weights_bytes = 0
+
+    def load(self, threads):
         self_experts = {task: expert(task) for task in self.tasks}
         return lambda seen, _, keys: np.stack(
             [self_experts[key[1]](state)[None] for key, state in zip(keys, seen["environment_state"], strict=True)]

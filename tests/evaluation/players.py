@@ -29,7 +29,9 @@ class Seeing:
     notes: str | None = None
     dies: str | None = None
 
-    def load(self):
+    weights_bytes = 0
+
+    def load(self, threads):
         return self
 
     def __call__(self, observation, instructions, keys):

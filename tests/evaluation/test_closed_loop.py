@@ -11,7 +11,7 @@ from tests.evaluation.players import FAULTY_ID, Seeing
 from vla_finetuning.config import EvalOptions
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
-from vla_finetuning.evaluation.closed_loop import NoRoomError, PolicyServer, Row, play, slot_count
+from vla_finetuning.evaluation.closed_loop import Cast, NoRoomError, PolicyServer, Row, play
 from vla_finetuning.evaluation.episodes import Condition, episode_list
 
 pytestmark = pytest.mark.ray
@@ -140,7 +140,9 @@ class Echo:
     def __init__(self, name):
         self.name = name
 
-    def load(self):
+    weights_bytes = 0
+
+    def load(self, threads):
         return self
 
     def __call__(self, observation, instructions, keys):
@@ -175,7 +177,7 @@ def test_processes_for_which_there_is_no_room_hold_nothing_up(ray_cluster, episo
 @pytest.mark.parametrize(
     ("held", "use_gpu", "told"),
     [(0, True, "decides .* needs 1 GPU, 0 of the cluster's 0 free"),
-     (3, False, "simulates .* needs 0.5 CPUs, 0 of the cluster's 4 free")],
+     (3.5, False, "simulates .* needs 0.5 CPUs, 0 of the cluster's 4 free")],
 )  # fmt: skip
 def test_without_room_it_ends_and_says_what_lacks(ray_cluster, episodes, held, use_gpu, told):
     room = ray.util.placement_group([{"CPU": held}] if held else [{"CPU": 0.1}])
@@ -188,7 +190,20 @@ def test_without_room_it_ends_and_says_what_lacks(ray_cluster, episodes, held, u
 
 
 @pytest.mark.parametrize(
-    ("stages", "servers", "episodes", "slots"), [(2, 1, 1000, 32), (16, 1, 1000, 4), (128, 4, 1000, 2), (2, 1, 6, 3)]
+    ("cpus", "options", "episodes", "gigabytes", "use_gpu", "expected"),
+    [
+        (2, {}, 1000, 0.1, False, (2, 2, 1, 32)),
+        (2, {}, 15, 0.1, False, (1, 3, 2, 5)),  # another server would start for nothing
+        (2, {}, 1000, 14, False, (1, 3, 2, 22)),  # one copy of the policy
+        (2, {"policy_actors": 1, "exact": True}, 1000, 0.1, False, (1, 3, 1, 22)),
+        (64, {}, 1000, 0.1, False, (4, 124, 16, 3)),
+        (64, {}, 1000, 14, True, (1, 127, 64, 1)),
+        (64, {"env_actors": 2, "policy_actors": 3}, 1000, 0.1, False, (3, 2, 1, 32)),
+        (0.3, {}, 3, 0.1, False, (1, 2, 2, 2)),
+        (8, {}, 1, 0.1, False, (1, 1, 1, 1)),
+    ],
 )
-def test_a_cluster_plays_no_more_episodes_at_once_than_servers_can_use(stages, servers, episodes, slots):
-    assert slot_count(EvalOptions(batch_size=32, policy_actors=servers), stages, episodes) == slots
+def test_as_many_play_as_the_cluster_and_the_list_have_use_for(cpus, options, episodes, gigabytes, use_gpu, expected):
+    """(servers, stages, threads of a server, episodes at once in a stage)"""
+    cast = Cast.of(EvalOptions(**options), cpus, episodes=episodes, weights_bytes=int(gigabytes * 1e9), use_gpu=use_gpu)
+    assert (cast.servers, cast.stages, cast.threads, cast.slots) == expected

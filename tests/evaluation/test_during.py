@@ -145,7 +145,7 @@ def test_training_waits_for_nobody_and_the_rest_is_done_at_its_end(run, played):
         saved(run, 8)  # and the training is over
     assert evaluations(run.output_dir) == []
     # What plays has its share, of which the data must not make use.
-    assert data.exclude_resources.cpu == 2.0
+    assert data.exclude_resources.cpu == 1.5
     played.may.set()
     assert evaluator.finish() == 0
     assert played.steps == [2, 4, 8] and [line["step"] for line in evaluations(run.output_dir)] == [2, 4, 8]
@@ -190,7 +190,7 @@ def test_without_room_it_is_all_done_at_the_end(run, played, monkeypatch, capsys
             saved(run, step)
         time.sleep(0.2)
         assert played.steps == [] and not data.exclude_resources.cpu
-    assert "beside the training it needs 1.5 CPUs, 0.5 of the cluster's are to spare" in capsys.readouterr().out
+    assert "beside the training it needs 1 CPU, 0.5 of the cluster's are to spare" in capsys.readouterr().out
     assert evaluator.finish() == 0
     told = capsys.readouterr()
     assert played.steps == [2, 8] and "not of step 4, 6: no checkpoint is left" in told.err
@@ -227,8 +227,8 @@ def test_a_checkpoint_that_cannot_play_costs_the_training_nothing(run, played, c
     ("cluster", "use_gpu", "stages", "lacks"),
     [
         ({"CPU": 3.5}, False, 2, None),
-        ({"CPU": 3.0}, False, 1, None),
-        ({"CPU": 2.9}, False, 0, "needs 1.5 CPUs, 1.4 of the cluster's are to spare"),
+        ({"CPU": 2.5}, False, 1, None),
+        ({"CPU": 2.4}, False, 0, "needs 1 CPU, 0.9 of the cluster's are to spare"),
         ({"CPU": 65.5}, False, 32, None),
         ({"CPU": 65.5, "GPU": 1}, True, 32, "needs 1 GPU, 0 of the cluster's are to spare"),
         ({"CPU": 65.5, "GPU": 2}, True, 32, None),

@@ -9,6 +9,7 @@ others, leaves no trace in it; so what a dead process held is simply played agai
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -32,10 +33,16 @@ ATTEMPTS = 3
 SERVER_DEATHS = 3
 # Stages that fail without an episode that ends between them, before it gives up: then it is no single episode's fault.
 IN_VAIN = 20
-# How often to look whether what was started has started.
+# How often to look whether what was started has started, and when to say that something waits for room. On a busy
+# machine a process that has its room may take as long until it is there.
 LOOK_EVERY_S = 10.0
-# Two stages share a CPU: while one waits for decisions, the other simulates.
-STAGE_CPUS = 0.5
+TELL_AFTER_S = 30.0
+# Two processes share a CPU: while one waits for decisions, the other simulates or decides.
+STAGE_CPUS = SERVER_CPUS = 0.5
+# Policy servers on CPUs: so many at most, with so many bytes of weights in all, and so many episodes for each at least.
+MOST_SERVERS, SERVERS_BYTES, SERVER_EPISODES = 4, 2 * 2**30, 10
+# Batches that a policy server has been given at most: the next one is there when one is done.
+BATCHES_AHEAD = 2
 
 
 class Player(Protocol):
@@ -49,7 +56,12 @@ class Player(Protocol):
 class Source(Protocol):
     """Where a process gets a player from; can be pickled."""
 
-    def load(self) -> Player: ...
+    @property
+    def weights_bytes(self) -> int: ...
+
+    def load(self, threads: int) -> Player:
+        """threads: for what it computes on CPUs."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -70,16 +82,18 @@ class PolicyServer:
         batch_size: rows that a policy sees at most at once.
         exact: always so many; where fewer wait, the last row is repeated. What a batch computes for a row then does not
             depend on how many others there are.
+        threads: for what is computed on CPUs; of those of the machine at most.
     """
 
-    def __init__(self, sources: Mapping[str, Source], batch_size: int, exact: bool) -> None:
+    def __init__(self, sources: Mapping[str, Source], batch_size: int, exact: bool, threads: int = 1) -> None:
         self._sources, self._batch_size, self._exact = sources, batch_size, exact
+        self._threads = min(threads, os.cpu_count() or 1)
         self._players: dict[str, Player] = {}
 
     def load(self) -> None:
         """Load the policies, unless that is done. What is wrong with them is said by `act` again."""
         if not self._players:
-            self._players = {name: source.load() for name, source in self._sources.items()}
+            self._players = {name: source.load(self._threads) for name, source in self._sources.items()}
 
     def act(self, rows: Sequence[Row], *observations: Observation) -> np.ndarray:
         """Actions (N, T, A) of all rows, those of the first stacked observation first."""
@@ -166,18 +180,36 @@ def play(
         game.close()
 
 
-def stage_count(options: EvalOptions, cpus: float) -> int:
-    """How many stages there are room for beside a policy server, two to a CPU; or as many as asked for."""
-    return options.env_actors or max(2, int((cpus - 1) / STAGE_CPUS))
+@dataclass(frozen=True)
+class Cast:
+    """How many processes play an evaluation.
 
-
-def slot_count(options: EvalOptions, stages: int, episodes: int) -> int:
-    """How many episodes a stage plays at once: while every server decides for a batch, another is simulated.
-
-    More would only take memory, of which an environment that draws has a lot: one of Meta-World's 155 MB.
+    Attributes:
+        servers, stages: that decide, and that simulate.
+        threads: of a server, for what it computes on CPUs.
+        slots: how many episodes a stage plays at once. While every server decides for a batch, another is simulated.
+            More would only take memory, of which an environment that draws has a lot: one of Meta-World's 155 MB.
     """
-    of_two_batches = math.ceil(2 * options.batch_size * options.policy_actors / stages)
-    return min(options.batch_size, of_two_batches, math.ceil(episodes / stages))
+
+    servers: int
+    stages: int
+    threads: int
+    slots: int
+
+    @classmethod
+    def of(cls, options: EvalOptions, cpus: float, *, episodes: int, weights_bytes: int = 0, use_gpu: bool) -> Cast:
+        """What is not asked for fills the CPUs of a cluster.
+
+        On CPUs several servers of few threads decide for more rows a second than one of many; on GPUs one is enough to
+        begin with. With `exact` they have one thread, as threads change how sums are rounded.
+        """
+        fit, worth = SERVERS_BYTES // max(1, weights_bytes), episodes // SERVER_EPISODES
+        servers = options.policy_actors or (1 if use_gpu else max(1, min(int(cpus), MOST_SERVERS, fit, worth)))
+        stages = options.env_actors or max(2, int((cpus - servers * SERVER_CPUS) / STAGE_CPUS))
+        stages = max(1, min(stages, episodes))
+        threads = 1 if options.exact else max(1, round(stages * STAGE_CPUS / servers + SERVER_CPUS))
+        of_two_batches = math.ceil(2 * options.batch_size * servers / stages)
+        return cls(servers, stages, threads, min(options.batch_size, of_two_batches, math.ceil(episodes / stages)))
 
 
 class NoRoomError(RuntimeError):
@@ -199,6 +231,15 @@ class _Seat:
     playing: set[int] = field(default_factory=set)
     handed: list[int] = field(default_factory=list)
     call: tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]] | None = None
+
+
+@dataclass(eq=False)
+class _Server:
+    """A policy server, its start to come (None when it has started), and how many batches it has been given."""
+
+    actor: Any
+    starting: ray.ObjectRef[Any] | None
+    batches: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,32 +277,34 @@ class _Game:
         self._suspects: deque[int] = deque()
         self._failed: dict[int, int] = {}
         self._decided = [0] * len(episodes)
-        stages = stage_count(options, ray.cluster_resources().get("CPU", 1.0))
-        stages = max(1, min(stages, len(episodes)))
-        self._slots = slot_count(options, stages, len(episodes))
+        self._cast = Cast.of(
+            options,
+            ray.cluster_resources().get("CPU", 1.0),
+            episodes=len(episodes),
+            weights_bytes=sum(source.weights_bytes for source in sources.values()),
+            use_gpu=use_gpu,
+        )
         self._makers = {task: makers[task] for task in dict.fromkeys(episode.task for episode in episodes)}
         self._sources, self._use_gpu = dict(sources), use_gpu
         self._server_deaths = self._in_vain = 0
-        # Servers by their start to come, those that are free, and what each of the others decides, by its result.
-        self._starting = dict(self._make_server() for _ in range(options.policy_actors))
-        self._free_servers: list[Any] = []
-        self._serving: dict[ray.ObjectRef[Any], tuple[Any, list[_Request]]] = {}
-        self._seats = [_Seat(*self._make_stage()) for _ in range(stages)]
+        self._servers = [self._make_server() for _ in range(self._cast.servers)]
+        # What they decide, by its result.
+        self._serving: dict[ray.ObjectRef[Any], tuple[_Server, list[_Request]]] = {}
+        self._seats = [_Seat(*self._make_stage()) for _ in range(self._cast.stages)]
         self._requests: deque[_Request] = deque()
 
     def _make_stage(self) -> tuple[Any, ray.ObjectRef[Any]]:
         """A stage, and its start to come."""
         made: Any = ray.remote(Stage).options(num_cpus=STAGE_CPUS)
-        stage = made.remote(self._makers, self._slots, self._options.step_limit_s)
+        stage = made.remote(self._makers, self._cast.slots, self._options.step_limit_s)
         return stage, stage.__ray_ready__.remote()
 
-    def _make_server(self) -> tuple[ray.ObjectRef[Any], Any]:
-        """The start to come of a policy server, and the server."""
-        made: Any = ray.remote(PolicyServer).options(num_cpus=1, num_gpus=1 if self._use_gpu else 0)
-        server = made.remote(self._sources, self._options.batch_size, self._options.exact)
+    def _make_server(self) -> _Server:
+        made: Any = ray.remote(PolicyServer).options(num_cpus=SERVER_CPUS, num_gpus=1 if self._use_gpu else 0)
+        server = made.remote(self._sources, self._options.batch_size, self._options.exact, self._cast.threads)
         started = server.__ray_ready__.remote()
         server.load.remote()  # while the stages begin
-        return started, server
+        return _Server(server, started)
 
     def run(self) -> None:
         waits = _Waits(self._options.room_timeout_s, 1 if self._use_gpu else 0)
@@ -277,25 +320,24 @@ class _Game:
                 return
             if self._stopped is not None and self._stopped():
                 return
-            decides = bool(self._serving or self._free_servers)
+            decides = any(server.starting is None for server in self._servers)
             stuck = not decides or not (busy or any(seat.starting is None for seat in self._seats))
             waits.look(stuck, decides)
-            timeout = self._options.wait_ms / 1000 if self._requests and self._free_servers else LOOK_EVERY_S
+            starting = {server.starting: server for server in self._servers if server.starting is not None}
+            timeout = self._options.wait_ms / 1000 if self._requests and self._next_server(0) else LOOK_EVERY_S
             timeout = timeout if self._stopped is None else min(timeout, 1.0)
-            for ref in ray.wait([*busy, *self._serving, *starts, *self._starting], num_returns=1, timeout=timeout)[0]:
+            for ref in ray.wait([*busy, *self._serving, *starts, *starting], num_returns=1, timeout=timeout)[0]:
                 if ref in busy:
                     self._take_stage(busy[ref])
                 elif ref in starts:
                     self._take_start(starts[ref])
-                elif ref in self._starting:
-                    self._free_servers.append(self._starting.pop(ref))  # one that died says so when it is to decide
+                elif ref in starting:
+                    starting[ref].starting = None  # one that died says so when it is to decide
                 else:
                     self._take_chunks(ref)
 
     def close(self) -> None:
-        serving = [server for server, _ in self._serving.values()]
-        idle = (*self._free_servers, *self._starting.values())
-        for actor in (*serving, *idle, *(seat.stage for seat in self._seats)):
+        for actor in (*(server.actor for server in self._servers), *(seat.stage for seat in self._seats)):
             ray.kill(actor)
 
     # -- stages --
@@ -326,7 +368,7 @@ class _Game:
         if any(number in self._failed for number in seat.playing):
             return []
         if self._pending:
-            return [self._pending.popleft() for _ in range(min(self._slots, len(self._pending)))]
+            return [self._pending.popleft() for _ in range(min(self._cast.slots, len(self._pending)))]
         return [self._suspects.popleft()] if self._suspects and not seat.playing else []
 
     def _take_stage(self, seat: _Seat) -> None:
@@ -380,23 +422,30 @@ class _Game:
 
     # -- policies --
 
+    def _next_server(self, rows: int) -> _Server | None:
+        """Who is to decide for so many that wait: whoever is free; for a whole batch, also who will be next."""
+        ahead = BATCHES_AHEAD if rows >= self._options.batch_size else 1
+        there = [server for server in self._servers if server.starting is None and server.batches < ahead]
+        return min(there, key=lambda server: server.batches, default=None)
+
     def _serve(self) -> None:
-        """Give whoever waits to a policy server that is free, unless more are about to come."""
-        waiting = sum(len(request.decisions) for request in self._requests)
-        if not self._free_servers or not waiting:
-            return
-        oldest_s = time.monotonic() - self._requests[0].since
-        simulating = any(seat.call is not None for seat in self._seats)
-        if waiting < self._options.batch_size and simulating and oldest_s < self._options.wait_ms / 1000:
-            return
-        batch: list[_Request] = []
-        while self._requests and (
-            not batch or sum(len(r.decisions) for r in (*batch, self._requests[0])) <= self._options.batch_size
-        ):
-            batch.append(self._requests.popleft())
-        rows = [self._row(decision) for request in batch for decision in request.decisions]
-        server = self._free_servers.pop()
-        self._serving[server.act.remote(rows, *(request.seen for request in batch))] = server, batch
+        """Give whoever waits to policy servers, unless more are about to come."""
+        while self._requests:
+            waiting = sum(len(request.decisions) for request in self._requests)
+            server = self._next_server(waiting)
+            oldest_s = time.monotonic() - self._requests[0].since
+            simulating = any(seat.call is not None for seat in self._seats)
+            company = waiting < self._options.batch_size and simulating and oldest_s < self._options.wait_ms / 1000
+            if server is None or company:
+                return
+            batch: list[_Request] = []
+            while self._requests and (
+                not batch or sum(len(r.decisions) for r in (*batch, self._requests[0])) <= self._options.batch_size
+            ):
+                batch.append(self._requests.popleft())
+            rows = [self._row(decision) for request in batch for decision in request.decisions]
+            server.batches += 1
+            self._serving[server.actor.act.remote(rows, *(request.seen for request in batch))] = server, batch
 
     def _row(self, decision: Decision) -> Row:
         episode = self._episodes[decision.number]
@@ -408,17 +457,19 @@ class _Game:
 
     def _take_chunks(self, ref: ray.ObjectRef[Any]) -> None:
         server, batch = self._serving.pop(ref)
+        server.batches -= 1
         try:
             chunks = ray.get(ref)  # a few numbers a row; what went wrong is raised here
         except RayActorError as error:
-            self._server_deaths += 1
-            if self._server_deaths > SERVER_DEATHS:
-                raise RuntimeError(f"policy servers died {self._server_deaths} times: {root_cause(error)}") from error
-            ray.kill(server)
-            self._starting |= dict([self._make_server()])
             self._requests.extendleft(reversed(batch))
+            if server in self._servers:  # of its batches the first to say so
+                self._server_deaths += 1
+                if self._server_deaths > SERVER_DEATHS:
+                    times = f"{self._server_deaths} times"
+                    raise RuntimeError(f"policy servers died {times}: {root_cause(error)}") from error
+                ray.kill(server.actor)
+                self._servers[self._servers.index(server)] = self._make_server()
             return
-        self._free_servers.append(server)
         first = 0
         for request in batch:
             self._advance(request.seat, ref, first)
@@ -446,13 +497,13 @@ class _Waits:
         if not stuck:
             self._since = now
             return
-        lacks = what_lacks(STAGE_CPUS if decides else 1.0, 0 if decides else self._gpus)
+        lacks = what_lacks(STAGE_CPUS if decides else SERVER_CPUS, 0 if decides else self._gpus)
         if now - self._since > self._limit_s:
             raise NoRoomError(
                 f"no process that {'simulates' if decides else 'decides'} has started for {self._limit_s:g} s "
                 f"(--eval.room_timeout_s): {lacks or 'the cluster has room for it, but it did not start'}"
             )
-        if lacks and not self._told and now - self._since > LOOK_EVERY_S:
+        if lacks and not self._told and now - self._since > TELL_AFTER_S:
             tell(f"waiting      for room, at most {self._limit_s:g} s: {lacks}", file=sys.stderr)
             self._told = True
 

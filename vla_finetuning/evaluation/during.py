@@ -27,7 +27,7 @@ from tqdm import tqdm
 from vla_finetuning.config import EvalOptions
 from vla_finetuning.data.metadata import how_drawn
 from vla_finetuning.envs.configs import check_drawn, env_config, task_makers
-from vla_finetuning.evaluation.closed_loop import STAGE_CPUS, NoRoomError, play
+from vla_finetuning.evaluation.closed_loop import SERVER_CPUS, STAGE_CPUS, NoRoomError, play
 from vla_finetuning.evaluation.episodes import Book, Condition, episode_list, read_evaluation
 from vla_finetuning.evaluation.intervals import share, wilson
 from vla_finetuning.evaluation.player import Packed, PolicySource, check_fits, packed
@@ -81,7 +81,9 @@ class Evaluator:
             yield
             return
         gpus = 1 if run.use_gpu else 0
-        data.exclude_resources = data.exclude_resources.add(ExecutionResources(cpu=1 + stages * STAGE_CPUS, gpu=gpus))
+        data.exclude_resources = data.exclude_resources.add(
+            ExecutionResources(cpu=SERVER_CPUS + stages * STAGE_CPUS, gpu=gpus)
+        )
         self._training.set()
         options = replace(run.config.eval, env_actors=stages, policy_actors=1)
         self._thread = threading.Thread(target=self._follow, args=(options,), daemon=True)
@@ -236,8 +238,10 @@ def room_beside(run: Run, cluster: dict[str, float]) -> tuple[int, str | None]:
     cpus = cluster.get("CPU", 0) - scaling.num_workers * scaling.cpus_per_worker - scaling.cpus_per_read_task
     gpus = cluster.get("GPU", 0) - scaling.num_workers
     stages = options.env_actors or max(2, int(cpus * SPARE_SHARE / STAGE_CPUS))
-    stages = min(stages, int((cpus - 1) / STAGE_CPUS))
-    lacking = [f"{1 + STAGE_CPUS:g} CPUs, {max(0, cpus):g} of the cluster's are to spare"] if stages < 1 else []
+    stages = min(stages, int((cpus - SERVER_CPUS) / STAGE_CPUS))
+    lacking = (
+        [f"{SERVER_CPUS + STAGE_CPUS:g} CPU, {max(0, cpus):g} of the cluster's are to spare"] if stages < 1 else []
+    )
     lacking += [f"1 GPU, {max(0, gpus):g} of the cluster's are to spare"] if run.use_gpu and gpus < 1 else []
     return stages, f"needs {'; '.join(lacking)}" if lacking else None
 

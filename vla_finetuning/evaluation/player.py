@@ -93,8 +93,14 @@ class PolicySource:
         """
         return replace(self, weights=ray.put(packed(read_weights(self.folder))))
 
-    def load(self) -> Player:
-        """Load and verify, on this process's device."""
+    @property
+    def weights_bytes(self) -> int:
+        """As they are in the folder."""
+        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+
+    def load(self, threads: int) -> Player:
+        """Load and verify, on this process's device. `threads`: of the process, for what is computed on CPUs."""
+        torch.set_num_threads(threads)
         weights = None if self.weights is None else unpacked(ray.get(self.weights))
         policy = load_policy(self.folder, self.config, trusted=self.trusted, weights=weights).to(self.device)
         pipelines = self.processors or load_processors(self.folder, self.config, trusted=self.trusted)
