@@ -26,7 +26,7 @@ from lerobot.utils.constants import ACTION
 from diagnostics.environment import Environment
 from vla_finetuning.config import PRESETS, Config, PeftOptions, TrainMode
 from vla_finetuning.files import read_json, write_json
-from vla_finetuning.flags import parse_args
+from vla_finetuning.flags import parse_args, parse_grpo
 from vla_finetuning.policies.counting import with_cameras
 from vla_finetuning.terminal import tell, tell_text
 from vla_finetuning.training.memory import GIB, StepMemory
@@ -69,6 +69,13 @@ def config_of(preset: str, mode: TrainMode) -> Config:
 def planned(preset: str, mode: TrainMode, cameras: int) -> StepMemory:
     """What a worker of a run with the preset needs."""
     return of_pi05(config_of(preset, mode), cameras)
+
+
+def planned_grpo(preset: str, cameras: int) -> StepMemory:
+    """What a worker needs of a run of `grpo.py` with the preset, whose micro-batches have all random steps of a row."""
+    config = parse_grpo([f"--preset={preset}", "--policy.path=p", "--env.type=two_bins", "--output_dir=o"])
+    train = replace(config.train, noise_draws=config.grpo.flow_steps)
+    return of_pi05(replace(config, train=train), cameras)
 
 
 def of_pi05(config: Config, cameras: int) -> StepMemory:

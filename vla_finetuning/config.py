@@ -605,6 +605,8 @@ PRESETS: dict[str, dict[str, str]] = {
     "h200": FULL,
     "b200": FULL,
 }
+# What is published of PI0.5 trains the action expert; two GPUs of a kind differ in nothing but the rows at once.
+GRPO_GPU = {"scaling.use_gpu": "true", "scaling.num_workers": "8", "train.mode": "expert", "batch_size": "8"}
 GRPO_PRESETS: dict[str, dict[str, str]] = {
     # benchmarks/results/ has five seeds of it.
     "demo": {
@@ -624,6 +626,9 @@ GRPO_PRESETS: dict[str, dict[str, str]] = {
         "grpo.envs_per_actor": "32",
         "grpo.env_actor_cpus": "0.25",
     },
+    # Four rows, of five random steps each, would need 19.8 GiB of 22.
+    "l4": {**GRPO_GPU, "scaling.num_workers": "4", "batch_size": "2"},
+    **dict.fromkeys(("a100_40", "a100", "h100", "h200", "b200"), GRPO_GPU),
 }
 # Options of one start, not of the run: what config.json says of them does not count.
 OF_A_START = ("resume", "dry_run", "policy_trust_remote_code")

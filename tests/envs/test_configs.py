@@ -6,7 +6,8 @@ import json
 import pytest
 from lerobot.utils.constants import ACTION
 
-from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, how_drawn, task_makers
+from tests.evaluation import several
+from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, how_drawn, longest_episode, task_makers
 from vla_finetuning.envs.record import resolve_recording
 from vla_finetuning.flags import parse_record
 
@@ -32,6 +33,13 @@ def test_metaworld_is_what_its_flags_say(monkeypatch):
     }.items():
         with pytest.raises(ValueError, match=told):
             env_config("metaworld", [option])
+
+
+def test_an_episode_is_as_long_as_its_environment_lets_it():
+    assert longest_episode(env_config("two_bins", ["--episode_length=30"])) == 30
+    assert longest_episode(env_config("pusht")) == 300
+    # As LeRobot's LIBERO, whose configuration has none: what its environments say.
+    assert longest_episode(several.SeveralConfig(episode_length=None)) == several.UNLIMITED
 
 
 def test_a_policy_sees_pictures_drawn_as_those_it_was_trained_on(tmp_path):

@@ -12,6 +12,10 @@ from vla_finetuning.envs.two_bins import TwoBins
 STARTS = [(-18.0, 8.0, 10.0), (0.0, 8.0, 10.0), (18.0, 8.0, 10.0)]
 
 
+# Of an episode whose length nobody has set.
+UNLIMITED = 25
+
+
 class Started(TwoBins):
     """`TwoBins` from a list of starts, the next one at each reset, and without an end but success.
 
@@ -21,7 +25,7 @@ class Started(TwoBins):
 
     def __init__(self, shift, horizon):
         super().__init__("rgb_array")
-        self.shift, self._max_episode_steps = shift, horizon
+        self.shift, self._max_episode_steps = shift, horizon or UNLIMITED
         self.init_state_id = 0
 
     def reset(self, *, seed=None, options=None):
@@ -42,7 +46,7 @@ class Started(TwoBins):
 class SeveralConfig(TwoBinsConfig):
     task: str | None = "near,far"
     task_ids: list[int] | None = None
-    episode_length: int = 14
+    episode_length: int | None = 14
 
     def create_envs(self, n_envs, use_async_envs=False):
         print("Creating several environments")

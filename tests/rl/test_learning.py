@@ -24,6 +24,7 @@ from vla_finetuning.evaluation.closed_loop import concatenate
 from vla_finetuning.flags import parse_grpo
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.rl import learning
+from vla_finetuning.rl.expected import Simulated, expected_times
 from vla_finetuning.rl.plan import describe_grpo, resolve_grpo
 from vla_finetuning.run.checkpoint import latest_checkpoint
 from vla_finetuning.training import worker
@@ -270,3 +271,17 @@ def test_the_plan_says_what_a_run_is(base, tmp_path):
     told = describe_grpo(resolved(base, tmp_path / "run"))
     assert "4 groups x 3 episodes = 12, told their return; 2 iterations, 24 episodes" in told
     assert "GiB of host memory per worker: 24 decisions of" in told and "ratio clipped to 0.8 .. 1.2" in told
+
+
+def test_the_plan_says_how_long_an_iteration_takes_and_what_it_waits_for(base, tmp_path):
+    """Of 12 episodes of 20 steps that look twice each, in two processes."""
+    simulated = Simulated(reset_s=0.5, step_s=0.01, look_s=0.1)
+    told = "\n".join(expected_times(resolved(base, tmp_path / "run"), simulated))
+    assert "simulation 5.40 s an iteration" in told and "an iteration " not in told.partition("TFLOP")[2]
+    run = resolved(base, tmp_path / "run")
+    scaling = replace(run.config.scaling, use_gpu=True, accelerator_type="H100")
+    run = replace(run, config=replace(run.config, scaling=scaling))
+    told = "\n".join(expected_times(run, simulated))
+    assert "on a H100 at 35% of its peak (assumed)" in told and "an iteration 5 s" in told
+    assert "it waits for the simulation: --grpo.env_actors " in told
+    assert "it waits" not in "\n".join(expected_times(run, Simulated(0.0, 0.0, 0.0)))

@@ -10,7 +10,7 @@ import vla
 from benchmarks import presets
 from tests import in_process
 from tests.tiny import real_config
-from vla_finetuning.config import PRESETS
+from vla_finetuning.config import GRPO_PRESETS, PRESETS
 from vla_finetuning.flags import parse_args
 from vla_finetuning.training import room
 from vla_finetuning.training.memory import GIB, StepMemory
@@ -42,6 +42,14 @@ def test_a_preset_is_planned_to_fit_with_4_gib_to_spare(preset, mode, cameras):
     needed = presets.planned(preset, mode, cameras).needed
     for name in (preset, *(name for name, other in ALIKE.items() if other == preset)):
         assert needed / GIB + 4 <= CARDS_GIB[PRESET_CARDS[name]]
+
+
+# All but l4 differ in their card alone, of which this is the smallest.
+@pytest.mark.parametrize("preset", ["l4", "a100_40"])
+def test_a_preset_of_grpo_is_planned_to_fit_with_4_gib_to_spare(preset):
+    assert presets.planned_grpo(preset, 3).needed / GIB + 4 <= CARDS_GIB[PRESET_CARDS[preset]]
+    assert GRPO_PRESETS.keys() == PRESETS.keys()
+    assert all(GRPO_PRESETS[other] == GRPO_PRESETS["a100_40"] for other in PRESET_CARDS if other != "l4")
 
 
 def run_of(preset, mode, *flags):

@@ -159,6 +159,19 @@ def task_makers(config: EnvConfig) -> dict[str, Maker]:
     return {f"{suite}/{task_id}": partial(_lerobot_env, config, suite, task_id) for suite, task_id in names}
 
 
+def longest_episode(config: EnvConfig) -> int | None:
+    """Steps after which an episode of any task ends; None where neither configuration nor environment say.
+
+    Raises:
+        ValueError: as `task_makers`.
+    """
+    length = getattr(config, "episode_length", None)
+    if length is not None or type(config).create_envs is EnvConfig.create_envs:
+        return length
+    made = [vector.envs[0] for of_suite in _create_envs(config).values() for vector in of_suite.values()]
+    return max(env.unwrapped._max_episode_steps for env in made)
+
+
 def how_drawn(config: EnvConfig) -> dict[str, Any]:
     """What decides how an environment's pictures look, where that can be chosen; JSON. Otherwise nothing."""
     if not isinstance(config, MetaworldConfig):

@@ -5,6 +5,7 @@ Runs on the driver, before Ray. Simulation is measured here, in one process of t
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from typing import cast
@@ -92,9 +93,10 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
     steps = decisions * run.policy_config.n_action_steps
     simulation_s = episodes * simulated.reset_s + steps * simulated.step_s + decisions * simulated.look_s
     simulation_s /= g.env_actors
+    digits = 0 if simulation_s > 10 else 2
     lines = [
-        f"Expected     simulation {simulation_s:.2g} s an iteration, on {g.env_actors} processes per worker: a step "
-        f"{1e3 * simulated.step_s:.1f} ms, looking {1e3 * simulated.look_s:.1f} ms (measured here, in one process)"
+        f"Expected     simulation {simulation_s:.{digits}f} s an iteration, on {g.env_actors} processes per worker: a "
+        f"step {1e3 * simulated.step_s:.1f} ms, looking {1e3 * simulated.look_s:.1f} ms (measured here, in one process)"
     ]
     cameras, policy_config = len(run.match.camera_keys), cast(PI05Config, run.policy_config)
     # Backward is twice the forward where everything trains.
@@ -108,6 +110,9 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
         return [*lines, f"             {counted}"]
     acting_s, updating_s = (flops / (SHARE_OF_PEAK * peak) for flops in (acting, scoring + updating))
     whole_s = max(simulation_s, acting_s) + updating_s
+    if simulation_s > acting_s:
+        enough = math.ceil(g.env_actors * simulation_s / acting_s)
+        lines.append(f"             it waits for the simulation: --grpo.env_actors {enough} would be as fast as acting")
     on = f"{card[0] if card else ''} at {SHARE_OF_PEAK:.0%} of its peak (assumed)"
     return [
         *lines,

@@ -20,7 +20,7 @@ from lerobot.processor import PolicyProcessorPipeline
 from lerobot.utils.constants import POLICY_PREPROCESSOR_DEFAULT_NAME
 
 from vla_finetuning.config import GrpoConfig, GrpoOptions, TrainMode
-from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, how_drawn, task_makers
+from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, how_drawn, longest_episode, task_makers
 from vla_finetuning.evaluation.player import check_fits
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.loading import FeatureMatch
@@ -45,10 +45,12 @@ class GrpoRun(Run):
     Attributes:
         config: a `GrpoConfig`.
         env: whose observations the policy sees. tasks: of it, which groups take in turns.
+        longest: steps of an episode at most; None where that is not known.
     """
 
     env: EnvConfig | None = None
     tasks: tuple[str, ...] = ()
+    longest: int | None = None
 
     @property
     def options(self) -> GrpoOptions:
@@ -80,8 +82,7 @@ class GrpoRun(Run):
     @property
     def most_decisions(self) -> int:
         """Of an episode."""
-        length = getattr(self.env, "episode_length", None) or UNKNOWN_LENGTH
-        return math.ceil(length / self.policy_config.n_action_steps)
+        return math.ceil((self.longest or UNKNOWN_LENGTH) / self.policy_config.n_action_steps)
 
     @property
     def decision_bytes(self) -> int:
@@ -160,6 +161,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
         stream={"environment": config.env_type, "env_options": config.env_options, "seed": config.seed, **decided},
         env=env,
         tasks=tasks,
+        longest=longest_episode(env),
     )
     run.processors()
     return run
@@ -178,7 +180,7 @@ def describe_grpo(run: GrpoRun) -> str:
         "rloo": "REINFORCE, less the mean of the group's others",
         "filtered": "imitation of the episodes that succeeded",
     }[g.method]
-    length, tasks = getattr(run.env, "episode_length", None), len(run.tasks)
+    tasks = len(run.tasks)
     lines = [
         f"Policy       {run.policy_config.type}, {run.base['path']}",
         f"             {run.parameters.total:,} parameters, {run.parameters.trainable:,} of them train "
@@ -186,7 +188,7 @@ def describe_grpo(run: GrpoRun) -> str:
         f"{run.policy_config.chunk_size} actions",
         f"Environment  {config.env_type} {' '.join(config.env_options)}".rstrip()
         + (f", {tasks} tasks in turns" if tasks > 1 else "")
-        + (f", at most {length} steps an episode" if length else ""),
+        + (f", at most {run.longest} steps an episode" if run.longest else ""),
         f"             {workers} x {g.env_actors} processes of {g.envs_per_actor} environments, {g.env_actor_cpus:g} "
         f"CPUs each; cameras {', '.join(run.match.camera_keys)}",
         f"Iteration    {g.groups} groups x {g.group_size} episodes = {run.episodes}, told their {g.reward}; "
