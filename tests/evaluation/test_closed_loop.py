@@ -1,6 +1,7 @@
 """Episodes on Ray are those of a plain loop, whatever plays them, and whatever dies meanwhile."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -11,7 +12,7 @@ from tests.evaluation.players import FAULTY_ID, Seeing
 from vla_finetuning.config import EvalOptions
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
-from vla_finetuning.evaluation.closed_loop import Cast, NoRoomError, PolicyServer, Row, play
+from vla_finetuning.evaluation.closed_loop import Cast, NoRoomError, PolicyServer, Row, _Game, _Server, play
 from vla_finetuning.evaluation.episodes import Condition, episode_list
 
 pytestmark = pytest.mark.ray
@@ -166,6 +167,22 @@ def test_a_server_gives_each_row_its_own(exact):
     assert all(part["pixels"]["top"].all() for part in seen)
 
 
+def test_a_whole_batch_is_given_ahead_to_who_is_busy_and_less_waits_for_company():
+    idle, one, two, starting = (
+        _Server(None, None, 0),
+        _Server(None, None, 1),
+        _Server(None, None, 2),
+        _Server(None, 1),
+    )
+
+    def chosen(rows, *servers):
+        return _Game._next_server(SimpleNamespace(_options=EvalOptions(batch_size=4), _servers=servers), rows)
+
+    assert chosen(1, two, one, idle) is idle and chosen(4, two, one, idle) is idle
+    assert chosen(3, two, one) is None and chosen(4, two, one) is one
+    assert chosen(4, two, starting) is None and chosen(4) is None
+
+
 # ---- room -----------------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +214,7 @@ def test_without_room_it_ends_and_says_what_lacks(ray_cluster, episodes, held, u
         (2, {}, 1000, 14, False, (1, 3, 2, 22)),  # one copy of the policy
         (2, {"policy_actors": 1, "exact": True}, 1000, 0.1, False, (1, 3, 1, 22)),
         (64, {}, 1000, 0.1, False, (4, 124, 16, 3)),
-        (64, {}, 1000, 14, True, (1, 127, 64, 1)),
+        (64, {}, 1000, 14, True, (1, 127, 1, 1)),
         (64, {"env_actors": 2, "policy_actors": 3}, 1000, 0.1, False, (3, 2, 1, 32)),
         (0.3, {}, 3, 0.1, False, (1, 2, 2, 2)),
         (8, {}, 1, 0.1, False, (1, 1, 1, 1)),

@@ -201,13 +201,13 @@ class Cast:
         """What is not asked for fills the CPUs of a cluster.
 
         On CPUs several servers of few threads decide for more rows a second than one of many; on GPUs one is enough to
-        begin with. With `exact` they have one thread, as threads change how sums are rounded.
+        begin with, and one thread. With `exact` they have one thread, too, as threads change how sums are rounded.
         """
         fit, worth = SERVERS_BYTES // max(1, weights_bytes), episodes // SERVER_EPISODES
         servers = options.policy_actors or (1 if use_gpu else max(1, min(int(cpus), MOST_SERVERS, fit, worth)))
         stages = options.env_actors or max(2, int((cpus - servers * SERVER_CPUS) / STAGE_CPUS))
         stages = max(1, min(stages, episodes))
-        threads = 1 if options.exact else max(1, round(stages * STAGE_CPUS / servers + SERVER_CPUS))
+        threads = 1 if options.exact or use_gpu else max(1, round(stages * STAGE_CPUS / servers + SERVER_CPUS))
         of_two_batches = math.ceil(2 * options.batch_size * servers / stages)
         return cls(servers, stages, threads, min(options.batch_size, of_two_batches, math.ceil(episodes / stages)))
 
