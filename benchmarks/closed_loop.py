@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     finally:
         ray.shutdown()
     result = {
-        "command": "python -m benchmarks.closed_loop",
+        "command": f"python -m benchmarks.closed_loop --env {' '.join(args.env)} --rounds {args.rounds}",
         "hardware": Environment.here().model_dump(),
         "results": found,
     }

@@ -1,10 +1,12 @@
 """Does learning from success help beyond the demo? One task of Meta-World, GRPO beside its baselines, some seeds.
 
     make metaworld
-    python -m benchmarks.metaworld --folder outputs/some --tasks drawer-open-v3,window-open-v3 --steps 200
+    python -m benchmarks.metaworld --folder outputs/some --tasks drawer-open-v3,push-v3 --episodes 50 \\
+        --image_size 84 --steps 460 --episode_length 200
     python -m benchmarks.grpo_metaworld --imitation outputs/some --task drawer-open-v3 --json FILE
 
-The first command trains a policy by imitation, here too short a time, and says how often it succeeds. The second has
+The first command trains a policy by imitation, here too short a time, and says how often it succeeds. (Of its tasks one
+has to move the gripper, or there is no scale to normalise that by.) The second has
 copies of that policy learn from success alone, by `grpo.py`, with each method and seed: from the same policy, with as
 many episodes, on the same initial states for methods of a seed. Before and after are 200 fresh initial states, played
 by LeRobot's own sampler. It goes on where it was broken off. Exit status: 0 done, otherwise grpo.py's.
@@ -99,9 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs[f"{method} {seed}"] = of_run(folder)
         if options.json is not None:
             result = {
-                "command": f"python -m benchmarks.grpo_metaworld --task {options.task} --iterations "
-                f"{options.iterations} --groups {options.groups} --group_size {options.group_size} --lr {options.lr:g} "
-                f"--noise_level {options.noise_level:g}",
+                "command": f"python -m benchmarks.grpo_metaworld --imitation {options.imitation.name} --task "
+                f"{options.task} --seeds {','.join(map(str, options.seeds))} --methods {','.join(options.methods)} "
+                f"--iterations {options.iterations} --groups {options.groups} --group_size {options.group_size} "
+                f"--lr {options.lr:g} --noise_level {options.noise_level:g}",
                 "imitation": read_json(options.imitation / "settings.json"),
                 "environment": Environment.here().model_dump(mode="json"),
                 "runs": runs,

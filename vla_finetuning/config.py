@@ -605,7 +605,7 @@ PRESETS: dict[str, dict[str, str]] = {
     "h200": FULL,
     "b200": FULL,
 }
-# What is published of PI0.5 trains the action expert; two GPUs of a kind differ in nothing but the rows at once.
+# What is published of PI0.5 trains the action expert; presets differ in nothing but how many rows at once fit.
 GRPO_GPU = {"scaling.use_gpu": "true", "scaling.num_workers": "8", "train.mode": "expert", "batch_size": "8"}
 GRPO_PRESETS: dict[str, dict[str, str]] = {
     # benchmarks/results/ has five seeds of it.
