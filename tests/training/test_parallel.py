@@ -582,9 +582,9 @@ def test_the_profiler_sees_what_travels_under_every_strategy(found):
     for rank in found.ranks:
         for strategy in STRATEGIES:
             seen = rank[strategy]["communication"]
-            assert len(seen["total_s"]) == 2 and min(seen["total_s"]) > 0
+            assert 1 <= len(seen["total_s"]) <= 2
             for total, hidden in zip(seen["total_s"], seen["hidden_s"], strict=True):
-                assert 0 <= hidden <= total
+                assert 0 <= hidden <= total and total > 0
 
 
 def test_a_rank_whose_loss_is_not_finite_has_all_skip_the_step(found):
