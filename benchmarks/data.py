@@ -25,7 +25,6 @@ import json
 import logging
 import os
 import shlex
-import shutil
 import statistics
 import sys
 import tempfile
@@ -35,49 +34,24 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 
+from benchmarks.datasets import CAMERAS, DATASETS, FPS, LAYOUTS, NUMBER_FILES, grow, make, make_numbers, scratch_of
 from diagnostics.environment import Environment
 from vla_finetuning.config import DatasetOptions
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from lerobot_datasource import LeRobotDatasource
     from vla_finetuning.data.plan import StreamPlan
 
-BATCH, WINDOW, FPS, EPISODE_ROWS = 8, 50, 30, 100
+BATCH, WINDOW = 8, 50
 OUR_ROWS, PEER_ROWS = 6000, 800  # read in one go; a DataLoader is too slow for more
-CAMERAS = ("observation.images.top", "observation.images.left", "observation.images.right")
-DATASETS: dict[str, dict[str, Any]] = {
-    "av1_240x320x3": {"cameras": dict.fromkeys(CAMERAS, (240, 320))},
-    "av1_480x640x2": {"cameras": dict.fromkeys(CAMERAS[:2], (480, 640))},
-    "h264_480x640x2": {"cameras": dict.fromkeys(CAMERAS[:2], (480, 640)), "vcodec": "h264"},
-    "images_240x320x1": {"cameras": {}, "image_cameras": {CAMERAS[0]: (240, 320)}},
-}
 RESULTS = Path(__file__).parent / "results"
-CACHE = Path(".cache/benchmarks")
 Contender = Callable[[], Iterator[dict[str, np.ndarray]]]
-
-
-def make(name: str, rows: int) -> Path:
-    """The dataset, written once by LeRobot's writer."""
-    from tests.datasets import make_dataset
-
-    folder = CACHE / f"{name}-{rows}"
-    if not folder.exists():
-        scratch = _scratch(folder)
-        episodes = [EPISODE_ROWS] * (rows // EPISODE_ROWS)
-        make_dataset(
-            scratch, episodes=episodes, fps=FPS, data_files_size_in_mb=100, video_files_size_in_mb=100, **DATASETS[name]
-        )
-        scratch.rename(folder)
-    return folder
-
-
-def _scratch(folder: Path) -> Path:
-    """Where to make a folder that is moved into place when it is whole; what an interrupted one left is removed."""
-    scratch = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    return scratch
 
 
 # ---- contenders: each yields batches, as dicts of arrays --------------------------------------------------------
@@ -87,13 +61,49 @@ def ours(
     root: Path | str, rows: int, storage_options: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[dict[str, np.ndarray]]:
     """Epoch after epoch, `rows` in all, as training reads."""
-    from lerobot_datasource import LeRobotDatasource, read_source
+    yield from batches_of(our_source(root, rows, storage_options, **options))
+
+
+def our_source(
+    root: Path | str, rows: int, storage_options: dict[str, Any] | None = None, **options: Any
+) -> LeRobotDatasource:
+    from lerobot_datasource import LeRobotDatasource
     from vla_finetuning.data.metadata import load_metadata
 
     windows = {"action": [i / FPS for i in range(WINDOW)]}
     meta = load_metadata(root, storage_options=storage_options)
-    source = LeRobotDatasource([meta], delta_timestamps=windows, stream=(0, rows), **options)
+    return LeRobotDatasource([meta], delta_timestamps=windows, stream=(0, rows), **options)
+
+
+def batches_of(source: LeRobotDatasource) -> Iterator[dict[str, np.ndarray]]:
+    from lerobot_datasource import read_source
+
     yield from read_source(source).iter_batches(batch_size=BATCH, batch_format="numpy", prefetch_batches=2)
+
+
+def handed_over(root: Path, rows: int) -> Iterator[dict[str, np.ndarray]]:
+    """As `ours`, but its read tasks read nothing: they give the same block again and again.
+
+    So it is what Ray Data itself takes to hand over rows of this size.
+    """
+    from ray.data.datasource import ReadTask
+
+    from vla_finetuning.data.rows import _to_table
+
+    source = our_source(root, rows, shuffle_seed=0)
+    row, block_rows, tasks = source.example(), source.block_rows, source.get_read_tasks
+
+    def blocks(rows: int) -> Iterator[pa.Table]:
+        columns = {key: np.repeat(value, block_rows, axis=0) for key, value in row.items()}
+        block = _to_table(columns, list(columns), 0, block_rows)
+        for first in range(0, rows, block_rows):
+            yield block.slice(0, min(block_rows, rows - first))
+
+    def of_nothing(*asked: Any, **named: Any) -> list[ReadTask]:
+        return [ReadTask(partial(blocks, t.metadata.num_rows or 0), t.metadata) for t in tasks(*asked, **named)]
+
+    with mock.patch.object(source, "get_read_tasks", of_nothing):
+        yield from batches_of(source)
 
 
 def shuffled(root: Path | str, rows: int, seeds: Iterator[int], **options: Any) -> Iterator[dict[str, np.ndarray]]:
@@ -135,7 +145,7 @@ def lance(root: Path, cores: int) -> Contender | None:
 
     folder = root.with_name(f"{root.name}-lance")
     if not folder.exists():
-        scratch = _scratch(folder)
+        scratch = scratch_of(folder)
         convert(scratch, root=root)
         scratch.rename(folder)
     return partial(lance_loader, folder, cores)
@@ -313,77 +323,6 @@ class Watch:
 
 # ---- numbers ----------------------------------------------------------------------------------------------------
 
-NUMBER_FILES, NUMBERS_OF_ROW = 12, {"observation.state": 14, "action": 14}
-NUMBERS_EPISODE_ROWS = 300
-# Rows of a row group: all of a file, as LeRobot's converter writes, or an episode, as its recorder does.
-LAYOUTS = {"row group per file": None, "row group per episode": NUMBERS_EPISODE_ROWS}
-
-
-def make_numbers(name: str, megabytes: int) -> Path:
-    """A dataset without cameras in files of about so many megabytes each, from a half to one and a half of them."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    folder = CACHE / f"numbers-{name.replace(' ', '-')}-{megabytes}"
-    if folder.exists():
-        return folder
-    scratch = _scratch(folder)
-    rng, row_bytes = np.random.default_rng(0), 4 * sum(NUMBERS_OF_ROW.values()) + 4
-    episodes_of_file = [
-        max(1, round(share * megabytes * 1e6 / row_bytes / NUMBERS_EPISODE_ROWS))
-        for share in np.linspace(0.5, 1.5, NUMBER_FILES)
-    ]
-    first = 0
-    for number, count in enumerate(episodes_of_file):
-        rows = count * NUMBERS_EPISODE_ROWS
-        frame = np.tile(np.arange(NUMBERS_EPISODE_ROWS), count)
-        columns: dict[str, Any] = {
-            key: pa.FixedSizeListArray.from_arrays(rng.normal(size=rows * size).astype(np.float32), size).cast(
-                pa.list_(pa.float32())
-            )
-            for key, size in NUMBERS_OF_ROW.items()
-        }
-        columns |= {
-            "timestamp": (frame / FPS).astype(np.float32),
-            "frame_index": frame,
-            "episode_index": first + np.repeat(np.arange(count), NUMBERS_EPISODE_ROWS),
-            "index": first * NUMBERS_EPISODE_ROWS + np.arange(rows),
-            "task_index": np.zeros(rows, np.int64),
-        }
-        path = scratch / f"data/chunk-000/file-{number:03d}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.table(columns), path, row_group_size=LAYOUTS[name] or rows)
-        first += count
-    scalars = {"timestamp": "float32"} | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")
-    features = {key: {"dtype": "float32", "shape": [size], "names": None} for key, size in NUMBERS_OF_ROW.items()}
-    features |= {key: {"dtype": dtype, "shape": [1], "names": None} for key, dtype in scalars.items()}
-    info = {
-        "codebase_version": "v3.0",
-        "robot_type": None,
-        "fps": FPS,
-        "features": features,
-        "total_episodes": first,
-        "total_frames": first * NUMBERS_EPISODE_ROWS,
-        "total_tasks": 1,
-        "chunks_size": 1000,
-        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
-        "video_path": None,
-        "splits": {"train": f"0:{first}"},
-    }
-    episodes = {
-        "episode_index": np.arange(first),
-        "length": np.full(first, NUMBERS_EPISODE_ROWS),
-        "data/chunk_index": np.zeros(first, np.int64),
-        "data/file_index": np.repeat(np.arange(NUMBER_FILES), episodes_of_file),
-        "tasks": [["wave"]] * first,
-    }
-    (scratch / "meta/episodes/chunk-000").mkdir(parents=True)
-    (scratch / "meta/info.json").write_text(json.dumps(info))
-    pq.write_table(pa.table({"task_index": [0], "task": ["wave"]}), scratch / "meta/tasks.parquet")
-    pq.write_table(pa.table(episodes), scratch / "meta/episodes/chunk-000/file-000.parquet")
-    scratch.rename(folder)
-    return folder
-
 
 def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
     """CPU ms a row for the numbers alone, of shuffled windows with action chunks, in this process.
@@ -391,8 +330,6 @@ def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
     `nothing_kept`: as if every window were the node's first. `first`: so many windows with an empty folder for what was
     unpacked, the unpacking included. `later`: other windows of the same files then.
     """
-    from unittest import mock
-
     from lerobot_datasource import LeRobotDatasource, _read_of
     from vla_finetuning.data import rows, table
     from vla_finetuning.data.metadata import load_metadata
@@ -430,7 +367,8 @@ def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
 def kept_frames(root: Path, rounds: int, cores: int, seeds: Iterator[int]) -> dict[str, Any]:
     """Shuffled rows per second without a cache of decoded frames, with an empty one, and with one that has them all.
 
-    A single epoch each, and in turn: an empty cache is empty once. Decoder and DataLoader are measured beside them.
+    A single epoch each, and in turn: an empty cache is empty once. Decoder and DataLoader are measured beside them, and
+    what no cache can be faster than: Ray Data with rows that nobody reads.
     """
     from vla_finetuning.data.frame_cache import FrameCache
     from vla_finetuning.data.metadata import load_metadata
@@ -450,6 +388,7 @@ def kept_frames(root: Path, rounds: int, cores: int, seeds: Iterator[int]) -> di
             decoder = decoder_alone(root, cores)
             samples.setdefault("decoder alone", []).append(float("nan") if decoder is None else decoder)
             take("later epochs", partial(shuffled, root, OUR_ROWS, seeds, frame_cache=cache), "rows_per_s")
+            take("handed over, nothing read", partial(handed_over, root, OUR_ROWS), "rows_per_s")
             take("LeRobot DataLoader, pyav", partial(lerobot_loader, root, "pyav", cores), "rows_per_s")
     medians = {label: statistics.median(values) for label, values in samples.items()}
     return {
@@ -457,6 +396,7 @@ def kept_frames(root: Path, rounds: int, cores: int, seeds: Iterator[int]) -> di
         "rows_per_s": medians,
         "first_epoch_of_without": medians["first epoch"] / medians["without"],
         "later_of_decoder": medians["later epochs"] / medians["decoder alone"],
+        "handed_over_of_decoder": medians["handed over, nothing read"] / medians["decoder alone"],
         "later_of_loader": medians["later epochs"] / medians["LeRobot DataLoader, pyav"],
         "samples": samples,
     }
@@ -499,8 +439,6 @@ def store(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
 
 def requests_of_windows(url: str, options: dict[str, Any], windows: int) -> list[tuple[str, int, int]]:
     """The ranges that some shuffled windows ask the store for, in this process."""
-    from unittest import mock
-
     from lerobot_datasource import LeRobotDatasource, _read_of
     from vla_finetuning.data import rows
     from vla_finetuning.data.metadata import load_metadata
@@ -524,20 +462,6 @@ def requests_of_windows(url: str, options: dict[str, Any], windows: int) -> list
 
 
 # ---- growth -----------------------------------------------------------------------------------------------------
-
-
-def grow(root: Path, times: int) -> Path:
-    """A dataset of so many copies of the episodes at `root`, put together by LeRobot itself."""
-    from lerobot.datasets.aggregate import aggregate_datasets
-
-    folder = root.with_name(f"{root.name}-times-{times}")
-    if not folder.exists():
-        scratch = _scratch(folder)
-        aggregate_datasets(
-            repo_ids=[f"local/{root.name}"] * times, aggr_repo_id="local/grown", roots=[root] * times, aggr_root=scratch
-        )
-        scratch.rename(folder)
-    return folder
 
 
 def planning(root: Path, episodes: Sequence[int], rows: int = 300) -> dict[str, Any]:

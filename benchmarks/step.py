@@ -478,7 +478,7 @@ def live(
     import ray
 
     import vla
-    from benchmarks.data import make
+    from benchmarks.datasets import make
     from vla_finetuning.data.metadata import load_metadata
     from vla_finetuning.flags import parse_args
     from vla_finetuning.policies.tiny_pi05 import make_tiny_base
