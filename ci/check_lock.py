@@ -17,15 +17,15 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def requirement_lines(root: Path = ROOT) -> list[str]:
-    lines = (root / "requirements.txt").read_text().splitlines()
+def requirement_lines(path: Path) -> list[str]:
+    lines = path.read_text().splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
 def direct_pins(root: Path = ROOT) -> dict[str, str]:
     """{canonical name: version} of requirements.txt. Raises ValueError at a line that is no pin."""
     pins: dict[str, str] = {}
-    for line in requirement_lines(root):
+    for line in requirement_lines(root / "requirements.txt"):
         requirement = Requirement(line.partition("#")[0])
         exact = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
         if len(exact) != 1 or len(requirement.specifier) != 1:

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import itertools
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from ci.check_lock import differences, direct_pins, locked, requirement_lines
@@ -36,17 +38,17 @@ def test_the_lock_names_no_host_and_no_index():
 
 
 def test_every_requirement_says_why():
-    for line in requirement_lines():
+    for line in requirement_lines(ROOT / "requirements.txt"):
         reason = line.partition("#")[2]
         assert len(reason.split()) >= 3, f"no reason given: {line}"
 
 
 def imported_names():
     """{top-level name: a file that imports it}, without the standard library and our own modules."""
-    folders = [ROOT, *(ROOT / name for name in ("ci", "tests", "diagnostics", "benchmarks"))]
+    folders = [ROOT / name for name in ("vla_finetuning", "ci", "tests", "diagnostics", "benchmarks")]
     own = {path.stem for path in ROOT.iterdir()}
     names = {}
-    for path in (path for folder in folders for path in folder.glob("*.py")):
+    for path in itertools.chain(ROOT.glob("*.py"), *(folder.rglob("*.py") for folder in folders)):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 modules = [alias.name for alias in node.names]
@@ -60,7 +62,8 @@ def imported_names():
 
 def test_what_is_imported_is_a_direct_dependency():
     installed = importlib.metadata.packages_distributions()
-    pins = direct_pins()
+    optional = [line for path in ROOT.glob("requirements-*.txt") for line in requirement_lines(path)]
+    pins = direct_pins().keys() | {canonicalize_name(Requirement(line.partition("#")[0]).name) for line in optional}
     undeclared = {
         name: file
         for name, file in imported_names().items()
