@@ -111,6 +111,8 @@ class LeRobotDatasource(Datasource):
             multiple of SEGMENT_ROWS.
         window_segments: how many segments a shuffled window has at least, for which it may exceed READ_BYTES; None:
             segments of SEGMENT_ROWS, however few that makes.
+        global_shuffle: in epochs of the stream after the first, rows are drawn one by one from the whole dataset: for
+            frames that are kept.
         stream: (first, last) positions of the run's stream (see `data.plan`); None for one epoch. Rows then also
             carry `position`, their place in it. A long stream is read in several executions: the n-th execution of the
             dataset reads the n-th part, so that a consumer iterates until the stream is done.
@@ -140,6 +142,7 @@ class LeRobotDatasource(Datasource):
         shuffle_seed: int | None = None,
         shuffle_window: int = DatasetOptions.shuffle_window,
         window_segments: int | None = DatasetOptions.window_segments,
+        global_shuffle: bool = False,
         stream: tuple[int, int] | None = None,
         rows_multiple: int = 1,
         block_rows: int | None = None,
@@ -202,6 +205,7 @@ class LeRobotDatasource(Datasource):
             window_rows=window,
             weights=weights,
             episode_weights=repeated,
+            later_segment_rows=1 if global_shuffle else None,
         )
         self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
         most = max(1, min(window, BLOCK_BYTES // row_bytes))

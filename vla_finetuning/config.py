@@ -126,6 +126,10 @@ class DatasetOptions:
     # VLA_FRAMES_DIR (of one user, on a local disk), where a run reads its frames more than once and they fit the disk.
     frame_cache: str | None = None
     frame_cache_gb: float = FRAME_CACHE_GB
+    # From the second epoch on, rows are drawn one by one from the whole dataset instead of in segments: better mixed,
+    # and for free where all frames are kept. For runs on one node: each of several would decode single frames until it
+    # has them all.
+    global_shuffle: bool = False
     # A training process that has waited so long for its next batch ends the attempt with an error that names its rows:
     # a read that hangs is noticed by nobody else. Longer than several requests that each take all of read_timeout_s,
     # shorter than collective_timeout_s, after which the other ranks could only say that this one is missing.

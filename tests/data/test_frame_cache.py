@@ -103,6 +103,18 @@ def test_what_is_decoded_once_is_not_decoded_again(original, folder, decoded, im
     assert not any(decoded.values())
 
 
+def test_later_epochs_are_shuffled_as_a_whole_without_decoding(original, folder, decoded):
+    expected = rows(original)
+    stream = {"global_shuffle": True, "stream": (0, 3 * ROWS)}
+    rows(original, folder, **stream)
+    reset(decoded)
+    for epoch in (1, 2):
+        found = rows(original, folder, positions=range(epoch * ROWS, (epoch + 1) * ROWS), **stream)
+        del found["position"]
+        assert_same(found, expected)
+    assert not any(decoded.values())
+
+
 def test_of_a_segment_that_is_partly_there_the_rest_is_decoded(original, folder, decoded):
     expected = rows(original, shuffle_seed=None, delta_timestamps=None)
     reset(decoded)

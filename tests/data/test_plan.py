@@ -35,9 +35,9 @@ def part_segments(request, monkeypatch):
 
 
 @pytest.mark.parametrize("lengths", [(5, 1, 7, 30), (1,), (1,) * 9, (64, 64), (3, 200)])
-@pytest.mark.parametrize(("segment", "window"), [(4, 8), (1, 1), (32, 16), (7, 1000)])
-def test_every_row_of_every_epoch_once(lengths, segment, window, part_segments):
-    plan = StreamPlan(episodes(*lengths), seed=3, segment_rows=segment, window_rows=window)
+@pytest.mark.parametrize(("segment", "window", "later"), [(4, 8, None), (1, 1, None), (32, 16, 1), (7, 1000, None)])
+def test_every_row_of_every_epoch_once(lengths, segment, window, later, part_segments):
+    plan = StreamPlan(episodes(*lengths), seed=3, segment_rows=segment, window_rows=window, later_segment_rows=later)
     n = plan.rows_per_epoch
     rows = read(plan, 0, 3 * n)
     for epoch in range(3):
@@ -46,10 +46,11 @@ def test_every_row_of_every_epoch_once(lengths, segment, window, part_segments):
         assert sorted(i for _, _, i in mine) == list(range(n))
 
 
-@pytest.mark.parametrize("cut", [1, 3, 8, 11, 50])
-def test_reading_on_from_anywhere_gives_the_same_rows(cut, part_segments):
-    plan = StreamPlan(episodes(5, 1, 7, 30), seed=3, segment_rows=4, window_rows=10)
+@pytest.mark.parametrize(("cut", "later"), [(1, None), (3, None), (8, 1), (11, None), (50, 1)])
+def test_reading_on_from_anywhere_gives_the_same_rows(cut, later, part_segments):
+    plan = StreamPlan(episodes(5, 1, 7, 30), seed=3, segment_rows=4, window_rows=10, later_segment_rows=later)
     whole = read(plan, 0, 2 * plan.rows_per_epoch)
+    assert read(plan.with_segments(20, 80), 20, 80) == whole[20:80]
     pieces = [row for a in range(0, len(whole), cut) for row in read(plan, a, min(a + cut, len(whole)))]
     assert pieces == whole
 
@@ -95,6 +96,23 @@ def test_a_large_dataset_is_planned_in_seconds_and_megabytes(tmp_path):
     for stage in STAGES:
         found = measure(stage, tmp_path)
         assert found["cpu_s"] < 5 and found["peak_mb"] < 250, (stage, found)
+
+
+def test_later_epochs_of_single_rows_are_shuffled_as_a_whole():
+    eps = episodes(*[100] * 50)
+    plan = StreamPlan(eps, seed=0, segment_rows=10, window_rows=100, later_segment_rows=1)
+    as_ever = StreamPlan(eps, seed=0, segment_rows=10, window_rows=100)
+    assert read(plan, 0, 5000) == read(as_ever, 0, 5000)
+    for epoch in (1, 2):
+        index = np.array([i for _, _, i in read(plan, epoch * 5000, (epoch + 1) * 5000)])
+        # Of a window, as many episodes as of 100 rows drawn from all.
+        found = np.mean([len(np.unique(window // 100)) for window in index.reshape(50, 100)])
+        assert found == pytest.approx(as_ever.expected_episodes(100, window_rows=5000, segment_rows=1), abs=0.8)
+        # And no row follows its neighbour more often than by chance.
+        assert (np.diff(index) == 1).sum() < 8
+    assert plan.identity() == as_ever.identity() | {"later_epochs": {"segment_rows": 1, "parts_of_epoch": [1]}}
+    with pytest.raises(ValueError, match="stored order"):
+        StreamPlan(eps, seed=None, segment_rows=10, window_rows=100, later_segment_rows=1)
 
 
 def test_stored_order_without_a_seed():

@@ -91,6 +91,21 @@ def test_frames_are_kept_by_themselves_where_they_are_read_again_and_fit(setting
     assert "decoded once" not in describe(plan(setting, again))
 
 
+def test_all_rows_of_later_epochs_are_shuffled_only_where_all_frames_are_kept(setting):
+    flags = ["--dataset.global_shuffle=true", "--steps=20"]
+    with pytest.raises(ValueError, match=r"global_shuffle draws single frames of .* GB, and no frames are kept"):
+        plan(setting, *flags)
+    with pytest.raises(ValueError, match="and --dataset.frame_cache_gb=1e-06 of them are kept"):
+        plan(setting, *flags, "--dataset.frame_cache=kept", "--dataset.frame_cache_gb=1e-6")
+    run, as_ever = (plan(setting, *more, "--dataset.frame_cache=kept") for more in (flags, ["--steps=20"]))
+    assert "from the second epoch on, all rows are shuffled" in describe(run)
+    assert "from the second epoch on" not in describe(as_ever)
+    # A run goes on neither with it nor without it if it was started otherwise: its rows would be others.
+    for was, now in ((run, as_ever), (as_ever, run)):
+        with pytest.raises(ValueError, match="later_epochs: was .*, is "):
+            check_resumable(replace(was.start, step=2, rows=8), now.start)
+
+
 def test_frames_fitted_while_decoding_reach_the_policy_as_after_its_own_resizing(setting, monkeypatch):
     from lerobot.policies.pi05 import modeling_pi05
 

@@ -2,8 +2,8 @@
 
 The rows of a run form one endless *stream* of epochs. Position ``p`` of the stream belongs to epoch
 ``p // rows_per_epoch``. The stream is a pure function of (episodes, seed, segment_rows, window_rows, weights,
-episode_weights), so a run that has trained ``p`` rows is resumed by reading on from ``p``, with any number of workers,
-and no row of an epoch is missed or repeated.
+episode_weights, later_segment_rows), so a run that has trained ``p`` rows is resumed by reading on from ``p``, with any
+number of workers, and no row of an epoch is missed or repeated.
 
 Order within an epoch::
 
@@ -13,7 +13,9 @@ Order within an epoch::
 
 so a window mixes at least ``window_rows / segment_rows`` places of the dataset while every video is still read forward.
 An epoch of more than `PART_SEGMENTS` segments goes by in parts, each of which has about the same number of segments of
-every episode, so that only a part is ever cut, permuted and held. In stored order, an episode is one segment.
+every episode, so that only a part is ever cut, permuted and held. In stored order, an episode is one segment. Epochs
+after the first may have segments of their own (`later_segment_rows`): of single rows, each epoch is one permutation of
+all rows, which is for frames that need no decoder any more.
 
 A *mixture* gives datasets weights. Each dataset is then a source of its own: endless epochs of its own rows, each
 another permutation of its segments. An epoch of the mixture is as many rows as the datasets hold together, and every
@@ -119,6 +121,8 @@ class StreamPlan:
             row once per epoch, datasets taken together as one.
         episode_weights: float64 (E,), positive: how often the rows of each entry of `episodes` come in an epoch, on
             average. None: once.
+        later_segment_rows: stands in for `segment_rows` in epochs after the first (of each source its own). None: none
+            does.
 
     Attributes:
         rows_per_epoch: rows of an epoch; with `episode_weights`, and no `weights`, on average.
@@ -133,6 +137,7 @@ class StreamPlan:
         window_rows: int,
         weights: Sequence[float] | None = None,
         episode_weights: np.ndarray | None = None,
+        later_segment_rows: int | None = None,
     ):
         if not len(episodes):
             raise ValueError("no episodes to read: the selection is empty")
@@ -142,8 +147,11 @@ class StreamPlan:
             raise ValueError("a mixture has no stored order: its rows are drawn at random; give a shuffle seed")
         if episode_weights is not None and seed is None:
             raise ValueError("weighted episodes have no stored order: their rows are shuffled; give a shuffle seed")
+        if later_segment_rows is not None and seed is None:
+            raise ValueError("stored order has no segments; later_segment_rows is of a shuffled plan")
         self.episodes = episodes
         self.episode_weights = episode_weights
+        self.later_segment_rows = later_segment_rows
         self.seed = seed
         self.segment_rows = segment_rows
         self.window_rows = window_rows
@@ -156,10 +164,13 @@ class StreamPlan:
             if len(weights) != episodes.dataset_index.max() + 1:
                 raise ValueError(f"{len(weights)} weights for {episodes.dataset_index.max() + 1} datasets")
             source_of, self._dealer = episodes.dataset_index, Dealer(apportion(self.rows_per_epoch, weights))
-        self._sources = [
-            _Source(episodes, np.flatnonzero(source_of == number), seed, number, segment_rows, episode_weights)
-            for number in range(len(self._dealer.counts))
-        ]
+        self._sources = []
+        for number in range(len(self._dealer.counts)):
+            members = np.flatnonzero(source_of == number)
+            source = _Source(episodes, members, seed, number, segment_rows, episode_weights)
+            if later_segment_rows is not None:
+                source.later = _Source(episodes, members, seed, number, later_segment_rows, episode_weights)
+            self._sources.append(source)
 
     @property
     def rows_per_source(self) -> list[int]:
@@ -173,7 +184,7 @@ class StreamPlan:
         digest = hashlib.sha256()
         for column in columns:
             digest.update(column.astype(np.int64))
-        identity = {
+        identity: dict[str, Any] = {
             "seed": self.seed,
             "segment_rows": self.segment_rows,
             "window_rows": self.window_rows,
@@ -186,6 +197,9 @@ class StreamPlan:
         identity |= {"parts_of_epoch": parts} if max(parts) > 1 else {}
         if self.episode_weights is not None:
             identity["episode_weights"] = hashlib.sha256(self.episode_weights.astype(np.float64)).hexdigest()
+        if self.later_segment_rows is not None:
+            parts = [source.of_epoch(1).parts_of_epoch for source in self._sources]
+            identity["later_epochs"] = {"segment_rows": self.later_segment_rows, "parts_of_epoch": parts}
         return identity
 
     def expected_episodes(
@@ -368,6 +382,7 @@ class _Source:
         # Of an epoch, about; how many there are depends on where episodes are cut.
         self._segments = len(members) if seed is None else self.rows // segment_rows + math.ceil(copies)
         self.parts_of_epoch = 1 if seed is None else -(-self._segments // PART_SEGMENTS)
+        self.later: _Source | None = None  # cuts and permutes its epochs after the first
         self._cached: tuple[tuple[int, int], Segments] | None = None
         self._kept: dict[tuple[int, int], Segments] = {}
         self._bounds: tuple[int, np.ndarray] | None = None
@@ -384,9 +399,13 @@ class _Source:
         epochs = range(self.epoch_at(first)[0], self.epoch_at(max(first, last - 1))[0] + 1)
         epochs = epochs if self._key is not None else range(1)
         source = copy.copy(self)
-        if len(epochs) * self._segments <= PART_SEGMENTS:
-            source._kept = {(epoch, 0): self._cut_and_permute(epoch, 0) for epoch in epochs}
+        if sum(self.of_epoch(epoch)._segments for epoch in epochs) <= PART_SEGMENTS:
+            source._kept = {(epoch, 0): self.of_epoch(epoch)._cut_and_permute(epoch, 0) for epoch in epochs}
         return source
+
+    def of_epoch(self, epoch: int) -> _Source:
+        """Who cuts and permutes an epoch of it."""
+        return self if self.later is None or epoch == 0 else self.later
 
     def begin(self, epoch: int) -> int:
         """Where an epoch of its own begins in its own stream."""
@@ -426,7 +445,8 @@ class _Source:
         while first < last:
             epoch, begin, end_of_epoch = self.epoch_at(first)
             offset = first - begin
-            bounds = self._part_bounds(epoch) if self.parts_of_epoch > 1 else np.array([0, end_of_epoch - begin])
+            cut = self.of_epoch(epoch)
+            bounds = cut._part_bounds(epoch) if cut.parts_of_epoch > 1 else np.array([0, end_of_epoch - begin])
             part = int(np.searchsorted(bounds, offset, side="right")) - 1
             offset -= int(bounds[part])
             until = min(last - first + offset, int(bounds[part + 1] - bounds[part]))
@@ -444,7 +464,7 @@ class _Source:
             return self._kept[epoch, part]
         if self._cached is None or self._cached[0] != (epoch, part):
             self._cached = None  # before there are two
-            self._cached = ((epoch, part), self._cut_and_permute(epoch, part))
+            self._cached = ((epoch, part), self.of_epoch(epoch)._cut_and_permute(epoch, part))
         return self._cached[1]
 
     def _cut(self, epoch: int, length: np.ndarray) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.ndarray]:

@@ -421,9 +421,10 @@ def check_resumable(found: Progress, run: Progress) -> None:
             f"--train.mode is {run.mode}, but the run was started with {found.mode}: what trains cannot change"
         )
     check_base(found, run.base)
-    differing = {k: (found.stream.get(k), v) for k, v in run.stream.items() if found.stream.get(k) != v}
+    keys = dict.fromkeys((*run.stream, *found.stream))
+    differing = [key for key in keys if found.stream.get(key) != run.stream.get(key)]
     if differing:
-        told = "; ".join(f"{k}: was {was}, is {now}" for k, (was, now) in differing.items())
+        told = "; ".join(f"{k}: was {found.stream.get(k)}, is {run.stream.get(k)}" for k in differing)
         raise ValueError(
             f"the data is not what the run was started with ({told}), so which rows are left cannot be told; "
             "start a new run with --policy.path set to this run's pretrained_model"

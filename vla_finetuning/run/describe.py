@@ -197,6 +197,8 @@ def _shuffling(run: Run) -> list[str]:
         f"             a global batch has rows of about {mixing.episodes:.1f} episodes; of "
         f"{mixing.episodes_at_random:.1f} if all rows were shuffled",
     ]
+    if run.config.dataset.global_shuffle:
+        lines.append("             from the second epoch on, all rows are shuffled (--dataset.global_shuffle)")
     if mixing.advice:
         lines.append(f"             POORLY MIXED: {mixing.advice}")
     return lines

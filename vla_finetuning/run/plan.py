@@ -264,6 +264,7 @@ class Run:
             shuffle_seed=self.config.seed,
             shuffle_window=self.config.dataset.shuffle_window,
             window_segments=self.config.dataset.window_segments,
+            global_shuffle=self.config.dataset.global_shuffle,
             rows_multiple=self.config.rows_multiple,
             block_rows=self.block_rows,
             tolerance_s=self.config.tolerance_s,
@@ -476,6 +477,8 @@ def resolve(config: Config, gpus_found: int) -> Run:
     # Where workers come and go, a micro-batch is a block: any number of workers can then be dealt any number of them.
     elastic = config.scaling.min_workers is not None
     rows_of_block = config.batch_size if elastic else block_rows(config.batch_size, source.row_bytes())
+    frame_cache, kept_bytes = _frame_cache(run, source), source.decoded_bytes()
+    _check_global_shuffle(config, frame_cache, kept_bytes)
     return replace(
         run,
         block_rows=rows_of_block,
@@ -485,8 +488,8 @@ def resolve(config: Config, gpus_found: int) -> Run:
         decoded={"frames_per_s": source.row_frames(), "decoded_bytes_per_s": source.row_bytes()},
         mixing=_mixing(config, source),
         stored_bytes=stored_bytes,
-        frame_cache=_frame_cache(run, source),
-        kept_bytes=source.decoded_bytes(),
+        frame_cache=frame_cache,
+        kept_bytes=kept_bytes,
     )
 
 
@@ -500,6 +503,19 @@ def _frame_cache(run: Run, source: LeRobotDatasource) -> FrameCache | None:
     if again and 0 < size <= d.frame_cache_gb * 1e9 and has_room(Path(FRAMES_DIR), size):
         return FrameCache(FRAMES_DIR, d.frame_cache_gb)
     return None
+
+
+def _check_global_shuffle(config: Config, kept: FrameCache | None, size: int) -> None:
+    """Single frames are drawn only where they need not be decoded: of `size` bytes of frames, all are `kept`."""
+    if not config.dataset.global_shuffle or not size:
+        return
+    if kept is None or size > kept.gb * 1e9:
+        where = "no frames are kept" if kept is None else f"--dataset.frame_cache_gb={kept.gb:g} of them are kept"
+        raise ValueError(
+            f"--dataset.global_shuffle draws single frames of {size / 1e9:.3g} GB, and {where}: a video would be "
+            "sought through for each. Keep them all (--dataset.frame_cache DIR, --dataset.frame_cache_gb), or leave it "
+            "out"
+        )
 
 
 def with_stats(run: Run) -> Run:
