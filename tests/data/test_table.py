@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -20,6 +21,7 @@ from vla_finetuning.data import node_cache as lerobot_node_cache
 from vla_finetuning.data import safe_parquet
 from vla_finetuning.data import table as lerobot_table
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.table import numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 STILL = "observation.images.still"
@@ -239,3 +241,35 @@ def test_a_folder_that_fails_costs_a_warning(root, folder, work, monkeypatch, ca
     assert work["rows"] > 2 * sum(LENGTHS)
     warnings = [record.message for record in caplog.records if str(folder) in record.message]
     assert len(warnings) == 1 and "VLA_NUMBERS_DIR" in warnings[0]
+
+
+def arrow(values, type_, shape, dtype=np.float32):
+    return numbers(pa.chunked_array([pa.array(values, type_)]), dtype, shape, "data: column x")
+
+
+@pytest.mark.parametrize(
+    "values, type_, shape, dtype, message",
+    [
+        (
+            [[1, 2, 3], [4]],
+            pa.list_(pa.float32()),
+            (2,),
+            np.float32,
+            r"lists of \[1, 3\] values, expected shape \(2,\)",
+        ),
+        ([[1, 2], [3, 4]], pa.list_(pa.float32()), (4,), np.float32, r"values of shape \(2,\), expected \(4,\)"),
+        ([2**63], pa.uint64(), (1,), np.int64, "holds uint64 that cannot be int64"),
+        ([0, 2], pa.int64(), (1,), np.bool_, "holds int64 that cannot be bool"),
+        (["a"], pa.string(), (1,), np.int64, "holds string, expected numbers"),
+    ],
+)
+def test_values_that_are_not_the_declared_ones(values, type_, shape, dtype, message):
+    with pytest.raises(ValueError, match=f"data: column x: {message}"):
+        arrow(values, type_, shape, dtype)
+
+
+def test_values_that_are():
+    assert arrow([[1], [2]], pa.list_(pa.float64()), (1,)).tolist() == [1, 2]
+    assert arrow([0, 1], pa.int8(), (1,), np.bool_).tolist() == [False, True]
+    assert arrow([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.int16(), 2)), (1, 2), np.int64).shape == (2, 1, 2)
+    assert arrow([], pa.list_(pa.float32()), (3,)).shape == (0, 3)

@@ -10,8 +10,6 @@ import contextlib
 import json
 import logging
 import math
-import threading
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, depth_table, resize_with_pad
 from vla_finetuning.data.frame_cache import CachedVideo, FrameCache, VideoFile
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
+from vla_finetuning.data.memory import copied, empty
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.plan import WindowSlice
 from vla_finetuning.data.storage import RemoteFileSystem, check_still_there, file_identity, naming_file
@@ -202,7 +201,7 @@ def read_rows(readers: Sequence[Reader], read: Read, first_position: int, option
         last = min(first + options.block_rows, total)
         if last == total:
             # Whoever gets this block keeps it until the next is asked for: let go of the memory of all the others.
-            columns = {key: _copy(values[first:last]) for key, values in columns.items()}
+            columns = {key: copied(values[first:last]) for key, values in columns.items()}
             first, last = 0, last - first
         yield _to_table(columns, options.columns, first, last)
 
@@ -427,39 +426,8 @@ def row_dtype(feature: Feature) -> np.dtype:
 
 def _out(columns: dict[str, Any], key: str, total: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     if key not in columns:
-        columns[key] = _array((total, *shape), dtype)
+        columns[key] = empty((total, *shape), dtype)
     return columns[key]
-
-
-# Memory of earlier read tasks of this process that nothing refers to any more. Frames of a task go where those of the
-# one before were: pages fresh from the operating system cost several times as much as what is copied into them.
-_unused: list[memoryview] = []
-_taking = threading.Lock()
-_WORTH_KEEPING_BYTES = 2**20
-
-
-def _array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """As `np.empty`. Large ones are made of memory that was used before; it is used again once no view is left."""
-    size = math.prod(shape) * dtype.itemsize
-    if size < _WORTH_KEEPING_BYTES or dtype.hasobject:
-        return np.empty(shape, dtype)
-    with _taking:
-        fitting = [i for i, memory in enumerate(_unused) if memory.nbytes >= size]
-        if fitting:
-            memory = _unused.pop(min(fitting, key=lambda i: _unused[i].nbytes))
-        else:
-            _unused.clear()
-            memory = np.empty(size, np.uint8).data
-    # NumPy's and Arrow's views of this array keep it alive, not the memory: it is gone when the last of them is.
-    array = np.frombuffer(memory, dtype, math.prod(shape))
-    weakref.finalize(array, _unused.append, memory).atexit = False
-    return array.reshape(shape)
-
-
-def _copy(values: np.ndarray) -> np.ndarray:
-    copy = _array(values.shape, values.dtype)
-    copy[...] = values
-    return copy
 
 
 def _fill_numbers(

@@ -1,0 +1,42 @@
+"""Arrays in memory that was used before.
+
+Frames of a read task go where those of the one before it in this process were: pages fresh from the operating system
+cost several times as much as what is copied into them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+
+import numpy as np
+
+# What nothing refers to any more.
+_unused: list[memoryview] = []
+_taking = threading.Lock()
+_WORTH_KEEPING_BYTES = 2**20
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """As `np.empty`. Large ones are made of memory that was used before; it is used again once no view is left."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < _WORTH_KEEPING_BYTES or dtype.hasobject:
+        return np.empty(shape, dtype)
+    with _taking:
+        fitting = [i for i, memory in enumerate(_unused) if memory.nbytes >= size]
+        if fitting:
+            memory = _unused.pop(min(fitting, key=lambda i: _unused[i].nbytes))
+        else:
+            _unused.clear()
+            memory = np.empty(size, np.uint8).data
+    # NumPy's and Arrow's views of this array keep it alive, not the memory: it is gone when the last of them is.
+    array = np.frombuffer(memory, dtype, math.prod(shape))
+    weakref.finalize(array, _unused.append, memory).atexit = False
+    return array.reshape(shape)
+
+
+def copied(values: np.ndarray) -> np.ndarray:
+    copy = empty(values.shape, values.dtype)
+    copy[...] = values
+    return copy
