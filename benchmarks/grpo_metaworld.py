@@ -2,7 +2,7 @@
 
     make metaworld
     python -m benchmarks.metaworld --folder outputs/some --tasks drawer-open-v3,push-v3 --episodes 50 \\
-        --image_size 84 --steps 460 --episode_length 200
+        --image_size 84 --steps 440 --episode_length 200
     python -m benchmarks.grpo_metaworld --imitation outputs/some --task drawer-open-v3 --json FILE
 
 The first command trains a policy by imitation, here too short a time, and says how often it succeeds. (Of its tasks one
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--iterations", type=int, default=15)
     made.add_argument("--groups", type=int, default=8)
     made.add_argument("--group_size", type=int, default=8)
-    made.add_argument("--lr", type=float, default=1e-4)
+    made.add_argument("--lr", type=float, default=2e-5)
     made.add_argument("--noise_level", type=float, default=0.3)
     made.add_argument("--folder", type=Path, help="of the runs; by default `grpo` in that of the imitation")
     made.add_argument("--json", type=Path, help="where the result goes")
