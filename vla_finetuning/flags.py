@@ -134,7 +134,10 @@ def _parse(argv: Sequence[str], kind: type[Config], presets: Mapping[str, Mappin
     config.policy_revision = policy.pop("pretrained_revision", config.policy_revision)
     config.env_type = env.pop("type", config.env_type)
     for group, options in LEROBOTS.items():
-        setattr(config, options, getattr(config, options) + [f"--{k}={v}" for k, v in theirs[group].items()])
+        # Of a run that is resumed, those it has; what is given again stands in for what it was.
+        merged = {option.partition("=")[0]: option for option in getattr(config, options)}
+        merged |= {f"--{k}": f"--{k}={v}" for k, v in theirs[group].items()}
+        setattr(config, options, list(merged.values()))
     return config
 
 
