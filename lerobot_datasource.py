@@ -35,6 +35,7 @@ from vla_finetuning.data.metadata import (
     DatasetMetadata,
     Feature,
     check_files,
+    key_frame_rows,
     load_metadata,
     select_episodes,
 )
@@ -111,6 +112,8 @@ class LeRobotDatasource(Datasource):
             multiple of SEGMENT_ROWS.
         window_segments: how many segments a shuffled window has at least, for which it may exceed READ_BYTES; None:
             segments of SEGMENT_ROWS, however few that makes.
+        at_key_frames: whether shuffled segments begin at key frames, where they are long enough: fewer frames are then
+            decoded for others' sake.
         global_shuffle: in epochs of the stream after the first, rows are drawn one by one from the whole dataset: for
             frames that are kept.
         stream: (first, last) positions of the run's stream (see `data.plan`); None for one epoch. Rows then also
@@ -142,6 +145,7 @@ class LeRobotDatasource(Datasource):
         shuffle_seed: int | None = None,
         shuffle_window: int = DatasetOptions.shuffle_window,
         window_segments: int | None = DatasetOptions.window_segments,
+        at_key_frames: bool = True,
         global_shuffle: bool = False,
         stream: tuple[int, int] | None = None,
         rows_multiple: int = 1,
@@ -183,7 +187,9 @@ class LeRobotDatasource(Datasource):
         row_bytes = self.row_bytes()
         segments = None if shuffle_seed is None else window_segments
         # Windows of whole blocks: none is then decoded by two tasks.
-        window, segment = window_and_segment(shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments)
+        cameras = [feature for meta in self.metas for key, feature in meta.features.items() if key in features]
+        cut_at = key_frame_rows(cameras) if at_key_frames else 1
+        window, segment = window_and_segment(shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments, cut_at)
         places = self._places = _places(self.metas, selected, features)
         start, length, repeated = places.start, places.length - drop_n_last_frames, None
         if stretches is not None:
@@ -203,6 +209,7 @@ class LeRobotDatasource(Datasource):
             seed=shuffle_seed,
             segment_rows=segment if shuffle_seed is not None else max(window, SEGMENT_ROWS),
             window_rows=window,
+            cut_at=cut_at,
             weights=weights,
             episode_weights=repeated,
             later_segment_rows=1 if global_shuffle else None,

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from vla_finetuning.data.plan import StreamPlan
 
 BATCH, WINDOW = 8, 50
-OUR_ROWS, PEER_ROWS = 6000, 800  # read in one go; a DataLoader is too slow for more
+# Read in one go. Ours: enough for read tasks as long as those of a run; a DataLoader is too slow for more.
+OUR_ROWS, PEER_ROWS = 12000, 800
 RESULTS = Path(__file__).parent / "results"
 Contender = Callable[[], Iterator[dict[str, np.ndarray]]]
 

@@ -116,6 +116,9 @@ class DatasetOptions:
     # From at least so many places of the dataset (segments) a window takes its rows, whatever a row's size. More mix
     # better and cost decoding (docs/data_engine.md). null: segments of 16 rows, however few that makes.
     window_segments: int | None = 32
+    # Segments begin at key frames of the videos, where they are as long as those are apart: what comes before need not
+    # be decoded.
+    at_key_frames: bool = True
     # Object stores (data/storage.py): seconds for one request with its retries; a folder on each node's own disk that
     # keeps what was read, and how much of it (worth it where a node's share of the dataset fits and is read twice).
     read_timeout_s: float = READ_TIMEOUT_S
@@ -572,6 +575,7 @@ GROUPS = {
 BEFORE_OPTIONS = {
     "dataset.image_size": "stored",
     "dataset.window_segments": "null",
+    "dataset.at_key_frames": "false",
     "dataset.mixture_stats": "frames",
     "dataset.mixed_ranges": "true",
     "dataset.use_imagenet_stats": "false",

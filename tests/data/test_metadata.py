@@ -16,7 +16,7 @@ from diagnostics import show_dataset
 from lerobot_datasource import read_lerobot
 from tests.datasets import make_dataset, read_frame_number
 from vla_finetuning.data import metadata as lerobot_metadata
-from vla_finetuning.data.metadata import check_files, load_metadata, select_episodes
+from vla_finetuning.data.metadata import Feature, check_files, key_frame_rows, load_metadata, select_episodes
 from vla_finetuning.data.safe_parquet import open_parquet
 
 EPISODES = (6, 4, 9, 1, 5, 7, 3, 8, 2, 5, 4, 6)
@@ -229,6 +229,15 @@ def test_depth_and_forms_of_names(root):
     features = load_metadata(root).features
     assert [features[key].is_depth for key in (TOP, WRIST, SIDE)] == [True, True, False]
     assert features["action"].names == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    ("stated", "apart"),
+    [((None, None), 2), ((1, 1), 1), ((1, 5), 5), ((4, None), 2), (("2", -3), 2), ((True, 10), 2), ((), 1)],
+)
+def test_how_far_key_frames_are_apart(stated, apart):
+    videos = [Feature(str(n), "video", (4, 4, 3), None, False, {"video.g": g}) for n, g in enumerate(stated)]
+    assert key_frame_rows([Feature("image", "image", (4, 4, 3), None, False, {}), *videos]) == apart
 
 
 @pytest.mark.parametrize("as_url", [False, True])

@@ -35,9 +35,14 @@ def part_segments(request, monkeypatch):
 
 
 @pytest.mark.parametrize("lengths", [(5, 1, 7, 30), (1,), (1,) * 9, (64, 64), (3, 200)])
-@pytest.mark.parametrize(("segment", "window", "later"), [(4, 8, None), (1, 1, None), (32, 16, 1), (7, 1000, None)])
-def test_every_row_of_every_epoch_once(lengths, segment, window, later, part_segments):
-    plan = StreamPlan(episodes(*lengths), seed=3, segment_rows=segment, window_rows=window, later_segment_rows=later)
+@pytest.mark.parametrize(
+    ("segment", "window", "later", "cut_at"),
+    [(4, 8, None, 1), (4, 8, None, 2), (1, 1, None, 2), (32, 16, 1, 8), (7, 1000, None, 1)],
+)
+def test_every_row_of_every_epoch_once(lengths, segment, window, later, cut_at, part_segments):
+    plan = StreamPlan(
+        episodes(*lengths), seed=3, segment_rows=segment, window_rows=window, cut_at=cut_at, later_segment_rows=later
+    )
     n = plan.rows_per_epoch
     rows = read(plan, 0, 3 * n)
     for epoch in range(3):
@@ -69,6 +74,28 @@ def test_the_order_of_rows_is_that_of_runs_that_were_started_before():
     rows = read(plan, 0, 2 * plan.rows_per_epoch) + read(mixture((5, 0.1, 0.7)), 0, 820)
     assert hashlib.sha256(repr(rows).encode()).hexdigest().startswith("5097483d8feb9fde")
     assert "parts_of_epoch" not in plan.identity()
+
+
+def test_segments_are_cut_where_a_decoder_can_begin(part_segments):
+    lengths = (5, 1, 7, 30, 200)
+    plan = StreamPlan(episodes(*lengths), seed=3, segment_rows=8, window_rows=10**6, cut_at=4)
+    begins = np.cumsum(lengths) - lengths
+    found = set()
+    for epoch in range(8):
+        first = epoch * plan.rows_per_epoch
+        for window in plan.slices(first, first + plan.rows_per_epoch):
+            offset = window.start - begins[window.episode]
+            assert not (offset % 4).any()
+            found |= {*offset.tolist()}
+    assert found > {0, 4, 8, 196}  # other places in other epochs
+    # A run that was cut otherwise is told; segments that are no multiple, or single rows, are cut anywhere.
+    as_ever = StreamPlan(episodes(*lengths), seed=3, segment_rows=8, window_rows=10**6).identity()
+    assert plan.identity() == {**as_ever, "cut_at": 4}
+    for segment, seed in ((7, 3), (1, 3), (8, None)):
+        plans = [
+            StreamPlan(episodes(*lengths), seed=seed, segment_rows=segment, window_rows=64, cut_at=n) for n in (1, 4)
+        ]
+        assert plans[0].identity() == plans[1].identity()
 
 
 def test_every_part_of_an_epoch_has_rows_of_every_episode(monkeypatch):
@@ -206,6 +233,8 @@ def test_a_window_mixes_as_many_segments_as_are_wanted(asked, fitting):
     window, segment = window_and_segment(asked, fitting, 16, 32)
     assert -(-window // segment) >= min(32, asked) and 1 <= segment <= 16
     assert window <= max(fitting, 32) and window <= asked and window % 16 * (window // 17) == 0
+    at_key_frames = window_and_segment(asked, fitting, 16, 32, 2)
+    assert at_key_frames == (window, segment - segment % 2 if segment > 1 else 1)
     # As before there was a choice.
     window, segment = window_and_segment(asked, fitting, 16, None)
     assert segment == 16 and 1 <= window <= max(1, fitting)

@@ -12,7 +12,7 @@ import glob
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ NUMERIC_DTYPES = ("bool", "float16", "float32", "float64") + tuple(
 DTYPES = CAMERA_DTYPES + NUMERIC_DTYPES + ("string", "language")
 
 _MAX_FPS = 100_000
+# LeRobot's default (`VideoEncoderConfig.g`).
+KEY_FRAME_ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,17 @@ class Feature:
     is_depth: bool
     info: dict[str, Any]
     order: tuple[int, ...] | None = None
+
+
+def key_frame_rows(features: Iterable[Feature]) -> int:
+    """How many frames the key frames of videos are apart, from an episode's first on.
+
+    The smallest number that one of them states (where every frame is one, it does not matter), and LeRobot's default
+    where it states none. 1 without videos.
+    """
+    stated = [feature.info.get("video.g") for feature in features if feature.dtype == "video"]
+    apart = [n if type(n) is int and n > 0 else KEY_FRAME_ROWS for n in stated]
+    return min((n for n in apart if n > 1), default=1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Which rows, in which order: decided before any I/O, from metadata and a seed alone.
 
 The rows of a run form one endless *stream* of epochs. Position ``p`` of the stream belongs to epoch
-``p // rows_per_epoch``. The stream is a pure function of (episodes, seed, segment_rows, window_rows, weights,
+``p // rows_per_epoch``. The stream is a pure function of (episodes, seed, segment_rows, cut_at, window_rows, weights,
 episode_weights, later_segment_rows), so a run that has trained ``p`` rows is resumed by reading on from ``p``, with any
 number of workers, and no row of an epoch is missed or repeated.
 
@@ -116,6 +116,8 @@ class StreamPlan:
         episodes: what to draw from; at least one.
         seed: None for stored order (every epoch alike); otherwise every epoch differs.
         segment_rows: longest run of consecutive rows kept together for the decoder's sake.
+        cut_at: how many frames a video's key frames are apart. If `segment_rows` is a multiple, segments begin at key
+            frames, and what comes before them need not be decoded.
         window_rows: rows shuffled among themselves.
         weights: of the datasets, in the order of `dataset_index`, positive: their shares of every epoch. None: every
             row once per epoch, datasets taken together as one.
@@ -135,6 +137,7 @@ class StreamPlan:
         seed: int | None,
         segment_rows: int,
         window_rows: int,
+        cut_at: int = 1,
         weights: Sequence[float] | None = None,
         episode_weights: np.ndarray | None = None,
         later_segment_rows: int | None = None,
@@ -154,6 +157,7 @@ class StreamPlan:
         self.later_segment_rows = later_segment_rows
         self.seed = seed
         self.segment_rows = segment_rows
+        self.cut_at = math.gcd(segment_rows, cut_at) if seed is not None else 1
         self.window_rows = window_rows
         self.rows_per_epoch = int(episodes.length.sum())
         if episode_weights is not None:
@@ -167,9 +171,9 @@ class StreamPlan:
         self._sources = []
         for number in range(len(self._dealer.counts)):
             members = np.flatnonzero(source_of == number)
-            source = _Source(episodes, members, seed, number, segment_rows, episode_weights)
+            source = _Source(episodes, members, seed, number, segment_rows, self.cut_at, episode_weights)
             if later_segment_rows is not None:
-                source.later = _Source(episodes, members, seed, number, later_segment_rows, episode_weights)
+                source.later = _Source(episodes, members, seed, number, later_segment_rows, 1, episode_weights)
             self._sources.append(source)
 
     @property
@@ -192,6 +196,7 @@ class StreamPlan:
             "rows_per_source": self.rows_per_source,
             "episodes": digest.hexdigest(),
         }
+        identity |= {"cut_at": self.cut_at} if self.cut_at > 1 else {}
         parts = [source.parts_of_epoch for source in self._sources]
         # Epochs of one part are as they were before there were any, and so is what tells them apart.
         identity |= {"parts_of_epoch": parts} if max(parts) > 1 else {}
@@ -368,12 +373,13 @@ class _Source:
         seed: int | None,
         number: int,
         segment_rows: int,
+        cut_at: int,
         weight: np.ndarray | None = None,
     ):
         self.members = members
         self._start, self.length = episodes.start[members], episodes.length[members]
         self._key = None if seed is None else (seed, 0, number)
-        self._segment_rows = segment_rows
+        self._segment_rows, self._cut_at = segment_rows, cut_at
         self.rows, copies = int(self.length.sum()), float(len(members))
         self._repeated: Repetitions | None = None
         if weight is not None and seed is not None:
@@ -476,7 +482,8 @@ class _Source:
         """
         rng, episodes = np.random.default_rng((*(self._key or ()), epoch)), len(length)
         # Where an episode is first cut differs from epoch to epoch, so that the same rows are not always together.
-        first_cut = np.minimum(rng.integers(1, self._segment_rows + 1, episodes), length)
+        first_cut = rng.integers(1, self._segment_rows // self._cut_at + 1, episodes) * self._cut_at
+        first_cut = np.minimum(first_cut, length)
         count = 1 + -(-(length - first_cut) // self._segment_rows)
         if self.parts_of_epoch == 1:
             return rng, first_cut, count, np.zeros_like(count)
@@ -600,18 +607,22 @@ def apportion(rows: int, weights: Sequence[float]) -> list[int]:
     return counts
 
 
-def window_and_segment(asked: int, fitting: int, longest: int, segments: int | None) -> tuple[int, int]:
+def window_and_segment(
+    asked: int, fitting: int, longest: int, segments: int | None, cut_at: int = 1
+) -> tuple[int, int]:
     """How many rows are shuffled among themselves, and how many of them are consecutive at most: (window, segment).
 
     Args:
         asked: the window that is wanted. fitting: rows that memory is meant for; more only for `segments`.
         longest: of a segment; windows longer than that are multiples of it, so that whole blocks fill them.
         segments: in a window at least, as far as it has rows; None: segments are `longest`, however few that makes.
+        cut_at: segments that long or longer are a multiple of it.
     """
     window = max(1, min(asked, max(fitting, segments or 1)))
     if window > longest:
         window -= window % longest
-    return window, longest if segments is None else max(1, min(longest, window // segments))
+    segment = longest if segments is None else max(1, min(longest, window // segments))
+    return window, segment - segment % cut_at if segment > cut_at else segment
 
 
 def task_bounds(first: int, last: int, task_rows: int, block_rows: int) -> np.ndarray:

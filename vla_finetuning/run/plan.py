@@ -264,6 +264,7 @@ class Run:
             shuffle_seed=self.config.seed,
             shuffle_window=self.config.dataset.shuffle_window,
             window_segments=self.config.dataset.window_segments,
+            at_key_frames=self.config.dataset.at_key_frames,
             global_shuffle=self.config.dataset.global_shuffle,
             rows_multiple=self.config.rows_multiple,
             block_rows=self.block_rows,
