@@ -41,7 +41,7 @@ AHEAD_BYTES = 2**20
 # Blocks that an open file remembers.
 KEPT_BLOCKS = 256
 # What lies between two blocks that are wanted is fetched with them, in one request, up to so many bytes.
-GAP_BYTES = 2**18
+GAP_BYTES = 2**19
 # Requests that a process makes side by side.
 MAX_REQUESTS = 16
 # A longer read is several requests, so that a slow line has time for each.
