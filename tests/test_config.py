@@ -219,6 +219,16 @@ def test_resuming_nothing(tmp_path):
         parse_args([f"--output_dir={tmp_path}", "--resume"])
 
 
+def test_a_run_from_before_keeps_the_order_of_its_rows(tmp_path):
+    saved = parse_args([*DATA, f"--output_dir={tmp_path}"]).to_json()
+    assert saved["dataset"]["at_key_frames"] is True
+    for name in ("image_size", "window_segments", "at_key_frames"):
+        del saved["dataset"][name]
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(saved))
+    dataset = parse_args(["--resume", f"--output_dir={tmp_path}"]).dataset
+    assert (dataset.image_size, dataset.window_segments, dataset.at_key_frames) == ("stored", None, False)
+
+
 def test_steps_from_epochs_and_the_smoke_cap(monkeypatch):
     monkeypatch.delenv("MAX_TRAIN_STEPS", raising=False)
     config = Config(batch_size=4, grad_accum=2, num_epochs=2)

@@ -311,7 +311,9 @@ class Times:
         self.spent[name], self._last = self.spent.get(name, 0.0) + now - self._last, now
 
     def gather(self, rollouts: Rollouts, actor: Actor) -> dict[str, float]:
-        """Of all ranks: the slowest one's, of simulation and rendering the sum over all processes. All must call it.
+        """Of all ranks: their mean, of simulation and rendering the sum over all processes. All must call it.
+
+        Means add up to the iteration; the slowest ranks of each phase would not, as one waits for another in the next.
 
         `played` and `held_out` are inference and waiting for environments; held-out episodes count only there.
         """
@@ -321,9 +323,9 @@ class Times:
         inference_s, actor.busy_s = actor.busy_s, 0.0
         mine = [self.spent.get(name, 0.0) for name in names] + [inference_s, simulation_s, rendering_s]
         ranks = everyone(torch.tensor(mine, dtype=torch.float64).to(actor.device)).cpu()
-        slowest, total = ranks.max(dim=0).values.tolist(), ranks.sum(dim=0).tolist()
-        seconds = {f"{name}_s": round(slowest[number], 4) for number, name in enumerate(names)}
-        seconds |= {"inference_s": slowest[5], "simulation_s": total[6], "rendering_s": total[7]}
+        mean, total = ranks.mean(dim=0).tolist(), ranks.sum(dim=0).tolist()
+        seconds = {f"{name}_s": mean[number] for number, name in enumerate(names)}
+        seconds |= {"inference_s": mean[5], "simulation_s": total[6], "rendering_s": total[7]}
         seconds["waiting_s"] = max(0.0, seconds["play_s"] + seconds["held_out_s"] - seconds["inference_s"])
         return {name: round(value, 4) for name, value in seconds.items()}
 
