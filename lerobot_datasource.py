@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,21 +39,21 @@ from vla_finetuning.data.metadata import (
     load_metadata,
     select_episodes,
 )
+from vla_finetuning.data.node_cache import has_room
 from vla_finetuning.data.plan import Episodes, StreamPlan, WindowSlice, task_bounds, window_and_segment
+from vla_finetuning.data.reader import Reader, ReadOptions, frame_of
 from vla_finetuning.data.rows import (
     BOOKKEEPING,
     IS_PAD,
     Places,
     Read,
-    Reader,
-    ReadOptions,
     column_to_numpy,
-    frame_of,
     read_rows,
     row_dtype,
 )
 from vla_finetuning.data.selection import of_each
 from vla_finetuning.data.storage import StoragePolicy
+from vla_finetuning.data.videos import Frames, name_shape
 
 # Rows walked through in one go, at most: fewer mix better and jump more often (docs/data_engine.md: what that costs).
 # A window that has room for few rows is made of shorter segments, so that it still mixes `window_segments` of them.
@@ -68,6 +68,8 @@ READS_PER_EXECUTION = 4096
 MAX_TASKS = 4096
 # In the context of a dataset: which `Share` of the stream its executions read; all of it where there is none.
 SHARE = "lerobot_share"
+# In the same place: whether its rows name the frames that are kept (`name_frames`), and what a block then weighs.
+NAMES, NAMING_BLOCK_BYTES = "lerobot_names", "lerobot_naming_block_bytes"
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class LeRobotDatasource(Datasource):
         skip_log: a file that gets a JSON line for each episode that a task had to skip; all nodes must see it.
         look: whether to look that all files are there, which lists the datasets' folders.
         frame_cache: where each node keeps the frames that it decoded of videos; None: nowhere.
+        prepare: what is made of each block, in the read task; prepared_bytes: of a row then.
     """
 
     def __init__(
@@ -157,8 +160,11 @@ class LeRobotDatasource(Datasource):
         skip_log: Path | None = None,
         look: bool = True,
         frame_cache: FrameCache | None = None,
+        prepare: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None,
+        prepared_bytes: int | None = None,
     ):
         super().__init__()
+        self._prepare, self._prepared_bytes = prepare, prepared_bytes
         self._frame_cache = frame_cache
         self._skips, self._skip_log = on_error == "skip", skip_log
         self.num_cpus = num_cpus
@@ -215,8 +221,8 @@ class LeRobotDatasource(Datasource):
             later_segment_rows=1 if global_shuffle else None,
         )
         self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
-        most = max(1, min(window, BLOCK_BYTES // row_bytes))
-        self.block_rows = block_rows or next(n for n in range(most, 0, -1) if window % n == 0)
+        self._window, self._prescribed_rows = window, block_rows
+        self.block_rows = self._block_rows(row_bytes)
         self._num_tasks = num_tasks
         self._whole: Any = None  # (plan, places) of an epoch, in the object store
         self._read_rows = max(window, self.block_rows)
@@ -231,7 +237,7 @@ class LeRobotDatasource(Datasource):
         return "LeRobot"
 
     def supports_projection_pushdown(self) -> bool:
-        return True
+        return self._prepare is None
 
     def columns(self) -> tuple[str, ...]:
         """Columns of a row, in order, after projection."""
@@ -270,6 +276,45 @@ class LeRobotDatasource(Datasource):
                 shape, dtype = frame_of(feature, self._image_size)
                 total += math.prod(shape) * dtype.itemsize
         return total * int(self.plan.episodes.length.sum())
+
+    def _block_rows(self, row_bytes: int) -> int:
+        """Rows of a block, of which whole ones make a window."""
+        most = max(1, min(self._window, BLOCK_BYTES // row_bytes))
+        return self._prescribed_rows or next(n for n in range(most, 0, -1) if self._window % n == 0)
+
+    def block(self, naming: bool = False) -> tuple[int, int]:
+        """Rows of a block, and its bytes in the object store; `naming`: where rows name the frames that they can."""
+        spared = 0
+        for key in self.nameable if naming else ():
+            shape, dtype = frame_of(self._features[key], self._image_size)
+            frames = len(self._delta_indices.get(key, (0,)))
+            spared += (math.prod(shape) - math.prod(name_shape(shape, dtype))) * dtype.itemsize * frames
+        rows = self._block_rows(self.row_bytes() - spared)
+        return rows, rows * ((self._prepared_bytes or self.row_bytes()) - spared)
+
+    @property
+    def nameable(self) -> frozenset[str]:
+        """Cameras whose frames can be named: videos, if all frames may be kept and no row is left blank."""
+        cache = self._frame_cache
+        if cache is None or self._skips or self.decoded_bytes() > cache.gb * 1e9:
+            return frozenset()
+        videos = {key for key, feature in self._features.items() if feature.dtype == "video"}
+        return frozenset(
+            key
+            for key in videos & set(self.columns())
+            if all(meta.features[key].dtype == "video" for meta in self.metas)
+        )
+
+    def has_room_for_frames(self) -> bool:
+        """Whether the disk of this node has room for all frames that are to be kept."""
+        try:
+            return self._frame_cache is not None and has_room(Path(self._frame_cache.folder), self.decoded_bytes())
+        except OSError:
+            return False  # whoever tries to keep one says what is wrong
+
+    def frames(self) -> Frames:
+        """Fills in what rows name (`name_frames`)."""
+        return Frames(self.metas, {key: key for key in self.nameable}, self._options(1))
 
     def row_frames(self) -> int:
         """Camera frames in one row."""
@@ -319,8 +364,11 @@ class LeRobotDatasource(Datasource):
         """
         first, last = self.execution(getattr(data_context, "_execution_idx", 0))
         share = None if data_context is None else data_context.get_config(SHARE)
-        options = self._options(self.block_rows)
-        shared = ray.put([Reader.of(meta, self.columns()) for meta in self.metas])
+        naming = data_context is not None and data_context.get_config(NAMES)
+        options = self._options(self.block(naming)[0])
+        if naming:
+            options = replace(options, named=self.nameable)
+        shared = ray.put(([Reader.of(meta, self.columns()) for meta in self.metas], self._prepare))
         row_bytes, limit = self.row_bytes(), per_task_row_limit
 
         def task(position: int, rows: int, reads: Iterable[Read]) -> ReadTask:
@@ -454,17 +502,17 @@ def _opened(plan: Any) -> tuple[StreamPlan, Places]:
 class _ReadTask:
     """The function of a read task. Its pickle holds only its own parts."""
 
-    shared: Any  # ObjectRef of list[Reader], or the list itself
+    shared: Any  # ObjectRef of (list[Reader], what is made of blocks or None), or the pair itself
     reads: Iterable[Read]  # decoded one after the other, which bounds the memory
     first_position: int
     options: ReadOptions
     __name__: str = field(default="read_slices", repr=False)
 
     def __call__(self) -> Iterator[pa.Table]:
-        readers = ray.get(self.shared) if isinstance(self.shared, ray.ObjectRef) else self.shared
+        readers, prepare = ray.get(self.shared) if isinstance(self.shared, ray.ObjectRef) else self.shared
         position = self.first_position
         for read in self.reads:
-            yield from read_rows(readers, read, position, self.options)
+            yield from read_rows(readers, read, position, self.options, prepare)
             position += len(read)
 
 
@@ -643,9 +691,45 @@ def read_source(source: LeRobotDatasource) -> Dataset:
     # One is never more than the source's own number of tasks: Ray then does not split their output...
     dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=source.num_cpus)
     # ... and a target a little under a block's size makes Ray pass each on at once, neither merged nor cut.
-    dataset.context.target_max_block_size = max(1, int(0.8 * source.row_bytes() * source.block_rows))
+    dataset.context.target_max_block_size = _target_bytes(source.block()[1])
+    if source.nameable and source.has_room_for_frames():
+        dataset.context.set_config(NAMING_BLOCK_BYTES, source.block(naming=True)[1])
     # Blocks that a task may have ready before Ray Data takes one. It takes what is there ten times a second, and a task
     # that has more waits with its CPU idle. Ray Data counts them as bytes that are on their way. The name is private in
     # Ray 2.60; its default is 2.
     dataset.context._max_num_blocks_in_streaming_gen_buffer = 2 + source._read_rows // source.block_rows
     return dataset
+
+
+def name_frames(dataset: Dataset, used_on: Iterable[str]) -> None:
+    """Have rows of a dataset from `read_source` name the frames that are kept, for `data.videos.Frames` to fill in.
+
+    Only if all can be kept, and rows are read where they are used: if the cluster has CPUs on no node but that of
+    `used_on`, node ids. A node that joins later reads too; what it keeps is decoded once more where it is used.
+    """
+    block_bytes = dataset.context.get_config(NAMING_BLOCK_BYTES)
+    if block_bytes is None:
+        return
+    reading = {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0}
+    if len(reading) == 1 and reading == set(used_on):
+        dataset.context.set_config(NAMES, True)
+        dataset.context.target_max_block_size = _target_bytes(block_bytes)
+
+
+def local_batches(source: LeRobotDatasource, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
+    """Numpy batches of all of a source's rows for this process; the last may be smaller.
+
+    As ``read_source(source).iter_batches``; but on a cluster of one node, frames that are kept do not pass through the
+    object store.
+    """
+    dataset, frames = read_source(source), source.frames()
+    name_frames(dataset, [ray.get_runtime_context().get_node_id()])
+    # Names are small: many rows in one go spare Ray Data's work for each batch.
+    at_once = max(1, source.block(naming=True)[0] // batch_size) * batch_size
+    for rows in dataset.iter_batches(batch_size=at_once, batch_format="numpy", prefetch_batches=0):
+        for first in range(0, len(next(iter(rows.values()))), batch_size):
+            yield frames({key: values[first : first + batch_size] for key, values in rows.items()})
+
+
+def _target_bytes(block_bytes: int) -> int:
+    return max(1, int(0.8 * block_bytes))

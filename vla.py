@@ -248,7 +248,8 @@ def feed(
     clock: Clock = UNWATCHED,
 ) -> TimedIterator:
     """This rank's micro-batches on its device, from a position of the stream to the run's end."""
-    shard, fitted = ray.train.get_dataset_shard("train"), partial(collate_cut, run, collate, weights=run.row_weights)
+    shard = ray.train.get_dataset_shard("train")
+    fitted = partial(collate_cut, run, collate, weights=run.row_weights, frames=run.frames_named())
     host_batches = stream_batches(shard, dealt, first_row, run.steps, fitted)
     in_time = or_timeout(host_batches, run.config.dataset.batch_timeout_s, partial(what_batch, run, dealt))
     return TimedIterator(policy_batches(run, cuda_prefetcher(in_time, device, clock), dealt, rows_log, work))

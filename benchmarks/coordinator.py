@@ -4,7 +4,7 @@
                                      [--rounds 2] [--json FILE]
 
 The blocks need no decoding and are as small as blocks can be that go through the object store, as training's do; they
-take the way of a run (`read_source`, a fused `map_batches`, order kept, `GroupedRanks`, `streaming_split(equal=True)`).
+take the way of a run (`read_source`, order kept, `GroupedRanks`, `streaming_split(equal=True)`).
 Consumers are threads of a few processes, each of which asks for its next block as soon as it has one, as a rank's
 iterator does.
 
@@ -63,14 +63,15 @@ class Blocks(Datasource):
 
     num_cpus = 0.5
     block_rows = BLOCK_ROWS
+    nameable = False
     _read_rows = BLOCKS_OF_TASK * BLOCK_ROWS // 4
 
     def __init__(self, blocks: int, wait_s: float):
         super().__init__()
         self._blocks, self._wait_s = blocks, wait_s
 
-    def row_bytes(self) -> int:
-        return ROW_BYTES
+    def block(self) -> tuple[int, int]:
+        return BLOCK_ROWS, BLOCK_ROWS * ROW_BYTES
 
     def estimate_inmemory_data_size(self) -> int:
         return self._blocks * BLOCK_ROWS * ROW_BYTES
@@ -135,9 +136,7 @@ def deal(consumers: int, ranks: int, blocks: int, pause_s: float) -> dict[str, A
     `ranks`: a coordinator for so many of them.
     """
     source: Any = Blocks(blocks, 2 * WAIT_S)
-    dataset = read_source(source).map_batches(
-        lambda batch: batch, batch_format="pyarrow", batch_size=None, zero_copy_batch=True, num_cpus=Blocks.num_cpus
-    )
+    dataset = read_source(source)
     dataset.context.enable_progress_bars = False
     data = GroupedRanks(ExecutionOptions(preserve_order=True), 0.0, Blocks.num_cpus, ranks)
     of_ranks = data.configure({"train": dataset}, consumers, None, None)

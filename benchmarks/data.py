@@ -61,8 +61,10 @@ Contender = Callable[[], Iterator[dict[str, np.ndarray]]]
 def ours(
     root: Path | str, rows: int, storage_options: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Epoch after epoch, `rows` in all, as training reads."""
-    yield from batches_of(our_source(root, rows, storage_options, **options))
+    """Epoch after epoch, `rows` in all, as training on one node reads."""
+    from lerobot_datasource import local_batches
+
+    yield from local_batches(our_source(root, rows, storage_options, **options), BATCH)
 
 
 def our_source(
@@ -76,7 +78,8 @@ def our_source(
     return LeRobotDatasource([meta], delta_timestamps=windows, stream=(0, rows), **options)
 
 
-def batches_of(source: LeRobotDatasource) -> Iterator[dict[str, np.ndarray]]:
+def carried(source: LeRobotDatasource) -> Iterator[dict[str, np.ndarray]]:
+    """All that a row is goes through the object store, as on several nodes."""
     from lerobot_datasource import read_source
 
     yield from read_source(source).iter_batches(batch_size=BATCH, batch_format="numpy", prefetch_batches=2)
@@ -89,14 +92,14 @@ def handed_over(root: Path, rows: int) -> Iterator[dict[str, np.ndarray]]:
     """
     from ray.data.datasource import ReadTask
 
-    from vla_finetuning.data.rows import _to_table
+    from vla_finetuning.data.rows import to_table
 
     source = our_source(root, rows, shuffle_seed=0)
     row, block_rows, tasks = source.example(), source.block_rows, source.get_read_tasks
 
     def blocks(rows: int) -> Iterator[pa.Table]:
         columns = {key: np.repeat(value, block_rows, axis=0) for key, value in row.items()}
-        block = _to_table(columns, list(columns), 0, block_rows)
+        block = to_table(columns)
         for first in range(0, rows, block_rows):
             yield block.slice(0, min(block_rows, rows - first))
 
@@ -104,7 +107,7 @@ def handed_over(root: Path, rows: int) -> Iterator[dict[str, np.ndarray]]:
         return [ReadTask(partial(blocks, t.metadata.num_rows or 0), t.metadata) for t in tasks(*asked, **named)]
 
     with mock.patch.object(source, "get_read_tasks", of_nothing):
-        yield from batches_of(source)
+        yield from carried(source)
 
 
 def shuffled(root: Path | str, rows: int, seeds: Iterator[int], **options: Any) -> Iterator[dict[str, np.ndarray]]:
@@ -329,7 +332,7 @@ def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
     """CPU ms a row for the numbers alone, of shuffled windows with action chunks, in this process.
 
     `nothing_kept`: as if every window were the node's first. `first`: so many windows with an empty folder for what was
-    unpacked, the unpacking included. `later`: other windows of the same files then.
+    unpacked, the unpacking included. `later`: other windows of the same files then. `settled`: after as many again.
     """
     from lerobot_datasource import LeRobotDatasource, _read_of
     from vla_finetuning.data import rows, table
@@ -358,6 +361,7 @@ def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
                 "nothing_kept_cpu_ms_per_row": unkept,
                 "first_cpu_ms_per_row": cost(source, 0, windows),
                 "later_cpu_ms_per_row": cost(source, windows, windows),
+                "settled_cpu_ms_per_row": [cost(source, n * windows, windows) for n in (2, 3)][-1],
             }
     return found
 
@@ -389,6 +393,8 @@ def kept_frames(root: Path, rounds: int, cores: int, seeds: Iterator[int]) -> di
             decoder = decoder_alone(root, cores)
             samples.setdefault("decoder alone", []).append(float("nan") if decoder is None else decoder)
             take("later epochs", partial(shuffled, root, OUR_ROWS, seeds, frame_cache=cache), "rows_per_s")
+            through_store = our_source(root, OUR_ROWS, shuffle_seed=next(seeds), frame_cache=cache)
+            take("later epochs, through the object store", partial(carried, through_store), "rows_per_s")
             take("handed over, nothing read", partial(handed_over, root, OUR_ROWS), "rows_per_s")
             take("LeRobot DataLoader, pyav", partial(lerobot_loader, root, "pyav", cores), "rows_per_s")
     medians = {label: statistics.median(values) for label, values in samples.items()}

@@ -42,6 +42,7 @@ from diagnostics.report import Options, Report, Result, Spread, count, run_tool,
 from diagnostics.step_report import StepReport
 from util import Batch, Clock, NumpyToTorchCollate, Phase
 from vla_finetuning.data import rows as lerobot_rows
+from vla_finetuning.data import videos as lerobot_videos
 from vla_finetuning.data.decode import VideoReader
 from vla_finetuning.data.video_index import RemoteVideo
 from vla_finetuning.policies.processors import Prepare
@@ -76,11 +77,11 @@ FUNCTIONS: tuple[tuple[Any, str, Stage], ...] = (
     (lerobot_rows, "decode_image", "decode"),
     (lerobot_rows, "decode_depth_image", "decode"),
     (lerobot_rows, "_read_videos", "shuffle"),
-    (lerobot_rows, "_to_table", "transfer"),
+    (lerobot_rows, "to_table", "transfer"),
     (VideoReader, "__init__", "decode"),
     (VideoReader, "_frame_at", "decode"),
     (VideoReader, "_pixels", "convert"),
-    (lerobot_rows, "resize_with_pad", "resize"),
+    (lerobot_videos, "resize_with_pad", "resize"),
     (Prepare, "__call__", "prepare"),
     (NumpyToTorchCollate, "__call__", "collate"),
 )

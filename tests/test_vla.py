@@ -65,8 +65,10 @@ def flags(setting, name, **changes):
 
 @pytest.fixture(scope="module")
 def finished(setting, ray_cluster):
-    """A run of 4 steps by 2 workers, with accumulation."""
-    assert vla.main(flags(setting, "finished")) == 0
+    """A run of 4 steps by 2 workers, with accumulation; of frames that are kept, rows name them."""
+    kept = setting[0] / "frames"
+    assert vla.main(flags(setting, "finished", **{"dataset.frame_cache": kept})) == 0
+    assert list(kept.glob("*/*.frames"))
     return setting[0] / "finished"
 
 

@@ -23,7 +23,8 @@ from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.plan import PART_SEGMENTS, _Source
-from vla_finetuning.data.rows import BOOKKEEPING, Reader, ReadOptions, read_rows
+from vla_finetuning.data.reader import Reader
+from vla_finetuning.data.rows import BOOKKEEPING, column_to_numpy, read_rows
 
 TOP, WRIST, STILL = "observation.images.top", "observation.images.wrist", "observation.images.still"
 FPS = 10
@@ -197,11 +198,11 @@ def test_a_stream_over_epochs_and_executions_keeps_its_order(ray_cluster, roots)
             assert index == [expected[p - 8] for p in position]
 
 
-def read_directly(source, columns=None, limit=None):
+def read_directly(source, columns=None, limit=None, **options):
     """A source's rows without Ray."""
     last = source.plan.rows_per_epoch if limit is None else limit
     read = source._read(list(source.plan.slices(0, last)))
-    options = ReadOptions(columns or source.columns(), source._delta_indices, 1e-4, 16, 1)
+    options = replace(source._options(16), columns=columns or source.columns(), **options)
     return list(read_rows([Reader.of(m) for m in source.metas], read, 0, options))
 
 
@@ -528,9 +529,13 @@ def test_depth_maps_that_were_decoded_before_are_the_same(depth_root, tmp_path, 
     (expected,), (first,) = (list(source.read_rows(range(10), 10)) for source in (plain, cached))
     monkeypatch.delattr(lerobot_decode.VideoReader, "read")
     (later,) = cached.read_rows(range(10), 10)
-    for key, values in expected.items():
-        np.testing.assert_array_equal(first[key], values)
-        np.testing.assert_array_equal(later[key], values)
+    assert cached.nameable == {"observation.images.depth_video"}
+    (table,) = read_directly(cached, named=cached.nameable)
+    named = {name: column_to_numpy(table.column(name)) for name in table.column_names}
+    assert all(named[key].nbytes < expected[key].nbytes for key in cached.nameable)
+    for found in (first, later, cached.frames()(named)):
+        for key, values in expected.items():
+            np.testing.assert_array_equal(found[key], values)
 
 
 def test_depth_ranges_are_lerobots_and_must_make_sense():

@@ -7,18 +7,23 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 
-from lerobot_datasource import LeRobotDatasource, read_lerobot
+from lerobot_datasource import NAMES, LeRobotDatasource, local_batches, name_frames, read_lerobot, read_source
 from tests.datasets import make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import frame_cache as lerobot_frame_cache
 from vla_finetuning.data import node_cache as lerobot_node_cache
+from vla_finetuning.data import videos as lerobot_videos
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.reader import Reader
+from vla_finetuning.data.rows import column_to_numpy, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
@@ -268,18 +273,129 @@ def test_a_folder_that_fails_costs_a_warning(original, folder, decoded, monkeypa
         assert sum(path.stat().st_blocks * 512 for path in folder.glob("*/*.frames")) <= 300_000 + 4096 * ROWS
 
 
+def named_rows(root, folder, **options):
+    """An epoch in which the frames that can be are named, and the source."""
+    options = {"delta_timestamps": WINDOWS, "shuffle_seed": 0, "shuffle_window": 8} | options
+    source = LeRobotDatasource([load_metadata(root)], frame_cache=FrameCache(str(folder), 1.0), **options)
+    options = replace(source._options(ROWS), named=source.nameable)
+    readers = [Reader.of(meta) for meta in source.metas]
+    (table,) = read_rows(readers, source._read(list(source.plan.slices(0, ROWS))), 0, options)
+    return {name: column_to_numpy(table.column(name)) for name in table.column_names}, source
+
+
+def assert_filled(named, source, expected):
+    filled = source.frames()(named)
+    order = np.argsort(filled["index"])
+    assert_same({key: values[order] for key, values in filled.items()}, expected)
+
+
+@pytest.mark.parametrize("image_size", [None, (20, 30)])
+def test_rows_name_frames_that_are_copied_where_batches_are_made(original, folder, decoded, image_size):
+    expected = rows(original, image_size=image_size)
+    reset(decoded)
+    for epoch in range(2):
+        named, source = named_rows(original, folder, image_size=image_size)
+        # What is not kept yet is decoded where it is read.
+        assert reset(decoded)["frames"] == (0 if epoch else 2 * ROWS)
+        for key in (TOP, WRIST):
+            assert named[key].dtype == np.uint8 and named[key].nbytes < expected[key].nbytes / 8
+        assert_filled(named, source, expected)
+        assert not decoded["frames"]
+    batch = {key: values[3:7] for key, values in named.items()}
+    filled = source.frames()(batch)
+    np.testing.assert_array_equal(filled[WRIST], expected[WRIST][batch["index"]])
+    # Those that carry their frames are left as they are.
+    assert all(filled[key] is source.frames()(filled)[key] for key in filled)
+
+
+@pytest.mark.parametrize("fault", ["emptied", "noise", "full disk", "folder is a file", "unreadable"])
+def test_a_named_frame_that_is_not_kept_is_decoded_where_batches_are_made(
+    original, folder, decoded, monkeypatch, caplog, fault
+):
+    expected = rows(original)
+    if fault == "folder is a file":
+        folder.write_text("")
+    with monkeypatch.context() as disk:
+        if fault == "full disk":
+            disk.setattr(lerobot_node_cache.NodeCache, "_disk_is_full", lambda self, size: True)
+        named, source = named_rows(original, folder)
+    if fault == "emptied":
+        shutil.rmtree(folder)
+    elif fault == "noise":
+        for frames in folder.glob("*/*.frames"):
+            frames.write_bytes(os.urandom(frames.stat().st_size))
+    elif fault == "unreadable":
+
+        def broken(*_):
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(os, "preadv", broken)
+    reset(decoded)
+    assert_filled(named, source, expected)
+    assert 0 < decoded["frames"] <= 2 * ROWS
+    (warning,) = [r.message for r in caplog.records if "where batches are made" in r.message]
+    assert str(folder) in warning
+
+
+def test_files_that_frames_were_copied_from_do_not_stay_open_for_ever(original, folder, monkeypatch):
+    monkeypatch.setattr(lerobot_videos, "_OPEN_FILES", 2)
+    named, source = named_rows(original, folder)
+    frames, before = source.frames(), len(os.listdir("/proc/self/fd"))
+    for first in range(0, ROWS, 3):
+        frames({key: values[first : first + 3] for key, values in named.items()})
+        assert len(frames._open) <= 2
+    assert len(os.listdir("/proc/self/fd")) <= before + 2 * 2 + 2  # and those of the dataset's ledger
+
+
+def test_what_cannot_be_named_is_carried(tmp_path, original, folder):
+    """Images in data files; and all, where rows may be blank, or nothing is kept, or not everything."""
+    sizes = {key: feature.shape[:2] for key, feature in load_metadata(original).features.items() if key in (TOP, WRIST)}
+    images = load_metadata(make_dataset(tmp_path / "images", episodes=(3,), cameras={}, image_cameras=sizes))
+    cache = FrameCache(str(folder), 1.0)
+    meta = load_metadata(original)
+    assert LeRobotDatasource([meta], frame_cache=cache).nameable == {TOP, WRIST}
+    size = LeRobotDatasource([meta]).decoded_bytes()
+    assert LeRobotDatasource([meta], frame_cache=cache, camera_keys=[TOP]).nameable == {TOP}
+    for metas, options in (
+        ([images], {"frame_cache": cache}),
+        ([meta, images], {"frame_cache": cache}),
+        ([meta], {"frame_cache": cache, "on_error": "skip"}),
+        ([meta], {"frame_cache": FrameCache(str(folder), size * 0.99 / 1e9)}),
+        ([meta], {}),
+    ):
+        assert not LeRobotDatasource(metas, **options).nameable
+    assert LeRobotDatasource([meta], frame_cache=FrameCache(str(folder), size / 1e9)).nameable
+
+
 @pytest.mark.ray
 def test_through_ray(ray_cluster, original, folder):
-    def read(seed, **options):
-        dataset = read_lerobot(original, shuffle_seed=seed, **options)
-        found = list(dataset.iter_rows())
-        return {int(row["index"]): row for row in found}
-
-    expected = read(0)
+    """Rows of other processes, that carry their frames and that name them, are those of no cache at all."""
+    options = {"delta_timestamps": WINDOWS, "shuffle_window": 8}
+    expected = rows(original)
     for seed in (0, 1):
-        found = read(seed, frame_cache=folder)
-        assert found.keys() == expected.keys()
-        for index, row in expected.items():
+        found = list(read_lerobot(original, shuffle_seed=seed, frame_cache=folder, **options).iter_rows())
+        assert sorted(row["index"] for row in found) == list(range(ROWS))
+        for row in found:
             for key in (TOP, WRIST):
-                np.testing.assert_array_equal(found[index][key], row[key])
+                np.testing.assert_array_equal(row[key], expected[key][row["index"]])
     assert len(list(folder.glob("*/*.frames"))) == sum(map(len, load_metadata(original).video_files.values()))
+
+    cache = FrameCache(str(folder), 1.0)
+    source = LeRobotDatasource([load_metadata(original)], frame_cache=cache, shuffle_seed=0, **options)
+    here = [ray.get_runtime_context().get_node_id()]
+    for room in (lambda folder, size: False, lambda folder, size: os.listdir(ROOT / "README.md")):
+        with pytest.MonkeyPatch.context() as disk:
+            disk.setattr("lerobot_datasource.has_room", room)
+            dataset = read_source(source)
+        name_frames(dataset, here)
+        assert dataset.context.get_config(NAMES) is None
+    dataset = read_source(source)
+    name_frames(dataset, ["another node"])
+    assert dataset.take_batch(1)[WRIST].shape[1:] == expected[WRIST].shape[1:]
+    name_frames(dataset, here)
+    assert dataset.take_batch(1)[WRIST].nbytes < expected[WRIST][0].nbytes / 8
+
+    found = list(local_batches(source, 4))
+    assert {len(batch["index"]) for batch in found[:-1]} == {4}
+    order = np.argsort(np.concatenate([batch["index"] for batch in found]))
+    assert_same({key: np.concatenate([batch[key] for batch in found])[order] for key in found[0]}, expected)

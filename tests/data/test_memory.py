@@ -3,7 +3,7 @@
 import numpy as np
 
 from vla_finetuning.data import memory
-from vla_finetuning.data.rows import _to_table, column_to_numpy
+from vla_finetuning.data.rows import column_to_numpy, to_table
 
 
 def test_memory_is_used_again_once_nobody_looks_at_it():
@@ -14,7 +14,7 @@ def test_memory_is_used_again_once_nobody_looks_at_it():
     first = memory.empty((4, 2**20), np.dtype(np.uint8))
     first[:] = 1
     where, row = address(first), first[2]
-    table = _to_table({"a": first}, ["a"], 1, 3).slice(1)  # what Ray Data, or who reads, still holds
+    table = to_table({"a": first[1:3]}).slice(1)  # what Ray Data, or who reads, still holds
     del first
     second = memory.empty((4, 2**20), np.dtype(np.uint8))
     second[:] = 2

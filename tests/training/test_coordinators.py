@@ -4,20 +4,24 @@ import copy
 import itertools
 import math
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import ray
-from ray.data import ExecutionOptions, ExecutionResources
+import torch
+from ray.data import DataContext, ExecutionOptions, ExecutionResources
 
 from lerobot_datasource import LeRobotDatasource, Share, read_source
 from tests.datasets import make_dataset
+from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.training.coordinators import Coordinators, GroupedRanks, shared
-from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.stream import Dealt, Deferred, TrainingData, stream_batches
 
 BLOCK, WORLD = 3, 3
+TOP = "observation.images.top"
 
 
 def test_the_executions_of_a_run_share_what_one_would_have():
@@ -70,7 +74,7 @@ def test_one_coordinator_is_what_ray_makes(monkeypatch, world, cpus):
     monkeypatch.setattr("ray.train.DataConfig.configure", lambda self, *args: asked.append((self, *args)) or [])
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": cpus})
     options = ExecutionOptions(preserve_order=True)
-    data, dataset = GroupedRanks(options, 1.0, 1.0), SimpleNamespace(context=None)
+    data, dataset = GroupedRanks(options, 1.0, 1.0), SimpleNamespace(context=DataContext())
     data.configure({"train": dataset}, world, None, ["node"] * world)
     assert asked == [(data, {"train": dataset}, world, None, ["node"] * world)]
     assert data._resolve_execution_options("train") == options
@@ -142,6 +146,52 @@ def test_ranks_of_several_groups_get_what_one_coordinator_deals(source):
     go_on.set()
     for actor in actors:
         ray.kill(actor)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_workers_on_the_only_node_name_the_frames_that_are_kept(ray_cluster, tmp_path, nodes):
+    """Two ranks; what `prepare` adds to a row is several times a frame, and blocks are still dealt as planned."""
+    block, world, last = 8, 2, 48
+    meta = load_metadata(make_dataset(tmp_path / "dataset", episodes=(30, 30), cameras={TOP: (64, 80)}))
+    read = partial(LeRobotDatasource, [meta], shuffle_seed=0, shuffle_window=16, block_rows=block)
+    read = partial(read, frame_cache=FrameCache(str(tmp_path / "kept"), 1.0))
+    source = read(stream=(0, last))
+    row_bytes = sum(values.nbytes for values in widened(source.example()).values())
+    assert row_bytes > 4 * source.row_bytes()
+    dataset = TrainingData(read, last, Deferred(widened), row_bytes, tmp_path / "checkpoints")()
+    here = ray.get_runtime_context().get_node_id()
+    data = GroupedRanks(ExecutionOptions(preserve_order=True), cpus_per_worker=0.5, cpus_per_read_task=0.5)
+    of_ranks = data.configure({"train": dataset}, world, None, [here, here if nodes == 1 else "another"])
+    found: dict[int, list] = {rank: [] for rank in range(world)}
+
+    def consume(rank):
+        dealt = Dealt(block, block, rank, world, batches_per_step=world)
+        arrived = []
+
+        def collate(batch):
+            arrived.append(batch[TOP].nbytes)
+            return {key: torch.from_numpy(values.copy()) for key, values in source.frames()(batch).items()}
+
+        for batch in stream_batches(of_ranks[rank]["train"], dealt, 0, last // block // world, collate):
+            found[rank].append((batch, arrived.pop(0)))
+
+    threads = [threading.Thread(target=consume, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (rows,) = source.read_rows(range(last), last)
+    for batches in found.values():
+        assert len(batches) == last // block // world
+        for batch, arrived in batches:
+            assert arrived < batch[TOP].numpy().nbytes / 8 if nodes == 1 else arrived == batch[TOP].numpy().nbytes
+            np.testing.assert_array_equal(batch[TOP], rows[TOP][batch["position"]])
+
+
+def widened(batch):
+    kept = {key: batch[key] for key in (TOP, "index", "position") if key in batch}
+    return kept | {"wide": np.zeros((len(batch["index"]), 100_000), np.uint8)}
 
 
 def limits_of(coordinator):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from vla_finetuning.data.node_cache import NodeCache, node_cache
 # To be raised with every change of what `decode` makes of a file.
 RULES = 1
 # What there is of a frame: a checksum, 0 in a hole, and the time it was asked for.
-_MARK = np.dtype([("checksum", "<u8"), ("time_s", "<f8")])
+_MARK = struct.Struct("<Qd")
 _MOST_FRAMES = 2**32  # of a file; beyond, something is wrong with its times
 
 
@@ -105,48 +106,62 @@ class CachedVideo:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files, until they are wanted again."""
         for descriptor in self._files or ():
             os.close(descriptor)
         self._files = None
 
     def read(self, times_s: np.ndarray, places: Sequence[np.ndarray]) -> list[int]:
-        """Copy the frames at `times_s` (float64, ascending, (n,)) to `places`; returns which of them are not here."""
-        missing = list(range(len(times_s)))
-        number = self._numbers(times_s)
-        if number[-1] >= _MOST_FRAMES:
-            return missing
+        """Copy the frames at `times_s` (float64, (n,)) to `places`; returns which of them are not here."""
         with self._cache.doing_without():
             if self._cache.works and self._open():
-                marks = self._marks(int(number[0]), int(number[-1]) + 1)[number - number[0]]
-                here = (marks["checksum"] != 0) & (marks["time_s"] == times_s)
-                missing = [
-                    i
-                    for i in missing
-                    if not (here[i] and self._read_frame(int(number[i]), places[i], int(marks["checksum"][i])))
-                ]
-        return missing
+                pairs = zip(times_s.tolist(), places, strict=True)
+                return [i for i, (time_s, place) in enumerate(pairs) if not self._read_frame(time_s, place)]
+        return list(range(len(times_s)))
+
+    def lacks(self, times_s: np.ndarray) -> list[int]:
+        """Which of the frames at `times_s` (float64, ascending, (n,)) are not here, by their marks.
+
+        If all are, what lies between the first and the last is read ahead.
+        """
+        with self._cache.doing_without():
+            if self._cache.works and self._open():
+                assert self._files is not None
+                marks = [self._mark(time_s) for time_s in times_s.tolist()]
+                missing = [i for i, (_, checksum) in enumerate(marks) if not checksum]
+                if not missing:
+                    first, last = marks[0][0] * self._frame_bytes, (marks[-1][0] + 1) * self._frame_bytes
+                    os.posix_fadvise(self._files[0], first, last - first, os.POSIX_FADV_WILLNEED)
+                return missing
+        return list(range(len(times_s)))
 
     def make_room(self, frames: int) -> bool:
         """Whether so many frames more may be written."""
         with self._cache.doing_without():
-            if self._cache.make_room(frames * (self._frame_bytes + _MARK.itemsize)):
+            if self._cache.make_room(frames * (self._frame_bytes + _MARK.size)):
                 return self._open(create=True)
         return False
 
     def write(self, time_s: float, frame: np.ndarray) -> None:
         """Keep a frame, if there was room for it."""
-        number = int(self._numbers(np.array([time_s]))[0])
+        number = self._number(time_s)
         with self._cache.doing_without():
             if self._cache.takes and self._files is not None and number < _MOST_FRAMES:
                 frames, marks = self._files
                 content = frame.reshape(-1).view(np.uint8).data
                 written = os.pwrite(frames, content, number * self._frame_bytes)
                 if written == self._frame_bytes:
-                    mark = np.array([(xxhash.xxh3_64_intdigest(content) or 1, time_s)], _MARK)
-                    os.pwrite(marks, mark.tobytes(), number * _MARK.itemsize)
+                    mark = _MARK.pack(xxhash.xxh3_64_intdigest(content) or 1, time_s)
+                    os.pwrite(marks, mark, number * _MARK.size)
 
-    def _numbers(self, times_s: np.ndarray) -> np.ndarray:
-        return np.rint(times_s * self._fps).astype(np.int64)
+    def _number(self, time_s: float) -> int:
+        return round(time_s * self._fps)
 
     def _open(self, create: bool = False) -> bool:
         """Whether the files are there, and open. When they are made, those of an earlier content of the file go."""
@@ -165,14 +180,18 @@ class CachedVideo:
                     raise
         return self._files is not None
 
-    def _marks(self, first: int, last: int) -> np.ndarray:
+    def _mark(self, time_s: float) -> tuple[int, int]:
+        """The number of the frame at a time, and its checksum; 0 where there is none."""
         assert self._files is not None
-        found = np.zeros(last - first, _MARK)
-        os.preadv(self._files[1], [found.view(np.uint8).data], first * _MARK.itemsize)
-        return found
+        number = self._number(time_s)
+        mark = os.pread(self._files[1], _MARK.size, number * _MARK.size) if number < _MOST_FRAMES else b""
+        checksum, marked_s = _MARK.unpack(mark) if len(mark) == _MARK.size else (0, 0.0)
+        return number, checksum if marked_s == time_s else 0
 
-    def _read_frame(self, number: int, place: np.ndarray, checksum: int) -> bool:
+    def _read_frame(self, time_s: float, place: np.ndarray) -> bool:
         assert self._files is not None
+        number, checksum = self._mark(time_s)
         content = place.reshape(-1).view(np.uint8).data
-        read = os.preadv(self._files[0], [content], number * self._frame_bytes)
-        return read == self._frame_bytes and (xxhash.xxh3_64_intdigest(content) or 1) == checksum
+        if not checksum or os.preadv(self._files[0], [content], number * self._frame_bytes) != self._frame_bytes:
+            return False
+        return (xxhash.xxh3_64_intdigest(content) or 1) == checksum

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,15 @@ import pyarrow as pa
 from ray.data.extensions import ArrowTensorArray
 
 from vla_finetuning.data.columns import IS_SKIPPED
-from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, depth_table, resize_with_pad
-from vla_finetuning.data.frame_cache import CachedVideo, FrameCache, VideoFile
+from vla_finetuning.data.decode import decode_depth_image, decode_image
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.memory import copied, empty
-from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature
+from vla_finetuning.data.metadata import NUMERIC_DTYPES, Feature
 from vla_finetuning.data.plan import WindowSlice
-from vla_finetuning.data.storage import RemoteFileSystem, check_still_there, file_identity, naming_file
+from vla_finetuning.data.reader import Reader, ReadOptions, frame_of, height_width
+from vla_finetuning.data.storage import check_still_there, file_identity, naming_file
 from vla_finetuning.data.table import Column, DataFile, Span, read_groups, read_numbers
-from vla_finetuning.data.video_index import RemoteVideo
+from vla_finetuning.data.videos import Video, Wanted, name_shape, names, put_frame, read_videos
 
 logger = logging.getLogger(__name__)
 
@@ -120,56 +120,6 @@ class Read:
         return np.concatenate([np.arange(start, start + window.hi - window.lo) for window, start in pairs])
 
 
-@dataclass(frozen=True)
-class Reader:
-    """What all read tasks share: one per dataset, shipped once through the object store. Holds no episodes."""
-
-    root: str
-    fs: Any
-    base: str
-    fps: int
-    features: dict[str, Feature]
-    tasks: dict[int, str]
-    data_files: tuple[str, ...]
-    video_files: dict[str, tuple[str, ...]]
-    depth_mm: dict[str, np.ndarray]  # of depth videos: millimetres by code
-
-    @classmethod
-    def of(cls, meta: DatasetMetadata, columns: Collection[str] | None = None) -> Reader:
-        """`columns`: those that will be read; None for all."""
-        depth_mm = {
-            key: depth_table(feature.info, name=f"{meta.root}: camera {key}")
-            for key, feature in meta.features.items()
-            if feature.is_depth and feature.dtype == "video" and (columns is None or key in columns)
-        }
-        shared = ("root", "fs", "base", "fps", "features", "tasks", "data_files", "video_files")
-        return cls(**{name: getattr(meta, name) for name in shared}, depth_mm=depth_mm)
-
-    @property
-    def dataset(self) -> str:
-        """Tells the dataset from others that this node keeps something of."""
-        return f"{''.join(self.fs.protocol)}\0{self.base}"
-
-    def path(self, relative: str) -> str:
-        return f"{self.base}/{relative}"
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """How rows are turned into columns."""
-
-    columns: tuple[str, ...]
-    delta_indices: dict[str, tuple[int, ...]]
-    tolerance_s: float
-    block_rows: int
-    threads: int
-    image_size: tuple[int, int] | None = None  # (height, width) that frames are fitted into; None: as stored
-    # One made-up row, batched, for the rows of episodes that cannot be read; None: an error ends the task.
-    blank: dict[str, np.ndarray] | None = None
-    skip_log: Path | None = None  # gets a JSON line for each episode that could not be read
-    frame_cache: FrameCache | None = None  # of videos; images in data files are decoded every time
-
-
 @dataclass
 class _Episode:
     """The rows of a read task that come from one episode."""
@@ -184,8 +134,14 @@ class _Episode:
     timestamps: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64 (last - first,), of those frames
 
 
-def read_rows(readers: Sequence[Reader], read: Read, first_position: int, options: ReadOptions) -> Iterator[pa.Table]:
-    """Decode the rows of some window slices, in their order, and yield them as blocks of `block_rows`.
+def read_rows(
+    readers: Sequence[Reader],
+    read: Read,
+    first_position: int,
+    options: ReadOptions,
+    prepare: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None,
+) -> Iterator[pa.Table]:
+    """Decode the rows of some window slices, in their order, and yield them as blocks of `block_rows`, prepared.
 
     Runs in a Ray Data read task. Memory: those rows, once, plus a block, a frame and the parquet row groups touched.
     """
@@ -203,7 +159,8 @@ def read_rows(readers: Sequence[Reader], read: Read, first_position: int, option
             # Whoever gets this block keeps it until the next is asked for: let go of the memory of all the others.
             columns = {key: copied(values[first:last]) for key, values in columns.items()}
             first, last = 0, last - first
-        yield _to_table(columns, options.columns, first, last)
+        block = {key: columns[key][first:last] for key in options.columns}
+        yield to_table(block if prepare is None else prepare(block))
 
 
 def _decode(readers: Sequence[Reader], episodes: list[_Episode], total: int, options: ReadOptions) -> dict[str, Any]:
@@ -475,98 +432,13 @@ def _fill_images(
                 pixels = decode_depth_image(data, unit, name=name, height=height, width=width)
             else:
                 pixels = decode_image(data, name=name, height=height, width=width)
-            _place(pixels, target[i], out)
-
-
-@dataclass
-class _Wanted:
-    """Frames of an episode that are still to be decoded: when they are shown in the file, and where each goes."""
-
-    episode: _Episode
-    times_s: np.ndarray  # float64 (n,), ascending
-    target: list[list[Any]]
-    out: np.ndarray
-
-
-@dataclass
-class _Video:
-    """A camera's file in a read task."""
-
-    reader: Reader
-    key: str
-    file: str
-    episodes: list[_Episode]
-    cached: CachedVideo | None = None
-    wanted: list[_Wanted] = field(default_factory=list)
-    remote: RemoteVideo | None = None
-
-    @property
-    def name(self) -> str:
-        """How errors call it."""
-        whose = [e.part.episode_index for e in self.episodes]
-        return f"{self.reader.root}: {self.file} (camera {self.key}, episodes {whose})"
-
-    @contextlib.contextmanager
-    def naming(self) -> Iterator[None]:
-        """Errors of a store name the file."""
-        try:
-            with naming_file(self.name):
-                yield
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{self.reader.root}: {self.file} is missing; copy it again") from error
-
-    def look(self, total: int, options: ReadOptions, columns: dict[str, Any]) -> None:
-        """Fill in the frames that this node has decoded before, and see which are wanted."""
-        feature = self.reader.features[self.key]
-        self.cached = _cached_video(self.reader, self.key, self.file, options)
-        with self.cached or contextlib.nullcontext():
-            for e in self.episodes:
-                frames, target, out = _camera_targets(self.key, feature, e, total, options, columns)
-                times_s = e.part.videos[self.key][1] + e.timestamps[frames - e.first]
-                missing = list(range(len(frames)))
-                if self.cached is not None:
-                    missing = _place_cached(self.cached, times_s, target, out)
-                if missing:
-                    self.wanted.append(_Wanted(e, times_s[missing], [target[i] for i in missing], out))
-
-    def open(self) -> Any:
-        """For FFmpeg: a path, which it reads itself, or a file."""
-        return self.reader.path(self.file) if self.remote is None else self.remote.file
-
-    def decode(self, options: ReadOptions) -> None:
-        """Fill in the frames that are wanted: the file is walked forward once."""
-        reader, (height, width) = self.reader, height_width(self.reader.features[self.key])
-        with (
-            self.cached or contextlib.nullcontext(),
-            VideoReader(
-                self.open(),
-                name=self.name,
-                height=height,
-                width=width,
-                fps=reader.fps,
-                tolerance_s=options.tolerance_s,
-                threads=options.threads,
-                depth_mm=reader.depth_mm.get(self.key),
-            ) as video,
-        ):
-            for wanted in self.wanted:
-                video.name = (
-                    f"{reader.root}: {self.file} (camera {self.key}, episode {wanted.episode.part.episode_index})"
-                )
-                keep = self.cached if self.cached is not None and self.cached.make_room(len(wanted.times_s)) else None
-
-                def sink(n: int, pixels: np.ndarray, wanted: _Wanted = wanted, keep: CachedVideo | None = keep) -> None:
-                    _place(pixels, wanted.target[n], wanted.out)
-                    if keep is not None:
-                        keep.write(wanted.times_s[n], wanted.out[wanted.target[n][0]])
-
-                video.read(wanted.times_s, sink)
+            put_frame(pixels, target[i], out)
 
 
 def _read_videos(
     readers: Sequence[Reader], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
 ) -> None:
-    """Fill the cameras' columns: one decoder at a time. What is wanted of a store is asked for before the first."""
+    """Fill the cameras' columns: with frames, or with their names."""
     videos = []
     for key in options.columns:
         for dataset_index, reader in enumerate(readers):
@@ -576,67 +448,35 @@ def _read_videos(
                 by_file: dict[str, list[_Episode]] = {}
                 for e in sorted(mine, key=lambda e: e.part.videos[key]):
                     by_file.setdefault(e.part.videos[key][0], []).append(e)
-                videos += [_Video(reader, key, file, members) for file, members in by_file.items()]
-    with contextlib.ExitStack() as opened:
-        for video in videos:
-            with video.naming():
-                video.look(total, options, columns)
-                fs = video.reader.fs
-                if video.wanted and isinstance(fs, RemoteFileSystem):
-                    video.remote = RemoteVideo(fs, video.reader.path(video.file), video.reader.dataset)
-                    opened.callback(video.remote.file.close)
-        for video in videos:
-            if video.remote is not None:
-                with video.naming():
-                    video.remote.ask(np.concatenate([w.times_s for w in video.wanted]), video.reader.fps)
-        for video in videos:
-            if video.wanted:
-                with video.naming():
-                    video.decode(options)
-                if video.remote is not None:
-                    video.remote.file.close()
+                for file, members in by_file.items():
+                    number = reader.video_files[key].index(file) if key in options.named else None
+                    wanted = [_wanted(key, feature, e, number, total, options, columns) for e in members]
+                    videos.append(Video(reader, key, file, wanted))
+    read_videos(videos, options)
 
 
-def _cached_video(reader: Reader, key: str, file: str, options: ReadOptions) -> CachedVideo | None:
-    """The frames of a file that this node has decoded before; None where none are kept."""
-    if options.frame_cache is None:
-        return None
-    path, feature = reader.path(file), reader.features[key]
-    identity = file_identity(reader.fs, path)
-    if identity is None:
-        return None
+def _wanted(
+    key: str,
+    feature: Feature,
+    e: _Episode,
+    number: int | None,
+    total: int,
+    options: ReadOptions,
+    columns: dict[str, Any],
+) -> Wanted:
+    """What an episode's rows want of a video; if they name the frames, by the file's `number`, they are to be kept."""
+    start_s = e.part.videos[key][1]
+    if number is None:
+        frames, target, out = _camera_targets(key, feature, e, total, options, columns)
+        return Wanted(start_s + e.timestamps[frames - e.first], target, out, e.part.episode_index)
+    frames = e.frame
+    if key in options.delta_indices:
+        frames = _windowed(frames, options.delta_indices[key], e.part.episode_length)[0]
+    times_s = start_s + e.timestamps[frames - e.first]
     shape, dtype = frame_of(feature, options.image_size)
-    video = VideoFile(
-        dataset=reader.dataset,
-        path=path,
-        identity=identity,
-        fps=reader.fps,
-        tolerance_s=options.tolerance_s,
-        shape=shape,
-        dtype=dtype,
-        stored=height_width(feature),
-        depth_mm=reader.depth_mm.get(key),
-    )
-    return CachedVideo.of(options.frame_cache, video)
-
-
-def _place_cached(cached: CachedVideo, times_s: np.ndarray, target: list[list[Any]], out: np.ndarray) -> list[int]:
-    """Put the frames that the cache has where they belong; returns which are still to be decoded."""
-    missing = cached.read(times_s, [out[places[0]] for places in target])
-    decoded = set(missing)
-    for i, places in enumerate(target):
-        for at in places[1:] if i not in decoded else ():
-            out[at] = out[places[0]]
-    return missing
-
-
-def _place(pixels: np.ndarray, places: Sequence[Any], out: np.ndarray) -> None:
-    """Put a decoded frame where it belongs in the output, at the output's size."""
-    height, width = out.shape[-3:-1]
-    if pixels.shape[:2] != (height, width):
-        pixels = resize_with_pad(pixels, height, width)
-    for at in places:
-        out[at] = pixels
+    out = _out(columns, key, total, (*frames.shape[1:], *name_shape(shape, dtype)), dtype)
+    out[e.position] = names(e.part.dataset_index, number, times_s, feature, options)
+    return Wanted(np.unique(times_s), episode=e.part.episode_index)
 
 
 def _camera_targets(
@@ -660,32 +500,16 @@ def _camera_targets(
     return frames, target, out
 
 
-def frame_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[tuple[int, int, int], np.dtype]:
-    """A camera's frame in a row: uint8 (H, W, 3), fitted into `image_size` if given; a depth map float32 (H, W, 1)."""
-    if feature.is_depth:
-        return (*height_width(feature), 1), np.dtype(np.float32)
-    return (*(image_size or height_width(feature)), 3), np.dtype(np.uint8)
-
-
-def height_width(feature: Feature) -> tuple[int, int]:
-    """LeRobot states (H, W, C), or (C, H, W) with names saying so; C is 3, of a depth map 1."""
-    channels = 1 if feature.is_depth else 3
-    if feature.shape[0] == channels and feature.shape[-1] != channels:
-        return feature.shape[1], feature.shape[2]
-    return feature.shape[0], feature.shape[1]
-
-
-def _to_table(columns: dict[str, Any], keys: Sequence[str], first: int, last: int) -> pa.Table:
+def to_table(columns: dict[str, np.ndarray]) -> pa.Table:
     arrays = []
-    for key in keys:
-        values = columns[key][first:last]
+    for values in columns.values():
         if values.dtype == object:
             arrays.append(pa.array(values.tolist()))
         elif values.ndim == 1:
             arrays.append(pa.array(values))
         else:
             arrays.append(ArrowTensorArray.from_numpy(values))
-    return pa.table(arrays, names=list(keys))
+    return pa.table(arrays, names=list(columns))
 
 
 def column_to_numpy(column: pa.ChunkedArray) -> np.ndarray:

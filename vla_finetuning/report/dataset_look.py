@@ -16,7 +16,7 @@ import numpy as np
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature, dimension_names
-from vla_finetuning.data.rows import height_width
+from vla_finetuning.data.reader import height_width
 
 STATE, ACTION = "observation.state", "action"
 

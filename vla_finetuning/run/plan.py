@@ -41,11 +41,12 @@ from vla_finetuning.data.metadata import (
     load_metadata,
 )
 from vla_finetuning.data.node_cache import has_room
+from vla_finetuning.data.reader import Decoding, frame_of
 from vla_finetuning.data.relative_actions import RelativeActions, relative_action_stats
-from vla_finetuning.data.rows import frame_of
 from vla_finetuning.data.selection import Choice, of_each, read_choice
 from vla_finetuning.data.statistics import check_stats, complete_stats
 from vla_finetuning.data.storage import StoragePolicy
+from vla_finetuning.data.videos import Frames
 from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.counting import flops_by_prompt
@@ -275,6 +276,17 @@ class Run:
             look=False,
             frame_cache=self.frame_cache,
         )
+
+    def frames_named(self) -> Frames | None:
+        """Fills in the frames that the run's batches name, which they do on one node; None where none are kept."""
+        cameras = {self.config.rename_map.get(key, key): key for key in self.match.camera_keys}
+        decoding = Decoding(
+            tolerance_s=self.config.tolerance_s,
+            threads=max(1, round(self.config.scaling.cpus_per_read_task)),
+            image_size=None if self.image_size is None else (self.image_size[0], self.image_size[1]),
+            frame_cache=self.frame_cache,
+        )
+        return None if self.frame_cache is None else Frames(self.metas, cameras, decoding)
 
     def held_out(self, look: bool = False) -> LeRobotDatasource:
         """The held-out episodes, in stored order. `look`: whether to look that their files are there."""

@@ -18,7 +18,7 @@ import ray
 import ray.train
 from ray.data import ExecutionOptions, ExecutionResources
 
-from lerobot_datasource import SHARE, Share
+from lerobot_datasource import SHARE, Share, name_frames
 
 # Half as many as one coordinator could just deal to where a rank takes 20 rows a second in blocks of 8 (docs/scale.md).
 RANKS_PER_COORDINATOR = 128
@@ -54,6 +54,8 @@ class GroupedRanks(ray.train.DataConfig):
         **kwargs: Any,
     ) -> list[dict[str, Any]]:
         """What each rank iterates over, by dataset. Called at every start of the worker group, by Ray Train."""
+        for dataset in datasets.values():
+            name_frames(dataset, worker_node_ids or [])
         groups = -(-world_size // self._ranks)
         if groups > 1:
             in_all = ray.cluster_resources().get("CPU", 0) - world_size * self._cpus_per_worker

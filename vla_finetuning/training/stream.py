@@ -52,14 +52,10 @@ class TrainingData:
     def __call__(self) -> ray.data.Dataset:
         newest = set_aside_damaged(self.checkpoints_dir)
         first_row = load_progress(newest).rows if newest else 0
-        source = self.read(stream=(first_row, self.last_row))
-        # One function with the read's own resources: Ray fuses it into the read tasks, so frames cross the object
-        # store once.
-        rows = read_source(source).map_batches(
-            self.prepare, batch_size=None, zero_copy_batch=True, num_cpus=source.num_cpus
-        )
-        # As in read_source: a little under a block's size, so that blocks pass whole.
-        rows.context.target_max_block_size = max(1, int(0.8 * source.block_rows * self.row_bytes))
+        stream = (first_row, self.last_row)
+        # Prepared where they are read, so that frames cross the object store once. Not by a `map_batches` that Ray
+        # would fuse into the read: both would cut and merge blocks, by one size, where their rows are of two.
+        rows = read_source(self.read(stream=stream, prepare=self.prepare, prepared_bytes=self.row_bytes))
         rows.context.enable_progress_bars = False
         return rows
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from util import Batch, Draws, TrainableOptimizer, enable_gpu_perf_flags, peak_flops, take_optimizer
 from vla_finetuning.config import ENVIRONMENT_NAME, Attention, TrainMode
 from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.data.videos import Frames
 from vla_finetuning.files import write_json
 from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.augment import augmentation_of
@@ -206,13 +207,19 @@ def saved_progress(run: Run) -> tuple[Progress, Path | None]:
 
 
 def collate_cut(
-    run: Run, collate: Callable[[Columns], Batch], batch: Columns, weights: np.ndarray | None = None
+    run: Run,
+    collate: Callable[[Columns], Batch],
+    batch: Columns,
+    weights: np.ndarray | None = None,
+    frames: Frames | None = None,
 ) -> Batch:
     """Collate a micro-batch with PI0.5's prompts cut to what the longest needs; on the host, in Ray Data's thread.
 
     `weights`: of all frames, by which the rows' losses are weighed (`run.row_weights`); rows that could not be read
-    weigh nothing.
+    weigh nothing. `frames`: fills in those that the batch names.
     """
+    if frames is not None:
+        batch = frames(batch)
     if weights is not None:
         weight = weights[batch["index"]] * batch.get("row_weight", np.float32(1))
         batch = {**batch, "row_weight": of_batch(weight, run.config.sample_weighting.epsilon)}

@@ -1,0 +1,335 @@
+"""Frames of videos: out of the node's cache or the decoder, to where rows want them; or named, to be filled in later.
+
+Rows that are used on the node they were read on need not carry their frames through the object store, which is what
+most of a kept frame's time goes into. They name them, the read task sees to it that they are kept, and where batches
+are made each frame is copied once (`Frames`).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vla_finetuning.data.decode import VideoReader, resize_with_pad
+from vla_finetuning.data.frame_cache import CachedVideo, VideoFile
+from vla_finetuning.data.memory import empty
+from vla_finetuning.data.metadata import DatasetMetadata, Feature
+from vla_finetuning.data.reader import Decoding, Reader, frame_of, height_width
+from vla_finetuning.data.storage import RemoteFileSystem, file_identity, naming_file
+from vla_finetuning.data.video_index import RemoteVideo
+
+logger = logging.getLogger(__name__)
+
+# What names a frame: a dataset, the number of a file among its camera's, and when the frame is shown in it.
+_NAME = np.dtype([("dataset", "<i8"), ("file", "<i8"), ("time_s", "<f8")])
+# A name takes as many bytes as this part of its frame: Ray Data reads ahead by bytes, and what is read ahead should
+# still be in memory when it is wanted.
+_NAME_SHARE = 1 / 16
+# Of files that frames were copied from, so many stay open for the next batch: two descriptors each.
+_OPEN_FILES = 128
+_THREADS = 2
+
+
+# ---- carried -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Wanted:
+    """Frames of a video that are wanted.
+
+    Attributes:
+        times_s: when they are shown in the file, float64 (n,), ascending.
+        target: where each goes in `out`, maybe to several places. out: None where they only have to be kept.
+        episode: whose they are, for errors; None where that is not known.
+    """
+
+    times_s: np.ndarray
+    target: list[list[Any]] = field(default_factory=list)
+    out: np.ndarray | None = None
+    episode: int | None = None
+
+
+@dataclass
+class Video:
+    """A camera's file, and what is wanted of it."""
+
+    reader: Reader
+    key: str
+    file: str
+    wanted: list[Wanted]
+    cached: CachedVideo | None = None
+    remote: RemoteVideo | None = None
+
+    def name(self, *episodes: int | None) -> str:
+        """How errors call it."""
+        known = [e for e in episodes if e is not None]
+        whose = f", episode{'s' * (len(known) > 1)} {', '.join(map(str, known))}" if known else ""
+        return f"{self.reader.root}: {self.file} (camera {self.key}{whose})"
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Errors of a store name the file."""
+        try:
+            with naming_file(self.name(*(w.episode for w in self.wanted))):
+                yield
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{self.reader.root}: {self.file} is missing; copy it again") from error
+
+    def look(self, decoding: Decoding) -> None:
+        """Fill in the frames that this node has decoded before: from now on only those are wanted that it has not."""
+        self.cached = cached_video(self.reader, self.key, self.file, decoding)
+        with self.cached or contextlib.nullcontext():
+            self.wanted = [left for w in self.wanted if (left := self._left(w)) is not None]
+
+    def _left(self, w: Wanted) -> Wanted | None:
+        if w.out is None:
+            missing = [] if self.cached is None else self.cached.lacks(w.times_s)
+        elif self.cached is not None:
+            missing = _place_cached(self.cached, w.times_s, w.target, w.out)
+        else:
+            return w
+        target = [w.target[i] for i in missing] if w.target else []
+        return Wanted(w.times_s[missing], target, w.out, w.episode) if missing else None
+
+    def open(self) -> Any:
+        """For FFmpeg: a path, which it reads itself, or a file."""
+        return self.reader.path(self.file) if self.remote is None else self.remote.file
+
+    def decode(self, decoding: Decoding) -> None:
+        """Fill in the frames that are wanted: the file is walked forward once."""
+        reader, feature = self.reader, self.reader.features[self.key]
+        height, width = height_width(feature)
+        with (
+            self.cached or contextlib.nullcontext(),
+            VideoReader(
+                self.open(),
+                name=self.name(*(w.episode for w in self.wanted)),
+                height=height,
+                width=width,
+                fps=reader.fps,
+                tolerance_s=decoding.tolerance_s,
+                threads=decoding.threads,
+                depth_mm=reader.depth_mm.get(self.key),
+            ) as video,
+        ):
+            for w in self.wanted:
+                video.name = self.name(w.episode)
+                keep = self.cached if self.cached is not None and self.cached.make_room(len(w.times_s)) else None
+                if w.out is not None:
+                    out, target = w.out, w.target
+                elif keep is not None:
+                    # Each where the one before it was: it is of no use but to be kept.
+                    out, target = empty(*frame_of(feature, decoding.image_size)), [[()]] * len(w.times_s)
+                else:
+                    continue  # whoever wants it decodes it
+
+                def sink(
+                    n: int,
+                    pixels: np.ndarray,
+                    times_s: np.ndarray = w.times_s,
+                    target: list[list[Any]] = target,
+                    out: np.ndarray = out,
+                    keep: CachedVideo | None = keep,
+                ) -> None:
+                    put_frame(pixels, target[n], out)
+                    if keep is not None:
+                        keep.write(times_s[n], out[target[n][0]])
+
+                video.read(w.times_s, sink)
+
+
+def read_videos(videos: Sequence[Video], decoding: Decoding) -> None:
+    """Do what is wanted: one decoder at a time. What is wanted of a store is asked for before the first."""
+    with contextlib.ExitStack() as opened:
+        for video in videos:
+            with video.naming():
+                video.look(decoding)
+                fs = video.reader.fs
+                if video.wanted and isinstance(fs, RemoteFileSystem):
+                    video.remote = RemoteVideo(fs, video.reader.path(video.file), video.reader.dataset)
+                    opened.callback(video.remote.file.close)
+        for video in videos:
+            if video.remote is not None:
+                with video.naming():
+                    video.remote.ask(np.concatenate([w.times_s for w in video.wanted]), video.reader.fps)
+        for video in videos:
+            if video.wanted:
+                with video.naming():
+                    video.decode(decoding)
+                if video.remote is not None:
+                    video.remote.file.close()
+
+
+def cached_video(reader: Reader, key: str, file: str, decoding: Decoding) -> CachedVideo | None:
+    """The frames of a file that this node has decoded before; None where none are kept."""
+    if decoding.frame_cache is None:
+        return None
+    path, feature = reader.path(file), reader.features[key]
+    identity = file_identity(reader.fs, path)
+    if identity is None:
+        return None
+    shape, dtype = frame_of(feature, decoding.image_size)
+    video = VideoFile(
+        dataset=reader.dataset,
+        path=path,
+        identity=identity,
+        fps=reader.fps,
+        tolerance_s=decoding.tolerance_s,
+        shape=shape,
+        dtype=dtype,
+        stored=height_width(feature),
+        depth_mm=reader.depth_mm.get(key),
+    )
+    return CachedVideo.of(decoding.frame_cache, video)
+
+
+def _place_cached(cached: CachedVideo, times_s: np.ndarray, target: list[list[Any]], out: np.ndarray) -> list[int]:
+    """Put the frames that the cache has where they belong; returns which are still to be decoded."""
+    missing = cached.read(times_s, [out[places[0]] for places in target])
+    decoded = set(missing)
+    for i, places in enumerate(target):
+        for at in places[1:] if i not in decoded else ():
+            out[at] = out[places[0]]
+    return missing
+
+
+def put_frame(pixels: np.ndarray, places: Sequence[Any], out: np.ndarray) -> None:
+    """Put a decoded frame where it belongs in the output, at the output's size."""
+    height, width = out.shape[-3:-1]
+    if pixels.shape[:2] != (height, width):
+        pixels = resize_with_pad(pixels, height, width)
+    for at in places:
+        out[at] = pixels
+
+
+# ---- named -------------------------------------------------------------------------------------------------------
+
+
+def name_shape(shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, int, int]:
+    """Of the array that names a frame of this shape: a picture too, of one column, so that it passes for one."""
+    size = max(_NAME.itemsize, math.prod(shape) * dtype.itemsize * _NAME_SHARE)
+    return math.ceil(size / shape[-1] / dtype.itemsize), 1, shape[-1]
+
+
+def names(dataset: int, file: int, times_s: np.ndarray, feature: Feature, decoding: Decoding) -> np.ndarray:
+    """Of frames that are shown at `times_s`, float64 (...): arrays of `name_shape`, (..., N, 1, C)."""
+    shape, dtype = frame_of(feature, decoding.image_size)
+    named = name_shape(shape, dtype)
+    found = np.zeros((times_s.size, math.prod(named) * dtype.itemsize), np.uint8)
+    name = np.empty(times_s.size, _NAME)
+    name["dataset"], name["file"], name["time_s"] = dataset, file, times_s.ravel()
+    found[:, : _NAME.itemsize] = name.view(np.uint8).reshape(len(name), -1)
+    return found.view(dtype).reshape(*times_s.shape, *named)
+
+
+# A camera, a dataset, and the number of a file among the camera's.
+_File = tuple[str, int, int]
+
+
+@dataclass
+class _Asked:
+    """Frames that a batch wants of a file: by when they are shown, their places in `out`."""
+
+    out: np.ndarray
+    times: dict[float, list[Any]] = field(default_factory=dict)
+
+    def wanted(self) -> Wanted:
+        times = sorted(self.times)
+        return Wanted(np.array(times), [self.times[time_s] for time_s in times], self.out)
+
+
+class Frames:
+    """Fills in the frames that batches name, on the node that keeps them. Threads may share it.
+
+    Args:
+        metas: the datasets.
+        cameras: the columns that may hold names, and what each camera is called in the datasets.
+        decoding: as in the read tasks.
+    """
+
+    def __init__(self, metas: Sequence[DatasetMetadata], cameras: Mapping[str, str], decoding: Decoding):
+        self._readers = [Reader.of(meta, set(cameras.values())) for meta in metas]
+        self._cameras, self._decoding = dict(cameras), decoding
+        self._open: dict[_File, CachedVideo] = {}
+        self._lock = threading.Lock()
+        self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "frames")
+        self._told = False
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The batch with all its frames; as it is where it carries them.
+
+        Raises:
+            ValueError, FileNotFoundError: one is not kept any more, and cannot be decoded.
+        """
+        with self._lock:
+            asked: dict[_File, _Asked] = {}
+            columns = {name: key for name, key in self._cameras.items() if name in batch}
+            filled = {name: self._ask(batch[name], key, asked) for name, key in columns.items()}
+            if asked:
+                self._copy(asked)
+            return batch | filled
+
+    def _ask(self, values: np.ndarray, key: str, asked: dict[_File, _Asked]) -> np.ndarray:
+        """Where the frames will be that `values` name; the values, where they name none."""
+        feature = next(reader.features[key] for reader in self._readers if key in reader.features)
+        shape, dtype = frame_of(feature, self._decoding.image_size)
+        if values.shape[-3:] != name_shape(shape, dtype) or values.shape[-3:] == shape:
+            return values
+        *window, _, _, _ = values.shape
+        as_bytes = np.ascontiguousarray(values).reshape(math.prod(window), -1).view(np.uint8)
+        name = np.ascontiguousarray(as_bytes[:, : _NAME.itemsize]).view(_NAME).ravel()
+        out = empty((len(name), *shape), dtype)
+        for place, (dataset, file, time_s) in enumerate(name.tolist()):
+            asked.setdefault((key, dataset, file), _Asked(out)).times.setdefault(time_s, []).append(place)
+        return out.reshape(*window, *shape)
+
+    def _copy(self, asked: dict[_File, _Asked]) -> None:
+        jobs = [(self._opened(file), a.wanted()) for file, a in asked.items()]
+        left = []
+        for (key, dataset, number), (_, w), missing in zip(
+            asked, jobs, self._threads.map(_copy_cached, jobs), strict=True
+        ):
+            if missing:
+                reader, target = self._readers[dataset], [w.target[i] for i in missing]
+                wanted = [Wanted(w.times_s[missing], target, w.out)]
+                left.append(Video(reader, key, reader.video_files[key][number], wanted))
+        if left:
+            self._tell(sum(len(video.wanted[0].times_s) for video in left))
+            read_videos(left, self._decoding)
+        while len(self._open) > _OPEN_FILES:
+            self._open.pop(next(iter(self._open))).close()
+
+    def _opened(self, file: _File) -> CachedVideo | None:
+        """Those used last are last."""
+        video = self._open.pop(file, None)
+        if video is None:
+            key, dataset, number = file
+            reader = self._readers[dataset]
+            video = cached_video(reader, key, reader.video_files[key][number], self._decoding)
+        if video is not None:
+            self._open[file] = video
+        return video
+
+    def _tell(self, frames: int) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "%d frames were not in the frame cache any more, and are decoded where batches are made, which may "
+                "keep training waiting: has its disk failed, or has somebody emptied it? (%s)",
+                frames,
+                self._decoding.frame_cache and self._decoding.frame_cache.folder,
+            )
+
+
+def _copy_cached(job: tuple[CachedVideo | None, Wanted]) -> list[int]:
+    cached, w = job
+    assert w.out is not None
+    return list(range(len(w.times_s))) if cached is None else _place_cached(cached, w.times_s, w.target, w.out)
