@@ -701,19 +701,22 @@ def read_source(source: LeRobotDatasource) -> Dataset:
     return dataset
 
 
-def name_frames(dataset: Dataset, used_on: Iterable[str]) -> None:
+def name_frames(dataset: Dataset, used_on: Iterable[str]) -> bool:
     """Have rows of a dataset from `read_source` name the frames that are kept, for `data.videos.Frames` to fill in.
 
-    Only if all can be kept, and rows are read where they are used: if the cluster has CPUs on no node but that of
-    `used_on`, node ids. A node that joins later reads too; what it keeps is decoded once more where it is used.
+    Returns whether they will: only if all can be kept, and rows are read where they are used, that is, if the cluster
+    has CPUs on no node but that of `used_on`, node ids. A node that joins later reads too; what it keeps is decoded
+    once more where it is used.
     """
     block_bytes = dataset.context.get_config(NAMING_BLOCK_BYTES)
     if block_bytes is None:
-        return
+        return False
     reading = {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0}
-    if len(reading) == 1 and reading == set(used_on):
-        dataset.context.set_config(NAMES, True)
-        dataset.context.target_max_block_size = _target_bytes(block_bytes)
+    if len(reading) > 1 or reading != set(used_on):
+        return False
+    dataset.context.set_config(NAMES, True)
+    dataset.context.target_max_block_size = _target_bytes(block_bytes)
+    return True
 
 
 def local_batches(source: LeRobotDatasource, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
@@ -723,9 +726,9 @@ def local_batches(source: LeRobotDatasource, batch_size: int) -> Iterator[dict[s
     object store.
     """
     dataset, frames = read_source(source), source.frames()
-    name_frames(dataset, [ray.get_runtime_context().get_node_id()])
-    # Names are small: many rows in one go spare Ray Data's work for each batch.
-    at_once = max(1, source.block(naming=True)[0] // batch_size) * batch_size
+    naming = name_frames(dataset, [ray.get_runtime_context().get_node_id()])
+    # A block in one go, about, spares Ray Data's work for each batch.
+    at_once = max(1, source.block(naming)[0] // batch_size) * batch_size
     for rows in dataset.iter_batches(batch_size=at_once, batch_format="numpy", prefetch_batches=0):
         for first in range(0, len(next(iter(rows.values()))), batch_size):
             yield frames({key: values[first : first + batch_size] for key, values in rows.items()})

@@ -387,12 +387,12 @@ def test_through_ray(ray_cluster, original, folder):
         with pytest.MonkeyPatch.context() as disk:
             disk.setattr("lerobot_datasource.has_room", room)
             dataset = read_source(source)
-        name_frames(dataset, here)
+        assert not name_frames(dataset, here)
         assert dataset.context.get_config(NAMES) is None
     dataset = read_source(source)
-    name_frames(dataset, ["another node"])
+    assert not name_frames(dataset, ["another node"])
     assert dataset.take_batch(1)[WRIST].shape[1:] == expected[WRIST].shape[1:]
-    name_frames(dataset, here)
+    assert name_frames(dataset, here)
     assert dataset.take_batch(1)[WRIST].nbytes < expected[WRIST][0].nbytes / 8
 
     found = list(local_batches(source, 4))

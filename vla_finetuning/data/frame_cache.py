@@ -128,14 +128,14 @@ class CachedVideo:
     def lacks(self, times_s: np.ndarray) -> list[int]:
         """Which of the frames at `times_s` (float64, ascending, (n,)) are not here, by their marks.
 
-        If all are, what lies between the first and the last is read ahead.
+        If all are, what lies between the first and the last is read ahead, where the system can be told to (Linux).
         """
         with self._cache.doing_without():
             if self._cache.works and self._open():
                 assert self._files is not None
                 marks = [self._mark(time_s) for time_s in times_s.tolist()]
                 missing = [i for i, (_, checksum) in enumerate(marks) if not checksum]
-                if not missing:
+                if not missing and hasattr(os, "posix_fadvise"):
                     first, last = marks[0][0] * self._frame_bytes, (marks[-1][0] + 1) * self._frame_bytes
                     os.posix_fadvise(self._files[0], first, last - first, os.POSIX_FADV_WILLNEED)
                 return missing
