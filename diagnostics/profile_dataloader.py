@@ -98,7 +98,10 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     options.add("profile_batches", count, 300, "batches per worker")
     options.add("profile_warmup", count, 20, "batches before those")
     options.add("against", Path, None, "a result of profile_step")
-    return options.parse_known_args(argv)
+    found, rest = options.parse_known_args(argv)
+    if found.against:
+        StepReport.read(found.against)  # what is wrong with it is told before a dataset is made, or read
+    return found, rest
 
 
 # ---- the result ---------------------------------------------------------------------------------------------------

@@ -225,6 +225,7 @@ def test_the_json_is_read_back(loader_report, tmp_path):
     ],
 )
 def test_every_environment_variable_changes_what_it_should(run, monkeypatch, name, value, option):
+    monkeypatch.setattr(profile_dataloader.StepReport, "read", str)
     default = vars(options_of())
     monkeypatch.setenv(name, value)
     changed = vars(options_of())

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import threading
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -124,8 +125,12 @@ def test_ranks_of_several_groups_get_what_one_coordinator_deals(source):
     for thread in threads:
         thread.start()
     all_wait.wait()
-    limits = ray.get([actor.__ray_call__.remote(limits_of) for actor in actors])
     cluster = ray.cluster_resources()
+    for _ in range(60):  # each execution looks once a second who else there is
+        limits = ray.get([actor.__ray_call__.remote(limits_of) for actor in actors])
+        if sum(given.object_store_memory for _, given in limits) <= 0.5 * cluster["object_store_memory"]:
+            break
+        time.sleep(0.5)
     for_reading = cluster["CPU"] - 0.5 * WORLD
     assert [told.cpu for told, _ in limits] == [for_reading / 2] * 2
     # Ray's division of the cluster follows who is busy, and gives an execution that has read all its blocks nothing.
