@@ -298,12 +298,8 @@ class LeRobotDatasource(Datasource):
         cache = self._frame_cache
         if cache is None or self._skips or self.decoded_bytes() > cache.gb * 1e9:
             return frozenset()
-        videos = {key for key, feature in self._features.items() if feature.dtype == "video"}
-        return frozenset(
-            key
-            for key in videos & set(self.columns())
-            if all(meta.features[key].dtype == "video" for meta in self.metas)
-        )
+        read = self._features.keys() & set(self.columns())
+        return frozenset(key for key in read if all(meta.features[key].dtype == "video" for meta in self.metas))
 
     def has_room_for_frames(self) -> bool:
         """Whether the disk of this node has room for all frames that are to be kept."""

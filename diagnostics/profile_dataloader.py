@@ -99,8 +99,8 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     options.add("profile_warmup", count, 20, "batches before those")
     options.add("against", Path, None, "a result of profile_step")
     found, rest = options.parse_known_args(argv)
-    if found.against:
-        StepReport.read(found.against)  # what is wrong with it is told before a dataset is made, or read
+    if found.against:  # what is wrong with it is told before a dataset is made, or read
+        found.against = StepReport.read(found.against)
     return found, rest
 
 
@@ -482,7 +482,7 @@ def profile(run: Run, options: Namespace) -> LoaderReport:
 
 
 def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
-    step = StepReport.read(options.against) if options.against else None
+    step: StepReport | None = options.against
 
     def examine() -> Result:
         batches = options.profile_warmup + options.profile_batches
