@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +29,29 @@ from ray.data.datasource import Datasource, ReadTask
 
 from vla_finetuning.config import FRAME_CACHE_GB, DatasetOptions, OnError
 from vla_finetuning.data.columns import IS_SKIPPED
+from vla_finetuning.data.features import checked_size, common_features, resolve_delta_indices
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.frames import Stretches
 from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     DatasetMetadata,
-    Feature,
     check_files,
     key_frame_rows,
     load_metadata,
     select_episodes,
 )
 from vla_finetuning.data.node_cache import has_room
-from vla_finetuning.data.plan import Episodes, StreamPlan, WindowSlice, task_bounds, window_and_segment
+from vla_finetuning.data.plan import (
+    Episodes,
+    Plan,
+    StreamPlan,
+    WindowSlice,
+    at_blocks,
+    task_bounds,
+    window_and_segment,
+)
 from vla_finetuning.data.reader import Reader, ReadOptions, frame_of
 from vla_finetuning.data.rows import (
-    BOOKKEEPING,
     IS_PAD,
     Places,
     Read,
@@ -52,6 +60,7 @@ from vla_finetuning.data.rows import (
     row_dtype,
 )
 from vla_finetuning.data.selection import of_each
+from vla_finetuning.data.shards import ShardedPlan, Sharding, divide
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.data.videos import Frames, name_shape
 
@@ -70,6 +79,8 @@ MAX_TASKS = 4096
 SHARE = "lerobot_share"
 # In the same place: whether its rows name the frames that are kept (`name_frames`), and what a block then weighs.
 NAMES, NAMING_BLOCK_BYTES = "lerobot_names", "lerobot_naming_block_bytes"
+# In the same place: how many shards its rows are divided into.
+SHARDS = "lerobot_shards"
 
 
 @dataclass(frozen=True)
@@ -116,8 +127,9 @@ class LeRobotDatasource(Datasource):
             segments of SEGMENT_ROWS, however few that makes.
         at_key_frames: whether shuffled segments begin at key frames, where they are long enough: fewer frames are then
             decoded for others' sake.
-        global_shuffle: in epochs of the stream after the first, rows are drawn one by one from the whole dataset: for
-            frames that are kept.
+        global_shuffle: in epochs of the stream after the first, rows are drawn one by one from the whole dataset (or
+            shard): for frames that are kept.
+        sharding: how the rows are divided, so that each node can read one part; None: not.
         stream: (first, last) positions of the run's stream (see `data.plan`); None for one epoch. Rows then also
             carry `position`, their place in it. A long stream is read in several executions: the n-th execution of the
             dataset reads the n-th part, so that a consumer iterates until the stream is done.
@@ -150,6 +162,7 @@ class LeRobotDatasource(Datasource):
         window_segments: int | None = DatasetOptions.window_segments,
         at_key_frames: bool = True,
         global_shuffle: bool = False,
+        sharding: Sharding | None = None,
         stream: tuple[int, int] | None = None,
         rows_multiple: int = 1,
         block_rows: int | None = None,
@@ -175,8 +188,8 @@ class LeRobotDatasource(Datasource):
         selected = [
             select_episodes(meta, None if episodes is None else episodes[i]) for i, meta in enumerate(self.metas)
         ]
-        self._image_size = _checked_size(image_size)
-        features = _common_features(self.metas, camera_keys, columns, self._image_size)
+        self._image_size = checked_size(image_size)
+        features = common_features(self.metas, camera_keys, columns, self._image_size)
         if delta_timestamps and len({meta.fps for meta in self.metas}) > 1:
             raise ValueError(
                 f"datasets of different frame rates cannot be read together in windows: "
@@ -210,16 +223,25 @@ class LeRobotDatasource(Datasource):
                 repeated = np.concatenate(
                     [np.ones(len(left.episode)) if left.weight is None else left.weight for left in stretches]
                 )
-        self.plan = StreamPlan(
-            Episodes(places.dataset_index, places.episode_index, start, length),
-            seed=shuffle_seed,
+        plan = partial(
+            StreamPlan,
             segment_rows=segment if shuffle_seed is not None else max(window, SEGMENT_ROWS),
             window_rows=window,
             cut_at=cut_at,
             weights=weights,
-            episode_weights=repeated,
             later_segment_rows=1 if global_shuffle else None,
         )
+        self.shards = 1 if sharding is None else sharding.count
+        self.plan: Plan
+        if sharding is None:
+            drawn = Episodes(places.dataset_index, places.episode_index, start, length)
+            self.plan = plan(drawn, seed=shuffle_seed, episode_weights=repeated)
+        else:
+            piece, begins, length, shard = divide(places.dataset_index, length, repeated, self.shards, cut_at)
+            places = self._places = places.take(piece)
+            repeated = None if repeated is None else repeated[piece]
+            drawn = Episodes(places.dataset_index, places.episode_index, start[piece] + begins, length)
+            self.plan = ShardedPlan(drawn, shard, sharding, seed=shuffle_seed, plan=plan, episode_weights=repeated)
         self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
         self._window, self._prescribed_rows = window, block_rows
         self.block_rows = self._block_rows(row_bytes)
@@ -229,7 +251,8 @@ class LeRobotDatasource(Datasource):
         if stream is None:
             self._rows_per_execution = self._stream[1] - self._stream[0]
         else:
-            self._rows_per_execution = max(1, READS_PER_EXECUTION * self._read_rows // rows_multiple) * rows_multiple
+            reads = READS_PER_EXECUTION * self.shards
+            self._rows_per_execution = max(1, reads * self._read_rows // rows_multiple) * rows_multiple
 
     # ---- what Ray Data asks -------------------------------------------------------------------------------------
 
@@ -268,14 +291,17 @@ class LeRobotDatasource(Datasource):
         return max(total, 1)
 
     def decoded_bytes(self) -> int:
-        """Bytes of all different frames that are decoded of videos in an epoch: what keeping them takes."""
+        """Bytes of all different frames that are decoded of videos in an epoch: what keeping them takes.
+
+        On a node: of a shard, where there are several.
+        """
         total = 0
         for key in self.columns():
             feature = self._features.get(key)
             if feature is not None and feature.dtype == "video":
                 shape, dtype = frame_of(feature, self._image_size)
                 total += math.prod(shape) * dtype.itemsize
-        return total * int(self.plan.episodes.length.sum())
+        return total * int(self.plan.episodes.length.sum()) // self.shards
 
     def _block_rows(self, row_bytes: int) -> int:
         """Rows of a block, of which whole ones make a window."""
@@ -400,8 +426,9 @@ class LeRobotDatasource(Datasource):
         A read is what the share has of a window. Where two shares meet in a window, both decode their own rows of it.
         """
         runs, task_rows = share.runs(first, last, self.block_rows), self._task_rows(first, last)
+        cuts = self.plan.window_starts(first + share.first * self.block_rows, last)
         reads: list[Read] = []
-        for a, b in itertools.pairwise(task_bounds(first, last, self._read_rows, self.block_rows).tolist()):
+        for a, b in itertools.pairwise(at_blocks(first, cuts, last, self.block_rows).tolist()):
             windows, starts = [], []
             here = runs[np.searchsorted(runs[:, 1], a, side="right") : np.searchsorted(runs[:, 0], b, side="left")]
             for start, end in here.clip(a, b).tolist():
@@ -468,7 +495,7 @@ def _read_of(windows: list[WindowSlice], places: Places) -> Read:
 class _Planned:
     """The reads that make up stream positions [first, last), a window each, looked up when they are wanted."""
 
-    plan: Any  # (StreamPlan, Places), or an ObjectRef of them
+    plan: Any  # (Plan, Places), or an ObjectRef of them
     first: int
     last: int
     read_rows: int
@@ -484,7 +511,7 @@ class _Planned:
 _newest: dict[str, Any] = {}
 
 
-def _opened(plan: Any) -> tuple[StreamPlan, Places]:
+def _opened(plan: Any) -> tuple[Plan, Places]:
     """A plan, opened once in a process: it remembers which part of an epoch it has cut, for the next task."""
     if not isinstance(plan, ray.ObjectRef):
         return plan
@@ -525,79 +552,7 @@ def reads_per_task(reads: int, read_bytes: int, cluster: Mapping[str, float]) ->
     return int(max(1, min(by_turns, by_store, MAX_READS_PER_TASK)))
 
 
-# ---- on the driver ----------------------------------------------------------------------------------------------
-
-
-def resolve_delta_indices(
-    delta_timestamps: Mapping[str, Sequence[float]],
-    features: Mapping[str, Feature],
-    meta: DatasetMetadata,
-    tolerance_s: float,
-) -> dict[str, tuple[int, ...]]:
-    """Offsets in seconds to offsets in frames, refusing what lies between frames (as LeRobot does)."""
-    indices = {}
-    for key, seconds in delta_timestamps.items():
-        if key not in features:
-            raise ValueError(f"{meta.root}: delta_timestamps names {key!r}; the columns are {sorted(features)}")
-        if features[key].dtype in ("string", "language"):
-            raise ValueError(f"{meta.root}: delta_timestamps cannot window {key!r}, a {features[key].dtype} column")
-        frames = np.asarray(seconds, np.float64) * meta.fps
-        off = np.abs(frames - np.rint(frames)) / meta.fps
-        if len(frames) == 0 or off.max() > tolerance_s:
-            raise ValueError(
-                f"{meta.root}: delta_timestamps[{key!r}] = {list(seconds)} must be multiples of 1/{meta.fps} s "
-                f"(the dataset's frame rate), at least one"
-            )
-        indices[key] = tuple(np.rint(frames).astype(int).tolist())
-    return indices
-
-
-def _checked_size(image_size: Sequence[int] | None) -> tuple[int, int] | None:
-    if image_size is None:
-        return None
-    if len(image_size) != 2 or any(int(n) != n or n < 1 for n in image_size):
-        raise ValueError(f"image_size is {list(image_size)}, expected (height, width) in pixels")
-    return int(image_size[0]), int(image_size[1])
-
-
-def _array_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[Any, Any]:
-    """What columns of several datasets must agree in to be one."""
-    return frame_of(feature, image_size) if feature.dtype in CAMERA_DTYPES else (feature.shape, feature.dtype)
-
-
-def _common_features(
-    metas: Sequence[DatasetMetadata],
-    camera_keys: Sequence[str] | None,
-    columns: Sequence[str] | None,
-    image_size: tuple[int, int] | None,
-) -> dict[str, Feature]:
-    """Features of a row: cameras, columns and what every row has; all datasets must agree on them."""
-    if camera_keys is not None:
-        for meta in metas:
-            unknown = sorted(set(camera_keys) - set(meta.camera_keys))
-            if unknown:
-                raise ValueError(f"{meta.root}: no cameras {unknown}; it has {list(meta.camera_keys)}")
-    chosen: dict[str, Feature] = {}
-    for meta in metas:
-        kept = {}
-        for key, feature in meta.features.items():
-            wanted = camera_keys if key in meta.camera_keys else columns
-            if wanted is None or key in wanted or key in BOOKKEEPING:
-                kept[key] = feature
-        if not chosen:
-            chosen = kept
-        differing = sorted(
-            k
-            for k in chosen.keys() | kept.keys()
-            if k not in chosen or k not in kept or _array_of(chosen[k], image_size) != _array_of(kept[k], image_size)
-        )
-        if differing:
-            raise ValueError(
-                f"{meta.root} and {metas[0].root} cannot be read together: they differ in {differing}; "
-                "choose the cameras they share with camera_keys, bring cameras to one size with image_size, or convert "
-                "one of them"
-            )
-    return chosen
+# ---- for whoever reads -------------------------------------------------------------------------------------------
 
 
 def read_lerobot(
@@ -694,21 +649,27 @@ def read_source(source: LeRobotDatasource) -> Dataset:
     # that has more waits with its CPU idle. Ray Data counts them as bytes that are on their way. The name is private in
     # Ray 2.60; its default is 2.
     dataset.context._max_num_blocks_in_streaming_gen_buffer = 2 + source._read_rows // source.block_rows
+    dataset.context.set_config(SHARDS, source.shards)
     return dataset
 
 
-def name_frames(dataset: Dataset, used_on: Iterable[str]) -> bool:
+def keeps_frames(dataset: Dataset) -> bool:
+    """Whether all frames that rows of a dataset from `read_source` could name may be kept."""
+    return dataset.context.get_config(NAMING_BLOCK_BYTES) is not None
+
+
+def name_frames(dataset: Dataset, used_on: Iterable[str], where_used: bool = False) -> bool:
     """Have rows of a dataset from `read_source` name the frames that are kept, for `data.videos.Frames` to fill in.
 
-    Returns whether they will: only if all can be kept, and rows are read where they are used, that is, if the cluster
-    has CPUs on no node but that of `used_on`, node ids. A node that joins later reads too; what it keeps is decoded
-    once more where it is used.
+    Returns whether they will: only if all can be kept, and rows are read where they are used: if `where_used` says so,
+    or the cluster has CPUs on no node but that of `used_on`, node ids. A node that joins later reads too; what it keeps
+    is decoded once more where it is used.
     """
-    block_bytes = dataset.context.get_config(NAMING_BLOCK_BYTES)
-    if block_bytes is None:
+    block_bytes, nodes = dataset.context.get_config(NAMING_BLOCK_BYTES), set(used_on)
+    if block_bytes is None or len(nodes) < dataset.context.get_config(SHARDS):
         return False
     reading = {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0}
-    if len(reading) > 1 or reading != set(used_on):
+    if not where_used and (len(reading) > 1 or reading != nodes):
         return False
     dataset.context.set_config(NAMES, True)
     dataset.context.target_max_block_size = _target_bytes(block_bytes)

@@ -149,6 +149,8 @@ def validate(config: Config) -> None:
             "dataset.batch_timeout_s": d.batch_timeout_s,
             "dataset.cache_size_gb": d.cache_size_gb,
             "dataset.frame_cache_gb": d.frame_cache_gb,
+            "dataset.shards": d.shards,
+            "dataset.shard_rows": d.shard_rows,
             "train.noise_draws": t.noise_draws,
             "peft.r": config.peft.r,
             "peft.lora_alpha": config.peft.lora_alpha,

@@ -130,9 +130,15 @@ class DatasetOptions:
     frame_cache: str | None = None
     frame_cache_gb: float = FRAME_CACHE_GB
     # From the second epoch on, rows are drawn one by one from the whole dataset instead of in segments: better mixed,
-    # and for free where all frames are kept. For runs on one node: each of several would decode single frames until it
-    # has them all.
+    # and for free where all frames are kept. For runs on one node, or with a shard for each: others would decode single
+    # frames until each node has them all.
     global_shuffle: bool = False
+    # Divide the rows into so many equal shards, of which every batch has equally many rows: as many as there are nodes
+    # with workers. Each node then reads one of them for its own workers, and finds in the second epoch all frames that
+    # it kept in the first (docs/data_engine.md). And how many rows of a shard come in turn: those that the workers of a
+    # node take at once when absent.
+    shards: int = 1
+    shard_rows: int | None = None
     # A training process that has waited so long for its next batch ends the attempt with an error that names its rows:
     # a read that hangs is noticed by nobody else. Longer than several requests that each take all of read_timeout_s,
     # shorter than collective_timeout_s, after which the other ranks could only say that this one is missing.

@@ -19,12 +19,13 @@ from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.node_cache import has_room
+from vla_finetuning.data.shards import Sharding
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import optim
 from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.policies.pi05 import check_batch
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, make_processors
-from vla_finetuning.run import base_policy
+from vla_finetuning.run import base_policy, mixing
 from vla_finetuning.run import plan as run_plan
 from vla_finetuning.run.checkpoint import Progress, check_resumable, commit, write_pieces
 from vla_finetuning.run.describe import describe
@@ -106,6 +107,25 @@ def test_all_rows_of_later_epochs_are_shuffled_only_where_all_frames_are_kept(se
             check_resumable(replace(was.start, step=2, rows=8), now.start)
 
 
+def test_shards_are_of_the_workers_nodes_and_stay_when_there_are_others(setting):
+    flags = ["--dataset.shards=2", "--steps=20", "--dataset.frame_cache=kept"]
+    with pytest.raises(ValueError, match="--dataset.shards=2 with --scaling.num_workers=3: .* nodes with equally many"):
+        plan(setting, *flags, "--scaling.num_workers=3", "--grad_accum=1")
+    run = plan(setting, *flags, "--scaling.num_workers=4", "--grad_accum=1")
+    assert run.sharding == Sharding(2, 2 * run.block_rows) and run.rows_per_epoch == 54
+    text = describe(run)
+    assert "2 shards, equally many rows of each in a batch: each node reads one, for its own workers" in text
+    assert "are kept in" in text and "on each node those of its shard" in text
+    assert run.kept_bytes == 54 // 2 * 48 * 64 * 3
+    # Its rows and their order are part of the run: fewer workers take them as they are.
+    (run.output_dir / CONFIG_NAME).parent.mkdir(exist_ok=True)
+    (run.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
+    resume = ["--resume", f"--output_dir={run.output_dir}", "--scaling.num_workers=1", "--grad_accum=4"]
+    again = resolve(parse_args(resume), gpus_found=0)
+    assert again.stream == run.stream and again.sharding == run.sharding
+    assert run.stream != plan(setting, *flags[1:], "--scaling.num_workers=4", "--grad_accum=1").stream
+
+
 def test_frames_fitted_while_decoding_reach_the_policy_as_after_its_own_resizing(setting, monkeypatch):
     from lerobot.policies.pi05 import modeling_pi05
 
@@ -178,7 +198,7 @@ def test_what_a_batch_is_mixed_of(setting, large, tmp_path, monkeypatch):
     assert run.mixing.episodes == expected and f"rows of about {expected:.1f} episodes" in describe(run)
     assert "POORLY" not in describe(run)
     many = make_dataset(tmp_path / "many", cameras={"observation.images.top": (48, 64)}, episodes=(5,) * 40)
-    monkeypatch.setattr(run_plan, "POORLY_MIXED", 0.8)  # so that few frames are enough for a test
+    monkeypatch.setattr(mixing, "POORLY_MIXED", 0.8)  # so that few frames are enough for a test
     flags = [f"--dataset.root={many}", "--batch_size=32", "--dataset.shuffle_window=32"]
     poor = plan(setting, *flags, "--dataset.window_segments=2", root=False)
     better = re.search(r"POORLY MIXED: --dataset.window_segments (\d+) ", describe(poor))[1]

@@ -14,10 +14,12 @@ import ray
 import torch
 from ray.data import DataContext, ExecutionOptions, ExecutionResources
 
-from lerobot_datasource import LeRobotDatasource, Share, read_source
+from lerobot_datasource import SHARDS, LeRobotDatasource, Share, read_source
+from tests import clusters
 from tests.datasets import make_dataset
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.shards import Sharding
 from vla_finetuning.training.coordinators import Coordinators, GroupedRanks, shared
 from vla_finetuning.training.stream import Dealt, Deferred, TrainingData, stream_batches
 
@@ -29,13 +31,13 @@ def test_the_executions_of_a_run_share_what_one_would_have():
     options = ExecutionOptions(preserve_order=True)
     options.exclude_resources = ExecutionResources(object_store_memory=100, cpu=2)
     before = copy.deepcopy(options)
-    one = shared(options, 4, cpus=30)
+    one = shared(options, 4, cpus=7.5)
     one.validate()
     assert one.preserve_order and options == before
     assert one.resource_limits == ExecutionResources.for_limits(cpu=7.5)
     assert one.exclude_resources == ExecutionResources(object_store_memory=25)
     options = ExecutionOptions(resource_limits=ExecutionResources.for_limits(cpu=8, object_store_memory=100))
-    assert shared(options, 4, cpus=30).resource_limits == ExecutionResources.for_limits(cpu=2, object_store_memory=25)
+    assert shared(options, 4, cpus=7.5).resource_limits == ExecutionResources.for_limits(cpu=2, object_store_memory=25)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -155,7 +157,7 @@ def test_ranks_of_several_groups_get_what_one_coordinator_deals(source):
 
 @pytest.mark.ray
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_workers_on_the_only_node_name_the_frames_that_are_kept(ray_cluster, tmp_path, nodes):
+def test_workers_on_the_only_node_name_the_frames_that_are_kept(ray_cluster, tmp_path, caplog, nodes):
     """Two ranks; what `prepare` adds to a row is several times a frame, and blocks are still dealt as planned."""
     block, world, last = 8, 2, 48
     meta = load_metadata(make_dataset(tmp_path / "dataset", episodes=(30, 30), cameras={TOP: (64, 80)}))
@@ -168,7 +170,68 @@ def test_workers_on_the_only_node_name_the_frames_that_are_kept(ray_cluster, tmp
     here = ray.get_runtime_context().get_node_id()
     data = GroupedRanks(ExecutionOptions(preserve_order=True), cpus_per_worker=0.5, cpus_per_read_task=0.5)
     of_ranks = data.configure({"train": dataset}, world, None, [here, here if nodes == 1 else "another"])
-    found: dict[int, list] = {rank: [] for rank in range(world)}
+    (rows,) = source.read_rows(range(last), last)
+    for batches in dealt_to(of_ranks, source, last):
+        assert len(batches) == last // block // world
+        for batch, arrived in batches:
+            assert arrived < batch[TOP].numpy().nbytes / 8 if nodes == 1 else arrived == batch[TOP].numpy().nbytes
+            np.testing.assert_array_equal(batch[TOP], rows[TOP][batch["position"]])
+    advised = "A run that is started with --dataset.shards=2 finds all"
+    assert sum(advised in message for message in caplog.messages) == nodes - 1
+
+
+def test_a_node_that_cannot_read_for_its_workers_is_named_and_rows_are_read_anywhere(monkeypatch, caplog):
+    asked = []
+    monkeypatch.setattr("ray.train.DataConfig.configure", lambda self, *args: asked.append(args) or [])
+    cpus = {"a": 4, "b": 2.4}
+    nodes = [{"NodeID": name, "Alive": True, "Resources": {"CPU": n}} for name, n in cpus.items()]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    dataset = SimpleNamespace(context=DataContext())
+    dataset.context.set_config(SHARDS, 2)
+    GroupedRanks(ExecutionOptions(), 1.0, 0.5).configure({"train": dataset}, 4, None, ["a", "a", "b", "b"])
+    assert asked == [({"train": dataset}, 4, None, ["a", "a", "b", "b"])]
+    (message,) = caplog.messages
+    assert (
+        "node b has 2.4 CPUs, of which 2 workers leave 0.4, and a read task takes 0.5: rows are read on any" in message
+    )
+
+
+@pytest.mark.ray
+def test_each_node_reads_a_shard_for_its_own_workers(no_ray_cluster, monkeypatch, tmp_path):
+    """Two epochs, two ranks on each of two nodes: what a node reads in one it reads in the other, and names frames."""
+    block, world, last = 8, 4, 640
+    meta = load_metadata(make_dataset(tmp_path / "dataset", episodes=(200, 120), cameras={TOP: (64, 80)}))
+    read = partial(LeRobotDatasource, [meta], shuffle_seed=0, shuffle_window=32, block_rows=block, num_cpus=0.5)
+    read = partial(read, frame_cache=FrameCache(str(tmp_path / "kept"), 1.0), rows_multiple=world * block)
+    read = partial(read, sharding=Sharding(2, 2 * block))
+    source = read(stream=(0, last))
+    monkeypatch.setenv("PYTHONPATH", str(clusters.ROOT))
+    with clusters.of_several_nodes(num_cpus=2, object_store_memory=3 * 10**8, include_dashboard=False) as cluster:
+        cluster.add_node(num_cpus=2, object_store_memory=3 * 10**8)
+        ray.init(cluster.address, log_to_driver=False)
+        a, b = (node["NodeID"] for node in ray.nodes())
+        row_bytes = source.row_bytes() + 8
+        dataset = TrainingData(read, last, Deferred(where_read), row_bytes, tmp_path / "checkpoints")()
+        data = GroupedRanks(ExecutionOptions(preserve_order=True), cpus_per_worker=0.5, cpus_per_read_task=0.5)
+        of_ranks = data.configure({"train": dataset}, world, None, [a, a, b, b])
+        found = dealt_to(of_ranks, source, last)
+    (rows,) = source.read_rows(range(last), last)
+    of_node = {node: (set(), set()) for node in (a, b)}
+    for batches, node in zip(found, (a, a, b, b), strict=True):
+        for batch, arrived in batches:
+            assert arrived < batch[TOP].numpy().nbytes / 8
+            np.testing.assert_array_equal(batch[TOP], rows[TOP][batch["position"]])
+            assert set(batch["node"].tolist()) == {int(node[:12], 16)}
+            for position, index in zip(batch["position"].tolist(), batch["index"].tolist(), strict=True):
+                of_node[node][position // 320].add(index)
+    for first, second in of_node.values():
+        assert len(first) == len(second) == 160 and len(first & second) >= 160 - 2 * 2 * block
+
+
+def dealt_to(of_ranks, source, last):
+    """Of each rank, its batches of the first `last` rows of the stream, and the bytes that images of each came as."""
+    world, block = len(of_ranks), source.block_rows
+    found: list[list] = [[] for _ in of_ranks]
 
     def consume(rank):
         dealt = Dealt(block, block, rank, world, batches_per_step=world)
@@ -186,12 +249,13 @@ def test_workers_on_the_only_node_name_the_frames_that_are_kept(ray_cluster, tmp
         thread.start()
     for thread in threads:
         thread.join()
-    (rows,) = source.read_rows(range(last), last)
-    for batches in found.values():
-        assert len(batches) == last // block // world
-        for batch, arrived in batches:
-            assert arrived < batch[TOP].numpy().nbytes / 8 if nodes == 1 else arrived == batch[TOP].numpy().nbytes
-            np.testing.assert_array_equal(batch[TOP], rows[TOP][batch["position"]])
+    return found
+
+
+def where_read(batch):
+    node = int(ray.get_runtime_context().get_node_id()[:12], 16)
+    kept = {key: batch[key] for key in (TOP, "index", "position") if key in batch}
+    return kept | {"node": np.full(len(batch["index"]), node)}
 
 
 def widened(batch):

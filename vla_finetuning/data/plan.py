@@ -32,6 +32,7 @@ Nothing here knows Ray, files or frames; it is tested without any of them.
 
 from __future__ import annotations
 
+import abc
 import bisect
 import copy
 import hashlib
@@ -64,6 +65,10 @@ class Episodes:
 
     def __len__(self) -> int:
         return len(self.start)
+
+    def take(self, at: Any) -> Episodes:
+        """Those at some positions (anything that indexes an array)."""
+        return Episodes(self.dataset_index[at], self.episode_index[at], self.start[at], self.length[at])
 
 
 @dataclass(frozen=True)
@@ -109,8 +114,85 @@ def evenly_spaced(count: int, limit: int) -> np.ndarray:
 Parts = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-class StreamPlan:
-    """The run's stream of rows.
+class Plan(abc.ABC):
+    """A stream of rows.
+
+    Attributes:
+        episodes: what it draws from; `episode_weights` with these weights, None: each once per epoch.
+        seed: None for stored order.
+        segment_rows, later_segment_rows, window_rows, cut_at: as of a `StreamPlan`.
+        rows_per_epoch: with `episode_weights` on average.
+    """
+
+    episodes: Episodes
+    episode_weights: np.ndarray | None
+    seed: int | None
+    segment_rows: int
+    later_segment_rows: int | None
+    window_rows: int
+    cut_at: int
+    rows_per_epoch: int
+
+    @property
+    @abc.abstractmethod
+    def rows_per_source(self) -> list[int]:
+        """How many rows of an epoch come from each dataset of a mixture; without weights, all from one source."""
+
+    @abc.abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What must not change for a position in this stream to keep its meaning."""
+
+    @abc.abstractmethod
+    def expected_episodes(
+        self, batch_rows: int, *, window_rows: int | None = None, segment_rows: int | None = None
+    ) -> float:
+        """How many episodes `batch_rows` consecutive rows of the shuffled stream come from, on average.
+
+        `window_rows` and `segment_rows` stand in for the plan's own.
+        """
+
+    @abc.abstractmethod
+    def begin(self, epoch: int) -> int:
+        """Where an epoch begins in the stream."""
+
+    @abc.abstractmethod
+    def epoch_at(self, position: int) -> tuple[int, int, int]:
+        """The epoch that a position of the stream is in, and the positions where it begins and ends."""
+
+    def epoch_ends(self, last: int) -> list[int]:
+        """Where the epochs end that the first `last` positions are of, in order."""
+        ends: list[int] = []
+        while not ends or ends[-1] < last:
+            epoch, begin, end = self.epoch_at(ends[-1] if ends else 0)
+            ends += [begin] * (epoch - len(ends)) + [end]  # some may have no rows
+        return ends
+
+    @abc.abstractmethod
+    def times(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """How often a row is among the first `position` of the stream, at least and at most: int64 (E,), by its entry.
+
+        At the end of an epoch (of the source that it is of) both are the same.
+        """
+
+    @abc.abstractmethod
+    def with_segments(self, first: int, last: int) -> Plan:
+        """The same plan, with the segments of stream positions [first, last) at hand, also in its pickle.
+
+        Of sources that have more of them than a part, none: those are computed when they are asked for, a part at a
+        time.
+        """
+
+    @abc.abstractmethod
+    def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
+        """The window slices that make up stream positions ``[first, last)``, in order."""
+
+    @abc.abstractmethod
+    def window_starts(self, first: int, last: int) -> np.ndarray:
+        """Where windows begin after `first` and before `last`, about: int64 (N,), for reads to begin there."""
+
+
+class StreamPlan(Plan):
+    """A stream of rows that are all drawn alike.
 
     Args:
         episodes: what to draw from; at least one.
@@ -125,9 +207,6 @@ class StreamPlan:
             average. None: once.
         later_segment_rows: stands in for `segment_rows` in epochs after the first (of each source its own). None: none
             does.
-
-    Attributes:
-        rows_per_epoch: rows of an epoch; with `episode_weights`, and no `weights`, on average.
     """
 
     def __init__(
@@ -178,11 +257,9 @@ class StreamPlan:
 
     @property
     def rows_per_source(self) -> list[int]:
-        """How many rows of an epoch come from each dataset of a mixture; without weights, all from one source."""
         return self._dealer.counts
 
     def identity(self) -> dict[str, Any]:
-        """What must not change for a position in this stream to keep its meaning."""
         episodes = self.episodes
         columns = (episodes.dataset_index, episodes.episode_index, episodes.start, episodes.length)
         digest = hashlib.sha256()
@@ -210,12 +287,12 @@ class StreamPlan:
     def expected_episodes(
         self, batch_rows: int, *, window_rows: int | None = None, segment_rows: int | None = None
     ) -> float:
-        """How many episodes `batch_rows` consecutive rows of the shuffled stream come from, on average.
+        """As any plan's.
 
-        `window_rows` and `segment_rows` stand in for the plan's own. An episode of L rows is cut into 1 + (L - 1) / S
-        segments of s rows, of which a window of W of a source's N rows holds s' = s W / (W + s - 1), as its ends cut
-        some. So a segment is there with probability s W / (s' N), and then none of it is among b rows of the window
-        with probability C(W - s', b) / C(W, b). Segments are taken for independent.
+        An episode of L rows is cut into 1 + (L - 1) / S segments of s rows, of which a window of W of a source's N rows
+        holds s' = s W / (W + s - 1), as its ends cut some. So a segment is there with probability s W / (s' N), and
+        then none of it is among b rows of the window with probability C(W - s', b) / C(W, b). Segments are taken for
+        independent.
         """
         if self.seed is None:
             raise ValueError("in stored order a batch is no sample; expected_episodes is of a shuffled plan")
@@ -260,26 +337,16 @@ class StreamPlan:
         episodes = np.bincount(group)
         yield from zip(*(np.bincount(group, values) / episodes for values in (rows, segments)), episodes, strict=True)
 
+    def begin(self, epoch: int) -> int:
+        return self._sources[0].begin(epoch) if len(self._sources) == 1 else epoch * self.rows_per_epoch
+
     def epoch_at(self, position: int) -> tuple[int, int, int]:
-        """The epoch that a position of the stream is in, and the positions where it begins and ends."""
         if len(self._sources) == 1:
             return self._sources[0].epoch_at(position)
         epoch = position // self.rows_per_epoch
-        return epoch, epoch * self.rows_per_epoch, (epoch + 1) * self.rows_per_epoch
-
-    def epoch_ends(self, last: int) -> list[int]:
-        """Where the epochs end that the first `last` positions are of, in order."""
-        ends: list[int] = []
-        while not ends or ends[-1] < last:
-            epoch, begin, end = self.epoch_at(ends[-1] if ends else 0)
-            ends += [begin] * (epoch - len(ends)) + [end]  # some may have no rows
-        return ends
+        return epoch, self.begin(epoch), self.begin(epoch + 1)
 
     def times(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """How often a row is among the first `position` of the stream, at least and at most: int64 (E,), by its entry.
-
-        At the end of an epoch (of the source that it is of) both are the same.
-        """
         least, most = np.empty((2, len(self.episodes)), np.int64)
         for source, taken in zip(self._sources, self._taken(position), strict=True):
             least[source.members], most[source.members] = source.times(taken)
@@ -293,18 +360,15 @@ class StreamPlan:
         return [epoch * n + dealt for n, dealt in zip(self._dealer.counts, self._dealer.dealt(offset), strict=True)]
 
     def with_segments(self, first: int, last: int) -> StreamPlan:
-        """The same plan, with the segments of stream positions [first, last) at hand, also in its pickle.
-
-        Of sources that have more of them than a part, none: those are computed when they are asked for, a part at a
-        time.
-        """
         taken = zip(self._sources, self._taken(first), self._taken(last), strict=True)
         plan = copy.copy(self)
         plan._sources = [source.with_segments(a, b) for source, a, b in taken]
         return plan
 
+    def window_starts(self, first: int, last: int) -> np.ndarray:
+        return np.arange((first // self.window_rows + 1) * self.window_rows, last, self.window_rows, dtype=np.int64)
+
     def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
-        """The window slices that make up stream positions ``[first, last)``, in order."""
         position = first
         while position < last:
             epoch, epoch_first, epoch_last = self.epoch_at(position)
@@ -636,5 +700,10 @@ def task_bounds(first: int, last: int, task_rows: int, block_rows: int) -> np.nd
     if last <= first:
         return np.array([first], dtype=np.int64)
     cuts = np.arange((first // task_rows + 1) * task_rows, last, task_rows, dtype=np.int64)
+    return at_blocks(first, cuts, last, block_rows)
+
+
+def at_blocks(first: int, cuts: np.ndarray, last: int, block_rows: int) -> np.ndarray:
+    """`first`, `last`, and between them the whole blocks after `first` that are nearest to `cuts`: int64, each once."""
     aligned = first + np.rint((cuts - first) / block_rows).astype(np.int64) * block_rows
     return np.unique(np.concatenate([[first], aligned[(aligned > first) & (aligned < last)], [last]]))

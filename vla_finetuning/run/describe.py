@@ -173,7 +173,8 @@ def _kept_frames(run: Run) -> list[str]:
     if asked is None:
         return []
     if run.frame_cache is not None:
-        return [f"             decoded once: {size} of frames are kept in {run.frame_cache.folder}, on every node"]
+        where = "on every node" if run.sharding is None else "on each node those of its shard"
+        return [f"             decoded once: {size} of frames are kept in {run.frame_cache.folder}, {where}"]
     if not run.kept_bytes:
         return ["             none are kept (--dataset.frame_cache=auto): no camera is a video"]
     if run.last_row <= run.rows_per_epoch:
@@ -197,6 +198,11 @@ def _shuffling(run: Run) -> list[str]:
         f"             a global batch has rows of about {mixing.episodes:.1f} episodes; of "
         f"{mixing.episodes_at_random:.1f} if all rows were shuffled",
     ]
+    if run.sharding is not None:
+        lines.append(
+            f"             {run.sharding.count} shards, equally many rows of each in a batch: each node reads one, "
+            "for its own workers"
+        )
     if run.config.dataset.global_shuffle:
         lines.append("             from the second epoch on, all rows are shuffled (--dataset.global_shuffle)")
     if mixing.advice:

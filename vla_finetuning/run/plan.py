@@ -21,7 +21,7 @@ from lerobot.processor import PolicyProcessorPipeline
 from lerobot.processor.relative_action_processor import RelativeActionsProcessorStep
 from lerobot.utils.constants import IMAGENET_STATS
 
-from lerobot_datasource import BLOCK_BYTES, SEGMENT_ROWS, LeRobotDatasource
+from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
 from vla_finetuning.config import (
     CACHE_DIR,
     FRAMES_DIR,
@@ -44,6 +44,7 @@ from vla_finetuning.data.node_cache import has_room
 from vla_finetuning.data.reader import Decoding, frame_of
 from vla_finetuning.data.relative_actions import RelativeActions, relative_action_stats
 from vla_finetuning.data.selection import Choice, of_each, read_choice
+from vla_finetuning.data.shards import Sharding
 from vla_finetuning.data.statistics import check_stats, complete_stats
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.data.videos import Frames
@@ -65,6 +66,7 @@ from vla_finetuning.run.base_policy import check_policy, check_policy_options, r
 from vla_finetuning.run.checkpoint import Progress
 from vla_finetuning.run.episodes import select
 from vla_finetuning.run.folder import CHECKPOINTS_NAME, SKIPPED_NAME
+from vla_finetuning.run.mixing import Mixing, mixing_of
 from vla_finetuning.run.mixture import (
     AGGREGATED,
     Stats,
@@ -76,26 +78,6 @@ from vla_finetuning.run.mixture import (
     ordered_alike,
 )
 from vla_finetuning.run.row_weights import row_weights
-
-# A batch is poorly mixed that has rows of fewer episodes than this share of what a shuffle of all rows would give.
-POORLY_MIXED = 0.25
-
-
-@dataclass(frozen=True)
-class Mixing:
-    """How well the run's batches are mixed.
-
-    window_rows, window_bytes: what is shuffled among itself. segment_rows: consecutive rows in it, at most.
-    episodes: of which a global batch has rows, on average (`StreamPlan.expected_episodes`). episodes_at_random: the
-    same if all rows were shuffled. advice: what would make it better, where it is poor.
-    """
-
-    window_rows: int
-    window_bytes: int
-    segment_rows: int
-    episodes: float
-    episodes_at_random: float
-    advice: str | None
 
 
 @dataclass(frozen=True)
@@ -246,6 +228,12 @@ class Run:
             trusted=self.config.policy_trust_remote_code,
         )
 
+    @property
+    def sharding(self) -> Sharding | None:
+        """How the training rows are divided among nodes."""
+        d = self.config.dataset
+        return None if d.shards == 1 or d.shard_rows is None else Sharding(d.shards, d.shard_rows)
+
     def reader(self) -> partial[LeRobotDatasource]:
         """The datasource of the training rows, but for `stream`: which positions of the run's stream.
 
@@ -267,6 +255,7 @@ class Run:
             window_segments=self.config.dataset.window_segments,
             at_key_frames=self.config.dataset.at_key_frames,
             global_shuffle=self.config.dataset.global_shuffle,
+            sharding=self.sharding,
             rows_multiple=self.config.rows_multiple,
             block_rows=self.block_rows,
             tolerance_s=self.config.tolerance_s,
@@ -332,9 +321,15 @@ class Run:
         return runs
 
 
-def block_rows(batch_size: int, row_bytes: int) -> int:
-    """The most rows that divide a micro-batch and stay within BLOCK_BYTES: workers then get whole blocks in turn."""
-    return max([n for n in range(1, batch_size + 1) if batch_size % n == 0 and n * row_bytes <= BLOCK_BYTES], default=1)
+def block_rows(config: Config, row_bytes: int) -> int:
+    """The most rows that divide a micro-batch and stay within BLOCK_BYTES: workers then get whole blocks in turn.
+
+    Where workers come and go, all of it: any number of workers can then be dealt any number of them.
+    """
+    size = config.batch_size
+    if config.scaling.min_workers is not None:
+        return size
+    return max([n for n in range(1, size + 1) if size % n == 0 and n * row_bytes <= BLOCK_BYTES], default=1)
 
 
 def resolve(config: Config, gpus_found: int) -> Run:
@@ -475,6 +470,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
         row_weights=row_weights(config, metas, policy_config),
     )
     run, stored_bytes = _with_image_size(run)
+    run = _with_shard_rows(run)
     if isinstance(policy_config, PI05Config):
         cameras, train_mode = len(match.camera_keys), cast(TrainMode, config.train.mode)
         prompts = prompt_lengths(policy_config, cameras, config.train.trim_prompts)
@@ -487,23 +483,37 @@ def resolve(config: Config, gpus_found: int) -> Run:
     if not missing:
         run = replace(run, stats=_stats(run, source.plan.rows_per_source))
         run.processors()  # a tokenizer out of reach is told now
-    # Where workers come and go, a micro-batch is a block: any number of workers can then be dealt any number of them.
-    elastic = config.scaling.min_workers is not None
-    rows_of_block = config.batch_size if elastic else block_rows(config.batch_size, source.row_bytes())
     frame_cache, kept_bytes = _frame_cache(run, source), source.decoded_bytes()
     _check_global_shuffle(config, frame_cache, kept_bytes)
     return replace(
         run,
-        block_rows=rows_of_block,
+        block_rows=block_rows(config, source.row_bytes()),
         stream=source.plan.identity(),
         rows_per_epoch=source.plan.rows_per_epoch,
         epoch_ends=() if weights is None else tuple(source.plan.epoch_ends(run.last_row)),
         decoded={"frames_per_s": source.row_frames(), "decoded_bytes_per_s": source.row_bytes()},
-        mixing=_mixing(config, source),
+        mixing=mixing_of(config, source),
         stored_bytes=stored_bytes,
         frame_cache=frame_cache,
         kept_bytes=kept_bytes,
     )
+
+
+def _with_shard_rows(run: Run) -> Run:
+    """The run with how many rows of a shard come in turn decided: a block for each of a node's workers.
+
+    A run that is resumed keeps what it was started with, whatever its workers.
+    """
+    d, workers = run.config.dataset, run.config.scaling.num_workers
+    if d.shards == 1 or d.shard_rows is not None:
+        return run
+    if workers % d.shards:
+        raise ValueError(
+            f"--dataset.shards={d.shards} with --scaling.num_workers={workers}: shards are for nodes with equally many "
+            "workers each; give the number of nodes that the workers run on"
+        )
+    rows = workers // d.shards * block_rows(run.config, run.reader()(stream=(0, run.last_row)).row_bytes())
+    return replace(run, config=replace(run.config, dataset=replace(d, shard_rows=rows)))
 
 
 def _frame_cache(run: Run, source: LeRobotDatasource) -> FrameCache | None:
@@ -640,27 +650,6 @@ def _own_size(policy_config: PreTrainedConfig) -> list[int] | None:
     own = getattr(policy_config, "image_resolution", None)
     normalised = normalization_mode(policy_config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY
     return None if own is None or normalised else list(own)
-
-
-def _mixing(config: Config, source: LeRobotDatasource) -> Mixing:
-    plan, batch, d = source.plan, config.global_batch_size, config.dataset
-    found, at_random = plan.expected_episodes(batch), plan.expected_episodes(batch, window_rows=10**18, segment_rows=1)
-    advice = None
-    if found < POORLY_MIXED * at_random:
-        more, better = plan.window_rows // plan.segment_rows, found
-        while better < POORLY_MIXED * at_random and more < plan.window_rows:
-            more = min(2 * more, plan.window_rows)
-            better = plan.expected_episodes(batch, segment_rows=max(1, plan.window_rows // more))
-        advice = (
-            f"--dataset.window_segments {more} makes it about {better:.0f} (and decodes more frames for those wanted)"
-        )
-        if better < POORLY_MIXED * at_random:
-            smaller = (
-                "frames that are fitted into the policy's size, or fewer --dataset.camera_keys, leave room for more"
-            )
-            asked_for = plan.window_rows > d.shuffle_window - SEGMENT_ROWS
-            advice += "; " + ("a larger --dataset.shuffle_window, more still" if asked_for else smaller)
-    return Mixing(plan.window_rows, plan.window_rows * source.row_bytes(), plan.segment_rows, found, at_random, advice)
 
 
 def _check_image_size(policy_config: PreTrainedConfig, image_size: list[int]) -> None:

@@ -5,6 +5,9 @@ ranks that is the limit (docs/scale.md). The plan is pure, so it can be divided:
 execution of its own, which reads its ranks' blocks of the stream and no others. Which rows a rank gets, and when, is
 what one coordinator for all of them would give it (`stream.Dealt`); one group is a plain `ray.train.DataConfig`.
 
+Where the rows are divided into shards, the ranks of a node are a group, and their rows are read on that node: it has
+decoded them before, and need not send them.
+
 Ray's controller and data coordinators open this too: nothing heavy is imported.
 """
 
@@ -12,13 +15,17 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 import ray.train
 from ray.data import ExecutionOptions, ExecutionResources
 
-from lerobot_datasource import SHARE, Share, name_frames
+from lerobot_datasource import SHARDS, SHARE, Share, keeps_frames, name_frames
+
+logger = logging.getLogger(__name__)
 
 # Half as many as one coordinator could just deal to where a rank takes 20 rows a second in blocks of 8 (docs/scale.md).
 RANKS_PER_COORDINATOR = 128
@@ -54,8 +61,34 @@ class GroupedRanks(ray.train.DataConfig):
         **kwargs: Any,
     ) -> list[dict[str, Any]]:
         """What each rank iterates over, by dataset. Called at every start of the worker group, by Ray Train."""
+        node_ids = worker_node_ids or []
+        sharded = any(dataset.context.get_config(SHARDS, 1) > 1 for dataset in datasets.values())
+        on_nodes = self._on_nodes(node_ids) if sharded else []
         for dataset in datasets.values():
-            name_frames(dataset, worker_node_ids or [])
+            name_frames(dataset, node_ids, where_used=bool(on_nodes))
+            if (nodes := len(set(node_ids))) > 1 and keeps_frames(dataset) and not sharded:
+                logger.warning(
+                    "%d nodes keep frames, and any of them reads any row: each finds 1/%d of them in the second epoch. "
+                    "A run that is started with --dataset.shards=%d finds all",
+                    *(nodes, nodes, nodes),
+                )
+        groups = on_nodes or self._groups(world_size)
+        if not groups:
+            return super().configure(datasets, world_size, worker_handles, worker_node_ids, **kwargs)
+        splits: list[dict[str, Any]] = []
+        for first, last, options in groups:
+            for dataset in datasets.values():
+                dataset.context.set_config(SHARE, Share(first, last, world_size))  # goes with it to its coordinator
+            handles = worker_handles and worker_handles[first:last]
+            of_group = ray.train.DataConfig(execution_options=options)
+            splits += of_group.configure(datasets, last - first, handles, node_ids[first:last] or None, **kwargs)
+        for name, split in splits[0].items():
+            every = dict.fromkeys(of_rank[name]._coord_actor for of_rank in splits)
+            split._coord_actor = Coordinators(list(every))
+        return splits
+
+    def _groups(self, world_size: int) -> list[tuple[int, int, ExecutionOptions]]:
+        """The ranks, [first, last), that a coordinator each deals to, from anywhere; and its options."""
         groups = -(-world_size // self._ranks)
         if groups > 1:
             in_all = ray.cluster_resources().get("CPU", 0) - world_size * self._cpus_per_worker
@@ -63,23 +96,34 @@ class GroupedRanks(ray.train.DataConfig):
             # The ranks wait for one another: a group that gets no CPU would have the others wait, who hold them all.
             groups = min(groups, int(cpus / self._cpus_per_read_task))
         if groups <= 1:
-            return super().configure(datasets, world_size, worker_handles, worker_node_ids, **kwargs)
-        of_group = ray.train.DataConfig(execution_options=shared(self._options, groups, cpus))
-        splits: list[dict[str, Any]] = []
-        for first, last in itertools.pairwise(world_size * i // groups for i in range(groups + 1)):
-            for dataset in datasets.values():
-                dataset.context.set_config(SHARE, Share(first, last, world_size))  # goes with it to its coordinator
-            handles = worker_handles and worker_handles[first:last]
-            nodes = worker_node_ids and worker_node_ids[first:last]
-            splits += of_group.configure(datasets, last - first, handles, nodes, **kwargs)
-        for name, split in splits[0].items():
-            every = dict.fromkeys(of_rank[name]._coord_actor for of_rank in splits)
-            split._coord_actor = Coordinators(list(every))
-        return splits
+            return []
+        options = shared(self._options, groups, cpus / groups)
+        return [(*ends, options) for ends in itertools.pairwise(world_size * i // groups for i in range(groups + 1))]
+
+    def _on_nodes(self, node_ids: Sequence[str]) -> list[tuple[int, int, ExecutionOptions]]:
+        """The same of the ranks of each node, from there; nothing if there is one, or one cannot read for its own."""
+        # In the order of ranks, which Ray Train 2.60 counts node by node.
+        of_nodes = [(node, len(list(ranks))) for node, ranks in itertools.groupby(node_ids)]
+        have = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]}
+        groups, first = [], 0
+        for node, ranks in of_nodes:
+            cpus = have.get(node, 0) - ranks * self._cpus_per_worker
+            if cpus < self._cpus_per_read_task:
+                logger.warning(
+                    "--dataset.shards: node %s has %g CPUs, of which %d workers leave %g, and a read task takes %g: "
+                    "rows are read on any node, not where their frames are kept and used",
+                    *(node, have.get(node, 0), ranks, max(cpus, 0), self._cpus_per_read_task),
+                )
+                return []
+            options = shared(self._options, len(of_nodes), cpus)
+            options.label_selector = {"ray.io/node-id": node}
+            groups.append((first, first + ranks, options))
+            first += ranks
+        return groups if len(groups) > 1 else []
 
 
 def shared(options: ExecutionOptions, executions: int, cpus: float) -> ExecutionOptions:
-    """Of the resources of one execution, what each of several at once may use. `cpus`: for all of them together.
+    """Of the resources of one execution, what each of several at once may use. `cpus`: for each.
 
     Ray Data 2.60 itself divides what a node has left, object store and CPUs, by the executions, in whole CPUs; but one
     that is busy first asks for more, and is given it at the others' expense. So its CPUs are limited: to those of the
@@ -89,7 +133,7 @@ def shared(options: ExecutionOptions, executions: int, cpus: float) -> Execution
     if not excluded.is_zero():  # setting it warns (Ray 2.60); of CPUs, Ray allows a limit or that
         options.exclude_resources = excluded.copy(cpu=0).scale(1 / executions)
     limits = options.resource_limits.scale(1 / executions)
-    options.resource_limits = limits.min(ExecutionResources.for_limits(cpu=cpus / executions))
+    options.resource_limits = limits.min(ExecutionResources.for_limits(cpu=cpus))
     return options
 
 

@@ -1,0 +1,114 @@
+"""Plans whose rows are divided into shards: every row of every epoch once, and a node's turns are of its own shard."""
+
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+
+from tests.data.test_plan import episodes, read
+from vla_finetuning.data.plan import Episodes, StreamPlan
+from vla_finetuning.data.shards import ShardedPlan, Sharding, divide
+
+
+def sharded(drawn, shards, turn, *, seed=3, repeated=None, cut_at=1, **options):
+    """A plan of `drawn`, divided; later epochs by single rows, so that both kinds of epochs are there."""
+    options = {"segment_rows": 4, "window_rows": 10, "cut_at": cut_at, "later_segment_rows": 1} | options
+    piece, first, rows, shard = divide(drawn.dataset_index, drawn.length, repeated, shards, cut_at)
+    pieces = Episodes(drawn.dataset_index[piece], drawn.episode_index[piece], drawn.start[piece] + first, rows)
+    repeated = None if repeated is None else repeated[piece]
+    plan = partial(StreamPlan, **options)
+    return ShardedPlan(pieces, shard, Sharding(shards, turn), seed=seed, plan=plan, episode_weights=repeated), shard
+
+
+def two_datasets():
+    both = [episodes(20, 1, 7, 60), episodes(33, 40, dataset=1)]
+    names = ("dataset_index", "episode_index", "start", "length")
+    return Episodes(*(np.concatenate([getattr(e, name) for e in both]) for name in names))
+
+
+@pytest.mark.parametrize("lengths", [(5, 1, 7, 30), (1,) * 9, (64, 64), (3, 200)])
+@pytest.mark.parametrize(("shards", "turn", "cut_at"), [(2, 3, 1), (3, 8, 2), (5, 1, 1), (2, 500, 1)])
+def test_every_row_of_every_epoch_once_and_from_anywhere(lengths, shards, turn, cut_at):
+    plan, _ = sharded(episodes(*lengths), shards, turn, cut_at=cut_at)
+    n = sum(lengths)
+    assert plan.rows_per_epoch == n and plan.epoch_ends(3 * n) == [n, 2 * n, 3 * n]
+    rows = read(plan, 0, 3 * n)
+    for epoch in range(3):
+        mine = rows[epoch * n : (epoch + 1) * n]
+        assert {e for e, _, _ in mine} == {epoch} and sorted(i for _, _, i in mine) == list(range(n))
+    for cut in (1, 7, 50):
+        assert [row for a in range(0, 3 * n, cut) for row in read(plan, a, min(a + cut, 3 * n))] == rows
+    a, b = n // 3, 2 * n + 1
+    assert read(plan.with_segments(a, b), a, b) == rows[a:b]
+
+
+def test_of_weighted_episodes_and_of_a_mixture_every_row_as_often_as_is_told():
+    drawn = two_datasets()
+    weights = np.array([0.3, 2.5, 1.0, 1.7, 0.5, 3.0])
+    plan, _ = sharded(drawn, 3, 4, repeated=weights)
+    ends = plan.epoch_ends(5 * plan.rows_per_epoch)
+    assert np.mean(np.diff([0, *ends])) == pytest.approx(plan.rows_per_epoch, rel=0.05)
+    rows, entries = read(plan, 0, ends[-1]), plan.episodes
+    for end in ends:
+        found = Counter((dataset, index) for _, dataset, index in rows[:end])
+        least, most = plan.times(end)
+        assert np.array_equal(least, most)
+        for dataset, start, length, times in zip(
+            entries.dataset_index, entries.start, entries.length, least, strict=True
+        ):
+            assert {found[dataset, start + i] for i in range(length)} == {times}
+    mixture, _ = sharded(drawn, 3, 4, weights=[3, 1])
+    assert mixture.rows_per_epoch == 161 and mixture.rows_per_source == pytest.approx([121, 40], abs=2)
+    rows = read(mixture, 0, 3 * 161)
+    for epoch in range(3):
+        counts = Counter(dataset for _, dataset, _ in rows[epoch * 161 : (epoch + 1) * 161])
+        assert [counts[0], counts[1]] == mixture.rows_per_source
+    # Of each dataset, in turn all rows of its shards: none comes twice more often than another.
+    found = Counter((dataset, index) for _, dataset, index in rows)
+    assert len(found) == 161
+    for dataset, total in ((0, 88), (1, 73)):
+        times = [found[dataset, i] for i in range(total)]
+        assert max(times) - min(times) <= 1
+
+
+def test_a_shard_has_its_part_of_every_dataset_in_equal_numbers():
+    drawn = two_datasets()
+    piece, first, rows, shard = divide(drawn.dataset_index, drawn.length, None, 3, cut_at=2)
+    for dataset, total in ((0, 88), (1, 73)):
+        of_each = [rows[(shard == s) & (drawn.dataset_index[piece] == dataset)].sum() for s in range(3)]
+        assert sum(of_each) == total and max(of_each) - min(of_each) <= 4
+    assert not (first % 2).any() and (np.diff(shard) >= 0).all()
+    # By weight, where episodes come more or less often.
+    weights = np.array([1.0, 1.0, 1.0, 1.0, 3.0, 1.0])
+    piece, _, rows, shard = divide(drawn.dataset_index, drawn.length, weights, 3, cut_at=1)
+    of_second = drawn.dataset_index[piece] == 1
+    counted = [(rows * weights[piece])[(shard == s) & of_second].sum() for s in range(3)]
+    assert np.ptp(counted) <= 4
+    with pytest.raises(ValueError, match="--dataset.shards=9: dataset_index 1 has 8 rows, which cannot be divided"):
+        divide(np.array([0, 1, 1]), np.array([100, 4, 4]), None, 9, 1)
+
+
+@pytest.mark.parametrize("turn", [1, 6, 40])
+def test_turns_are_of_a_shard_each_but_for_the_ends_of_epochs(turn):
+    plan, shard = sharded(episodes(*[300] * 20), 4, turn)
+    whose = np.concatenate([shard[s.episode[s.rows()[0]]] for s in plan.slices(0, 18000)])
+    other = np.flatnonzero(whose != np.arange(18000) // turn % 4)
+    assert len(other) <= 3 * 2 * turn  # of three ends
+    assert all((18000 - position) % 6000 <= 2 * 4 * turn for position in other)
+    # A batch of all nodes together has as many rows of each shard, so of as many episodes as if they were not divided.
+    whole = StreamPlan(episodes(*[300] * 20), seed=3, segment_rows=4, window_rows=10)
+    assert plan.expected_episodes(64) == pytest.approx(whole.expected_episodes(64), rel=0.3)
+    starts = plan.window_starts(turn, 6000)  # of shard 1
+    own = np.cumsum(whose == 1)
+    assert set(own[starts[:-20] - 1] % 10) == {0}
+
+
+def test_another_division_is_another_stream():
+    drawn = episodes(40, 50, 60)
+    others = (((2, 4), 3), ((2, 5), 3), ((3, 4), 3), ((2, 4), 4))
+    identities = [sharded(drawn, *division, seed=seed)[0].identity() for division, seed in others]
+    assert all(a["shards"] != b["shards"] for i, a in enumerate(identities) for b in identities[:i])
+    assert identities[0] == sharded(drawn, 2, 4)[0].identity()
+    with pytest.raises(ValueError, match="shards have no stored order"):
+        sharded(drawn, 2, 4, seed=None)

@@ -1,0 +1,84 @@
+"""Which columns the rows of one or several datasets have, and which of them are windows in time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature
+from vla_finetuning.data.reader import frame_of
+from vla_finetuning.data.rows import BOOKKEEPING
+
+
+def resolve_delta_indices(
+    delta_timestamps: Mapping[str, Sequence[float]],
+    features: Mapping[str, Feature],
+    meta: DatasetMetadata,
+    tolerance_s: float,
+) -> dict[str, tuple[int, ...]]:
+    """Offsets in seconds to offsets in frames, refusing what lies between frames (as LeRobot does)."""
+    indices = {}
+    for key, seconds in delta_timestamps.items():
+        if key not in features:
+            raise ValueError(f"{meta.root}: delta_timestamps names {key!r}; the columns are {sorted(features)}")
+        if features[key].dtype in ("string", "language"):
+            raise ValueError(f"{meta.root}: delta_timestamps cannot window {key!r}, a {features[key].dtype} column")
+        frames = np.asarray(seconds, np.float64) * meta.fps
+        off = np.abs(frames - np.rint(frames)) / meta.fps
+        if len(frames) == 0 or off.max() > tolerance_s:
+            raise ValueError(
+                f"{meta.root}: delta_timestamps[{key!r}] = {list(seconds)} must be multiples of 1/{meta.fps} s "
+                f"(the dataset's frame rate), at least one"
+            )
+        indices[key] = tuple(np.rint(frames).astype(int).tolist())
+    return indices
+
+
+def checked_size(image_size: Sequence[int] | None) -> tuple[int, int] | None:
+    if image_size is None:
+        return None
+    if len(image_size) != 2 or any(int(n) != n or n < 1 for n in image_size):
+        raise ValueError(f"image_size is {list(image_size)}, expected (height, width) in pixels")
+    return int(image_size[0]), int(image_size[1])
+
+
+def _array_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[Any, Any]:
+    """What columns of several datasets must agree in to be one."""
+    return frame_of(feature, image_size) if feature.dtype in CAMERA_DTYPES else (feature.shape, feature.dtype)
+
+
+def common_features(
+    metas: Sequence[DatasetMetadata],
+    camera_keys: Sequence[str] | None,
+    columns: Sequence[str] | None,
+    image_size: tuple[int, int] | None,
+) -> dict[str, Feature]:
+    """Features of a row: cameras, columns and what every row has; all datasets must agree on them."""
+    if camera_keys is not None:
+        for meta in metas:
+            unknown = sorted(set(camera_keys) - set(meta.camera_keys))
+            if unknown:
+                raise ValueError(f"{meta.root}: no cameras {unknown}; it has {list(meta.camera_keys)}")
+    chosen: dict[str, Feature] = {}
+    for meta in metas:
+        kept = {}
+        for key, feature in meta.features.items():
+            wanted = camera_keys if key in meta.camera_keys else columns
+            if wanted is None or key in wanted or key in BOOKKEEPING:
+                kept[key] = feature
+        if not chosen:
+            chosen = kept
+        differing = sorted(
+            k
+            for k in chosen.keys() | kept.keys()
+            if k not in chosen or k not in kept or _array_of(chosen[k], image_size) != _array_of(kept[k], image_size)
+        )
+        if differing:
+            raise ValueError(
+                f"{meta.root} and {metas[0].root} cannot be read together: they differ in {differing}; "
+                "choose the cameras they share with camera_keys, bring cameras to one size with image_size, or convert "
+                "one of them"
+            )
+    return chosen

@@ -1,0 +1,268 @@
+"""A plan whose rows are divided into shards, so that each node may read, and keep, one of them.
+
+A shard is an equal part of every dataset, consecutive in stored order, and has a stream of its own (`StreamPlan`).
+The run's stream takes ``turn_rows`` rows of each in turn::
+
+    shard 0 │ shard 1 │ … │ shard N-1 │ shard 0 │ shard 1 │ …
+    0       G        2G                NG                       stream positions, G = turn_rows
+
+so that every batch has as many rows of one shard as of another, and who takes every N-th turn takes one shard. An epoch
+is an epoch of every shard. As it may begin and end within a turn, and shards are equal but for a few rows, its last two
+rounds of turns go to whoever has rows left where the one whose turn it is has none.
+
+Like `data.plan`: pure, and without Ray, files or frames.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from vla_finetuning.data.plan import Episodes, Plan, StreamPlan, WindowSlice
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How many shards there are, and how many rows of each come in turn."""
+
+    count: int
+    turn_rows: int
+
+    def before(self, position: int) -> np.ndarray:
+        """Of the first `position` rows of a stream of nothing but turns, those of each shard: int64 (count,)."""
+        rounds, rest = divmod(position, self.count * self.turn_rows)
+        begun = np.clip(rest - np.arange(self.count) * self.turn_rows, 0, self.turn_rows)
+        return rounds * self.turn_rows + begun
+
+    def turn(self, position: int) -> tuple[int, int]:
+        """Whose turn a stream position is of, and where the next one begins."""
+        number = position // self.turn_rows
+        return number % self.count, (number + 1) * self.turn_rows
+
+    def position(self, shard: int, nth: np.ndarray) -> np.ndarray:
+        """Where a shard's `nth` rows are in a stream of nothing but turns, int64 (N,)."""
+        rounds, rest = np.divmod(nth, self.turn_rows)
+        return (rounds * self.count + shard) * self.turn_rows + rest
+
+
+def divide(
+    dataset_index: np.ndarray, length: np.ndarray, weight: np.ndarray | None, shards: int, cut_at: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Divide the rows of E episodes, those of each dataset by themselves, into shards of equally many.
+
+    Args:
+        dataset_index, length: int (E,), in stored order; as `Episodes`. weight: float64 (E,), how often each comes.
+        cut_at: episodes are cut at multiples of so many rows.
+
+    Returns int64 (P,) each, shard by shard: the episode that a piece is of, the row of it that the piece begins with,
+    rows, and shard.
+
+    Raises:
+        ValueError: there are fewer rows than shards.
+    """
+    bounds = np.concatenate([[0], np.cumsum(length)])
+    counted = np.concatenate([[0.0], np.cumsum(length if weight is None else length * weight)])
+    starts, shard_of = [], []
+    for dataset in np.unique(dataset_index):
+        members = np.flatnonzero(dataset_index == dataset)
+        first, last = members[0], members[-1] + 1
+        wanted = counted[first] + (counted[last] - counted[first]) * np.arange(1, shards) / shards
+        episode = np.searchsorted(counted, wanted, side="right") - 1
+        within = (wanted - counted[episode]) / (counted[episode + 1] - counted[episode]) * length[episode]
+        within = np.minimum(np.rint(within / cut_at).astype(np.int64) * cut_at, length[episode])
+        cuts = np.concatenate([[bounds[first]], bounds[episode] + within])
+        if not (np.diff(np.append(cuts, bounds[last])) > 0).all():
+            raise ValueError(
+                f"--dataset.shards={shards}: dataset_index {dataset} has {bounds[last] - bounds[first]} rows, which "
+                f"cannot be divided into so many shards"
+            )
+        begins = np.unique(np.concatenate([bounds[first:last], cuts]))
+        starts.append(begins)
+        shard_of.append(np.searchsorted(cuts, begins, side="right") - 1)
+    start, shard = np.concatenate(starts), np.concatenate(shard_of)
+    rows = np.diff(np.append(start, bounds[-1]))
+    episode = np.searchsorted(bounds, start, side="right") - 1
+    order = np.argsort(shard, kind="stable")
+    return episode[order], (start - bounds[episode])[order], rows[order], shard[order]
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """An epoch of the stream: positions [begin, end), of which [begin, tail) are nothing but turns.
+
+    first: where each shard's own epoch begins in its own stream, int64 (shards,). rest: what follows, in order: where
+    a run of rows begins in the stream, its shard, and where it begins in that shard's own stream.
+    """
+
+    number: int
+    begin: int
+    tail: int
+    end: int
+    first: np.ndarray
+    rest: list[tuple[int, int, int]]
+
+
+class ShardedPlan(Plan):
+    """The run's stream of rows, taken from shards in turn.
+
+    Args:
+        episodes: what to draw from, shard by shard: pieces as `divide` gives them. shard: of each, int64 (E,).
+        sharding: how many shards there are, and how long a turn is.
+        seed: as of a `StreamPlan`; one is needed.
+        plan: makes a shard's own plan: `StreamPlan` with everything but episodes, seed and episode_weights.
+        episode_weights: float64 (E,), as of a `StreamPlan`.
+
+    `window_rows` are those of a shard's windows.
+    """
+
+    def __init__(
+        self,
+        episodes: Episodes,
+        shard: np.ndarray,
+        sharding: Sharding,
+        *,
+        seed: int | None,
+        plan: Callable[..., StreamPlan],
+        episode_weights: np.ndarray | None = None,
+    ):
+        if seed is None:
+            raise ValueError("shards have no stored order: their rows are shuffled; give a shuffle seed")
+        self.episodes, self.episode_weights, self.seed, self.sharding = episodes, episode_weights, seed, sharding
+        self._bounds = np.searchsorted(shard, np.arange(sharding.count + 1)).tolist()
+        self._shards = []
+        for number in range(sharding.count):
+            here = slice(self._bounds[number], self._bounds[number + 1])
+            own = np.random.SeedSequence((seed, 3, number)).generate_state(1).item()
+            weights = None if episode_weights is None else episode_weights[here]
+            self._shards.append(plan(episodes.take(here), seed=own, episode_weights=weights))
+        first = self._shards[0]
+        self.segment_rows, self.window_rows, self.cut_at = first.segment_rows, first.window_rows, first.cut_at
+        self.later_segment_rows = first.later_segment_rows
+        self.rows_per_epoch = sum(shard.rows_per_epoch for shard in self._shards)
+        self._newest: _Epoch | None = None
+
+    @property
+    def rows_per_source(self) -> list[int]:
+        return [sum(counts) for counts in zip(*(shard.rows_per_source for shard in self._shards), strict=True)]
+
+    def identity(self) -> dict[str, Any]:
+        identities = [shard.identity() for shard in self._shards]
+        shards = hashlib.sha256(json.dumps(identities, sort_keys=True).encode()).hexdigest()
+        return {
+            "seed": self.seed,
+            "segment_rows": self.segment_rows,
+            "window_rows": self.window_rows,
+            "rows_per_epoch": self.rows_per_epoch,
+            "rows_per_source": self.rows_per_source,
+            "shards": {"count": self.sharding.count, "turn_rows": self.sharding.turn_rows, "episodes": shards},
+        }
+
+    def expected_episodes(
+        self, batch_rows: int, *, window_rows: int | None = None, segment_rows: int | None = None
+    ) -> float:
+        """As of a `StreamPlan`: of shards by themselves. An episode that two of them have part of counts twice."""
+        of_each, sizes = max(1, batch_rows // self.sharding.count), {"window_rows": window_rows}
+        found = [shard.expected_episodes(of_each, **sizes, segment_rows=segment_rows) for shard in self._shards]
+        return float(np.mean(found)) * min(batch_rows, len(found))
+
+    def begin(self, epoch: int) -> int:
+        return sum(shard.begin(epoch) for shard in self._shards)
+
+    def epoch_at(self, position: int) -> tuple[int, int, int]:
+        epoch = self._epoch_at(position)
+        return epoch.number, epoch.begin, epoch.end
+
+    def _epoch_at(self, position: int) -> _Epoch:
+        if self._newest is None or not self._newest.begin <= position < self._newest.end:
+            number = position // self.rows_per_epoch
+            while self.begin(number) > position:
+                number -= 1
+            while self.begin(number + 1) <= position:
+                number += 1
+            self._newest = self._in_turns(number)
+        return self._newest
+
+    def _in_turns(self, number: int) -> _Epoch:
+        turns, shards = self.sharding, self._shards
+        first, last = (np.array([shard.begin(n) for shard in shards]) for n in (number, number + 1))
+        begin, end = int(first.sum()), int(last.sum())
+        before = turns.before(begin)
+        # As many whole rounds as every shard has rows for.
+        tail = max(begin, int(((last - first + before) // turns.turn_rows).min()) * turns.turn_rows * turns.count)
+        own, rest, position = first + turns.before(tail) - before, [], tail
+        while position < end:
+            shard, until = turns.turn(position)
+            if own[shard] == last[shard]:
+                shard = int(np.argmax(last - own))
+            rows = min(until - position, int(last[shard] - own[shard]))
+            rest.append((position, shard, int(own[shard])))
+            own[shard] += rows
+            position += rows
+        return _Epoch(number, begin, tail, end, first, rest)
+
+    def _runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Stream positions [first, last) run by run: shard, and where the run begins and ends in its own stream."""
+        while first < last:
+            epoch = self._epoch_at(first)
+            if first < epoch.tail:
+                shard, end = self.sharding.turn(first)
+                end = min(end, epoch.tail)
+                own = int(self._turned(epoch, first)[shard])
+            else:
+                at = bisect.bisect_right(epoch.rest, first, key=lambda run: run[0]) - 1
+                begin, shard, own = epoch.rest[at]
+                own += first - begin
+                end = epoch.rest[at + 1][0] if at + 1 < len(epoch.rest) else epoch.end
+            end = min(end, last)
+            yield shard, own, own + end - first
+            first = end
+
+    def _turned(self, epoch: _Epoch, position: int) -> np.ndarray:
+        """Rows of each shard among the first `position` of the stream, were the epoch nothing but turns so far."""
+        return epoch.first + self.sharding.before(position) - self.sharding.before(epoch.begin)
+
+    def _taken(self, position: int) -> list[int]:
+        """Rows of each shard among the first `position` of the stream."""
+        epoch = self._epoch_at(position)
+        taken = self._turned(epoch, min(position, epoch.tail))
+        for shard, _, end in self._runs(epoch.tail, position):
+            taken[shard] = end
+        return taken.tolist()
+
+    def times(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        pairs = (shard.times(taken) for shard, taken in zip(self._shards, self._taken(position), strict=True))
+        least, most = (np.concatenate(column) for column in zip(*pairs, strict=True))
+        return least, most
+
+    def with_segments(self, first: int, last: int) -> ShardedPlan:
+        taken = zip(self._shards, self._taken(first), self._taken(last), strict=True)
+        plan = copy.copy(self)
+        plan._shards = [shard.with_segments(a, b) for shard, a, b in taken]
+        return plan
+
+    def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
+        for shard, a, b in self._runs(first, last):
+            for window in self._shards[shard].slices(a, b):
+                yield replace(window, episode=window.episode + self._bounds[shard])
+
+    def window_starts(self, first: int, last: int) -> np.ndarray:
+        """Of the shard whose turn `first` is; those of others begin at about the same places."""
+        shard, _ = self.sharding.turn(first)
+        found: list[Any] = [np.empty(0, np.int64)]
+        while first < last:
+            epoch = self._epoch_at(first)
+            end = min(epoch.end, last)
+            a, b = (int(self._turned(epoch, position)[shard]) // self.window_rows for position in (first, end))
+            # Counted in a stream of nothing but turns.
+            own = np.arange(a + 1, b + 1) * self.window_rows - self._turned(epoch, 0)[shard]
+            found.append(np.append(self.sharding.position(shard, own).clip(max=end), end))
+            first = end
+        starts = np.unique(np.concatenate(found))
+        return starts[starts < last]

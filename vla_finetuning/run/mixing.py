@@ -1,0 +1,50 @@
+"""How well a run's batches are mixed: told before it starts, with what would make it better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lerobot_datasource import SEGMENT_ROWS, LeRobotDatasource
+from vla_finetuning.config import Config
+
+# A batch is poorly mixed that has rows of fewer episodes than this share of what a shuffle of all rows would give.
+POORLY_MIXED = 0.25
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """How well the run's batches are mixed.
+
+    window_rows, window_bytes: what is shuffled among itself. segment_rows: consecutive rows in it, at most.
+    episodes: of which a global batch has rows, on average (`StreamPlan.expected_episodes`). episodes_at_random: the
+    same if all rows were shuffled. advice: what would make it better, where it is poor.
+    """
+
+    window_rows: int
+    window_bytes: int
+    segment_rows: int
+    episodes: float
+    episodes_at_random: float
+    advice: str | None
+
+
+def mixing_of(config: Config, source: LeRobotDatasource) -> Mixing:
+    """How well the batches of a run are mixed that reads `source`, the training rows."""
+    plan, batch, d = source.plan, config.global_batch_size, config.dataset
+    found, at_random = plan.expected_episodes(batch), plan.expected_episodes(batch, window_rows=10**18, segment_rows=1)
+    advice = None
+    if found < POORLY_MIXED * at_random:
+        more, better = plan.window_rows // plan.segment_rows, found
+        while better < POORLY_MIXED * at_random and more < plan.window_rows:
+            more = min(2 * more, plan.window_rows)
+            better = plan.expected_episodes(batch, segment_rows=max(1, plan.window_rows // more))
+        advice = (
+            f"--dataset.window_segments {more} makes it about {better:.0f} (and decodes more frames for those wanted)"
+        )
+        if better < POORLY_MIXED * at_random:
+            smaller = (
+                "frames that are fitted into the policy's size, or fewer --dataset.camera_keys, leave room for more"
+            )
+            asked_for = plan.window_rows > d.shuffle_window - SEGMENT_ROWS
+            advice += "; " + ("a larger --dataset.shuffle_window, more still" if asked_for else smaller)
+    return Mixing(plan.window_rows, plan.window_rows * source.row_bytes(), plan.segment_rows, found, at_random, advice)
