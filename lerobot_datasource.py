@@ -429,15 +429,10 @@ class LeRobotDatasource(Datasource):
         cuts = self.plan.window_starts(first + share.first * self.block_rows, last)
         reads: list[Read] = []
         for a, b in itertools.pairwise(at_blocks(first, cuts, last, self.block_rows).tolist()):
-            windows, starts = [], []
             here = runs[np.searchsorted(runs[:, 1], a, side="right") : np.searchsorted(runs[:, 0], b, side="left")]
-            for start, end in here.clip(a, b).tolist():
-                for window in self.plan.slices(start, end):
-                    windows.append(window)
-                    starts.append(start)
-                    start += window.hi - window.lo
-            if windows:
-                reads.append(replace(self._read(windows), starts=starts))
+            if len(here):
+                here = here.clip(a, b)
+                reads.append(replace(self._read(list(self.plan.slices_of(here))), runs=here))
             if sum(map(len, reads)) >= task_rows or b == last and reads:
                 yield reads
                 reads = []

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -102,6 +103,27 @@ def test_turns_are_of_a_shard_each_but_for_the_ends_of_epochs(turn):
     starts = plan.window_starts(turn, 6000)  # of shard 1
     own = np.cumsum(whose == 1)
     assert set(own[starts[:-20] - 1] % 10) == {0}
+
+
+@pytest.mark.parametrize("block", [4, 6, 12, 24])
+def test_what_a_node_reads_is_of_one_slice_for_each_window(block):
+    """Turns of 12 rows of 3 shards, in blocks that are parts of them; or of two, as where there are other nodes."""
+    plan, _ = sharded(episodes(*[300] * 4), 3, 12, window_rows=100, later_segment_rows=None)
+    rows = read(plan, 0, 3000)
+    of_node = 12 // block or 1
+    for node in range(3):
+        starts = np.arange(0, 3000 - 3 * of_node * block, 3 * of_node * block) + node * of_node * block
+        runs = np.stack([starts, starts + of_node * block], axis=1)
+        cuts = [0, *plan.window_starts(node * 12, 3000), 3000]
+        found, slices = [], 0
+        for a, b in pairwise(cuts):
+            here = runs[(runs[:, 1] > a) & (runs[:, 0] < b)].clip(a, b)
+            windows = list(plan.slices_of(here)) if len(here) else []
+            found += [(s.epoch, 0, int(i)) for s in windows for i in s.rows()[1]]
+            slices += len(windows)
+        assert found == [row for a, b in runs for row in rows[a:b]]
+        # 10 windows, and what is left at the ends of three epochs; else one for every turn, or more.
+        assert slices < 30 if block <= 12 else slices > 80
 
 
 def test_another_division_is_another_stream():

@@ -32,19 +32,25 @@ def wait_for_attempt(folder, number, process):
     return attempts(folder)[number]
 
 
-@pytest.mark.parametrize("ranks", [128, 1], ids=["one coordinator", "a coordinator for each"])
-def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "shards", "cpus"),
+    [(128, 1, 2), (1, 1, 2), (128, 2, 3)],
+    ids=["one coordinator", "a coordinator for each", "a shard for each, read beside its worker"],
+)
+def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path, ranks, shards, cpus):
     """A step has two workers' rows, dealt to two, then to one, then to two again; every row once all the same."""
-    nodes = [cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8) for _ in range(2)]
+    nodes = [cluster.add_node(num_cpus=cpus, object_store_memory=2 * 10**8) for _ in range(2)]
     folder = tmp_path / "elastic"
     changes = {
         "output_dir": folder,
         "scaling.num_workers": "1,2",
         "scaling.cpus_per_worker": 2,
-        "scaling.cpus_per_read_task": 0.5,
+        "scaling.cpus_per_read_task": 0.5 if shards == 1 else 1,
         "scaling.max_failures": 3,
         "scaling.resize_interval_s": 5,
-        "steps": 100_000,
+        "dataset.shards": shards,
+        "dataset.frame_cache": tmp_path / "kept",
+        "steps": 5000,
     }
     process = started(flags(setting, "elastic", **changes), address=cluster.address, TEST_RANKS=str(ranks))
     assert wait_for_attempt(folder, 0, process)["world_size"] == 2
@@ -55,7 +61,7 @@ def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path, ranks):
     assert second["world_size"] == 1
     assert second["resumed_from_step"] >= 10 - 2 * SAVE_FREQ  # the newest was maybe still being written
     wait_for_step(folder, second["resumed_from_step"] + 10, process)
-    cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8)
+    cluster.add_node(num_cpus=cpus, object_store_memory=2 * 10**8)
     third = wait_for_attempt(folder, 2, process)
     assert third["world_size"] == 2
     wait_for_step(folder, third["resumed_from_step"] + 6, process)

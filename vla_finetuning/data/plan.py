@@ -186,6 +186,11 @@ class Plan(abc.ABC):
     def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
         """The window slices that make up stream positions ``[first, last)``, in order."""
 
+    def slices_of(self, runs: np.ndarray) -> Iterator[WindowSlice]:
+        """The same of runs of stream positions [start, end), int64 (N, 2), in order."""
+        for first, last in runs.tolist():
+            yield from self.slices(first, last)
+
     @abc.abstractmethod
     def window_starts(self, first: int, last: int) -> np.ndarray:
         """Where windows begin after `first` and before `last`, about: int64 (N,), for reads to begin there."""

@@ -102,22 +102,21 @@ class Places:
 class Read:
     """Window slices that are decoded in one go, and where the episodes of their parts lie, in the same order.
 
-    `starts`: where each slice begins in the stream; None where one follows the other.
+    `runs`: where their rows are in the stream, [start, end) in order, int64 (N, 2); None where one follows the other.
     """
 
     windows: list[WindowSlice]
     places: Places
-    starts: list[int] | None = None
+    runs: np.ndarray | None = None
 
     def __len__(self) -> int:
         return sum(window.hi - window.lo for window in self.windows)
 
     def positions(self, first: int) -> np.ndarray:
-        """The rows' places in the stream, int64 (rows,). `first`: of the first one, where there are no `starts`."""
-        if self.starts is None:
+        """The rows' places in the stream, int64 (rows,). `first`: of the first one, where there are no `runs`."""
+        if self.runs is None:
             return np.arange(first, first + len(self))
-        pairs = zip(self.windows, self.starts, strict=True)
-        return np.concatenate([np.arange(start, start + window.hi - window.lo) for window, start in pairs])
+        return np.concatenate([np.arange(*run) for run in self.runs.tolist()])
 
 
 @dataclass

@@ -248,13 +248,31 @@ class ShardedPlan(Plan):
         return plan
 
     def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
-        for shard, a, b in self._runs(first, last):
-            for window in self._shards[shard].slices(a, b):
-                yield replace(window, episode=window.episode + self._bounds[shard])
+        for run in self._runs(first, last):
+            yield from self._slices(*run)
+
+    def _slices(self, shard: int, first: int, last: int) -> Iterator[WindowSlice]:
+        """As `slices`, of a shard's own stream."""
+        for window in self._shards[shard].slices(first, last):
+            yield replace(window, episode=window.episode + self._bounds[shard])
+
+    def slices_of(self, runs: np.ndarray) -> Iterator[WindowSlice]:
+        first, last = int(runs[0, 0]), int(runs[-1, 1])
+        epoch, shard = self._epoch_at(first), self.sharding.turn(first)[0]
+        own = [int(self._turned(epoch, position)[shard]) for position in (first, last)]
+        turn, end = runs[:, 0] // self.sharding.turn_rows, (runs[:, 1] - 1) // self.sharding.turn_rows
+        of_shard = last <= epoch.tail and bool(((turn % self.sharding.count == shard) & (turn == end)).all())
+        if of_shard and own[1] - own[0] == int((runs[:, 1] - runs[:, 0]).sum()):
+            yield from self._slices(shard, *own)  # all its turns there: one after the other in its own stream
+        else:
+            yield from super().slices_of(runs)
 
     def window_starts(self, first: int, last: int) -> np.ndarray:
-        """Of the shard whose turn `first` is; those of others begin at about the same places."""
-        shard, _ = self.sharding.turn(first)
+        """Of the shard whose turn `first` is; those of others begin at about the same places.
+
+        And where turns end, and epochs: what lies between two is one after the other in the shard's own stream.
+        """
+        shard, begin = self.sharding.turn(first)[0], first
         found: list[Any] = [np.empty(0, np.int64)]
         while first < last:
             epoch = self._epoch_at(first)
@@ -262,7 +280,7 @@ class ShardedPlan(Plan):
             a, b = (int(self._turned(epoch, position)[shard]) // self.window_rows for position in (first, end))
             # Counted in a stream of nothing but turns.
             own = np.arange(a + 1, b + 1) * self.window_rows - self._turned(epoch, 0)[shard]
-            found.append(np.append(self.sharding.position(shard, own).clip(max=end), end))
+            found += [self.sharding.position(shard, own), np.array([epoch.tail, epoch.end])]
             first = end
         starts = np.unique(np.concatenate(found))
-        return starts[starts < last]
+        return starts[(begin < starts) & (starts < last)]
