@@ -10,7 +10,7 @@ MYPY_TARGETS := $(wildcard *.py ci/*.py vla_finetuning diagnostics benchmarks)
 # Extra arguments for the target's command: make test ARGS="-k lock"
 ARGS ?=
 
-.PHONY: help setup metaworld peers demo grpo test test-faults lint format lock notebook readme smoke demo-clean
+.PHONY: help setup metaworld peers demo grpo test test-demo test-faults lint format lock notebook readme smoke demo-clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -32,8 +32,11 @@ demo: $(STAMP) ## fine-tune a tiny PI0.5 on this machine and show that it learne
 grpo: $(STAMP) ## have the tiny PI0.5 learn from success alone what its demonstrators did wrong
 	$(PYTHON) grpo.py --preset demo $(ARGS)
 
-test: $(STAMP) ## all tests but the slow ones, in two processes
+test: $(STAMP) ## all tests but the slow ones and the demo's, in two processes
 	$(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+
+test-demo: $(STAMP) ## README.ipynb with all the demo's steps, and what it learned
+	$(PYTHON) -m pytest -m demo $(ARGS)
 
 test-faults: $(STAMP) ## every fault test, the slow ones too; what each cost is in outputs/faults.xml
 	$(PYTHON) -m pytest -m faults --junitxml=outputs/faults.xml -o junit_family=xunit1 $(ARGS)

@@ -40,6 +40,7 @@ def demo(tmp_path_factory, no_ray_cluster):
 
 
 @pytest.mark.ray
+@pytest.mark.demo
 @pytest.mark.timeout(900)
 def test_the_demo_learns_to_see_and_to_listen(demo):
     errors = json.loads((demo / "run" / "evaluation.json").read_text())
@@ -52,6 +53,7 @@ def test_the_demo_learns_to_see_and_to_listen(demo):
 
 
 @pytest.mark.ray
+@pytest.mark.demo
 def test_the_demo_succeeds_in_the_loop_by_its_eyes_and_ears(demo):
     scores = json.loads((demo / "run" / "evaluation.json").read_text())["closed_loop"]
     assert {name: score["episodes"] for name, score in scores.items()} == dict.fromkeys(LABELS, 60)
@@ -68,6 +70,7 @@ def test_the_demo_succeeds_in_the_loop_by_its_eyes_and_ears(demo):
 
 
 @pytest.mark.ray
+@pytest.mark.demo
 def test_the_notebook_shows_the_run_and_what_was_learned(demo):
     cells = nbformat.read(demo / "README.ipynb", as_version=4).cells
     printed = "".join(output.get("text", "") for cell in cells for output in cell.get("outputs", []))
