@@ -189,7 +189,9 @@ def test_a_node_that_cannot_read_for_its_workers_is_named_and_rows_are_read_anyw
     dataset = SimpleNamespace(context=DataContext())
     dataset.context.set_config(SHARDS, 2)
     GroupedRanks(ExecutionOptions(), 1.0, 0.5).configure({"train": dataset}, 4, None, ["a", "a", "b", "b"])
-    assert asked == [({"train": dataset}, 4, None, ["a", "a", "b", "b"])]
+    assert asked.pop() == ({"train": dataset}, 4, None, ["a", "a", "b", "b"])
+    GroupedRanks(ExecutionOptions(), 1.0, 0.5).configure({"train": dataset}, 4, None, ["b"] * 4)  # no choice: not told
+    assert asked == [({"train": dataset}, 4, None, ["b"] * 4)]
     (message,) = caplog.messages
     assert (
         "node b has 2.4 CPUs, of which 2 workers leave 0.4, and a read task takes 0.5: rows are read on any" in message

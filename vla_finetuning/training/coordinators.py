@@ -104,6 +104,8 @@ class GroupedRanks(ray.train.DataConfig):
         """The same of the ranks of each node, from there; nothing if there is one, or one cannot read for its own."""
         # In the order of ranks, which Ray Train 2.60 counts node by node.
         of_nodes = [(node, len(list(ranks))) for node, ranks in itertools.groupby(node_ids)]
+        if len(of_nodes) <= 1:
+            return []
         have = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]}
         groups, first = [], 0
         for node, ranks in of_nodes:
@@ -119,7 +121,7 @@ class GroupedRanks(ray.train.DataConfig):
             options.label_selector = {"ray.io/node-id": node}
             groups.append((first, first + ranks, options))
             first += ranks
-        return groups if len(groups) > 1 else []
+        return groups
 
 
 def shared(options: ExecutionOptions, executions: int, cpus: float) -> ExecutionOptions:
