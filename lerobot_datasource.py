@@ -660,14 +660,14 @@ def name_frames(dataset: Dataset, used_on: Iterable[str], where_used: bool = Fal
     or the cluster has CPUs on no node but that of `used_on`, node ids. A node that joins later reads too; what it keeps
     is decoded once more where it is used.
     """
-    block_bytes, nodes = dataset.context.get_config(NAMING_BLOCK_BYTES), set(used_on)
-    if block_bytes is None or len(nodes) < dataset.context.get_config(SHARDS):
+    nodes = set(used_on)
+    if not keeps_frames(dataset) or len(nodes) < dataset.context.get_config(SHARDS):
         return False
     reading = {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0}
     if not where_used and (len(reading) > 1 or reading != nodes):
         return False
     dataset.context.set_config(NAMES, True)
-    dataset.context.target_max_block_size = _target_bytes(block_bytes)
+    dataset.context.target_max_block_size = _target_bytes(dataset.context.get_config(NAMING_BLOCK_BYTES))
     return True
 
 

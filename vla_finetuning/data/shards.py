@@ -168,8 +168,8 @@ class ShardedPlan(Plan):
         self, batch_rows: int, *, window_rows: int | None = None, segment_rows: int | None = None
     ) -> float:
         """As of a `StreamPlan`: of shards by themselves. An episode that two of them have part of counts twice."""
-        of_each, sizes = max(1, batch_rows // self.sharding.count), {"window_rows": window_rows}
-        found = [shard.expected_episodes(of_each, **sizes, segment_rows=segment_rows) for shard in self._shards]
+        rows = max(1, batch_rows // self.sharding.count)
+        found = [s.expected_episodes(rows, window_rows=window_rows, segment_rows=segment_rows) for s in self._shards]
         return float(np.mean(found)) * min(batch_rows, len(found))
 
     def begin(self, epoch: int) -> int:
