@@ -30,7 +30,7 @@ from torch import nn
 
 import vla
 from util import StepResult, TrainableOptimizer, train_step
-from vla_finetuning.config import CACHE_DIR, GrpoConfig, Strategy
+from vla_finetuning.config import CACHE_DIR, GrpoOptions, Strategy
 from vla_finetuning.demo import prepare_disobedient
 from vla_finetuning.evaluation.player import Player
 from vla_finetuning.files import write_json
@@ -44,7 +44,6 @@ from vla_finetuning.rl.learning import (
     Lessons,
     Times,
     asked_of_all,
-    asked_to_stop,
     build_grpo_optimizer,
     check_finite,
     check_first,
@@ -57,108 +56,121 @@ from vla_finetuning.rl.learning import (
     play_groups,
 )
 from vla_finetuning.rl.objective import Objective, told
-from vla_finetuning.rl.plan import GrpoRun, describe_grpo, resolve_grpo
+from vla_finetuning.rl.resolve import GrpoRun, describe_grpo, resolve_grpo
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_checkpoint
 from vla_finetuning.run.failures import root_cause
-from vla_finetuning.run.folder import EVALUATION_NAME, check_place, first_step_done, own_folder
+from vla_finetuning.run.folder import (
+    EVALUATION_NAME,
+    check_place,
+    first_step_done,
+    own_folder,
+    prune_checkpoints,
+    stop_requested,
+)
 from vla_finetuning.run.record import record_run
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+from vla_finetuning.training.attempt import begin
+from vla_finetuning.training.checkpoint_writer import CheckpointWriter
+from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.fitting import fit, worker_group
+from vla_finetuning.training.model import build_model, check_attention
 from vla_finetuning.training.parallel import spread
 from vla_finetuning.training.room import describe_memory
-from vla_finetuning.training.worker import CheckpointWriter, begin, build_model, check_attention, export
+from vla_finetuning.training.worker import RayWorker, Worker
 
 # ---- training: one process per GPU, which acts, too ---------------------------------------------------------------
 
 
 def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[GrpoRun]]) -> None:
     """Train to the end of the run and export the policy. Runs in every training process."""
-    run = ray.get(loop_config["run"])
-    if train(run) and ray.train.get_context().get_world_rank() == 0:
-        export(run)
+    run, worker = ray.get(loop_config["run"]), RayWorker()
+    if train(run, worker) and worker.rank == 0:
+        export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, run.scene.drawn)
 
 
-def train(run: GrpoRun) -> bool:
+def train(run: GrpoRun, worker: Worker) -> bool:
     """Train from the newest checkpoint to the end of the run; False if the run was asked to stop before."""
-    config, options, began = cast(GrpoConfig, run.config), run.options, time.monotonic()
-    attempt = begin(run)
-    rank, world, device, progress = attempt.rank, attempt.world, attempt.device, attempt.progress
+    config, options, job, policy, began = run.config, run.options, run.job, run.policy, time.monotonic()
+    rank, world, device = worker.rank, worker.world, worker.device
+    attempt = begin(job, worker, config.train.deterministic)
+    progress = attempt.progress
 
-    rollouts = make_rollouts(run)  # its processes start while the model is made
-    loss, autocast = build_model(run, device)
-    check_attention(run, loss, autocast, attempt)
-    assert run.env is not None
-    player = Player(loss.policy, *run.processors(), env=run.env, rename_map=config.rename_map)
+    rollouts = make_rollouts(run.scene, options, config.eval)  # its processes start while the model is made
+    loss, autocast = build_model(policy, device)
+    check_attention(policy, loss, device, autocast, job.output_dir if rank == 0 else None)
+    player = Player(loss.policy, *policy.processors(), env=run.scene.env, rename_map=policy.rename_map)
     actor = Actor(
-        loss, player, prompts=run.prompts, inference_batch=options.inference_batch, autocast=autocast, device=device
+        loss, player, prompts=policy.prompts, inference_batch=options.inference_batch, autocast=autocast, device=device
     )
     objective = Objective(loss, run.sde, options).to(device)
     start = frozen_copy(objective) if options.kl else None
     model = spread(objective, cast(Strategy, config.scaling.strategy), device, world, autocast=autocast)
-    optimizer = build_grpo_optimizer(run, loss)
+    optimizer = build_grpo_optimizer(config, loss)
     if attempt.checkpoint is not None:
         load_checkpoint(attempt.checkpoint, optimizer.named(), optimizer.state())
-    log = IterationLog(run.output_dir, progress.step) if rank == 0 else None
-    checkpoints = CheckpointWriter(run, optimizer, rank, attempt.number)
+    log = IterationLog(job.output_dir, progress.step) if rank == 0 else None
+    prune = partial(prune_checkpoints, config, job.steps)
+    checkpoints = CheckpointWriter(job, optimizer, worker, attempt.number, config.save_every_s, prune)
     first = progress.step
     if first == 0:
         times = Times()
-        before = held_out(run, rollouts, actor, rank, world)
+        before = held_out(run, rollouts, actor, worker)
         times.mark("held_out")
         seconds = times.gather(rollouts, actor)
         if log is not None:
             log.write(0, {**before, **seconds})
 
     stop, nonfinite = False, 0
-    for iteration in range(first, run.steps):
+    for iteration in range(first, job.steps):
         times, done = Times(), iteration + 1
         explorer = Explorer(actor, run.sde, config.seed, iteration)
-        played = play_groups(run, rollouts, explorer, iteration, rank, world)
-        check_first(run, iteration, played)
+        played = play_groups(run, rollouts, explorer, iteration, worker)
+        check_first(options, iteration, played)
         times.mark("play")
-        lessons = Lessons(run, objective, start, actor, explorer, played, iteration=iteration, rank=rank, world=world)
+        lessons = Lessons(run, objective, start, actor, explorer, played, iteration=iteration, worker=worker)
         times.mark("score")
-        results = learn(run, model, objective, optimizer, lessons, iteration, world, autocast, device)
+        results = learn(options, model, objective, optimizer, lessons, iteration, worker, autocast)
         times.mark("update")
         metrics = metrics_of(run, played, lessons, objective, results)
         nonfinite += metrics["nonfinite_steps"]
-        check_finite(run, nonfinite)
-        if done % options.eval_every == 0 or done == run.steps:
-            metrics |= held_out(run, rollouts, actor, rank, world)
+        check_finite(config.train.max_nonfinite, nonfinite)
+        if done % options.eval_every == 0 or done == job.steps:
+            metrics |= held_out(run, rollouts, actor, worker)
         times.mark("held_out")
         metrics |= times.gather(rollouts, actor)
         gc.collect()
-        stop, due = asked_of_all(device, asked_to_stop(run, rank), rank == 0 and checkpoints.due())
+        stop, due = asked_of_all(
+            device, *(stop_requested(job.output_dir), checkpoints.due()) if rank == 0 else (False, False)
+        )
         if log is not None:
             if iteration == first:
-                first_step_done(run.output_dir, done, time.monotonic() - began)
+                first_step_done(job.output_dir, done, time.monotonic() - began)
             log.write(done, {"episodes": done * run.episodes, "lr": optimizer.schedule(iteration), **metrics})
-        if done == run.steps or done % config.save_freq == 0 or stop or due:
+        if done == job.steps or done % config.save_freq == 0 or stop or due:
             progress = replace(progress, step=done, rows=done * run.episodes, loss=-metrics["success"])
             checkpoints.save(progress)
         if stop:
             break
     checkpoints.close()
     rollouts.close()
-    return progress.step == run.steps
+    return progress.step == job.steps
 
 
 def learn(
-    run: GrpoRun,
+    options: GrpoOptions,
     model: nn.Module,
     objective: Objective,
     optimizer: TrainableOptimizer,
     lessons: Lessons,
     iteration: int,
-    world: int,
+    worker: Worker,
     autocast: torch.dtype | None,
-    device: torch.device,
 ) -> list[StepResult]:
     """An iteration's updates, by the training step of every run; fewer where the policy has moved far enough."""
     objective.clear()
     results = []
-    for epoch in range(run.options.epochs):
+    for epoch in range(options.epochs):
         for rows, micros in lessons.epoch(epoch):
             before = objective.sums.clone()
             result = train_step(
@@ -167,15 +179,15 @@ def learn(
                 iter(micros),
                 step=iteration,
                 grad_accum=len(micros),
-                mean_over=rows / world,
+                mean_over=rows / worker.world,
                 draws=lambda micro: (None, None),  # the batch has them
                 autocast=autocast,
-                device=device,
+                device=worker.device,
             )
             results.append(result)
             # Where there is such a limit, the one value of an update that is read from the device.
             # Not below it: what is not a number is no reason to go on.
-            if run.options.target_kl and not told(everyone(objective.sums - before)).kl <= run.options.target_kl:
+            if options.target_kl and not told(everyone(objective.sums - before)).kl <= options.target_kl:
                 return results
     return results
 
@@ -202,15 +214,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             if config.policy_path is None:
                 config = replace(config, policy_path=str(imitated(held)))
             run = resolve_grpo(config, gpus_found=torch.cuda.device_count())
-            config = cast(GrpoConfig, run.config)
+            config, job = run.config, run.job
             tell_text(describe_grpo(run))
             if config.dry_run:
-                tell_text("\n".join(expected_times(run, measure_environment(run))))
+                tell_text("\n".join(expected_times(run, measure_environment(run.scene.env))))
                 if needed := worker_memory(run):
-                    tell_text(describe_memory(run, needed))
+                    tell_text(describe_memory(config, needed, run.policy.checkpoint_bytes))
                 return 0
-            held.enter_context(own_folder(config, run.start, run.steps, run.disk_bytes))
-            held.enter_context(track(run.output_dir, config.track, config.track_project))
+            held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
+            held.enter_context(track(job.output_dir, config.track, config.track_project))
         except (ValueError, OSError) as error:
             tell_error(error)
             return 2
@@ -218,20 +230,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not ray.is_initialized():
                 held.callback(ray.shutdown)
             tell("Starting     Ray and what acts and trains in it")
-            cluster.start(run)
+            cluster.start(job.scaling, cluster.node_needs(job.scaling, [], run.policy.folder), job.output_dir)
             from vla_finetuning.rl.page import write_grpo_report  # not above: training processes need no matplotlib
 
-            record_run(run, describe_grpo(run), ray.cluster_resources())
-            held.callback(write_grpo_report, run.output_dir)
-            steps_done = fit(run, partial(worker_group, run, train_loop_per_worker, {}), iteration_line)
-            if steps_done < run.steps:
-                tell(f"Stopped      after iteration {steps_done} of {run.steps}; --resume goes on from there")
+            record_run(job, run.policy, describe_grpo(run), ray.cluster_resources())
+            held.callback(write_grpo_report, job.output_dir)
+            steps_done = fit(
+                job, lambda: worker_group(job, train_loop_per_worker, {"run": ray.put(run)}), iteration_line
+            )
+            if steps_done < job.steps:
+                tell(f"Stopped      after iteration {steps_done} of {job.steps}; --resume goes on from there")
                 return 3
             status = evaluate(run)
         except (TrainingFailedError, RayError, ValueError, OSError) as error:
             tell_error(root_cause(error))
             return 1
-    tell(f"Policy       {run.output_dir / 'pretrained_model'}", f"Report       {run.output_dir / 'report.html'}")
+    tell(f"Policy       {job.output_dir / 'pretrained_model'}", f"Report       {job.output_dir / 'report.html'}")
     return status
 
 
@@ -239,7 +253,7 @@ def evaluate(run: GrpoRun) -> int:
     """Have the policy play before and after, on the same fresh scenes. Returns the exit status."""
     try:
         scores, films = before_and_after(run)
-        write_json(run.output_dir / EVALUATION_NAME, {"closed_loop": scores, "films": films})
+        write_json(run.job.output_dir / EVALUATION_NAME, {"closed_loop": scores, "films": films})
         tell_text(success_lines(scores))
         return 0
     except (RayError, RuntimeError, ValueError, OSError) as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,6 @@ from vla_finetuning.config import FRAME_CACHE_GB, DatasetOptions, OnError
 from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.features import checked_size, common_features, resolve_delta_indices
 from vla_finetuning.data.frame_cache import FrameCache
-from vla_finetuning.data.frames import Stretches
 from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     DatasetMetadata,
@@ -41,6 +40,7 @@ from vla_finetuning.data.metadata import (
     select_episodes,
 )
 from vla_finetuning.data.node_cache import has_room
+from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.plan import (
     Episodes,
     Plan,
@@ -60,7 +60,7 @@ from vla_finetuning.data.rows import (
     row_dtype,
 )
 from vla_finetuning.data.selection import of_each
-from vla_finetuning.data.shards import ShardedPlan, Sharding, divide
+from vla_finetuning.data.shards import ShardedPlan, divide
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.data.videos import Frames, name_shape
 
@@ -110,107 +110,53 @@ class LeRobotDatasource(Datasource):
 
     Args:
         metas: the datasets; their position is `dataset_index`.
-        episodes: per dataset, which episodes; None for all.
-        camera_keys: cameras to decode; None for all.
-        columns: other features of the datasets that are wanted, in which alone they must agree; None for all.
-        delta_timestamps: key -> offsets in seconds, as LeRobot.
-        image_size: (height, width) that cameras are fitted into; None for as stored.
-        drop_n_last_frames: of each episode, so many are no rows; they are still in the windows of others. Every episode
-            must have more.
-        stretches: per dataset, which frames of which episodes are rows, and how often; they say what `episodes` and
-            `drop_n_last_frames` say otherwise. Windows reach beyond a stretch, to the ends of its episode.
-        weights: of the datasets in a mixture, see `data.plan`; None to read every row once per epoch.
-        shuffle_seed: None for stored order.
-        shuffle_window: rows shuffled among themselves, at most; fewer when a window would exceed READ_BYTES, and a
-            multiple of SEGMENT_ROWS.
-        window_segments: how many segments a shuffled window has at least, for which it may exceed READ_BYTES; None:
-            segments of SEGMENT_ROWS, however few that makes.
-        at_key_frames: whether shuffled segments begin at key frames, where they are long enough: fewer frames are then
-            decoded for others' sake.
-        global_shuffle: in epochs of the stream after the first, rows are drawn one by one from the whole dataset (or
-            shard): for frames that are kept.
-        sharding: how the rows are divided, so that each node can read one part; None: not.
-        stream: (first, last) positions of the run's stream (see `data.plan`); None for one epoch. Rows then also
-            carry `position`, their place in it. A long stream is read in several executions: the n-th execution of the
-            dataset reads the n-th part, so that a consumer iterates until the stream is done.
-        rows_multiple: executions end at multiples of this many rows after `first`.
-        block_rows: rows per block; None to choose by BLOCK_BYTES.
-        num_tasks: read tasks per execution; None: `reads_per_task` windows each.
-        num_cpus: CPUs that a read task holds; it decodes with as many threads.
-        on_error: "stop": an episode that cannot be read (damaged, missing, not what the metadata says) ends the task
-            with an error. "skip": its rows are blank, and true in one more column, `is_skipped`.
-        skip_log: a file that gets a JSON line for each episode that a task had to skip; all nodes must see it.
-        look: whether to look that all files are there, which lists the datasets' folders.
-        frame_cache: where each node keeps the frames that it decoded of videos; None: nowhere.
-        prepare: what is made of each block, in the read task; prepared_bytes: of a row then.
+        selection, features, order, reading: see `data.options`.
     """
 
     def __init__(
         self,
         metas: Sequence[DatasetMetadata],
-        *,
-        episodes: Sequence[Sequence[int] | np.ndarray | None] | None = None,
-        camera_keys: Sequence[str] | None = None,
-        columns: Sequence[str] | None = None,
-        delta_timestamps: Mapping[str, Sequence[float]] | None = None,
-        image_size: Sequence[int] | None = None,
-        drop_n_last_frames: int = 0,
-        stretches: Sequence[Stretches] | None = None,
-        weights: Sequence[float] | None = None,
-        shuffle_seed: int | None = None,
-        shuffle_window: int = DatasetOptions.shuffle_window,
-        window_segments: int | None = DatasetOptions.window_segments,
-        at_key_frames: bool = True,
-        global_shuffle: bool = False,
-        sharding: Sharding | None = None,
-        stream: tuple[int, int] | None = None,
-        rows_multiple: int = 1,
-        block_rows: int | None = None,
-        num_tasks: int | None = None,
-        tolerance_s: float = 1e-4,
-        num_cpus: float = 1,
-        on_error: OnError = "stop",
-        skip_log: Path | None = None,
-        look: bool = True,
-        frame_cache: FrameCache | None = None,
-        prepare: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None,
-        prepared_bytes: int | None = None,
+        selection: Selection = Selection(),  # noqa: B008  (frozen)
+        features: Features = Features(),  # noqa: B008
+        order: Order = Order(),  # noqa: B008
+        reading: Reading = Reading(),  # noqa: B008
     ):
         super().__init__()
-        self._prepare, self._prepared_bytes = prepare, prepared_bytes
-        self._frame_cache = frame_cache
-        self._skips, self._skip_log = on_error == "skip", skip_log
-        self.num_cpus = num_cpus
+        self._reading = reading
         self._projection_map: dict[str, str] | None = None
         self.metas = tuple(metas)
-        if stretches is not None:
-            episodes = [left.episodes for left in stretches]
+        stretches = selection.stretches
+        episodes = selection.episodes if stretches is None else [left.episodes for left in stretches]
         selected = [
             select_episodes(meta, None if episodes is None else episodes[i]) for i, meta in enumerate(self.metas)
         ]
-        self._image_size = checked_size(image_size)
-        features = common_features(self.metas, camera_keys, columns, self._image_size)
-        if delta_timestamps and len({meta.fps for meta in self.metas}) > 1:
+        self._image_size = checked_size(features.image_size)
+        self._tolerance_s = features.tolerance_s
+        self._features = common_features(self.metas, features.camera_keys, features.columns, self._image_size)
+        if features.delta_timestamps and len({meta.fps for meta in self.metas}) > 1:
             raise ValueError(
                 f"datasets of different frame rates cannot be read together in windows: "
                 f"{', '.join(f'{meta.root} has {meta.fps} fps' for meta in self.metas)}; an action chunk would span "
                 "other times in each. Convert them to one rate"
             )
-        self._delta_indices = resolve_delta_indices(delta_timestamps or {}, features, self.metas[0], tolerance_s)
-        self._tolerance_s = tolerance_s
-        self._features = features
+        self._delta_indices = resolve_delta_indices(
+            features.delta_timestamps, self._features, self.metas[0], self._tolerance_s
+        )
+        stream, sharding = order.stream, order.sharding
         self._with_position = stream is not None
-        for meta, chosen in zip(self.metas, selected, strict=True) if look else ():
-            check_files(meta, episodes=chosen, camera_keys=[k for k in meta.video_keys if k in features])
+        for meta, chosen in zip(self.metas, selected, strict=True) if reading.check_files else ():
+            check_files(meta, episodes=chosen, camera_keys=[k for k in meta.video_keys if k in self._features])
 
         row_bytes = self.row_bytes()
-        segments = None if shuffle_seed is None else window_segments
+        segments = None if order.shuffle_seed is None else order.window_segments
         # Windows of whole blocks: none is then decoded by two tasks.
-        cameras = [feature for meta in self.metas for key, feature in meta.features.items() if key in features]
-        cut_at = key_frame_rows(cameras) if at_key_frames else 1
-        window, segment = window_and_segment(shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments, cut_at)
-        places = self._places = _places(self.metas, selected, features)
-        start, length, repeated = places.start, places.length - drop_n_last_frames, None
+        cameras = [feature for meta in self.metas for key, feature in meta.features.items() if key in self._features]
+        cut_at = key_frame_rows(cameras) if order.at_key_frames else 1
+        window, segment = window_and_segment(
+            order.shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments, cut_at
+        )
+        places = self._places = _places(self.metas, selected, self._features)
+        start, length, repeated = places.start, places.length - selection.drop_n_last_frames, None
         if stretches is not None:
             before = np.cumsum([0, *map(len, selected)])
             of_stretch = [
@@ -225,34 +171,45 @@ class LeRobotDatasource(Datasource):
                 )
         plan = partial(
             StreamPlan,
-            segment_rows=segment if shuffle_seed is not None else max(window, SEGMENT_ROWS),
+            segment_rows=segment if order.shuffle_seed is not None else max(window, SEGMENT_ROWS),
             window_rows=window,
             cut_at=cut_at,
-            weights=weights,
-            later_segment_rows=1 if global_shuffle else None,
+            weights=selection.weights,
+            later_segment_rows=1 if order.global_shuffle else None,
         )
         self.shards = 1 if sharding is None else sharding.count
         self.plan: Plan
         if sharding is None:
             drawn = Episodes(places.dataset_index, places.episode_index, start, length)
-            self.plan = plan(drawn, seed=shuffle_seed, episode_weights=repeated)
+            self.plan = plan(drawn, seed=order.shuffle_seed, episode_weights=repeated)
         else:
             piece, begins, length, shard = divide(places.dataset_index, length, repeated, self.shards, cut_at)
             places = self._places = places.take(piece)
             repeated = None if repeated is None else repeated[piece]
             drawn = Episodes(places.dataset_index, places.episode_index, start[piece] + begins, length)
-            self.plan = ShardedPlan(drawn, shard, sharding, seed=shuffle_seed, plan=plan, episode_weights=repeated)
+            self.plan = ShardedPlan(
+                drawn, shard, sharding, seed=order.shuffle_seed, plan=plan, episode_weights=repeated
+            )
         self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
-        self._window, self._prescribed_rows = window, block_rows
+        self._window, self._prescribed_rows = window, order.block_rows
         self.block_rows = self._block_rows(row_bytes)
-        self._num_tasks = num_tasks
         self._whole: Any = None  # (plan, places) of an epoch, in the object store
         self._read_rows = max(window, self.block_rows)
         if stream is None:
             self._rows_per_execution = self._stream[1] - self._stream[0]
         else:
             reads = READS_PER_EXECUTION * self.shards
-            self._rows_per_execution = max(1, reads * self._read_rows // rows_multiple) * rows_multiple
+            self._rows_per_execution = max(1, reads * self._read_rows // order.rows_multiple) * order.rows_multiple
+
+    @property
+    def num_cpus(self) -> float:
+        """CPUs of a read task."""
+        return self._reading.num_cpus
+
+    @property
+    def skips(self) -> bool:
+        """Whether rows that cannot be read are blank."""
+        return self._reading.on_error == "skip"
 
     # ---- what Ray Data asks -------------------------------------------------------------------------------------
 
@@ -260,14 +217,14 @@ class LeRobotDatasource(Datasource):
         return "LeRobot"
 
     def supports_projection_pushdown(self) -> bool:
-        return self._prepare is None
+        return self._reading.prepare is None
 
     def columns(self) -> tuple[str, ...]:
         """Columns of a row, in order, after projection."""
         names = list(self._features)
         names += [key + IS_PAD for key in self._delta_indices]
         names += ["task", "dataset_index"]
-        names += ["position"] * self._with_position + [IS_SKIPPED] * self._skips
+        names += ["position"] * self._with_position + [IS_SKIPPED] * self.skips
         wanted = self._projection_map
         if wanted is None:
             return tuple(names)
@@ -316,13 +273,13 @@ class LeRobotDatasource(Datasource):
             frames = len(self._delta_indices.get(key, (0,)))
             spared += (math.prod(shape) - math.prod(name_shape(shape, dtype))) * dtype.itemsize * frames
         rows = self._block_rows(self.row_bytes() - spared)
-        return rows, rows * ((self._prepared_bytes or self.row_bytes()) - spared)
+        return rows, rows * ((self._reading.prepared_bytes or self.row_bytes()) - spared)
 
     @property
     def nameable(self) -> frozenset[str]:
         """Cameras whose frames can be named: videos, if all frames may be kept and no row is left blank."""
-        cache = self._frame_cache
-        if cache is None or self._skips or self.decoded_bytes() > cache.gb * 1e9:
+        cache = self._reading.frame_cache
+        if cache is None or self.skips or self.decoded_bytes() > cache.gb * 1e9:
             return frozenset()
         read = self._features.keys() & set(self.columns())
         return frozenset(key for key in read if all(meta.features[key].dtype == "video" for meta in self.metas))
@@ -330,7 +287,9 @@ class LeRobotDatasource(Datasource):
     def has_room_for_frames(self) -> bool:
         """Whether the disk of this node has room for all frames that are to be kept."""
         try:
-            return self._frame_cache is not None and has_room(Path(self._frame_cache.folder), self.decoded_bytes())
+            return self._reading.frame_cache is not None and has_room(
+                Path(self._reading.frame_cache.folder), self.decoded_bytes()
+            )
         except OSError:
             return False  # whoever tries to keep one says what is wrong
 
@@ -390,7 +349,7 @@ class LeRobotDatasource(Datasource):
         options = self._options(self.block(naming)[0])
         if naming:
             options = replace(options, named=self.nameable)
-        shared = ray.put(([Reader.of(meta, self.columns()) for meta in self.metas], self._prepare))
+        shared = ray.put(([Reader.of(meta, self.columns()) for meta in self.metas], self._reading.prepare))
         row_bytes, limit = self.row_bytes(), per_task_row_limit
 
         def task(position: int, rows: int, reads: Iterable[Read]) -> ReadTask:
@@ -399,8 +358,8 @@ class LeRobotDatasource(Datasource):
 
         if share is not None:
             return [task(first, sum(map(len, reads)), reads) for reads in self._reads_of(share, first, last)]
-        if self._num_tasks is not None:
-            bounds = np.unique(np.linspace(first, last, self._num_tasks + 1).astype(np.int64))
+        if self._reading.num_tasks is not None:
+            bounds = np.unique(np.linspace(first, last, self._reading.num_tasks + 1).astype(np.int64))
         else:
             bounds = task_bounds(first, last, self._task_rows(first, last), self.block_rows)
         # Part of a stream: each task is told its rows, so that none needs the whole plan. An epoch: that is the whole
@@ -456,9 +415,9 @@ class LeRobotDatasource(Datasource):
             block_rows=block_rows,
             threads=max(1, round(self.num_cpus)),
             image_size=self._image_size,
-            blank=self.example() if self._skips else None,
-            skip_log=self._skip_log,
-            frame_cache=self._frame_cache,
+            blank=self.example() if self.skips else None,
+            skip_log=self._reading.skip_log,
+            frame_cache=self._reading.frame_cache,
         )
 
 
@@ -615,19 +574,23 @@ def read_lerobot(
     per_root = of_each(chosen, [str(r) for r in roots], "episodes")
     source = LeRobotDatasource(
         metas,
-        episodes=per_root if episodes is not None else None,
-        camera_keys=camera_keys,
-        delta_timestamps=delta_timestamps,
-        image_size=image_size,
-        weights=list(root.values()) if isinstance(root, Mapping) else None,
-        shuffle_seed=shuffle_seed,
-        shuffle_window=shuffle_window,
-        window_segments=window_segments,
-        num_tasks=override_num_blocks,
-        tolerance_s=tolerance_s,
-        num_cpus=num_cpus,
-        on_error=on_error,
-        frame_cache=None if frame_cache is None else FrameCache(str(Path(frame_cache).absolute()), frame_cache_gb),
+        Selection(
+            episodes=per_root if episodes is not None else None,
+            weights=list(root.values()) if isinstance(root, Mapping) else None,
+        ),
+        Features(
+            camera_keys=camera_keys,
+            delta_timestamps=delta_timestamps or {},
+            image_size=image_size,
+            tolerance_s=tolerance_s,
+        ),
+        Order(shuffle_seed=shuffle_seed, shuffle_window=shuffle_window, window_segments=window_segments),
+        Reading(
+            num_cpus=num_cpus,
+            num_tasks=override_num_blocks,
+            on_error=on_error,
+            frame_cache=None if frame_cache is None else FrameCache(str(Path(frame_cache).absolute()), frame_cache_gb),
+        ),
     )
     return read_source(source)
 

@@ -35,6 +35,7 @@ from ray.train.torch import TorchTrainer
 
 from util import (
     UNWATCHED,
+    Batch,
     Clock,
     NumpyToTorchCollate,
     TimedIterator,
@@ -43,13 +44,14 @@ from util import (
     cuda_prefetcher,
     train_step,
 )
-from vla_finetuning.config import Strategy
+from vla_finetuning.config import Config, Strategy
 from vla_finetuning.evaluation.demo import is_demo, success_table, try_demo
 from vla_finetuning.evaluation.during import Evaluator
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
 from vla_finetuning.files import write_json
 from vla_finetuning.flags import parse_args, print_help
 from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_checkpoint, load_progress
@@ -60,39 +62,40 @@ from vla_finetuning.run.folder import (
     check_place,
     first_step_done,
     own_folder,
+    prune_checkpoints,
     stop_requested,
 )
-from vla_finetuning.run.plan import Run, resolve, with_stats
+from vla_finetuning.run.job import Job
 from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped
 from vla_finetuning.run.push import check_push, push_policy
 from vla_finetuning.run.record import record_run
+from vla_finetuning.run.resolve import Run, resolve, with_stats
+from vla_finetuning.run.rows import Rows
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+from vla_finetuning.training.attempt import begin
+from vla_finetuning.training.batches import (
+    OnBatch,
+    Work,
+    check_finite,
+    collate_cut,
+    ignore_batch,
+    mfu,
+    noise_for,
+    policy_batches,
+    record_rows,
+    what_batch,
+)
+from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.coordinators import GroupedRanks
+from vla_finetuning.training.export import export, exported_checkpoint, policy_at
 from vla_finetuning.training.fitting import fit, worker_group
 from vla_finetuning.training.held_out import HeldOutLoss
 from vla_finetuning.training.memory import GIB
-from vla_finetuning.training.parallel import keeps_casts, spread
+from vla_finetuning.training.model import build_model, build_optimizer, check_attention, make_prepare
+from vla_finetuning.training.parallel import copies, keeps_casts, spread
 from vla_finetuning.training.room import check_room, describe_memory, planned_memory, rows_that_fit
-from vla_finetuning.training.stream import Dealt, Deferred, TrainingData, or_timeout, stream_batches
-from vla_finetuning.training.worker import (
-    CheckpointWriter,
-    Work,
-    begin,
-    build_model,
-    build_optimizer,
-    check_attention,
-    check_finite,
-    collate_cut,
-    copies,
-    export,
-    exported_checkpoint,
-    mfu,
-    noise_for,
-    policy_at,
-    policy_batches,
-    prepare_of,
-    what_batch,
-)
+from vla_finetuning.training.stream import Columns, Dealt, Deferred, TrainingData, or_timeout, stream_batches
+from vla_finetuning.training.worker import RayWorker, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -100,21 +103,20 @@ logger = logging.getLogger(__name__)
 # ---- data: Ray Data tasks, on CPUs --------------------------------------------------------------------------------
 
 
-def build_dataset(run: Run) -> TrainingData:
+def build_dataset(rows: Rows, policy: PolicySpec, checkpoints_dir: Path) -> TrainingData:
     """The rows still to be trained, as a function that Ray Train calls at every start of the worker group.
 
     Decoded frames are prepared (renamed, normalised, tokenised by LeRobot's own pipeline) in the same task that reads
     them, and stream to the workers under backpressure, uint8 and in the plan's order.
     """
-    reader = run.reader()
-    prepare = prepare_of(run)
-    example = prepare(reader(stream=(0, run.last_row)).example())
+    prepare = make_prepare(policy, rows)
+    example = prepare(rows.source().example())
     return TrainingData(
-        read=reader,
-        last_row=run.last_row,
+        read=replace(rows, weights=None).source,  # read tasks need no weights of the loss
+        last_row=rows.last_row,
         prepare=Deferred(prepare),
         row_bytes=sum(column.nbytes for column in example.values()),
-        checkpoints_dir=run.checkpoints_dir,
+        checkpoints_dir=checkpoints_dir,
     )
 
 
@@ -123,51 +125,83 @@ def build_dataset(run: Run) -> TrainingData:
 
 def train_loop_per_worker(loop_config: dict[str, ray.ObjectRef[Run]]) -> None:
     """Train to the end of the run and export the policy. Runs in every training process."""
-    run = ray.get(loop_config["run"])
-    trained = train(run)
-    if trained is not None and ray.train.get_context().get_world_rank() == 0:
-        export(run)
+    run, worker = ray.get(loop_config["run"]), RayWorker()
+    if train(run, worker) is not None and worker.rank == 0:
+        checkpoint = exported_checkpoint(run.job, best=run.config.export == "best")
+        export(run.policy, checkpoint, run.job.output_dir, run.rows.drawn)
 
 
 def train(
     run: Run,
+    worker: Worker,
     clock: Clock = UNWATCHED,
-    make_optimizer: Callable[[Run, PolicyLoss], TrainableOptimizer] = build_optimizer,
+    make_optimizer: Callable[[PolicySpec, PolicyLoss, int], TrainableOptimizer] = build_optimizer,
+    make_checkpoints: Callable[..., CheckpointWriter] = CheckpointWriter,
 ) -> TrainableOptimizer | None:
     """Train from the newest checkpoint to the end of the run; None if the run was asked to stop before.
 
-    `clock` is told what happens when.
+    `clock` is notified of what happens when.
     """
-    config, began = run.config, time.monotonic()
-    attempt = begin(run)
-    rank, world, device, progress = attempt.rank, attempt.world, attempt.device, attempt.progress
-    dealt = Dealt(config.batch_size, run.block_rows, rank, world, run.batches_per_step, progress.step)
-    rows_log = RowsLog(run.output_dir, rank, attempt.number) if config.run.record_rows else None
-    # The first batch is read while the model is made.
-    work = Work(run)
-    batches = feed(run, dealt, progress.rows, device, NumpyToTorchCollate(run.use_gpu), rows_log, work, clock)
+    config, job, rows, policy, began = run.config, run.job, run.rows, run.policy, time.monotonic()
+    rank, world, device = worker.rank, worker.world, worker.device
+    attempt = begin(job, worker, config.train.deterministic)
+    progress = attempt.progress
+    dealt = Dealt(job.batch_size, rows.block_rows, rank, world, job.batches_per_step, progress.step)
+    work = Work(policy)
+    log_rows = None
+    if config.run.record_rows:
+        log_rows = partial(record_rows, RowsLog(job.output_dir, rank, attempt.number), rows, dealt)
 
-    policy_loss, autocast = build_model(run, device)
-    check_attention(run, policy_loss, autocast, attempt)
-    strategy = cast(Strategy, config.scaling.strategy)
+    def on_batch(number: int, columns: Batch, inputs: Batch) -> None:
+        work.add(inputs)
+        if log_rows is not None:
+            log_rows(number, columns)
+
+    # The first batch is read while the model is made.
+    batches = feed(
+        rows,
+        policy,
+        worker,
+        dealt,
+        progress.rows,
+        job.steps,
+        timeout_s=config.dataset.batch_timeout_s,
+        epsilon=config.sample_weighting.epsilon,
+        on_batch=on_batch,
+        clock=clock,
+    )
+
+    policy_loss, autocast = build_model(policy, device)
+    check_attention(policy, policy_loss, device, autocast, job.output_dir if rank == 0 else None)
+    strategy = cast(Strategy, job.scaling.strategy)
     model = spread(
         policy_loss,
         strategy,
         device,
         world,
-        copies=copies(run, device) if strategy == "hsdp" and world > 1 else None,
+        copies=copies(worker, job.scaling.shard_workers) if strategy == "hsdp" and world > 1 else None,
         autocast=autocast,
         # Of PI0.5, nothing that trains is ever without a gradient (trainable.choose_trainable).
-        find_unused_parameters=config.scaling.find_unused_parameters,
+        find_unused_parameters=job.scaling.find_unused_parameters,
     )
-    optimizer = make_optimizer(run, policy_loss)
+    optimizer = make_optimizer(policy, policy_loss, job.steps)
     if attempt.checkpoint is not None:
         load_checkpoint(attempt.checkpoint, optimizer.named(), optimizer.state(), optimizer.named_average() or None)
     log = None
     if rank == 0:
-        log = MetricsLog(run.output_dir, config.global_batch_size, run.rows_per_epoch, progress.step, run.decoded)
-    checkpoints = CheckpointWriter(run, optimizer, rank, attempt.number)
-    held_out = HeldOutLoss(run, rank, world, device) if config.eval_steps else None
+        log = MetricsLog(job.output_dir, job.rows_per_step, rows.per_epoch, progress.step, rows.rates)
+    prune = partial(prune_checkpoints, config, job.steps)
+    checkpoints = make_checkpoints(job, optimizer, worker, attempt.number, config.save_every_s, prune)
+    held_out = None
+    if config.eval_steps:
+        held_out = HeldOutLoss(
+            rows,
+            policy,
+            worker,
+            batch_size=job.batch_size,
+            limit=config.max_eval_samples,
+            timeout_s=config.dataset.batch_timeout_s,
+        )
 
     gc.disable()  # collected at log steps: in between it would stall the host at random
     gc.collect()
@@ -177,56 +211,58 @@ def train(
     losses: list[float] = []
     nonfinite = 0
     stop = preempted = False
-    for step in clock.steps(range(progress.step, run.steps), model):
+    for step in clock.steps(range(progress.step, job.steps), model):
         result = train_step(
             model,
             optimizer,
             batches,
             step=step,
             grad_accum=len(dealt.micros(step)),
-            mean_over=run.batches_per_step / world,
-            draws=noise_for(run, step, dealt, device),
+            mean_over=job.batches_per_step / world,
+            draws=noise_for(policy, step, dealt, device),
             autocast=autocast,
             device=device,
             keep_casts=keep_casts,
             clock=clock,
         )
         clock.mark("metrics")
-        window.add(result, samples=config.batch_size * len(dealt.micros(step)))
+        window.add(result, samples=job.batch_size * len(dealt.micros(step)))
         done = step + 1
         if rank == 0 and step == dealt.first_step:
-            first_step_done(run.output_dir, done, time.monotonic() - began)
-        save = done == run.steps or done % config.save_freq == 0
-        judge = held_out is not None and (done == run.steps or done % config.eval_steps == 0)
+            first_step_done(job.output_dir, done, time.monotonic() - began)
+        save = done == job.steps or done % config.save_freq == 0
+        judge = held_out is not None and (done == job.steps or done % config.eval_steps == 0)
         judged: dict[str, Any] = {}
-        if done == run.steps or done % config.log_freq == 0 or judge:
+        if done == job.steps or done % config.log_freq == 0 or judge:
             # All that ranks must agree on rides on the one collective of a log step.
-            asked = (stop_requested(run.output_dir), checkpoints.due()) if rank == 0 else (False, False)
+            asked = (stop_requested(job.output_dir), checkpoints.due()) if rank == 0 else (False, False)
             metrics, (stop, due) = window.gather(batches.waited_s - waited_before, *asked, work=work.take())
             window, waited_before = Window(device), batches.waited_s
             gc.collect()
             nonfinite += metrics["nonfinite_steps"]
-            check_finite(run, metrics, nonfinite, done)
+            check_finite(rows, job.rows_per_step, config.train.max_nonfinite, metrics, nonfinite, done)
             losses.append(metrics["loss"])
-            if held_out is not None and judge and not (stop and done < run.steps):
+            if held_out is not None and judge and not (stop and done < job.steps):
                 clock.mark("evaluation")
                 with optimizer.averaged() if config.takes_average else contextlib.nullcontext():
                     judged = held_out.evaluate(policy_loss, autocast)
                 window = Window(device)  # no part of a step
             if log is not None:
-                check_skipped(run, done)
+                if config.dataset.on_error == "skip":
+                    trained = done * job.rows_per_step
+                    check_skipped(job.output_dir, config.dataset.max_skipped, trained, rows.per_epoch)
                 extra = {"mfu": mfu(metrics, world, device), "checkpoint_pause_s": checkpoints.paused_s()}
+                extra["spilled_bytes"] = worker.spilled_bytes()
                 log.write(done, optimizer.schedule(step), {**metrics, **extra, **judged})
             save |= stop or due
             # A node is about to be taken away; Ray Train starts the group anew when it is gone.
-            if not preempted and (notice := ray.train.get_preemption_info()) is not None:
+            if not preempted and (deadline_ms := worker.preemption_deadline_ms()) is not None:
                 preempted = save = True
-                checkpoints.ends_at(notice.deadline_ms)
+                checkpoints.ends_at(deadline_ms)
         if save:
             clock.mark("checkpoint")
-            loss = sum(losses) / len(losses) if losses else None
-            rows, eval_loss = done * config.global_batch_size, judged.get("eval_loss")
-            progress = replace(progress, step=done, rows=rows, loss=loss, eval_loss=eval_loss)
+            loss, eval_loss = sum(losses) / len(losses) if losses else None, judged.get("eval_loss")
+            progress = replace(progress, step=done, rows=done * job.rows_per_step, loss=loss, eval_loss=eval_loss)
             checkpoints.save(progress)
             losses.clear()
         if stop:
@@ -234,25 +270,40 @@ def train(
     gc.unfreeze()
     gc.enable()
     checkpoints.close()
-    return None if stop and progress.step < run.steps else optimizer
+    return None if stop and progress.step < job.steps else optimizer
 
 
 def feed(
-    run: Run,
+    rows: Rows,
+    policy: PolicySpec,
+    worker: Worker,
     dealt: Dealt,
     first_row: int,
-    device: torch.device,
-    collate: NumpyToTorchCollate,
-    rows_log: RowsLog | None = None,
-    work: Work | None = None,
+    steps: int,
+    *,
+    timeout_s: float,
+    epsilon: float = 0.0,
+    collate: Callable[[Columns], Batch] | None = None,
+    on_batch: OnBatch = ignore_batch,
     clock: Clock = UNWATCHED,
 ) -> TimedIterator:
-    """This rank's micro-batches on its device, from a position of the stream to the run's end."""
-    shard = ray.train.get_dataset_shard("train")
-    fitted = partial(collate_cut, run, collate, weights=run.row_weights, frames=run.frames_named())
-    host_batches = stream_batches(shard, dealt, first_row, run.steps, fitted)
-    in_time = or_timeout(host_batches, run.config.dataset.batch_timeout_s, partial(what_batch, run, dealt))
-    return TimedIterator(policy_batches(run, cuda_prefetcher(in_time, device, clock), dealt, rows_log, work))
+    """This rank's micro-batches on its device, from a position of the stream to the run's end.
+
+    Args:
+        timeout_s: how long to wait for a batch, in seconds. epsilon: see `row_weights.of_batch`.
+        collate: numpy columns of a batch to CPU tensors; `NumpyToTorchCollate` when None.
+    """
+    fitted = partial(
+        collate_cut,
+        collate or NumpyToTorchCollate(worker.device.type == "cuda"),
+        policy.prompts,
+        weights=rows.weights,
+        epsilon=epsilon,
+        frames=rows.fill_frames(),
+    )
+    host_batches = stream_batches(worker.shard, dealt, first_row, steps, fitted)
+    in_time = or_timeout(host_batches, timeout_s, partial(what_batch, rows, dealt))
+    return TimedIterator(policy_batches(cuda_prefetcher(in_time, worker.device, clock), policy.config, on_batch))
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------
@@ -272,20 +323,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
             tell_text(describe(run))
-            needed = planned_memory(run) if run.use_gpu or run.config.dry_run else None
+            config, job = run.config, run.job
+            memory = planned_memory(run.policy, run.rows.frame_bytes)
+            needed = memory(config) if job.use_gpu or config.dry_run else None
             if needed is not None:
-                if run.config.dry_run:
-                    tell_text(describe_memory(run, needed))
-                check_room(run, needed, gpu_gib())
-            check_place(run.output_dir)
-            require_tracker(run.config.track)
-            evaluator = Evaluator(run, policy_at) if run.config.env_type else None
-            if repo_id := run.config.hub_repo_id:
-                tell(f"Hub          {check_push(repo_id, run.config.policy_private, make=not run.config.dry_run)}")
-            if run.config.dry_run:
+                if config.dry_run:
+                    tell_text(describe_memory(config, needed, run.policy.checkpoint_bytes))
+                check_room(config, needed, memory, gpu_gib())
+            check_place(job.output_dir)
+            require_tracker(config.track)
+            evaluator = Evaluator(run, policy_at) if config.env_type else None
+            if repo_id := config.hub_repo_id:
+                tell(f"Hub          {check_push(repo_id, config.policy_private, make=not config.dry_run)}")
+            if config.dry_run:
                 return 0
-            held.enter_context(own_folder(run.config, run.start, run.steps, run.disk_bytes))
-            held.enter_context(track(run.output_dir, run.config.track, run.config.track_project))
+            held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
+            held.enter_context(track(job.output_dir, config.track, config.track_project))
         except (ValueError, OSError) as error:
             tell_error(error)
             return 2
@@ -296,33 +349,34 @@ def main(argv: Sequence[str] | None = None) -> int:
             run, data_options = on_cluster(run)
             from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
 
-            record_run(run, describe(run), ray.cluster_resources())
-            held.enter_context(keep_report(run.output_dir))
+            resources, repo_id = ray.cluster_resources(), config.dataset.repo_id
+            record_run(job, run.policy, describe(run), resources, run.rows, repo_id)
+            held.enter_context(keep_report(job.output_dir))
             if evaluator is not None:
                 held.callback(evaluator.close)
             with evaluator.beside(run, data_options) if evaluator is not None else contextlib.nullcontext():
-                steps_done = fit(run, lambda: make_trainer(run, data_options))
-            if steps_done < run.steps:
-                tell(f"Stopped      after step {steps_done} of {run.steps}; --resume goes on from there")
+                steps_done = fit(job, lambda: make_trainer(run, data_options))
+            if steps_done < job.steps:
+                tell(f"Stopped      after step {steps_done} of {job.steps}; --resume goes on from there")
                 return 3
-            status = evaluate(run) if any(len(episodes) for episodes in run.eval_episodes) else 0
+            status = evaluate(run) if run.rows.any_held_out else 0
             status = (evaluator.finish() if evaluator is not None else 0) or status
         except (TrainingFailedError, RayError, ValueError, OSError) as error:
             tell_error(root_cause(error))
             return 1
-    tell(f"Policy       {run.output_dir / 'pretrained_model'}{_exported(run)}")
-    tell(f"Report       {run.output_dir / 'report.html'}")
-    return (push(run.output_dir, run.config.hub_repo_id) if run.config.hub_repo_id else 0) or status
+    tell(f"Policy       {job.output_dir / 'pretrained_model'}{_exported(config, job)}")
+    tell(f"Report       {job.output_dir / 'report.html'}")
+    return (push(job.output_dir, config.hub_repo_id) if config.hub_repo_id else 0) or status
 
 
-def _exported(run: Run) -> str:
-    """Which weights the policy has, where that are not the last step's own."""
-    average = ", averaged weights (--ema.enable)" if run.config.takes_average else ""
-    if run.config.export == "last":
+def _exported(config: Config, job: Job) -> str:
+    """Which weights were exported, if not the last step's."""
+    average = ", averaged weights (--ema.enable)" if config.takes_average else ""
+    if config.export == "last":
         return average
-    best = load_progress(exported_checkpoint(run))
-    told = "not measured" if best.eval_loss is None else f"{best.eval_loss:.4g}"
-    return f": step {best.step} of {run.steps}, held-out loss {told}{average}"
+    best = load_progress(exported_checkpoint(job, best=True))
+    measured = "not measured" if best.eval_loss is None else f"{best.eval_loss:.4g}"
+    return f": step {best.step} of {job.steps}, held-out loss {measured}{average}"
 
 
 def gpu_gib() -> float | None:
@@ -335,20 +389,28 @@ def on_cluster(run: Run) -> tuple[Run, ray.data.ExecutionOptions]:
 
     Statistics come first: nodes that an autoscaler brings for training should not stand idle meanwhile.
     """
-    cluster.start(run)
+    job, needs = run.job, join_cluster(run)
     run = with_stats(run)
-    return run, cluster.wait_for_room(run).execution_options()
+    return run, cluster.wait_for_room(job.scaling, needs, job.output_dir).execution_options()
+
+
+def join_cluster(run: Run) -> cluster.Needs:
+    """Join or start the run's cluster; what the run needs on every node, which the nodes have."""
+    job = run.job
+    needs = cluster.node_needs(job.scaling, [meta.root for meta in run.rows.metas], run.policy.folder)
+    cluster.start(job.scaling, needs, job.output_dir)
+    return needs
 
 
 def evaluate(run: Run) -> int:
     """Print what the trained policy predicts of held-out episodes, and how the demo fares. Returns the exit status."""
-    remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.use_gpu else 0)
+    remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.job.use_gpu else 0)
     try:
-        errors = cluster.wait_for(remote.remote(run, rows_that_fit=rows_that_fit).future(), run)
+        errors = cluster.wait_for(remote.remote(run, rows_that_fit=rows_that_fit).future(), run.job.scaling)
         tell_text(error_table(errors["trained"], errors.get("untrained")))
-        if is_demo(run):
-            scores, films = try_demo(run)
-            write_json(run.output_dir / EVALUATION_NAME, {**errors, "closed_loop": scores, "films": films})
+        if is_demo(run.config, run.policy):
+            scores, films = try_demo(run.job, run.policy)
+            write_json(run.job.output_dir / EVALUATION_NAME, {**errors, "closed_loop": scores, "films": films})
             tell_text(success_table(scores))
         return 0
     except (RayError, RuntimeError, ValueError, OSError) as error:
@@ -378,12 +440,12 @@ def make_trainer(
     **loop_config: Any,
 ) -> TorchTrainer:
     """The worker group and the data that it pulls. `loop` runs in every worker, with `loop_config` and the run."""
-    scaling = run.config.scaling
+    scaling = run.job.scaling
     return worker_group(
-        run,
+        run.job,
         loop,
-        loop_config,
-        datasets={"train": data or build_dataset(run)},
+        {"run": ray.put(run), **loop_config},  # a reference: the controller need not open it
+        datasets={"train": data or build_dataset(run.rows, run.policy, run.job.checkpoints_dir)},
         dataset_config=GroupedRanks(data_options, scaling.cpus_per_worker, scaling.cpus_per_read_task),
     )
 

@@ -41,6 +41,7 @@ import numpy as np
 from benchmarks.datasets import CAMERAS, DATASETS, FPS, LAYOUTS, NUMBER_FILES, grow, make, make_numbers, scratch_of
 from diagnostics.environment import Environment
 from vla_finetuning.config import DatasetOptions
+from vla_finetuning.data.options import Features, Order, Reading
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -75,7 +76,9 @@ def our_source(
 
     windows = {"action": [i / FPS for i in range(WINDOW)]}
     meta = load_metadata(root, storage_options=storage_options)
-    return LeRobotDatasource([meta], delta_timestamps=windows, stream=(0, rows), **options)
+    order = Order(stream=(0, rows), shuffle_seed=options.pop("shuffle_seed", None))
+    features = Features(delta_timestamps=windows, image_size=options.pop("image_size", None))
+    return LeRobotDatasource([meta], features=features, order=order, reading=Reading(**options))
 
 
 def carried(source: LeRobotDatasource) -> Iterator[dict[str, np.ndarray]]:
@@ -352,7 +355,7 @@ def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
     for name in LAYOUTS:
         meta = load_metadata(make_numbers(name, megabytes))
         deltas = {"action": [i / FPS for i in range(WINDOW)]}
-        source = LeRobotDatasource([meta], delta_timestamps=deltas, shuffle_seed=0)
+        source = LeRobotDatasource([meta], features=Features(delta_timestamps=deltas), order=Order(shuffle_seed=0))
         with tempfile.TemporaryDirectory() as folder, mock.patch.object(table, "NUMBERS_DIR", folder):
             with mock.patch.object(rows, "file_identity", lambda *_: None):
                 unkept = cost(source, 0, 2)
@@ -458,7 +461,7 @@ def requests_of_windows(url: str, options: dict[str, Any], windows: int) -> list
     from vla_finetuning.data.metadata import load_metadata
     from vla_finetuning.data.storage import RemoteFileSystem
 
-    source = LeRobotDatasource([load_metadata(url, storage_options=options)], shuffle_seed=0)
+    source = LeRobotDatasource([load_metadata(url, storage_options=options)], order=Order(shuffle_seed=0))
     readers, size = [rows.Reader.of(meta) for meta in source.metas], source._read_rows
     found: list[tuple[str, int, int]] = []
     original = RemoteFileSystem.read_range
@@ -506,7 +509,7 @@ def planning(root: Path, episodes: Sequence[int], rows: int = 300) -> dict[str, 
             episode_video_start_s={k: repeated(v) for k, v in meta.episode_video_start_s.items()},
         )
         start = time.perf_counter()
-        tasks = LeRobotDatasource([large], shuffle_seed=0, stream=(0, count * rows)).get_read_tasks(1)
+        tasks = LeRobotDatasource([large], order=Order(shuffle_seed=0, stream=(0, count * rows))).get_read_tasks(1)
         seconds = time.perf_counter() - start
         largest = max(len(cloudpickle.dumps(task.read_fn)) for task in tasks[:: max(1, len(tasks) // 20)])
         found[str(count)] = {"plan_s": seconds, "tasks": len(tasks), "largest_task_bytes": largest}

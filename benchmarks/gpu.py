@@ -57,7 +57,7 @@ from vla_finetuning.run.checkpoint import (
     write_pieces,
 )
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME
-from vla_finetuning.run.plan import resolve
+from vla_finetuning.run.resolve import resolve
 from vla_finetuning.terminal import tell, tell_error, tell_text
 from vla_finetuning.training.memory import GIB
 from vla_finetuning.training.room import fits

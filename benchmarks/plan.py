@@ -40,6 +40,7 @@ from diagnostics.environment import Environment
 from lerobot_datasource import LeRobotDatasource
 from tests.memory import Growth
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
+from vla_finetuning.data.options import Features, Order, Reading
 
 CAMERAS = ("observation.images.top", "observation.images.left", "observation.images.right")
 INSTRUCTIONS = 10_000
@@ -110,10 +111,14 @@ def keep(folder: Path, name: str, value: Any) -> int:
     return len(data)
 
 
-def reader(meta: DatasetMetadata, **options: Any) -> partial[LeRobotDatasource]:
-    """As of a run (`Run.reader`)."""
-    actions = {"action": [i / 30 for i in range(50)]}
-    return partial(LeRobotDatasource, [meta], delta_timestamps=actions, shuffle_seed=0, block_rows=8, **options)
+def source_of(meta: DatasetMetadata, stream: tuple[int, int] | None = None) -> LeRobotDatasource:
+    """As of a run (`Rows.source`)."""
+    return LeRobotDatasource(
+        [meta],
+        features=Features(delta_timestamps={"action": [i / 30 for i in range(50)]}),
+        order=Order(shuffle_seed=0, block_rows=8, stream=stream),
+        reading=Reading(check_files=False),
+    )
 
 
 def metadata(folder: Path) -> dict[str, Any]:
@@ -125,13 +130,12 @@ def metadata(folder: Path) -> dict[str, Any]:
 
 
 def plan(folder: Path) -> dict[str, Any]:
-    read = reader(load(folder, "meta"), look=False)
-    last = 2 * int(read.args[0][0].total_frames)
-    source = read(stream=(0, last))
+    meta = load(folder, "meta")
+    source = source_of(meta, (0, 2 * meta.total_frames))
     mixed = source.plan.expected_episodes(256)
     source.plan.identity()
     return {
-        "kept": {"reader": read, "source": source},
+        "kept": {"source": source},
         "window_rows": source.plan.window_rows,
         "segment_rows": source.plan.segment_rows,
         "episodes_in_a_batch_of_256": mixed,
@@ -140,16 +144,16 @@ def plan(folder: Path) -> dict[str, Any]:
 
 def coordinator(folder: Path) -> dict[str, Any]:
     """As `TrainingData` at a start of the worker group, and the coordinator that it makes."""
-    read = load(folder, "reader")
-    rows = int(read.args[0][0].total_frames)
-    tasks = read(stream=(0, 2 * rows)).get_read_tasks(1)
-    resumed = read(stream=(rows + rows // 2, 2 * rows)).get_read_tasks(1)
+    meta = load(folder, "meta")
+    rows = meta.total_frames
+    tasks = source_of(meta, (0, 2 * rows)).get_read_tasks(1)
+    resumed = source_of(meta, (rows + rows // 2, 2 * rows)).get_read_tasks(1)
     largest = max([*tasks[::100], *resumed[::100]], key=lambda task: len(cloudpickle.dumps(task.read_fn)))
     return {"kept": {"task": largest.read_fn}, "tasks": len(tasks)}
 
 
 def epoch(folder: Path) -> dict[str, Any]:
-    tasks = reader(load(folder, "meta"), look=False)().get_read_tasks(1)
+    tasks = source_of(load(folder, "meta")).get_read_tasks(1)
     return {"kept": {"epoch": tasks[len(tasks) // 2].read_fn}, "tasks": len(tasks)}
 
 

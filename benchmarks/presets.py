@@ -83,7 +83,7 @@ def of_pi05(config: Config, cameras: int) -> StepMemory:
     policy = PI05Config(device="cpu", pretrained_path=Path("pi05_base"))
     policy.output_features = {ACTION: PolicyFeature(FeatureType.ACTION, (policy.max_action_dim,))}
     policy = with_cameras(policy, cameras, PROMPT)
-    return needed_by(config, policy, cameras=cameras, frame_bytes=cameras * FRAME_BYTES, use_gpu=True)
+    return needed_by(config, policy, cameras=cameras, frame_bytes=cameras * FRAME_BYTES)
 
 
 def evidence(measured: Mapping[str, Any], mode: TrainMode) -> str:

@@ -482,9 +482,9 @@ def live(
     from vla_finetuning.data.metadata import load_metadata
     from vla_finetuning.flags import parse_args
     from vla_finetuning.policies.tiny_pi05 import make_tiny_base
-    from vla_finetuning.run.plan import resolve
+    from vla_finetuning.run.resolve import resolve
+    from vla_finetuning.training.batches import policy_batches
     from vla_finetuning.training.stream import Dealt, stream_batches
-    from vla_finetuning.training.worker import policy_batches
 
     cpus = os.cpu_count() or 1
     ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
@@ -506,23 +506,23 @@ def live(
         flags |= {"batch_size": size, "grad_accum": accum, "steps": 100_000}
         run = resolve(parse_args([f"--{key}={value}" for key, value in flags.items()]), torch.cuda.device_count())
         config = policy_config(device)
-        config.input_features = run.policy_config.input_features
-        config.output_features = run.policy_config.output_features
+        config.input_features = run.policy.config.input_features
+        config.output_features = run.policy.config.output_features
         if isinstance(config, TinyPI05Config):  # of which the vocabulary is the dataset's
-            config.vocabulary = run.policy_config.vocabulary
+            config.vocabulary = run.policy.config.vocabulary
         contender = Ours(config, mode, device, bf16)
-        missing = prompt(config) - run.policy_config.tokenizer_max_length
+        missing = prompt(config) - run.policy.config.tokenizer_max_length
 
         def longer(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             """Prompts of the length that the policy is measured with elsewhere."""
             names = ("observation.language.tokens", "observation.language.attention_mask")
             return {k: torch.nn.functional.pad(v, (0, missing)) if k in names else v for k, v in batch.items()}
 
-        dataset = vla.build_dataset(run)()
+        dataset = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)()
         dataset.context.execution_options.preserve_order = True
-        dealt = Dealt(size, run.block_rows, 0, 1, run.batches_per_step)
-        host = stream_batches(dataset.iterator(), dealt, 0, run.steps, contender.collate)
-        batches = TimedIterator(map(longer, policy_batches(run, contender.feed(host), dealt)))
+        dealt = Dealt(size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
+        host = stream_batches(dataset.iterator(), dealt, 0, run.job.steps, contender.collate)
+        batches = TimedIterator(map(longer, policy_batches(contender.feed(host), run.policy.config)))
         for number in range(WARM_UP_STEPS):
             contender.step(batches, accum, number)
         contender.finish()

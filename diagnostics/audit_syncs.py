@@ -2,7 +2,7 @@
 
     python -m diagnostics.audit_syncs --preset demo
 
-takes the flags of `vla.py` and runs that program's own training loop, `vla.train_loop_per_worker`, for a few steps on
+takes the flags of `vla.py` and runs that program's own training loop, `vla.train`, for a few steps on
 made-up batches of the run's shapes. Ray is not started: the little that the loop asks of it is answered here. What
 happens between two log steps is listed; the log window before it warms up. Exit status: 0 nothing found, 1 something,
 2 the audit could not run.
@@ -44,10 +44,14 @@ from util import Batch, NumpyToTorchCollate, Window
 from vla_finetuning.flags import help_text, parse_args
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.pi05 import PolicyLoss
-from vla_finetuning.run.plan import Run, resolve
+from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.run.resolve import Run, resolve, with_config
 from vla_finetuning.terminal import tell_error, tell_text
-from vla_finetuning.training import worker
+from vla_finetuning.training import attempt
+from vla_finetuning.training.batches import noise_for, policy_batches
+from vla_finetuning.training.model import build_model
 from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.worker import Worker
 
 aten = torch.ops.aten
 
@@ -138,7 +142,7 @@ def audit(run: Run) -> Audit:
     """
     with tempfile.TemporaryDirectory(prefix="audit-") as folder:
         run = _shortened(run, folder)
-        if torch.cuda.is_available() and run.use_gpu:
+        if torch.cuda.is_available() and run.job.use_gpu:
             return _audit_on(run, torch.device("cuda", torch.cuda.current_device()))
         return _audit_without_cuda(run)
 
@@ -154,15 +158,18 @@ def _shortened(run: Run, folder: str) -> Run:
         train=replace(run.config.train, max_nonfinite=sys.maxsize),
         scaling=replace(run.config.scaling, num_workers=1),
     )
-    stats = run.stats
+    stats: dict[str, dict[str, Any]] = {key: dict(values) for key, values in (run.policy.stats or {}).items()}
     if run.missing_stats:
         # Finding them takes a pass over the data; here any will do.
         made_up = {"q01": -1.0, "q10": -1.0, "min": -1.0, "mean": 0.0, "std": 1.0, "q90": 1.0, "q99": 1.0, "max": 1.0}
-        features = run.metas[0].features
-        stats = {key: dict(run.metas[0].stats.get(key, {})) for key in {*run.metas[0].stats, *run.missing_stats}}
+        features = run.rows.metas[0].features
+        stats = {
+            key: dict(run.rows.metas[0].stats.get(key, {})) for key in {*run.rows.metas[0].stats, *run.missing_stats}
+        }
         for key in run.missing_stats:
             stats[key] |= {name: np.full(features[key].shape, value, np.float32) for name, value in made_up.items()}
-    return replace(run, config=config, steps=2 * WINDOW_STEPS, stats=stats, missing_stats={})
+    run = with_config(run, config, 2 * WINDOW_STEPS)
+    return replace(run, policy=replace(run.policy, stats=stats), missing_stats={})
 
 
 # ---- what waits ---------------------------------------------------------------------------------------------------
@@ -263,10 +270,10 @@ class _MadeUpShard:
     """Stands in for Ray's shard of the dataset: the run's own columns, shapes and dtypes, one row over and over."""
 
     def __init__(self, run: Run):
-        data = vla.build_dataset(run)
-        self._row = data.prepare(data.read(stream=(0, run.last_row)).example())
-        self._batches = run.steps * run.config.grad_accum
-        self._block_rows = run.block_rows
+        data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+        self._row = data.prepare(data.read(stream=(0, run.rows.last_row)).example())
+        self._batches = run.job.steps * run.config.grad_accum
+        self._block_rows = run.rows.block_rows
 
     def iter_torch_batches(
         self, *, batch_size: int, collate_fn: Callable[[dict[str, np.ndarray]], Batch], **_: Any
@@ -301,25 +308,11 @@ def _run_loop(
         watch.recording = windows == 1
         return metrics, [False] * len(asked)  # what is read from a tensor without storage is no answer
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("vla.py's loop asks Ray for something that this audit has no answer to yet")
-
-    context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
     replaced = (
-        (vla.ray, "init", refuse),
-        (vla.ray, "get", lambda reference: reference),
-        (vla.ray.train, "get_context", lambda: context),
-        (vla.ray.train, "get_dataset_shard", lambda name: shard),
-        (worker, "get_device", lambda: device),
         (vla, "or_timeout", lambda batches, *_: batches),  # what is watched must happen in this thread
-        (worker, "log_to", lambda folder: None),
+        (attempt, "log_to", lambda folder: None),
         (vla, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
-        (vla.ray.train, "get_preemption_info", lambda: None),
-        (vla.ray.train.collective, "broadcast_from_rank_zero", lambda value: value),
-        (worker, "start_attempt", lambda *_: 0),
         (vla, "check_attention", lambda *_: None),  # before the first step, and by what it reads
-        (vla, "CheckpointWriter", lambda *_: mock.Mock(due=lambda: False)),
-        (vla, "export", lambda *_: None),
         (Window, "gather", gather_unrecorded),
         *stand_ins,
     )
@@ -330,7 +323,8 @@ def _run_loop(
             stack.enter_context(mode)
         if gc.isenabled():
             stack.callback(gc.enable)  # the loop turns it off for good
-        vla.train_loop_per_worker({"run": run})  # type: ignore[dict-item]
+        checkpoints = mock.Mock(due=lambda: False, paused_s=lambda: 0.0)
+        vla.train(run, Worker(device, shard), make_checkpoints=lambda *_: checkpoints)
     if windows != 2:
         raise RuntimeError(f"the loop came to {windows} log steps instead of 2: the audit does not fit vla.py any more")
 
@@ -540,8 +534,8 @@ def _audit_without_cuda(run: Run) -> Audit:
     # On any GPU of the last years `auto` means bf16.
     precision = "fp32" if train.precision == "fp32" else "bf16"
     scaling = replace(run.config.scaling, use_gpu=True)
-    run = replace(run, config=replace(run.config, train=replace(train, precision=precision), scaling=scaling))
-    built = _build_without_storage(run)
+    run = with_config(run, replace(run.config, train=replace(train, precision=precision), scaling=scaling))
+    built = _build_without_storage(run.policy)
     loss = built[0]
     watch = _PretendedWatch("cuda")
 
@@ -556,7 +550,7 @@ def _audit_without_cuda(run: Run) -> Audit:
     stand_ins = [
         *watch.stand_ins(),
         (vla, "build_model", lambda *_: built),
-        (worker, "enable_gpu_perf_flags", lambda *_: None),
+        (attempt, "enable_gpu_perf_flags", lambda *_: None),
         (Tensor, "backward", backward),
     ]
     shard = _MadeUpShard(run)
@@ -581,12 +575,12 @@ def _audit_without_cuda(run: Run) -> Audit:
     )
 
 
-def _build_without_storage(run: Run) -> tuple[PolicyLoss, torch.dtype | None]:
-    """`worker.build_model` on the meta device; not for policies that may load a backbone while they are built."""
-    if not isinstance(run.policy_config, PI05Config):
-        return worker.build_model(run, torch.device("cpu"))
-    with mock.patch.object(worker, "start_policy", lambda run: meta_policy(run.policy_config)):
-        return worker.build_model(run, torch.device("meta"))
+def _build_without_storage(spec: PolicySpec) -> tuple[PolicyLoss, torch.dtype | None]:
+    """`build_model` on the meta device; not for policies that may load a backbone while they are built."""
+    if not isinstance(spec.config, PI05Config):
+        return build_model(spec, torch.device("cpu"))
+    with mock.patch.object(PolicySpec, "start", lambda spec: meta_policy(spec.config)):
+        return build_model(spec, torch.device("meta"))
 
 
 def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
@@ -608,8 +602,7 @@ def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Non
 def _backward_on_meta(run: Run, shard: _MadeUpShard) -> list[Sync]:
     """What the operations of one backward wait for: run on the meta device, where autograd needs no driver."""
     device = torch.device("meta")
-    run = replace(run, config=replace(run.config, train=replace(run.config.train, precision="fp32")))
-    loss, _ = _build_without_storage(run)
+    loss, _ = _build_without_storage(replace(run.policy, train=replace(run.policy.train, precision="fp32")))
     loss.to(device)
     watch = _PretendedWatch(device.type)
     collate = NumpyToTorchCollate(pin_memory=False)
@@ -620,9 +613,9 @@ def _backward_on_meta(run: Run, shard: _MadeUpShard) -> list[Sync]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(watch)
         on_meta = {key: value.to(device) for key, value in host.items()}
-        dealt = Dealt(run.config.batch_size, run.block_rows, 0, 1, run.batches_per_step)
-        batch = next(worker.policy_batches(run, [on_meta], dealt))
-        draws = worker.noise_for(run, 0, dealt, device)
+        dealt = Dealt(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
+        batch = next(policy_batches([on_meta], run.policy.config))
+        draws = noise_for(run.policy, 0, dealt, device)
         result = loss(batch, *draws(0))
         watch.recording = True
         result.backward()

@@ -21,8 +21,8 @@ from pathlib import Path
 from vla_finetuning.flags import parse_args
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
 from vla_finetuning.run.folder import ROWS_NAME, attempts
-from vla_finetuning.run.plan import Run, resolve
 from vla_finetuning.run.progress import recorded_rows
+from vla_finetuning.run.resolve import Run, resolve
 from vla_finetuning.terminal import tell, tell_error, tell_text
 
 Row = tuple[int, int]  # dataset_index, index
@@ -60,19 +60,19 @@ def check_rows(run: Run) -> list[Epoch]:
     `plan.Repetitions` says, which is never one off n w. Of a mixture, a dataset of N rows that gives m of them to each
     epoch has had each of its rows n * m // N times, or once more while its own epoch is under way.
     """
-    if not (run.output_dir / ROWS_NAME).is_dir():
-        raise ValueError(f"{run.output_dir}: no {ROWS_NAME}/: rows are recorded with --run.record_rows")
-    newest = latest_checkpoint(run.checkpoints_dir)
+    if not (run.job.output_dir / ROWS_NAME).is_dir():
+        raise ValueError(f"{run.job.output_dir}: no {ROWS_NAME}/: rows are recorded with --run.record_rows")
+    newest = latest_checkpoint(run.job.checkpoints_dir)
     if newest is None:
-        raise ValueError(f"{run.output_dir}: no checkpoint yet, so nothing is trained for good")
+        raise ValueError(f"{run.job.output_dir}: no checkpoint yet, so nothing is trained for good")
     progress = load_progress(newest)
     seen: dict[int, Counter[Row]] = defaultdict(Counter)
     skipped: Counter[int] = Counter()
-    for line in recorded_rows(run.output_dir):
+    for line in recorded_rows(run.job.output_dir):
         if line["step"] <= progress.step:
             seen[line["epoch"]].update((d, i) for d, i in line["rows"] + line["skipped"])
             skipped[line["epoch"]] += len(line["skipped"])
-    plan = run.reader()(stream=(0, run.last_row)).plan
+    plan = run.rows.source(stream=(0, run.rows.last_row)).plan
     e = plan.episodes
     there = [
         [(d, i) for i in range(start, start + length)]
@@ -92,7 +92,9 @@ def check_rows(run: Run) -> list[Epoch]:
         epochs.append(Epoch(number, end - begin, trained, skipped[number], whole, missing, doubled, unknown))
     due = progress.rows - sum(epoch.trained + epoch.skipped for epoch in epochs)
     if due and all(epoch.ok for epoch in epochs):
-        raise ValueError(f"{run.output_dir}: {due} rows more than recorded are in {newest.name}: were files removed?")
+        raise ValueError(
+            f"{run.job.output_dir}: {due} rows more than recorded are in {newest.name}: were files removed?"
+        )
     return epochs
 
 

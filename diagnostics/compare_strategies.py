@@ -42,12 +42,13 @@ from diagnostics.report import Options, Report, Result, count, host_batches, run
 from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.config import Strategy
 from vla_finetuning.policies.pi05 import sample_noise_and_time
-from vla_finetuning.run.plan import Run
+from vla_finetuning.run.resolve import Run
 from vla_finetuning.terminal import tell
-from vla_finetuning.training import worker
-from vla_finetuning.training.parallel import part, spread
+from vla_finetuning.training.batches import noise_for, policy_batches
+from vla_finetuning.training.model import build_model, build_optimizer
+from vla_finetuning.training.parallel import copies, part, spread
 from vla_finetuning.training.stream import Dealt
-from vla_finetuning.training.worker import build_model, build_optimizer, copies, noise_for, policy_batches
+from vla_finetuning.training.worker import RayWorker, Worker
 
 WARMUP_STEPS = 3
 BATCHES = 4
@@ -174,32 +175,27 @@ def compare_loop(loop_config: dict[str, Any]) -> None:
     """Measure one strategy after the other. Runs in every worker, which leaves its result in the run's folder."""
     run: Run = ray.get(loop_config["run"])
     options: Namespace = loop_config["options"]
-    context = ray.train.get_context()
-    rank, world = context.get_world_rank(), context.get_world_size()
-    result = compare(
-        run, options.strategies, options.compare_steps, rank, world, worker.get_device(), options.compare_memory_gb
-    )
-    _rank_path(run, rank).write_text(result.model_dump_json())
+    worker = RayWorker()
+    result = compare(run, options.strategies, options.compare_steps, worker, options.compare_memory_gb)
+    _rank_path(run, worker.rank).write_text(result.model_dump_json())
 
 
 def compare(
     run: Run,
     strategies: Sequence[Strategy],
     steps: int,
-    rank: int,
-    world: int,
-    device: torch.device,
+    worker: Worker,
     memory_gb: float | None = None,
 ) -> RankStrategies:
     """Every strategy in turn; all ranks of the process group call it alike."""
-    dealt = Dealt(run.config.batch_size, run.block_rows, rank, world, run.batches_per_step)
+    dealt = Dealt(run.job.batch_size, run.rows.block_rows, worker.rank, worker.world, run.job.batches_per_step)
     host = host_batches(run, dealt, BATCHES)
-    batches = list(policy_batches(run, cuda_prefetcher(host, device), dealt))
+    batches = list(policy_batches(cuda_prefetcher(host, worker.device), run.policy.config))
     spreadings = []
     for strategy in strategies:
-        spreadings.append(_measure(run, strategy, steps, batches, dealt, device, memory_gb))
-        _forget(device)
-    return RankStrategies(rank=rank, environment=Environment.here(), spreadings=spreadings)
+        spreadings.append(_measure(run, strategy, steps, batches, dealt, worker, memory_gb))
+        _forget(worker.device)
+    return RankStrategies(rank=worker.rank, environment=Environment.here(), spreadings=spreadings)
 
 
 def _measure(
@@ -208,16 +204,17 @@ def _measure(
     steps: int,
     batches: Sequence[Batch],
     dealt: Dealt,
-    device: torch.device,
+    worker: Worker,
     memory_gb: float | None,
 ) -> Spreading:
-    loss, autocast = build_model(run, device)
+    device = worker.device
+    loss, autocast = build_model(run.policy, device)
     search = run.config.scaling.find_unused_parameters
-    by_node = copies(run, device) if strategy == "hsdp" and dealt.world > 1 else None
+    by_node = copies(worker, run.job.scaling.shard_workers) if strategy == "hsdp" and dealt.world > 1 else None
     model = spread(
         loss, strategy, device, dealt.world, copies=by_node, autocast=autocast, find_unused_parameters=search
     )
-    optimizer = build_optimizer(run, loss)
+    optimizer = build_optimizer(run.policy, loss, run.job.steps)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     feed, step_s, losses = itertools.cycle(batches), [], []
@@ -230,7 +227,7 @@ def _measure(
             step=step,
             grad_accum=run.config.grad_accum,
             mean_over=run.config.grad_accum,
-            draws=noise_for(run, step, dealt, device),
+            draws=noise_for(run.policy, step, dealt, device),
             autocast=autocast,
             device=device,
         )
@@ -243,7 +240,7 @@ def _measure(
         torch.cuda.reset_peak_memory_stats(device)
         if rows:
             batch = {key: value[torch.arange(rows, device=device) % len(value)] for key, value in batches[0].items()}
-            draws = sample_noise_and_time(run.policy_config, rows * run.config.train.noise_draws, 0, 0, device)
+            draws = sample_noise_and_time(run.policy.config, rows * run.config.train.noise_draws, 0, 0, device)
             train_step(
                 model,
                 optimizer,
@@ -317,7 +314,7 @@ def _forget(device: torch.device) -> None:
 
 
 def _rank_path(run: Run, rank: int) -> Path:
-    return run.output_dir / f"strategies-{rank}.json"
+    return run.job.output_dir / f"strategies-{rank}.json"
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------

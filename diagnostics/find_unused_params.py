@@ -29,14 +29,15 @@ import torch
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from torch import Tensor
 
+import vla
 from diagnostics.environment import Environment, Record
 from diagnostics.page import shares
 from diagnostics.report import Options, Report, Result, count, host_batches, run_tool, scratch_run, truth
 from util import UNWATCHED, Clock, TrainableOptimizer, cuda_prefetcher, train_step
-from vla_finetuning.run import cluster
-from vla_finetuning.run.plan import Run, with_stats
+from vla_finetuning.run.resolve import Run, with_config, with_stats
+from vla_finetuning.training.batches import noise_for, policy_batches
+from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.stream import Dealt
-from vla_finetuning.training.worker import build_model, build_optimizer, noise_for, policy_batches
 
 # `sometimes`: without a gradient in some batches. `zero`: a gradient always, and never another than zero.
 Fate = Literal["unused", "sometimes", "zero", "frozen", "used"]
@@ -110,14 +111,14 @@ class _Inspector(TrainableOptimizer):
 
 def find_unused(run: Run, batches: int) -> UnusedReport:
     """Run the training step on the run's first batches, one optimizer step each, and classify every parameter."""
-    device = torch.device("cuda" if run.use_gpu else "cpu")
-    loss, autocast = build_model(run, device)
-    inspector = _Inspector(**vars(build_optimizer(run, loss)))
+    device = torch.device("cuda" if run.job.use_gpu else "cpu")
+    loss, autocast = build_model(run.policy, device)
+    inspector = _Inspector(**vars(build_optimizer(run.policy, loss, run.job.steps)))
     # One worker, one micro-batch a step.
     alone = replace(run.config.scaling, num_workers=1, min_workers=None)
-    run = replace(run, config=replace(run.config, grad_accum=1, scaling=alone))
-    dealt = Dealt(run.config.batch_size, run.block_rows, 0, 1, 1)
-    feed = policy_batches(run, cuda_prefetcher(host_batches(run, dealt, batches), device), dealt)
+    run = with_config(run, replace(run.config, grad_accum=1, scaling=alone))
+    dealt = Dealt(run.config.batch_size, run.rows.block_rows, 0, 1, 1)
+    feed = policy_batches(cuda_prefetcher(host_batches(run, dealt, batches), device), run.policy.config)
     for step in range(batches):
         train_step(
             loss,
@@ -126,7 +127,7 @@ def find_unused(run: Run, batches: int) -> UnusedReport:
             step=step,
             grad_accum=1,
             mean_over=1,
-            draws=noise_for(run, step, dealt, device),
+            draws=noise_for(run.policy, step, dealt, device),
             autocast=autocast,
             device=device,
         )
@@ -156,7 +157,7 @@ def find_unused(run: Run, batches: int) -> UnusedReport:
 def table(report: UnusedReport, run: Run, include_zero_grad: bool) -> str:
     """The result, grouped by module; `used` in numbers only."""
     step = f"{report.batches} batches of {run.config.batch_size} rows, --train.mode={run.config.train.mode}"
-    lines = [f"{run.policy_config.type}, {run.base['path']}: {step}"]
+    lines = [f"{run.policy.config.type}, {run.policy.base['path']}: {step}"]
     shown: list[Fate] = ["unused", "sometimes", *(["zero"] if include_zero_grad else []), "frozen"]  # type: ignore[list-item]
     for fate in (*shown, "used"):
         found = report.of(fate)  # type: ignore[arg-type]
@@ -199,13 +200,13 @@ def advice(report: UnusedReport, run: Run) -> list[str]:
         spare = " --scaling.find_unused_parameters=true makes DDP search in vain: leave it out." if search else ""
         return [f"Every parameter that trains got a gradient in every batch: DDP need not search.{spare}"]
     said = []
-    if isinstance(run.policy_config, PI05Config):
+    if isinstance(run.policy.config, PI05Config):
         said.append(
             "PI0.5's unused parts are frozen by trainable.choose_trainable: these are parts that it does not know; add "
             "them to its list."
         )
     elif report.of("unused"):
-        names = run.policy_config.__dataclass_fields__
+        names = run.policy.config.__dataclass_fields__
         freezes = [f"--policy.{n}" for n in names if "freeze" in n or (n.startswith("train_") and n.endswith("_only"))]
         said.append(
             "Freeze what is never used"
@@ -240,7 +241,7 @@ def _with_stats(run: Run) -> Run:
     started_ray = not ray.is_initialized()
     try:
         with scratch_run(run) as scratch:
-            cluster.start(scratch)
+            vla.join_cluster(scratch)
             return with_stats(scratch)
     finally:
         if started_ray:

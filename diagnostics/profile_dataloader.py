@@ -46,11 +46,11 @@ from vla_finetuning.data import videos as lerobot_videos
 from vla_finetuning.data.decode import VideoReader
 from vla_finetuning.data.video_index import RemoteVideo
 from vla_finetuning.policies.processors import Prepare
-from vla_finetuning.run.plan import Run
 from vla_finetuning.run.progress import log_to, object_store
+from vla_finetuning.run.resolve import Run, with_config
 from vla_finetuning.terminal import tell
-from vla_finetuning.training import worker
 from vla_finetuning.training.stream import Dealt, Deferred, TrainingData
+from vla_finetuning.training.worker import RayWorker, Worker
 
 Columns = dict[str, np.ndarray]
 Stage = Literal["read", "decode", "convert", "resize", "shuffle", "prepare", "transfer", "collate", "other"]
@@ -313,16 +313,20 @@ class _CopyClock(Clock):
 
 
 def pull_loop(loop_config: dict[str, Any]) -> None:
-    """Pull all batches. Runs in every worker, which leaves its `RankFetches` in the run's folder."""
-    run: Run = ray.get(loop_config["run"])
-    warmup: int = loop_config["warmup"]
-    context = ray.train.get_context()
-    rank, world = context.get_world_rank(), context.get_world_size()
-    device = worker.get_device()
-    log_to(run.output_dir)
-    collate, clock = _StampReader(run.use_gpu), _CopyClock()
-    dealt = Dealt(run.config.batch_size, run.block_rows, rank, world, run.batches_per_step)
-    batches = vla.feed(run, dealt, 0, device, collate, clock=clock)
+    """Runs in every training process."""
+    pull(ray.get(loop_config["run"]), loop_config["warmup"], RayWorker())
+
+
+def pull(run: Run, warmup: int, worker: Worker) -> None:
+    """Pull all batches of a worker, which leaves its `RankFetches` in the run's folder."""
+    rank = worker.rank
+    log_to(run.job.output_dir)
+    collate, clock = _StampReader(run.job.use_gpu), _CopyClock()
+    dealt = Dealt(run.job.batch_size, run.rows.block_rows, rank, worker.world, run.job.batches_per_step)
+    timeout_s = run.config.dataset.batch_timeout_s
+    batches = vla.feed(
+        run.rows, run.policy, worker, dealt, 0, run.job.steps, timeout_s=timeout_s, collate=collate, clock=clock
+    )
     fetch_s: list[float] = []
     warm_at_s, before = time.time(), 0.0
     for _ in batches:
@@ -346,7 +350,7 @@ def pull_loop(loop_config: dict[str, Any]) -> None:
 
 
 def _rank_path(run: Run, rank: int) -> Path:
-    return run.output_dir / f"fetches-{rank}.json"
+    return run.job.output_dir / f"fetches-{rank}.json"
 
 
 # ---- the stages, in one read task ---------------------------------------------------------------------------------
@@ -453,7 +457,7 @@ def pulled_run(run: Run, options: Namespace) -> Run:
     """The run, as long as the batches that are wanted."""
     steps = options.profile_warmup + options.profile_batches
     config = replace(run.config, grad_accum=1, steps=steps)
-    return replace(run, config=config, steps=steps)
+    return with_config(run, config, steps)
 
 
 def profile(run: Run, options: Namespace) -> LoaderReport:
@@ -463,7 +467,7 @@ def profile(run: Run, options: Namespace) -> LoaderReport:
         with scratch_run(run) as scratch:
             pulled = pulled_run(scratch, options)
             pulled, data_options = vla.on_cluster(pulled)
-            data = vla.build_dataset(pulled)
+            data = vla.build_dataset(pulled.rows, pulled.policy, pulled.job.checkpoints_dir)
             stamped = replace(data, prepare=Deferred(Stamped(data.prepare)))
             trainer = vla.make_trainer(pulled, data_options, pull_loop, stamped, warmup=options.profile_warmup)
             with ClusterWatch() as watched:
@@ -474,7 +478,7 @@ def profile(run: Run, options: Namespace) -> LoaderReport:
                 for rank in range(run.config.scaling.num_workers)
             ]
             staged = ray.remote(time_stages).options(num_cpus=run.config.scaling.cpus_per_read_task)
-            stages = ray.get(staged.remote(data, pulled.last_row, run.config.batch_size))
+            stages = ray.get(staged.remote(data, pulled.rows.last_row, run.config.batch_size))
             return summarise(run, options, ranks, stages, data_cpus, watched)
     finally:
         if started_ray:

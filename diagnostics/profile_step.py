@@ -51,11 +51,12 @@ from diagnostics.step_report import PhaseSummary, RankProfile, Settings, StepRep
 from util import UNWATCHED, Clock, Phase, TrainableOptimizer
 from vla_finetuning.files import read_lines
 from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, prepare_folder
-from vla_finetuning.run.plan import Run
+from vla_finetuning.run.resolve import Run, with_config
 from vla_finetuning.terminal import tell, tell_error, tell_text
-from vla_finetuning.training import worker
-from vla_finetuning.training.worker import build_optimizer
+from vla_finetuning.training.model import build_optimizer
+from vla_finetuning.training.worker import RayWorker, Worker
 
 TRACE_NAME = "trace.json"
 # Below these shares of a step there is nothing to be gained.
@@ -84,16 +85,20 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 
 def profile_loop(loop_config: dict[str, Any]) -> None:
-    """`vla.train`, watched. Runs in every training process, which leaves a `RankProfile` in the run's folder."""
-    run: Run = ray.get(loop_config["run"])
-    settings: Settings = loop_config["settings"]
-    context = ray.train.get_context()
-    rank, world = context.get_world_rank(), context.get_world_size()
-    device = worker.get_device()
+    """Runs in every training process."""
+    profile_worker(ray.get(loop_config["run"]), loop_config["settings"], RayWorker())
+
+
+def profile_worker(run: Run, settings: Settings, worker: Worker, **options: Any) -> None:
+    """`vla.train`, watched; leaves a `RankProfile` in the run's folder. `options`: more of `vla.train`'s."""
+    rank, device = worker.rank, worker.device
     clock = StepClock(
-        settings.passes(world), settings.block_steps, device, run.output_dir / TRACE_NAME if rank == 0 else None
+        settings.passes(worker.world),
+        settings.block_steps,
+        device,
+        run.job.output_dir / TRACE_NAME if rank == 0 else None,
     )
-    vla.train(run, clock, partial(make_optimizer, settings))
+    vla.train(run, worker, clock, partial(make_optimizer, settings), **options)
     timed, last = clock.times("timed"), clock.times("checkpoint")
     assert timed is not None
     cuda = device.type == "cuda"
@@ -117,18 +122,18 @@ def profile_loop(loop_config: dict[str, Any]) -> None:
 
 def mfu_per_rate(run: Run) -> float | None:
     """Model FLOP utilisation per sample/s of the whole run, as its metrics say; None where they do not."""
-    lines = [json.loads(line) for line in read_lines(run.output_dir / METRICS_NAME)]
+    lines = [json.loads(line) for line in read_lines(run.job.output_dir / METRICS_NAME)]
     known = [(line["mfu"], line["samples_per_s"]) for line in lines if line["mfu"] is not None]
     return sum(mfu for mfu, _ in known) / sum(rate for _, rate in known) if known else None
 
 
 def _rank_path(run: Run, rank: int) -> Path:
-    return run.output_dir / f"profile-{rank}.json"
+    return run.job.output_dir / f"profile-{rank}.json"
 
 
-def make_optimizer(settings: Settings, run: Run, loss: PolicyLoss) -> TrainableOptimizer:
-    """`worker.build_optimizer`'s, or what the settings want in its place."""
-    made = build_optimizer(run, loss)
+def make_optimizer(settings: Settings, spec: PolicySpec, loss: PolicyLoss, steps: int) -> TrainableOptimizer:
+    """`build_optimizer`'s, or what the settings want in its place."""
+    made = build_optimizer(spec, loss, steps)
     if not settings.fused_adamw:
         constants = {key: made.optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
         made = replace(made, optimizer=_ForeachAdamW(made.params, **constants, foreach=True))
@@ -306,7 +311,7 @@ def watched_run(run: Run, settings: Settings) -> Run:
     """The run with blocks that end with log steps, longer than the plan, and no checkpoint but where that has one."""
     planned = len(settings.passes(run.config.scaling.num_workers))
     save = planned if settings.checkpoint else planned + 1
-    steps = max(run.steps, planned + 1)
+    steps = max(run.job.steps, planned + 1)
     scaling = replace(run.config.scaling, find_unused_parameters=settings.find_unused_params)
     train = replace(run.config.train, max_nonfinite=sys.maxsize)
     config = replace(
@@ -318,7 +323,7 @@ def watched_run(run: Run, settings: Settings) -> Run:
         scaling=scaling,
         train=train,
     )
-    return replace(run, config=config, steps=steps)
+    return with_config(run, config, steps)
 
 
 def profile(run: Run, settings: Settings, trace_path: Path | None = None) -> StepReport:
@@ -327,17 +332,18 @@ def profile(run: Run, settings: Settings, trace_path: Path | None = None) -> Ste
     try:
         with scratch_run(run) as scratch:
             watched = watched_run(scratch, settings)
-            prepare_folder(watched.config, watched.start, watched.steps, watched.disk_bytes)
+            job = watched.job
+            prepare_folder(watched.config, job.start, job.steps, job.disk_bytes)
             watched, data_options = vla.on_cluster(watched)
             vla.make_trainer(watched, data_options, profile_loop, settings=settings).fit()
             ranks = [
                 RankProfile.model_validate_json(_rank_path(watched, rank).read_bytes())
                 for rank in range(run.config.scaling.num_workers)
             ]
-            log = watched.output_dir / LOG_NAME
+            log = job.output_dir / LOG_NAME
             tell(*read_lines(log), file=sys.stderr)
             if trace_path is not None:
-                write_trace(watched.output_dir / TRACE_NAME, ray.timeline(), trace_path)
+                write_trace(job.output_dir / TRACE_NAME, ray.timeline(), trace_path)
             return summarise(run, settings, ranks)
     finally:
         if started_ray:

@@ -26,7 +26,7 @@ from diagnostics.page import page
 from util import Batch, NumpyToTorchCollate
 from vla_finetuning.flags import help_text, parse_args
 from vla_finetuning.run.failures import root_cause
-from vla_finetuning.run.plan import Run, resolve
+from vla_finetuning.run.resolve import Run, resolve, with_config
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
 from vla_finetuning.training.stream import Dealt
 
@@ -147,19 +147,22 @@ def scratch_run(run: Run) -> Iterator[Run]:
 
     It starts from the beginning, on as many workers as it may have at most, and nothing is tried twice.
     """
-    run.output_dir.parent.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix=f".{run.output_dir.name}-", dir=run.output_dir.parent)
+    run.job.output_dir.parent.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix=f".{run.job.output_dir.name}-", dir=run.job.output_dir.parent)
     scaling = replace(run.config.scaling, min_workers=None, max_failures=0)
     try:
-        yield replace(run, config=replace(run.config, output_dir=folder, resume=False, eval_steps=0, scaling=scaling))
+        yield with_config(run, replace(run.config, output_dir=folder, resume=False, eval_steps=0, scaling=scaling))
     finally:
         shutil.rmtree(folder)
 
 
 def host_batches(run: Run, dealt: Dealt, batches: int) -> Iterator[Batch]:
     """A rank's first batches, read and prepared in this process by the functions of the run's read tasks."""
-    data, collate = vla.build_dataset(run), NumpyToTorchCollate(run.use_gpu)
-    source = data.read(stream=(0, run.last_row))
+    data, collate = (
+        vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir),
+        NumpyToTorchCollate(run.job.use_gpu),
+    )
+    source = data.read(stream=(0, run.rows.last_row))
     for micro in range(batches):
         for rows in source.read_rows(dealt.rows(micro).tolist(), run.config.batch_size):
             yield collate(data.prepare(rows))

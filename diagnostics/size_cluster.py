@@ -14,7 +14,7 @@ run's own windows. Every rate is printed with where it comes from, and can be gi
     --transport_cpu_ms_per_mb MS   of a core, in Ray, for a decoded megabyte
     --decoding_share S             of a core's time that goes into all that; the rest of it waits for tasks and blocks
     --stored_bytes_per_row B       out of the dataset's files. --row_bytes B: decoded and prepared, between processes
-    --coordinator_ms_per_block MS  of a process that deals blocks to a group of ranks (python -m benchmarks.coordinator)
+    --coordinator_ms_per_block MS  of a process that deals blocks to a group of ranks (docs/scale.md)
     --node_gpus N, --node_cpus N   of a node that trains; --cpu_node_cpus N: of one that only decodes
     --json PATH                    the result for scripts
 
@@ -40,7 +40,7 @@ from lerobot_datasource import MAX_READS_PER_TASK, LeRobotDatasource
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.rows import Reader, column_to_numpy, read_rows
 from vla_finetuning.run.cluster import DATA_SHARE
-from vla_finetuning.run.plan import Run
+from vla_finetuning.run.resolve import Run
 from vla_finetuning.training.coordinators import RANKS_PER_COORDINATOR
 from vla_finetuning.training.stream import TrainingData
 
@@ -199,8 +199,8 @@ def reading_cpu_ms(data: TrainingData, source: LeRobotDatasource) -> tuple[float
 
 
 def rates_of(run: Run, options: Namespace) -> Rates:
-    data = vla.build_dataset(run)
-    source = data.read(stream=(0, run.last_row))
+    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    source = data.read(stream=(0, run.rows.last_row))
 
     def rate(name: str, otherwise: Callable[[], Rate] | None = None) -> Rate:
         given = getattr(options, name)
@@ -219,7 +219,7 @@ def rates_of(run: Run, options: Namespace) -> Rates:
         return Rate(value=cpu_ms, source=f"measured: {rows} rows of the run, read here")
 
     def stored() -> Rate:
-        found = stored_bytes_per_row(run.metas, run.match.camera_keys)
+        found = stored_bytes_per_row(run.rows.metas, run.rows.camera_keys)
         return Rate(value=found, source="the dataset's files, over its rows")
 
     return Rates(
@@ -268,8 +268,8 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
     def examine() -> Result:
         scaling = run.config.scaling
         layout = Layout(
-            block_rows=run.block_rows,
-            window_rows=run.reader()(stream=(0, run.last_row)).plan.window_rows,
+            block_rows=run.rows.block_rows,
+            window_rows=run.rows.source(stream=(0, run.rows.last_row)).plan.window_rows,
             cpus_per_read_task=scaling.cpus_per_read_task,
             cpus_per_worker=scaling.cpus_per_worker,
             node_gpus=options.node_gpus,

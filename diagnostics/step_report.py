@@ -12,7 +12,7 @@ from diagnostics.environment import Environment, Record
 from diagnostics.report import Report, Spread
 from diagnostics.step_clock import MEASURED, Communication, Pass, Times
 from util import Phase
-from vla_finetuning.run.plan import Run
+from vla_finetuning.run.resolve import Run
 
 # A pass is at least so many blocks: their spread is what a difference between two runs is judged by.
 MIN_BLOCKS = 5

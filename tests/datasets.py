@@ -5,12 +5,15 @@ would then hide Hugging Face's `datasets`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lerobot_datasource import LeRobotDatasource
+from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.demo import writing_videos
 
 FRAME_NUMBER_BITS = 16
@@ -172,3 +175,13 @@ def read_frame_number(image: np.ndarray) -> int:
     rows, columns = image.shape[0] // 8, image.shape[1] // 8
     blocks = image[: 4 * rows, : 4 * columns].reshape(4, rows, 4, columns, 3).mean(axis=(1, 3, 4))
     return int(sum(1 << bit for bit, level in enumerate(blocks.ravel()) if level > 127))
+
+
+def datasource(metas, **options):
+    """A `LeRobotDatasource` with flat options: each goes to the value that has a field of its name."""
+    values = []
+    for kind in (Selection, Features, Order, Reading):
+        own = {name: options.pop(name) for name in [field.name for field in fields(kind)] if name in options}
+        values.append(kind(**own))
+    assert not options, f"no such options: {sorted(options)}"
+    return LeRobotDatasource(metas, *values)

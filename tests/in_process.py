@@ -2,12 +2,13 @@
 
 import contextlib
 import gc
+import logging
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import ray
-import ray.train.collective
 import torch
 
 import vla
@@ -15,10 +16,11 @@ from tests.datasets import make_dataset
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
-from vla_finetuning.run.plan import resolve
-from vla_finetuning.training import worker
+from vla_finetuning.run.resolve import resolve
 from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.worker import Worker
 
+CPU = torch.device("cpu")
 TINY = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
 
 
@@ -57,13 +59,13 @@ class Shard:
     """
 
     def __init__(self, run, before_batch=lambda: None, batch_columns=lambda micro, rows: {}):
-        data = vla.build_dataset(run)
-        self._row = data.prepare(data.read(stream=(0, run.last_row)).example())
+        data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+        self._row = data.prepare(data.read(stream=(0, run.rows.last_row)).example())
         self._run, self._before_batch, self._batch_columns = run, before_batch, batch_columns
 
     def iter_torch_batches(self, *, batch_size, collate_fn, **_):
-        dealt = Dealt(batch_size, self._run.block_rows, 0, 1, 1)
-        for micro in range(self._run.last_row // batch_size):
+        dealt = Dealt(batch_size, self._run.rows.block_rows, 0, 1, 1)
+        for micro in range(self._run.rows.last_row // batch_size):
             self._before_batch()
             rows = {key: np.repeat(value, batch_size, axis=0) for key, value in self._row.items()}
             position = dealt.rows(micro)
@@ -71,7 +73,7 @@ class Shard:
 
 
 class NoCheckpoints:
-    """Stands in for `worker.CheckpointWriter`."""
+    """Stands in for `CheckpointWriter`."""
 
     def __init__(self, *_):
         pass
@@ -90,6 +92,21 @@ class NoCheckpoints:
 
     def close(self):
         pass
+
+
+def train(run, shard=None, *, device=CPU, make_checkpoints=NoCheckpoints, by=None, **options):
+    """`vla.train` (or `by`) by one worker in this process; checkpoints are not written, or by `make_checkpoints`."""
+    run.job.output_dir.mkdir(parents=True, exist_ok=True)
+    with mock.patch.object(gc, "collect", lambda *_: 0):  # takes longer than everything else
+        try:
+            worker = Worker(device, shard or Shard(run))
+            return (by or vla.train)(run, worker, make_checkpoints=make_checkpoints, **options)
+        finally:
+            gc.enable()  # the loop turns it off
+            for handler in list(logging.getLogger().handlers):
+                if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).parent == run.job.output_dir:
+                    logging.getLogger().removeHandler(handler)
+                    handler.close()
 
 
 def remote_here(function):
@@ -111,30 +128,4 @@ def tasks_here():
     with contextlib.ExitStack() as stack:
         for owner, name, value in TASKS_HERE:
             stack.enter_context(mock.patch.object(owner, name, value))
-        yield
-
-
-@contextlib.contextmanager
-def without_ray(shard, device=None, writer=NoCheckpoints):
-    """What the loop asks of Ray is answered here; checkpoints are not written, or by `writer`."""
-    context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
-    replaced = (
-        *TASKS_HERE,
-        (ray.train, "get_context", lambda: context),
-        (ray.train, "get_dataset_shard", lambda name: shard),
-        (worker, "get_device", lambda: device or torch.device("cpu")),
-        (vla, "MetricsLog", lambda *_: SimpleNamespace(write=lambda *_: None)),
-        (worker, "log_to", lambda folder: None),
-        (ray.train, "get_preemption_info", lambda: None),
-        (ray.train.collective, "broadcast_from_rank_zero", lambda value: value),
-        (worker, "start_attempt", lambda *_: 0),
-        (vla, "first_step_done", lambda *_: None),
-        (worker, "record_attention", lambda *_: None),
-        (vla, "CheckpointWriter", writer),
-    )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(gc, "collect", lambda *_: 0))  # takes longer than everything else
-        for owner, name, value in replaced:
-            stack.enter_context(mock.patch.object(owner, name, value))
-        stack.callback(gc.enable)  # the loop turns it off
         yield

@@ -43,10 +43,10 @@ class Fault:
 
 def make_trainer(run, data_options, faults=(), **options):
     """In place of `vla.make_trainer`."""
-    data = vla.build_dataset(run)
+    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
     of_data = [fault for fault in faults if isinstance(fault, DataFault)]
     if of_data:
-        data = replace(data, prepare=FaultyPrepare(data.prepare, of_data, run.output_dir))
+        data = replace(data, prepare=FaultyPrepare(data.prepare, of_data, run.job.output_dir))
     of_training = [fault for fault in faults if isinstance(fault, Fault)]
     in_training = partial(loop, faults=of_training, driver_pid=os.getpid())
     return _make_trainer(run, data_options, loop=in_training, data=data, **options)
@@ -63,14 +63,14 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
     now: list[str] = []
 
     def step_with_faults(*args, step, **options):
-        attempt = len(attempts(run.output_dir)) - 1
+        attempt = len(attempts(run.job.output_dir)) - 1
         due = [f for f in faults if (f.step, f.rank, f.attempt) == (step, rank, attempt)]
         now[:] = [f.action for f in due]
-        newest = run.checkpoints_dir / f"step_{step // run.config.save_freq * run.config.save_freq:08d}"
+        newest = run.job.checkpoints_dir / f"step_{step // run.config.save_freq * run.config.save_freq:08d}"
         while any(f.settled for f in due) and step >= run.config.save_freq and not newest.exists():
             time.sleep(0.01)
         if now:
-            note(run.output_dir, "fault")
+            note(run.job.output_dir, "fault")
         if "kill" in now:
             os.kill(os.getpid(), signal.SIGKILL)
         if "freeze" in now:
@@ -85,7 +85,7 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
             checkpoint.os.rename = die
         result = train_step(*args, step=step, **options)
         if rank == 0:
-            note(run.output_dir, "step")
+            note(run.job.output_dir, "step")
         return result
 
     def forward_with_faults(self, *args):

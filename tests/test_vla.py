@@ -21,9 +21,8 @@ from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
 from vla_finetuning.run.folder import attempts
-from vla_finetuning.run.plan import resolve
 from vla_finetuning.run.progress import recorded_rows
-from vla_finetuning.training import worker
+from vla_finetuning.run.resolve import resolve
 
 STEPS, GLOBAL_BATCH = 4, 8  # all of 30 frames, and two once more
 
@@ -124,8 +123,8 @@ def lerobot_loop(setting):
         },
     )
     optimizer = config.get_optimizer_preset().build(policy.parameters())
-    plan = run.reader()(stream=(0, run.last_row)).plan
-    schedule = worker.build_optimizer(run, worker.build_model(run, torch.device("cpu"))[0]).schedule
+    plan = run.rows.source(stream=(0, run.rows.last_row)).plan
+    schedule = build_optimizer(run.policy, build_model(run.policy, torch.device("cpu"))[0], run.job.steps).schedule
     results = []
     for step in range(STEPS):
         noise, time = sample_noise_and_time(config, GLOBAL_BATCH, run.config.seed, step, "cpu")

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from lerobot_datasource import LeRobotDatasource, read_source
+from lerobot_datasource import read_source
 from tests import clusters
-from tests.datasets import make_dataset
+from tests.datasets import datasource, make_dataset
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.run.progress import spilled_bytes
 
@@ -32,7 +32,7 @@ def test_a_slow_consumer_makes_nothing_spill(small_cluster, tmp_path):
     def rows():
         """Four epochs, in read tasks of 16 rows and blocks of 8."""
         stream = {"shuffle_seed": 0, "shuffle_window": 16, "stream": (0, ROWS), "block_rows": 8}
-        return read_source(LeRobotDatasource([load_metadata(root)], **stream))
+        return read_source(datasource([load_metadata(root)], **stream))
 
     assert ROWS * SIZE[0] * SIZE[1] * 3 > 2 * STORE_BYTES
     positions = []

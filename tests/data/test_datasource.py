@@ -16,8 +16,8 @@ import pytest
 from ray import cloudpickle
 from ray.data import DataContext
 
-from lerobot_datasource import SHARE, LeRobotDatasource, Share, read_lerobot, reads_per_task
-from tests.datasets import make_dataset
+from lerobot_datasource import SHARE, Share, read_lerobot, reads_per_task
+from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data.frame_cache import FrameCache
@@ -165,7 +165,7 @@ def test_a_stream_over_epochs_and_executions_keeps_its_order(ray_cluster, roots)
     from lerobot_datasource import read_source
 
     ray.data.DataContext.get_current().execution_options.preserve_order = True
-    source = LeRobotDatasource(
+    source = datasource(
         [load_metadata(roots["rollover"])],
         camera_keys=[TOP],
         shuffle_seed=0,
@@ -222,19 +222,19 @@ def decoded(monkeypatch):
 
 def test_only_what_is_asked_for_is_decoded(roots, decoded):
     meta = load_metadata(roots["rollover"])
-    read_directly(LeRobotDatasource([meta]))
+    read_directly(datasource([meta]))
     assert decoded[TOP] >= 54 and decoded[WRIST] >= 54
     whole = decoded[TOP]
     decoded.clear()
-    read_directly(LeRobotDatasource([meta], camera_keys=[WRIST]))
+    read_directly(datasource([meta], camera_keys=[WRIST]))
     assert decoded[TOP] == 0 and decoded[WRIST] >= 54
     decoded.clear()
-    read_directly(LeRobotDatasource([meta]), columns=("action", "index"))
+    read_directly(datasource([meta]), columns=("action", "index"))
     assert not decoded
-    read_directly(LeRobotDatasource([meta], episodes=[[1]]))
+    read_directly(datasource([meta], episodes=[[1]]))
     assert 7 <= decoded[TOP] <= 10
     decoded.clear()
-    read_directly(LeRobotDatasource([meta]), limit=5)
+    read_directly(datasource([meta]), limit=5)
     assert 5 <= decoded[TOP] <= 8 < whole
 
 
@@ -242,7 +242,7 @@ def test_segments_that_begin_at_key_frames_have_nothing_else_decoded(roots, deco
     meta = load_metadata(roots["rollover"])
 
     def plan_and_frames(**options):
-        source = LeRobotDatasource([meta], shuffle_seed=0, shuffle_window=16, window_segments=8, **options)
+        source = datasource([meta], shuffle_seed=0, shuffle_window=16, window_segments=8, **options)
         decoded.clear()
         for first in range(0, source.plan.rows_per_epoch, 16):
             list(source.read_rows(range(first, min(first + 16, source.plan.rows_per_epoch)), 16))
@@ -278,7 +278,7 @@ def test_frames_are_fitted_as_lerobot_fits_them(roots, name, size):
 
     meta = load_metadata(roots[name])
     windows = {TOP: WINDOWS[TOP]}
-    source = LeRobotDatasource([meta], image_size=size, delta_timestamps=windows, shuffle_seed=0)
+    source = datasource([meta], image_size=size, delta_timestamps=windows, shuffle_seed=0)
     (rows,) = source.read_rows(range(12), 12)
     assert {k: v.shape[1:] for k, v in rows.items()} == {
         k: v.shape[1:] for k, v in source.example().items() if k != "position"
@@ -300,8 +300,8 @@ def test_cameras_of_different_sizes_can_be_read_together_when_fitted(roots, tmp_
     metas = [load_metadata(roots["rollover"])]
     metas.append(load_metadata(make_dataset(tmp_path / "larger", cameras={TOP: (64, 64), WRIST: (96, 80)})))
     with pytest.raises(ValueError, match=f"differ in .*{TOP}"):
-        LeRobotDatasource(metas)
-    source = LeRobotDatasource(metas, image_size=(32, 32), shuffle_seed=0)
+        datasource(metas)
+    source = datasource(metas, image_size=(32, 32), shuffle_seed=0)
     (rows,) = source.read_rows(range(16), 16)
     assert set(rows["dataset_index"]) == {0, 1} and rows[TOP].shape == (16, 32, 32, 3)
 
@@ -311,7 +311,7 @@ def test_tasks_decode_in_turns_of_whole_windows(roots, monkeypatch, window):
     """In several turns per task: the rows of one, in its order, and no window split between two."""
     monkeypatch.setattr("ray.put", lambda value: value)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1, "object_store_memory": 1e9})
-    source = LeRobotDatasource(
+    source = datasource(
         [load_metadata(roots["rollover"])],
         shuffle_seed=0,
         shuffle_window=window,
@@ -342,7 +342,7 @@ def test_shares_of_a_stream_are_all_of_it(roots, monkeypatch, window, first):
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 1, "object_store_memory": 1e9})
     ranks, block = 3, 2
     last = first + 71 * block  # the last turn of the ranks is not a whole one
-    source = LeRobotDatasource(
+    source = datasource(
         [load_metadata(roots["rollover"])],
         shuffle_seed=0,
         shuffle_window=window,
@@ -381,14 +381,14 @@ def test_blocks_and_reads_are_bounded_in_bytes(roots, size):
     """Not in rows: cameras of 720p must not blow up the object store."""
     meta = load_metadata(roots["rollover"])
     features = {k: replace(f, shape=(*size, 3)) if k in meta.camera_keys else f for k, f in meta.features.items()}
-    source = LeRobotDatasource([replace(meta, features=features)], shuffle_seed=0)
+    source = datasource([replace(meta, features=features)], shuffle_seed=0)
     assert source.row_bytes() > 2 * size[0] * size[1] * 3
     assert source.row_bytes() <= source.block_rows * source.row_bytes() <= max(32 * 2**20, source.row_bytes())
     # But for the rows that a window needs to mix at all.
     assert source.plan.window_rows * source.row_bytes() <= max(192 * 2**20, 32 * source.row_bytes())
     assert source.plan.window_rows % source.block_rows == 0
     assert source.plan.window_rows / source.plan.segment_rows >= 32
-    in_order = LeRobotDatasource(source.metas)
+    in_order = datasource(source.metas)
     assert in_order.plan.window_rows * source.row_bytes() <= max(192 * 2**20, source.row_bytes())
     assert source.block_rows > 1 or size == (2160, 3840)
 
@@ -424,7 +424,7 @@ def test_planning_is_quick_and_a_read_task_ships_only_its_own_episodes(roots, mo
     meta, took_s = load_metadata(roots["rollover"]), {}
     for episodes in (10_000, 100_000):
         start = time.process_time()
-        source = LeRobotDatasource([grown(meta, episodes)], shuffle_seed=0, stream=(0, episodes * 300))
+        source = datasource([grown(meta, episodes)], shuffle_seed=0, stream=(0, episodes * 300))
         tasks = source.get_read_tasks(1)
         took_s[episodes] = time.process_time() - start
         assert sum(task.metadata.num_rows for task in tasks) == np.diff(source.execution(0)) > 2_000_000
@@ -439,7 +439,7 @@ def test_an_epoch_of_large_frames_is_few_tasks_and_megabytes(roots, monkeypatch,
     features = {k: replace(f, shape=(480, 960, 3)) if k in meta.camera_keys else f for k, f in meta.features.items()}
     monkeypatch.setattr("ray.put", lambda value: value)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 64, "object_store_memory": 64e9})
-    source = LeRobotDatasource([replace(meta, features=features)], shuffle_seed=seed)
+    source = datasource([replace(meta, features=features)], shuffle_seed=seed)
     tasks = source.get_read_tasks(1)
     assert len(source.get_read_tasks(1)) == len(tasks) <= 4096 + 1
     assert sum(task.metadata.num_rows for task in tasks) == rows
@@ -467,7 +467,7 @@ def test_an_epoch_of_large_frames_is_few_tasks_and_megabytes(roots, monkeypatch,
 @pytest.mark.ray
 def test_a_part_of_an_epoch_is_cut_once_in_a_process(ray_cluster, roots, monkeypatch):
     monkeypatch.setattr("vla_finetuning.data.plan.PART_SEGMENTS", 12)
-    source = LeRobotDatasource([load_metadata(roots["rollover"])], shuffle_seed=0, shuffle_window=2, num_tasks=27)
+    source = datasource([load_metadata(roots["rollover"])], shuffle_seed=0, shuffle_window=2, num_tasks=27)
     (parts,) = source.plan.identity()["parts_of_epoch"]
     cuts, cut = [], _Source._cut_and_permute
     monkeypatch.setattr(_Source, "_cut_and_permute", lambda self, *which: cuts.append(which) or cut(self, *which))
@@ -509,7 +509,7 @@ def depth_root(tmp_path_factory):
 @pytest.mark.parametrize("windows", [None, {key: [-0.1, 0.0] for key in DEPTHS}], ids=["plain", "windows"])
 def test_depth_maps_are_lerobots(depth_root, windows):
     reference = lerobot(depth_root, delta_timestamps=windows)
-    source = LeRobotDatasource([load_metadata(depth_root)], delta_timestamps=windows, image_size=(16, 16))
+    source = datasource([load_metadata(depth_root)], delta_timestamps=windows, image_size=(16, 16))
     (rows,) = source.read_rows(range(10), 10)
     assert {k: (v.dtype, v.shape[1:]) for k, v in rows.items() if k in DEPTHS} == {
         k: (v.dtype, v.shape[1:]) for k, v in source.example().items() if k in DEPTHS
@@ -524,8 +524,8 @@ def test_depth_maps_are_lerobots(depth_root, windows):
 
 def test_depth_maps_that_were_decoded_before_are_the_same(depth_root, tmp_path, monkeypatch):
     meta = load_metadata(depth_root)
-    plain = LeRobotDatasource([meta])
-    cached = LeRobotDatasource([meta], frame_cache=FrameCache(str(tmp_path), 1.0))
+    plain = datasource([meta])
+    cached = datasource([meta], frame_cache=FrameCache(str(tmp_path), 1.0))
     (expected,), (first,) = (list(source.read_rows(range(10), 10)) for source in (plain, cached))
     monkeypatch.delattr(lerobot_decode.VideoReader, "read")
     (later,) = cached.read_rows(range(10), 10)
@@ -562,7 +562,7 @@ def test_a_depth_image_that_is_none(depth_root, tmp_path):
     Image.new("RGB", (80, 64)).save(file, "png")
     rewrite(root, lambda c: c["observation.images.depth_mm"].__setitem__(3, {"bytes": file.getvalue(), "path": None}))
     with pytest.raises(ValueError, match="episode 0 frame 3: expected a depth map of uint16 or float32"):
-        read_directly(LeRobotDatasource([load_metadata(root)]))
+        read_directly(datasource([load_metadata(root)]))
 
 
 def test_language_columns_pass_through_as_json(roots, tmp_path):
@@ -583,7 +583,7 @@ def test_language_columns_pass_through_as_json(roots, tmp_path):
         table = table.append_column("language_events", pa.array(column))
         pq.write_table(table.append_column("language_persistent", pa.array([[lasting]] * len(table))), path)
     assert number > 0  # files of different types
-    source = LeRobotDatasource([load_metadata(root)], camera_keys=[], shuffle_seed=0)
+    source = datasource([load_metadata(root)], camera_keys=[], shuffle_seed=0)
     tables = read_directly(source)
     assert len({table.schema for table in tables}) == 1
     reference = lerobot(root)
@@ -592,7 +592,7 @@ def test_language_columns_pass_through_as_json(roots, tmp_path):
             assert json.loads(row[key]) == reference[row["index"]][key], key
     assert source.example()["language_events"].dtype == object
     with pytest.raises(ValueError, match="cannot window 'language_events', a language column"):
-        LeRobotDatasource([load_metadata(root)], delta_timestamps={"language_events": [0.0]})
+        datasource([load_metadata(root)], delta_timestamps={"language_events": [0.0]})
 
 
 # ---- files that are not what they should be ------------------------------------------------------------------------
@@ -614,7 +614,7 @@ def test_a_missing_video_is_found_before_anything_is_read(copy):
     root = copy()
     first_video(root).unlink()
     with pytest.raises(FileNotFoundError, match=f"videos/{TOP}/chunk-000/file-000.mp4"):
-        LeRobotDatasource([load_metadata(root)])
+        datasource([load_metadata(root)])
 
 
 def test_a_truncated_video(copy):
@@ -622,7 +622,7 @@ def test_a_truncated_video(copy):
     video = first_video(root)
     video.write_bytes(video.read_bytes()[: video.stat().st_size // 2])
     with pytest.raises(ValueError, match=f"{TOP}.*(truncated|damaged)"):
-        read_directly(LeRobotDatasource([load_metadata(root)]))
+        read_directly(datasource([load_metadata(root)]))
 
 
 def test_a_video_shorter_than_the_metadata_says(copy):
@@ -630,14 +630,14 @@ def test_a_video_shorter_than_the_metadata_says(copy):
     videos = sorted((root / "videos" / TOP).rglob("*.mp4"))
     shutil.copy(min(videos, key=lambda v: v.stat().st_size), max(videos, key=lambda v: v.stat().st_size))
     with pytest.raises(ValueError, match="no frame at .* the video ends at|truncated or the metadata is wrong"):
-        read_directly(LeRobotDatasource([load_metadata(root)]))
+        read_directly(datasource([load_metadata(root)]))
 
 
 def test_a_video_of_another_size(copy):
     root = copy()
     shutil.copy(first_video(root, WRIST), first_video(root, TOP))
     with pytest.raises(ValueError, match="frames are .* the metadata .* says"):
-        read_directly(LeRobotDatasource([load_metadata(root)]))
+        read_directly(datasource([load_metadata(root)]))
 
 
 def rewrite(root, change):
@@ -654,21 +654,21 @@ def test_timestamps_off_by_more_than_the_tolerance(copy):
     root = copy()
     rewrite(root, lambda c: c.update(timestamp=[t + 0.03 for t in c["timestamp"]]))
     with pytest.raises(ValueError, match=r"farther than the tolerance.*--tolerance_s"):
-        read_directly(LeRobotDatasource([load_metadata(root)]))
+        read_directly(datasource([load_metadata(root)]))
 
 
 def test_rows_that_belong_to_another_episode(copy):
     root = copy()
     rewrite(root, lambda c: c["episode_index"].__setitem__(3, 2))
     with pytest.raises(ValueError, match="expected episode 0 frame 3.*found episode 2"):
-        read_directly(LeRobotDatasource([load_metadata(root)]))
+        read_directly(datasource([load_metadata(root)]))
 
 
 def test_a_task_index_without_a_task(copy):
     root = copy()
     rewrite(root, lambda c: c["task_index"].__setitem__(3, 77))
     with pytest.raises(ValueError, match="episode 0: task_index 77 has no entry in meta/tasks.parquet"):
-        read_directly(LeRobotDatasource([load_metadata(root)]))
+        read_directly(datasource([load_metadata(root)]))
 
 
 def test_numbers_of_another_type_than_declared(copy):
@@ -683,7 +683,7 @@ def test_numbers_of_another_type_than_declared(copy):
         pq.write_table(table.set_column(at, "task_index", pa.array(values, pa.float64())), path)
 
     def read():
-        return pa.concat_tables(read_directly(LeRobotDatasource([load_metadata(root)]))).column("task_index")
+        return pa.concat_tables(read_directly(datasource([load_metadata(root)]))).column("task_index")
 
     as_declared = read()
     as_float(float)
@@ -702,7 +702,7 @@ def test_text_is_text_in_every_arrow_type(roots, tmp_path):
     for path in (root / "data").rglob("*.parquet"):
         table = pq.read_table(path)
         pq.write_table(table.append_column("note", pa.array(["so it is"] * len(table), pa.large_string())), path)
-    table = pa.concat_tables(read_directly(LeRobotDatasource([load_metadata(root)])))
+    table = pa.concat_tables(read_directly(datasource([load_metadata(root)])))
     assert set(table.column("note").to_pylist()) == {"so it is"}
 
 
@@ -711,33 +711,33 @@ def test_a_data_file_with_rows_missing(copy):
     path = sorted((root / "data").rglob("*.parquet"))[0]
     pq.write_table(pq.read_table(path).slice(0, 5), path)
     with pytest.raises(ValueError, match="the file has 5 rows"):
-        read_directly(LeRobotDatasource([load_metadata(root)]))
+        read_directly(datasource([load_metadata(root)]))
 
 
 def test_a_damaged_image(copy):
     root = copy("images")
     rewrite(root, lambda c: c[STILL].__setitem__(2, {"bytes": b"\x89PNG\r\n\x1a\nnope", "path": None}))
     with pytest.raises(ValueError, match="episode 0 frame 2: damaged image"):
-        read_directly(LeRobotDatasource([load_metadata(root)]))
+        read_directly(datasource([load_metadata(root)]))
 
 
 def test_arguments_that_do_not_fit(roots):
     meta, second = load_metadata(roots["rollover"]), load_metadata(roots["images"])
     with pytest.raises(ValueError, match="no cameras.*observation.images.nope"):
-        LeRobotDatasource([meta], camera_keys=["observation.images.nope"])
+        datasource([meta], camera_keys=["observation.images.nope"])
     with pytest.raises(ValueError, match="names 'nope'; the columns are"):
-        LeRobotDatasource([meta], delta_timestamps={"nope": [0.0]})
+        datasource([meta], delta_timestamps={"nope": [0.0]})
     with pytest.raises(ValueError, match="multiples of 1/10 s"):
-        LeRobotDatasource([meta], delta_timestamps={"action": [0.0, 0.05]})
+        datasource([meta], delta_timestamps={"action": [0.0, 0.05]})
     with pytest.raises(ValueError, match="differ in"):
-        LeRobotDatasource([meta, second])
+        datasource([meta, second])
     shared = ["action", "observation.state"]
-    assert not set(LeRobotDatasource([meta, second], camera_keys=[], columns=shared).columns()) - {
+    assert not set(datasource([meta, second], camera_keys=[], columns=shared).columns()) - {
         *shared, *BOOKKEEPING, "task", "dataset_index"
     }  # fmt: skip
     for size in ((224,), (0, 224), (22.5, 224)):
         with pytest.raises(ValueError, match=r"expected \(height, width\)"):
-            LeRobotDatasource([meta], image_size=size)
+            datasource([meta], image_size=size)
     with pytest.raises(ValueError, match="not among the datasets"):
         read_lerobot(roots["rollover"], episodes={"elsewhere": [0]})
 
@@ -746,7 +746,7 @@ def test_arguments_that_do_not_fit(roots):
 def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tmp_path, windows, monkeypatch):
     root = make_dataset(tmp_path / "damaged")
     meta = load_metadata(root)
-    sound = next(LeRobotDatasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
+    sound = next(datasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
     number = 2
     damaged = root / meta.video_files[TOP][meta.episode_video_file[TOP][number]]
     damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
@@ -756,7 +756,7 @@ def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tm
     assert 0 < gone.sum() < 54
 
     log = tmp_path / "skipped.jsonl"
-    source = LeRobotDatasource([meta], delta_timestamps=windows, on_error="skip", skip_log=log)
+    source = datasource([meta], delta_timestamps=windows, on_error="skip", skip_log=log)
     found = next(source.read_rows(range(54), 54))
     assert found.keys() == sound.keys() | {"is_skipped"}
     np.testing.assert_array_equal(found["is_skipped"], gone)
@@ -774,7 +774,7 @@ def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tm
     log.unlink()
     monkeypatch.setattr("ray.put", lambda value: value)
     monkeypatch.setattr("ray.cluster_resources", lambda: {})
-    source = partial(LeRobotDatasource, [meta], delta_timestamps=windows, on_error="skip", skip_log=log)
+    source = partial(datasource, [meta], delta_timestamps=windows, on_error="skip", skip_log=log)
     context = DataContext()
     context.set_config(SHARE, Share(1, 2, 2))
     (task,) = source(stream=(0, 54), block_rows=3).get_read_tasks(1, data_context=context)
@@ -784,7 +784,7 @@ def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tm
     assert sorted(p for line in lines for p in line["positions"]) == np.flatnonzero(gone & theirs).tolist()
 
     with pytest.raises(ValueError, match="again"):
-        next(LeRobotDatasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
+        next(datasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
     # As `select_columns`: what names the rows need not be among what is wanted.
     few = source().apply_projection({"action": "action"})
     np.testing.assert_array_equal(next(few.read_rows(range(54), 54))["action"][~gone], sound["action"][~gone])
@@ -794,7 +794,7 @@ def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tm
 @pytest.mark.parametrize("unmounted", [True, False])
 def test_a_dataset_that_is_gone_is_no_reason_to_skip(tmp_path, gone, unmounted):
     root = make_dataset(tmp_path / "here", episodes=(4, 5))
-    source = LeRobotDatasource([load_metadata(root)], on_error="skip")
+    source = datasource([load_metadata(root)], on_error="skip")
     shutil.rmtree(root / gone)
     if unmounted:
         (root / gone).mkdir()
@@ -805,7 +805,7 @@ def test_a_dataset_that_is_gone_is_no_reason_to_skip(tmp_path, gone, unmounted):
 def test_a_file_that_is_gone_is_skipped(tmp_path):
     root = make_dataset(tmp_path / "here")
     meta = load_metadata(root)
-    source = LeRobotDatasource([meta], on_error="skip")
+    source = datasource([meta], on_error="skip")
     (root / meta.video_files[TOP][0]).unlink()
     assert 0 < next(source.read_rows(range(54), 54))["is_skipped"].sum() < 54
 
@@ -818,7 +818,7 @@ def test_a_store_that_does_not_answer_is_no_reason_to_skip(tmp_path, monkeypatch
 
     monkeypatch.setattr(lerobot_decode.VideoReader, "read", refuses)
     with pytest.raises(OSError, match="503"):
-        next(LeRobotDatasource([meta], on_error="skip").read_rows(range(9), 9))
+        next(datasource([meta], on_error="skip").read_rows(range(9), 9))
 
 
 @pytest.mark.parametrize("cpus, threads", [(0.5, 1), (1, 1), (3, 3)])
@@ -831,5 +831,5 @@ def test_a_decoder_has_a_thread_for_each_cpu_of_its_task(roots, monkeypatch, cpu
         return original(self, *exception)
 
     monkeypatch.setattr(lerobot_decode.VideoReader, "__exit__", note)
-    next(LeRobotDatasource([load_metadata(roots["rollover"])], num_cpus=cpus).read_rows([0], 1))
+    next(datasource([load_metadata(roots["rollover"])], num_cpus=cpus).read_rows([0], 1))
     assert found == {threads}

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import ray
 
-from lerobot_datasource import NAMES, LeRobotDatasource, local_batches, name_frames, read_lerobot, read_source
-from tests.datasets import make_dataset
+from lerobot_datasource import NAMES, local_batches, name_frames, read_lerobot, read_source
+from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import frame_cache as lerobot_frame_cache
 from vla_finetuning.data import node_cache as lerobot_node_cache
@@ -78,7 +78,7 @@ def rows(root, folder=None, *, gb=1.0, seed=0, positions=None, **options):
     """Rows of an epoch, shuffled, by `index`."""
     cache = None if folder is None else FrameCache(str(folder), gb)
     options = {"delta_timestamps": WINDOWS, "shuffle_seed": seed, "shuffle_window": 8} | options
-    source = LeRobotDatasource([load_metadata(root)], frame_cache=cache, **options)
+    source = datasource([load_metadata(root)], frame_cache=cache, **options)
     batches = list(source.read_rows(range(ROWS) if positions is None else positions, 8))
     order = np.argsort(np.concatenate([b["index"] for b in batches]))
     return {key: np.concatenate([b[key] for b in batches])[order] for key in batches[0]}
@@ -276,7 +276,7 @@ def test_a_folder_that_fails_costs_a_warning(original, folder, decoded, monkeypa
 def named_rows(root, folder, **options):
     """An epoch in which the frames that can be are named, and the source."""
     options = {"delta_timestamps": WINDOWS, "shuffle_seed": 0, "shuffle_window": 8} | options
-    source = LeRobotDatasource([load_metadata(root)], frame_cache=FrameCache(str(folder), 1.0), **options)
+    source = datasource([load_metadata(root)], frame_cache=FrameCache(str(folder), 1.0), **options)
     options = replace(source._options(ROWS), named=source.nameable)
     readers = [Reader.of(meta) for meta in source.metas]
     (table,) = read_rows(readers, source._read(list(source.plan.slices(0, ROWS))), 0, options)
@@ -353,9 +353,9 @@ def test_what_cannot_be_named_is_carried(tmp_path, original, folder):
     images = load_metadata(make_dataset(tmp_path / "images", episodes=(3,), cameras={}, image_cameras=sizes))
     cache = FrameCache(str(folder), 1.0)
     meta = load_metadata(original)
-    assert LeRobotDatasource([meta], frame_cache=cache).nameable == {TOP, WRIST}
-    size = LeRobotDatasource([meta]).decoded_bytes()
-    assert LeRobotDatasource([meta], frame_cache=cache, camera_keys=[TOP]).nameable == {TOP}
+    assert datasource([meta], frame_cache=cache).nameable == {TOP, WRIST}
+    size = datasource([meta]).decoded_bytes()
+    assert datasource([meta], frame_cache=cache, camera_keys=[TOP]).nameable == {TOP}
     for metas, options in (
         ([images], {"frame_cache": cache}),
         ([meta, images], {"frame_cache": cache}),
@@ -363,8 +363,8 @@ def test_what_cannot_be_named_is_carried(tmp_path, original, folder):
         ([meta], {"frame_cache": FrameCache(str(folder), size * 0.99 / 1e9)}),
         ([meta], {}),
     ):
-        assert not LeRobotDatasource(metas, **options).nameable
-    assert LeRobotDatasource([meta], frame_cache=FrameCache(str(folder), size / 1e9)).nameable
+        assert not datasource(metas, **options).nameable
+    assert datasource([meta], frame_cache=FrameCache(str(folder), size / 1e9)).nameable
 
 
 @pytest.mark.ray
@@ -381,7 +381,7 @@ def test_through_ray(ray_cluster, original, folder):
     assert len(list(folder.glob("*/*.frames"))) == sum(map(len, load_metadata(original).video_files.values()))
 
     cache = FrameCache(str(folder), 1.0)
-    source = LeRobotDatasource([load_metadata(original)], frame_cache=cache, shuffle_seed=0, **options)
+    source = datasource([load_metadata(original)], frame_cache=cache, shuffle_seed=0, **options)
     here = [ray.get_runtime_context().get_node_id()]
     for room in (lambda folder, size: False, lambda folder, size: os.listdir(ROOT / "README.md")):
         with pytest.MonkeyPatch.context() as disk:

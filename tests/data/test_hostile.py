@@ -1,6 +1,5 @@
 """Datasets made to hurt, and anything at all: read rightly, or refused with an error that names what is wrong.
 
-The generated cases are a few hundred here; `python -m benchmarks.nightly` runs the same tests with 10 000 and more.
 """
 
 import io
@@ -21,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import EpsImagePlugin, Image
 
-from lerobot_datasource import LeRobotDatasource, _read_of
-from tests.datasets import make_dataset
+from lerobot_datasource import _read_of
+from tests.datasets import datasource, make_dataset
 from tests.memory import takes_at_most
 from vla_finetuning.data import metadata as lerobot_metadata
 from vla_finetuning.data import table as lerobot_table
@@ -49,7 +48,7 @@ def root(original, tmp_path):
 
 
 def read_all(root):
-    source = LeRobotDatasource([load_metadata(root)])
+    source = datasource([load_metadata(root)])
     read = _read_of(list(source.plan.slices(0, sum(LENGTHS))), source._places)
     return list(read_rows([Reader.of(m) for m in source.metas], read, 0, source._options(64)))
 

@@ -28,10 +28,10 @@ import pytest
 import s3fs
 
 import vla
-from lerobot_datasource import LeRobotDatasource, _read_of, read_lerobot
+from lerobot_datasource import _read_of, read_lerobot
 from tests import clusters
 from tests.data.test_datasource import TOP, WINDOWS, assert_same_row, lerobot, rows_of
-from tests.datasets import make_dataset
+from tests.datasets import datasource, make_dataset
 from tests.loopback import Faults, GoogleStorage, Handler, Proxy, s3_server, serving
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
@@ -39,7 +39,7 @@ from vla_finetuning.data.rows import Reader, column_to_numpy, read_rows
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.data.storage import StorageError, StoragePolicy, connect
 from vla_finetuning.flags import parse_args
-from vla_finetuning.run.plan import resolve
+from vla_finetuning.run.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET, TOKEN = "canary-secret-access-key", "hf_canaryTokenOfNobody"
@@ -173,7 +173,7 @@ def test_every_row_on_s3_through_a_bad_network_equals_lerobots(bucket, proxied, 
     kinds = itertools.cycle(["503", "reset", "cut", None])
     faults.choose = lambda request: next(kinds) if request.attempt == 1 else None
     meta = load_metadata("s3://robots/arm", storage_options=options, storage_policy=PATIENT)
-    source = LeRobotDatasource([meta], shuffle_seed=0, shuffle_window=16, delta_timestamps=WINDOWS)
+    source = datasource([meta], shuffle_seed=0, shuffle_window=16, delta_timestamps=WINDOWS)
     assert_lerobots_rows(rows_in_process(source), local, WINDOWS)
     assert len([r for r in faults.requests if r.attempt > 1]) > 10
 
@@ -188,7 +188,7 @@ def test_a_store_that_fails_for_good_in_the_middle(bucket, proxied, fault, kind,
     faults, options = proxied
     meta = load_metadata("s3://robots/arm", storage_options=options, storage_policy=PATIENT)
     meta = replace(meta, fs=meta.fs.within(2))
-    source = LeRobotDatasource([meta])
+    source = datasource([meta])
     file = meta.data_files[1] if kind == "data" else meta.video_files[TOP][1]
     faults.choose = lambda request: fault if request in faults.of(file) else None
     remedy = {
@@ -217,7 +217,7 @@ def test_a_second_reading_is_served_from_the_cache(bucket, proxied, local, tmp_p
     faults, options = proxied
     policy = StoragePolicy(cache_dir=str(tmp_path / "cache"))
     meta = load_metadata("s3://robots/arm", storage_options=options, storage_policy=policy)
-    source = LeRobotDatasource([meta], shuffle_seed=0, delta_timestamps=WINDOWS)
+    source = datasource([meta], shuffle_seed=0, delta_timestamps=WINDOWS)
     first = read_directly(source)
     assert any(request.sent_bytes for request in faults.requests)
     faults.requests.clear()
@@ -231,8 +231,8 @@ def test_the_requests_of_a_window_are_made_side_by_side(bucket, proxied, tmp_pat
     monkeypatch.setattr("vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path))
     faults, options = proxied
     meta = load_metadata("s3://robots/arm", storage_options=options)
-    read_directly(LeRobotDatasource([meta], camera_keys=[]))  # the numbers are unpacked
-    source = pickle.loads(pickle.dumps(LeRobotDatasource([meta])))
+    read_directly(datasource([meta], camera_keys=[]))  # the numbers are unpacked
+    source = pickle.loads(pickle.dumps(datasource([meta])))
     faults.requests.clear()
     videos = [file for files in meta.video_files.values() for file in files]
     met = threading.Barrier(len(videos))  # a request is answered when all others are under way
@@ -273,7 +273,7 @@ def test_columns_of_a_parquet_file_are_fetched_side_by_side(bucket, proxied):
 def test_the_program_passes_its_flags_on(bucket, base, tmp_path):
     flags_ = {"dataset.root": "s3://robots/arm", "dataset.cache_dir": tmp_path / "c", "dataset.cache_size_gb": 2}
     run = resolve(parse_args(flags(base, tmp_path / "out", **flags_, **{"dataset.read_timeout_s": 30})), gpus_found=0)
-    assert run.metas[0].fs.policy == StoragePolicy(30, str(tmp_path / "c"), 2)
+    assert run.rows.metas[0].fs.policy == StoragePolicy(30, str(tmp_path / "c"), 2)
 
 
 # ---- Google Cloud Storage ------------------------------------------------------------------------------------------
@@ -296,13 +296,13 @@ def google(local, monkeypatch):
 def test_every_row_on_google_storage_equals_lerobots(google, local):
     meta = load_metadata(f"gs://robots/{local.name}")
     assert meta.root == f"gs://robots/{local.name}"
-    source = LeRobotDatasource([meta], shuffle_seed=0, shuffle_window=16, delta_timestamps=WINDOWS)
+    source = datasource([meta], shuffle_seed=0, shuffle_window=16, delta_timestamps=WINDOWS)
     assert_lerobots_rows(rows_in_process(pickle.loads(pickle.dumps(source))), local, WINDOWS)
 
 
 def test_an_object_that_changes_on_google_storage(google, local, tmp_path, monkeypatch):
     monkeypatch.setattr("vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path))
-    source = LeRobotDatasource([load_metadata(f"gs://robots/{local.name}")])
+    source = datasource([load_metadata(f"gs://robots/{local.name}")])
     file = source.metas[0].video_files[TOP][0]
     before = (local / file).stat()
     os.utime(local / file)  # the stand-in's generation
@@ -335,7 +335,7 @@ def test_a_dry_run_on_s3(bucket, base, tmp_path, capsys):
 
 def test_credentials_do_not_travel(bucket):
     """Workers find them in their own environment: what is sent to them holds none."""
-    source = LeRobotDatasource([load_metadata("s3://robots/arm")])
+    source = datasource([load_metadata("s3://robots/arm")])
     sent = pickle.dumps((source, [Reader.of(meta) for meta in source.metas]))
     assert b"robots/arm" in sent and SECRET.encode() not in sent
 
@@ -388,7 +388,7 @@ def test_no_credentials(environment, base, tmp_path, capsys):
 
 def test_objects_that_vanish_after_the_start(damaged, bucket, local, tmp_path, monkeypatch):
     url, prefix = damaged
-    source = LeRobotDatasource([load_metadata(url)])
+    source = datasource([load_metadata(url)])
     for file in (source.metas[0].data_files[1], source.metas[0].video_files[TOP][1]):
         monkeypatch.setattr("vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path / file))
         upload(bucket, local, prefix)
@@ -399,7 +399,7 @@ def test_objects_that_vanish_after_the_start(damaged, bucket, local, tmp_path, m
 
 def test_objects_that_change_after_the_start(damaged, bucket, local, tmp_path, monkeypatch):
     url, prefix = damaged
-    source = LeRobotDatasource([load_metadata(url)])
+    source = datasource([load_metadata(url)])
     for file in (source.metas[0].data_files[1], source.metas[0].video_files[TOP][1]):
         monkeypatch.setattr("vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path / file))
         upload(bucket, local, prefix)
@@ -411,7 +411,7 @@ def test_objects_that_change_after_the_start(damaged, bucket, local, tmp_path, m
 def test_a_store_that_goes_away_after_the_start(environment, tmp_path):
     """Its client's own error would say neither dataset nor file."""
     with s3_server() as endpoint:
-        source = LeRobotDatasource(
+        source = datasource(
             [
                 load_metadata(
                     "s3://robots/arm",

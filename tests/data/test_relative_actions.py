@@ -20,8 +20,7 @@ from vla_finetuning.data.relative_actions import RelativeActions, relative_actio
 from vla_finetuning.data.statistics import STATISTICS
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.run.describe import describe
-from vla_finetuning.run.plan import with_stats
-from vla_finetuning.training.worker import start_policy
+from vla_finetuning.run.resolve import with_stats
 
 CHUNK, EXCLUDED = 6, ["motor_1"]
 
@@ -86,15 +85,15 @@ def test_a_run_of_relative_actions(tmp_path, monkeypatch):
     folder, root, base = in_process.make_setting(tmp_path)
     flags = {"policy.use_relative_actions": "true", "policy.relative_exclude_joints": json.dumps(EXCLUDED)}
     run = in_process.resolved((folder, root, base), **flags, **{"policy.chunk_size": CHUNK, "policy.n_action_steps": 2})
-    assert run.missing_stats["action"] >= {"q01", "q99"} and not run.stats
+    assert run.missing_stats["action"] >= {"q01", "q99"} and not run.policy.stats
     assert "predicts 2 of 3 dimensions of an action relative to the state" in describe(run)
     monkeypatch.setattr(relative_actions, "over_files", one_after_the_other)
     run = with_stats(run)
     names = load_metadata(root).features["action"].names
-    assert_same(run.stats["action"], lerobots(root, names))
+    assert_same(run.policy.stats["action"], lerobots(root, names))
 
-    data = vla.build_dataset(run)
-    source = data.read(stream=(0, run.last_row))
+    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    source = data.read(stream=(0, run.rows.last_row))
     rows = next(source.read_rows(np.arange(4), 4))
     prepared = data.prepare(rows)
     dataset = LeRobotDataset(
@@ -102,7 +101,7 @@ def test_a_run_of_relative_actions(tmp_path, monkeypatch):
     )
     batch = torch.utils.data.default_collate([dataset[int(i)] for i in rows["index"]])
     stats = {**dataset.meta.stats, "action": lerobots(root, names)}
-    config = run.policy_config
+    config = run.policy.config
     scaling = {"stats": stats, "norm_map": config.normalization_mapping}
     preprocessor, _ = make_pre_post_processors(
         config,
@@ -120,7 +119,7 @@ def test_a_run_of_relative_actions(tmp_path, monkeypatch):
     assert apart > 0  # nor are they all the same
 
     export = folder / "export"
-    save_pretrained(start_policy(run), *run.processors(), export)
+    save_pretrained(run.policy.start(), *run.policy.processors(), export)
     saved = PreTrainedConfig.from_pretrained(export, cli_overrides=["--device=cpu"])
     pre, post = make_pre_post_processors(saved, pretrained_path=str(export))
     absolute = post(pre(batch)["action"])

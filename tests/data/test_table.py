@@ -15,8 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lerobot_datasource import LeRobotDatasource
-from tests.datasets import make_dataset
+from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import node_cache as lerobot_node_cache
 from vla_finetuning.data import safe_parquet
 from vla_finetuning.data import table as lerobot_table
@@ -79,7 +78,7 @@ def work(monkeypatch):
 
 def an_epoch(root, seed=0):
     """Every row, shuffled in small windows, by `index`."""
-    source = LeRobotDatasource([load_metadata(root)], delta_timestamps=WINDOWS, shuffle_seed=seed, shuffle_window=16)
+    source = datasource([load_metadata(root)], delta_timestamps=WINDOWS, shuffle_seed=seed, shuffle_window=16)
     batches = list(source.read_rows(range(sum(LENGTHS)), 16))
     order = np.argsort(np.concatenate([b["index"] for b in batches]))
     return {key: np.concatenate([b[key] for b in batches])[order] for key in batches[0]}

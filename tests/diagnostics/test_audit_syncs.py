@@ -18,8 +18,8 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
-from vla_finetuning.run.plan import resolve
-from vla_finetuning.training import worker
+from vla_finetuning.run.resolve import resolve
+from vla_finetuning.training import batches, model
 
 CPU = torch.device("cpu")
 
@@ -151,7 +151,7 @@ def test_every_part_of_the_step_is_looked_at(run, monkeypatch, one_step):
             yield batch
 
     monkeypatch.setattr(vla, "cuda_prefetcher", prefetched)
-    beside(worker, "sample_noise_and_time", beside_noise)
+    beside(batches, "sample_noise_and_time", beside_noise)
     beside(DeviceHalf, "forward", beside_images)
     beside(PolicyLoss, "forward", beside_forward)
     beside(TrainableOptimizer, "step", beside_optimizer)
@@ -179,7 +179,7 @@ def test_host_batches_must_be_pinned(run, monkeypatch, one_step):
 
 def test_lerobots_own_forward_waits_where_it_is_known_to(run, monkeypatch, one_step):
     monkeypatch.setattr(PolicyLoss, "forward", lambda self, batch, noise, time: self.policy(self.images(batch))[0])
-    monkeypatch.setattr(worker, "leave_off_unused", lambda policy: [])  # it uses more than its loss needs
+    monkeypatch.setattr(model, "leave_off_unused", lambda policy: [])  # it uses more than its loss needs
     found = audit_syncs.audit(run)
     assert {(Path(sync.where.file).name, sync.where.source) for sync in found.syncs} == {
         ("flow_matching.py", "return dist.sample((bsize,)).to(device)"),
@@ -398,18 +398,19 @@ def test_exit_statuses_and_the_table(setting, run, monkeypatch, one_step, capsys
 
 def test_statistics_that_are_missing_are_no_obstacle(run, monkeypatch, one_step):
     plant(monkeypatch, item)
-    stats = {key: {name: v for name, v in values.items() if name != "q01"} for key, values in run.stats.items()}
-    metas = tuple(replace(meta, stats=stats) for meta in run.metas)
+    stats = {key: {name: v for name, v in values.items() if name != "q01"} for key, values in run.policy.stats.items()}
+    metas = tuple(replace(meta, stats=stats) for meta in run.rows.metas)
     missing = {"action": {"q01"}, "observation.state": {"q01"}}
-    assert places(audit_syncs.audit(replace(run, metas=metas, stats={}, missing_stats=missing))) == {"item": 2}
+    without = replace(run, rows=replace(run.rows, metas=metas), policy=replace(run.policy, stats={}))
+    assert places(audit_syncs.audit(replace(without, missing_stats=missing))) == {"item": 2}
 
 
 def test_the_process_is_left_as_it_was(run, monkeypatch, one_step):
-    before = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream, Window.gather, worker.get_device, vla.ray.get]
+    before = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream, Window.gather, vla.build_model, vla.or_timeout]
     precision = torch.get_float32_matmul_precision()
     plant(monkeypatch, item)
     audit_syncs.audit(run)
-    after = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream, Window.gather, worker.get_device, vla.ray.get]
+    after = [torch.Generator, torch.Tensor.backward, torch.cuda.Stream, Window.gather, vla.build_model, vla.or_timeout]
     assert after == before
     assert gc.isenabled() and torch.get_float32_matmul_precision() == precision
     weight = torch.ones(2, requires_grad=True)

@@ -11,7 +11,7 @@ from tests import in_process
 from tests.tiny import make_batch, make_policy
 from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.trainable import choose_trainable, leave_off_unused
-from vla_finetuning.training import worker
+from vla_finetuning.training import model
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def names(report, fate):
 @pytest.fixture
 def everything_trains(monkeypatch):
     """As if nobody had thought of PI0.5's unused parts."""
-    monkeypatch.setattr(worker, "choose_trainable", lambda policy, *_: policy.requires_grad_(True))
+    monkeypatch.setattr(model, "choose_trainable", lambda policy, *_: policy.requires_grad_(True))
 
 
 def test_what_trains_is_reached(run, tmp_path):
@@ -46,7 +46,7 @@ def test_what_trains_is_reached(run, tmp_path):
     # The layers behind it start at zero in LeRobot's PI0.5, so nothing comes back in the first steps.
     assert {name.rsplit(".", 2)[1] for name in names(report, "zero")} <= {"time_mlp_in", "time_mlp_out"}
     assert len(report.of("used")) > 30
-    policy = worker.start_policy(run)
+    policy = run.policy.start()
     choose_trainable(policy, run.config.train.mode)
     leave_off_unused(policy)
     assert {p.name: tuple(p.shape) for p in report.parameters} == {n: p.shape for n, p in policy.named_parameters()}

@@ -8,12 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import ray
+import torch
 
 import vla
 from diagnostics import profile_dataloader, profile_step
 from diagnostics.environment import Environment
 from diagnostics.profile_dataloader import PRODUCED, LoaderReport, RankFetches, StageClock, balance
 from tests import in_process
+from vla_finetuning.run.resolve import with_config
+from vla_finetuning.training.worker import Worker
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +46,9 @@ def pull(run, tmp_path, produced_at_s, *argv, before_batch=lambda: None):
     """Pull through the tool's worker loop, in this process, rows that were read when `produced_at_s(micro)` says."""
     options = options_of(*argv)
     pulled = profile_dataloader.pulled_run(run, options)
-    pulled = replace(pulled, config=replace(pulled.config, output_dir=str(tmp_path)))
+    pulled = with_config(pulled, replace(pulled.config, output_dir=str(tmp_path)))
     shard = in_process.Shard(pulled, before_batch, lambda micro, rows: {PRODUCED: np.full(rows, produced_at_s(micro))})
-    with in_process.without_ray(shard):
-        profile_dataloader.pull_loop({"run": pulled, "warmup": options.profile_warmup})
+    profile_dataloader.pull(pulled, options.profile_warmup, Worker(torch.device("cpu"), shard))
     return RankFetches.model_validate_json((tmp_path / "fetches-0.json").read_bytes()), options
 
 
@@ -112,16 +114,17 @@ def test_rates_of_ranks_add_up_over_the_time_until_the_last_is_done(run):
 def test_the_stages_are_those_of_the_read_tasks(setting):
     """All of the CPU's time is in one stage or another, and each stage has some."""
     run = in_process.resolved(setting, **{"dataset.image_size": "[56,56]"})
-    data = vla.build_dataset(run)
-    with in_process.without_ray(None):
-        profile_dataloader.time_stages(data, run.last_row, run.config.batch_size)  # whatever is imported on the way
+    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    with in_process.tasks_here():
+        # Whatever is imported on the way.
+        profile_dataloader.time_stages(data, run.rows.last_row, run.config.batch_size)
         before = time.process_time()
-        stages = profile_dataloader.time_stages(data, run.last_row, run.config.batch_size)
+        stages = profile_dataloader.time_stages(data, run.rows.last_row, run.config.batch_size)
         spent = time.process_time() - before
     assert stages.keys() == profile_dataloader.EXPLAINED.keys()
     assert all(seconds > 0 for seconds in stages.values()), stages
     # One task holds all the rows of this short run.
-    assert sum(stages.values()) * run.last_row / 1000 == pytest.approx(spent, rel=0.2)
+    assert sum(stages.values()) * run.rows.last_row / 1000 == pytest.approx(spent, rel=0.2)
 
 
 def test_a_stage_inside_another_is_not_counted_twice():
@@ -144,9 +147,9 @@ def test_a_stage_inside_another_is_not_counted_twice():
 
 
 def test_stamps_come_off_before_the_policy_sees_the_batch(run):
-    data = vla.build_dataset(run)
+    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
     stamped = profile_dataloader.Stamped(data.prepare)
-    row = data.read(stream=(0, run.last_row)).example()
+    row = data.read(stream=(0, run.rows.last_row)).example()
     batch = stamped(row)
     assert batch.keys() == data.prepare(row).keys() | {PRODUCED}
     collate = profile_dataloader._StampReader(False)
@@ -162,9 +165,8 @@ def step_report(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("step")
     settings = profile_step.Settings.of(profile_step.parse_options(["--profile_steps=2", "--profile_warmup=1"])[0], run)
     watched = profile_step.watched_run(run, settings)
-    watched = replace(watched, config=replace(watched.config, output_dir=str(folder)))
-    with in_process.without_ray(in_process.Shard(watched)):
-        profile_step.profile_loop({"run": watched, "settings": settings})
+    watched = with_config(watched, replace(watched.config, output_dir=str(folder)))
+    in_process.train(watched, by=lambda run, worker, **o: profile_step.profile_worker(run, settings, worker, **o))
     rank = profile_step.RankProfile.model_validate_json((folder / "profile-0.json").read_bytes())
     return profile_step.summarise(run, settings, [rank])
 
@@ -231,7 +233,7 @@ def test_every_environment_variable_changes_what_it_should(run, monkeypatch, nam
     changed = vars(options_of())
     assert {key for key in default if default[key] != changed[key]} == {option}
     assert str(changed[option]) == value
-    steps = profile_dataloader.pulled_run(run, argparse.Namespace(**changed)).steps
+    steps = profile_dataloader.pulled_run(run, argparse.Namespace(**changed)).job.steps
     assert steps == changed["profile_batches"] + changed["profile_warmup"]
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -20,8 +21,8 @@ from diagnostics.step_report import Settings, StepReport
 from tests import in_process
 from util import Phase, TrainableOptimizer, Window
 from vla_finetuning.policies.pi05 import PolicyLoss
-from vla_finetuning.run.plan import Run
-from vla_finetuning.training import worker
+from vla_finetuning.run.resolve import Run, with_config
+from vla_finetuning.training.model import build_model, build_optimizer
 
 PHASES = Phase.__args__
 VARIABLES = (
@@ -57,13 +58,16 @@ def run(tmp_path_factory) -> Run:
     return in_process.resolved(in_process.make_setting(tmp_path_factory.mktemp("profile")))
 
 
+def profile_worker(settings, run, worker, **options):
+    profile_step.profile_worker(run, settings, worker, **options)
+
+
 def profile(run, tmp_path, *argv, before_batch=lambda: None):
     """What the tool does, in this process."""
     settings = Settings.of(parse_options(["--profile_warmup=1", "--profile_steps=3", *argv])[0], run)
     watched = profile_step.watched_run(run, settings)
-    watched = replace(watched, config=replace(watched.config, output_dir=str(tmp_path)))
-    with in_process.without_ray(in_process.Shard(watched, before_batch)):
-        profile_step.profile_loop({"run": watched, "settings": settings})
+    watched = with_config(watched, replace(watched.config, output_dir=str(tmp_path)))
+    in_process.train(watched, in_process.Shard(watched, before_batch), by=partial(profile_worker, settings))
     rank = profile_step.RankProfile.model_validate_json((tmp_path / "profile-0.json").read_bytes())
     return profile_step.summarise(run, settings, [rank])
 
@@ -164,9 +168,8 @@ def test_a_checkpoint_is_timed_apart(run, tmp_path):
 
     settings = Settings.of(parse_options(["--profile_steps=2", "--profile_warmup=1"])[0], run)
     watched = profile_step.watched_run(run, settings)
-    watched = replace(watched, config=replace(watched.config, output_dir=str(tmp_path)))
-    with in_process.without_ray(in_process.Shard(watched), writer=Writer):
-        profile_step.profile_loop({"run": watched, "settings": settings})
+    watched = with_config(watched, replace(watched.config, output_dir=str(tmp_path)))
+    in_process.train(watched, by=partial(profile_worker, settings), make_checkpoints=Writer)
     rank = profile_step.RankProfile.model_validate_json((tmp_path / "profile-0.json").read_bytes())
     assert calls == [1 + 2 + 2 + 1]
     assert rank.checkpoint_s >= 0.1
@@ -174,7 +177,7 @@ def test_a_checkpoint_is_timed_apart(run, tmp_path):
 
 
 def test_the_loop_and_the_step_are_those_of_training(run, tmp_path, monkeypatch):
-    """Every step, watched or not, is one call of the very function that `vla.train_loop_per_worker` calls."""
+    """Every step, watched or not, is one call of the very function that `vla.train` calls."""
     assert vla.train_step is util.train_step
     assert vla.train.__globals__["train_step"] is util.train_step
     steps, original = [], util.train_step
@@ -186,9 +189,7 @@ def test_the_loop_and_the_step_are_those_of_training(run, tmp_path, monkeypatch)
     monkeypatch.setattr(vla, "train_step", spy)
     report = profile(run, tmp_path)
     assert steps == list(range(1 + 3 + 3 + 1))
-    with in_process.without_ray(in_process.Shard(run)):
-        monkeypatch.setattr(vla, "export", lambda *_: None)
-        vla.train_loop_per_worker({"run": run})
+    in_process.train(run)
     assert steps[8:] == [0, 1, 2]
     assert report.settings.checkpoint
 
@@ -197,7 +198,7 @@ def test_watching_changes_nothing(run, tmp_path):
     """The same parameters to the bit, watched and not."""
     settings = Settings.of(parse_options(["--profile_steps=2", "--profile_warmup=1"])[0], run)
     watched = profile_step.watched_run(run, settings)
-    watched = replace(watched, config=replace(watched.config, output_dir=str(tmp_path)))
+    watched = with_config(watched, replace(watched.config, output_dir=str(tmp_path)))
     clock = profile_step.StepClock(settings.passes(1), settings.block_steps, torch.device("cpu"))
 
     class AsLong(util.Clock):
@@ -206,8 +207,7 @@ def test_watching_changes_nothing(run, tmp_path):
 
     trained = []
     for one in (clock, AsLong()):
-        with in_process.without_ray(in_process.Shard(watched)):
-            trained.append(vla.train(watched, one).named())
+        trained.append(in_process.train(watched, clock=one).named())
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
 
 
@@ -248,10 +248,10 @@ def test_passes_alternate_and_take_turns_in_going_first(run):
     assert blocks[:6] == ["untouched", "timed", "synchronized", "timed", "synchronized", "untouched"]
     assert plan[64:] == ["communication"] * 6 + ["checkpoint"]
     watched = profile_step.watched_run(long, settings)
-    assert (watched.config.log_freq, watched.config.save_freq, watched.steps) == (4, 65, 66)
+    assert (watched.config.log_freq, watched.config.save_freq, watched.job.steps) == (4, 65, 66)
     tracing = settings.model_copy(update={"trace": True, "checkpoint": False})
     assert tracing.passes(world=2)[:5] == ["traced"] * 3 + ["warmup", "untouched"]
-    assert profile_step.watched_run(replace(long, steps=10**6), tracing).steps == 10**6
+    assert profile_step.watched_run(with_config(long, long.config, 10**6), tracing).job.steps == 10**6
 
 
 # --- options ----------------------------------------------------------------------------------------------
@@ -290,12 +290,13 @@ def test_what_the_settings_do(run, tmp_path, monkeypatch):
     searching = Settings.of(parse_options(["--find_unused_params"])[0], run)
     assert profile_step.watched_run(run, searching).config.scaling.find_unused_parameters
 
-    loss, _ = worker.build_model(run, torch.device("cpu"))
+    loss, _ = build_model(run.policy, torch.device("cpu"))
     plain = Settings.of(parse_options([])[0], run)
-    assert profile_step.make_optimizer(plain, run, loss).optimizer.param_groups[0]["fused"]
+    assert profile_step.make_optimizer(plain, run.policy, loss, run.job.steps).optimizer.param_groups[0]["fused"]
 
-    unfused = profile_step.make_optimizer(plain.model_copy(update={"fused_adamw": False}), run, loss)
-    fused = worker.build_optimizer(run, loss)
+    foreach = plain.model_copy(update={"fused_adamw": False})
+    unfused = profile_step.make_optimizer(foreach, run.policy, loss, run.job.steps)
+    fused = build_optimizer(run.policy, loss, run.job.steps)
     assert not unfused.optimizer.param_groups[0]["fused"]
     keys = ("lr", "betas", "eps", "weight_decay")
     assert [unfused.optimizer.defaults[k] for k in keys] == [fused.optimizer.defaults[k] for k in keys]
@@ -467,9 +468,8 @@ def test_events_agree_with_synchronizing(tmp_path_factory, tmp_path):
     options = ["--profile_steps=20", "--profile_warmup=5", "--profile_sync", "--profile_checkpoint=false"]
     settings = Settings.of(parse_options(options)[0], run)
     watched = profile_step.watched_run(run, settings)
-    watched = replace(watched, config=replace(watched.config, output_dir=str(tmp_path)))
-    with in_process.without_ray(in_process.Shard(watched), torch.device("cuda", 0)):
-        profile_step.profile_loop({"run": watched, "settings": settings})
+    watched = with_config(watched, replace(watched.config, output_dir=str(tmp_path)))
+    in_process.train(watched, device=torch.device("cuda", 0), by=partial(profile_worker, settings))
     (rank,) = [profile_step.RankProfile.model_validate_json((tmp_path / "profile-0.json").read_bytes())]
     for phase in ("forward", "backward"):
         events, waited = (np.median(times.exposed[phase]) for times in (rank.timed, rank.synchronized))

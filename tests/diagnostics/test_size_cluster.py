@@ -33,7 +33,7 @@ def test_rates_are_those_of_a_read(run, monkeypatch):
     """Reading an epoch as read tasks do takes the CPU time and gives the bytes that a part of it foretold."""
     monkeypatch.setattr(size_cluster, "MEASURED_ROWS", 64)
     rates = rates_of(run, options_of())
-    data = vla.build_dataset(run)
+    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
     source = data.read(stream=(0, 150))
     window, readers = source.plan.window_rows, [Reader.of(meta) for meta in source.metas]
     begun, rows, made = time.process_time(), 0, 0
@@ -52,7 +52,9 @@ def test_rates_are_those_of_a_read(run, monkeypatch):
     busy = {"transport_cpu_ms_per_mb": Rate(value=1e-9, source=""), "decoding_share": Rate(value=1, source="")}
     found = size(1, rates.model_copy(update={**busy, "gpu_rows_per_s": Rate(value=150, source="")}), layout)
     assert found.decode_cpus == pytest.approx(cpu_s, rel=0.5)  # CPU seconds of 150 rows are the CPUs of 150 rows/s
-    files = [p for part in ("data", "videos") for p in (Path(run.metas[0].root) / part).rglob("*.*") if p.is_file()]
+    files = [
+        p for part in ("data", "videos") for p in (Path(run.rows.metas[0].root) / part).rglob("*.*") if p.is_file()
+    ]
     assert found.stored_bytes_per_s == pytest.approx(sum(p.stat().st_size for p in files))
 
 

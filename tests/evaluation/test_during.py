@@ -21,7 +21,7 @@ from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.evaluation.player import packed, unpacked
 from vla_finetuning.flags import parse_args
 from vla_finetuning.run.folder import evaluations
-from vla_finetuning.run.plan import resolve
+from vla_finetuning.run.resolve import resolve
 from vla_finetuning.training.worker import policy_at
 
 TINY = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
@@ -70,7 +70,7 @@ def test_a_run_evaluates_its_checkpoints_and_goes_on_with_what_was_missed(ray_cl
     # What plays are the weights of the checkpoint, of which the last one is what was exported.
     run = resolve(parse_args(flags(setting)), gpus_found=0)
     exported = load_file(folder / "pretrained_model" / "model.safetensors")
-    policies = {step: policy_at(run, run.checkpoints_dir / f"step_{step:08d}").state_dict() for step in (2, 4)}
+    policies = {step: policy_at(run.policy, run.job.checkpoints_dir / f"step_{step:08d}").state_dict() for step in (2, 4)}
     assert all(torch.equal(policies[4][name], exported[name]) for name in exported)
     assert any(not torch.equal(policies[2][name], exported[name]) for name in exported)
 
@@ -120,12 +120,12 @@ def played(monkeypatch):
 @pytest.fixture
 def run(setting, tmp_path):
     run = resolve(parse_args(flags(setting, output_dir=tmp_path / "run", steps=8)), gpus_found=0)
-    run.checkpoints_dir.mkdir(parents=True)
+    run.job.checkpoints_dir.mkdir(parents=True)
     return run
 
 
 def saved(run, step):
-    (run.checkpoints_dir / f"step_{step:08d}").mkdir()
+    (run.job.checkpoints_dir / f"step_{step:08d}").mkdir()
 
 
 def eventually(condition):
@@ -143,12 +143,12 @@ def test_training_waits_for_nobody_and_the_rest_is_done_at_its_end(run, played):
             saved(run, step)
         eventually(lambda: played.steps == [2])
         saved(run, 8)  # and the training is over
-    assert evaluations(run.output_dir) == []
+    assert evaluations(run.job.output_dir) == []
     # What plays has its share, of which the data must not make use.
     assert data.exclude_resources.cpu == 1.5
     played.may.set()
     assert evaluator.finish() == 0
-    assert played.steps == [2, 4, 8] and [line["step"] for line in evaluations(run.output_dir)] == [2, 4, 8]
+    assert played.steps == [2, 4, 8] and [line["step"] for line in evaluations(run.job.output_dir)] == [2, 4, 8]
     main = threading.current_thread()
     assert played.threads[0] is not main and played.threads[2] is main
 
@@ -161,7 +161,7 @@ def test_of_several_tasks_each_has_its_figures(run, played, monkeypatch):
     played.succeeds = lambda episode: episode.task == "push" and episode.episode > 0
     saved(run, 8)
     assert Evaluator(run, policy_at).finish() == 0
-    of_one, of_two = evaluations(run.output_dir)
+    of_one, of_two = evaluations(run.job.output_dir)
     assert "by_task" not in of_one and of_two["successes"] == 2
     found = [(row["label"], row["successes"], row["episodes"]) for row in of_two["by_task"]]
     assert found == [("reach", 0, 3), ("push", 2, 3)]
@@ -174,10 +174,10 @@ def test_a_run_that_is_stopped_lets_go_and_one_that_goes_on_does_it(run, played)
         eventually(lambda: played.steps == [2])
     started = time.monotonic()
     evaluator.close()
-    assert time.monotonic() - started < 5 and evaluations(run.output_dir) == []
+    assert time.monotonic() - started < 5 and evaluations(run.job.output_dir) == []
     played.may.set()
     with Evaluator(run, policy_at).beside(run, ExecutionOptions()):
-        eventually(lambda: [line["step"] for line in evaluations(run.output_dir)] == [2])
+        eventually(lambda: [line["step"] for line in evaluations(run.job.output_dir)] == [2])
 
 
 def test_without_room_it_is_all_done_at_the_end(run, played, monkeypatch, capsys):
@@ -219,8 +219,8 @@ def test_a_checkpoint_that_cannot_play_costs_the_training_nothing(run, played, c
         eventually(lambda: "step 2 could not be evaluated" in caplog.text)
         played.error = None
         saved(run, 4)
-        eventually(lambda: [line["step"] for line in evaluations(run.output_dir)] == [4])
-    assert evaluator.finish() == 0 and [line["step"] for line in evaluations(run.output_dir)] == [2, 4]
+        eventually(lambda: [line["step"] for line in evaluations(run.job.output_dir)] == [4])
+    assert evaluator.finish() == 0 and [line["step"] for line in evaluations(run.job.output_dir)] == [2, 4]
 
 
 @pytest.mark.parametrize(

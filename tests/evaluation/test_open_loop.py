@@ -174,9 +174,9 @@ def test_rows_at_once_change_nothing(loaded, monkeypatch):
 def test_a_policy_is_asked_in_the_precision_that_it_was_trained_in(loaded, mode):
     policy, pre, post = copy.deepcopy(loaded[0]), *loaded[1:]
     run = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(mode=mode)))
-    assert _placed(run, policy, None, torch.device("cpu")) == (policy, None)
+    assert _placed(run.policy, policy, None, torch.device("cpu")) == (policy, None)
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
-    placed, _ = _placed(run, policy, torch.bfloat16, torch.device("cpu"))
+    placed, _ = _placed(run.policy, policy, torch.bfloat16, torch.device("cpu"))
     low = {name for name, parameter in placed.named_parameters() if parameter.dtype == torch.bfloat16}
     assert any(".language_model.layers.0.mlp." in name for name in low) is (mode == "expert")
     assert not any(".gemma_expert.model." in name for name in low)
@@ -267,9 +267,9 @@ def test_held_out_frames_are_lerobots(tmp_path):
         frame_cache=FrameCache(str(tmp_path / "kept"), 1.0),
     )
     theirs = LeRobotDataset("local/b", root=tmp_path / "b", episodes=[1], video_backend="pyav")
-    frames = list(held_out_frames(run))
+    frames = list(held_out_frames(run.rows))
     assert len(list((tmp_path / "kept").rglob("*.frames"))) == len(metas[1].camera_keys)  # as the run itself
-    assert len(frames) == len(theirs) == 6 and len(list(held_out_frames(run, limit=2))) == 2
+    assert len(frames) == len(theirs) == 6 and len(list(held_out_frames(run.rows, limit=2))) == 2
     for ours, expected in zip(frames, theirs, strict=True):
         assert ours["task"] == expected["task"]
         keys = {key for key in expected if key.startswith("observation.") or key == "action"}
@@ -277,4 +277,4 @@ def test_held_out_frames_are_lerobots(tmp_path):
         assert all(ours[key].dtype == expected[key].dtype and torch.equal(ours[key], expected[key]) for key in keys)
     run.eval_episodes = ((), ())
     with pytest.raises(ValueError, match="--dataset.eval_split"):
-        next(held_out_frames(run))
+        next(held_out_frames(run.rows))

@@ -20,7 +20,6 @@ from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.trainable import UNUSED, choose_trainable
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.describe import describe
-from vla_finetuning.training import worker
 from vla_finetuning.training.room import planned_memory
 
 CPU = torch.device("cpu")
@@ -93,36 +92,40 @@ def resolved(setting, **changes):
 def test_a_run_trains_checkpoints_and_exports_adapters(setting):
     run = resolved(setting, output_dir=setting[0] / "adapters")
     assert "LoRA of rank 4, alpha 8, in the policy type's own choice of layers" in describe(run)
-    first, second = (worker.build_model(run, CPU)[0].state_dict() for _ in range(2))
+    first, second = (build_model(run.policy, CPU)[0].state_dict() for _ in range(2))
     assert all(torch.equal(value, second[name]) for name, value in first.items())  # drawn from the run's seed
 
     with in_process.without_ray(in_process.Shard(run)):
         trained = vla.train(run)
     assert all(".lora_" in name for name in trained.named()) and len(trained.names) > 4
-    assert run.parameters.trainable == sum(p.numel() for p in trained.params) < 0.05 * run.parameters.total
+    assert (
+        run.policy.parameters.trainable == sum(p.numel() for p in trained.params) < 0.05 * run.policy.parameters.total
+    )
     taken = {
         kind: {name: Piece(tensor, (0,) * tensor.ndim) for name, tensor in tensors.items()}
         for kind, tensors in {TRAINABLE: trained.named(), OPTIMIZER: trained.state()}.items()
     }
-    folder = run.checkpoints_dir / f"step_{run.steps:08d}"
-    commit(folder, replace(run.start, step=run.steps), write_pieces(folder, taken))
+    folder = run.job.checkpoints_dir / f"step_{run.job.steps:08d}"
+    commit(folder, replace(run.job.start, step=run.job.steps), write_pieces(folder, taken))
     assert load_file(folder / "trainable.safetensors").keys() == trained.named().keys()
 
-    worker.export(run)
+    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, run.rows.drawn)
     outputs = {}
     meta = LeRobotDatasetMetadata("local/test", root=setting[1])
     for name in ("pretrained_model", "adapter"):
-        config = PreTrainedConfig.from_pretrained(run.output_dir / name, cli_overrides=["--device=cpu"])
+        config = PreTrainedConfig.from_pretrained(run.job.output_dir / name, cli_overrides=["--device=cpu"])
         assert config.use_peft == (name == "adapter")
-        config.pretrained_path = run.output_dir / name
+        config.pretrained_path = run.job.output_dir / name
         policy = lerobots_policy(cfg=config, ds_meta=meta).eval()
         batch, noise, _ = batch_of(policy)
         with torch.no_grad():
             outputs[name] = policy.predict_action_chunk(batch, noise=noise)
     torch.testing.assert_close(outputs["adapter"], outputs["pretrained_model"], rtol=1e-4, atol=1e-5)
-    saved = json.loads((run.output_dir / "adapter" / "adapter_config.json").read_text())
+    saved = json.loads((run.job.output_dir / "adapter" / "adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == str(setting[2]) and saved["r"] == 4
-    base, merged = (load_file(path / "model.safetensors") for path in (setting[2], run.output_dir / "pretrained_model"))
+    base, merged = (
+        load_file(path / "model.safetensors") for path in (setting[2], run.job.output_dir / "pretrained_model")
+    )
     assert base.keys() == merged.keys()
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
     assert changed == {name.split(".lora_")[0] + ".weight" for name in trained.named()}
@@ -140,11 +143,14 @@ def batch_of(policy):
 def test_the_plan_counts_adapters(setting):
     """A weight, a gradient and Adam's two moments of each of their numbers; a step of each parameter."""
     run = resolved(setting)
-    adapters, whole = planned_memory(run), planned_memory(in_process.resolved(setting))
-    assert adapters.gradients == 4 * run.parameters.trainable
-    assert 0 <= adapters.optimizer - 8 * run.parameters.trainable < 1024
+    adapters, whole = planned_memory(run.policy, run.rows.frame_bytes)(run.config), planned(in_process.resolved(setting))
+    assert adapters.gradients == 4 * run.policy.parameters.trainable
+    assert 0 <= adapters.optimizer - 8 * run.policy.parameters.trainable < 1024
     assert adapters.needed < whole.needed
-    assert run.flops_by_prompt[run.prompts[0]] < in_process.resolved(setting).flops_by_prompt[run.prompts[0]]
+    assert (
+        run.policy.flops_by_prompt[run.policy.prompts[0]]
+        < in_process.resolved(setting).flops_by_prompt[run.policy.prompts[0]]
+    )
 
 
 @pytest.mark.parametrize(

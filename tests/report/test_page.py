@@ -29,9 +29,9 @@ from vla_finetuning.report import page as report
 from vla_finetuning.report.page import keep_report, write_report
 from vla_finetuning.run import progress
 from vla_finetuning.run.describe import describe
-from vla_finetuning.run.plan import resolve
 from vla_finetuning.run.progress import MetricsLog
 from vla_finetuning.run.record import record_attention, record_run
+from vla_finetuning.run.resolve import resolve
 
 HOSTILE = "<script>alert('task')</script> & more"
 TASKS = (HOSTILE, "go to the blue bin")
@@ -104,21 +104,21 @@ def finished(tmp_path_factory):
         "price_per_gpu_hour": 3.6,
     }
     run = resolve(parse_args([f"--{k}={v}" for k, v in flags.items()]), gpus_found=4)
-    run.output_dir.mkdir()
-    write_json(run.output_dir / CONFIG_NAME, run.config.to_json())
+    run.job.output_dir.mkdir()
+    write_json(run.job.output_dir / CONFIG_NAME, run.config.to_json())
     record_run(
         run, describe(run), {"CPU": 32.0, "GPU": 4.0, "memory": 2**36, "node:10.0.0.1": 1, "accelerator_type:L4": 1}
     )
-    write_metrics(run.output_dir)
-    record_attention(run.output_dir, ATTENTION)
-    write_json(run.output_dir / "evaluation.json", {"trained": evaluated(), "untrained": evaluated()})
+    write_metrics(run.job.output_dir)
+    record_attention(run.job.output_dir, ATTENTION)
+    write_json(run.job.output_dir / "evaluation.json", {"trained": evaluated(), "untrained": evaluated()})
     starts = [(1, 0, 4), (2, 20, 4), (3, 40, 3)]
     write_lines(
-        run.output_dir / "attempts.jsonl",
+        run.job.output_dir / "attempts.jsonl",
         [{"attempt": n, "resumed_from_step": step, "world_size": world} for n, step, world in starts],
     )
-    write_lines(run.output_dir / "skipped.jsonl", [{"episode_index": 7, "frame_index": 3, "reason": HOSTILE}])
-    return run.output_dir
+    write_lines(run.job.output_dir / "skipped.jsonl", [{"episode_index": 7, "frame_index": 3, "reason": HOSTILE}])
+    return run.job.output_dir
 
 
 def write_metrics(folder, mfu_per_rate=0.01):

@@ -25,7 +25,7 @@ from vla_finetuning.flags import parse_grpo
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.rl import learning
 from vla_finetuning.rl.expected import Simulated, expected_times
-from vla_finetuning.rl.plan import describe_grpo, resolve_grpo
+from vla_finetuning.rl.resolve import describe_grpo, resolve_grpo
 from vla_finetuning.run.checkpoint import latest_checkpoint
 from vla_finetuning.training import worker
 
@@ -110,8 +110,8 @@ def resolved(base, folder, **changes):
         **changes,
     }
     run = resolve_grpo(parse_grpo([f"--{name}={value}" for name, value in options.items()]), 0)
-    run.output_dir.mkdir(exist_ok=True)
-    run.checkpoints_dir.mkdir(exist_ok=True)
+    run.job.output_dir.mkdir(exist_ok=True)
+    run.job.checkpoints_dir.mkdir(exist_ok=True)
     return run
 
 
@@ -123,12 +123,12 @@ def train(run, rank=0, world=1):
 
 
 def saved(run):
-    newest = latest_checkpoint(run.checkpoints_dir)
+    newest = latest_checkpoint(run.job.checkpoints_dir)
     return {name: value for file in newest.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 def metrics(run):
-    lines = [json.loads(line) for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.endswith("_s") or k == "loss"} for line in lines]
 
 
@@ -164,7 +164,7 @@ def test_updates_end_where_the_policy_has_moved_far_enough(base, tmp_path):
 def test_what_was_learned_is_exported(base, tmp_path):
     run = resolved(base, tmp_path / "run", **{"grpo.iterations": 1})
     learned, _ = train(run)
-    worker.export(run)
+    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, run.rows.drawn)
     exported = load_file(tmp_path / "run" / "pretrained_model" / "model.safetensors")
     names = [name for name in exported if name in learned]
     assert names and all(torch.equal(exported[name], learned[name]) for name in names)
@@ -192,7 +192,7 @@ def test_two_processes_are_one_with_twice_the_groups(base, tmp_path):
         for key in ("success", "decisions", "used", "updates", "held_out_successes", "loss"):
             assert one.get(key) == pytest.approx(other.get(key), rel=1e-3, abs=1e-4), key
     # What two processes spent adds up to the iteration, whichever of them waited where.
-    line = json.loads((run.output_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    line = json.loads((run.job.output_dir / "metrics.jsonl").read_text().splitlines()[-1])
     spent = sum(line[f"{name}_s"] for name in ("play", "score", "update", "held_out"))
     assert -0.001 < line["step_s"] - spent < 0.5 * line["step_s"]  # each is rounded
 

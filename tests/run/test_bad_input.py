@@ -22,8 +22,7 @@ from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.run.checkpoint import SPARE_BYTES
 from vla_finetuning.run.folder import LOG_NAME
-from vla_finetuning.run.plan import resolve, with_stats
-from vla_finetuning.training import worker
+from vla_finetuning.run.resolve import resolve, with_stats
 
 TOP, WRIST, SIDE = (f"observation.images.{name}" for name in ("top", "wrist", "side"))
 FRAMES = 54
@@ -462,7 +461,7 @@ def test_weights_that_are_not_finite(root, base_copy, tmp_path):
     run = resolve(parse_args(flags(root, base_copy, tmp_path / "out")), gpus_found=0)
     message = f"model.action_in_proj.weight in {base_copy} holds values that are not finite"
     with pytest.raises(ValueError, match=re.escape(message)):
-        worker.build_model(run, torch.device("cpu"))
+        build_model(run.policy, torch.device("cpu"))
 
 
 @pytest.mark.ray

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from functools import partial
 
 import boto3
@@ -26,7 +27,6 @@ import torch
 from safetensors.torch import load_file
 
 import vla
-from benchmarks.soak import steps_lost, trains_on
 from diagnostics import check_rows
 from tests import clusters, planted, planted_data
 from tests.datasets import make_dataset
@@ -35,7 +35,8 @@ from tests.planted import Fault
 from tests.planted_data import DataFault
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.run.folder import LOG_NAME, attempts
+from vla_finetuning.files import read_lines
+from vla_finetuning.run.folder import ATTEMPTS_NAME, LOG_NAME, METRICS_NAME, attempts
 from vla_finetuning.run.progress import recorded_rows
 from vla_finetuning.training import coordinators
 
@@ -319,6 +320,7 @@ def test_a_truncated_mp4_is_skipped(setting, undisturbed, capsys):
 DRIVER = """
 import os
 import sys
+from collections import Counter
 from functools import partial
 import vla
 from tests.planted import Fault, make_trainer
@@ -490,3 +492,26 @@ def test_a_second_run_in_the_same_folder(setting, undisturbed, capsys):
         assert sorted((p, p.stat().st_size) for p in undisturbed.rglob("*")) == before
     finally:
         holder.communicate()
+
+
+def steps_lost(output_dir, starts_at):
+    """For each restart, how many steps were trained anew."""
+    last = Counter()
+    for path in (output_dir / "rows").glob("rank0.jsonl"):
+        for line in map(json.loads, read_lines(path)):
+            last[line["attempt"]] = max(last[line["attempt"]], line["step"])
+    return [max(0, last[number] - resumed) for number, resumed in enumerate(starts_at[1:])]
+
+
+def trains_on(driver, output_dir, step):
+    """Wait until the run has logged a step beyond `step` in its newest attempt; returns the last step logged."""
+    metrics, starts = output_dir / METRICS_NAME, output_dir / ATTEMPTS_NAME
+    while True:
+        # Until that attempt has opened the file, the void lines of the one before are there.
+        opened = metrics.exists() and metrics.stat().st_mtime_ns > starts.stat().st_mtime_ns
+        lines = read_lines(metrics) if opened else []
+        last = json.loads(lines[-1])["step"] if lines else 0
+        if last > step:
+            return last
+        assert driver.poll() is None, f"the program ended by itself, exit status {driver.returncode}"
+        time.sleep(0.05)

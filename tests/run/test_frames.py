@@ -16,8 +16,8 @@ from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.run.checkpoint import check_resumable, commit, write_pieces
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import start_attempt
-from vla_finetuning.run.plan import resolve
 from vla_finetuning.run.progress import RowsLog
+from vla_finetuning.run.resolve import resolve
 
 CAMERA = {"observation.images.top": (48, 64)}
 # Of five episodes; nothing moves in these frames, nor in any of the last episode.
@@ -59,8 +59,10 @@ def run_of(setting, *flags, out="out"):
 
 def rows_of(run, epoch):
     """(dataset, episode, frame) of an epoch, and how often."""
-    plan = run.reader()(stream=(0, run.last_row)).plan
-    first = ([0, *run.epoch_ends] if run.epoch_ends else [n * run.rows_per_epoch for n in range(epoch + 2)])[epoch:]
+    plan = run.rows.source(stream=(0, run.rows.last_row)).plan
+    first = ([0, *run.rows.epoch_ends] if run.rows.epoch_ends else [n * run.rows.per_epoch for n in range(epoch + 2)])[
+        epoch:
+    ]
     found = Counter()
     for window in plan.slices(first[0], first[1]):
         part, index = window.rows()
@@ -83,18 +85,18 @@ def test_what_idles_is_not_trained_on_with_all_other_choices(setting):
     skip = "--dataset.skip_idle=0.5"
     run = run_of(setting, skip)
     assert rows_of(run, 0) == rows_of(run, 1) == once(LEFT)
-    assert run.rows_per_epoch == 36 and run.train_episodes[0].tolist() == [0, 1, 2, 3] and not run.epoch_ends
+    assert run.rows.per_epoch == 36 and run.rows.train_episodes[0].tolist() == [0, 1, 2, 3] and not run.rows.epoch_ends
     assert any("1 episodes are left out whole by --dataset.skip_idle" in note for note in run.notes)
     run = run_of(
         setting, skip, "--dataset.drop_n_last_frames=3", "--dataset.exclude_episodes=3", "--dataset.tasks=pick"
     )
     assert rows_of(run, 0) == once({0: LEFT[0], 2: LEFT[2]}, dropped=3)
-    assert run.rows_per_epoch == len(LEFT[0]) - 3 + len(LEFT[2])
+    assert run.rows.per_epoch == len(LEFT[0]) - 3 + len(LEFT[2])
     run = run_of(
         setting, skip, "--dataset.eval_split=0.4", "--eval_steps=5"
     )  # the last two of 0, 2, 4; the last of 1, 3
     assert rows_of(run, 0) == once({k: LEFT[k] for k in (0, 1)})
-    assert run.held_out().plan.rows_per_epoch == 16 + 11 + 14  # held out are all of their frames
+    assert run.rows.held_out().plan.rows_per_epoch == 16 + 11 + 14  # held out are all of their frames
     folder = setting[0]
     mixture = json.dumps({str(folder / "dataset"): 1, str(folder / "other"): 3})
     mixed = run_of(setting, skip, f"--dataset.mixture={mixture}")
@@ -111,12 +113,12 @@ def test_frames_that_are_left_have_their_whole_action_chunks(setting):
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     run = run_of(setting, "--dataset.skip_idle=0.5", "--dataset.image_size=stored")
-    source = run.reader()(stream=(0, run.last_row))
+    source = run.rows.source(stream=(0, run.rows.last_row))
     dataset = LeRobotDataset(
         "test", root=setting[0] / "dataset", video_backend="pyav",
         delta_timestamps={"action": [i / 10 for i in range(CHUNK)]},
     )  # fmt: skip
-    (rows,) = source.read_rows(range(run.rows_per_epoch), run.rows_per_epoch)
+    (rows,) = source.read_rows(range(run.rows.per_epoch), run.rows.per_epoch)
     assert sorted(rows["index"].tolist()) == sorted(START[e] + frame for e, f in LEFT.items() for frame in f)
     for at, index in enumerate(rows["index"].tolist()):
         expected = dataset[index]
@@ -131,7 +133,7 @@ def test_weighted_episodes_come_as_often_as_they_weigh(setting):
     weights = f"--dataset.episode_weights=@{setting[0] / 'weights.json'}"
     run = run_of(setting, weights, "--steps=200")
     assert run.config.dataset.episode_weights == weights.partition("=")[2]
-    assert run.train_episodes[0].tolist() == [0, 1, 2, 4] and run.rows_per_epoch == 10 + 30 + 16 + 14
+    assert run.rows.train_episodes[0].tolist() == [0, 1, 2, 4] and run.rows.per_epoch == 10 + 30 + 16 + 14
     seen = Counter()
     for epoch in range(10):
         seen += rows_of(run, epoch)
@@ -139,8 +141,11 @@ def test_weighted_episodes_come_as_often_as_they_weigh(setting):
             counts = {seen[0, episode, frame] for frame in range(EPISODES[episode])}
             assert len(counts) == 1 and abs(counts.pop() - (epoch + 1) * weight) < 1
     assert {episode for _, episode, _ in seen} == {0, 1, 2, 4}
-    positions = np.arange(run.last_row)
-    assert np.diff(np.flatnonzero(np.diff(run.epochs_of(positions)))).tolist() == np.diff(run.epoch_ends[:-1]).tolist()
+    positions = np.arange(run.rows.last_row)
+    assert (
+        np.diff(np.flatnonzero(np.diff(run.rows.epochs_of(positions)))).tolist()
+        == np.diff(run.rows.epoch_ends[:-1]).tolist()
+    )
     both = run_of(setting, weights, "--dataset.skip_idle=0.5", "--steps=200")
     seen = sum((rows_of(both, epoch) for epoch in range(2)), Counter())
     assert seen == Counter({(0, e, f): times for e, times in ((0, 1), (1, 5), (2, 2)) for f in LEFT[e]})
@@ -185,19 +190,19 @@ def recorded(setting, tmp_path):
 
     def record(*flags, steps):
         run = run_of(setting, "--run.record_rows=true", f"--steps={steps}", *flags, out=tmp_path / "run")
-        run.output_dir.mkdir()
-        (run.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
-        plan = run.reader()(stream=(0, run.last_row)).plan
-        log = RowsLog(run.output_dir, 0, start_attempt(run.output_dir, 0, 1))
+        run.job.output_dir.mkdir()
+        (run.job.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
+        plan = run.rows.source(stream=(0, run.rows.last_row)).plan
+        log = RowsLog(run.job.output_dir, 0, start_attempt(run.job.output_dir, 0, 1))
         for step in range(steps):
             positions = np.arange(4 * step, 4 * step + 4)
             rows = [window.rows() + (window.episode,) for window in plan.slices(positions[0], positions[-1] + 1)]
             dataset = np.concatenate([plan.episodes.dataset_index[episode[part]] for part, _, episode in rows])
             index = np.concatenate([index for _, index, _ in rows])
-            log.write(step + 1, run.epochs_of(positions), dataset, index, np.zeros(4, bool))
+            log.write(step + 1, run.rows.epochs_of(positions), dataset, index, np.zeros(4, bool))
         log._file.close()
-        folder = run.checkpoints_dir / f"step_{steps:08d}"
-        commit(folder, replace(run.start, step=steps, rows=4 * steps), write_pieces(folder, {}))
+        folder = run.job.checkpoints_dir / f"step_{steps:08d}"
+        commit(folder, replace(run.job.start, step=steps, rows=4 * steps), write_pieces(folder, {}))
         return run
 
     return record
@@ -212,18 +217,18 @@ def test_check_rows_proves_that_rows_came_as_often_as_chosen(setting, recorded, 
     ]
     assert len(epochs) >= 3 and sum(epoch.trained for epoch in epochs) == 240
     # A row of the first epoch is lost, and another one, of those that come in it, once more in its place.
-    path = run.output_dir / "rows" / "rank0.jsonl"
+    path = run.job.output_dir / "rows" / "rank0.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     gone, again = lines[0]["rows"][0], lines[1]["rows"][-1]
     lines[0]["rows"][0] = again
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     capsys.readouterr()
-    assert check_rows.main([str(run.output_dir)]) == 1
+    assert check_rows.main([str(run.job.output_dir)]) == 1
     first = capsys.readouterr().out.splitlines()[1]
     assert f"1 missing, e.g. (dataset_index, index) [({gone[0]}, {gone[1]})]" in first
     assert f"1 doubled, e.g. (dataset_index, index) [({again[0]}, {again[1]})]" in first
     # And two that are not among those chosen: one idles, and the other's episode weighs nothing.
     lines[0]["rows"][:2] = [[0, 8], [0, 50]]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert check_rows.main([str(run.output_dir)]) == 1
+    assert check_rows.main([str(run.job.output_dir)]) == 1
     assert "2 not among those chosen" in capsys.readouterr().out

@@ -29,7 +29,7 @@ from vla_finetuning.run import base_policy, mixing
 from vla_finetuning.run import plan as run_plan
 from vla_finetuning.run.checkpoint import Progress, check_resumable, commit, write_pieces
 from vla_finetuning.run.describe import describe
-from vla_finetuning.run.plan import resolve
+from vla_finetuning.run.resolve import resolve
 
 
 @pytest.fixture(scope="module")
@@ -51,21 +51,21 @@ def plan(setting, *flags, root=True):
 
 def policy_images(run, rows):
     """The images that reach the policy's vision tower, float32 (N, 3, H, W); and what came out of the read task."""
-    source = run.reader()(stream=(0, run.last_row))
+    source = run.rows.source(stream=(0, run.rows.last_row))
     (batch,) = source.read_rows(rows, len(rows))
     (camera,) = run.match.camera_keys
     assert batch[camera].shape[1:] == source.example()[camera].shape[1:]
-    pre, _ = make_processors(run.policy_folder, run.policy_config, run.stats, {})
-    prepared = Prepare(pre, run.match.camera_keys, {}, run.policy_config)(batch)
+    pre, _ = make_processors(run.policy.folder, run.policy.config, run.policy.stats, {})
+    prepared = Prepare(pre, run.match.camera_keys, {}, run.policy.config)(batch)
     inputs = {k: torch.from_numpy(v.copy()) for k, v in prepared.items()}
-    check_batch(inputs, run.policy_config)
-    policy = load_policy(run.policy_folder, run.policy_config)
-    return policy._preprocess_images(DeviceHalf(pre, run.policy_config)(inputs))[0], source
+    check_batch(inputs, run.policy.config)
+    policy = load_policy(run.policy.folder, run.policy.config)
+    return policy._preprocess_images(DeviceHalf(pre, run.policy.config)(inputs))[0], source
 
 
 def test_frames_are_kept_where_the_flags_say_and_named_from_any_folder(setting):
     run = plan(setting, "--dataset.frame_cache=kept", "--dataset.frame_cache_gb=3")
-    source = run.reader()(stream=(0, run.last_row))
+    source = run.rows.source(stream=(0, run.rows.last_row))
     assert source._options(1).frame_cache == FrameCache(str(Path("kept").absolute()), 3.0)
     assert plan(setting).reader()(stream=(0, 4))._options(1).frame_cache is None
 
@@ -77,8 +77,8 @@ def test_frames_are_kept_by_themselves_where_they_are_read_again_and_fit(setting
 
     def kept(*flags):
         run = plan(setting, "--dataset.frame_cache=auto", *flags)
-        assert run.kept_bytes == size
-        return run.frame_cache, describe(run)
+        assert run.rows.cached_bytes == size
+        return run.rows.reading.frame_cache, describe(run)
 
     where, text = kept(again)
     assert where == FrameCache(str(tmp_path / "frames"), 200.0)
@@ -112,18 +112,18 @@ def test_shards_are_of_the_workers_nodes_and_stay_when_there_are_others(setting)
     with pytest.raises(ValueError, match="--dataset.shards=2 with --scaling.num_workers=3: .* nodes with equally many"):
         plan(setting, *flags, "--scaling.num_workers=3", "--grad_accum=1")
     run = plan(setting, *flags, "--scaling.num_workers=4", "--grad_accum=1")
-    assert run.sharding == Sharding(2, 2 * run.block_rows) and run.rows_per_epoch == 54
+    assert run.rows.order.sharding == Sharding(2, 2 * run.rows.block_rows) and run.rows.per_epoch == 54
     text = describe(run)
     assert "2 shards, equally many rows of each in a batch: each node reads one, for its own workers" in text
     assert "are kept in" in text and "on each node those of its shard" in text
-    assert run.kept_bytes == 54 // 2 * 48 * 64 * 3
+    assert run.rows.cached_bytes == 54 // 2 * 48 * 64 * 3
     # Its rows and their order are part of the run: fewer workers take them as they are.
-    (run.output_dir / CONFIG_NAME).parent.mkdir(exist_ok=True)
-    (run.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
-    resume = ["--resume", f"--output_dir={run.output_dir}", "--scaling.num_workers=1", "--grad_accum=4"]
+    (run.job.output_dir / CONFIG_NAME).parent.mkdir(exist_ok=True)
+    (run.job.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
+    resume = ["--resume", f"--output_dir={run.job.output_dir}", "--scaling.num_workers=1", "--grad_accum=4"]
     again = resolve(parse_args(resume), gpus_found=0)
-    assert again.stream == run.stream and again.sharding == run.sharding
-    assert run.stream != plan(setting, *flags[1:], "--scaling.num_workers=4", "--grad_accum=1").stream
+    assert again.stream == run.rows.identity and again.sharding == run.rows.order.sharding
+    assert run.rows.identity != plan(setting, *flags[1:], "--scaling.num_workers=4", "--grad_accum=1").stream
 
 
 def test_frames_fitted_while_decoding_reach_the_policy_as_after_its_own_resizing(setting, monkeypatch):
@@ -169,16 +169,16 @@ def large(setting):
 
 def test_frames_are_fitted_where_that_halves_a_row(setting, large):
     run = plan(setting, f"--dataset.root={large}", root=False)
-    assert run.image_size == run.config.dataset.image_size == [56, 56]  # also of whoever resumes it
+    assert run.rows.image_size == run.config.dataset.image_size == [56, 56]  # also of whoever resumes it
     told = describe(run)
     assert "fitted into 56x56 where they are decoded; rows of 0.01 MB instead of 0.04" in told
     assert "within one level of uint8" in told
-    assert run.decoded["decoded_bytes_per_s"] * 2 < run.stored_bytes
+    assert run.rows.rates["decoded_bytes_per_s"] * 2 < run.rows.stored_bytes
     small = plan(setting)  # 48x64
     assert small.image_size is None and small.config.dataset.image_size == "stored"
     assert "bit for bit" in describe(small)
     stored = plan(setting, f"--dataset.root={large}", "--dataset.image_size=stored", root=False)
-    assert stored.image_size is None and stored.decoded["decoded_bytes_per_s"] == run.stored_bytes
+    assert stored.image_size is None and stored.decoded["decoded_bytes_per_s"] == run.rows.stored_bytes
     # Where the policy would see other pixels than after its own resizing, and where it resizes nothing.
     normalising = '--policy.normalization_mapping={"VISUAL": "MEAN_STD"}'
     assert plan(setting, f"--dataset.root={large}", normalising, root=False).image_size is None
@@ -193,9 +193,9 @@ def test_cameras_of_different_sizes_go_together_when_the_policy_fits_them(settin
 
 def test_what_a_batch_is_mixed_of(setting, large, tmp_path, monkeypatch):
     run = plan(setting, f"--dataset.root={large}", root=False)
-    assert run.mixing.window_rows / run.mixing.segment_rows >= 32 and run.mixing.advice is None
-    expected = run.reader()(stream=(0, 8)).plan.expected_episodes(4)
-    assert run.mixing.episodes == expected and f"rows of about {expected:.1f} episodes" in describe(run)
+    assert run.rows.mixing.window_rows / run.rows.mixing.segment_rows >= 32 and run.rows.mixing.advice is None
+    expected = run.rows.source(stream=(0, 8)).plan.expected_episodes(4)
+    assert run.rows.mixing.episodes == expected and f"rows of about {expected:.1f} episodes" in describe(run)
     assert "POORLY" not in describe(run)
     many = make_dataset(tmp_path / "many", cameras={"observation.images.top": (48, 64)}, episodes=(5,) * 40)
     monkeypatch.setattr(mixing, "POORLY_MIXED", 0.8)  # so that few frames are enough for a test
@@ -216,15 +216,15 @@ def test_a_run_from_before_these_options_keeps_its_rows_and_their_order(started,
         config = parse_args(["--resume", f"--output_dir={output_dir}"])
         assert (config.dataset.image_size, config.dataset.window_segments) == ("stored", None)
         run = resolve(config, gpus_found=0)
-        assert run.stream["segment_rows"] == 16 and run.stream["window_rows"] == 512
-        assert run.image_size is None
+        assert run.rows.identity["segment_rows"] == 16 and run.rows.identity["window_rows"] == 512
+        assert run.rows.image_size is None
     # Asked for, the order would be another: refused where the checkpoint is compared.
     asked = resolve(
         parse_args(["--resume", f"--output_dir={output_dir}", "--dataset.window_segments=64"]), gpus_found=0
     )
     assert asked.stream["segment_rows"] == 8
     with pytest.raises(ValueError, match="segment_rows: was 16, is 8"):
-        check_resumable(replace(run.start, step=2, rows=8), asked.start)
+        check_resumable(replace(run.job.start, step=2, rows=8), asked.start)
 
 
 def test_a_policy_that_fits_images_otherwise(setting):
@@ -259,9 +259,9 @@ def test_a_mixture_of_datasets(setting, second, monkeypatch):
     monkeypatch.chdir(folder)
     run = plan(setting, mixture_flag({root: 1, "second": 2}), root=False)
     assert run.config.dataset.mixture == {str(root): 1, str(second): 2}  # whoever resumes it stands elsewhere
-    assert run.rows_per_epoch == 66 and run.stream["rows_per_source"] == [22, 44]
+    assert run.rows.per_epoch == 66 and run.rows.identity["rows_per_source"] == [22, 44]
     assert "weight 2 of 3: 44 of an epoch's 66 rows, 3.67 times its frames" in describe(run)
-    source = run.reader()(stream=(0, run.last_row))
+    source = run.rows.source(stream=(0, run.rows.last_row))
     (batch,) = source.read_rows(range(66), 66)
     assert np.bincount(batch["dataset_index"]).tolist() == [22, 44]
     assert set(batch["task"][batch["dataset_index"] == 1]) == {"wait"}
@@ -281,8 +281,8 @@ def test_a_mixture_of_datasets(setting, second, monkeypatch):
     (folder / "out").mkdir(exist_ok=True)
     (folder / "out" / "config.json").write_text(json.dumps(run.config.to_json()))
     again = resolve(parse_args(["--resume", f"--output_dir={folder / 'out'}"]), gpus_found=0)
-    assert again.stream == run.stream
-    assert plan(setting, mixture_flag({root: 1, second: 1}), root=False).stream != run.stream
+    assert again.stream == run.rows.identity
+    assert plan(setting, mixture_flag({root: 1, second: 1}), root=False).stream != run.rows.identity
 
 
 def test_a_dataset_that_is_named_twice(setting, monkeypatch):
@@ -326,9 +326,9 @@ def test_datasets_whose_features_have_other_names(setting, second, other_names):
     rows = []
     for other, flags in ((second, []), (other_names, [f"--rename_map={json.dumps(suggested)}"])):
         run = plan(setting, mixture_flag({root: 1, other: 2}), *flags, root=False)
-        source = run.reader()(stream=(0, run.last_row))
-        pre, _ = make_processors(run.policy_folder, run.policy_config, run.stats, run.config.rename_map)
-        prepare = Prepare(pre, run.match.camera_keys, run.config.rename_map, run.policy_config)
+        source = run.rows.source(stream=(0, run.rows.last_row))
+        pre, _ = make_processors(run.policy.folder, run.policy.config, run.policy.stats, run.config.rename_map)
+        prepare = Prepare(pre, run.match.camera_keys, run.config.rename_map, run.policy.config)
         rows.append(prepare(next(iter(source.read_rows(range(20), 20)))))
         assert run.match.camera_keys == ("observation.images.top",)
     assert rows[0].keys() == rows[1].keys() and set(rows[0]["dataset_index"]) == {0, 1}
@@ -379,11 +379,11 @@ def test_dimensions_come_in_the_first_datasets_order(setting, second, tmp_path):
         for dataset, flags in ((second, []), (shuffled, []), (other, [f"--dataset.dimension_map={names}"]))
     ]
     assert ["action: dimensions reordered" in describe(run) for run in runs] == [False, True, True]
-    rows = [next(iter(run.reader()(stream=(0, 66)).read_rows(range(66), 66))) for run in runs]
+    rows = [next(iter(run.rows.source(stream=(0, 66)).read_rows(range(66), 66))) for run in runs]
     for run, found in zip(runs, rows, strict=True):
         np.testing.assert_array_equal(found["action"], rows[0]["action"])
         for name, value in runs[0].stats["action"].items():
-            np.testing.assert_allclose(run.stats["action"][name], value, err_msg=name)
+            np.testing.assert_allclose(run.policy.stats["action"][name], value, err_msg=name)
 
 
 def test_datasets_in_different_units(setting, second, tmp_path):
@@ -458,7 +458,7 @@ def test_paths_from_the_home_folder(setting, monkeypatch):
     run = plan(
         setting, f"--dataset.root=~/{root.name}", f"--policy.path=~/{base.name}", "--output_dir=~/out", root=False
     )
-    assert (run.metas[0].root, run.policy_folder, run.output_dir) == (str(root), base, folder / "out")
+    assert (run.rows.metas[0].root, run.policy.folder, run.job.output_dir) == (str(root), base, folder / "out")
     assert run.config.policy_path == str(base) and run.config.output_dir == str(folder / "out")
 
 
@@ -468,11 +468,11 @@ def started(setting, tmp_path):
     folder, dataset, base = setting
     base = Path(shutil.copytree(base, tmp_path / "base"))
     run = plan((tmp_path, dataset, base))
-    run.output_dir.mkdir()
-    (run.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
-    step = run.checkpoints_dir / "step_00000002"
-    commit(step, replace(run.start, step=2, rows=8), write_pieces(step, {}))
-    return run.output_dir, base
+    run.job.output_dir.mkdir()
+    (run.job.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
+    step = run.job.checkpoints_dir / "step_00000002"
+    commit(step, replace(run.job.start, step=2, rows=8), write_pieces(step, {}))
+    return run.job.output_dir, base
 
 
 def resumed(output_dir, *flags):
@@ -557,17 +557,17 @@ def rehearsal(folder, episodes, tasks, *flags):
 
 def test_a_rehearsal_on_a_few_episodes(tmp_path, monkeypatch):
     """The preset's batch and share are for the demo; a dataset of three episodes was trained on one."""
-    monkeypatch.setattr("vla_finetuning.run.plan.CACHE_DIR", tmp_path / "cache")
+    monkeypatch.setattr("vla_finetuning.run.resolve.CACHE_DIR", tmp_path / "cache")
     run = rehearsal(tmp_path, (9, 8, 7), ("go left", "go right"))
-    assert [len(run.train_episodes[0]), len(run.eval_episodes[0])] == [2, 1]
-    assert run.config.global_batch_size <= run.rows_per_epoch
+    assert [len(run.rows.train_episodes[0]), len(run.rows.eval_episodes[0])] == [2, 1]
+    assert run.config.global_batch_size <= run.rows.per_epoch
     told = describe(run)
     assert "1 of 3 episodes held out: tasks with fewer than 5 are left to training" in told
     assert f"--batch_size is {run.config.batch_size} instead of the preset's 32" in told
 
 
 def test_what_the_user_chose_is_not_made_smaller(tmp_path, monkeypatch):
-    monkeypatch.setattr("vla_finetuning.run.plan.CACHE_DIR", tmp_path / "cache")
+    monkeypatch.setattr("vla_finetuning.run.resolve.CACHE_DIR", tmp_path / "cache")
     with pytest.raises(ValueError, match="is more than the .* training frames"):
         rehearsal(tmp_path, (9, 8, 7), ("go",), "--batch_size=64")
 
@@ -583,14 +583,14 @@ def test_episodes_that_are_left_out(setting, tmp_path, monkeypatch):
     folder, dataset, _ = setting
     (tmp_path / "bad.json").write_text("[0, 4]")
     run = plan(setting, f"--dataset.exclude_episodes=@{tmp_path}/bad.json", "--dataset.tasks=*red*")
-    assert run.train_episodes[0].tolist() == [2] and run.config.dataset.exclude_episodes == [0, 4]
+    assert run.rows.train_episodes[0].tolist() == [2] and run.config.dataset.exclude_episodes == [0, 4]
     told = describe(run)
     assert "1 of 6 episodes are used: 2 are left out by --dataset.exclude_episodes; 3 have no task that" in told
     make_dataset(tmp_path / "other", cameras={"observation.images.top": (48, 64)})
     monkeypatch.chdir(tmp_path)
     two = [f"--dataset.root={dataset},other", '--dataset.exclude_episodes={"other": [1, 2]}']
     run = plan(setting, *two, f'--dataset.episodes={{"{dataset}": [5]}}', root=False)
-    assert [e.tolist() for e in run.train_episodes] == [[5], [0, 3, 4, 5]]
+    assert [e.tolist() for e in run.rows.train_episodes] == [[5], [0, 3, 4, 5]]
     with pytest.raises(ValueError, match="--dataset.episodes with several datasets: whose"):
         plan(setting, two[0], "--dataset.episodes=1", root=False)
 
@@ -601,4 +601,4 @@ def test_the_demos_own_dataset_is_found_from_anywhere(setting, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr("vla_finetuning.demo.prepare_demo", lambda *_: ("dataset", base))
     run = resolve(parse_args(["--preset", "demo", "--batch_size=4", "--output_dir=out"]), gpus_found=0)
-    assert run.metas[0].root == str(folder / "dataset")
+    assert run.rows.metas[0].root == str(folder / "dataset")

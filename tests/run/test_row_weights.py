@@ -19,7 +19,7 @@ from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.run.describe import describe
-from vla_finetuning.run.plan import resolve
+from vla_finetuning.run.resolve import resolve
 from vla_finetuning.run.row_weights import of_batch, row_weights
 from vla_finetuning.training.worker import collate_cut
 
@@ -67,20 +67,20 @@ def test_the_loss_of_a_batch_is_lerobots(setting, options):
     given = {k: v for k, v in options.items() if k in ("kappa", "epsilon")} | options.get("extra_params", {})
     theirs = RABCWeights(setting[1] / "sarm_progress.parquet", CHUNK, device=torch.device("cpu"), **given)
     deltas = np.array([theirs._compute_delta(i) for i in range(FRAMES)], np.float32)
-    np.testing.assert_array_equal(run.row_weights, theirs._compute_weights(deltas))
-    assert len(set(run.row_weights.tolist())) > 2 and (run.row_weights == 0).any()
+    np.testing.assert_array_equal(run.rows.weights, theirs._compute_weights(deltas))
+    assert len(set(run.rows.weights.tolist())) > 2 and (run.rows.weights == 0).any()
     rng = np.random.default_rng(1)
     for _ in range(20):
         index, losses = rng.integers(0, FRAMES, 4), torch.from_numpy(rng.random(4).astype(np.float32))
         weights, _ = theirs.compute_batch_weights({"index": index})
         expected = (losses * weights).sum() / (weights.sum() + 1e-6)  # as `update_policy` has it
-        batch = collate_cut(run, dict, {"index": index, "x": index}, weights=run.row_weights)
+        batch = collate_cut(dict, run.policy.prompts, {"index": index, "x": index}, weights=run.rows.weights)
         assert batch["row_weight"].dtype == np.float32
         torch.testing.assert_close((losses * torch.from_numpy(batch["row_weight"])).mean(), expected, rtol=1e-6, atol=0)
     skipped = {"index": index, "row_weight": np.array([1, 0, 1, 1], np.float32)}
-    assert collate_cut(run, dict, skipped, weights=run.row_weights)["row_weight"][1] == 0
+    assert collate_cut(dict, run.policy.prompts, skipped, weights=run.rows.weights)["row_weight"][1] == 0
     told = describe(run)
-    assert f"of 60 frames {(run.row_weights == 0).sum()} weigh 0 and {(run.row_weights == 1).sum()} weigh 1" in told
+    assert f"of 60 frames {(run.rows.weights == 0).sum()} weigh 0 and {(run.rows.weights == 1).sum()} weigh 1" in told
 
 
 def test_a_weighted_gradient_is_lerobots():
@@ -100,8 +100,8 @@ def test_a_weighted_gradient_is_lerobots():
 
 def test_nothing_is_weighed_that_was_not_asked_for(setting):
     run = run_of(setting, "--sample_weighting.type=uniform")
-    assert run.row_weights is None and "Weighted" not in describe(run)
-    assert "row_weight" not in collate_cut(run, dict, {"index": np.arange(4)}, weights=run.row_weights)
+    assert run.rows.weights is None and "Weighted" not in describe(run)
+    assert "row_weight" not in collate_cut(dict, run.policy.prompts, {"index": np.arange(4)}, weights=run.rows.weights)
     assert Config().sample_weighting.type is None
     assert parse_args(["--sample_weighting.kappa=1", "--preset=demo"]).sample_weighting == SampleWeightingOptions(
         type="rabc", kappa=1
@@ -130,7 +130,7 @@ def test_progress_that_is_no_use(setting, tmp_path):
         run_of(setting, f"--sample_weighting.progress_path={tmp_path / 'other.parquet'}")
     run = run_of(setting, "--sample_weighting.type=rabc")
     with pytest.raises(ValueError, match="needs a loss by rows, which is here of PI0.5 alone; this is a 'act'"):
-        row_weights(run.config, run.metas, SimpleNamespace(type="act"))
+        row_weights(run.config, run.rows.metas, SimpleNamespace(type="act"))
     both = f"--dataset.root={setting[1]},{setting[1]}"
     with pytest.raises(ValueError, match="knows frames by their index in one dataset, and there are 2"):
         run_of(setting, "--sample_weighting.type=rabc", both)

@@ -25,7 +25,7 @@ from tests.datasets import make_dataset
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import processors
 from vla_finetuning.policies.tiny_pi05 import make_tokenizer
-from vla_finetuning.run.plan import resolve
+from vla_finetuning.run.resolve import resolve
 
 STEPS, ROWS = 10, 2
 WORDS = ["go", "to", "the", "red", "blue", "bin"]
@@ -50,11 +50,11 @@ class Shard:
     """Stands in for Ray's shard of the dataset: the run's own rows, in the plan's order, prepared as they would be."""
 
     def __init__(self, run):
-        self._run, self._data = run, vla.build_dataset(run)
+        self._run, self._data = run, vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
 
     def iter_torch_batches(self, *, batch_size, collate_fn, **_):
-        source = self._data.read(stream=(0, self._run.last_row))
-        for rows in source.read_rows(np.arange(self._run.last_row), batch_size):
+        source = self._data.read(stream=(0, self._run.rows.last_row))
+        for rows in source.read_rows(np.arange(self._run.rows.last_row), batch_size):
             yield collate_fn(self._data.prepare(rows))
 
 
@@ -109,7 +109,7 @@ def resolved(root, kind, **changes):
 
 def lerobots(run, root):
     """The policy after the same steps of `lerobot-train`: its factories, then its updates. And what rows it samples."""
-    given = copy.deepcopy(run.policy_config)
+    given = copy.deepcopy(run.policy.config)
     given.input_features, given.output_features, given.push_to_hub = {}, {}, False
     cfg = TrainPipelineConfig(
         dataset=DatasetConfig(repo_id="local/test", root=str(root), video_backend="pyav"), policy=given, steps=STEPS
@@ -124,7 +124,7 @@ def lerobots(run, root):
     policy, optimizer, scheduler = accelerator.prepare(policy, optimizer, scheduler)
     names = ("loss", "grad_norm", "lr", "update_s", "gpu_mem_gb")
     metrics = MetricsTracker(1, 1, 1, {name: AverageMeter(name) for name in names})
-    plan = run.reader()(stream=(0, run.last_row)).plan
+    plan = run.rows.source(stream=(0, run.rows.last_row)).plan
     for step in range(STEPS):
         index = np.concatenate([s.rows()[1] for s in plan.slices(step * ROWS, (step + 1) * ROWS)])
         batch = torch.utils.data.default_collate([data[int(i)] for i in index])
@@ -166,6 +166,6 @@ def test_ten_steps_are_lerobots_own(dataset, kind):
     for name, value in trained.items():
         found, theirs = (without_shifts(name, tensor).double() for tensor in (value, expected[name]))
         assert (found - theirs).norm() <= 1e-6 * (1 + theirs.norm()), name
-    plan = run.reader()(stream=(0, run.last_row)).plan
-    index = np.concatenate([s.rows()[1] for s in plan.slices(0, run.rows_per_epoch)])
+    plan = run.rows.source(stream=(0, run.rows.last_row)).plan
+    index = np.concatenate([s.rows()[1] for s in plan.slices(0, run.rows.per_epoch)])
     assert sorted(index.tolist()) == sampled

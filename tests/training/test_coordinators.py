@@ -14,9 +14,9 @@ import ray
 import torch
 from ray.data import DataContext, ExecutionOptions, ExecutionResources
 
-from lerobot_datasource import SHARDS, LeRobotDatasource, Share, read_source
+from lerobot_datasource import SHARDS, Share, read_source
 from tests import clusters
-from tests.datasets import make_dataset
+from tests.datasets import datasource, make_dataset
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.shards import Sharding
@@ -88,7 +88,7 @@ def source(tmp_path_factory, ray_cluster):
     """Two executions, of 5 and of 3 turns of the ranks and a block that nobody gets."""
     meta = load_metadata(make_dataset(tmp_path_factory.mktemp("grouped") / "dataset", cameras={}))
     turn = BLOCK * WORLD
-    source = LeRobotDatasource(
+    source = datasource(
         [meta],
         shuffle_seed=0,
         shuffle_window=20,
@@ -161,7 +161,7 @@ def test_workers_on_the_only_node_name_the_frames_that_are_kept(ray_cluster, tmp
     """Two ranks; what `prepare` adds to a row is several times a frame, and blocks are still dealt as planned."""
     block, world, last = 8, 2, 48
     meta = load_metadata(make_dataset(tmp_path / "dataset", episodes=(30, 30), cameras={TOP: (64, 80)}))
-    read = partial(LeRobotDatasource, [meta], shuffle_seed=0, shuffle_window=16, block_rows=block)
+    read = partial(datasource, [meta], shuffle_seed=0, shuffle_window=16, block_rows=block)
     read = partial(read, frame_cache=FrameCache(str(tmp_path / "kept"), 1.0))
     source = read(stream=(0, last))
     row_bytes = sum(values.nbytes for values in widened(source.example()).values())
@@ -203,7 +203,7 @@ def test_each_node_reads_a_shard_for_its_own_workers(no_ray_cluster, monkeypatch
     """Two epochs, two ranks on each of two nodes: what a node reads in one it reads in the other, and names frames."""
     block, world, last = 8, 4, 640
     meta = load_metadata(make_dataset(tmp_path / "dataset", episodes=(200, 120), cameras={TOP: (64, 80)}))
-    read = partial(LeRobotDatasource, [meta], shuffle_seed=0, shuffle_window=32, block_rows=block, num_cpus=0.5)
+    read = partial(datasource, [meta], shuffle_seed=0, shuffle_window=32, block_rows=block, num_cpus=0.5)
     read = partial(read, frame_cache=FrameCache(str(tmp_path / "kept"), 1.0), rows_multiple=world * block)
     read = partial(read, sharding=Sharding(2, 2 * block))
     source = read(stream=(0, last))

@@ -8,6 +8,7 @@ import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from vla_finetuning.run.held_out import held_out_rows
 
 import vla
 from tests import in_process
@@ -15,8 +16,7 @@ from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.pi05 import sample_noise_and_time
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import STOP_NAME
-from vla_finetuning.run.held_out import held_out_rows
-from vla_finetuning.run.plan import resolve
+from vla_finetuning.run.resolve import resolve
 from vla_finetuning.training import worker
 from vla_finetuning.training.held_out import DRAWN_TOGETHER, HeldOutLoss
 
@@ -36,7 +36,7 @@ def resolved(setting, **changes):
 
 
 def measured(run):
-    loss, autocast = worker.build_model(run, CPU)
+    loss, autocast = build_model(run.policy, CPU)
     with in_process.tasks_here():
         return HeldOutLoss(run, 0, 1, CPU).evaluate(loss, autocast)
 
@@ -79,7 +79,7 @@ def test_it_is_the_mean_of_lerobots_own_forward(setting, limit, index):
     losses, times = lerobots_losses(setting, run, index)
     assert told["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
     second = torch.tensor([i < 11 for i in index])  # of the dataset's second task
-    by_task = dict(zip(run.metas[0].tasks.values(), (losses[:, ~second], losses[:, second]), strict=True))
+    by_task = dict(zip(run.rows.metas[0].tasks.values(), (losses[:, ~second], losses[:, second]), strict=True))
     assert told["eval_loss_by_task"] == pytest.approx({k: v.mean().item() for k, v in by_task.items()}, rel=1e-5)
     for number, found in enumerate(told["eval_loss_by_time"]):
         expected = losses[(times * 10).long() == number]
@@ -111,7 +111,7 @@ def test_other_policies_draw_their_own_and_leave_the_generator_alone(setting):
     flags = in_process.flags(setting, **options, **{f"policy.{name}": value for name, value in small.items()})
     run = resolve(parse_args([flag for flag in flags if "policy.path" not in flag]), gpus_found=0)
     state = torch.get_rng_state()
-    loss, autocast = worker.build_model(run, CPU)
+    loss, autocast = build_model(run.policy, CPU)
     with in_process.tasks_here():
         held_out = HeldOutLoss(run, 0, 1, CPU)
         torch.set_rng_state(state)
@@ -127,7 +127,7 @@ def trained(run, writer=in_process.NoCheckpoints):
     def write(step, lr, metrics):
         lines.append({"step": step, **metrics})
 
-    run.output_dir.mkdir(exist_ok=True)
+    run.job.output_dir.mkdir(exist_ok=True)
     with in_process.without_ray(in_process.Shard(run), writer=writer), pytest.MonkeyPatch.context() as patch:
         patch.setattr(vla, "MetricsLog", lambda *_: SimpleNamespace(write=write))
         optimizer = vla.train(run)
@@ -169,7 +169,7 @@ def test_the_averaged_weights_are_measured_if_they_are_exported(setting, export)
 
     with in_process.without_ray(in_process.Shard(run)):
         vla.train(replace(run, config=replace(run.config, eval_steps=0)), make_optimizer=kept)
-    loss, autocast = worker.build_model(run, CPU)
+    loss, autocast = build_model(run.policy, CPU)
     (optimizer,) = made
     taken = dict(zip(optimizer.names, optimizer.average, strict=True)) if export else optimizer.named()
     loss.policy.load_state_dict(taken, strict=False)
@@ -181,8 +181,8 @@ def test_the_averaged_weights_are_measured_if_they_are_exported(setting, export)
 
 def test_a_run_that_is_asked_to_stop_does_not_measure_first(setting):
     run = resolved(setting, steps=5, output_dir=setting[0] / "stopped")
-    run.output_dir.mkdir()
-    (run.output_dir / STOP_NAME).touch()
+    run.job.output_dir.mkdir()
+    (run.job.output_dir / STOP_NAME).touch()
     lines, weights = trained(run)
     assert weights is None and [line["step"] for line in lines] == [2] and "eval_loss" not in lines[0]
 

@@ -61,11 +61,13 @@ class Trainer:
 
     def __init__(self, run, strategy, rank, world):
         self.run = run
-        self.loss, self.autocast = worker.build_model(run, CPU)
+        self.loss, self.autocast = build_model(run.policy, CPU)
         copies = copies_on([rank // 2 for rank in range(world)], None) if strategy == "hsdp" else None
         self.model = spread(self.loss, strategy, CPU, world, copies=copies, autocast=self.autocast)
-        self.optimizer = worker.build_optimizer(run, self.loss)
-        self.dealt = compare_strategies.Dealt(run.config.batch_size, run.block_rows, rank, world, run.batches_per_step)
+        self.optimizer = build_optimizer(run.policy, self.loss, run.job.steps)
+        self.dealt = compare_strategies.Dealt(
+            run.config.batch_size, run.rows.block_rows, rank, world, run.job.batches_per_step
+        )
 
     def batches(self, count):
         host = compare_strategies.host_batches(self.run, self.dealt, count)
@@ -79,14 +81,14 @@ class Trainer:
             step=number,
             grad_accum=len(batches),
             mean_over=self.run.batches_per_step / self.dealt.world,
-            draws=worker.noise_for(self.run, number, self.dealt, CPU),
+            draws=noise_for(self.run.policy, number, self.dealt, CPU),
             autocast=self.autocast,
             device=CPU,
         )
 
     def backward(self, batch):
         with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
-            loss = self.model(batch, *worker.noise_for(self.run, 0, self.dealt, CPU)(0))
+            loss = self.model(batch, *noise_for(self.run.policy, 0, self.dealt, CPU)(0))
         loss.backward()
 
     def restored(self):
@@ -227,7 +229,7 @@ def peaks_of_steps(run, strategy, rank, world):
     alive, peaks = Alive([*trainer.loss.parameters(), *trainer.loss.buffers(), *inputs]), []
     with alive:
         trainer.model = spread(trainer.loss, strategy, CPU, world, autocast=trainer.autocast)
-        trainer.optimizer = worker.build_optimizer(run, trainer.loss)
+        trainer.optimizer = build_optimizer(run.policy, trainer.loss, run.job.steps)
         for number in range(4):
             alive.peak = alive.bytes
             trainer.step(number, batches)
@@ -329,12 +331,12 @@ def save(run, strategy, rank, folder):
     run = replace(run, config=replace(run.config, output_dir=str(folder / strategy)))
     world = dist.get_world_size()
     trainer = Trainer(run, strategy, rank, world)
-    batches = trainer.batches(run.batches_per_step // world)
+    batches = trainer.batches(run.job.batches_per_step // world)
     for number in range(SAVED_STEPS):
         trainer.step(number, batches)
     if rank == 0:
-        run.checkpoints_dir.mkdir(parents=True)
-        start_attempt(run.output_dir, 0, world)
+        run.job.checkpoints_dir.mkdir(parents=True)
+        start_attempt(run.job.output_dir, 0, world)
     dist.barrier()
     with mock.patch.object(ray.train, "report", report):
         writer = worker.CheckpointWriter(run, trainer.optimizer, rank, attempt=0)
@@ -353,8 +355,8 @@ def full_disk(run, rank, folder):
     run = replace(run, config=replace(run.config, output_dir=str(folder / "full")))
     trainer = Trainer(run, "fsdp2", rank, 2)
     if rank == 0:
-        run.checkpoints_dir.mkdir(parents=True)
-        start_attempt(run.output_dir, 0, 2)
+        run.job.checkpoints_dir.mkdir(parents=True)
+        start_attempt(run.job.output_dir, 0, 2)
     dist.barrier()
     told = SimpleQueue()
     with mock.patch.object(ray.train, "report", partial(report, told=told)):
@@ -365,7 +367,7 @@ def full_disk(run, rank, folder):
         writer.wait()
         error = str(told.get(timeout=60))
     dist.barrier()
-    return {"told": error, "left": [path.name for path in run.checkpoints_dir.iterdir()]}
+    return {"told": error, "left": [path.name for path in run.job.checkpoints_dir.iterdir()]}
 
 
 def report(metrics, checkpoint=None, checkpoint_dir_name=None, checkpoint_upload_fn=None, told=None, **_):
@@ -722,22 +724,22 @@ def test_the_export_is_what_the_last_checkpoint_holds(found, tmp_path):
     shutil.copytree(Path(meta.root) / "meta", tmp_path / "meta")
     (tmp_path / "meta" / "environment.json").write_text('{"drawn": {"type": "metaworld"}, "seed": 7}')
     run = replace(found.run, steps=SAVED_STEPS, config=config, metas=(replace(meta, root=str(tmp_path)),))
-    worker.export(run)
-    drawn = json.loads((run.output_dir / "pretrained_model" / "environment.json").read_text())
+    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, run.rows.drawn)
+    drawn = json.loads((run.job.output_dir / "pretrained_model" / "environment.json").read_text())
     assert drawn == {"drawn": {"type": "metaworld"}}
-    exported = load_file(run.output_dir / "pretrained_model" / "model.safetensors")
+    exported = load_file(run.job.output_dir / "pretrained_model" / "model.safetensors")
     expected = load_file(found.folder / "fsdp2.safetensors")
     trained = [name for name in exported if name in expected]
     assert len(trained) > 30
     assert all(torch.equal(exported[name], expected[f"average.{name}"]) for name in trained)
     # What no training process held is there too, to the bit.
-    base = load_file(run.policy_folder / "model.safetensors")
+    base = load_file(run.policy.folder / "model.safetensors")
     others = exported.keys() - set(trained)
     assert len(others) == 9 and all("lm_head" in name or "language_model" in name for name in others)
     assert exported.keys() == base.keys() and all(torch.equal(exported[name], base[name]) for name in others)
     raw = replace(run, config=replace(config, ema=replace(config.ema, export=False)))
     worker.export(raw)
-    exported = load_file(run.output_dir / "pretrained_model" / "model.safetensors")
+    exported = load_file(run.job.output_dir / "pretrained_model" / "model.safetensors")
     assert all(torch.equal(exported[name], expected[name]) for name in trained)
     with pytest.raises(RuntimeError, match="no checkpoint of the last step, 23: nothing to export"):
         worker.export(replace(run, steps=23))

@@ -82,12 +82,12 @@ def test_what_a_preset_does_not_name_is_refused_with_flags_that_fit():
     with pytest.raises(
         ValueError, match="needs .* GiB per worker .planned., and L4 has 22.0: it would fit with"
     ) as told:
-        check_room(run, planned_memory(run), None)
+        check_room(run, planned_memory(run.policy, run.rows.frame_bytes)(run.config), None)
     flags = str(told.value).partition("fit with ")[2].partition(";")[0].split(" ")
     given = [f"{name}={value}" for name, value in zip(flags[::2], flags[1::2], strict=True)]
     run = run_of("l4", "full", eight, *given)
     assert run.config.global_batch_size == 128
-    assert planned_memory(run).needed <= CARDS_GIB["L4"] * GIB
+    assert planned_memory(run.policy, run.rows.frame_bytes)(run.config).needed <= CARDS_GIB["L4"] * GIB
 
 
 def test_presets_train_on_64_rows_and_those_alike_are():

@@ -8,7 +8,7 @@ from typing import Any
 
 from lerobot.configs.policies import PreTrainedConfig
 
-from vla_finetuning.config import EvalOptions
+from vla_finetuning.config import Config, EvalOptions
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.evaluation.episodes import Condition
@@ -16,7 +16,8 @@ from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.evaluation.open_loop import other_instructions
 from vla_finetuning.evaluation.player import PolicySource, check_fits
 from vla_finetuning.evaluation.side_by_side import SideBySide
-from vla_finetuning.run.plan import Run
+from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.run.job import Job
 
 ENV_TYPE = "two_bins"
 SCENES, FIRST_SEED = 60, 1000
@@ -35,13 +36,13 @@ WENT: tuple[tuple[str, str, Callable[[Mapping[str, Any]], bool]], ...] = (
 FAILURES_SHOWN = 4
 
 
-def is_demo(run: Run) -> bool:
-    """Whether a run on the demo's own dataset, whose scene the environment is, with a policy that can play in it."""
-    own = run.config.preset == "demo" and not run.config.roots and not run.config.dataset.repo_id
-    return own and getattr(run.policy_config, "n_obs_steps", 1) == 1  # more: player.check_fits
+def is_demo(config: Config, policy: PolicySpec) -> bool:
+    """Whether a run is on the demo's own dataset, whose scene the environment is, with a policy that can play in it."""
+    own = config.preset == "demo" and not config.roots and not config.dataset.repo_id
+    return own and getattr(policy.config, "n_obs_steps", 1) == 1  # more: player.check_fits
 
 
-def try_demo(run: Run) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Play the trained policy, and what it is compared with, on the same unseen scenes.
 
     Runs on the driver, joined to the run's cluster.
@@ -59,22 +60,22 @@ def try_demo(run: Run) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
     env = env_config(ENV_TYPE)
     # An exported configuration names no device, which LeRobot would warn of.
-    trained = PreTrainedConfig.from_pretrained(run.output_dir / "pretrained_model", cli_overrides=["--device=cpu"])
-    options: dict[str, Any] = {"env": env, "trusted": run.config.policy_trust_remote_code}
-    options["device"] = "cuda" if run.use_gpu else "cpu"
-    sources = {"trained": PolicySource(run.output_dir / "pretrained_model", trained, **options)}
+    trained = PreTrainedConfig.from_pretrained(job.output_dir / "pretrained_model", cli_overrides=["--device=cpu"])
+    options: dict[str, Any] = {"env": env, "trusted": policy.trusted}
+    options["device"] = "cuda" if job.use_gpu else "cpu"
+    sources = {"trained": PolicySource(job.output_dir / "pretrained_model", trained, **options)}
     conditions = {
         "trained": Condition("trained"),
         "other_instruction": Condition("trained", told=other_instructions(INSTRUCTIONS.values())),
         "blindfolded": Condition("trained", blindfolded=True),
     }
-    if run.policy_folder is not None:
-        untrained = copy.deepcopy(run.policy_config)
-        processors = run.processors(untrained)
-        sources["untrained"] = PolicySource(run.policy_folder, untrained, processors=processors, **options)
+    if policy.folder is not None:
+        untrained = copy.deepcopy(policy.config)
+        processors = policy.processors(untrained)
+        sources["untrained"] = PolicySource(policy.folder, untrained, processors=processors, **options)
         conditions["untrained"] = Condition("untrained")
     for source in sources.values():
-        check_fits(source.config, env, run.config.rename_map)  # by which the processors rename
+        check_fits(source.config, env, policy.rename_map)  # by which the processors rename
     beside = SideBySide(
         conditions,
         sources,
@@ -82,8 +83,8 @@ def try_demo(run: Run) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         EvalOptions(),
         count=SCENES,
         first_seed=FIRST_SEED,
-        seed=run.config.seed,
-        use_gpu=run.use_gpu,
+        seed=job.seed,
+        use_gpu=job.use_gpu,
     )
     names = [name for name in LABELS if name in conditions]
     scores = {name: beside.score(name, LABELS[name]) for name in names}
@@ -91,7 +92,7 @@ def try_demo(run: Run) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         if name in scores:
             scores[name][counted] = sum(where(line) for line in beside.played(name))
     shown = _to_show([line for name in names for line in beside.played(name)], names)
-    return scores, beside.films(run.output_dir, [(LABELS[line["condition"]], line) for line in shown])
+    return scores, beside.films(job.output_dir, [(LABELS[line["condition"]], line) for line in shown])
 
 
 def _to_show(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:

@@ -24,7 +24,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from ray.data import ExecutionOptions, ExecutionResources
 from tqdm import tqdm
 
-from vla_finetuning.config import EvalOptions
+from vla_finetuning.config import EvalOptions, ScalingOptions
 from vla_finetuning.data.metadata import how_drawn
 from vla_finetuning.envs.configs import check_drawn, env_config, task_makers
 from vla_finetuning.evaluation.closed_loop import SERVER_CPUS, STAGE_CPUS, NoRoomError, play
@@ -33,19 +33,20 @@ from vla_finetuning.evaluation.intervals import share, wilson
 from vla_finetuning.evaluation.player import Packed, PolicySource, check_fits, packed
 from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import read_lines
+from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.checkpoint import PREFIX, load_progress
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATIONS, EVALUATIONS_NAME, METRICS_NAME, evaluations, prune_checkpoints
-from vla_finetuning.run.plan import Run
 from vla_finetuning.run.progress import success_of
+from vla_finetuning.run.resolve import Run
 from vla_finetuning.terminal import tell
 
 logger = logging.getLogger(__name__)
 POLL_S = 1.0
 # Of what a cluster has beside the training, so much simulates; the rest decodes.
 SPARE_SHARE = 0.25
-# The policy of a checkpoint of a run, on the CPU.
-PolicyAt = Callable[[Run, Path], PreTrainedPolicy]
+# The policy of a checkpoint, on the CPU.
+PolicyAt = Callable[[PolicySpec, Path], PreTrainedPolicy]
 
 
 class Evaluator:
@@ -59,9 +60,9 @@ class Evaluator:
         self._run, self._policy_at = run, policy_at
         self._env = env_config(run.config.env_type or "", run.config.env_options)
         self._makers = task_makers(self._env)
-        for meta in run.metas:
+        for meta in run.rows.metas:
             check_drawn(how_drawn(meta), self._env, meta.root)
-        check_fits(run.policy_config, self._env, run.config.rename_map)  # by which the processors rename
+        check_fits(run.policy.config, self._env, run.config.rename_map)  # by which the processors rename
         self._failed: dict[int, str] = {}
         self._stop, self._training = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -74,13 +75,13 @@ class Evaluator:
             run: with all its statistics. data: what the run's data may use, from which what is needed here is taken.
         """
         self._run = run
-        stages, lacks = room_beside(run, ray.cluster_resources())
+        stages, lacks = room_beside(run.job.scaling, run.config.eval, ray.cluster_resources())
         if lacks is not None:
             if run.config.env_eval_freq:
                 tell(f"Evaluation   at the end of the run: beside the training it {lacks}")
             yield
             return
-        gpus = 1 if run.use_gpu else 0
+        gpus = 1 if run.job.use_gpu else 0
         data.exclude_resources = data.exclude_resources.add(
             ExecutionResources(cpu=SERVER_CPUS + stages * STAGE_CPUS, gpu=gpus)
         )
@@ -105,15 +106,19 @@ class Evaluator:
         if self._thread is not None:
             self._thread.join()
         self._failed.clear()
-        while (step := self._next(run.steps)) is not None:
+        while (step := self._next(run.job.steps)) is not None:
             self._try(step, run.config.eval)
-        prune_checkpoints(run.config, run.steps)
-        _tell_last(run.output_dir)
-        told = {line["step"] for line in evaluations(run.output_dir)}
-        for line in evaluations(run.output_dir):
+        prune_checkpoints(run.config, run.job.steps)
+        _tell_last(run.job.output_dir)
+        told = {line["step"] for line in evaluations(run.job.output_dir)}
+        for line in evaluations(run.job.output_dir):
             tell(f"Success      step {line['step']}: {share(line['successes'], line['episodes'])}")
         freq = run.config.env_eval_freq
-        gone = [step for step in range(freq, run.steps, freq) if step not in told | self._failed.keys()] if freq else []
+        gone = (
+            [step for step in range(freq, run.job.steps, freq) if step not in told | self._failed.keys()]
+            if freq
+            else []
+        )
         if gone:
             tell(f"             not of step {', '.join(map(str, gone))}: no checkpoint is left", file=sys.stderr)
         for step, problem in self._failed.items():
@@ -125,7 +130,7 @@ class Evaluator:
     def _follow(self, options: EvalOptions) -> None:
         """In its thread, until the training is over; the last checkpoint is left for the end, when there is room."""
         while self._training.is_set() and not self._stop.is_set():
-            step = self._next(self._run.steps - 1)
+            step = self._next(self._run.job.steps - 1)
             if step is None:
                 self._stop.wait(POLL_S)
             elif not self._try(step, options):
@@ -134,9 +139,9 @@ class Evaluator:
     def _next(self, most: int) -> int | None:
         """The oldest checkpoint that is due, of those up to a step."""
         run = self._run
-        played = {line["step"] for line in evaluations(run.output_dir)} | self._failed.keys()
-        found = (int(path.name.removeprefix(PREFIX)) for path in run.checkpoints_dir.glob(f"{PREFIX}*"))
-        due = (step for step in found if step <= most and run.config.is_evaluated(step, run.steps))
+        played = {line["step"] for line in evaluations(run.job.output_dir)} | self._failed.keys()
+        found = (int(path.name.removeprefix(PREFIX)) for path in run.job.checkpoints_dir.glob(f"{PREFIX}*"))
+        due = (step for step in found if step <= most and run.config.is_evaluated(step, run.job.steps))
         return min((step for step in due if step not in played), default=None)
 
     def _try(self, step: int, options: EvalOptions) -> bool:
@@ -157,15 +162,15 @@ class Evaluator:
 
     def _evaluate(self, step: int, options: EvalOptions) -> None:
         run, started = self._run, time.monotonic()
-        checkpoint = run.checkpoints_dir / f"{PREFIX}{step:08d}"
+        checkpoint = run.job.checkpoints_dir / f"{PREFIX}{step:08d}"
         load_progress(checkpoint)
         episodes = episode_list(["plain"], self._makers, options.n_episodes, run.config.seed)
         about = {
-            "policy": {"path": str(run.output_dir), "step": step},
+            "policy": {"path": str(run.job.output_dir), "step": step},
             "environment": {"type": run.config.env_type, "options": run.config.env_options},
             "seed": run.config.seed,
         }
-        folder = run.output_dir / EVALUATIONS / checkpoint.name
+        folder = run.job.output_dir / EVALUATIONS / checkpoint.name
         book = Book(folder, about, episodes)
         left = [episode for episode in episodes if not book.is_done(episode)]
         if left and (source := self._source(checkpoint, options)) is not None:
@@ -176,7 +181,7 @@ class Evaluator:
                 self._makers,
                 options,
                 seed=run.config.seed,
-                use_gpu=run.use_gpu,
+                use_gpu=run.job.use_gpu,
                 written=book.write,
                 stopped=self._stop.is_set,
             )
@@ -188,7 +193,7 @@ class Evaluator:
         line |= {"interval": list(wilson(sum(played), len(played))), "seconds": round(time.monotonic() - started, 1)}
         if len(self._makers) > 1:
             line["by_task"] = score_rows(lines)[1:]
-        with open(run.output_dir / EVALUATIONS_NAME, "a") as file:
+        with open(run.job.output_dir / EVALUATIONS_NAME, "a") as file:
             file.write(json.dumps(line) + "\n")
         if self._training.is_set():
             _say(f"evaluated    step {step}: {share(line['successes'], line['episodes'])}")
@@ -200,7 +205,7 @@ class Evaluator:
             NoRoomError: no process could read them.
         """
         run = self._run
-        weights = ray.remote(num_cpus=1)(_weights).remote(self._policy_at, ray.put(run), checkpoint)
+        weights = ray.remote(num_cpus=1)(_weights).remote(self._policy_at, run.policy, checkpoint)
         deadline = time.monotonic() + options.room_timeout_s
         while not ray.wait([weights], timeout=POLL_S)[0]:
             if self._stop.is_set():
@@ -212,29 +217,28 @@ class Evaluator:
                     f"no process has read {checkpoint} for {options.room_timeout_s:g} s (--eval.room_timeout_s); it "
                     f"needs 1 CPU, {ray.available_resources().get('CPU', 0):g} are free"
                 )
-        config = copy.deepcopy(run.policy_config)
+        config = copy.deepcopy(run.policy.config)
         return PolicySource(
             checkpoint,
             config,
             self._env,
-            processors=run.processors(config),
-            device="cuda" if run.use_gpu else "cpu",
-            trusted=run.config.policy_trust_remote_code,
+            processors=run.policy.processors(config),
+            device="cuda" if run.job.use_gpu else "cpu",
+            trusted=run.policy.trusted,
             weights=weights,
         )
 
 
-def _weights(policy_at: PolicyAt, run: Run, checkpoint: Path) -> Packed:
+def _weights(policy_at: PolicyAt, spec: PolicySpec, checkpoint: Path) -> Packed:
     """What a checkpoint's policy is made of. Runs in a Ray task."""
-    return packed(policy_at(run, checkpoint).state_dict())
+    return packed(policy_at(spec, checkpoint).state_dict())
 
 
-def room_beside(run: Run, cluster: dict[str, float]) -> tuple[int, str | None]:
+def room_beside(scaling: ScalingOptions, options: EvalOptions, cluster: dict[str, float]) -> tuple[int, str | None]:
     """How many processes may simulate beside a run's training on a cluster of such resources; or what lacks, in words.
 
     Room is what the most workers of the run and a read task leave.
     """
-    scaling, options = run.config.scaling, run.config.eval
     cpus = cluster.get("CPU", 0) - scaling.num_workers * scaling.cpus_per_worker - scaling.cpus_per_read_task
     gpus = cluster.get("GPU", 0) - scaling.num_workers
     stages = options.env_actors or max(2, int(cpus * SPARE_SHARE / STAGE_CPUS))
@@ -242,7 +246,7 @@ def room_beside(run: Run, cluster: dict[str, float]) -> tuple[int, str | None]:
     lacking = (
         [f"{SERVER_CPUS + STAGE_CPUS:g} CPU, {max(0, cpus):g} of the cluster's are to spare"] if stages < 1 else []
     )
-    lacking += [f"1 GPU, {max(0, gpus):g} of the cluster's are to spare"] if run.use_gpu and gpus < 1 else []
+    lacking += [f"1 GPU, {max(0, gpus):g} of the cluster's are to spare"] if scaling.use_gpu and gpus < 1 else []
     return stages, f"needs {'; '.join(lacking)}" if lacking else None
 
 

@@ -9,6 +9,7 @@ Legend: N rows of a batch, T chunk, A action, H W C image.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -22,14 +23,17 @@ from lerobot.utils.constants import ACTION, OBS_LANGUAGE_TOKENS
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.config import TrainMode
 from vla_finetuning.data.columns import IS_SKIPPED
+from vla_finetuning.data.options import Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.files import write_json
-from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.policies.processors import load_processors, to_float
 from vla_finetuning.policies.remote_code import remote_code
+from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.trainable import autocast_of, cast_frozen, choose_trainable
 from vla_finetuning.run.folder import EVALUATION_NAME
-from vla_finetuning.run.plan import Run
+from vla_finetuning.run.resolve import Run
+from vla_finetuning.run.rows import Rows
+from vla_finetuning.run.statistics import relative_actions
 
 # Held-out frames that a run ends with predicting, evenly spaced, and how many are read, and predicted, at once.
 EVAL_FRAMES, EVAL_BATCH = 192, 32
@@ -238,7 +242,7 @@ def error_table(trained: Mapping[str, Any], untrained: Mapping[str, Any] | None 
     return "\n".join(lines)
 
 
-def held_out_frames(run: Run, limit: int = EVAL_FRAMES) -> Iterator[dict[str, Any]]:
+def held_out_frames(rows: Rows, limit: int = EVAL_FRAMES) -> Iterator[dict[str, Any]]:
     """The first held-out episode, frame by frame, as `LeRobotDataset` gives it and as a robot would see it.
 
     Frames are dicts of `task` (a string), observations and `action` (A,); at most `limit` of them.
@@ -246,28 +250,25 @@ def held_out_frames(run: Run, limit: int = EVAL_FRAMES) -> Iterator[dict[str, An
     Raises:
         ValueError: no episode is held out.
     """
-    number = next((n for n, held_out in enumerate(run.eval_episodes) if len(held_out)), None)
+    number = next((n for n, held_out in enumerate(rows.eval_episodes) if len(held_out)), None)
     if number is None:
         raise ValueError("no episode is held out: give --dataset.eval_split")
-    meta, episode = run.metas[number], int(run.eval_episodes[number][0])
+    meta, episode = rows.metas[number], int(rows.eval_episodes[number][0])
     source = LeRobotDatasource(
         [meta],
-        episodes=[[episode]],
-        camera_keys=run.match.camera_keys,
-        columns=run.match.dataset_keys,
-        image_size=run.image_size,
-        tolerance_s=run.config.tolerance_s,
-        frame_cache=run.frame_cache,
+        Selection(episodes=[[episode]]),
+        replace(rows.features, delta_timestamps={}),
+        reading=Reading(frame_cache=rows.reading.frame_cache),
     )
     for row in source.read_rows(range(min(int(meta.episode_length[episode]), limit)), batch_size=1):
         observed = {key: tensor[0] for key, tensor in _observed(row).items()}
         yield {TASK: str(row[TASK][0]), **observed, ACTION: torch.from_numpy(row[ACTION][0].copy())}
 
 
-def _mean_action(run: Run, batches: list[dict[str, np.ndarray]]) -> np.ndarray:
+def _mean_action(spec: PolicySpec, batches: list[dict[str, np.ndarray]]) -> np.ndarray:
     """What a policy must beat. Statistics of relative actions know of no mean: that of the batches, which is harder."""
-    if run.relative_actions is None:
-        return run.stats[ACTION]["mean"]
+    if relative_actions(spec.config) is None and spec.stats is not None:
+        return spec.stats[ACTION]["mean"]
     return np.concatenate([batch[ACTION][:, 0] for batch in batches]).mean(0)
 
 
@@ -284,8 +285,8 @@ def evaluate_run(
     Returns:
         `{"trained": ..., "untrained": ...}`, each as from `open_loop_errors`; also written to `evaluation.json`.
     """
-    config = run.policy_config
-    source = run.held_out(look=True)
+    job, rows, spec = run.job, run.rows, run.policy
+    source = rows.held_out(check_files=True)
     batches = []
     for batch in source.read_rows(evenly_spaced(source.plan.rows_per_epoch, frames).tolist(), EVAL_BATCH):
         read = ~batch.pop(IS_SKIPPED, np.zeros(len(batch["index"]), bool))
@@ -293,36 +294,35 @@ def evaluate_run(
             batches.append({key: values[read] for key, values in batch.items()})
     if not batches:
         raise ValueError("none of the held-out episodes can be read")
-    device = torch.device("cuda" if run.use_gpu else "cpu")
+    device = torch.device("cuda" if job.use_gpu else "cpu")
     options: dict[str, Any] = {
-        "mean_action": _mean_action(run, batches),
-        "other_instruction": other_instructions(task for meta in run.metas for task in meta.tasks.values()),
-        "seed": run.config.seed,
+        "mean_action": _mean_action(spec, batches),
+        "other_instruction": other_instructions(task for meta in rows.metas for task in meta.tasks.values()),
+        "seed": job.seed,
     }
-    folder = run.output_dir / "pretrained_model"
+    folder = job.output_dir / "pretrained_model"
     saved = PreTrainedConfig.from_pretrained(folder)
     saved.device = device.type
-    trusted = run.config.policy_trust_remote_code
-    options["autocast"] = autocast = autocast_of(run.config.train.precision, device)
+    options["autocast"] = autocast = autocast_of(spec.train.precision, device)
     # The dataset's keys are the policy's after the run's rename map, which the saved preprocessor applies.
-    pre, post = load_processors(folder, saved, trusted=trusted)
-    with remote_code(trusted):
+    pre, post = load_processors(folder, saved, trusted=spec.trusted)
+    with remote_code(spec.trusted):
         trained = get_policy_class(saved.type).from_pretrained(folder, config=saved)
-    trained, options["at_once"] = _placed(run, trained, autocast, device, rows_that_fit)
+    trained, options["at_once"] = _placed(spec, trained, autocast, device, rows_that_fit)
     errors = {"trained": open_loop_errors(trained, pre, post, batches, **options)}
     del trained
-    if run.policy_folder is not None:
-        untrained = load_policy(run.policy_folder, config, trusted=trusted)
-        untrained, options["at_once"] = _placed(run, untrained, autocast, device, rows_that_fit)
-        pre, post = run.processors(config)
+    if spec.folder is not None:
+        untrained = spec.start()
+        untrained, options["at_once"] = _placed(spec, untrained, autocast, device, rows_that_fit)
+        pre, post = spec.processors()
         options["other_instruction"] = None
         errors["untrained"] = open_loop_errors(untrained, pre, post, batches, **options)
-    write_json(run.output_dir / EVALUATION_NAME, errors)
+    write_json(job.output_dir / EVALUATION_NAME, errors)
     return errors
 
 
 def _placed(
-    run: Run,
+    spec: PolicySpec,
     policy: PreTrainedPolicy,
     autocast: torch.dtype | None,
     device: torch.device,
@@ -334,14 +334,14 @@ def _placed(
     """
     if not isinstance(policy, PI05Policy):
         return policy.to(device), None
-    mode = cast(TrainMode, run.config.train.mode)
+    mode = cast(TrainMode, spec.train.mode)
     if autocast is not None:
         choose_trainable(policy, mode)
         cast_frozen(policy, autocast)
     policy = policy.to(device)
     if device.type != "cuda" or rows_that_fit is None:
         return policy, None
-    free, cameras = torch.cuda.mem_get_info(device)[0], len(run.match.camera_keys)
+    free, cameras = torch.cuda.mem_get_info(device)[0], spec.cameras
     return policy, rows_that_fit(
         policy.config, mode, cameras=cameras, bf16=autocast is not None, free_bytes=free, most=EVAL_BATCH
     )

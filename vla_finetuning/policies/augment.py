@@ -23,7 +23,7 @@ from lerobot.transforms import ImageTransformConfig, ImageTransformsConfig, Shar
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
-from vla_finetuning.config import Config
+from vla_finetuning.config import ImageTransformOptions
 
 # Numbers that one camera of one row may draw.
 DRAWS = 256
@@ -167,17 +167,21 @@ class Augmentation:
 # ---- what is done -------------------------------------------------------------------------------------------------
 
 
-def augmentation_of(config: Config, keys: Sequence[str]) -> Augmentation | None:
-    """What a run asks for, for its policy's cameras by their keys; None if nothing.
+def augmentation_of(
+    name: str, transforms: ImageTransformOptions, seed: int, keys: Sequence[str]
+) -> Augmentation | None:
+    """What a run asks for, for its policy's cameras by their keys; None for nothing.
 
+    Args:
+        name: --train.augmentation. transforms: --dataset.image_transforms.
     Raises:
-        ValueError: a transform that is unknown, or that is not done here.
+        ValueError: a transform that is unknown, or not supported here.
     """
-    if config.train.augmentation == "openpi":
-        return Augmentation(config.seed, {key: openpi_step(wrist=WRIST in key) for key in keys})
-    if config.dataset.image_transforms.enable:
-        step = lerobot_step(config)
-        return Augmentation(config.seed, dict.fromkeys(keys, step)) if step is not None else None
+    if name == "openpi":
+        return Augmentation(seed, {key: openpi_step(wrist=WRIST in key) for key in keys})
+    if transforms.enable:
+        step = lerobot_step(transforms)
+        return Augmentation(seed, dict.fromkeys(keys, step)) if step is not None else None
     return None
 
 
@@ -193,13 +197,12 @@ def openpi_step(wrist: bool) -> Step:
     return InTurn(color if wrist else [*geometry, *color])
 
 
-def lerobot_step(config: Config) -> Step | None:
+def lerobot_step(options: ImageTransformOptions) -> Step | None:
     """`--dataset.image_transforms`, which LeRobot's own classes read; None if no transform has a weight.
 
     Raises:
         ValueError: a type or an option that LeRobot does not know, or that is not done here.
     """
-    options = config.dataset.image_transforms
     asked: dict[str, Any] = dict(options.tfs) or ImageTransformsConfig().tfs
     steps, weights = [], []
     for name, given in asked.items():

@@ -41,7 +41,9 @@ def augmented(sheet: Sequence[Moment], config: Config) -> list[Moment]:
     from vla_finetuning.policies.augment import augmentation_of
 
     names = {key: config.rename_map.get(key, key) for moment in sheet for key in moment.images}
-    augmentation = augmentation_of(config, sorted(names.values()))
+    augmentation = augmentation_of(
+        config.train.augmentation, config.dataset.image_transforms, config.seed, sorted(names.values())
+    )
     if augmentation is None:
         return list(sheet)
     shown = []

@@ -16,6 +16,7 @@ import numpy as np
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature, dimension_names
+from vla_finetuning.data.options import Features
 from vla_finetuning.data.reader import height_width
 
 STATE, ACTION = "observation.state", "action"
@@ -404,7 +405,9 @@ def looking_source(
     meta: DatasetMetadata, camera_keys: list[str], image_size: tuple[int, int] | None = None
 ) -> LeRobotDatasource:
     """In stored order: the position of a row is its `index`. Any frame near its time will do for looking."""
-    return LeRobotDatasource([meta], camera_keys=camera_keys, image_size=image_size, tolerance_s=0.5 / meta.fps)
+    return LeRobotDatasource(
+        [meta], features=Features(camera_keys=camera_keys, image_size=image_size, tolerance_s=0.5 / meta.fps)
+    )
 
 
 def _shown_size(feature: Feature) -> tuple[int, int] | None:

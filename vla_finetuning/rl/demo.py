@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from lerobot.configs.policies import PreTrainedConfig
 
-from vla_finetuning.config import GrpoConfig
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.evaluation.episodes import Condition
 from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.evaluation.player import PolicySource
 from vla_finetuning.evaluation.side_by_side import SideBySide
-from vla_finetuning.rl.plan import GrpoRun
+from vla_finetuning.rl.resolve import GrpoRun
 
 # Fresh ones: the held-out list, which is looked at on the way, begins at the run's seed; groups' seeds are above 2^31.
 FRESH_SEED, FRESH_EPISODES = 1_000_000, 200
@@ -35,27 +34,28 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
         `{"before": {"successes": n, "episodes": m, "label", "interval"}, "after": ...}`, `errors` where some could not
         be played; and what `make_films` says of some scenes, first of those that were learned.
     """
-    assert run.env is not None and run.policy_folder is not None
-    folder = run.output_dir / "pretrained_model"
+    job, policy, env = run.job, run.policy, run.scene.env
+    assert policy.folder is not None
+    folder = job.output_dir / "pretrained_model"
     # An exported configuration names no device, which LeRobot would warn of.
     after = PreTrainedConfig.from_pretrained(folder, cli_overrides=["--device=cpu"])
-    after.n_action_steps = run.policy_config.n_action_steps
-    options: dict[str, Any] = {"env": run.env, "rename_map": run.config.rename_map}
-    options["device"] = "cuda" if run.use_gpu else "cpu"
+    after.n_action_steps = policy.config.n_action_steps
+    options: dict[str, Any] = {"env": env, "rename_map": policy.rename_map}
+    options["device"] = "cuda" if job.use_gpu else "cpu"
     sources = {
-        "before": PolicySource(run.policy_folder, copy.deepcopy(run.policy_config), **options),
+        "before": PolicySource(policy.folder, copy.deepcopy(policy.config), **options),
         "after": PolicySource(folder, after, **options),
     }
-    makers = task_makers(run.env)
+    makers = task_makers(env)
     beside = SideBySide(
         {name: Condition(name) for name in sources},
         sources,
         makers,
-        cast(GrpoConfig, run.config).eval,
+        run.config.eval,
         count=-(-FRESH_EPISODES // len(makers)),
         first_seed=FRESH_SEED,
-        seed=run.config.seed,
-        use_gpu=run.use_gpu,
+        seed=job.seed,
+        use_gpu=job.use_gpu,
     )
     # A scene that only one of them could play has no pair.
     after_of = {(line["task"], line["episode"]): line for line in beside.played("after")}
@@ -66,7 +66,7 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
     ]
     pairs.sort(key=lambda pair: pair[0]["success_once"] - pair[1]["success_once"])
     shown = [(LABELS[line["condition"]], line) for pair in pairs[:PAIRS_SHOWN] for line in pair]
-    return {name: beside.score(name, LABELS[name]) for name in sources}, beside.films(run.output_dir, shown)
+    return {name: beside.score(name, LABELS[name]) for name in sources}, beside.films(job.output_dir, shown)
 
 
 def success_lines(scores: Mapping[str, Mapping[str, Any]]) -> str:

@@ -13,15 +13,14 @@ from typing import cast
 import gymnasium
 import numpy as np
 from lerobot.configs import FeatureType
+from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import env_to_policy_features
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 from util import PEAK_BF16_FLOPS
-from vla_finetuning.config import GrpoConfig
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import choose_gl, look_on_demand
 from vla_finetuning.policies.counting import flops_per_sample
-from vla_finetuning.rl.plan import GrpoRun
+from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.training.memory import StepMemory
 from vla_finetuning.training.room import card_of, planned_memory
 
@@ -39,15 +38,14 @@ class Simulated:
     look_s: float
 
 
-def measure_environment(run: GrpoRun) -> Simulated:
+def measure_environment(env_config: EnvConfig) -> Simulated:
     """Make the first task's environment here, and take some steps at random.
 
     Raises:
         ValueError, ImportError, OSError: whatever keeps it from being made; it would be so on the cluster.
     """
-    assert run.env is not None
     choose_gl()
-    env = next(iter(task_makers(run.env).values()))()
+    env = next(iter(task_makers(env_config).values()))()
     try:
         rng = np.random.default_rng(0)
         env.action_space.seed(0)
@@ -74,23 +72,20 @@ def _step_s(env: gymnasium.Env, look: bool) -> float:
 
 def worker_memory(run: GrpoRun) -> StepMemory | None:
     """What each worker needs of its GPU for a micro-batch of decisions, all random steps of each."""
-    assert run.env is not None
     draws = 1 if run.sde.one else run.sde.steps
-    shapes = [f.shape for f in env_to_policy_features(run.env).values() if f.type is FeatureType.VISUAL]
-    config = replace(
-        run.config,
-        train=replace(run.config.train, noise_draws=draws),
-        dataset=replace(run.config.dataset, image_size=[max(shape[0] for shape in shapes), max(s[1] for s in shapes)]),
+    features = env_to_policy_features(run.scene.env).values()
+    frame_bytes = sum(math.prod(feature.shape) for feature in features if feature.type is FeatureType.VISUAL)
+    return planned_memory(run.policy, frame_bytes)(
+        replace(run.config, train=replace(run.config.train, noise_draws=draws))
     )
-    return planned_memory(replace(run, config=config), config)
 
 
 def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
     """Lines about an iteration in which every episode lasts as long as it may."""
-    config, g = cast(GrpoConfig, run.config), run.options
+    config, g, policy = run.config, run.options, run.policy
     episodes = run.episodes // config.scaling.num_workers
-    decisions = episodes * run.most_decisions
-    steps = decisions * run.policy_config.n_action_steps
+    decisions = episodes * run.scene.most_decisions(policy.config.n_action_steps)
+    steps = decisions * policy.config.n_action_steps
     simulation_s = episodes * simulated.reset_s + steps * simulated.step_s + decisions * simulated.look_s
     simulation_s /= g.env_actors
     digits = 0 if simulation_s > 10 else 2
@@ -98,13 +93,12 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
         f"Expected     simulation {simulation_s:.{digits}f} s an iteration, on {g.env_actors} processes per worker: a "
         f"step {1e3 * simulated.step_s:.1f} ms, looking {1e3 * simulated.look_s:.1f} ms (measured here, in one process)"
     ]
-    cameras, policy_config = len(run.match.camera_keys), cast(PI05Config, run.policy_config)
     # Backward is twice the forward where everything trains.
-    forward = cast(int, flops_per_sample(policy_config, cameras, "full", g.flow_steps, run.prompts[-1])) / 3
+    forward = cast(int, flops_per_sample(policy.config, policy.cameras, "full", g.flow_steps, policy.prompts[-1])) / 3
     acting, scoring = decisions * forward, decisions * forward * (g.method == "grpo")
-    updating = g.epochs * decisions * run.flops_by_prompt[run.prompts[-1]]
+    updating = g.epochs * decisions * policy.flops_by_prompt[policy.prompts[-1]]
     counted = f"acting {acting / 1e12:,.1f} TFLOP, updates at most {(scoring + updating) / 1e12:,.1f} per worker"
-    card = card_of(run, None)
+    card = card_of(config, None)
     peak = next((flops for name, flops in PEAK_BF16_FLOPS.items() if card and card[0].startswith(name)), None)
     if peak is None:
         return [*lines, f"             {counted}"]

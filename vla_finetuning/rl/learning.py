@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from util import Batch, StepResult, TrainableOptimizer, make_trainable_optimizer
-from vla_finetuning.config import GrpoConfig
+from vla_finetuning.config import EvalOptions, GrpoConfig, GrpoOptions
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import Ended, Start
 from vla_finetuning.evaluation.episodes import episode_list
@@ -28,10 +28,10 @@ from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
 from vla_finetuning.rl.minibatches import Table, group_seed, minibatches, rank_of
 from vla_finetuning.rl.objective import Method, Objective, advantages, told
-from vla_finetuning.rl.plan import GrpoRun
+from vla_finetuning.rl.resolve import GrpoRun, Scene
 from vla_finetuning.rl.rollout import Rollouts
-from vla_finetuning.run.folder import stop_requested
 from vla_finetuning.run.progress import keep_metrics
+from vla_finetuning.training.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -56,17 +56,15 @@ def asked_of_all(device: torch.device, *asked: bool) -> list[bool]:
 # ---- episodes ----------------------------------------------------------------------------------------------------
 
 
-def make_rollouts(run: GrpoRun) -> Rollouts:
+def make_rollouts(scene: Scene, options: GrpoOptions, limits: EvalOptions) -> Rollouts:
     """This process's environments, which start now."""
-    options, config = run.options, cast(GrpoConfig, run.config)
-    assert run.env is not None
     return Rollouts(
-        task_makers(run.env),
+        task_makers(scene.env),
         actors=options.env_actors,
         slots=options.envs_per_actor,
         cpus=options.env_actor_cpus,
-        step_limit_s=config.eval.step_limit_s,
-        room_s=config.eval.room_timeout_s,
+        step_limit_s=limits.step_limit_s,
+        room_s=limits.room_timeout_s,
     )
 
 
@@ -84,11 +82,11 @@ class Played:
     steps: np.ndarray
 
 
-def play_groups(run: GrpoRun, rollouts: Rollouts, explorer: Explorer, iteration: int, rank: int, world: int) -> Played:
+def play_groups(run: GrpoRun, rollouts: Rollouts, explorer: Explorer, iteration: int, worker: Worker) -> Played:
     """Play this rank's groups, and learn from the other ranks how theirs went. Every rank must call it."""
     size, groups = run.options.group_size, range(run.options.groups)
-    own = [group for group in groups if rank_of(group, world) == rank]
-    tasks, starts = run.tasks, []
+    own = [group for group in groups if rank_of(group, worker.world) == worker.rank]
+    tasks, starts = run.scene.tasks, []
     for group in own:
         nth = iteration * run.options.groups + group
         task, seed = tasks[nth % len(tasks)], group_seed(run.config.seed, iteration, group)
@@ -116,12 +114,12 @@ def _check_alike(ended: Mapping[int, Ended], size: int) -> None:
             )
 
 
-def check_first(run: GrpoRun, iteration: int, played: Played) -> None:
+def check_first(options: GrpoOptions, iteration: int, played: Played) -> None:
     """Refuse to go on if nothing can be learned from the first iteration: it would be the same in the next one."""
-    _, used = advantages(played.returns, cast(Method, run.options.method), run.options.normalise)
+    _, used = advantages(played.returns, cast(Method, options.method), options.normalise)
     if iteration or bool(used.any()):
         return
-    rate, episodes = float(played.success.mean()), run.episodes
+    rate, episodes = float(played.success.mean()), played.success.numel()
     remedy = (
         "start from a policy that succeeds at times (more imitation, or an easier task), or raise --grpo.noise_level"
         if rate == 0
@@ -130,26 +128,26 @@ def check_first(run: GrpoRun, iteration: int, played: Played) -> None:
         else "raise --grpo.group_size, or --grpo.noise_level"
     )
     raise ValueError(
-        f"in none of the first iteration's {run.options.groups} groups of {run.options.group_size} do the rewards "
+        f"in none of the first iteration's {options.groups} groups of {options.group_size} do the rewards "
         f"differ: {round(rate * episodes)} of {episodes} episodes succeeded, so that none is better than others of its "
         f"group; {remedy}"
     )
 
 
-def check_finite(run: GrpoRun, nonfinite: int) -> None:
-    """End a run that keeps producing gradients that are not finite; such updates were skipped."""
-    if nonfinite > run.config.train.max_nonfinite:
+def check_finite(limit: int, nonfinite: int) -> None:
+    """End a run with more updates than `limit` whose gradients are not finite; such updates were skipped."""
+    if nonfinite > limit:
         raise FloatingPointError(
             f"{nonfinite} updates had a gradient that is not finite (more than --train.max_nonfinite="
-            f"{run.config.train.max_nonfinite}; they were skipped): lower --lr, or raise --grpo.warmup"
+            f"{limit}; they were skipped): lower --lr, or raise --grpo.warmup"
         )
 
 
-def held_out(run: GrpoRun, rollouts: Rollouts, actor: Actor, rank: int, world: int) -> dict[str, int]:
+def held_out(run: GrpoRun, rollouts: Rollouts, actor: Actor, worker: Worker) -> dict[str, int]:
     """Success of the deterministic sampler on the held-out list, shared out to the ranks. Every rank must call it."""
-    config = cast(GrpoConfig, run.config)
-    episodes = dict(enumerate(episode_list(["plain"], run.tasks, config.eval.n_episodes, config.seed)))
-    own = {number: one for number, one in episodes.items() if number % world == rank}
+    config = run.config
+    episodes = dict(enumerate(episode_list(["plain"], run.scene.tasks, config.eval.n_episodes, config.seed)))
+    own = {number: one for number, one in episodes.items() if number % worker.world == worker.rank}
     starts = [Start(number, one.task, one.seed, one.episode) for number, one in own.items()]
     ended = rollouts.play(starts, Exploiter(actor, config.seed, own))
     counts = torch.tensor([sum(one.success_once for one in ended.values()), len(ended)], device=actor.device)
@@ -177,10 +175,9 @@ class Lessons:
         played: Played,
         *,
         iteration: int,
-        rank: int,
-        world: int,
+        worker: Worker,
     ) -> None:
-        options = run.options
+        options, rank, world = run.options, worker.rank, worker.world
         self._run, self._actor, self._iteration, self._rank, self._world = run, actor, iteration, rank, world
         worth, used = advantages(played.returns, cast(Method, options.method), options.normalise)
         self._table = Table.of(played.decisions, used.flatten().numpy())
@@ -264,7 +261,7 @@ class Lessons:
 
     def _draws(self, rows: np.ndarray, epoch: int) -> dict[str, Tensor]:
         """Noise and time of imitation, LeRobot's distributions (`policies.pi05.sample_noise_and_time`)."""
-        config: Any = self._run.policy_config
+        config: Any = self._run.policy.config
         noise, times = [], []
         for row in rows:
             name = [self._table.episode[row], self._table.decision[row]]
@@ -275,17 +272,17 @@ class Lessons:
         return {"noise": torch.from_numpy(np.stack(noise)), "time": torch.tensor(times, dtype=torch.float32)}
 
 
-def build_grpo_optimizer(run: GrpoRun, loss: PolicyLoss) -> TrainableOptimizer:
+def build_grpo_optimizer(config: GrpoConfig, loss: PolicyLoss) -> TrainableOptimizer:
     """AdamW with the policy's own constants but no decay, which would pull away from the policy that was imitated."""
-    preset = run.policy_config.get_optimizer_preset()
-    peak, warmup = run.config.lr or preset.lr, run.options.warmup
+    preset = loss.policy.config.get_optimizer_preset()
+    peak, warmup = config.lr or preset.lr, config.grpo.warmup
     return make_trainable_optimizer(
         loss.policy,
         schedule=lambda iteration: peak * min(1.0, (iteration + 1) / (warmup + 1)),
         betas=preset.betas,
         eps=preset.eps,
         weight_decay=0.0,
-        clip_norm=run.config.train.clip_norm or preset.grad_clip_norm,
+        clip_norm=config.train.clip_norm or preset.grad_clip_norm,
     )
 
 
@@ -374,7 +371,3 @@ def iteration_line(line: Mapping[str, Any]) -> str:
         told += f"; held out {line['held_out_successes']} of {line['held_out_episodes']}"
     shares = {"waiting": line["waiting_s"], "inference": line["inference_s"], "updates": line["update_s"]}
     return f"{told}; {line['step_s']:.1f} s, " + ", ".join(f"{k} {v:.1f}" for k, v in shares.items())
-
-
-def asked_to_stop(run: GrpoRun, rank: int) -> bool:
-    return rank == 0 and stop_requested(run.output_dir)

@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -33,12 +33,11 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vla_finetuning.config import ScalingOptions
 from vla_finetuning.terminal import tell, tell_error
 
 if TYPE_CHECKING:
     from ray.data import ExecutionOptions
-
-    from vla_finetuning.run.plan import Run
 
 logger = logging.getLogger(__name__)
 PROJECT = Path(__file__).resolve().parents[2]
@@ -64,8 +63,10 @@ Node = Mapping[str, Any]
 # ---- connecting ---------------------------------------------------------------------------------------------------
 
 
-def start(run: Run) -> None:
-    """Join or start the cluster of `run`, and check the nodes that are there.
+def start(scaling: ScalingOptions, needs: Needs, output_dir: Path) -> None:
+    """Join or start the cluster of a run, and check the nodes that are there.
+
+    Args: see `node_needs` and `check_nodes`.
 
     Raises:
         ConnectionError: nothing answers where RAY_ADDRESS says.
@@ -79,19 +80,19 @@ def start(run: Run) -> None:
     )
 
     # Ray Train 2.60 takes these from the driver's environment only.
-    os.environ[WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR] = str(run.config.scaling.worker_timeout_s)
+    os.environ[WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR] = str(scaling.worker_timeout_s)
     # At its own 2 s, that and no sooner is when it notices a failure, the end of a run, or a second checkpoint.
     os.environ.setdefault(HEALTH_CHECK_INTERVAL_S_ENV_VAR, "0.5")
-    if run.config.scaling.min_workers:
+    if scaling.min_workers:
         # It plans an elastic group for nodes that have just died, too. It plans anew after this (its own: 60 s).
         os.environ.setdefault(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, "15")
     DataContext.get_current().enable_progress_bars = False
     connect()
-    check_nodes(node_needs(run), run.output_dir)
+    check_nodes(needs, output_dir)
 
 
-def wait_for_room(run: Run) -> DataLimits:
-    """Wait until the cluster can hold the run's fewest workers and a read task all at once, and say what it is then.
+def wait_for_room(scaling: ScalingOptions, needs: Needs, output_dir: Path) -> DataLimits:
+    """Wait until the cluster can hold a run's fewest workers and a read task all at once, and say what it is then.
 
     To ask for that is also what has an autoscaler add nodes. What is asked for is given back as soon as it is there,
     for Ray Train to take, and when this process ends.
@@ -102,43 +103,43 @@ def wait_for_room(run: Run) -> DataLimits:
     """
     before = {node["NodeID"] for node in alive_nodes()}
     largest = _largest()
-    if largest is not None and (told := _too_small(run, largest)):
+    if largest is not None and (told := _too_small(scaling, largest)):
         raise ValueError(f"{told}; {MAKE_ROOM}")
-    workers, each, read_task = _wanted(run)
+    workers, each, read_task = _wanted(scaling)
     room = placement_group([each] * workers + [read_task])
     try:
-        there, looks = room.ready(), _looks(run)
+        there, looks = room.ready(), _looks(scaling)
         while not ray.wait([there], timeout=LOOK_EVERY_S)[0]:
             next(looks)
     finally:
         remove_placement_group(room)
     nodes = alive_nodes()
     if before != {node["NodeID"] for node in nodes}:
-        check_nodes(node_needs(run), run.output_dir)
+        check_nodes(needs, output_dir)
     limits = data_limits(nodes, ray.get_runtime_context().get_temp_dir())
     tell(*limits.lines(nodes))
     return limits
 
 
-def wait_for(work: Future[Any], run: Run) -> Any:
-    """Wait until work of the run is done, but not for ever for room that is gone and does not come back.
+def wait_for(work: Future[Any], scaling: ScalingOptions) -> Any:
+    """Wait until work of a run is done, but not for ever for room that is gone and does not come back.
 
     Ray 2.60 waits without a word for as long as it takes.
 
     Returns the work's result, or raises what went wrong.
     Raises ValueError: no room for --scaling.nodes_timeout_s.
     """
-    looks = _looks(run)
+    looks = _looks(scaling)
     while not wait([work], LOOK_EVERY_S).done:
         next(looks)
     return work.result()
 
 
-def _looks(run: Run) -> Iterator[None]:
-    """Each step looks what the run waits for, and says it once. Raises ValueError when it has waited too long."""
-    limit_s, since = run.config.scaling.nodes_timeout_s, None
+def _looks(scaling: ScalingOptions) -> Iterator[None]:
+    """Each step looks what a run waits for, and says it once. Raises ValueError when it has waited too long."""
+    limit_s, since = scaling.nodes_timeout_s, None
     while True:
-        told = _too_small(run, ray.cluster_resources()) or _without_room(run)
+        told = _too_small(scaling, ray.cluster_resources()) or _without_room(scaling)
         if told is None:
             since = None
         elif since is None:
@@ -162,11 +163,10 @@ def _largest() -> dict[str, float] | None:
     return {kind: max(found.get(kind, 0), most.get(kind, 0)) for kind in {*found, *most}}
 
 
-def _wanted(run: Run) -> tuple[int, dict[str, float], dict[str, float]]:
-    """The run's fewest workers, what Ray gives to each, and to a read task."""
-    scaling = run.config.scaling
+def _wanted(scaling: ScalingOptions) -> tuple[int, dict[str, float], dict[str, float]]:
+    """A run's fewest workers, what Ray gives to each, and to a read task."""
     each = {"CPU": scaling.cpus_per_worker}
-    if run.use_gpu:
+    if scaling.use_gpu:
         each["GPU"] = 1.0
     if scaling.accelerator_type:
         each[f"{RESOURCE_CONSTRAINT_PREFIX}{scaling.accelerator_type}"] = 0.001  # as Ray Train asks for it
@@ -179,9 +179,9 @@ def _in_words(kind: str, n: float) -> str:
     return f"{n:g} {kind}{'s' * (n != 1)}"
 
 
-def _too_small(run: Run, cluster: Mapping[str, float]) -> str | None:
+def _too_small(scaling: ScalingOptions, cluster: Mapping[str, float]) -> str | None:
     """What a cluster of such resources lacks in all for the run's fewest workers, in words; None if it has enough."""
-    workers, each, read_task = _wanted(run)
+    workers, each, read_task = _wanted(scaling)
     wanted = {kind: workers * n + read_task.get(kind, 0) for kind, n in each.items()}
     lacking = [f"{_in_words(k, n)}, {cluster.get(k, 0):g} found" for k, n in wanted.items() if cluster.get(k, 0) < n]
     return (
@@ -191,9 +191,9 @@ def _too_small(run: Run, cluster: Mapping[str, float]) -> str | None:
     )
 
 
-def _without_room(run: Run) -> str | None:
+def _without_room(scaling: ScalingOptions) -> str | None:
     """Says that the run's worker group waits for room in a cluster that is large enough; None when it does not."""
-    workers, each, _ = _wanted(run)
+    workers, each, _ = _wanted(scaling)
     job = ray.get_runtime_context().get_job_id()  # the last part of the ids of what it makes
     states = {group["state"] for id, group in placement_group_table().items() if id.endswith(job)}
     if not states & {"PENDING", "RESCHEDULING"}:
@@ -322,19 +322,23 @@ class Needs:
     free_bytes: int
 
 
-def node_needs(run: Run) -> Needs:
-    """What `run` needs on every node: the driver's versions, and the paths that the driver uses."""
+def node_needs(scaling: ScalingOptions, roots: Iterable[str], policy_folder: Path | None) -> Needs:
+    """What a run needs on every node: the driver's versions, and the paths that the driver uses.
+
+    Args:
+        roots: of its datasets. policy_folder: of the policy that it starts from, if any.
+    """
     import torch
 
     hub = "; for what comes from the Hub, HF_HOME says where it lies"
-    paths = {meta.root: f"the dataset (--dataset.root{hub})" for meta in run.metas if "://" not in meta.root}
-    if run.policy_folder is not None:
-        paths[str(run.policy_folder)] = f"the policy (--policy.path{hub})"
+    paths = {root: f"the dataset (--dataset.root{hub})" for root in roots if "://" not in root}
+    if policy_folder is not None:
+        paths[str(policy_folder)] = f"the policy (--policy.path{hub})"
     return Needs(
         packages={name: _public(importlib.metadata.version(name)) for name in PACKAGES},
         paths=paths,
-        cuda=torch.version.cuda if run.use_gpu else None,
-        free_bytes=round(run.config.scaling.free_disk_gb * 1e9),
+        cuda=torch.version.cuda if scaling.use_gpu else None,
+        free_bytes=round(scaling.free_disk_gb * 1e9),
     )
 
 

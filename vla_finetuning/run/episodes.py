@@ -22,7 +22,7 @@ PerDataset = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
-class Selection:
+class ChosenEpisodes:
     """Of each dataset, what is used.
 
     Attributes:
@@ -37,9 +37,22 @@ class Selection:
     frames: tuple[Stretches, ...] = ()
     told: tuple[tuple[str, ...], ...] = ()
 
+    def rows_per_dataset(self, metas: Sequence[DatasetMetadata], dropped: int) -> tuple[int, ...]:
+        """Frames of each dataset that are trained on; of each episode the last `dropped` are not."""
+        if self.frames:
+            return tuple(int(left.frames.sum()) for left in self.frames)
+        episodes = zip(metas, self.train, strict=True)
+        return tuple(int((meta.episode_length[chosen] - dropped).sum()) for meta, chosen in episodes)
+
+    def rows(self, metas: Sequence[DatasetMetadata], dropped: int) -> int:
+        """Rows of an epoch, of all datasets; on average where episodes have weights."""
+        if self.frames:
+            return max(1, round(sum(left.rows for left in self.frames)))
+        return sum(self.rows_per_dataset(metas, dropped))
+
     def with_frames(
         self, metas: Sequence[DatasetMetadata], config: Config, dropped: int, weights: Sequence[np.ndarray] | None
-    ) -> Selection:
+    ) -> ChosenEpisodes:
         """With `frames`: what --dataset.skip_idle and the weights of episodes make of the episodes to train on."""
         seconds = config.dataset.skip_idle
         if seconds is None and weights is None:
@@ -69,7 +82,7 @@ def select(
     config: Config,
     dropped: int = 0,
     weights: Sequence[np.ndarray] | None = None,
-) -> Selection:
+) -> ChosenEpisodes:
     """What is trained on and held out. Reads the numbers of the training episodes if --dataset.skip_idle is given.
 
     `roots` are what flags name. Of each training episode the last `dropped` frames are left out. `weights` are those of
@@ -84,7 +97,7 @@ def select(
         for meta, episodes, without, weight in zip(metas, wanted, excluded, of_all, strict=True)
     ]
     train, held_out, notes = zip(*parts, strict=True)
-    chosen = Selection(train, held_out, tuple(itertools.chain(*notes)))
+    chosen = ChosenEpisodes(train, held_out, tuple(itertools.chain(*notes)))
     return chosen.with_frames(metas, config, dropped, weights)
 
 

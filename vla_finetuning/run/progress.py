@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import ray
@@ -28,9 +28,6 @@ from vla_finetuning.run.folder import (
     skipped_episodes,
 )
 from vla_finetuning.terminal import LogFormatter, tell
-
-if TYPE_CHECKING:
-    from vla_finetuning.run.plan import Run
 
 POLL_S = 0.5
 # What is told of a line of metrics.jsonl.
@@ -68,7 +65,6 @@ class MetricsLog:
             "samples": samples,
             # Of the whole step, waiting for data included.
             **{k: None if v is None else v * metrics["samples_per_s"] for k, v in self._per_sample.items()},
-            "spilled_bytes": spilled_bytes(),
             **self._success(),
         }
         with open(self.path, "a") as file:
@@ -131,28 +127,26 @@ def recorded_rows(output_dir: Path) -> Iterator[dict[str, Any]]:
                 yield line
 
 
-def check_skipped(run: Run, done: int) -> None:
-    """End a run of whose rows more had to be skipped than it allows. Called by rank 0 after `done` optimizer steps.
+def check_skipped(output_dir: Path, share: float, rows: int, rows_per_epoch: int) -> None:
+    """End a run that skipped more rows than it allows. Called by rank 0.
 
+    Args:
+        share: --dataset.max_skipped. rows: rows trained so far.
     Raises:
         ValueError: how many could not be read of which datasets, the first of the reasons, and what to do.
     """
-    if run.config.dataset.on_error != "skip":
-        return
-    rows = done * run.config.global_batch_size
     # By their places in the stream: an attempt that went back reads some of them again, and read tasks are ahead.
     skipped: dict[int, dict[str, Any]] = {}
-    for line in skipped_episodes(run.output_dir):
+    for line in skipped_episodes(output_dir):
         skipped |= {position: line for position in line.get("positions", ()) if position < rows}
-    share = run.config.dataset.max_skipped
-    if len(skipped) <= share * max(rows, run.rows_per_epoch):
+    if len(skipped) <= share * max(rows, rows_per_epoch):
         return
     first = skipped[min(skipped)]
     raise ValueError(
         f"dataset {', '.join(sorted({line['root'] for line in skipped.values()}))}: {len(skipped)} of the first {rows} "
         f"rows could not be read and were skipped, which is more than --dataset.max_skipped={share:g} of them or of an "
-        f"epoch's {run.rows_per_epoch}; the first was of episode {first['episode_index']}: {first['error']}. "
-        f"{run.output_dir / SKIPPED_NAME} lists them all: repair or copy them again, or leave their episodes out "
+        f"epoch's {rows_per_epoch}; the first was of episode {first['episode_index']}: {first['error']}. "
+        f"{output_dir / SKIPPED_NAME} lists them all: repair or copy them again, or leave their episodes out "
         "(--dataset.episodes) in a new run; a higher --dataset.max_skipped lets this one go on with --resume"
     )
 

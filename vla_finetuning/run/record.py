@@ -14,22 +14,33 @@ from typing import Any
 
 from vla_finetuning.data.metadata import dimension_names
 from vla_finetuning.files import write_json
+from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.folder import ATTENTION_NAME, RUN_NAME
-from vla_finetuning.run.plan import Run
+from vla_finetuning.run.job import Job
+from vla_finetuning.run.rows import Rows
 
 PACKAGES = ("ray", "lerobot", "torch", "av")
 
 
-def record_run(run: Run, plan: str, cluster: Mapping[str, float]) -> None:
+def record_run(
+    job: Job,
+    policy: PolicySpec,
+    plan: str,
+    cluster: Mapping[str, float],
+    rows: Rows | None = None,
+    repo_id: str | None = None,
+) -> None:
     """Write `run.json`: what the report says of a run besides its measurements. Runs on the driver, once Ray is up.
 
     Args:
-        plan: what `run.describe` says. cluster: `ray.cluster_resources()`.
+        plan: the plan as text. cluster: `ray.cluster_resources()`. rows: None for a run without datasets.
+        repo_id: of the dataset on the Hub, if it is from there.
     """
+    episodes = () if rows is None else zip(rows.metas, rows.train_episodes, rows.eval_episodes, strict=True)
     datasets = [
         {
             "root": meta.root,
-            "name": run.config.dataset.repo_id or meta.root,
+            "name": repo_id or meta.root,
             "episodes": meta.num_episodes,
             "frames": meta.total_frames,
             "fps": meta.fps,
@@ -37,22 +48,22 @@ def record_run(run: Run, plan: str, cluster: Mapping[str, float]) -> None:
             "train_episodes": len(train),
             "eval_episodes": len(held_out),
         }
-        for meta, train, held_out in zip(run.metas, run.train_episodes, run.eval_episodes, strict=True)
+        for meta, train, held_out in episodes
     ]
     facts = {
         "datasets": datasets,
         "policy": {
-            "type": run.policy_config.type,
-            "base": run.base["path"],
-            "revision": run.base["revision"],
-            "parameters": run.parameters.total if run.parameters else None,
-            "trainable": run.parameters.trainable if run.parameters else None,
+            "type": policy.config.type,
+            "base": policy.base["path"],
+            "revision": policy.base["revision"],
+            "parameters": policy.parameters.total if policy.parameters else None,
+            "trainable": policy.parameters.trainable if policy.parameters else None,
         },
-        "steps": run.steps,
-        "rows_per_epoch": run.rows_per_epoch,
-        "mixing": asdict(run.mixing) if run.mixing else None,
-        "action_names": dimension_names(run.metas[0], "action") if run.metas else None,
-        "use_gpu": run.use_gpu,
+        "steps": job.steps,
+        "rows_per_epoch": rows.per_epoch if rows else None,
+        "mixing": asdict(rows.mixing) if rows else None,
+        "action_names": dimension_names(rows.metas[0], "action") if rows else None,
+        "use_gpu": job.use_gpu,
         "hardware": {
             "nodes": sum(name.startswith("node:") and name != "node:__internal_head__" for name in cluster),
             "cpus": cluster.get("CPU", 0),
@@ -67,7 +78,7 @@ def record_run(run: Run, plan: str, cluster: Mapping[str, float]) -> None:
         },
         "plan": plan,
     }
-    write_json(run.output_dir / RUN_NAME, facts)
+    write_json(job.output_dir / RUN_NAME, facts)
 
 
 def record_attention(output_dir: Path, choice: Mapping[str, Any]) -> None:

@@ -15,43 +15,43 @@ from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
 from vla_finetuning.run.failures import StopRetrying
 from vla_finetuning.run.folder import stopping_on_signals
-from vla_finetuning.run.plan import Run
+from vla_finetuning.run.job import Job
 from vla_finetuning.run.progress import Line, follow_progress, step_line
 
 
-def worker_group(run: Run, loop: Callable[[dict[str, Any]], None], loop_config: Any, **data: Any) -> TorchTrainer:
-    """Training processes as the run asks for them. `loop` runs in each, with `loop_config` and the run.
+def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: Any, **data: Any) -> TorchTrainer:
+    """Training processes as the job asks for them. `loop` runs in each, with `loop_config`.
 
     Args:
         data: what `TorchTrainer` takes of datasets.
     """
-    scaling = run.config.scaling
+    scaling = job.scaling
     workers: dict[str, Any] = {"num_workers": scaling.num_workers}
     if scaling.min_workers:
         workers["num_workers"] = (scaling.min_workers, scaling.num_workers)
         workers["elastic_resize_monitor_interval_s"] = scaling.resize_interval_s
-    resources = {"CPU": scaling.cpus_per_worker, **({"GPU": 1.0} if run.use_gpu else {})}
+    resources = {"CPU": scaling.cpus_per_worker, **({"GPU": 1.0} if job.use_gpu else {})}
     return TorchTrainer(
         loop,
-        train_loop_config={"run": ray.put(run), **loop_config},  # a reference: the controller need not open it
+        train_loop_config=loop_config,
         **data,
         torch_config=TorchConfig(timeout_s=round(scaling.collective_timeout_s)),
         scaling_config=ray.train.ScalingConfig(
             **workers,
-            use_gpu=run.use_gpu,
+            use_gpu=job.use_gpu,
             resources_per_worker=resources,
             accelerator_type=scaling.accelerator_type,
         ),
         run_config=ray.train.RunConfig(
-            name=run.checkpoints_dir.name,
-            storage_path=str(run.output_dir),
+            name=job.checkpoints_dir.name,
+            storage_path=str(job.output_dir),
             failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
-            callbacks=[StopRetrying(run.output_dir)],  # type: ignore[list-item]  # mypy sees the RunConfig of Ray 1
+            callbacks=[StopRetrying(job.output_dir)],  # type: ignore[list-item]  # mypy sees the RunConfig of Ray 1
         ),
     )
 
 
-def fit(run: Run, make_trainer: Callable[[], TorchTrainer], line: Line = step_line) -> int:
+def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_line) -> int:
     """Train; on SIGTERM or Ctrl-C until a checkpoint is taken. Returns the steps that are done.
 
     Args:
@@ -65,10 +65,10 @@ def fit(run: Run, make_trainer: Callable[[], TorchTrainer], line: Line = step_li
         except BaseException as error:
             trained.set_exception(error)
 
-    with follow_progress(run.output_dir, run.steps, line), stopping_on_signals(run.output_dir):
+    with follow_progress(job.output_dir, job.steps, line), stopping_on_signals(job.output_dir):
         # Not in the main thread, where Ray Train takes Ctrl-C for itself and loses what is done; and in a thread that a
         # second signal need not wait for.
         threading.Thread(target=work, daemon=True).start()
-        cluster.wait_for(trained, run)
-    newest = latest_checkpoint(run.checkpoints_dir)
+        cluster.wait_for(trained, job.scaling)
+    newest = latest_checkpoint(job.checkpoints_dir)
     return load_progress(newest).step if newest is not None else 0

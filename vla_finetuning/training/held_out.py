@@ -22,11 +22,13 @@ from lerobot_datasource import LeRobotDatasource
 from util import Batch, NumpyToTorchCollate, cuda_prefetcher
 from vla_finetuning.data.columns import IS_SKIPPED, ROW_COLUMNS
 from vla_finetuning.policies.pi05 import PolicyLoss, sample_noise_and_time
-from vla_finetuning.run.held_out import held_out_rows
-from vla_finetuning.run.plan import Run
+from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.run.rows import Rows
+from vla_finetuning.training.batches import collate_cut
+from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.parallel import give_up_whole
 from vla_finetuning.training.stream import Columns, Deferred
-from vla_finetuning.training.worker import collate_cut, prepare_of
+from vla_finetuning.training.worker import Worker
 
 # Chunks that a rank has read before it needs them.
 LOOK_AHEAD = 4
@@ -39,27 +41,32 @@ TIME_PARTS, TASKS_TOLD = 10, 32
 
 
 class HeldOutLoss:
-    """A rank's share of the held-out rows, and what it takes to compute their loss. All ranks make theirs together.
+    """A rank's share of the held-out rows, and how their loss is computed. All ranks make theirs together.
 
     Rows are dealt in chunks of `batch_size` to the ranks in turn. All ranks run equally many forwards, as FSDP2 needs:
     one that has no chunk left computes the last one again, which does not count.
+
+    Args:
+        batch_size: rows of a forward. limit: the most rows, 0 for all.
+        timeout_s: how long to wait for the rows of a chunk, in seconds.
     """
 
-    def __init__(self, run: Run, rank: int, world: int, device: torch.device):
-        self._run, self._device = run, device
-        self._rows = held_out_rows(run)
-        self._size = run.config.batch_size
+    def __init__(self, rows: Rows, spec: PolicySpec, worker: Worker, *, batch_size: int, limit: int, timeout_s: float):
+        self._spec, self._device, self._timeout_s = spec, worker.device, timeout_s
+        rank, world = worker.rank, worker.world
+        self._rows = rows.held_out_rows(limit)
+        self._size = batch_size
         # PI0.5 tells the loss of every draw of a row; of another policy's batch, all rows count as its mean.
-        self._is_pi05 = isinstance(run.policy_config, PI05Config)
-        self._per_row = run.config.train.noise_draws if self._is_pi05 else 1
+        self._is_pi05 = isinstance(spec.config, PI05Config)
+        self._per_row = spec.train.noise_draws if self._is_pi05 else 1
         self._chunks = -(-len(self._rows.positions) // self._size)
         self._mine = list(range(rank, -(-self._chunks // world) * world, world))
-        self._collate = NumpyToTorchCollate(run.use_gpu)
-        source = run.held_out()
+        self._collate = NumpyToTorchCollate(worker.device.type == "cuda")
+        source = rows.held_out()
         room = KEPT_SHARE * ray.cluster_resources().get("object_store_memory", 0)
         self._keeps = len(self._rows.positions) * source.row_bytes() <= room
-        self._read: Any = ray.remote(_read_chunk).options(num_cpus=run.config.scaling.cpus_per_read_task)
-        self._shared = ray.put(source), ray.put(Deferred(prepare_of(run)))
+        self._read: Any = ray.remote(_read_chunk).options(num_cpus=source.num_cpus)
+        self._shared = ray.put(source), ray.put(Deferred(make_prepare(spec, rows)))
         self._asked: dict[int, Any] = {}
 
     def evaluate(self, loss: PolicyLoss, autocast: torch.dtype | None) -> dict[str, Any]:
@@ -109,14 +116,14 @@ class HeldOutLoss:
                 return loss(inputs, noise, times, per_row=True), times
             devices = [self._device] if self._device.type == "cuda" else []
             with torch.random.fork_rng(devices=devices):
-                torch.manual_seed(self._run.config.seed * 1_000_003 + number)
+                torch.manual_seed(self._spec.seed * 1_000_003 + number)
                 return loss(inputs).expand(rows), torch.zeros(rows, device=self._device)
 
     def _draws(self, number: int) -> tuple[Tensor, Tensor]:
         """Noise and times of a chunk's rows: functions of the run's seed and of a row's place among them all."""
         first = number * self._size if number < self._chunks else (self._chunks - 1) * self._size
         groups = range(first // DRAWN_TOGETHER, -(-(first + self._size) // DRAWN_TOGETHER))
-        config, seed, many = self._run.policy_config, self._run.config.seed, DRAWN_TOGETHER * self._per_row
+        config, seed, many = self._spec.config, self._spec.seed, DRAWN_TOGETHER * self._per_row
         # Steps that training never has.
         drawn = [sample_noise_and_time(config, many, seed, -1 - group, self._device) for group in groups]
         skip = (first - groups.start * DRAWN_TOGETHER) * self._per_row
@@ -142,7 +149,7 @@ class HeldOutLoss:
 
     def _host_batches(self) -> Iterator[Batch]:
         """This rank's chunks, prepared, in CPU memory."""
-        limit_s = self._run.config.dataset.batch_timeout_s
+        limit_s = self._timeout_s
         for at, number in enumerate(self._mine):
             for ahead in self._mine[at : at + LOOK_AHEAD]:
                 self._ask(ahead)
@@ -158,7 +165,7 @@ class HeldOutLoss:
             missing = self._size - len(next(iter(columns.values())))
             if missing and self._is_pi05:  # no other shape than in training, which might have to be compiled
                 columns = {k: np.concatenate([v, np.repeat(v[-1:], missing, axis=0)]) for k, v in columns.items()}
-            yield collate_cut(self._run, self._collate, columns)
+            yield collate_cut(self._collate, self._spec.prompts, columns)
 
     def _ask(self, number: int) -> None:
         if number not in self._asked:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from util import held
 from vla_finetuning.config import Strategy
 from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.training.worker import Worker
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -120,6 +121,15 @@ def nodes_of_ranks(node: int, world: int, device: torch.device) -> list[int]:
     nodes = torch.empty(world, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(nodes, torch.tensor([node], device=device))
     return nodes.tolist()
+
+
+def copies(worker: Worker, shard_workers: int | None) -> list[list[int]]:
+    """For hsdp, the ranks that hold each replica of the model together. Every rank must call it.
+
+    Raises:
+        ValueError: workers are not on nodes as --scaling.shard_workers needs them.
+    """
+    return copies_on(nodes_of_ranks(worker.node_rank, worker.world, worker.device), shard_workers)
 
 
 def copies_on(nodes: Sequence[int], shard_workers: int | None) -> list[list[int]]:

@@ -6,8 +6,7 @@ Runs on the driver.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -17,7 +16,7 @@ from ray._common.utils import get_system_memory
 
 from vla_finetuning.config import Attention, Config, Strategy, TrainMode
 from vla_finetuning.policies.counting import with_cameras
-from vla_finetuning.run.plan import Run
+from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.training.memory import FRAGMENTATION, GIB, StepMemory, prediction_bytes, step_memory
 
 # GiB that CUDA reports of GPUs, by Ray's names for them: the "total capacity" in PyTorch's errors about memory, the
@@ -38,23 +37,28 @@ PRESET_CARDS = {
 }
 
 
-def planned_memory(run: Run, config: Config | None = None) -> StepMemory | None:
-    """What each worker needs; None for policies other than PI0.5. `config` stands in for the run's own."""
-    if not isinstance(run.policy_config, PI05Config):
-        return None
-    cameras = run.match.camera_keys
-    frame_bytes = sum(math.prod(run.image_size or run.metas[0].features[key].shape[:2]) * 3 for key in cameras)
-    return needed_by(
-        config or run.config,
+# What each worker needs with some options; None where it cannot be planned.
+Plan = Callable[[Config], StepMemory | None]
+
+
+def planned_memory(spec: PolicySpec, frame_bytes: int) -> Plan:
+    """What each worker needs, as a function of the options.
+
+    Args:
+        frame_bytes: of one row's frames as they reach the device, uint8.
+    """
+
+    def planned(config: Config) -> StepMemory | None:
+        if not isinstance(spec.config, PI05Config):
+            return None
         # Of the lengths that prompts may have, the longest.
-        with_cameras(run.policy_config, len(cameras), run.prompts[-1]),
-        cameras=len(cameras),
-        frame_bytes=frame_bytes,
-        use_gpu=run.use_gpu,
-    )
+        policy = with_cameras(spec.config, spec.cameras, spec.prompts[-1])
+        return needed_by(config, policy, cameras=spec.cameras, frame_bytes=frame_bytes)
+
+    return planned
 
 
-def needed_by(config: Config, policy: PI05Config, *, cameras: int, frame_bytes: int, use_gpu: bool) -> StepMemory:
+def needed_by(config: Config, policy: PI05Config, *, cameras: int, frame_bytes: int) -> StepMemory:
     """What each worker of a run with these options needs.
 
     Args:
@@ -70,7 +74,7 @@ def needed_by(config: Config, policy: PI05Config, *, cameras: int, frame_bytes: 
         grad_accum=config.grad_accum,
         draws=train.noise_draws,
         # Every GPU that can hold a VLA knows bf16.
-        bf16=train.precision == "bf16" or (train.precision == "auto" and use_gpu),
+        bf16=train.precision == "bf16" or (train.precision == "auto" and bool(scaling.use_gpu)),
         attention=cast(Attention, train.attention),
         checkpointing=train.activation_checkpointing,
         strategy=cast(Strategy, scaling.strategy),
@@ -95,14 +99,6 @@ def planned_shards(config: Config) -> int | None:
     return max(n for n in range(1, on_a_node + 1) if scaling.num_workers % n == 0)
 
 
-def staged_bytes(run: Run) -> int:
-    """Host memory that a checkpoint takes on the node that holds most of it: fp32, as many as `run.disk_bytes` counts.
-
-    With ddp all of it is rank 0's. In parts, every worker's own, of which a node may hold those of a whole copy.
-    """
-    return (3 + run.config.ema.enable) * 4 * run.parameters.trainable if run.parameters else 0
-
-
 def rows_that_fit(config: PI05Config, mode: TrainMode, *, cameras: int, bf16: bool, free_bytes: int, most: int) -> int:
     """How many rows PI0.5 can predict chunks for at once, at most `most`, when its weights are on the device.
 
@@ -114,14 +110,14 @@ def rows_that_fit(config: PI05Config, mode: TrainMode, *, cameras: int, bf16: bo
     return most if all_rows <= room else max(1, 1 + int((room - one) / (all_rows - one) * (most - 1)))
 
 
-def card_of(run: Run, found_gib: float | None) -> tuple[str, float] | None:
+def card_of(config: Config, found_gib: float | None) -> tuple[str, float] | None:
     """The GPU that the run is for and its GiB: the one asked for, else the one found here, else the preset's.
 
     None where none of these is known, or the run uses no GPU.
     """
-    if not run.use_gpu:
+    if not config.scaling.use_gpu:
         return None
-    asked, preset = run.config.scaling.accelerator_type, PRESET_CARDS.get(run.config.preset or "")
+    asked, preset = config.scaling.accelerator_type, PRESET_CARDS.get(config.preset or "")
     if asked is not None:
         return (asked, CARDS_GIB[asked]) if asked in CARDS_GIB else None
     if found_gib is not None:
@@ -134,20 +130,25 @@ def fits(needed: StepMemory, gib: float) -> bool:
     return needed.needed <= gib * GIB
 
 
-def describe_memory(run: Run, needed: StepMemory) -> str:
-    """The plan's lines for people."""
+def describe_memory(config: Config, needed: StepMemory, checkpoint_bytes: int) -> str:
+    """The plan's lines for people.
+
+    Args:
+        checkpoint_bytes: host memory of a checkpoint on the node that holds most of it: with ddp all of it belongs to
+            rank 0; sharded, each worker stages its own, and a node may hold a whole replica.
+    """
     large, small = (
         [f"{name} ({size:g} GiB)" for name, size in CARDS_GIB.items() if fits(needed, size) is wanted]
         for wanted in (True, False)
     )
     lines = [f"Memory       per worker {needed}"]
-    if shards := planned_shards(run.config):
+    if shards := planned_shards(config):
         lines.append(f"             hsdp, planned with {shards} workers on a node that hold a copy together")
-    if run.use_gpu:
+    if config.scaling.use_gpu:
         lines.append(
             f"             fits (planned): {', '.join(large) or 'none'}; too small: {', '.join(small) or 'none'}"
         )
-    staged, memory = staged_bytes(run), get_system_memory()
+    staged, memory = checkpoint_bytes, get_system_memory()
     lines.append(
         f"Host memory  {staged / 1e9:.1f} GB for a checkpoint while it is written, on the node of rank 0 (ddp) or of a "
         "copy's workers"
@@ -160,24 +161,25 @@ def describe_memory(run: Run, needed: StepMemory) -> str:
     return "\n".join(lines)
 
 
-def check_room(run: Run, needed: StepMemory, found_gib: float | None) -> None:
+def check_room(config: Config, needed: StepMemory, planned: Plan, found_gib: float | None) -> None:
     """Refuse a run whose plan does not fit its GPU.
 
     Args:
+        planned: from `planned_memory`, which gave `needed` for these options.
         found_gib: what CUDA reports of a GPU of this machine; None where there is none.
     Raises:
         ValueError: says what is needed, what there is, and flags with which the same rows of a step fit.
     """
-    card = card_of(run, found_gib)
+    card = card_of(config, found_gib)
     if card is None or fits(needed, card[1]):
         return
     name, size = card
     enough = None
-    for recomputed in sorted({run.config.train.activation_checkpointing, True}):
-        ways = list(_smaller(run.config, recomputed))
+    for recomputed in sorted({config.train.activation_checkpointing, True}):
+        ways = list(_smaller(config, recomputed))
         # The last takes the least, and each costs seconds to find out.
-        if enough is None and ways and _fits(run, ways[-1][1], size):
-            enough = next(flags for flags, config in ways if _fits(run, config, size))
+        if enough is None and ways and _fits(planned, ways[-1][1], size):
+            enough = next(flags for flags, smaller in ways if _fits(planned, smaller, size))
     remedy = f"it would fit with {enough}" if enough else "nor would it with smaller micro-batches and in parts"
     raise ValueError(
         f"the run needs {needed.needed / GIB:.1f} GiB per worker (planned), and {name} has {size:.1f}: {remedy}; or "
@@ -185,9 +187,9 @@ def check_room(run: Run, needed: StepMemory, found_gib: float | None) -> None:
     )
 
 
-def _fits(run: Run, config: Config, gib: float) -> bool:
-    planned = planned_memory(run, config)
-    return planned is not None and fits(planned, gib)
+def _fits(planned: Plan, config: Config, gib: float) -> bool:
+    needed = planned(config)
+    return needed is not None and fits(needed, gib)
 
 
 def _smaller(config: Config, recomputed: bool) -> Iterator[tuple[str, Config]]:

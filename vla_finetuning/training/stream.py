@@ -38,7 +38,7 @@ class TrainingData:
     seen.
 
     Attributes:
-        read: `LeRobotDatasource` with all arguments but `stream`. last_row: where the run's stream ends.
+        read: makes the datasource of stream positions `stream`. last_row: where the run's stream ends.
         prepare: the CPU half of the policy's preprocessor. row_bytes: of a prepared row.
         checkpoints_dir: where the run's checkpoints are.
     """
@@ -123,6 +123,11 @@ class Dealt:
                 f"to {self.world} ranks"
             )
 
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step, of all ranks: the global batch size."""
+        return self.batches_per_step * self.batch_size
+
     def micros(self, step: int) -> range:
         """This rank's micro-batches of optimizer step `step` (steps done before it)."""
         start = (step - self.first_step) * self.batches_per_step - self.rank
@@ -143,7 +148,7 @@ class Dealt:
 
     def rows_of_step(self, step: int, nth: int) -> np.ndarray:
         """This rank's `nth` micro-batch of a step: its rows' places among the step's, int64 (batch_size,)."""
-        before = (step - self.first_step) * self.batches_per_step * self.batch_size
+        before = (step - self.first_step) * self.rows_per_step
         return self.rows(self.micros(step)[nth]) - before
 
 

@@ -1,7 +1,4 @@
-"""What a run of `grpo.py` is, resolved and checked on the driver before Ray starts: policy, environment, how they fit.
-
-A `Run` without a dataset: what the rooms of training need of a run, they find in it.
-"""
+"""A run of `grpo.py`, resolved and checked on the driver before Ray starts: policy, environment, how they fit."""
 
 from __future__ import annotations
 
@@ -12,24 +9,22 @@ from pathlib import Path
 from typing import Any, cast
 
 from lerobot.configs import FeatureType
-from lerobot.configs.policies import PreTrainedConfig
 from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import env_to_policy_features
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
-from lerobot.processor import PolicyProcessorPipeline
 from lerobot.utils.constants import POLICY_PREPROCESSOR_DEFAULT_NAME
 
-from vla_finetuning.config import GrpoConfig, GrpoOptions, TrainMode
+from vla_finetuning.config import GrpoConfig, GrpoOptions, PeftOptions, TrainMode
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, how_drawn, longest_episode, task_makers
 from vla_finetuning.evaluation.player import check_fits
 from vla_finetuning.policies.counting import flops_by_prompt
-from vla_finetuning.policies.loading import FeatureMatch
-from vla_finetuning.policies.processors import load_processors
+from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.prompts import prompt_lengths
+from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.rl.flow_sde import FlowSDE
 from vla_finetuning.run.base_policy import check_policy, resolve_policy
-from vla_finetuning.run.checkpoint import Progress
-from vla_finetuning.run.plan import Run
+from vla_finetuning.run.job import Job
+from vla_finetuning.run.resolve import make_job
 from vla_finetuning.terminal import escaped
 
 # Options of GRPO that may change when a run is resumed: how long it goes on, and what changes no result.
@@ -39,70 +34,61 @@ UNKNOWN_LENGTH = 300
 
 
 @dataclass(frozen=True)
-class GrpoRun(Run):
-    """A resolved run; its steps are iterations.
+class Scene:
+    """Where a policy learns from success.
 
     Attributes:
-        config: a `GrpoConfig`.
-        env: whose observations the policy sees. tasks: of it, which groups take in turns.
+        env: whose observations the policy sees. cameras: of it, by their policy keys.
+        tasks: of the environment, which groups take in turns.
         longest: steps of an episode at most; None where that is not known.
     """
 
-    env: EnvConfig | None = None
-    tasks: tuple[str, ...] = ()
-    longest: int | None = None
-
-    @property
-    def options(self) -> GrpoOptions:
-        return cast(GrpoConfig, self.config).grpo
+    env: EnvConfig
+    cameras: tuple[str, ...]
+    tasks: tuple[str, ...]
+    longest: int | None
 
     @property
     def drawn(self) -> dict[str, Any]:
         """How the environment's pictures, which the policy was trained on, are drawn."""
-        assert self.env is not None
         return how_drawn(self.env)
+
+    def most_decisions(self, n_action_steps: int) -> int:
+        """Of an episode, where a decision executes so many actions."""
+        return math.ceil((self.longest or UNKNOWN_LENGTH) / n_action_steps)
+
+
+@dataclass(frozen=True)
+class GrpoRun:
+    """A run of `grpo.py`: what it does, which policy, in which scene. Its steps are iterations."""
+
+    config: GrpoConfig
+    job: Job
+    policy: PolicySpec
+    scene: Scene
+
+    @property
+    def options(self) -> GrpoOptions:
+        return self.config.grpo
 
     @property
     def sde(self) -> FlowSDE:
         return FlowSDE(self.options.flow_steps, self.options.noise_level, self.options.random_steps == "one")
 
     @property
-    def env_type(self) -> str:
-        return cast(GrpoConfig, self.config).env_type or ""
-
-    @property
-    def start(self) -> Progress:
-        return Progress(0, 0, self.stream, self.base, self.config.train.mode, self.config.global_batch_size)
-
-    @property
     def episodes(self) -> int:
         """Of an iteration, of all workers together."""
         return self.options.groups * self.options.group_size
 
-    @property
-    def most_decisions(self) -> int:
-        """Of an episode."""
-        return math.ceil((self.longest or UNKNOWN_LENGTH) / self.policy_config.n_action_steps)
 
-    @property
-    def decision_bytes(self) -> int:
-        """What is remembered of a decision: images, tokens, and the walk of its action chunk."""
-        assert self.env is not None
-        features = env_to_policy_features(self.env).values()
-        images = sum(math.prod(feature.shape) for feature in features if feature.type is FeatureType.VISUAL)
-        config = cast(PI05Config, self.policy_config)
-        width, actions = config.max_action_dim, config.output_features["action"].shape[0]
-        steps = 1 if self.sde.one else self.sde.steps
-        walk = 4 * config.chunk_size * (steps * (width + actions) + actions)
-        return images + 9 * config.tokenizer_max_length + walk
-
-    def processors(
-        self, config: PreTrainedConfig | None = None
-    ) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
-        """Those that the policy came with."""
-        assert self.policy_folder is not None
-        trusted = self.config.policy_trust_remote_code
-        return load_processors(self.policy_folder, config or self.policy_config, trusted=trusted)
+def decision_bytes(env: EnvConfig, config: PI05Config, sde: FlowSDE) -> int:
+    """Bytes of a remembered decision: images, tokens, and the walk of its action chunk."""
+    features = env_to_policy_features(env).values()
+    images = sum(math.prod(feature.shape) for feature in features if feature.type is FeatureType.VISUAL)
+    width, actions = config.max_action_dim, config.output_features["action"].shape[0]
+    steps = 1 if sde.one else sde.steps
+    walk = 4 * config.chunk_size * (steps * (width + actions) + actions)
+    return images + 9 * config.tokenizer_max_length + walk
 
 
 def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
@@ -140,39 +126,38 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     prompts = prompt_lengths(policy_config, len(cameras), config.train.trim_prompts)
     steps = 1 if config.grpo.random_steps == "one" else config.grpo.flow_steps
     decided = {name: value for name, value in asdict(config.grpo).items() if name not in FREE}
-    run = GrpoRun(
-        config=replace(config, policy_revision=base["revision"]),
-        metas=(),
-        train_episodes=(),
-        eval_episodes=(),
-        policy_config=policy_config,
-        policy_folder=folder,
+    config = replace(config, policy_revision=base["revision"])
+    mode = cast(TrainMode, config.train.mode)
+    policy = PolicySpec(
+        config=policy_config,
+        folder=folder,
         base=base,
-        match=FeatureMatch(cameras, (), {}),
-        stats={},
-        missing_stats={},
-        rows_per_epoch=config.grpo.groups * config.grpo.group_size,
-        steps=config.grpo.iterations,
+        train=config.train,
+        adapters=PeftOptions(),
+        recipe=make_recipe(config, policy_config),
+        cameras=len(cameras),
+        stats=None,
+        seed=config.seed,
+        rename_map=config.rename_map,
+        trusted=config.policy_trust_remote_code,
         parameters=check_policy(policy_config, folder, config.train),
         prompts=prompts,
-        flops_by_prompt=flops_by_prompt(
-            policy_config, len(cameras), cast(TrainMode, config.train.mode), steps, prompts
-        ),
-        stream={"environment": config.env_type, "env_options": config.env_options, "seed": config.seed, **decided},
-        env=env,
-        tasks=tasks,
-        longest=longest_episode(env),
+        flops_by_prompt=flops_by_prompt(policy_config, len(cameras), mode, steps, prompts),
     )
-    run.processors()
-    return run
+    policy.processors()
+    identity = {"environment": config.env_type, "env_options": config.env_options, "seed": config.seed, **decided}
+    job = make_job(config, policy, config.grpo.iterations, identity, config.train.mode)
+    return GrpoRun(config, job, policy, Scene(env, cameras, tasks, longest_episode(env)))
 
 
 def describe_grpo(run: GrpoRun) -> str:
     """The plan, as text."""
-    config, g = cast(GrpoConfig, run.config), run.options
-    assert run.parameters is not None
+    config, g, job, policy, scene = run.config, run.options, run.job, run.policy, run.scene
+    assert policy.parameters is not None
+    decisions = scene.most_decisions(policy.config.n_action_steps)
+    size = decision_bytes(scene.env, cast(PI05Config, policy.config), run.sde)
     workers, per_worker = config.scaling.num_workers, run.episodes // config.scaling.num_workers
-    kept = per_worker * run.most_decisions * run.decision_bytes
+    held = per_worker * decisions * size
     advantage = {
         "grpo": f"ratio clipped to {1 - g.clip_low:g} .. {1 + g.clip_high:g}"
         + (f", dual clip {g.dual_clip:g}" if g.dual_clip else "")
@@ -180,29 +165,29 @@ def describe_grpo(run: GrpoRun) -> str:
         "rloo": "REINFORCE, less the mean of the group's others",
         "filtered": "imitation of the episodes that succeeded",
     }[g.method]
-    tasks = len(run.tasks)
+    tasks = len(scene.tasks)
     lines = [
-        f"Policy       {run.policy_config.type}, {run.base['path']}",
-        f"             {run.parameters.total:,} parameters, {run.parameters.trainable:,} of them train "
-        f"(--train.mode {config.train.mode}); executes {run.policy_config.n_action_steps} of "
-        f"{run.policy_config.chunk_size} actions",
+        f"Policy       {policy.config.type}, {policy.base['path']}",
+        f"             {policy.parameters.total:,} parameters, {policy.parameters.trainable:,} of them train "
+        f"(--train.mode {config.train.mode}); executes {policy.config.n_action_steps} of "
+        f"{policy.config.chunk_size} actions",
         f"Environment  {config.env_type} {' '.join(config.env_options)}".rstrip()
         + (f", {tasks} tasks in turns" if tasks > 1 else "")
-        + (f", at most {run.longest} steps an episode" if run.longest else ""),
+        + (f", at most {scene.longest} steps an episode" if scene.longest else ""),
         f"             {workers} x {g.env_actors} processes of {g.envs_per_actor} environments, {g.env_actor_cpus:g} "
-        f"CPUs each; cameras {', '.join(run.match.camera_keys)}",
+        f"CPUs each; cameras {', '.join(scene.cameras)}",
         f"Iteration    {g.groups} groups x {g.group_size} episodes = {run.episodes}, told their {g.reward}; "
         f"{g.iterations} iterations, {g.iterations * run.episodes:,} episodes",
         f"Sampler      {g.flow_steps} steps, {g.random_steps} of them random, noise level {g.noise_level:g}",
         f"Learning     {g.method}: {advantage}",
         f"             {g.epochs} epochs in minibatches of {g.minibatch} decisions, at most {config.batch_size} at "
         f"once per worker; rate {config.lr:g}, after {g.warmup} iterations of warm-up; AdamW",
-        f"Rollouts     at most {kept / 2**30:.2f} GiB of host memory per worker: {per_worker * run.most_decisions:,} "
-        f"decisions of {run.decision_bytes / 1e6:.2f} MB",
+        f"Rollouts     at most {held / 2**30:.2f} GiB of host memory per worker: {per_worker * decisions:,} "
+        f"decisions of {size / 1e6:.2f} MB",
         f"Held out     {config.eval.n_episodes} episodes every {g.eval_every} iterations, by the deterministic sampler",
         f"Checkpoints  every {config.save_freq} iterations and at the end, the last {config.keep_checkpoints} kept, in "
-        f"{run.checkpoints_dir}",
-        f"Hardware     {workers} {'GPU' if run.use_gpu else 'CPU'} workers, {config.scaling.strategy}, "
+        f"{job.checkpoints_dir}",
+        f"Hardware     {workers} {'GPU' if job.use_gpu else 'CPU'} workers, {config.scaling.strategy}, "
         f"{config.train.precision} precision",
     ]
     return "\n".join(map(escaped, lines))

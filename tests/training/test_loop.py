@@ -3,6 +3,7 @@
 import logging
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,12 +20,14 @@ from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import compiling
-from vla_finetuning.policies.pi05 import sample_noise_and_time
+from vla_finetuning.policies.pi05 import PolicyLoss, sample_noise_and_time
 from vla_finetuning.policies.trainable import UNUSED
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.folder import STOP_NAME, prepare_folder
-from vla_finetuning.run.plan import resolve
-from vla_finetuning.training import worker
+from vla_finetuning.run.resolve import resolve
+from vla_finetuning.training import checkpoint_writer, model
+from vla_finetuning.training.batches import check_finite, mfu, noise_for, what_batch
+from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.parallel import keeps_casts
 from vla_finetuning.training.stream import Dealt
 
@@ -67,17 +70,18 @@ def test_a_rows_draws_do_not_depend_on_who_computes_it(setting):
             "grad_accum": accum,
             "scaling.use_gpu": "false",
         }
-        run = replace(resolved(setting, **options), block_rows=2)
+        run = resolved(setting, **options)
+        run = replace(run, rows=replace(run.rows, order=replace(run.rows.order, block_rows=2)))
         found = {}
         for rank in range(world):
-            dealt = Dealt(run.config.batch_size, run.block_rows, rank, world, run.batches_per_step)
-            draws = worker.noise_for(run, 5, dealt, CPU)
+            dealt = Dealt(run.config.batch_size, run.rows.block_rows, rank, world, run.job.batches_per_step)
+            draws = noise_for(run.policy, 5, dealt, CPU)
             for micro in range(accum):
                 noise, time = draws(micro)
                 assert len(noise) == len(time) == 3 * run.config.batch_size
                 for place, row in enumerate(dealt.rows(micro).tolist()):
                     found[row] = noise[3 * place : 3 * place + 3], time[3 * place : 3 * place + 3]
-        return found, sample_noise_and_time(run.policy_config, 3 * 8, run.config.seed, 5, CPU)
+        return found, sample_noise_and_time(run.policy.config, 3 * 8, run.config.seed, 5, CPU)
 
     one, (noise, time) = by_row(1, 2)
     two, _ = by_row(2, 1)
@@ -92,15 +96,16 @@ def test_a_rows_draws_do_not_depend_on_who_computes_it(setting):
 def test_too_many_steps_that_are_not_finite_name_the_rows(setting):
     run = resolved(setting, **{"train.max_nonfinite": 1, "log_freq": 2})
     metrics = {"nonfinite_steps": 1, "samples": 16}
-    worker.check_finite(run, metrics, 1, done=2)
-    worker.check_finite(run, {**metrics, "nonfinite_steps": 0}, 1, done=4)
+    check = partial(check_finite, run.rows, run.job.rows_per_step, 1)
+    check(metrics, 1, done=2)
+    check({**metrics, "nonfinite_steps": 0}, 1, done=4)
     # Of the whole run: windows may be shorter than the limit.
     told = "2 steps had a loss .* not finite, 1 of them among the last 2 .*nonfinite=1; they"
     with pytest.raises(FloatingPointError, match=told) as error:
-        worker.check_finite(run, metrics, 2, done=4)
+        check(metrics, 2, done=4)
 
     # What the window's steps, the third and the fourth, were really fed.
-    source = run.reader()(stream=(0, run.last_row))
+    source = run.rows.source(stream=(0, run.rows.last_row))
     fed = list(source.read_rows(np.arange(16, 32), 4))
     expected = {
         root: {int(i) for batch in fed for d, i in zip(batch["dataset_index"], batch["index"], strict=True) if d == n}
@@ -118,25 +123,23 @@ def test_windows_shorter_than_the_limit_are_added_up(setting):
             return {}
         return {"action": np.full((rows, *example["action"].shape[1:]), np.nan, np.float32)}
 
-    data = vla.build_dataset(run)
-    example = data.prepare(data.read(stream=(0, run.last_row)).example())
+    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    example = data.prepare(data.read(stream=(0, run.rows.last_row)).example())
     shard = in_process.Shard(run, batch_columns=nan)
-    run.output_dir.mkdir(exist_ok=True)
-    with in_process.without_ray(shard), pytest.raises(FloatingPointError, match="3 steps had a loss"):
-        vla.train(run)
+    with pytest.raises(FloatingPointError, match="3 steps had a loss"):
+        in_process.train(run, shard)
 
 
 @pytest.mark.parametrize("steps", [2, 3])
 def test_a_stop_that_comes_with_the_last_step_stops_nothing(setting, steps):
     """Asked at the only log step: what is trained to the end is exported, what is not can be resumed."""
     run = resolved(setting, **{"steps": steps, "log_freq": 2})
-    run.output_dir.mkdir(exist_ok=True)
-    (run.output_dir / STOP_NAME).touch()
+    run.job.output_dir.mkdir(exist_ok=True)
+    (run.job.output_dir / STOP_NAME).touch()
     try:
-        with in_process.without_ray(in_process.Shard(run)):
-            trained = vla.train(run)
+        trained = in_process.train(run)
     finally:
-        (run.output_dir / STOP_NAME).unlink()
+        (run.job.output_dir / STOP_NAME).unlink()
     assert (trained is not None) == (steps == 2)
 
 
@@ -146,31 +149,31 @@ def test_a_stop_that_comes_with_the_last_step_stops_nothing(setting, steps):
 def test_before_a_node_is_taken_away_less_and_less_would_be_lost(setting, monkeypatch, notice_s, taken_at):
     """A checkpoint at the notice, and each time that half of what was left has gone; looked at every second."""
     now, saved = [1000.0], []
-    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0] + 1e9))
-    monkeypatch.setattr(ray.train, "report", lambda *_, **__: saved.append(now[0] - 1000))
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0] + 1e9)
+    monkeypatch.setattr(checkpoint_writer, "time", clock)
     run = resolved(setting)
-    writer = worker.CheckpointWriter(run, SimpleNamespace(params=[]), rank=1, attempt=0)
-    writer.save(run.start)
-    writer.ends_at(None if notice_s is None else round((now[0] + 1e9 + notice_s) * 1000))
+    second = SimpleNamespace(rank=1, report=lambda *_, **__: saved.append(now[0] - 1000))
+    writer = checkpoint_writer.CheckpointWriter(run.job, SimpleNamespace(params=[]), second, attempt=0)
+    writer.save(run.job.start)
+    writer.ends_at(0 if notice_s is None else round((now[0] + 1e9 + notice_s) * 1000))
     for _ in range(150):
         now[0] += 1
         if writer.due():
-            writer.save(run.start)
+            writer.save(run.job.start)
     assert saved == taken_at
 
 
 def test_the_data_come_while_the_model_is_made(setting, monkeypatch):
     run = resolved(setting, grad_accum=1, steps=2, output_dir=setting[0] / "meanwhile")
     asked = threading.Event()
-    build_model = worker.build_model
+    build_model = vla.build_model
 
     def slow_to_build(*args):
         assert asked.wait(60), "nobody asks for a batch"
         return build_model(*args)
 
     monkeypatch.setattr(vla, "build_model", slow_to_build)
-    with in_process.without_ray(in_process.Shard(run, before_batch=asked.set)):
-        assert vla.train(run) is not None
+    assert in_process.train(run, in_process.Shard(run, before_batch=asked.set)) is not None
 
 
 def test_a_policy_that_is_trained_is_not_lost_with_its_evaluation(setting, monkeypatch, capsys):
@@ -185,14 +188,14 @@ def test_a_policy_that_is_trained_is_not_lost_with_its_evaluation(setting, monke
 
 def test_more_steps_are_done_than_asked_for(setting):
     run = resolved(setting, steps=3)
-    optimizer = vla.build_optimizer(run, worker.build_model(run, CPU)[0])
-    folder = run.checkpoints_dir / "step_00000004"
+    optimizer = build_optimizer(run.policy, build_model(run.policy, CPU)[0], run.job.steps)
+    folder = run.job.checkpoints_dir / "step_00000004"
     pieces = {TRAINABLE: optimizer.named(), OPTIMIZER: optimizer.state()}
     taken = {kind: {k: Piece(v, (0,) * v.ndim) for k, v in tensors.items()} for kind, tensors in pieces.items()}
-    commit(folder, replace(run.start, step=4, rows=4 * run.config.global_batch_size), write_pieces(folder, taken))
+    commit(folder, replace(run.job.start, step=4, rows=4 * run.config.global_batch_size), write_pieces(folder, taken))
     run = replace(run, config=replace(run.config, resume=True))
     with pytest.raises(ValueError, match="4 steps are done, and --steps or MAX_TRAIN_STEPS says 3: ask for as many"):
-        prepare_folder(run.config, run.start, run.steps, run.disk_bytes)
+        prepare_folder(run.config, run.job.start, run.job.steps, run.job.disk_bytes)
 
 
 def test_a_policy_that_changes_itself_is_refused(setting):
@@ -208,8 +211,8 @@ def test_rows_are_named_without_asking_the_storage(setting, monkeypatch):
         pytest.fail("it was asked")
 
     monkeypatch.setattr("lerobot_datasource.check_files", hangs)
-    dealt = Dealt(run.config.batch_size, run.block_rows, 0, 1, run.batches_per_step)
-    assert "rows by `index`" in worker.what_batch(run, dealt, 0)
+    dealt = Dealt(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
+    assert "rows by `index`" in what_batch(run.rows, dealt, 0)
     with pytest.raises(pytest.fail.Exception):
         resolved(setting)
 
@@ -225,10 +228,10 @@ def named_rows(message):
 
 def test_a_batch_is_named_by_its_steps_rows(setting):
     run = resolved(setting, **{"scaling.num_workers": 2, "grad_accum": 1})
-    dealt = Dealt(run.config.batch_size, run.block_rows, 1, 2, run.batches_per_step, first_step=1)
-    told = worker.what_batch(run, dealt, 2)
+    dealt = Dealt(run.config.batch_size, run.rows.block_rows, 1, 2, run.job.batches_per_step, first_step=1)
+    told = what_batch(run.rows, dealt, 2)
     assert told.startswith("a batch of step 4 on rank 1; ")
-    fed = list(run.reader()(stream=(0, run.last_row)).read_rows(np.arange(24, 32), 4))
+    fed = list(run.rows.source(stream=(0, run.rows.last_row)).read_rows(np.arange(24, 32), 4))
     rows = {(d, i) for batch in fed for d, i in zip(batch["dataset_index"], batch["index"], strict=True)}
     assert {(run.config.roots.index(root), i) for root, named in named_rows(told).items() for i in named} == rows
 
@@ -236,22 +239,22 @@ def test_a_batch_is_named_by_its_steps_rows(setting):
 def test_compiling_is_refused_with_a_reason_and_training_goes_on(setting, caplog, monkeypatch):
     run = resolved(setting, **{"train.compile": "true"})
     made = []
-    monkeypatch.setattr(worker, "Compiler", lambda: made.append(1) or compiling.Compiler("eager"))
+    monkeypatch.setattr(model, "Compiler", lambda: made.append(1) or compiling.Compiler("eager"))
     with caplog.at_level(logging.WARNING):
-        loss, autocast = worker.build_model(run, CPU)
+        loss, autocast = build_model(run.policy, CPU)
     assert autocast is None and not made
-    assert [record.getMessage() for record in caplog.records if record.name == "vla_finetuning.training.worker"] == [
+    assert [record.getMessage() for record in caplog.records if record.name == "vla_finetuning.training.model"] == [
         "--train.compile does nothing: the step runs on the CPU, and only GPUs gain from it"
     ]
-    monkeypatch.setattr(worker, "why_not", lambda device: None)
-    worker.build_model(run, CPU)
+    monkeypatch.setattr(model, "why_not", lambda device: None)
+    build_model(run.policy, CPU)
     assert made == [1]
 
 
 def test_what_training_never_uses_is_not_on_the_device(setting):
     run = resolved(setting)
-    loss, _ = worker.build_model(run, CPU)
-    report = run.parameters
+    loss, _ = build_model(run.policy, CPU)
+    report = run.policy.parameters
     held = sum(parameter.numel() for parameter in loss.policy.parameters())
     assert held == report.total - report.frozen[UNUSED] < report.total
 
@@ -264,10 +267,10 @@ def test_options_reach_the_loss(setting, monkeypatch):
             super().__init__()
             given.append(options)
 
-    monkeypatch.setattr(worker, "PolicyLoss", Loss)
+    monkeypatch.setattr(model, "PolicyLoss", Loss)
     flags = {"train.attention": "eager", "train.activation_checkpointing": "true", "train.mask_padding": "true"}
-    worker.build_model(resolved(setting, **flags), CPU)
-    worker.build_model(resolved(setting), CPU)
+    build_model(resolved(setting, **flags).policy, CPU)
+    build_model(resolved(setting).policy, CPU)
     wanted = ("attention", "checkpointing", "mask_padding", "compile")
     assert [[options[name] for name in wanted] for options in given] == [
         ["eager", True, True, None],
@@ -305,11 +308,10 @@ def test_attention_is_compared_before_the_first_step_and_written_down(setting, m
         used.clear()
         return build_optimizer(*args)
 
-    with in_process.without_ray(in_process.Shard(run)):
-        monkeypatch.setattr(worker, "record_attention", lambda folder, choice: written.append((folder, choice)))
-        vla.train(run, make_optimizer=started)
+    monkeypatch.setattr(model, "record_attention", lambda folder, choice: written.append((folder, choice)))
+    in_process.train(run, make_optimizer=started)
     ((folder, choice),) = written
-    assert folder == run.output_dir and choice["kernel"] == "math"
+    assert folder == run.job.output_dir and choice["kernel"] == "math"
     assert "FLASH_ATTENTION computes a wrong result at prefix" in choice["refused"][0]
     assert used and not any(used)
 
@@ -318,7 +320,7 @@ def test_attention_is_compared_before_the_first_step_and_written_down(setting, m
 def test_a_step_computes_and_counts_what_its_prompts_need(setting, trim, length, monkeypatch):
     options = {"policy.tokenizer_max_length": 96, "train.trim_prompts": trim, "train.noise_draws": 2}
     run = resolved(setting, steps=2, output_dir=setting[0] / "prompts", **options)
-    assert run.prompts == ((40, 64, 96) if trim == "true" else (96,))
+    assert run.policy.prompts == ((40, 64, 96) if trim == "true" else (96,))
     shapes, told = [], []
 
     class Log:
@@ -328,32 +330,31 @@ def test_a_step_computes_and_counts_what_its_prompts_need(setting, trim, length,
         def write(self, step, lr, metrics):
             told.append(metrics)
 
-    watched = worker.PolicyLoss.forward
+    watched = PolicyLoss.forward
 
     def forward(loss, batch, *draws):
         shapes.append(batch["observation.language.tokens"].shape)
         return watched(loss, batch, *draws)
 
-    monkeypatch.setattr(worker.PolicyLoss, "forward", forward)
-    with in_process.without_ray(in_process.Shard(run)):
-        monkeypatch.setattr(vla, "MetricsLog", Log)
-        vla.train(run)
+    monkeypatch.setattr(PolicyLoss, "forward", forward)
+    monkeypatch.setattr(vla, "MetricsLog", Log)
+    in_process.train(run)
     assert shapes == 4 * [(4, length)]
     ((line,), patches) = told, 16
     seconds = 2 * line["step_s"]
-    tokens = 2 * patches + length + 2 * run.policy_config.chunk_size
+    tokens = 2 * patches + length + 2 * run.policy.config.chunk_size
     assert line["tokens_per_s"] == pytest.approx(16 * tokens / seconds)
-    assert line["flops_per_s"] == pytest.approx(16 * run.flops_by_prompt[length] / seconds)
+    assert line["flops_per_s"] == pytest.approx(16 * run.policy.flops_by_prompt[length] / seconds)
     assert line["mfu"] is None
 
 
 def test_the_utilisation_of_a_known_gpu_is_told(setting, monkeypatch):
     metrics = {"flops_per_s": 1e12}
-    assert worker.mfu(metrics, 2, CPU) is None
+    assert mfu(metrics, 2, CPU) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     gpu = torch.device("cuda", 0)
-    assert worker.mfu(metrics, 2, gpu) == pytest.approx(1e12 / (2 * 989.5e12), rel=1e-3)
-    assert worker.mfu({"flops_per_s": None}, 2, gpu) is None
+    assert mfu(metrics, 2, gpu) == pytest.approx(1e12 / (2 * 989.5e12), rel=1e-3)
+    assert mfu({"flops_per_s": None}, 2, gpu) is None
 
 
 class Casts(TorchDispatchMode):
@@ -382,8 +383,8 @@ def test_weights_are_cast_once_for_all_micro_batches_of_a_step(setting, mode, mo
                 "output_dir": setting[0] / mode,
             },
         )
-        with in_process.without_ray(in_process.Shard(run)), Casts() as casts:
-            return vla.train(run).named(), casts.count
+        with Casts() as casts:
+            return in_process.train(run).named(), casts.count
 
     once, least = trained()
     monkeypatch.setattr(vla, "keeps_casts", lambda *_: False)

@@ -1,0 +1,97 @@
+"""The policy of a run as a value: its configuration, where its weights start, how it is prepared, how it learns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.processor import PolicyProcessorPipeline
+
+from vla_finetuning.config import ImageTransformOptions, PeftOptions, TrainOptions
+from vla_finetuning.policies.loading import load_policy, new_policy
+from vla_finetuning.policies.optim import Recipe
+from vla_finetuning.policies.processors import Stats, load_processors, make_processors
+from vla_finetuning.policies.trainable import TrainableReport
+
+Processors = tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """The policy of a run. Pickled in flight to training workers.
+
+    Attributes:
+        config: LeRobot's, fitted to the dataset.
+        folder: a LeRobot pretrained folder, or None to start from random weights.
+        base: identity of the weights that the run starts from (path, revision, digest).
+        train, adapters, image_transforms: what the run asks for. seed: of random weights, draws and augmentation.
+        recipe: optimizer and learning rate.
+        cameras: number of cameras in a batch.
+        stats: normalisation statistics by dataset key; None: those of the folder's own processors.
+        rename_map: dataset (or environment) key -> policy key.
+        trusted: whether code that comes with the policy may run.
+        average: decay of the average of what trains; None for no average.
+        export_average: whether the average is what is evaluated and exported.
+        parameters: how many there are and which train; None for policies that are not built on the driver.
+        prompts: lengths of prompts that a micro-batch may have, ascending; empty where prompts are not cut.
+        flops_by_prompt: forward and backward of a row, counted, by the length of its prompt.
+    """
+
+    config: PreTrainedConfig
+    folder: Path | None
+    base: dict[str, Any]
+    train: TrainOptions
+    adapters: PeftOptions
+    recipe: Recipe
+    cameras: int
+    stats: Stats | None
+    seed: int
+    image_transforms: ImageTransformOptions = field(default_factory=ImageTransformOptions)
+    rename_map: dict[str, str] = field(default_factory=dict)
+    trusted: bool = False
+    average: float | None = None
+    export_average: bool = False
+    parameters: TrainableReport | None = None
+    prompts: tuple[int, ...] = ()
+    flops_by_prompt: dict[int, int] = field(default_factory=dict)
+
+    def start(self) -> PreTrainedPolicy:
+        """The policy with the weights that the run starts from, on the CPU: pretrained, or random by the seed."""
+        if self.folder is not None:
+            return load_policy(self.folder, self.config, trusted=self.trusted)
+        torch.manual_seed(self.seed)
+        return new_policy(self.config, trusted=self.trusted)
+
+    def processors(self, config: PreTrainedConfig | None = None) -> Processors:
+        """The policy's pre- and postprocessor. `config` replaces the policy's own."""
+        config = config or self.config
+        if self.stats is None:
+            assert self.folder is not None
+            return load_processors(self.folder, config, trusted=self.trusted)
+        return make_processors(self.folder, config, self.stats, self.rename_map, trusted=self.trusted)
+
+    @property
+    def augments(self) -> bool:
+        """Whether frames that are trained on are changed."""
+        return self.train.augmentation != "none" or self.image_transforms.enable
+
+    @property
+    def what_trains(self) -> str:
+        """In words: what of the policy trains (--train.mode), or the adapters in it."""
+        peft = self.adapters
+        if not peft.enabled:
+            return self.train.mode
+        targets = "the policy type's own choice of layers" if peft.target_modules is None else peft.target_modules
+        whole = f", and all of {peft.full_training_modules}" if peft.full_training_modules else ""
+        return f"LoRA of rank {peft.r}, alpha {peft.lora_alpha or 8}, in {targets}{whole}"
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint: what trains, Adam's two moments and the average if there is one, float32."""
+        if self.parameters is None:
+            return 0
+        return (3 + (self.average is not None)) * 4 * self.parameters.trainable

@@ -1,0 +1,272 @@
+"""Which frames a run trains on and holds out, in which order they come, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
+from vla_finetuning.config import FRAMES_DIR, Config, DatasetOptions
+from vla_finetuning.data.frame_cache import FrameCache
+from vla_finetuning.data.metadata import DatasetMetadata, how_drawn
+from vla_finetuning.data.node_cache import has_room
+from vla_finetuning.data.options import Features, Order, Reading, Selection
+from vla_finetuning.data.plan import evenly_spaced
+from vla_finetuning.data.reader import Decoding, frame_of
+from vla_finetuning.data.shards import Sharding
+from vla_finetuning.data.videos import Frames
+from vla_finetuning.run.mixing import Mixing
+
+Columns = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class HeldOutRows:
+    """Rows of the held-out episodes that the held-out loss is computed on, by their positions in stored order.
+
+    Attributes:
+        positions: int64 (N,), ascending. task: int64 (N,), indices into `tasks`. tasks: the instructions of the
+            held-out episodes, the first of each episode.
+        held_out: number of all held-out rows.
+    """
+
+    positions: np.ndarray
+    task: np.ndarray
+    tasks: tuple[str, ...]
+    held_out: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a run. Pickled in flight to training workers.
+
+    Attributes:
+        metas: the datasets; their position is a row's `dataset_index`.
+        train_episodes, eval_episodes: per dataset, int64 arrays; disjoint.
+        selection, features, order, reading: what the datasource of the training rows is asked for. The stream of
+            `order` ends with the run's last row.
+        per_epoch: frames of the training episodes; on average where episodes have weights.
+        per_dataset: frames of each dataset that are trained on.
+        identity: what determines the stream of rows; a resumed run must have the same.
+        rates: of a row, by the names of their rates in metrics.jsonl: camera frames, and bytes out of the read task.
+        mixing: how well batches are mixed.
+        stored_bytes: of a row, were its frames not fitted into another size; None where they are not, or differ among
+            datasets.
+        cached_bytes: all decoded frames of an epoch, which `reading.frame_cache` would hold.
+        epoch_ends: where epochs end in the stream, unless all have equal lengths.
+        weights: of all frames of the dataset in the loss, float32; None where all weigh the same.
+        rename_map: dataset key -> policy key.
+        described: what is left of each dataset's training episodes, as lines; empty where all frames are.
+    """
+
+    metas: tuple[DatasetMetadata, ...]
+    train_episodes: tuple[np.ndarray, ...]
+    eval_episodes: tuple[np.ndarray, ...]
+    selection: Selection
+    features: Features
+    order: Order
+    reading: Reading
+    per_epoch: int
+    per_dataset: tuple[int, ...]
+    identity: dict[str, Any]
+    rates: dict[str, int]
+    mixing: Mixing
+    stored_bytes: int | None = None
+    cached_bytes: int = 0
+    epoch_ends: tuple[int, ...] = ()
+    weights: np.ndarray | None = None
+    rename_map: Mapping[str, str] = field(default_factory=dict)
+    described: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def camera_keys(self) -> tuple[str, ...]:
+        """The cameras that are decoded, by dataset key."""
+        return tuple(self.features.camera_keys or ())
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block of training data."""
+        return self.order.block_rows or 1
+
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """(height, width) that frames are fitted into where they are decoded; None: as stored."""
+        size = self.features.image_size
+        return None if size is None else (size[0], size[1])
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of a row's frames, uint8, as they reach a training process."""
+        features = self.metas[0].features
+        return sum(int(np.prod(frame_of(features[key], self.image_size)[0])) for key in self.camera_keys)
+
+    @property
+    def last_row(self) -> int:
+        """Where the run's stream of rows ends."""
+        assert self.order.stream is not None
+        return self.order.stream[1]
+
+    @property
+    def any_held_out(self) -> bool:
+        return any(len(episodes) for episodes in self.eval_episodes)
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """How the simulator drew the datasets' pictures; empty where they come from none, or differ."""
+        first, *others = map(how_drawn, self.metas)
+        return first if all(other == first for other in others) else {}
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def source(
+        self,
+        stream: tuple[int, int] | None = None,
+        prepare: Callable[[Columns], Columns] | None = None,
+        prepared_bytes: int | None = None,
+    ) -> LeRobotDatasource:
+        """The datasource of the training rows: positions `stream` of the run's stream, all of it when None.
+
+        It does not check that files exist: `resolve` did, and where an error is reported, a store that hangs must not
+        be asked.
+        """
+        order = self.order if stream is None else replace(self.order, stream=stream)
+        reading = replace(self.reading, prepare=prepare, prepared_bytes=prepared_bytes, check_files=False)
+        return LeRobotDatasource(self.metas, self.selection, self.features, order, reading)
+
+    def held_out(self, check_files: bool = False) -> LeRobotDatasource:
+        """The datasource of the held-out episodes, in stored order."""
+        reading = replace(self.reading, skip_log=None, check_files=check_files)
+        return LeRobotDatasource(self.metas, Selection(episodes=self.eval_episodes), self.features, Order(), reading)
+
+    def fill_frames(self) -> Frames | None:
+        """Fills in the frames that batches name instead of carrying; None where no frames are cached."""
+        cache = self.reading.frame_cache
+        if cache is None:
+            return None
+        cameras = {self.rename_map.get(key, key): key for key in self.camera_keys}
+        decoding = Decoding(
+            tolerance_s=self.features.tolerance_s,
+            threads=max(1, round(self.reading.num_cpus)),
+            image_size=self.image_size,
+            frame_cache=cache,
+        )
+        return Frames(self.metas, cameras, decoding)
+
+    # ---- the plan ---------------------------------------------------------------------------------------------------
+
+    def epochs_of(self, positions: np.ndarray) -> np.ndarray:
+        """The epochs of positions of the run's stream, int64."""
+        if self.epoch_ends:
+            return np.searchsorted(self.epoch_ends, positions, side="right")
+        return positions // self.per_epoch
+
+    def in_stream(self, first: int, last: int) -> dict[str, list[tuple[int, int]]]:
+        """Rows at stream positions [first, last): by their dataset's root, ranges of `index`, both ends included.
+
+        Computed from the plan alone, which every batch was checked against.
+        """
+        plan = self.source((first, last)).plan
+        found: dict[int, set[int]] = {}
+        for window in plan.slices(first, last):
+            segment, index = window.rows()
+            datasets = plan.episodes.dataset_index[window.episode[segment]]
+            for dataset, row in zip(datasets.tolist(), index.tolist(), strict=True):
+                found.setdefault(dataset, set()).add(row)
+        ranges = {}
+        for dataset, rows in sorted(found.items()):
+            index = np.array(sorted(rows))
+            pieces = np.split(index, np.flatnonzero(np.diff(index) > 1) + 1)
+            ranges[self.metas[dataset].root] = [(int(piece[0]), int(piece[-1])) for piece in pieces]
+        return ranges
+
+    def in_words(self, first: int, last: int) -> str:
+        """`in_stream` as text."""
+        return "; ".join(
+            f"{root}: " + ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
+            for root, ranges in self.in_stream(first, last).items()
+        )
+
+    def held_out_rows(self, limit: int) -> HeldOutRows:
+        """All held-out rows, or at most `limit` (0: all), shared among the tasks and evenly spaced in each.
+
+        Of every task at least one. `lerobot-train` (0.6.1) takes as many from the front of each task, which may all
+        belong to the beginning of one episode.
+        """
+        tasks: dict[str, int] = {}
+        of_episode, lengths = [], []
+        for meta, episodes in zip(self.metas, self.eval_episodes, strict=True):
+            for episode in episodes.tolist():
+                of_episode.append(tasks.setdefault((meta.episode_tasks[episode] or ("",))[0], len(tasks)))
+                lengths.append(int(meta.episode_length[episode]))
+        task = np.repeat(np.array(of_episode, np.int64), lengths)
+        positions = np.arange(len(task))
+        if limit:
+            of_each = [np.flatnonzero(task == number) for number in range(len(tasks))]
+            chosen = [rows[evenly_spaced(len(rows), max(1, limit // len(tasks)))] for rows in of_each]
+            positions = np.sort(np.concatenate(chosen))
+        return HeldOutRows(positions, task[positions], tuple(tasks), len(task))
+
+
+# ---- what is decided about reading, before the run -----------------------------------------------------------------
+
+
+def rows_per_block(config: Config, row_bytes: int) -> int:
+    """The most rows that divide a micro-batch and stay within BLOCK_BYTES: workers then get whole blocks in turn.
+
+    With a varying number of workers, a whole micro-batch: any number of workers can then be dealt any number of blocks.
+    """
+    size = config.batch_size
+    if config.scaling.min_workers is not None:
+        return size
+    return max([n for n in range(1, size + 1) if size % n == 0 and n * row_bytes <= BLOCK_BYTES], default=1)
+
+
+def with_shard_rows(config: Config, row_bytes: int) -> Config:
+    """The configuration with the number of rows of a shard that come in turn: a block for each of a node's workers.
+
+    A resumed run keeps the number that it was started with, whatever its workers.
+    """
+    d, workers = config.dataset, config.scaling.num_workers
+    if d.shards == 1 or d.shard_rows is not None:
+        return config
+    if workers % d.shards:
+        raise ValueError(
+            f"--dataset.shards={d.shards} with --scaling.num_workers={workers}: shards are for nodes with equally many "
+            "workers each; give the number of nodes that the workers run on"
+        )
+    rows = workers // d.shards * rows_per_block(config, row_bytes)
+    return replace(config, dataset=replace(d, shard_rows=rows))
+
+
+def sharding_of(d: DatasetOptions) -> Sharding | None:
+    """How the training rows are divided among nodes."""
+    return None if d.shards == 1 or d.shard_rows is None else Sharding(d.shards, d.shard_rows)
+
+
+def frame_cache_of(d: DatasetOptions, decoded_bytes: int, reads_again: bool) -> FrameCache | None:
+    """Where decoded frames are cached.
+
+    "auto" caches frames where a run reads them more than once (`reads_again`) and all of them fit this node's disk.
+    """
+    if d.frame_cache != "auto":
+        return FrameCache(d.frame_cache, d.frame_cache_gb) if d.frame_cache else None
+    if reads_again and 0 < decoded_bytes <= d.frame_cache_gb * 1e9 and has_room(Path(FRAMES_DIR), decoded_bytes):
+        return FrameCache(FRAMES_DIR, d.frame_cache_gb)
+    return None
+
+
+def check_global_shuffle(d: DatasetOptions, cache: FrameCache | None, decoded_bytes: int) -> None:
+    """Refuse to draw single frames of videos unless all of them are cached, decoded."""
+    if not d.global_shuffle or not decoded_bytes:
+        return
+    if cache is None or decoded_bytes > cache.gb * 1e9:
+        where = "no frames are cached" if cache is None else f"--dataset.frame_cache_gb={cache.gb:g} of them are cached"
+        raise ValueError(
+            f"--dataset.global_shuffle draws single frames of {decoded_bytes / 1e9:.3g} GB, and {where}: each would be "
+            "searched for in a video. Cache them all (--dataset.frame_cache DIR, --dataset.frame_cache_gb), or leave "
+            "--dataset.global_shuffle out"
+        )

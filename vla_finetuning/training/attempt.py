@@ -1,0 +1,40 @@
+"""A start of the worker group: where the run goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from util import enable_gpu_perf_flags
+from vla_finetuning.run.checkpoint import Progress, check_resumable, latest_checkpoint, load_progress
+from vla_finetuning.run.folder import start_attempt
+from vla_finetuning.run.job import Job
+from vla_finetuning.run.progress import log_to
+from vla_finetuning.training.worker import Worker
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A start of the worker group.
+
+    Attributes:
+        number: how many starts there were before. progress: how far the run is.
+        checkpoint: the newest sound one, which has that progress; None where there is none yet.
+    """
+
+    number: int
+    progress: Progress
+    checkpoint: Path | None
+
+
+def begin(job: Job, worker: Worker, deterministic: bool) -> Attempt:
+    """Log to the run's folder, set PyTorch up, and find where the run goes on. Every rank must call it."""
+    log_to(job.output_dir)
+    enable_gpu_perf_flags(deterministic)
+    is_first = worker.rank == 0
+    # Rank 0 decides for all: where the folder is on a network, the others may see its files late.
+    checkpoint = worker.broadcast(latest_checkpoint(job.checkpoints_dir) if is_first else None)
+    progress = job.start if checkpoint is None else load_progress(checkpoint)
+    check_resumable(progress, job.start)
+    number = worker.broadcast(start_attempt(job.output_dir, progress.step, worker.world) if is_first else None)
+    return Attempt(number, progress, checkpoint)

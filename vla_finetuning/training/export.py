@@ -1,0 +1,93 @@
+"""The trained policy: of a checkpoint, and as `pretrained_model` for LeRobot to load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lerobot.policies.pretrained import PreTrainedPolicy
+from torch import Tensor
+
+from vla_finetuning.config import ENVIRONMENT_NAME
+from vla_finetuning.files import write_json
+from vla_finetuning.policies.loading import save_adapters, save_pretrained
+from vla_finetuning.policies.lora import add_adapters, merge
+from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.run.checkpoint import (
+    AVERAGE,
+    TRAINABLE,
+    best_checkpoint,
+    checkpoint_names,
+    latest_checkpoint,
+    load_checkpoint,
+    load_progress,
+)
+from vla_finetuning.run.job import Job
+
+
+def policy_at(spec: PolicySpec, checkpoint: Path) -> PreTrainedPolicy:
+    """The policy of a checkpoint, on the CPU, as it is exported and as it plays: the base with what trained put in.
+
+    Runs in any process. The base is read anew, because what is frozen may have been rounded to bf16 for training. With
+    --ema.enable it is the average of what trained, unless --ema.export=false. Adapters are merged into it.
+
+    Raises:
+        ValueError, OSError: the checkpoint cannot be read, or is of another policy.
+    """
+    policy, adapted = _trained_policy(spec, checkpoint)
+    if adapted is not None:
+        merge(adapted)
+    return policy
+
+
+def _trained_policy(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolicy, Any]:
+    """`policy_at`, with the run's adapters still beside its weights; and PEFT's model of it, None without any."""
+    policy, peft = spec.start(), spec.adapters
+    adapted = add_adapters(policy, peft, spec.seed) if peft.enabled else None
+    tensors = policy.state_dict()
+
+    def held(kind: str, prefix: str = "") -> dict[str, Tensor]:
+        names = checkpoint_names(checkpoint, kind)
+        if foreign := sorted(name for name in names if name.removeprefix(prefix) not in tensors):
+            raise ValueError(f"checkpoint {checkpoint}: it is of another policy, and holds {foreign[:5]}")
+        return {name: tensors[name.removeprefix(prefix)] for name in names}
+
+    load_checkpoint(checkpoint, held(TRAINABLE))
+    if spec.export_average:  # of parameters; buffers are as they were
+        load_checkpoint(checkpoint, None, average=held(AVERAGE, "average."))
+    return policy, adapted
+
+
+def export(spec: PolicySpec, checkpoint: Path, output_dir: Path, drawn: Mapping[str, Any]) -> None:
+    """Write `pretrained_model`, as LeRobot loads it: the base with what trained put in, processors included.
+
+    Adapters are merged into the weights beside them, after they are written to `adapter` if that was asked for.
+
+    Args:
+        checkpoint: whose policy it is; it has all of what trained, however that was sharded.
+        output_dir: the run's folder. drawn: how the simulator that the data is from drew its pictures, if any.
+    """
+    policy, adapted = _trained_policy(spec, checkpoint)
+    pre, post = spec.processors()
+    if adapted is not None:
+        if spec.adapters.export == "adapter":
+            save_adapters(adapted, spec.base["path"], spec.base["revision"], pre, post, output_dir / "adapter")
+        merge(adapted)
+    folder = output_dir / "pretrained_model"
+    save_pretrained(policy, pre, post, folder)
+    if drawn:
+        # An evaluation in the simulator must show it the same pictures.
+        write_json(folder / ENVIRONMENT_NAME, {"drawn": drawn})
+
+
+def exported_checkpoint(job: Job, best: bool) -> Path:
+    """What a finished run exports: its last checkpoint, or the best one if that was asked for (--export best).
+
+    Raises:
+        RuntimeError: the run's last checkpoint was not written.
+    """
+    newest = latest_checkpoint(job.checkpoints_dir)
+    if newest is None or load_progress(newest).step != job.steps:
+        raise RuntimeError(f"{job.checkpoints_dir}: no checkpoint of the last step, {job.steps}: nothing to export")
+    return (best_checkpoint(job.checkpoints_dir) if best else None) or newest

@@ -1,0 +1,98 @@
+"""The model and the optimizer that a training process starts from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import cast
+
+import torch
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+
+from util import TrainableOptimizer, take_optimizer
+from vla_finetuning.config import Attention, TrainMode
+from vla_finetuning.policies.attention import choose_kernel
+from vla_finetuning.policies.augment import augmentation_of
+from vla_finetuning.policies.compiling import Compiler, why_not
+from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.processors import DeviceHalf, Prepare
+from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.policies.trainable import autocast_of, cast_frozen, choose_trainable, leave_off_unused
+from vla_finetuning.run.record import record_attention
+from vla_finetuning.run.rows import Rows
+from vla_finetuning.training.stream import Columns, Placed
+
+logger = logging.getLogger(__name__)
+
+
+def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, torch.dtype | None]:
+    """The policy with its loss on `device`, what trains chosen; and the autocast dtype (None: float32 throughout).
+
+    Of PI0.5 without what training never uses: `export` has it from the base, which it reads anew.
+    """
+    policy, train = spec.start(), spec.train
+    choose_trainable(policy, cast(TrainMode, train.mode), spec.adapters, spec.seed)
+    leave_off_unused(policy)
+    autocast = autocast_of(train.precision, device)
+    if autocast is not None:
+        cast_frozen(policy, autocast)
+    preprocessor, _ = spec.processors()
+    # Its device half: uint8 images become what the policy expects, on the device.
+    augmentation = augmentation_of(
+        train.augmentation, spec.image_transforms, spec.seed, list(spec.config.image_features)
+    )
+    images = DeviceHalf(preprocessor, spec.config, augmentation)
+    compiler = None
+    if train.compile:
+        if reason := why_not(device):
+            logger.warning("--train.compile does nothing: %s", reason)
+        else:
+            compiler = Compiler()
+    loss = PolicyLoss(
+        policy,
+        images=images,
+        mask_padding=train.mask_padding,
+        attention=cast(Attention, train.attention),
+        checkpointing=train.activation_checkpointing,
+        compile=compiler,
+    ).to(device)
+    loss.train()
+    return loss, autocast
+
+
+def check_attention(
+    spec: PolicySpec, loss: PolicyLoss, device: torch.device, autocast: torch.dtype | None, record_in: Path | None
+) -> None:
+    """Have PI0.5's loss use a kernel that is right on this device, at the shapes of the run.
+
+    Args:
+        record_in: folder of `attention.json`, which names the kernel; None: not written.
+    """
+    if not isinstance(spec.config, PI05Config):
+        return
+    shapes = loss.attentions(spec.cameras, spec.prompts)
+    choice = choose_kernel(loss.attention, shapes, device, autocast or torch.float32)
+    loss.attention = choice.kernel
+    if record_in is not None:
+        record_attention(record_in, asdict(choice))
+
+
+def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> TrainableOptimizer:
+    """The policy's own optimizer (LeRobot's preset) and learning rate, with what the run's options replace."""
+    recipe, policy = spec.recipe, loss.policy
+    return take_optimizer(
+        policy,
+        recipe.build(policy),
+        schedule=recipe.schedule(steps),
+        clip_norm=recipe.clip_norm,
+        decay=spec.average,
+    )
+
+
+def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
+    """The CPU half of the policy's preprocessor, for the tasks that read rows."""
+    preprocessor, _ = spec.processors()
+    prepare = Prepare(preprocessor, rows.camera_keys, spec.rename_map, spec.config, trusted=spec.trusted)
+    return Placed(prepare) if spec.augments else prepare
