@@ -10,7 +10,7 @@ MYPY_TARGETS := $(wildcard *.py ci/*.py vla_finetuning diagnostics benchmarks)
 # Extra arguments for the target's command: make test ARGS="-k lock"
 ARGS ?=
 
-.PHONY: help setup metaworld peers demo grpo test test-demo test-faults lint format lock notebook readme smoke demo-clean
+.PHONY: help setup metaworld peers demo grpo test test-demo test-faults lint format lock notebook smoke demo-clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -65,9 +65,6 @@ peers: $(STAMP) ## what benchmarks.data compares with and nothing else needs
 
 notebook: $(STAMP) ## README.ipynb from top to bottom, a few steps, into outputs/smoke_notebook
 	@PYTHON=$(PYTHON) bash ci/smoke_notebook.sh
-
-readme: $(STAMP) ## README.md from README.ipynb (ARGS="--images outputs/smoke_notebook/README.ipynb" for its images)
-	$(PYTHON) ci/readme.py $(ARGS)
 
 smoke: $(STAMP) ## a few steps by `python vla.py` and by `ray job submit`, into outputs/smoke_job
 	@PYTHON=$(PYTHON) bash ci/smoke_job.sh
