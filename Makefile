@@ -10,7 +10,7 @@ MYPY_TARGETS := $(wildcard *.py ci/*.py vla_finetuning diagnostics benchmarks)
 # Extra arguments for the target's command: make test ARGS="-k lock"
 ARGS ?=
 
-.PHONY: help setup metaworld peers demo grpo test test-demo test-faults lint format lock notebook smoke demo-clean
+.PHONY: help setup metaworld peers demo grpo test test-demo test-faults lint docs format lock notebook smoke demo-clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -45,6 +45,10 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(if $(MYPY_TARGETS),$(PYTHON) -m mypy $(MYPY_TARGETS))
+
+docs: $(STAMP) ## write docs/flags.md and docs/lerobot_train.md from the options
+	$(PYTHON) -m vla_finetuning.flags > docs/flags.md
+	$(PYTHON) -m vla_finetuning.lerobot_train > docs/lerobot_train.md
 
 format: $(STAMP) ## what ruff can mend by itself
 	$(PYTHON) -m ruff check --fix .

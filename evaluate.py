@@ -11,11 +11,17 @@ what came of them, failures first; an evaluation that was killed goes on there w
 from __future__ import annotations
 
 import sys
+
+if __name__ == "__main__" and sys.argv[1:2] != ["--compare"]:  # help and wrong flags, before seconds of imports
+    from vla_finetuning.flags import EVALUATE, check_command_line
+
+    check_command_line(EVALUATE)
+
 from collections.abc import Sequence
 from pathlib import Path
 
 from vla_finetuning.evaluation.trial import compare_folders, resolve_trial, run_trial
-from vla_finetuning.flags import parse_evaluate
+from vla_finetuning.flags import EVALUATE, asks_for_help, parse_evaluate
 from vla_finetuning.run import cluster
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
 
@@ -24,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 the evaluation failed, 2 it could not start."""
     argv = list(sys.argv[1:] if argv is None else argv)
     escape_warnings()
-    if not argv or argv[0] in ("--help", "-h"):
-        tell_text((__doc__ or "").strip())
+    if asks_for_help(argv):
+        tell_text(EVALUATE.help())
         return 0
     try:
         if argv[0] == "--compare":

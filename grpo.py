@@ -10,10 +10,16 @@ trains also acts. The mathematics is in docs/grpo.md.
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":  # help and what is wrong with flags, before seconds of imports
+    from vla_finetuning.flags import GRPO, check_command_line
+
+    check_command_line(GRPO)
+
 import contextlib
 import gc
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +40,7 @@ from vla_finetuning.config import CACHE_DIR, GrpoOptions, Strategy
 from vla_finetuning.demo import prepare_disobedient
 from vla_finetuning.evaluation.player import Player
 from vla_finetuning.files import write_json
-from vla_finetuning.flags import parse_grpo
+from vla_finetuning.flags import GRPO, asks_for_help, parse_grpo
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.rl.acting import Actor, Explorer
 from vla_finetuning.rl.demo import before_and_after, success_lines
@@ -203,8 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     escape_warnings()
-    if not argv or {"--help", "-h"} & set(argv):
-        tell_text((__doc__ or "").strip())
+    if asks_for_help(argv):
+        tell_text(GRPO.help())
         return 0
     with contextlib.ExitStack() as held:
         try:

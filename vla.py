@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # before seconds of imports
-    from vla_finetuning.flags import print_help
+if __name__ == "__main__":  # help and what is wrong with flags, before seconds of imports
+    from vla_finetuning.flags import VLA, check_command_line
 
-    sys.exit(print_help())
+    check_command_line(VLA)
 
 import contextlib
 import gc
@@ -49,7 +49,7 @@ from vla_finetuning.evaluation.demo import is_demo, success_table, try_demo
 from vla_finetuning.evaluation.during import Evaluator
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
 from vla_finetuning.files import write_json
-from vla_finetuning.flags import parse_args, print_help
+from vla_finetuning.flags import VLA, asks_for_help, parse_args
 from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.report.tracking import require_tracker, track
@@ -317,8 +317,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     escape_warnings()
-    if "--help" in argv or "-h" in argv:
-        return print_help()
+    if asks_for_help(argv):
+        tell_text(VLA.help())
+        return 0
     with contextlib.ExitStack() as held:
         try:
             run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())

@@ -41,7 +41,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import vla
 from util import Batch, NumpyToTorchCollate, Window
-from vla_finetuning.flags import help_text, parse_args
+from vla_finetuning.config import Precision
+from vla_finetuning.flags import VLA, parse_args
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.spec import PolicySpec
@@ -532,7 +533,7 @@ class _PretendedWatch(_Watch):
 def _audit_without_cuda(run: Run) -> Audit:
     train = run.config.train
     # On any GPU of the last years `auto` means bf16.
-    precision = "fp32" if train.precision == "fp32" else "bf16"
+    precision: Precision = "fp32" if train.precision == "fp32" else "bf16"
     scaling = replace(run.config.scaling, use_gpu=True)
     run = with_config(run, replace(run.config, train=replace(train, precision=precision), scaling=scaling))
     built = _build_without_storage(run.policy)
@@ -626,7 +627,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Audit the run that the flags describe, and print the result. Returns the exit status: see the module."""
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
-        tell_text(f"{__doc__}\n{help_text()}")
+        tell_text(f"{__doc__}\n{VLA.help()}")
         return 0
     try:
         run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())

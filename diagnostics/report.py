@@ -24,7 +24,7 @@ import vla
 from diagnostics.environment import Environment, Record
 from diagnostics.page import page
 from util import Batch, NumpyToTorchCollate
-from vla_finetuning.flags import help_text, parse_args
+from vla_finetuning.flags import VLA, parse_args
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.resolve import Run, resolve, with_config
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
@@ -68,7 +68,7 @@ def run_tool(
     argv = sys.argv[1:] if argv is None else argv
     escape_warnings()
     if "--help" in argv or "-h" in argv:
-        tell_text(f"{doc}\n{help_text()}")
+        tell_text(f"{doc}\n{VLA.help()}")
         return 0
     try:
         options, rest = parse_options(argv)

@@ -16,7 +16,7 @@ PACKAGE = "vla_finetuning"
 
 # What each room may import of the project, besides itself. A room is a file or a folder of files; the longest name that
 # fits a module counts. Whoever adds a line here says why in docs or review: each is one more thing to hold in the head.
-GROUND = {f"{PACKAGE}.{name}" for name in ("config", "files", "terminal")}
+GROUND = {f"{PACKAGE}.{name}" for name in ("config", "files", "options", "terminal")}
 DATA = {*GROUND, f"{PACKAGE}.data", "lerobot_datasource"}
 POLICIES = {*GROUND, f"{PACKAGE}.policies", f"{PACKAGE}.data.columns", f"{PACKAGE}.data.hub", "util"}
 ENVS = {*GROUND, f"{PACKAGE}.envs"}
@@ -28,6 +28,7 @@ RL = {*TRAINING, *EVALUATION, f"{PACKAGE}.rl"}
 PROGRAMS = {*TRAINING, *EVALUATION, f"{PACKAGE}.flags"}
 DIAGNOSTICS = {*PROGRAMS, "vla", "diagnostics"}
 MAY_IMPORT = {
+    f"{PACKAGE}.options": set(),
     f"{PACKAGE}.config": GROUND,
     f"{PACKAGE}.checks": GROUND,
     f"{PACKAGE}.flags": {*GROUND, f"{PACKAGE}.checks", f"{PACKAGE}.lerobot_train"},

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from lerobot.configs.train import TrainPipelineConfig
 
-from vla_finetuning.flags import LEROBOTS, flag_names, parse_args
+from vla_finetuning.flags import VLA, parse_args
 from vla_finetuning.lerobot_train import ANSWERED, TAKEN, answer, page
 
 
@@ -31,7 +31,7 @@ FLAGS = sorted(options(TrainPipelineConfig))
 def test_every_flag_is_taken_or_answered(flag):
     assert (flag in TAKEN) != (answer(flag) is not None)
     if flag in TAKEN:
-        assert flag.removesuffix(".*") in LEROBOTS or flag in flag_names()
+        assert flag in VLA.flags
         return
     with pytest.raises(ValueError) as refused:
         parse_args([f"--{flag.replace('*', 'type')}", "1", "--dataset.root=/d", "--policy.type=act", "--output_dir=/o"])
@@ -47,7 +47,7 @@ def test_nothing_is_answered_that_is_not_asked():
 def test_the_flags_that_answers_name_exist():
     named = {word.strip("(),;:") for said in ANSWERED.values() for word in said.split() if word.startswith("--")}
     assert len(named) > 8
-    assert {name.removeprefix("--") for name in named if not name.startswith("--policy.")} <= flag_names().keys()
+    assert {name.removeprefix("--") for name in named} <= VLA.flags.keys()
 
 
 def test_the_page_is_what_the_table_makes():

@@ -1,4 +1,7 @@
-"""Every option, and its default. Knows neither Ray nor torch, nor flags (flags.py), nor what is wrong (checks.py)."""
+"""Every option, and its default. Its type and bounds say which values there are; what fits together, checks.py.
+
+Knows neither Ray nor torch, nor how flags are read (flags.py).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from vla_finetuning.options import option
+
 CONFIG_NAME = "config.json"
 # Of a dataset recorded in a simulator (in meta/) and of policies trained on it: how its pictures were drawn.
 ENVIRONMENT_NAME = "environment.json"
@@ -19,7 +24,8 @@ OnError = Literal["stop", "skip"]
 Attention = Literal["eager", "sdpa"]
 Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard", "hsdp"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
-PRECISIONS = ("auto", "fp32", "bf16")
+Precision = Literal["auto", "fp32", "bf16"]
+Method = Literal["grpo", "rloo", "filtered"]
 # What NumPy's seeds are bounded by; those of torch and Python take more.
 MAX_SEED = 2**32 - 1
 CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
@@ -44,232 +50,373 @@ NUMBERS_GB = 20.0
 class ImageTransformOptions:
     """LeRobot's image transforms, for frames that are trained on; done on the device (policies/augment.py)."""
 
-    enable: bool = False
-    # Of the transforms below, so many for each camera of each row, drawn by their weights.
-    max_num_transforms: int = 3
-    # In the order in which they were drawn, instead of the order below.
-    random_order: bool = False
-    # {"name": {"weight": 1.0, "type": "ColorJitter", "kwargs": {"brightness": [0.8, 1.2]}}, ...}; LeRobot's when empty.
-    tfs: dict[str, Any] = field(default_factory=dict)
+    enable: bool = option(False, "Change training frames by LeRobot's image transforms.")
+    max_num_transforms: int = option(
+        3, "Number of transforms applied to each camera of each row, drawn by their weights.", min=1
+    )
+    random_order: bool = option(False, "Apply transforms in the order in which they were drawn, not in that of `tfs`.")
+    tfs: dict[str, Any] = option(
+        {},
+        "The transforms; LeRobot's own when empty.",
+        form="""JSON, as '{"dark": {"weight": 1.0, "type": "ColorJitter", "kwargs": {"brightness": [0.5, 0.9]}}}'""",
+    )
 
 
 @dataclass
 class DatasetOptions:
-    """Where the episodes are and which of them are trained on."""
+    """Where the episodes are, and which of them are trained on."""
 
-    # A LeRobot v3 dataset: a local folder, s3://..., gs://..., or several separated by commas.
-    root: str | None = None
-    # Instead of root, datasets and their weights: {"s3://bucket/a": 3, "/data/b": 1}. Each gives every epoch rows in
-    # proportion to its weight, whatever its size; an epoch is as many rows as they hold together (data/plan.py).
-    mixture: dict[str, float] = field(default_factory=dict)
-    # Several datasets must mean the same by the same number. Dimensions are put into the first dataset's order by name;
-    # where another dataset calls them otherwise, what the first calls them: {"action": {"shoulder": "joint_0", ...}}.
-    dimension_map: dict[str, dict[str, str]] = field(default_factory=dict)
-    # Accept datasets whose values reach more than 10 times as far as another's: other units, as a rule.
-    mixed_ranges: bool = False
-    # What a dataset of a mixture counts for in the normalisation statistics: its "weights", as in what is trained on,
-    # or its "frames".
-    mixture_stats: str = "weights"
-    # A dataset on the Hugging Face Hub; its revision is pinned in the run's config.json.
-    repo_id: str | None = None
-    revision: str | None = None
-    # Episodes to use; all when absent. Of several datasets: {"/data/a": [0, 1]}, and all of those not named.
-    episodes: list[int] | dict[str, list[int]] | None = None
-    # Episodes to leave out, written alike, or @FILE, a JSON file with either (`diagnostics.show_dataset` writes one).
-    exclude_episodes: list[int] | dict[str, list[int]] | str | None = None
-    # Use only episodes with a task that one of these patterns fits: "pick*", "*the red bin".
-    tasks: list[str] | None = None
-    # Share of the episodes held out for the open-loop error at the end of the run.
-    eval_split: float = 0.0
-    # Changes to frames that are trained on, as lerobot-train makes them: off, as there.
+    root: str | None = option(
+        None, "A LeRobot v3 dataset: a local folder, s3://..., gs://..., or several separated by commas."
+    )
+    repo_id: str | None = option(
+        None, "A dataset on the Hugging Face Hub; its revision is pinned in the run's config.json."
+    )
+    revision: str | None = option(None, "Branch, tag or commit of --dataset.repo_id; the newest when absent.")
+    mixture: dict[str, float] = option(
+        {},
+        "Datasets and their weights, instead of root. Each gives every epoch rows in proportion to its weight, "
+        "whatever its size; an epoch is as many rows as the datasets hold together.",
+        form="""JSON, as '{"s3://bucket/a": 3, "/data/b": 1}'""",
+    )
+    # Several datasets must mean the same by the same number.
+    dimension_map: dict[str, dict[str, str]] = option(
+        {},
+        "Names of a mixture's state and action dimensions that differ from the first dataset's, and the first "
+        "dataset's names for them. Dimensions are ordered by name, as in the first dataset.",
+        form="""JSON, as '{"action": {"shoulder": "joint_0"}}'""",
+    )
+    mixed_ranges: bool = option(
+        False, "Accept datasets whose values reach more than 10 times as far as another's: other units, as a rule."
+    )
+    mixture_stats: Literal["weights", "frames"] = option(
+        "weights",
+        "How datasets of a mixture count in the normalisation statistics: by their weights, as in what is trained on, "
+        "or by their frames.",
+    )
+    episodes: list[int] | dict[str, list[int]] | None = option(
+        None,
+        "Episodes to use; all when absent. Of several datasets, JSON by root; a root without an entry gives all.",
+        form="""episode numbers, as 3,7,20:30 (20 to 29), or JSON, as '{"/data/a": [0, 1]}'""",
+    )
+    exclude_episodes: list[int] | dict[str, list[int]] | str | None = option(
+        None,
+        "Episodes to leave out, or @FILE, a JSON file with them (`python -m diagnostics.show_dataset` writes one).",
+        form="""episode numbers, as 3,7,20:30 (20 to 29), or JSON, as '{"/data/a": [0, 1]}', or @FILE""",
+    )
+    tasks: list[str] | None = option(
+        None,
+        "Use only episodes with a task that one of these patterns fits.",
+        form="patterns, as 'pick*,*the red bin'",
+    )
+    eval_split: float = option(
+        0.0, "Share of the episodes held out for the open-loop error at the end of the run.", min=0, below=1
+    )
+    # Off, as in lerobot-train.
     image_transforms: ImageTransformOptions = field(default_factory=ImageTransformOptions)
-    # Policies that normalise images: by ImageNet's mean and standard deviation, as lerobot-train does, in the place of
-    # the dataset's own.
-    use_imagenet_stats: bool = True
-    # The last frames of each episode, so many, are not trained on; as many as the policy's type wants when absent
-    # (diffusion: those whose action chunk would be mostly padding), as lerobot-train's sampler.
-    drop_n_last_frames: int | None = None
-    # Frames of training episodes in which nothing moves for longer than so many seconds are not trained on: no
-    # dimension of state or action leaves a thousandth of its range (data/idle.py). Other frames' action chunks still
-    # hold their actions. openpi's filter of DROID is 0.4.
-    skip_idle: float | None = None
-    # How often each training episode comes in an epoch, on average; 0 leaves it out: a column of numbers in the
-    # dataset's own meta/episodes, or @FILE, of the forms in data/episode_weights.py. In a mixture they say it of an
-    # epoch of their dataset, whose share of the mixture's is as ever.
-    episode_weights: str | None = None
-    # Cameras to decode, by dataset key; those that the policy wants when absent.
-    camera_keys: list[str] | None = None
-    # A camera that the policy has and the dataset lacks: "error", or "mask" (the policy sees a masked image).
-    missing_cameras: str = "error"
-    # "auto": where the policy fits frames into one size anyway ([224, 224] for PI0.5) and that at least halves a row,
-    # that is done where they are decoded, so that fewer bytes travel and a shuffle window has room for more rows.
-    # [height, width]: so in any case. "stored": frames as they are, bit for bit as LeRobot reads them.
-    image_size: list[int] | str | None = "auto"
-    # An episode that cannot be read: "stop" the run, or "skip" it: its rows then keep their places in the batches but
-    # do not count in the loss, and OUTPUT_DIR/skipped.jsonl names it.
-    on_error: str = "stop"
-    # With "skip": the share of rows that may be, of those trained on so far and at least of an epoch's. A run of which
-    # more cannot be read ends: it would be trained on another dataset than the one it names.
-    max_skipped: float = 0.01
-    # Rows shuffled among themselves (bounded by memory); see data/plan.py.
-    shuffle_window: int = 512
-    # From at least so many places of the dataset (segments) a window takes its rows, whatever a row's size. More mix
-    # better and cost decoding (docs/data_engine.md). null: segments of 16 rows, however few that makes.
-    window_segments: int | None = 32
-    # Segments begin at key frames of the videos, where they are as long as those are apart: what comes before need not
-    # be decoded.
-    at_key_frames: bool = True
-    # Object stores (data/storage.py): seconds for one request with its retries; a folder on each node's own disk that
-    # keeps what was read, and how much of it (worth it where a node's share of the dataset fits and is read twice).
-    read_timeout_s: float = READ_TIMEOUT_S
-    cache_dir: str | None = None
-    cache_size_gb: float = CACHE_SIZE_GB
-    # A folder on each node's own disk that keeps the frames decoded of videos, and how much of them: later epochs, and
-    # runs on the same dataset, do not decode what is there. What does not fit is decoded every time. "auto": in
-    # VLA_FRAMES_DIR (of one user, on a local disk), where a run reads its frames more than once and they fit the disk.
-    frame_cache: str | None = None
-    frame_cache_gb: float = FRAME_CACHE_GB
-    # From the second epoch on, rows are drawn one by one from the whole dataset instead of in segments: better mixed,
-    # and for free where all frames are kept. For runs on one node, or with a shard for each: others would decode single
-    # frames until each node has them all.
-    global_shuffle: bool = False
-    # Divide the rows into so many equal shards, of which every batch has equally many rows: as many as there are nodes
-    # with workers. Each node then reads one of them for its own workers, and finds in the second epoch all frames that
-    # it kept in the first (docs/data_engine.md). And how many rows of a shard come in turn: those that the workers of a
-    # node take at once when absent.
-    shards: int = 1
-    shard_rows: int | None = None
-    # A training process that has waited so long for its next batch ends the attempt with an error that names its rows:
-    # a read that hangs is noticed by nobody else. Longer than several requests that each take all of read_timeout_s,
+    use_imagenet_stats: bool = option(
+        True,
+        "Normalise images by ImageNet's mean and standard deviation, as lerobot-train does, instead of the dataset's; "
+        "for policies that normalise images.",
+    )
+    drop_n_last_frames: int | None = option(
+        None,
+        "Number of frames at the end of each episode that are not trained on; the policy type's own when absent "
+        "(diffusion: those whose action chunk would be mostly padding).",
+        min=0,
+    )
+    # No dimension of state or action leaves a thousandth of its range (data/idle.py). openpi's filter of DROID is 0.4.
+    skip_idle: float | None = option(
+        None,
+        "Leave out training frames in which nothing moves for longer than this many seconds. Action chunks of other "
+        "frames still hold their actions.",
+        above=0,
+    )
+    # Forms: data/episode_weights.py. In a mixture they speak of an epoch of their dataset, whose share stays.
+    episode_weights: str | None = option(
+        None,
+        "How often each training episode comes in an epoch, on average; 0 leaves it out.",
+        form="a column of the dataset's meta/episodes, or @FILE",
+    )
+    camera_keys: list[str] | None = option(
+        None,
+        "Cameras to decode; those that the policy wants when absent.",
+        form="dataset keys, as observation.images.top,observation.images.wrist",
+    )
+    missing_cameras: MissingCameras = option(
+        "error", "A camera that the policy has and the dataset lacks: an error, or a masked image."
+    )
+    # auto: that at least halves a row, so fewer bytes travel and a shuffle window has capacity for more rows.
+    image_size: list[int] | Literal["auto", "stored"] = option(
+        "auto",
+        "Size of frames as they leave the decoder. auto: the policy's own, where it fits frames into one size anyway "
+        "and that at least halves a row. stored: as they are, bit for bit as LeRobot reads them.",
+        form="auto, stored, or [height, width] in pixels",
+    )
+    on_error: OnError = option(
+        "stop",
+        "An episode that cannot be read: stop the run, or skip it: its rows keep their places in the batches but do "
+        "not count in the loss, and OUTPUT_DIR/skipped.jsonl names it.",
+    )
+    # A run that skips more would be trained on another dataset than the one that it names.
+    max_skipped: float = option(
+        0.01,
+        "With --dataset.on_error skip: the share of rows that may be skipped, of those trained on so far and at least "
+        "of an epoch's. A run that skips more ends.",
+        min=0,
+        max=1,
+    )
+    shuffle_window: int = option(512, "Rows shuffled among themselves, bounded by memory (docs/data_engine.md).", min=1)
+    window_segments: int | None = option(
+        32,
+        "Least number of places in the dataset (segments) that a shuffle window takes its rows from. More mix better "
+        "and cost decoding. null: segments of 16 rows, however few that makes.",
+        min=1,
+    )
+    # What comes before a key frame need not be decoded.
+    at_key_frames: bool = option(
+        True, "Begin segments at key frames of the videos, where segments are as long as those are apart."
+    )
+    read_timeout_s: float = option(
+        READ_TIMEOUT_S, "Seconds for one request to an object store with its retries.", above=0
+    )
+    # Worth it where a node's share of the dataset fits and is read twice.
+    cache_dir: str | None = option(
+        None, "A folder on each node's own disk that caches what is read from an object store."
+    )
+    cache_size_gb: float = option(CACHE_SIZE_GB, "Size of --dataset.cache_dir on each node, in GB.", above=0)
+    frame_cache: str | None = option(
+        None,
+        "A folder on each node's own disk that caches decoded frames, for later epochs and runs on the same dataset. "
+        "auto: in VLA_FRAMES_DIR, where a run reads its frames more than once and they fit the disk.",
+    )
+    frame_cache_gb: float = option(FRAME_CACHE_GB, "Size of --dataset.frame_cache on each node, in GB.", above=0)
+    # For free where all frames are cached. For runs on one node, or with a shard for each node: other runs would decode
+    # single frames until each node has cached all of them.
+    global_shuffle: bool = option(
+        False, "From the second epoch on, draw rows one by one from the whole dataset instead of in segments."
+    )
+    # Each node reads one shard for its own workers, and finds in the second epoch all frames that it cached in the
+    # first (docs/data_engine.md).
+    shards: int = option(
+        1,
+        "Divide the rows into this many equal shards, with equally many rows of each in every batch: as many as there "
+        "are nodes with workers.",
+        min=1,
+    )
+    shard_rows: int | None = option(
+        None,
+        "Rows of a shard that come in turn; those that the workers of a node take at once when absent.",
+        flag=None,
+        min=1,
+    )
+    # A hanging read is noticed by nothing else. Longer than several requests that each take all of read_timeout_s,
     # shorter than collective_timeout_s, after which the other ranks could only say that this one is missing.
-    batch_timeout_s: float = 600.0
+    batch_timeout_s: float = option(
+        600.0,
+        "Seconds that a training process waits for its next batch; then it ends the attempt with an error that names "
+        "the rows.",
+        above=0,
+    )
 
 
 @dataclass
-class TrainOptions:
+class StepOptions:
     """How a step is computed."""
 
-    # What is updated: the action projections, the whole action expert, or everything that the loss can reach.
-    mode: str = "expert"
-    # auto: bf16 autocast on GPUs that have it, otherwise fp32. Weights that train are fp32 always.
-    precision: str = "auto"
-    # Changes to frames that are trained on. "openpi": a crop of 0.95 resized, a turn of up to 5 degrees, brightness,
-    # contrast and saturation; of cameras with "wrist" in their name only the last three. The other way to have some is
-    # --dataset.image_transforms.enable.
-    augmentation: str = "none"
-    # Leave padded action steps out of the loss. LeRobot's PI0.5 and openpi count them, so the default does.
-    mask_padding: bool = False
-    # PI0.5: draws of noise and time per row. More than one is another estimator of the same loss: images and language
-    # are computed once for all of them, so each costs little and lowers the variance, but rows are still batch_size.
-    noise_draws: int = 1
-    # PI0.5: how attention is computed. "sdpa": PyTorch's fused kernels; "eager": as LeRobot writes it, the same up to
-    # rounding, with the attention weights in memory.
-    attention: str = "sdpa"
-    # PI0.5: keep only what enters each layer and compute the layer again in backward. Same result, less memory, slower.
-    activation_checkpointing: bool = False
-    # PI0.5: cut the padding of a micro-batch's prompts down to its longest one, rounded up. The same up to rounding.
-    trim_prompts: bool = True
-    # PI0.5: torch.compile the layers, on GPUs where that works. The same up to rounding; the first step compiles.
-    compile: bool = False
-    # Bitwise repeatable: deterministic kernels only.
-    deterministic: bool = False
-    # End the run when more steps than this had a loss or gradient that is not finite (such steps are skipped).
-    max_nonfinite: int = 10
-    # Gradient norm above which gradients are scaled down; the policy's own when absent.
-    clip_norm: float | None = None
+    mode: TrainMode = option(
+        "expert",
+        "What trains: the action projections (heads), the whole action expert, or everything that the loss can reach "
+        "(full).",
+    )
+    precision: Precision = option(
+        "auto",
+        "auto: bf16 autocast on GPUs that have it, otherwise fp32. Weights that train are fp32 always.",
+    )
+    attention: Attention = option(
+        "sdpa",
+        "PI0.5's attention: PyTorch's fused kernels (sdpa), or as LeRobot writes it (eager): the same up to rounding, "
+        "with the attention weights in memory.",
+    )
+    activation_checkpointing: bool = option(
+        False,
+        "PI0.5: keep only what enters each layer, and compute the layer again in backward. Same result, less memory, "
+        "slower.",
+    )
+    trim_prompts: bool = option(
+        True,
+        "PI0.5: cut the padding of a micro-batch's prompts down to the longest one, rounded up. Same up to rounding.",
+    )
+    compile: bool = option(
+        False,
+        "PI0.5: torch.compile the layers, on GPUs where that works. Same up to rounding; the first step compiles.",
+    )
+    deterministic: bool = option(False, "Use deterministic kernels only: runs repeat bit by bit.")
+    max_nonfinite: int = option(
+        10,
+        "End the run when more steps than this had a loss or gradient that is not finite; such steps are skipped.",
+        min=0,
+    )
+    clip_norm: float | None = option(
+        None, "Gradient norm above which gradients are scaled down; the policy's own when absent.", above=0
+    )
+
+
+@dataclass
+class TrainOptions(StepOptions):
+    """How a step is computed, and on what changes of a row."""
+
+    # "openpi": a crop of 0.95 resized, a turn of up to 5 degrees, brightness, contrast and saturation.
+    augmentation: Literal["none", "openpi"] = option(
+        "none",
+        "Change training frames as openpi does: crop, rotation and colours; cameras with `wrist` in their name: "
+        "colours only. --dataset.image_transforms.enable is the other way.",
+    )
+    # LeRobot's PI0.5 and openpi count them, so the default does.
+    mask_padding: bool = option(False, "Leave padded action steps out of the loss.")
+    # Another estimator of the same loss, with less variance: images and language are computed once for all draws.
+    noise_draws: int = option(
+        1,
+        "PI0.5: draws of noise and time for each row. Images and language are computed once for all draws; rows are "
+        "still batch_size.",
+        min=1,
+    )
 
 
 @dataclass
 class SampleWeightingOptions:
     """Weights of rows in the loss, as lerobot-train has them (run/row_weights.py)."""
 
-    # "rabc": by the progress that a reward model saw; any other option of these asks for it. "uniform": all alike, as
-    # when absent.
-    type: str | None = None
-    # A parquet file of this machine, or hf://datasets/USER/NAME/FILE; the dataset's sarm_progress.parquet when absent.
-    progress_path: str | None = None
-    # Which column of it, progress_sparse or progress_dense.
-    head_mode: str = "sparse"
-    # What is gained in an action chunk above this weighs 1.
-    kappa: float = 0.01
-    epsilon: float = 1e-6
-    # {"fallback_weight": 1.0}: of frames whose progress is not known.
-    extra_params: dict[str, Any] = field(default_factory=dict)
+    type: Literal["rabc", "uniform"] | None = option(
+        None,
+        "rabc: weigh rows by the progress that a reward model saw; any other option of this group asks for it. "
+        "uniform: all alike, as when absent.",
+    )
+    progress_path: str | None = option(
+        None,
+        "A parquet file of this machine, or hf://datasets/USER/NAME/FILE; the dataset's sarm_progress.parquet when "
+        "absent.",
+    )
+    head_mode: Literal["sparse", "dense"] = option("sparse", "Column of that file: progress_sparse or progress_dense.")
+    kappa: float = option(0.01, "Progress within an action chunk above which the row weighs 1.")
+    epsilon: float = option(1e-6, "Added to what weights are divided by.", above=0)
+    extra_params: dict[str, Any] = option(
+        {},
+        "Weight of frames whose progress is not known.",
+        form="""JSON, as '{"fallback_weight": 1.0}'""",
+    )
 
 
 @dataclass
 class EmaOptions:
     """An exponential moving average of the weights that train, fp32 (lerobot-train has none; openpi does)."""
 
-    enable: bool = False
-    # Of the average at every step. openpi's default, an average of about the last 100 steps; its LIBERO recipe: 0.999.
-    decay: float = 0.99
-    # The average is what is measured on held-out episodes and exported; false: the weights themselves are.
-    export: bool = True
+    enable: bool = option(False, "Average the weights that train.")
+    # openpi's default; its LIBERO recipe has 0.999.
+    decay: float = option(
+        0.99, "Share of the average that stays at every step: 0.99 averages about the last 100 steps.", above=0, below=1
+    )
+    export: bool = option(True, "Measure and export the average; false: the weights themselves.")
 
 
 @dataclass
-class ScalingOptions:
+class WorkerOptions:
     """What the run may use of the cluster."""
 
-    # Training processes, one GPU each where there are GPUs. `--scaling.num_workers 2,8`: as many as there is room for,
-    # at least 2 and at most 8; a step's rows stay those of 8 workers.
-    num_workers: int = 1
-    min_workers: int | None = None
-    # How often to look whether there is room for more workers.
-    resize_interval_s: float = 60.0
-    # Absent: as found.
-    use_gpu: bool | None = None
-    # Ray's name of a GPU type that workers need, e.g. "L4".
-    accelerator_type: str | None = None
-    # How what trains is spread over workers. ddp: a copy on each, the fastest where it fits. fsdp2: a part of
-    # parameters, gradients and Adam's moments on each; parameters are whole during a step (as ZeRO-2). fsdp2_reshard:
-    # they are whole only where they are computed with (as ZeRO-3). hsdp: as fsdp2 among the workers of a node, with a
-    # copy on every node, so that nothing but gradients travels between nodes. --resume may change it.
-    strategy: str = "ddp"
-    # hsdp: how many workers hold a copy together; those of a node when absent.
-    shard_workers: int | None = None
-    # For policies of which a batch may leave something that trains without a gradient: DDP then searches, every step.
+    num_workers: int = option(
+        1,
+        "Training processes, one GPU each where there are GPUs. 2,8: as many as there is capacity for, at least 2 and "
+        "at most 8; a step's rows stay those of 8 workers.",
+        form="a whole number, or the least and the most, as 2,8",
+        min=1,
+    )
+    min_workers: int | None = option(
+        None, "The least number of workers; --scaling.num_workers 2,8 sets it.", flag=None, min=1
+    )
+    resize_interval_s: float = option(
+        60.0, "Seconds between looks at whether there is capacity for more workers.", above=0
+    )
+    use_gpu: bool | None = option(None, "Train on GPUs; as found when absent.")
+    accelerator_type: str | None = option(None, "Ray's name of the GPU type that workers need, e.g. L4 or A100-80G.")
+    strategy: Strategy = option(
+        "ddp",
+        "How what trains is spread over workers. ddp: a replica on each, the fastest where it fits. fsdp2: a shard of "
+        "parameters, gradients and Adam's moments on each; parameters are whole during a step (as ZeRO-2). "
+        "fsdp2_reshard: parameters are whole only where they are computed with (as ZeRO-3). hsdp: as fsdp2 among the "
+        "workers of a node, with a replica on every node, so that nothing but gradients travels between nodes. "
+        "--resume may change it.",
+    )
+    shard_workers: int | None = option(
+        None, "hsdp: how many workers hold a replica together; those of a node when absent.", min=1
+    )
+    cpus_per_worker: float = option(
+        1.0, "CPUs that each training process holds; the other CPUs of a node decode.", above=0
+    )
+    free_disk_gb: float = option(
+        5.0,
+        "Free disk in GB that every node must have under Ray's temporary directory (logs; objects that overflow "
+        "memory).",
+        above=0,
+    )
+    max_failures: int = option(
+        3,
+        "Number of times that the worker group is started anew after failures before the run gives up; -1: no limit. "
+        "Preempted nodes do not count.",
+        min=-1,
+    )
+    # Longer than an autoscaler usually takes to bring a node, and a spot instance or a machine that restarts to come
+    # back; what still runs is paid for meanwhile.
+    nodes_timeout_s: float = option(3600.0, "Seconds to wait for nodes with capacity for the workers.", above=0)
+    # Longer than any pause that is not a fault: compiling kernels and loading weights keep a process from answering for
+    # tens of seconds.
+    worker_timeout_s: float = option(
+        300.0, "Seconds without an answer after which a training process is taken for dead.", above=0
+    )
+    # Longer than the slowest batch or checkpoint that the other ranks may have to wait for.
+    collective_timeout_s: float = option(
+        900.0, "Seconds after which a collective ends with an error, because a rank is stuck.", above=0
+    )
+
+
+@dataclass
+class ScalingOptions(WorkerOptions):
+    """What the run may use of the cluster, to train and to decode."""
+
     # `python -m diagnostics.find_unused_params` tells whether there is any; PI0.5 has none.
-    find_unused_parameters: bool = False
-    # CPUs that each training process holds; what is left of a node decodes.
-    cpus_per_worker: float = 1.0
-    # CPUs (and decoder threads) of a read task.
-    cpus_per_read_task: float = 1.0
-    # Free disk that every node must have under Ray's temporary directory (logs; objects that overflow memory).
-    free_disk_gb: float = 5.0
-    # Worker groups started anew after failures before the run gives up. Preempted nodes do not count.
-    max_failures: int = 3
-    # How long to wait for room for the workers. Longer than an autoscaler usually takes to bring a node, and a spot
-    # instance or a machine that restarts to come back; what still runs is paid for meanwhile.
-    nodes_timeout_s: float = 3600.0
-    # A training process that has not answered for so long is taken for dead. Longer than any pause that is not a
-    # fault: compiling kernels and loading weights keep it from answering for tens of seconds.
-    worker_timeout_s: float = 300.0
-    # A collective that takes so long ends with an error: a rank is stuck. Longer than the slowest batch or checkpoint
-    # that the other ranks may have to wait for.
-    collective_timeout_s: float = 900.0
+    find_unused_parameters: bool = option(
+        False,
+        "Let DDP search, every step, for parameters without a gradient: for policies that may leave some of what "
+        "trains out of a batch.",
+    )
+    cpus_per_read_task: float = option(1.0, "CPUs (and decoder threads) of a read task.", above=0)
 
 
 @dataclass
 class PeftOptions:
-    """Adapters, which train in the place of the policy's own weights (policies/lora.py); lerobot-train's flags."""
+    """Adapters, which train instead of the policy's own weights (policies/lora.py); lerobot-train's flags."""
 
-    # "lora". Any other of these options asks for it as well.
-    method_type: str | None = None
-    # Which linear layers have adapters: suffixes of their names, or a regular expression for all of a name; the policy
-    # type's own choice when absent (PI0.5: the action expert's q_proj and v_proj, and the projections of actions).
-    target_modules: list[str] | str | None = None
-    # Layers that train whole, besides.
-    full_training_modules: list[str] | None = None
-    # How adapters start: PEFT's own way when absent, or "gaussian". In both the policy starts as it was.
-    init_type: str | None = None
-    # Rank of the adapters; what they amount to is multiplied by lora_alpha / r (PEFT's alpha, 8, when absent).
-    r: int = 16
-    lora_alpha: int | None = None
-    # OUTPUT_DIR/pretrained_model has them "merged" into the policy's weights, as robots run it. "adapter": besides,
-    # OUTPUT_DIR/adapter has them alone, which LeRobot and PEFT put onto the policy that the run started from.
-    export: str = "merged"
+    method_type: str | None = option(
+        None, "Train adapters of this kind. Any other option of this group asks for lora as well.", form="lora"
+    )
+    target_modules: list[str] | str | None = option(
+        None,
+        "Linear layers that have adapters; the policy type's own choice when absent (PI0.5: the action expert's q_proj "
+        "and v_proj, and the projections of actions).",
+        form="""suffixes of names, as '["q_proj", "v_proj"]', or a regular expression for whole names""",
+    )
+    full_training_modules: list[str] | None = option(None, "Layers that train whole, besides.")
+    # In both ways the policy starts as it was. Others change its own weights, which are taken from where the run began.
+    init_type: Literal["gaussian"] | None = option(None, "How adapters start: PEFT's own way when absent.")
+    r: int = option(16, "Rank of the adapters.", min=1)
+    lora_alpha: int | None = option(
+        None, "Adapters are multiplied by lora_alpha / r; PEFT's own, 8, when absent.", min=1
+    )
+    export: Literal["merged", "adapter"] = option(
+        "merged",
+        "merged: OUTPUT_DIR/pretrained_model has the adapters in the policy's weights, as robots run it. adapter: "
+        "besides, OUTPUT_DIR/adapter has them alone, for LeRobot and PEFT to put onto the policy that the run started "
+        "from.",
+    )
 
     @property
     def enabled(self) -> bool:
@@ -280,121 +427,303 @@ class PeftOptions:
 class RunOptions:
     """What a run writes down about itself."""
 
-    # Write which rows each micro-batch held, for `python -m diagnostics.check_rows OUTPUT_DIR`.
-    record_rows: bool = False
+    record_rows: bool = option(
+        False, "Write which rows each micro-batch held, for `python -m diagnostics.check_rows OUTPUT_DIR`."
+    )
 
 
 @dataclass
 class EvalOptions:
     """How a policy is tried in an environment (evaluation/closed_loop.py). None of it changes what comes out."""
 
-    # Episodes to play, of each task.
-    n_episodes: int = 50
-    # Rows that a policy decides for at once, at most.
-    batch_size: int = 32
-    # How long who waits for a decision waits for company, while others are still simulating.
-    wait_ms: float = 20.0
-    # Fill every batch up to batch_size, and compute it in one thread where that is on CPUs: rounding then does not
-    # depend on how many episodes happen to wait, or on the machine's cores, either.
-    exact: bool = False
-    # Processes that simulate, and that decide, half a CPU each; those that decide also a GPU, where there are any. When
-    # absent, one decides on a GPU and up to four on CPUs, and as many simulate as there is room for.
-    env_actors: int | None = None
-    policy_actors: int | None = None
-    # A step or a reset that takes longer is taken for hanging: its process ends, and its episodes are played again.
-    step_limit_s: float = 60.0
-    # How long to wait for room for the first of these processes.
-    room_timeout_s: float = 600.0
-    # Of the episodes that failed, so many are shown on the page at most, and of the others half as many; 0: none.
-    videos: int = 10
+    n_episodes: int = option(50, "Episodes to play, of each task.", min=1)
+    batch_size: int = option(32, "Rows that a policy decides for at once, at most.", min=1)
+    wait_ms: float = option(
+        20.0,
+        "Milliseconds that an episode waits for others before the policy decides, while others still simulate.",
+        flag=None,
+        above=0,
+    )
+    exact: bool = option(
+        False,
+        "Fill every batch up to batch_size, and compute it in one thread on CPUs: rounding then depends neither on how "
+        "many episodes happen to wait nor on the machine's cores.",
+    )
+    env_actors: int | None = option(
+        None, "Processes that simulate, half a CPU each; as many as there is capacity for when absent.", min=1
+    )
+    policy_actors: int | None = option(
+        None,
+        "Processes that decide, half a CPU each and a GPU where there are any; when absent one on a GPU, or up to four "
+        "on CPUs.",
+        min=1,
+    )
+    step_limit_s: float = option(
+        60.0,
+        "Seconds after which a step or a reset is taken for hanging: its process ends, and its episodes are played "
+        "again.",
+        above=0,
+    )
+    room_timeout_s: float = option(600.0, "Seconds to wait for capacity for the first of these processes.", above=0)
+    videos: int = option(
+        10, "Failed episodes that the page shows at most, and half as many of the others; 0: none.", min=0
+    )
 
 
 @dataclass
 class GrpoOptions:
-    """How a policy learns from success alone (`grpo.py`, docs/grpo.md). Defaults are those published for PI0.5."""
+    """How a policy learns from success alone (docs/grpo.md). Defaults are those published for PI0.5."""
 
-    # "grpo": clipped policy gradient, returns compared within a group; "rloo": REINFORCE with the mean of the others as
-    # its baseline; "filtered": imitation of the episodes that succeeded. All on the same episodes.
-    method: str = "grpo"
-    # An iteration: groups x group_size episodes, those of a group from the same initial state, then updates.
-    iterations: int = 100
-    groups: int = 16
-    group_size: int = 8
-    # What an episode is worth: "success" (1 or 0), or its "return" (the sum of its rewards).
-    reward: str = "success"
-    # The random sampler (rl/flow_sde.py): steps from noise to actions, how much noise (a), and whether "all" of the
-    # steps are random or "one" of each decision.
-    flow_steps: int = 5
-    noise_level: float = 0.5
-    random_steps: str = "all"
-    # Passes over an iteration's decisions, in minibatches of so many over all workers, evenly cut.
-    epochs: int = 2
-    minibatch: int = 64
-    # The ratio of probabilities is clipped to [1 - clip_low, 1 + clip_high]; dual_clip bounds a bad episode's loss.
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = 3.0
-    # Divide advantages by the group's standard deviation.
-    normalise: bool = True
-    # An iteration's updates end when the policy has moved so far from the one that acted; null: they never do.
-    target_kl: float | None = 0.05
-    # Weight of the divergence from the policy that the run started from. Keeps a second copy of the policy.
-    kl: float = 0.0
-    # Iterations over which the learning rate rises; after that it stays.
-    warmup: int = 3
-    # Every so many iterations the policy plays --eval.n_episodes held-out episodes by the deterministic sampler.
-    eval_every: int = 10
-    # Processes of each training worker that simulate, in two halves that take turns with inference; environments in
-    # each of them, and the CPUs that it holds.
-    env_actors: int = 2
-    envs_per_actor: int = 8
-    env_actor_cpus: float = 1.0
-    # Decisions that the policy makes at once, at most.
-    inference_batch: int = 64
+    method: Method = option(
+        "grpo",
+        "grpo: clipped policy gradient, returns compared within a group. rloo: REINFORCE with the mean of the others "
+        "as its baseline. filtered: imitation of the episodes that succeeded. All on the same episodes.",
+    )
+    iterations: int = option(100, "Iterations: groups x group_size episodes each, then updates.", min=1)
+    groups: int = option(16, "Groups of an iteration.", min=1)
+    group_size: int = option(8, "Episodes of a group, all from the same initial state.", min=2)
+    reward: Literal["success", "return"] = option(
+        "success", "What an episode is worth: success (1 or 0), or its return (the sum of its rewards)."
+    )
+    flow_steps: int = option(5, "Steps of the random sampler from noise to actions (rl/flow_sde.py).", min=1)
+    noise_level: float = option(0.5, "How much noise the random sampler adds (a).", above=0)
+    random_steps: Literal["all", "one"] = option("all", "Steps of each decision that are random.")
+    epochs: int = option(2, "Passes over an iteration's decisions.", min=1)
+    minibatch: int = option(64, "Decisions of a minibatch over all workers, evenly cut.", min=1)
+    clip_low: float = option(0.2, "The ratio of probabilities is clipped at 1 - clip_low below.", above=0, below=1)
+    clip_high: float = option(0.2, "The ratio of probabilities is clipped at 1 + clip_high above.", above=0)
+    dual_clip: float | None = option(3.0, "Bound of a bad episode's loss; null: none.", above=0)
+    normalise: bool = option(True, "Divide advantages by the group's standard deviation.")
+    target_kl: float | None = option(
+        0.05,
+        "Divergence from the policy that acted at which an iteration's updates end; null: they never do.",
+        above=0,
+    )
+    kl: float = option(
+        0.0,
+        "Weight of the divergence from the policy that the run started from. Above 0 a second replica is held.",
+        min=0,
+    )
+    warmup: int = option(3, "Iterations over which the learning rate rises; after that it stays.", min=0)
+    eval_every: int = option(
+        10,
+        "Iterations between evaluations: --eval.n_episodes held-out episodes by the deterministic sampler.",
+        min=1,
+    )
+    env_actors: int = option(
+        2,
+        "Processes of each training worker that simulate, in two halves that take turns with inference.",
+        min=1,
+    )
+    envs_per_actor: int = option(8, "Environments of each of these processes.", min=1)
+    env_actor_cpus: float = option(1.0, "CPUs that each of these processes holds.", above=0)
+    inference_batch: int = option(64, "Decisions that the policy makes at once, at most.", min=1)
+
+
+# ---- groups whose flags have no dot; programs are made of them ----------------------------------------------------
 
 
 @dataclass
-class EvaluateConfig:
-    """One evaluation in the loop (`evaluate.py`). Flags that `lerobot-eval` has keep its names and meaning."""
+class PolicyOptions:
+    """The policy."""
+
+    policy_path: str | None = option(None, "A pretrained policy: a folder or a Hub id.", flag="policy.path")
+    policy_revision: str | None = option(
+        None, "Branch, tag or commit of a --policy.path on the Hub.", flag="policy.pretrained_revision"
+    )
+    # As given: --chunk_size=20 and so on.
+    policy_options: list[str] = option([], "An option of the policy itself: --policy.chunk_size 20.", flag="policy.*")
+    # Only ever as this start's command line says: who can write a run's folder must not be able to ask for it.
+    policy_trust_remote_code: bool = option(
+        False,
+        "Run code that comes with the policy, for types that need it. What runs is named.",
+        flag="policy.trust_remote_code",
+    )
+    rename_map: dict[str, str] = option(
+        {},
+        "Names of the policy for features of the dataset (of any of several), or of the environment.",
+        form="""JSON, as '{"observation.images.front": "observation.images.base_0_rgb"}'""",
+    )
+
+
+@dataclass
+class EnvironmentOptions:
+    """The environment."""
+
+    env_type: str | None = option(None, "An environment, as LeRobot names it: two_bins, metaworld.", flag="env.type")
+    env_options: list[str] = option([], "An option of the environment itself: --env.task reach-v3.", flag="env.*")
+
+
+@dataclass
+class JobOptions:
+    """The run and its folder."""
+
+    preset: str | None = option(None, "A set of flags that come before those given; see Presets.")
+    output_dir: str | None = option(None, "The run's folder; on a cluster a path that all nodes share.")
+    resume: bool = option(
+        False,
+        "Go on with the run in output_dir. auto: if there is one, else start it, as a job that is retried wants.",
+        form="true, false or auto",
+    )
+    dry_run: bool = option(False, "Check everything and print the plan; train nothing.")
+    seed: int = option(1000, "Seed of everything that is drawn at random.", min=0, max=MAX_SEED)
+    track: TrackerName | None = option(None, "Draw the curves in a tracker, besides metrics.jsonl.")
+    track_project: str = option("vla-fine-tuning", "The tracker's project.")
+    price_per_gpu_hour: float | None = option(
+        None, "What a GPU costs per hour, in any currency: the report then says what 1000 samples cost.", above=0
+    )
+
+
+@dataclass
+class LearningOptions:
+    """How much and how fast the policy learns."""
+
+    batch_size: int = option(
+        8, "Rows of a micro-batch on each worker; a step sees batch_size x grad_accum x num_workers rows.", min=1
+    )
+    lr: float | None = option(
+        None,
+        "Peak learning rate; the policy's own when absent. Parameter groups with a rate of their own keep their share "
+        "of it.",
+        above=0,
+    )
+
+
+@dataclass
+class CheckpointOptions:
+    """Checkpoints."""
+
+    save_freq: int = option(1000, "Steps between checkpoints.", min=1)
+    save_every_s: float | None = option(
+        None, "Besides, take a checkpoint at the first log step this many seconds after the last one.", above=0
+    )
+    keep_checkpoints: int = option(2, "Number of newest checkpoints that are kept.", min=1)
+
+
+@dataclass
+class EvaluateConfig(EnvironmentOptions, PolicyOptions):
+    """The evaluation.
+
+    Flags that `lerobot-eval` has keep its names and meaning.
+    """
 
     eval: EvalOptions = field(default_factory=EvalOptions)
-    # The policy, a folder or a Hub id (--policy.path), and its own options (--policy.n_action_steps=5 and so on).
-    policy_path: str | None = None
-    policy_revision: str | None = None
-    policy_options: list[str] = field(default_factory=list)
-    # As Config.policy_trust_remote_code.
-    policy_trust_remote_code: bool = False
-    # The environment (--env.type) and its own options (--env.episode_length=30 and so on).
-    env_type: str | None = None
-    env_options: list[str] = field(default_factory=list)
-    # Of the first episode's scene, the next one's is one more; and of the policy's noise.
-    seed: int = 1000
-    # Where episodes.jsonl is written. There already: go on with it.
-    output_dir: str | None = None
-    # Absent: GPUs if there are any.
-    use_gpu: bool | None = None
-    # {"observation.images.front": "observation.images.base_0_rgb"}: environment key -> policy key.
-    rename_map: dict[str, str] = field(default_factory=dict)
+    seed: int = option(
+        1000,
+        "Seed of the first episode's scene, the next one's is one more; and of the policy's noise.",
+        min=0,
+        max=MAX_SEED,
+    )
+    output_dir: str | None = option(None, "Where episodes.jsonl is written. Given again, the evaluation goes on there.")
+    use_gpu: bool | None = option(None, "Decide on GPUs; if there are any when absent.")
 
 
 @dataclass
-class RecordConfig:
-    """Demonstrations to write as a dataset (envs/record.py)."""
+class RecordConfig(EnvironmentOptions):
+    """The recording: demonstrations to write as a dataset (envs/record.py)."""
 
-    # The environment (--env.type) and its own options, as in EvaluateConfig.
-    env_type: str | None = None
-    env_options: list[str] = field(default_factory=list)
-    # Episodes to play, of each task; the first one's seed, the next one's is one more. Far from those that are
-    # evaluated unless told otherwise, so that these are held out.
-    episodes: int = 50
-    seed: int = 100_000
-    # The dataset's folder; on a cluster a path that all nodes share.
-    root: str | None = None
+    episodes: int = option(50, "Episodes to play, of each task.", min=1)
+    # Far from those that are evaluated unless told otherwise, so that those are held out.
+    seed: int = option(100_000, "The first episode's seed, the next one's is one more.", min=0)
+    root: str | None = option(None, "The dataset's folder; on a cluster a path that all nodes share.")
 
 
 @dataclass
-class Config:
-    """A run. Nested options are `--dataset.root`, `--train.mode`, `--scaling.num_workers` and so on."""
+class RunPolicyOptions(PolicyOptions):
+    """The policy, and how data meets it."""
+
+    policy_type: str | None = option(
+        None, "A policy type to start from random weights, instead of --policy.path.", flag="policy.type"
+    )
+    tolerance_s: float = option(1e-4, "Seconds that a video frame may lie from its row's timestamp.", above=0)
+
+
+@dataclass
+class ScheduleOptions(LearningOptions):
+    """How long, how fast and by which optimizer the policy learns."""
+
+    steps: int | None = option(None, "Optimizer updates; MAX_TRAIN_STEPS in the environment caps them.", min=1)
+    num_epochs: float | None = option(
+        None, "Length of the run in passes over the data, instead of --steps; 1 when both are absent.", above=0
+    )
+    grad_accum: int = option(1, "Micro-batches of a step on each worker.", min=1)
+    use_policy_training_preset: bool = option(
+        True,
+        "Take the policy's own optimizer, parameter groups and learning rate schedule, as lerobot-train. false: one "
+        "group of all that trains, and what --optimizer.type and --scheduler.type name.",
+    )
+    # With the preset they replace only what they name.
+    optimizer_options: list[str] = option(
+        [], "An option of LeRobot's optimizer: --optimizer.betas '[0.9, 0.99]'.", flag="optimizer.*"
+    )
+    scheduler_options: list[str] = option(
+        [], "An option of LeRobot's schedule: --scheduler.num_warmup_steps 500.", flag="scheduler.*"
+    )
+    # Either of these: a linear warm-up, then a cosine over all steps; where one is absent, WARMUP_FRAC, FINAL_LR_FRAC.
+    warmup_frac: float | None = option(
+        None,
+        "Share of the steps in which the learning rate rises, before a cosine over all steps; instead of the policy's "
+        "own schedule.",
+        min=0,
+        max=1,
+    )
+    final_lr_frac: float | None = option(
+        None, "Share of the peak that this cosine ends at; instead of the policy's own schedule.", min=0, max=1
+    )
+
+
+@dataclass
+class BestCheckpointOptions(CheckpointOptions):
+    """Logs and checkpoints, and how good they are."""
+
+    log_freq: int = option(50, "Steps between lines of metrics.jsonl.", min=1)
+    eval_steps: int = option(
+        0, "Steps between measurements of the loss on held-out episodes (--dataset.eval_split); 0: never.", min=0
+    )
+    # Shared among the tasks and evenly spaced in each.
+    max_eval_samples: int = option(0, "Rows that the held-out loss is measured on, at most; 0: all.", min=0)
+    # By processes beside the training, which does not wait for them (evaluation/during.py).
+    env_eval_freq: int = option(
+        20_000,
+        "Steps between checkpoints that play --eval.n_episodes in --env.type, beside the training; the last one always "
+        "does. 0: the last one only.",
+        min=0,
+    )
+    # Where neither is measured, the lowest training loss since the checkpoint before counts.
+    keep_best: int = option(
+        0,
+        "Number of best checkpoints kept besides the newest: those with the lowest held-out loss (--eval_steps; else "
+        "training loss), or 2,success: with the most success in --env.type.",
+        form="a whole number, or one with what is best, as 2,loss or 2,success",
+        min=0,
+    )
+    keep_best_by: Literal["loss", "success"] = option(
+        "loss", "What the best checkpoints are best by; --keep_best 2,success sets it.", flag=None
+    )
+    export: Literal["last", "best"] = option(
+        "last",
+        "What becomes of OUTPUT_DIR/pretrained_model: the last step, or the best checkpoint by the held-out loss.",
+    )
+
+
+@dataclass
+class PushOptions:
+    """Where the trained policy is published."""
+
+    # data/hub.py. A base policy brings its own along, where it was once pushed to: not ours.
+    push_to_hub: bool | None = option(
+        None,
+        "Push the trained policy to the Hugging Face Hub; --policy.repo_id asks for it.",
+        flag="policy.push_to_hub",
+    )
+    policy_repo_id: str | None = option(None, "Where the trained policy is pushed: USER/NAME.", flag="policy.repo_id")
+    policy_private: bool | None = option(None, "Make a private repository there.", flag="policy.private")
+
+
+# `--help` lists the bases from the last one on.
+@dataclass
+class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOptions, RunPolicyOptions, JobOptions):
+    """A run of `vla.py`."""
 
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
@@ -404,80 +733,6 @@ class Config:
     eval: EvalOptions = field(default_factory=EvalOptions)
     peft: PeftOptions = field(default_factory=PeftOptions)
     sample_weighting: SampleWeightingOptions = field(default_factory=SampleWeightingOptions)
-
-    # A pretrained policy: a folder or a Hub id (--policy.path), or a type to start from random weights (--policy.type).
-    policy_path: str | None = None
-    policy_type: str | None = None
-    policy_revision: str | None = None
-    # The policy's own options, as given: --policy.chunk_size=20 and so on.
-    policy_options: list[str] = field(default_factory=list)
-    # Run code that comes with the policy (--policy.trust_remote_code), for types that need it. What runs is named.
-    # Only ever as this start's command line says: who can write a run's folder must not be able to ask for it.
-    policy_trust_remote_code: bool = False
-
-    preset: str | None = None
-    output_dir: str | None = None
-    # Go on with the run in output_dir. `--resume auto`: if there is one, else start it, as a job that is retried wants.
-    resume: bool = False
-    dry_run: bool = False
-    seed: int = 1000
-    # Rows per worker per micro-batch; a step sees batch_size x grad_accum x num_workers rows.
-    batch_size: int = 8
-    grad_accum: int = 1
-    # Optimizer updates. num_epochs is the other way to say it; MAX_TRAIN_STEPS in the environment caps both.
-    steps: int | None = None
-    num_epochs: float | None = None
-    # The policy's own optimizer, parameter groups and learning rate schedule, as lerobot-train. False: one group of all
-    # that trains, and what --optimizer.type and --scheduler.type name.
-    use_policy_training_preset: bool = True
-    # LeRobot's options of both, as given: --optimizer.betas='[0.9, 0.99]', --scheduler.num_warmup_steps=500 and so on.
-    # With the preset they replace only what they name.
-    optimizer_options: list[str] = field(default_factory=list)
-    scheduler_options: list[str] = field(default_factory=list)
-    # The short way. Peak learning rate; the policy's own when absent. What has a rate of its own among the policy's
-    # parameter groups keeps its share of it.
-    lr: float | None = None
-    # Either of these: linear warm-up over a share of the steps (WARMUP_FRAC), then a cosine over all of them down to a
-    # share of the peak (FINAL_LR_FRAC), in the place of the policy's own schedule.
-    warmup_frac: float | None = None
-    final_lr_frac: float | None = None
-    log_freq: int = 50
-    # Checkpoints: every so many steps, and at the first log step so many seconds after the last one. Kept are the
-    # newest, and as many more as asked for of those with the lowest held-out loss (eval_steps), or where that is not
-    # measured, the lowest training loss since the one before: by "loss"; or by "success", the most in the loop.
-    save_freq: int = 1000
-    save_every_s: float | None = None
-    keep_checkpoints: int = 2
-    keep_best: int = 0
-    keep_best_by: str = "loss"
-    # The loss on held-out episodes (--dataset.eval_split), every so many steps and at the end; 0: never. Over at most
-    # so many of their rows, shared among the tasks and evenly spaced in each; 0: over all. Where it is measured, it
-    # decides which checkpoints are the best.
-    eval_steps: int = 0
-    max_eval_samples: int = 0
-    # What becomes of OUTPUT_DIR/pretrained_model: the "last" step, or the "best" checkpoint by the held-out loss.
-    export: str = "last"
-    # An environment (--env.type) and its own options (--env.task=... and so on): checkpoints play --eval.n_episodes in
-    # it, by processes beside the training, which does not wait for them (evaluation/during.py): those at every multiple
-    # of so many steps, and the last one; 0: the last one only.
-    env_type: str | None = None
-    env_options: list[str] = field(default_factory=list)
-    env_eval_freq: int = 20_000
-    # Besides metrics.jsonl: draw the curves in a tracker (report/tracking.py), filed under a project.
-    track: str | None = None
-    track_project: str = "vla-fine-tuning"
-    # Push the trained policy to the Hugging Face Hub (data/hub.py), with lerobot-train's flags: --policy.push_to_hub,
-    # --policy.repo_id USER/NAME and --policy.private. To name the repository is to ask for it.
-    push_to_hub: bool | None = None
-    policy_repo_id: str | None = None
-    policy_private: bool | None = None
-    # What a GPU costs per hour, in any currency: the report then says what 1000 samples cost.
-    price_per_gpu_hour: float | None = None
-    # {"observation.images.front": "observation.images.base_0_rgb"}: dataset key -> policy key. With several datasets it
-    # may name features of any of them.
-    rename_map: dict[str, str] = field(default_factory=dict)
-    # How far a video frame may lie from its row's timestamp, in seconds.
-    tolerance_s: float = 1e-4
 
     @property
     def roots(self) -> list[str]:
@@ -548,9 +803,9 @@ class GrpoConfig(Config):
 
     grpo: GrpoOptions = field(default_factory=GrpoOptions)
     # What is published for PI0.5; imitation's is several times that.
-    lr: float | None = 5e-6
-    log_freq: int = 1
-    save_freq: int = 10
+    lr: float | None = option(5e-6, "Learning rate after the warm-up.", above=0)
+    log_freq: int = option(1, "Iterations between lines of metrics.jsonl.", flag=None)
+    save_freq: int = option(10, "Iterations between checkpoints.", min=1)
 
     def is_evaluated(self, step: int, steps: int) -> bool:
         return False  # its workers play themselves (--grpo.eval_every)
@@ -562,32 +817,6 @@ class GrpoConfig(Config):
 
 # Where only the other one is given.
 WARMUP_FRAC, FINAL_LR_FRAC = 0.033, 0.1
-
-# Nested options, by the word before their flags' dot.
-GROUPS = {
-    "dataset": DatasetOptions,
-    "train": TrainOptions,
-    "ema": EmaOptions,
-    "scaling": ScalingOptions,
-    "run": RunOptions,
-    "peft": PeftOptions,
-    "sample_weighting": SampleWeightingOptions,
-    "grpo": GrpoOptions,
-    "eval": EvalOptions,
-}
-
-# What runs did before these options were there: a run that is resumed keeps its rows, their order, their scale and how
-# it learns.
-BEFORE_OPTIONS = {
-    "dataset.image_size": "stored",
-    "dataset.window_segments": "null",
-    "dataset.at_key_frames": "false",
-    "dataset.mixture_stats": "frames",
-    "dataset.mixed_ranges": "true",
-    "dataset.use_imagenet_stats": "false",
-    "dataset.drop_n_last_frames": "0",
-    "optimizer.type": "adamw",
-}
 
 # What each preset sets; any flag overrides. The GPU ones are sized by what --dry_run plans for PI0.5 with 3 cameras: a
 # global batch of 64 in the fewest micro-steps, with 4 GiB to spare on every GPU (tests/training/test_room.py). They are

@@ -70,8 +70,8 @@ def test_flags_of_a_recording():
     assert (config.env_type, config.env_options, config.episodes) == ("metaworld", ["--task=a,b"], 7)
     for flags, told in (
         (["--env.type=metaworld"], "what and where to"),
-        (["--env.type=metaworld", "--root=r", "--episodes=0"], "--episodes=0: must be positive"),
-        (["--env.type=metaworld", "--root=r", "--seed=-1"], "--seed=-1: must be between"),
+        (["--env.type=metaworld", "--root=r", "--episodes=0"], "--episodes=0: expected a whole number"),
+        (["--env.type=metaworld", "--root=r", "--seed=-1"], "--seed=-1: expected a whole number"),
         (["--env.type=metaworld", "--root=r", "--epsiodes=3"], "did you mean --episodes"),
     ):
         with pytest.raises(ValueError, match=told):

@@ -42,7 +42,7 @@ def flags(setting, **changes):
     options = {
         **{"dataset.root": root, "policy.path": base, "output_dir": folder / "run", "train.mode": "full"},
         **{"scaling.cpus_per_worker": 0.5, "batch_size": 2, "steps": 4, "log_freq": 1, "save_freq": 2},
-        **{"keep_checkpoints": 1, "keep_best": 1, "keep_best_by": "success"},
+        **{"keep_checkpoints": 1, "keep_best": "1,success"},
         **{"env.type": "two_bins", "env.episode_length": 6, "env_eval_freq": 2, "eval.n_episodes": 3},
         **changes,
     }

@@ -158,9 +158,9 @@ def test_the_plan_counts_adapters(setting):
     [
         ({"peft.target_modules": "no_such_layer"}, "--peft.target_modules=no_such_layer .*not found"),
         ({"peft.method_type": "miss"}, "--peft.method_type=miss: expected lora"),
-        ({"peft.init_type": "pissa"}, "--peft.init_type=pissa: expected gaussian"),
-        ({"peft.export": "both"}, "--peft.export=both: expected merged or adapter"),
-        ({"peft.r": 0}, "--peft.r=0: must be positive"),
+        ({"peft.init_type": "pissa"}, "--peft.init_type=pissa: expected one of gaussian"),
+        ({"peft.export": "both"}, "--peft.export=both: expected one of merged, adapter"),
+        ({"peft.r": 0}, "--peft.r=0: expected a whole number, at least 1"),
     ],
 )
 def test_what_cannot_be_adapted_is_said(setting, flags, message):

@@ -1,9 +1,6 @@
 """What a run's options make of the policy's own optimizer and schedule; that it is LeRobot's, test_as_lerobot shows."""
 
-import json
-
 import pytest
-import torch
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
@@ -11,7 +8,6 @@ from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 from util import warmup_cosine
-from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.optim import make_recipe, require_shown
 
@@ -94,23 +90,3 @@ def test_a_type_of_which_nothing_is_shown_is_refused():
         from lerobot.policies.vqbet.configuration_vqbet import VQBeTConfig
 
         require_shown(VQBeTConfig(device="cpu"), "policy p")
-
-
-def test_a_run_from_before_there_were_presets_goes_on_as_it_was(tmp_path):
-    """It was saved with numbers for the short way, and had AdamW for every policy."""
-    saved = parse_args([*RUN, "--warmup_frac=0.033", "--final_lr_frac=0.1", f"--output_dir={tmp_path}"]).to_json()
-    for name in ("use_policy_training_preset", "optimizer_options", "scheduler_options"):
-        del saved[name]
-    for name in ("use_imagenet_stats", "drop_n_last_frames"):
-        del saved["dataset"][name]
-    (tmp_path / CONFIG_NAME).write_text(json.dumps(saved))
-    config = parse_args(["--resume", f"--output_dir={tmp_path}"])
-    assert (config.dataset.use_imagenet_stats, config.dataset.drop_n_last_frames) == (False, 0)
-    policy_config = DiffusionConfig(device="cpu")
-    found, preset = make_recipe(config, policy_config), policy_config.get_optimizer_preset()
-    assert type(found.optimizer.build([torch.zeros(1)])) is torch.optim.AdamW and preset.type == "adam"
-    assert {
-        name: getattr(found.optimizer, name) for name in ("lr", "betas", "eps", "weight_decay", "grad_clip_norm")
-    } == {name: getattr(preset, name) for name in ("lr", "betas", "eps", "weight_decay", "grad_clip_norm")}
-    expected = warmup_cosine(1e-4, 1e-5, 1, 30)
-    assert [found.schedule(30)(step) for step in range(30)] == [expected(step) for step in range(30)]

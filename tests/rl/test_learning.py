@@ -240,7 +240,7 @@ def test_a_presets_flags_come_before_the_users():
         ({"scaling.strategy": "fsdp2"}, "use --scaling.strategy=ddp"),
         ({"env.type": "nowhere"}, "LeRobot knows no such environment"),
         ({"dataset.root": "/data"}, "unknown flag --dataset.root"),
-        ({"grpo.kl": -1}, "must be 0 or more"),
+        ({"grpo.kl": -1}, "--grpo.kl=-1: expected a number, at least 0"),
         ({"rename_map": '{"observation.images.top": "observation.images.other"}'}, "the policy needs"),
     ],
 )

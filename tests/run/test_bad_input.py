@@ -283,7 +283,7 @@ def test_a_camera_that_the_policy_does_not_know(refused, run, root, tmp_path):
     assert f"camera {WRIST} 96x80x3 video (not used)" in plan(run, **chosen)
     # A shell takes the quotation marks away that JSON needs.
     message = refused(**{**chosen, "dataset.camera_keys": f"[{TOP}]"})
-    assert "dataset.camera_keys" in message and "lists and maps are written as JSON" in message
+    assert f"--dataset.camera_keys=[{TOP}]: expected dataset keys, as observation.images.top,obs" in message
 
 
 @pytest.mark.parametrize(("key", "limit"), [("observation.state", "max_state_dim"), ("action", "max_action_dim")])

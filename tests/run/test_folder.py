@@ -17,7 +17,7 @@ def test_what_a_resumed_run_is_given_anew_is_told(tmp_path):
     (tmp_path / CONFIG_NAME).write_text(json.dumps(started.to_json()))
     resumed = replace(started, resume=True, lr=5e-4, scaling=replace(started.scaling, num_workers=4))
     follows = "the learning rate of the steps that are left changes with it"
-    assert changed_options(resumed) == ["scaling.num_workers was 2, is 4", f"lr was 0.001, is 0.0005; {follows}"]
+    assert changed_options(resumed) == [f"lr was 0.001, is 0.0005; {follows}", "scaling.num_workers was 2, is 4"]
     assert changed_options(replace(started, resume=True)) == []
     assert changed_options(replace(resumed, resume=False)) == []
 

@@ -170,7 +170,7 @@ def test_a_run_goes_on_only_with_the_frames_it_was_started_with(setting, tmp_pat
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--dataset.skip_idle=0"], "--dataset.skip_idle=0.0: must be positive"),
+        (["--dataset.skip_idle=0"], "--dataset.skip_idle=0: expected a number, above 0"),
         (
             ["--dataset.skip_idle=0.5", "--dataset.episodes=4"],
             "nothing moves for longer than .*nothing is left; raise it",

@@ -286,8 +286,8 @@ def test_flags_are_lerobots():
     assert parse_args(argv).hub_repo_id is None
     given = parse_args([*argv, f"--policy.repo_id={REPO}", "--policy.private=true", "--policy.push_to_hub=true"])
     assert (given.hub_repo_id, given.policy_private, given.policy_options) == (REPO, True, [])
-    assert parse_args([*argv, "--push_to_hub", f"--policy.repo_id={REPO}"]).hub_repo_id == REPO
+    assert parse_args([*argv, "--policy.push_to_hub", f"--policy.repo_id={REPO}"]).hub_repo_id == REPO
     assert parse_args([*argv, "--policy.push_to_hub=false", f"--policy.repo_id={REPO}"]).hub_repo_id is None
     with pytest.raises(ValueError, match="to which repository"):
-        parse_args([*argv, "--push_to_hub"])
+        parse_args([*argv, "--policy.push_to_hub"])
     assert replace(given, push_to_hub=None).hub_repo_id == REPO

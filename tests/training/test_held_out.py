@@ -190,12 +190,12 @@ def test_a_run_that_is_asked_to_stop_does_not_measure_first(setting):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ({"eval_steps": -1}, "--eval_steps=-1: a number, 0 for never"),
+        ({"eval_steps": -1}, "--eval_steps=-1: expected a whole number, at least 0"),
         ({"eval_steps": 5, "dataset.eval_split": 0}, "no episode is held out .*give --dataset.eval_split"),
         ({"max_eval_samples": 5}, "is of the held-out loss: give --eval_steps too"),
         ({"export": "best"}, "which is not measured; give --eval_steps"),
         ({"export": "worst"}, "--export=worst: expected one of last, best"),
-        ({"ema.decay": 1}, "--ema.decay=1.0: must be between 0 and 1"),
+        ({"ema.decay": 1}, "--ema.decay=1: expected a number, above 0 and below 1"),
         ({"eval_steps": 30, "keep_best": 1, "save_freq": 100}, "a --save_freq that is a multiple of --eval_steps"),
     ],
 )

@@ -28,7 +28,7 @@ from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, 
 from vla_finetuning.envs.metaworld import FPS, expert
 from vla_finetuning.envs.stage import Maker, choose_gl
 from vla_finetuning.files import write_json
-from vla_finetuning.flags import parse_record
+from vla_finetuning.flags import RECORD, asks_for_help, parse_record
 from vla_finetuning.run import cluster
 from vla_finetuning.terminal import tell, tell_error, tell_text
 
@@ -200,8 +200,8 @@ def _merge(folders: Sequence[Path], root: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 it failed, 2 it could not start."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or argv[0] in ("--help", "-h"):
-        tell_text((__doc__ or "").strip())
+    if asks_for_help(argv):
+        tell_text(RECORD.help())
         return 0
     try:
         recording = resolve_recording(parse_record(argv))

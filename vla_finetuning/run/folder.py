@@ -39,8 +39,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from vla_finetuning.config import CONFIG_NAME, GROUPS, GRPO_PRESETS, OF_A_START, PRESETS, Config, GrpoConfig
+from vla_finetuning.config import CONFIG_NAME, GRPO_PRESETS, OF_A_START, PRESETS, Config, GrpoConfig
 from vla_finetuning.files import read_lines, write_json
+from vla_finetuning.options import leaves, options_of
 from vla_finetuning.run.checkpoint import (
     Progress,
     check_resumable,
@@ -178,18 +179,11 @@ def changed_options(config: Config) -> list[str]:
     path = config.folder / CONFIG_NAME
     if not (config.resume and path.is_file()):
         return []
-    was, now = (dict(_options(options)) for options in (json.loads(path.read_text()), config.to_json()))
+    known = {of.path for of in options_of(type(config))}
+    was, now = (dict(leaves(options, known)) for options in (json.loads(path.read_text()), config.to_json()))
     changed = [name for name, value in now.items() if name not in OF_A_START and value != was.get(name)]
     follows = "; the learning rate of the steps that are left changes with it"
     return [f"{name} was {was.get(name)}, is {now[name]}" + follows * (name in SCHEDULE) for name in changed]
-
-
-def _options(options: dict[str, Any], group: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in options.items():
-        if not group and name in GROUPS:
-            yield from _options(value, f"{name}.")
-        else:
-            yield group + name, value
 
 
 def _check_free(config: Config) -> None:

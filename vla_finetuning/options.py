@@ -1,0 +1,241 @@
+"""An option of a program: a dataclass field with its sentence for `--help`, its bounds, and how text becomes its value.
+
+    batch_size: int = option(8, "Rows of a micro-batch on each worker.", min=1)
+
+The field's type says which values there are: `Literal` for a choice, `int | None` where it may be absent. Knows no
+option, and needs no package.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import types
+from collections.abc import Container, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+NAMED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option as it is typed.
+
+    Attributes:
+        name: its flag, without the dashes; None: no flag sets it by itself. `policy.*`: any flag of that group, of
+            which LeRobot's own classes say what there is.
+        path: the fields that lead to it, `dataset.root`. kind: its type. default: its value where nothing is given.
+        help: sentences for people. form: what is expected, where the type does not say it.
+        min, above, max, below: bounds of a number; `above` and `below` are not among its values.
+        section: of `--help`, one line.
+    """
+
+    name: str | None
+    path: str
+    kind: Any
+    default: Any
+    help: str
+    form: str | None
+    min: float | None
+    above: float | None
+    max: float | None
+    below: float | None
+    section: str
+
+    @property
+    def is_bool(self) -> bool:
+        return bool in (self.kind, *get_args(self.kind))
+
+    @property
+    def expected(self) -> str:
+        """What its values are, in words."""
+        words = {"at least": self.min, "above": self.above, "at most": self.max, "below": self.below}
+        bounds = " and ".join(f"{word} {bound:.10g}" for word, bound in words.items() if bound is not None)
+        absent = ", or null" * (type(None) in get_args(self.kind) and self.default is not None)
+        return f"{self.form or form_of(self.kind)}{f', {bounds}' if bounds else ''}{absent}"
+
+    def decode(self, value: Any) -> Any:
+        """A value of a JSON file as one of the option's. Raises ValueError where it is none."""
+        with suppress(ValueError):
+            return self._bounded(as_kind(self.kind, value))
+        raise ValueError(self._refused(json.dumps(value)))
+
+    def read(self, text: str) -> Any:
+        """The text of a flag as a value of the option. Raises ValueError where it is none."""
+        for value in _readings(text):
+            with suppress(ValueError):
+                return self._bounded(as_kind(self.kind, value))
+        raise ValueError(self._refused(text))
+
+    def _bounded(self, value: Any) -> Any:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            low = value >= (-math.inf if self.min is None else self.min) and (self.above is None or value > self.above)
+            high = value <= (math.inf if self.max is None else self.max) and (self.below is None or value < self.below)
+            if not (low and high and math.isfinite(value)):
+                raise ValueError
+        return value
+
+    def _refused(self, found: str) -> str:
+        choices = [choice for kind in (self.kind, *get_args(self.kind)) for choice in _choices(kind)]
+        return f"--{self.name or self.path}={found}: expected {self.expected}{did_you_mean(found, choices)}"
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    flag: str | None = "",
+    form: str | None = None,
+    min: float | None = None,
+    above: float | None = None,
+    max: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field that is an option; see `Option`. `flag`: its name where that is not the field's."""
+    bounds = {"min": min, "above": above, "max": max, "below": below}
+    metadata = {"help": help, "flag": flag, "form": form, **bounds}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def options_of(kind: type) -> tuple[Option, ...]:
+    """All options of a configuration, those of its groups among them."""
+    return tuple(_options(kind, "", None))
+
+
+def _options(kind: type, prefix: str, section: str | None) -> Iterator[Option]:
+    hints, made = get_type_hints(kind), kind()
+    for of in fields(kind):
+        path = prefix + of.name
+        if is_dataclass(hints[of.name]):
+            group = hints[of.name]
+            yield from _options(group, f"{path}.", section or f"--{path}.*: {_title(group)}")
+        else:
+            owner = next(
+                (base for base in kind.__bases__ if of.name in getattr(base, "__dataclass_fields__", {})), kind
+            )
+            metadata = dict(of.metadata)
+            flag = metadata.pop("flag")
+            yield Option(
+                name=(prefix + flag if flag else path) if flag is not None else None,
+                path=path,
+                kind=hints[of.name],
+                default=getattr(made, of.name),
+                section=section or _title(owner),
+                **metadata,
+            )
+
+
+def _title(kind: type) -> str:
+    return (kind.__doc__ or "").partition("\n")[0].removesuffix(".")
+
+
+def set_option(config: Any, path: str, value: Any) -> None:
+    """Set the option at a path of fields, `dataset.root`."""
+    *groups, name = path.split(".")
+    for group in groups:
+        config = getattr(config, group)
+    setattr(config, name, value)
+
+
+def leaves(saved: Any, known: Container[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The options of a config.json, groups within groups, by their paths; `known` are those that there are."""
+    for name, value in saved.items():
+        if prefix + name not in known and isinstance(value, dict):
+            yield from leaves(value, known, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def as_kind(kind: Any, value: Any) -> Any:
+    """A value as one of a type, as strict as JSON: only a whole number becomes a float. Raises ValueError."""
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        for one in args:
+            with suppress(ValueError):
+                return as_kind(one, value)
+    elif origin is Literal:
+        if isinstance(value, str) and value in args:
+            return value
+    elif origin is list:
+        if isinstance(value, list):
+            return [as_kind(args[0], one) for one in value]
+    elif origin is dict:
+        if isinstance(value, dict):
+            return {as_kind(args[0], key): as_kind(args[1], one) for key, one in value.items()}
+    elif kind is float and type(value) is int:
+        return float(value)
+    elif type(value) is kind:
+        return value
+    raise ValueError(f"{value!r} is not {form_of(kind)}")
+
+
+def _readings(text: str) -> Iterator[Any]:
+    """What a text may stand for; an option takes the first that is of its type."""
+    with suppress(ValueError):
+        yield json.loads(text)
+    if text.lower() in ("true", "false"):
+        yield text.lower() == "true"
+    with suppress(ValueError, OverflowError):  # 1e4 is a whole number, too
+        number = float(text)
+        if number == int(number):
+            yield int(number)
+        yield number
+    with suppress(ValueError):
+        yield _numbers(text)
+    yield text
+    if text.strip()[:1] not in ("[", "{"):  # of JSON that is none, nothing is guessed
+        yield [part.strip() for part in text.split(",")]
+
+
+def _numbers(text: str) -> list[int]:
+    """`0,1,5:8` is 0, 1, 5, 6, 7."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, colon, last = part.strip().partition(":")
+        if not (first.isdigit() and (last.isdigit() if colon else True)):
+            raise ValueError
+        numbers += range(int(first), int(last)) if colon else [int(first)]
+    return numbers
+
+
+def form_of(kind: Any) -> str:
+    """What the values of a type are, in words."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(form_of(one) for one in args if one is not type(None))
+    if origin is Literal:
+        return f"one of {', '.join(args)}"
+    if origin is list:
+        return "numbers, as 3,7,20:30" if args[0] is int else "names, as A,B"
+    if origin is dict:
+        return """JSON, as '{"a": ...}'"""
+    return NAMED.get(kind, "a value")
+
+
+def _choices(kind: Any) -> Sequence[str]:
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The name that a wrong one may stand for: the same in another group, or one that is spelt alike."""
+    last = {one: one.rpartition(".")[2] for one in known}
+    same = [one for one in known if last[one] == name.rpartition(".")[2]]
+
+    def likeness(one: str) -> tuple[float, int]:  # of two that are as like, the one in no group
+        return max(difflib.SequenceMatcher(None, spelt, name).ratio() for spelt in (one, last[one])), -one.count(".")
+
+    alike = [one for one in ([max(known, key=likeness)] if known else []) if likeness(one)[0] >= 0.75]
+    return next(iter(same or alike), None)
+
+
+def did_you_mean(name: str, known: Sequence[str], prefix: str = "") -> str:
+    """The end of a message about a wrong name."""
+    close = nearest(name, known)
+    return f"; did you mean {prefix}{close}?" if close else ""
