@@ -103,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tell(f"episode {score.episode}: {'; '.join(score.reasons)}")
     tell(*selection)
     tell(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
+    tell(*look.shares)
     tell(str(page))
     return 0
 

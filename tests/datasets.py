@@ -4,6 +4,7 @@ Import as `from tests.datasets import make_dataset` (never with `tests/` itself 
 would then hide Hugging Face's `datasets`).
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -41,6 +42,7 @@ def make_dataset(
     chunks_size: int = 2,
     vcodec: str | None = None,
     seed: int = 0,
+    true_quantiles: bool = True,
 ) -> Path:
     """Write a dataset at `root` (which must not exist yet) and return `root`.
 
@@ -59,6 +61,8 @@ def make_dataset(
             defaults give several files of each kind; `100` gives one.
         chunks_size: files per `chunk-XXX` folder.
         vcodec: None is LeRobot's default encoder (AV1, a key frame every 2); or `"h264"`, with g = 10.
+        true_quantiles: put those of all rows into stats.json; else LeRobot's means of the episodes' quantiles stay,
+            which most values of so short episodes lie outside of.
     """
     from lerobot.configs.video import RGBEncoderConfig
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
@@ -130,7 +134,29 @@ def make_dataset(
             # One process: starting encoder processes costs more than encoding a few small frames.
             dataset.save_episode(parallel_encoding=False)
         dataset.finalize()
+    if true_quantiles:
+        describe_truly(root)
     return root
+
+
+def describe_truly(root: Path) -> None:
+    """Replace the quantiles of vectors in stats.json by those of all rows."""
+    path = root / "meta" / "stats.json"
+    stats = json.loads(path.read_text())
+    for key, values in all_rows(root, [key for key in stats if "q01" in stats[key]]).items():
+        for name in ("q01", "q10", "q50", "q90", "q99"):
+            quantile = np.quantile(values, int(name[1:]) / 100, axis=0, method="inverted_cdf")
+            stats[key][name] = np.atleast_1d(quantile).tolist()
+    path.write_text(json.dumps(stats))
+
+
+def all_rows(root: Path, keys: Sequence[str]) -> dict[str, np.ndarray]:
+    """Those of `keys` that are columns of numbers: float64 (N, ...), in the dataset's order."""
+    table = pa.concat_tables([pq.read_table(path) for path in sorted(root.glob("data/*/*.parquet"))])
+    table = table.sort_by("index")
+    columns = {key: table[key] for key in keys if key in table.column_names}
+    numeric = {key: column for key, column in columns.items() if not pa.types.is_struct(column.type)}
+    return {key: np.array(column.to_pylist(), dtype=np.float64) for key, column in numeric.items()}
 
 
 def edit_rows(root: Path, column: str, change: Callable[[np.ndarray, np.ndarray, np.ndarray], object]) -> None:

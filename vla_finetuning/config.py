@@ -94,6 +94,12 @@ class DatasetOptions:
         "How datasets of a mixture count in the normalisation statistics: by their weights, as in what is trained on, "
         "or by their frames.",
     )
+    statistics: Literal["auto", "exact", "stored", "lerobot"] = option(
+        "auto",
+        "Normalisation statistics (docs/statistics.md). exact: computed over all frames of the training episodes, with "
+        "true quantiles. stored: those in meta/stats.json. lerobot: the same, and missing ones as LeRobot computes "
+        "them, which averages the quantiles of episodes. auto: stored where they describe the data, otherwise exact.",
+    )
     episodes: list[int] | dict[str, list[int]] | None = option(
         None,
         "Episodes to use; all when absent. Of several datasets, JSON by root; a root without an entry gives all.",
@@ -873,6 +879,8 @@ GRPO_PRESETS: dict[str, dict[str, str]] = {
     "l4": {**GRPO_GPU, "scaling.num_workers": "4", "batch_size": "2"},
     **dict.fromkeys(("a100_40", "a100", "h100", "h200", "b200"), GRPO_GPU),
 }
+# What runs did before an option existed: a resumed run keeps how its values are scaled.
+BEFORE_OPTIONS = {"dataset.statistics": "lerobot"}
 # Options of one start, not of the run: what config.json says of them does not count.
 OF_A_START = ("resume", "dry_run", "policy_trust_remote_code")
 

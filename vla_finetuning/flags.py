@@ -22,6 +22,7 @@ from typing import Any
 
 from vla_finetuning.checks import check_evaluate, check_grpo, check_record, check_run
 from vla_finetuning.config import (
+    BEFORE_OPTIONS,
     CONFIG_NAME,
     GRPO_PRESETS,
     OF_A_START,
@@ -205,6 +206,8 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
         if chosen in names and other not in names:
             defaults[other] = "null"
     config = program.kind()
+    for path, value in BEFORE_OPTIONS.items() if resumed else ():
+        set_option(config, path, value)
     for path, value in _saved_options(Path(config_path), program.kind) if config_path else ():
         set_option(config, path, value)
     groups = lerobots(flags)

@@ -84,6 +84,7 @@ def test_a_run_of_relative_actions(tmp_path, monkeypatch):
     """What reaches the policy is what LeRobot's processors make of its rows; the export gives absolute actions."""
     folder, root, base = in_process.make_setting(tmp_path)
     flags = {"policy.use_relative_actions": "true", "policy.relative_exclude_joints": json.dumps(EXCLUDED)}
+    flags |= {"dataset.statistics": "lerobot"}
     run = in_process.resolved((folder, root, base), **flags, **{"policy.chunk_size": CHUNK, "policy.n_action_steps": 2})
     assert run.missing_stats["action"] >= {"q01", "q99"} and not run.policy.stats
     assert "predicts 2 of 3 dimensions of an action relative to the state" in describe(run)

@@ -22,7 +22,7 @@ EPISODES = (12, 7, 15, 1, 10, 9)
 def original(tmp_path_factory):
     """A dataset with the stats.json that LeRobot wrote, never changed."""
     root = tmp_path_factory.mktemp("stats") / "original"
-    return make_dataset(root, episodes=EPISODES, cameras={}, extra_features=True)
+    return make_dataset(root, episodes=EPISODES, cameras={}, extra_features=True, true_quantiles=False)
 
 
 @pytest.fixture
@@ -86,7 +86,10 @@ def test_equals_what_lerobot_wrote_bit_for_bit(original):
 
 
 def test_two_dimensional_features_equal_lerobots(tmp_path):
-    meta = load_metadata(make_dataset(tmp_path / "d", episodes=(5, 3, 8), cameras={}, extra_features=True, fps=30))
+    root = make_dataset(
+        tmp_path / "d", episodes=(5, 3, 8), cameras={}, extra_features=True, fps=30, true_quantiles=False
+    )
+    meta = load_metadata(root)
     computed = stats_without_ray(meta, ["observation.grid"])
     for name in STATISTICS:
         np.testing.assert_array_equal(computed["observation.grid"][name], meta.stats["observation.grid"][name])

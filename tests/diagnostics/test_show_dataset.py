@@ -12,7 +12,7 @@ from PIL import Image
 
 from diagnostics import show_dataset
 from diagnostics.show_dataset import main
-from tests.datasets import edit_rows, make_dataset
+from tests.datasets import all_rows, edit_rows, make_dataset
 from tests.pages import check_page
 from vla_finetuning.config import Config
 from vla_finetuning.data.metadata import load_metadata
@@ -152,7 +152,7 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(copy, what, tmp_path, cap
     plant, named = DAMAGED[what]
     plant(copy)
     assert main([str(copy), "--output", str(tmp_path / "page.html")]) == 0
-    (warning, summary, _) = capsys.readouterr().out.splitlines()
+    (warning, summary, *_) = capsys.readouterr().out.splitlines()
     assert warning.startswith("warning [damaged]") and named in warning
     assert summary.startswith("1 warning;")
     page = check_page((tmp_path / "page.html").read_text())
@@ -170,6 +170,29 @@ def test_the_curves_are_what_lerobot_reads(clean):
     for key, values in look.curves.items():
         np.testing.assert_array_equal(values, rows[key])
     np.testing.assert_allclose(look.time_s, rows["timestamp"])
+
+
+def test_statistics_that_are_wrong_are_told_from_data_that_is(tmp_path, capsys):
+    """As where episodes' quantiles were averaged: nothing is an outlier then but what is one of the rows themselves."""
+    root = make_dataset(tmp_path / "data", episodes=(30, 31, 29, 30), cameras={}, true_quantiles=False)
+    edit_json(root / "meta" / "stats.json", lambda stats: stats["action"].update(q01=[1.0] * 3, q99=[1.01] * 3, max=[9, 1e3, 9]))
+    knock_an_action(root)
+    look = look_at(load_metadata(root))
+    stored = look.outside["action"]
+    values = all_rows(root, ["action"])["action"]
+    np.testing.assert_allclose(stored, ((values < 1) | (values > 1.01)).mean(0), atol=0.02)
+    assert [(f.kind, f.text.split(":")[0]) for f in look.findings if f.kind in ("statistics", "outliers")] == [
+        ("statistics", "observation.state"),
+        ("statistics", "action"),
+        ("outliers", "action"),
+    ]
+    (outlier,) = (f.text for f in look.findings if f.kind == "outliers")
+    assert "motor_1 reach" in outlier
+    np.testing.assert_allclose([r.q99 for r in look.ranges["action"]], np.quantile(values, 0.99, axis=0))
+    assert main([str(root), "--output", str(tmp_path / "page.html")]) == 0
+    out = capsys.readouterr().out
+    assert "the statistics are wrong, not the data" in out
+    assert f"action: of the values, {stored.mean():.1%} ({stored.max():.1%} of motor_" in out
 
 
 def test_an_outlier_is_marked_in_chart_and_table(copy, tmp_path):

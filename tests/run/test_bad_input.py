@@ -136,7 +136,8 @@ def test_a_dry_run_prints_the_plan_and_does_nothing(run, root, base, tmp_path):
         "2 tasks: 'go to the red bin'; 'go to the blue bin'",
         f"camera {TOP} 48x64x3 video",
         f"camera {WRIST} 96x80x3 video",
-        "Statistics all that is needed is present",
+        "Statistics those in meta/stats.json",
+        "looked at 35 rows of 4 of the 4 training episodes",
         f"Policy tiny_pi05, {base}",
         f"{trained:,} parameters",
         f"{TOP} 48x64x3 -> {TOP} 3x48x64 IDENTITY",
@@ -202,10 +203,13 @@ def test_missing_statistics_are_computed_and_the_plan_says_so(run, copy):
         del stats["action"][name]
     path.write_text(json.dumps(stats))
     text = plan(run, **{"dataset.root": copy})
-    assert "Statistics to be computed from the dataset: action: q01, q99\n" in text
+    computed = "Statistics computed before training, over all frames of the training episodes: meta/stats.json lacks"
+    assert f"{computed} action: q01, q99\n" in text
     path.unlink()
     text = plan(run, **{"dataset.root": copy})
-    assert "to be computed from the dataset: observation.state: q01, q99; action: q01, q99\n" in text
+    assert f"{computed} observation.state: q01, q99; action: q01, q99\n" in text
+    text = plan(run, **{"dataset.root": copy, "dataset.statistics": "lerobot"})
+    assert "averaging the episodes' quantiles: observation.state: q01, q99; action: q01, q99\n" in text
 
 
 def test_statistics_of_cameras_are_not_computed(refused, copy):
@@ -466,13 +470,13 @@ def test_weights_that_are_not_finite(root, base_copy, tmp_path):
 
 @pytest.mark.ray
 def test_statistics_that_one_of_two_datasets_lacks(ray_cluster, root, base, folder, tmp_path):
-    """They are computed, and both datasets count, as in LeRobot's merged datasets."""
+    """With "lerobot" they are computed, and both datasets count, as in LeRobot's merged datasets."""
     from lerobot.datasets.compute_stats import aggregate_stats
 
-    second = make_dataset(tmp_path / "second", episodes=(5, 8), seed=1)
+    second = make_dataset(tmp_path / "second", episodes=(5, 8), seed=1, true_quantiles=False)
     expected = aggregate_stats([load_metadata(root).stats, load_metadata(second).stats])
     (second / "meta/stats.json").unlink()
-    changes = {"dataset.root": f"{root},{second}"}
+    changes = {"dataset.root": f"{root},{second}", "dataset.statistics": "lerobot"}
     resolved = resolve(parse_args(flags(root, base, tmp_path / "out", **changes)), gpus_found=0)
     assert resolved.missing_stats.keys() == {"observation.state", "action"}
     completed = with_stats(resolved)

@@ -253,7 +253,8 @@ def test_a_mixture_of_datasets(setting, second, monkeypatch):
 
     folder, root, _ = setting
     monkeypatch.chdir(folder)
-    run = plan(setting, mixture_flag({root: 1, "second": 2}), root=False)
+    stored_ones = "--dataset.statistics=stored"
+    run = plan(setting, mixture_flag({root: 1, "second": 2}), stored_ones, root=False)
     assert run.config.dataset.mixture == {str(root): 1, str(second): 2}  # whoever resumes it stands elsewhere
     assert run.rows.per_epoch == 66 and run.rows.identity["rows_per_source"] == [22, 44]
     assert "weight 2 of 3: 44 of an epoch's 66 rows, 3.67 times its frames" in describe(run)
@@ -265,8 +266,13 @@ def test_a_mixture_of_datasets(setting, second, monkeypatch):
     stored = [load_metadata(r).stats for r in (root, second)]
     for counts, found in (
         ([22, 44], run),
-        ([54, 12], plan(setting, f"--dataset.root={root},{second}", root=False)),
-        ([54, 12], plan(setting, mixture_flag({root: 1, second: 2}), "--dataset.mixture_stats=frames", root=False)),
+        ([54, 12], plan(setting, f"--dataset.root={root},{second}", stored_ones, root=False)),
+        (
+            [54, 12],
+            plan(
+                setting, mixture_flag({root: 1, second: 2}), "--dataset.mixture_stats=frames", stored_ones, root=False
+            ),
+        ),
     ):
         weighted = [{k: {**s[k], "count": np.array([n])} for k in VECTORS} for s, n in zip(stored, counts, strict=True)]
         expected = aggregate_stats(weighted)
@@ -321,7 +327,7 @@ def test_datasets_whose_features_have_other_names(setting, second, other_names):
 
     rows = []
     for other, flags in ((second, []), (other_names, [f"--rename_map={json.dumps(suggested)}"])):
-        run = plan(setting, mixture_flag({root: 1, other: 2}), *flags, root=False)
+        run = plan(setting, mixture_flag({root: 1, other: 2}), "--dataset.statistics=stored", *flags, root=False)
         source = run.rows.source(stream=(0, run.rows.last_row))
         pre, _ = make_processors(run.policy.folder, run.policy.config, run.policy.stats, run.config.rename_map)
         prepare = Prepare(pre, run.match.camera_keys, run.config.rename_map, run.policy.config)
@@ -371,7 +377,7 @@ def test_dimensions_come_in_the_first_datasets_order(setting, second, tmp_path):
         plan(setting, f"--dataset.root={root},{other}", '--dataset.dimension_map={"actions": {}}', root=False)
 
     runs = [
-        plan(setting, f"--dataset.root={root},{dataset}", *flags, root=False)
+        plan(setting, f"--dataset.root={root},{dataset}", "--dataset.statistics=stored", *flags, root=False)
         for dataset, flags in ((second, []), (shuffled, []), (other, [f"--dataset.dimension_map={names}"]))
     ]
     assert ["action: dimensions reordered" in describe(run) for run in runs] == [False, True, True]
@@ -392,7 +398,8 @@ def test_datasets_in_different_units(setting, second, tmp_path):
     told = r"different units: 'motor_\d' of 'action' ranges from -?\d\.\d+ to \d\.\d+ in the first and from -?\d+"
     with pytest.raises(ValueError, match=told):
         plan(setting, both, root=False)
-    assert plan(setting, both, "--dataset.mixed_ranges=true", root=False).stats["action"]["q99"].max() > 10
+    flags = ["--dataset.mixed_ranges=true", "--dataset.statistics=stored"]
+    assert plan(setting, both, *flags, root=False).stats["action"]["q99"].max() > 10
 
 
 def test_names_that_do_not_go_together(setting, other_names):

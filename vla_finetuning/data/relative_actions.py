@@ -18,7 +18,7 @@ import fsspec
 import numpy as np
 
 from vla_finetuning.data.metadata import DatasetMetadata, select_episodes
-from vla_finetuning.data.statistics import Stats, cached_stats, episode_arrays, over_files
+from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, over_files
 
 ACTION, STATE = "action", "observation.state"
 
@@ -48,6 +48,20 @@ def relative_action_stats(
             contradicts the metadata or holds NaN.
         FileNotFoundError: a parquet file is missing.
     """
+    episodes = select_episodes(meta, None)
+    check_relative(meta, how, episodes)
+    state = meta.features[STATE]
+    described = {**asdict(how), "state": [state.key, state.dtype, state.shape]}
+    name = digest(meta, [ACTION], episodes, described)
+    return cached_stats([ACTION], cache_dir, name, partial(_compute, meta, how, episodes))[ACTION]
+
+
+def check_relative(meta: DatasetMetadata, how: RelativeActions, episodes: np.ndarray) -> None:
+    """Refuse episodes whose actions cannot be made relative.
+
+    Raises:
+        ValueError: the state has fewer dimensions than are relative; no episode is as long as a chunk.
+    """
     action, state = meta.features[ACTION], meta.features.get(STATE)
     if state is None or state.shape < action.shape:
         raise ValueError(
@@ -55,14 +69,11 @@ def relative_action_stats(
             f"{action.shape[0]}; found {None if state is None else state.shape[0]}. Train with absolute actions, "
             "--policy.use_relative_actions=false"
         )
-    episodes = select_episodes(meta, None)
     if meta.episode_length[episodes].max() < how.chunk_size:
         raise ValueError(
             f"dataset {meta.root}: relative actions are normalised by chunks of {how.chunk_size} frames, and the "
             f"longest episode has {meta.episode_length[episodes].max()}; lower --policy.chunk_size"
         )
-    described = {**asdict(how), "state": [state.key, state.dtype, state.shape]}
-    return cached_stats(meta, [ACTION], episodes, cache_dir, partial(_compute, meta, how, episodes), described)[ACTION]
 
 
 def relative_chunks(actions: np.ndarray, states: np.ndarray, how: RelativeActions) -> np.ndarray:

@@ -73,7 +73,7 @@ def complete_stats(
     stats: Stats = {key: dict(values) for key, values in meta.stats.items()}
     if missing:
         keys = sorted(missing)
-        computed = cached_stats(meta, keys, chosen, cache_dir, lambda: _compute(meta, keys, chosen))
+        computed = cached_stats(keys, cache_dir, digest(meta, keys, chosen), lambda: _compute(meta, keys, chosen))
         for key, names in missing.items():
             stats.setdefault(key, {}).update({name: computed[key][name] for name in names})
     check_stats(replace(meta, stats=stats), required)
@@ -220,21 +220,11 @@ def _check_values(meta: DatasetMetadata, key: str, name: str, value: np.ndarray)
         )
 
 
-def cached_stats(
-    meta: DatasetMetadata,
-    keys: list[str],
-    episodes: np.ndarray,
-    cache_dir: str | Path | None,
-    compute: Callable[[], Stats],
-    how: Any = None,
-) -> Stats:
-    """All statistics of `keys`, from the cache or computed (and then cached).
-
-    `how` they are computed, as JSON, where that is not as they are by default.
-    """
+def cached_stats(keys: Sequence[str], cache_dir: str | Path | None, digest: str, compute: Callable[[], Stats]) -> Stats:
+    """All statistics of `keys`, from the cache or computed (and then cached), by the `digest` of what they are of."""
     if cache_dir is None:
         return _to_stats(_to_json(compute()))
-    path = Path(cache_dir) / f"stats-{_digest(meta, keys, episodes, how)}.json"
+    path = Path(cache_dir) / f"stats-{digest}.json"
     try:
         found = json.loads(path.read_bytes())
         return _to_stats({key: {name: found[key][name] for name in STATISTICS} for key in keys})
@@ -302,11 +292,14 @@ def over_files(
         raise
 
 
-def _digest(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray, how: Any = None) -> str:
-    """Identify the dataset's content as far as it can be told without reading it."""
+def digest(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray, how: Any = None) -> str:
+    """Identify the dataset's content as far as it can be told without reading it, and what is computed of it.
+
+    `how`, as JSON, where that is not as LeRobot does.
+    """
     import lerobot
 
-    digest = hashlib.sha256()
+    sha = hashlib.sha256()
     description = {
         "format": _CACHE_FORMAT,
         "lerobot": lerobot.__version__,
@@ -315,10 +308,10 @@ def _digest(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray, how: A
         "data_files": meta.data_files,
         "listing": _listing(meta),
     } | ({} if how is None else {"how": how})
-    digest.update(json.dumps(description, sort_keys=True).encode())
+    sha.update(json.dumps(description, sort_keys=True).encode())
     for array in (meta.episode_length, meta.episode_data_file, meta.episode_data_row, episodes):
-        digest.update(np.ascontiguousarray(array).tobytes() + b"|")
-    return digest.hexdigest()[:32]
+        sha.update(np.ascontiguousarray(array).tobytes() + b"|")
+    return sha.hexdigest()[:32]
 
 
 def _listing(meta: DatasetMetadata) -> list[list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature, dimension_names
 from vla_finetuning.data.options import Features
+from vla_finetuning.data.quantiles import LIMITS, outside
 from vla_finetuning.data.reader import height_width
 
 STATE, ACTION = "observation.state", "action"
@@ -41,7 +42,10 @@ OUTLIER = 5.0
 
 
 class Finding(NamedTuple):
-    """Something that seems wrong: damaged, dark, frozen, gaps, duplicates, quantiles, constant, outliers or jumps."""
+    """Something that seems wrong.
+
+    kind: damaged, dark, frozen, gaps, duplicates, quantiles, statistics, constant, outliers or jumps.
+    """
 
     kind: str
     text: str
@@ -87,7 +91,9 @@ class Look:
     Attributes:
         episodes: int64, those read. rows: how many rows of them.
         shown: the episode that `time_s` (N,) and `curves` (`{feature: float (N, D)}`) and `sheet` are of.
-        ranges: per feature, one entry per dimension; only features that stats.json describes.
+        ranges: per feature, one entry per dimension; only features that stats.json describes. Where its quantiles do
+            not describe the rows that were read, q01 and q99 are those of the rows.
+        outside: per feature, the share of the values outside of q01..q99 of stats.json, float64 (D,).
         findings: warnings, worst first.
     """
 
@@ -100,6 +106,16 @@ class Look:
     sheet: list[Moment]
     ranges: dict[str, list[Range]]
     findings: list[Finding]
+    outside: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def shares(self) -> list[str]:
+        """How stats.json describes the data, a line for each feature that it has quantiles of."""
+        return [
+            f"{key}: of the values, {told_share(self.meta, key, share)} lie outside q01..q99 of meta/stats.json "
+            "(2 % should)"
+            for key, share in self.outside.items()
+        ]
 
     @property
     def sample(self) -> str:
@@ -150,9 +166,11 @@ def look_at(meta: DatasetMetadata) -> Look:
     findings += camera_findings
     findings += columns.gaps(meta.fps)
     findings += columns.duplicates()
+    shares, ranges = columns.outside(meta), columns.ranges(meta)
     findings += missing_quantiles(meta)
-    findings += columns.constants(meta)
-    findings += outliers(meta, columns.keys)
+    findings += wrong_quantiles(meta, shares)
+    findings += columns.constants(meta, ranges)
+    findings += outliers(ranges)
     findings += columns.jumps(meta)
     time_s, curves = columns.of(shown) if read else (np.zeros(0), {})
     return Look(
@@ -163,8 +181,9 @@ def look_at(meta: DatasetMetadata) -> Look:
         time_s=time_s,
         curves=curves,
         sheet=sheet,
-        ranges={key: found for key in columns.keys if (found := ranges_of(meta, key))},
+        ranges=ranges,
         findings=findings,
+        outside=shares,
     )
 
 
@@ -203,11 +222,30 @@ def sample_episodes(lengths: np.ndarray, rows: int) -> np.ndarray:
     return np.unique(np.linspace(0, len(lengths) - 1, count).round().astype(np.int64))
 
 
-def outliers(meta: DatasetMetadata, keys: Sequence[str]) -> list[Finding]:
+def told_share(meta: DatasetMetadata, key: str, share: np.ndarray) -> str:
+    """The share of a feature's values, and the largest of a dimension: `share` is float (D,)."""
+    return f"{share.mean():.1%} ({share.max():.1%} of {dimension_names(meta, key)[int(share.argmax())]})"
+
+
+def wrong_quantiles(meta: DatasetMetadata, outside: Mapping[str, np.ndarray]) -> list[Finding]:
+    """Features of which more values lie outside of the stored q01..q99 than do of any data's own."""
+    return [
+        Finding(
+            "statistics",
+            f"{key}: {told_share(meta, key, share)} of the values lie outside q01..q99 of meta/stats.json: the "
+            "statistics are wrong, not the data, as where the quantiles of episodes were averaged (LeRobot does); "
+            "training computes true ones by default (--dataset.statistics)",
+        )
+        for key, share in outside.items()
+        if share.max() > LIMITS["q01", "q99"]
+    ]
+
+
+def outliers(ranges: Mapping[str, Sequence[Range]]) -> list[Finding]:
     """Dimensions whose extremes lie far outside of what they are normalised by."""
     findings = []
-    for key in keys:
-        if names := [r.name for r in ranges_of(meta, key) if r.outliers]:
+    for key, found in ranges.items():
+        if names := [r.name for r in found if r.outliers]:
             findings.append(
                 Finding(
                     "outliers",
@@ -295,7 +333,26 @@ class _Columns:
             )
         ]
 
-    def constants(self, meta: DatasetMetadata) -> list[Finding]:
+    def outside(self, meta: DatasetMetadata) -> dict[str, np.ndarray]:
+        """By feature, the share of the values outside of the stored q01..q99 (D,)."""
+        found = {}
+        for key in self.keys:
+            stored = [r for r in ranges_of(meta, key) if not np.isnan(r.q01)]
+            if stored and self.rows:
+                values = np.concatenate(list(self.values[key].values()))
+                found[key] = outside(values, np.array([r.q01 for r in stored]), np.array([r.q99 for r in stored]))
+        return found
+
+    def ranges(self, meta: DatasetMetadata) -> dict[str, list[Range]]:
+        """As `ranges_of`, with the quantiles of the rows that were read where the stored ones do not describe them."""
+        wrong = {key for key, share in self.outside(meta).items() if share.max() > LIMITS["q01", "q99"]}
+        found = {key: ranges for key in self.keys if (ranges := ranges_of(meta, key))}
+        for key in wrong:
+            low, high = np.quantile(np.concatenate(list(self.values[key].values())), [0.01, 0.99], axis=0)
+            found[key] = [r._replace(q01=float(low[i]), q99=float(high[i])) for i, r in enumerate(found[key])]
+        return found
+
+    def constants(self, meta: DatasetMetadata, stored: Mapping[str, Sequence[Range]]) -> list[Finding]:
         """Dimensions without any spread: nothing to learn, and a division by almost nothing when normalised."""
         findings = []
         for key in self.keys:
@@ -304,15 +361,16 @@ class _Columns:
             values = np.concatenate(list(self.values[key].values()))
             flat = np.ptp(values, axis=0) == 0
             names = dimension_names(meta, key)
-            ranges = ranges_of(meta, key)
+            ranges = stored.get(key, [])
             narrow = [r.q01 == r.q99 and not flat[i] for i, r in enumerate(ranges)] or [False] * len(flat)
             for which, what in ((flat, "never changes"), (narrow, "has the same q01 and q99 though it changes")):
                 if chosen := [name for name, bad in zip(names, which, strict=True) if bad]:
                     findings.append(
                         Finding(
                             "constant",
-                            f"{key}: {_list(chosen)} {what}: normalising divides by almost nothing, so that the "
-                            "slightest change on the robot becomes a huge input",
+                            f"{key}: {_list(chosen)} {what}: LeRobot normalises by dividing by almost nothing, so that "
+                            "the slightest change on the robot becomes a huge input; training here takes a range of "
+                            "its own (docs/statistics.md)",
                         )
                     )
         return findings

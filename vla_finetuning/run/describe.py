@@ -10,7 +10,7 @@ from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.resolve import Run
 from vla_finetuning.run.rows import Rows
-from vla_finetuning.run.statistics import Names, relative_actions
+from vla_finetuning.run.statistics import relative_actions
 from vla_finetuning.terminal import escaped
 
 
@@ -19,7 +19,7 @@ def describe(run: Run) -> str:
     config, job, rows, policy = run.config, run.job, run.rows, run.policy
     lines = [
         *_datasets(config, rows),
-        *_statistics(run.missing_stats),
+        *_indented("Statistics", list(run.statistics)),
         *_policy(config, policy),
         "Features     dataset -> policy",
         *(f"             {line}" for line in run.match.table()),
@@ -65,11 +65,6 @@ def _datasets(config: Config, rows: Rows) -> list[str]:
             used = "" if key in rows.camera_keys else "  (not used)"
             lines.append(f"             camera {key} {_size(feature.shape)} {feature.dtype}{used}")
     return lines
-
-
-def _statistics(missing: Names) -> list[str]:
-    named = "; ".join(f"{key}: {', '.join(sorted(names))}" for key, names in missing.items())
-    return [f"Statistics   {'to be computed from the dataset: ' + named if named else 'all that is needed is present'}"]
 
 
 def _policy(config: Config, policy: PolicySpec) -> list[str]:

@@ -125,7 +125,7 @@ def check_ranges(metas: Sequence[DatasetMetadata], keys: Sequence[str]) -> None:
     """
     for a, b in itertools.combinations(metas, 2):
         for key in keys:
-            stats = [_ordered(meta, key) for meta in (a, b)]
+            stats = [ordered_stats(meta, key) for meta in (a, b)]
             names = ("q01", "q99") if all({"q01", "q99"} <= s.keys() for s in stats) else ("min", "max")
             feature = a.features[key]
             if (
@@ -157,7 +157,7 @@ def join_stats(metas: Sequence[DatasetMetadata], rows: Sequence[int] | None) -> 
     if len(metas) == 1:
         return metas[0].stats
     shared = [key for key in metas[0].stats if all(m.stats.get(key, {}).keys() >= AGGREGATED for m in metas)]
-    joined = [{key: _ordered(meta, key) for key in shared} for meta in metas]
+    joined = [{key: ordered_stats(meta, key) for key in shared} for meta in metas]
     if rows is not None:
         joined = [
             {key: {**values, "count": np.array([n])} for key, values in stats.items()}
@@ -166,7 +166,7 @@ def join_stats(metas: Sequence[DatasetMetadata], rows: Sequence[int] | None) -> 
     return aggregate_stats(joined)
 
 
-def _ordered(meta: DatasetMetadata, key: str) -> dict[str, np.ndarray]:
+def ordered_stats(meta: DatasetMetadata, key: str) -> dict[str, np.ndarray]:
     """A feature's statistics in the order that its dimensions have in a row."""
     feature, stats = meta.features.get(key), meta.stats.get(key, {})
     if feature is None or feature.order is None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class
@@ -41,7 +40,7 @@ from vla_finetuning.run.episodes import ChosenEpisodes, select
 from vla_finetuning.run.folder import SKIPPED_NAME
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.mixing import mixing_of
-from vla_finetuning.run.mixture import check_alike, named_alike, names_of_first, ordered_alike
+from vla_finetuning.run.mixture import Stats, check_alike, check_ranges, named_alike, names_of_first, ordered_alike
 from vla_finetuning.run.row_weights import row_weights
 from vla_finetuning.run.rows import (
     Rows,
@@ -54,7 +53,10 @@ from vla_finetuning.run.rows import (
 from vla_finetuning.run.statistics import (
     Names,
     computed_stats,
-    joined_stats,
+    decide,
+    exact_needed,
+    finished_stats,
+    joint_stats,
     missing_stats,
     needed_stats,
     relative_actions,
@@ -71,6 +73,7 @@ class Run:
         config: the options, with what was decided of them ("auto", paths made absolute).
         match: how the dataset's features are the policy's.
         missing_stats: statistics still to be computed (`with_stats`), without which `policy` has none.
+        statistics: which statistics these are, and how they describe the data, for the plan.
         notes: what differs from what was asked for, or from what it should be, for the plan.
     """
 
@@ -80,6 +83,7 @@ class Run:
     rows: Rows
     match: FeatureMatch
     missing_stats: Names = field(default_factory=dict)
+    statistics: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -121,10 +125,16 @@ def resolve(config: Config, gpus_found: int) -> Run:
     needed = needed_stats(
         base.config, metas[0], match.camera_keys, match.dataset_keys, d.use_imagenet_stats, rows.any_held_out
     )
-    relative = relative_actions(base.config) is not None
-    missing = missing_stats(metas, needed, ("action",) if relative else ())
-    for meta in metas:
-        check_stats(meta, {key: names for key, names in needed.items() if not relative or key != "action"})
+    relative = relative_actions(base.config)
+    missing = missing_stats(metas, needed, () if relative is None else ("action",))
+    for meta in metas if d.statistics != "exact" else ():
+        check_stats(meta, {key: names for key, names in needed.items() if relative is None or key != "action"})
+    decision = decide(config, metas, chosen.train, needed, missing, relative)
+    if decision.described and not d.mixed_ranges:
+        check_ranges(metas, match.dataset_keys)
+    if decision.statistics == "exact":
+        missing = exact_needed(metas[0].features, needed)
+    config = replace(config, dataset=replace(config.dataset, statistics=decision.statistics))
     cameras, flops = len(match.camera_keys), {}
     prompts: tuple[int, ...] = ()
     if isinstance(base.config, PI05Config):
@@ -151,10 +161,11 @@ def resolve(config: Config, gpus_found: int) -> Run:
         flops_by_prompt=flops,
     )
     if not missing:
-        spec = replace(spec, stats=_stats(config, rows, match))
+        joint = joint_stats(config, metas, rows.identity["rows_per_source"])
+        spec = replace(spec, stats=_stats(config, base.config, rows, match, joint))
         spec.processors()  # a tokenizer out of reach is reported now
     job = make_job(config, spec, steps, rows.identity, spec.what_trains)
-    return Run(config, job, spec, rows, match, missing, (*chosen.notes, *smaller))
+    return Run(config, job, spec, rows, match, missing, decision.told, (*chosen.notes, *smaller))
 
 
 def with_config(run: Run, config: Config, steps: int | None = None) -> Run:
@@ -182,10 +193,17 @@ def with_stats(run: Run) -> Run:
     """Compute the statistics that are missing, in a Ray Data pass, cached beside the run."""
     if not run.missing_stats:
         return run
-    relative, cache_dir = relative_actions(run.policy.config), run.job.output_dir / "stats"
-    metas = computed_stats(run.rows.metas, run.missing_stats, relative, cache_dir)
+    metas, joint = computed_stats(
+        run.config,
+        run.rows.metas,
+        run.rows.train_episodes,
+        run.missing_stats,
+        relative_actions(run.policy.config),
+        run.rows.identity["rows_per_source"],
+        run.job.output_dir / "stats",
+    )
     rows = replace(run.rows, metas=metas)
-    policy = replace(run.policy, stats=_stats(run.config, rows, run.match))
+    policy = replace(run.policy, stats=_stats(run.config, run.policy.config, rows, run.match, joint))
     return replace(run, rows=rows, policy=policy, missing_stats={})
 
 
@@ -209,9 +227,8 @@ def make_job(config: Config, policy: PolicySpec, steps: int, identity: dict[str,
     )
 
 
-def _stats(config: Config, rows: Rows, match: FeatureMatch) -> dict[str, dict[str, np.ndarray]]:
-    per_source = rows.identity["rows_per_source"]
-    return joined_stats(config.dataset, rows.metas, match.camera_keys, match.dataset_keys, per_source)
+def _stats(config: Config, policy_config: PreTrainedConfig, rows: Rows, match: FeatureMatch, joint: Stats) -> Stats:
+    return finished_stats(config.dataset, policy_config, rows.metas, match.camera_keys, match.dataset_keys, joint)
 
 
 # ---- where data and policy are -------------------------------------------------------------------------------------

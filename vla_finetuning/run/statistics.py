@@ -1,24 +1,251 @@
-"""The normalisation statistics of a run: what the policy needs, what datasets lack, all datasets joined."""
+"""Which normalisation statistics a run has: those that stats.json has, or true ones, computed of what is trained on.
+
+Averaged quantiles, as LeRobot stores them, leave half of a real dataset's values outside of q01..q99. So a sample of
+rows is held against what is stored before anything starts, and what does not describe it is computed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.processor.relative_action_processor import RelativeActionsProcessorStep
 from lerobot.utils.constants import IMAGENET_STATS
 
-from vla_finetuning.config import DatasetOptions
-from vla_finetuning.data.metadata import DatasetMetadata
-from vla_finetuning.data.relative_actions import RelativeActions, relative_action_stats
-from vla_finetuning.data.statistics import check_stats, complete_stats
+from vla_finetuning.config import Config, DatasetOptions
+from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, dimension_names
+from vla_finetuning.data.quantiles import LIMITS, Source, exact_stats, outside, sample_rows
+from vla_finetuning.data.relative_actions import ACTION, RelativeActions, relative_action_stats
+from vla_finetuning.data.statistics import RANGES, Stats, check_stats, complete_stats
 from vla_finetuning.policies.processors import required_stats, with_imagenet_stats
-from vla_finetuning.run.mixture import AGGREGATED, Stats, check_ranges, join_stats
+from vla_finetuning.run.mixture import AGGREGATED, check_ranges, join_stats, ordered_stats
 
 # Names of statistics by feature, `{"action": {"q01", "q99"}}`.
 Names = dict[str, set[str]]
+Needed = Mapping[str, set[str]]
+# Half the range of a dimension that never changes, of its value and at least of 1. A policy's output then hardly moves
+# it, and a sensor's noise is no large input; LeRobot's normaliser divides by 1e-8.
+CONSTANT_RANGE = 0.01
+
+
+class Decision(NamedTuple):
+    """`statistics`: what "auto" is, "exact" or "stored"; whether those stored describe the data; `told` of both."""
+
+    statistics: str
+    described: bool
+    told: tuple[str, ...]
+
+
+def decide(
+    config: Config,
+    metas: Sequence[DatasetMetadata],
+    episodes: Sequence[np.ndarray],
+    needed: Needed,
+    missing: Needed,
+    relative: RelativeActions | None,
+) -> Decision:
+    """Choose the statistics where --dataset.statistics is "auto", and hold those stored against the data.
+
+    A pure function of the datasets. Reads a sample of rows (`sample_rows`).
+
+    Args:
+        episodes: those that are trained on, of each dataset.
+        needed: `{feature: statistics}` that the policy is normalised by. missing: those that stats.json lacks.
+    Raises:
+        ValueError: "stored", and something is missing.
+    """
+    asked = config.dataset.statistics
+    normalisers = {"std"}.union(*RANGES)
+    vectors = {key: names & normalisers for key, names in exact_needed(metas[0].features, needed).items()}
+    told, badly = [], []
+    for meta, chosen in zip(metas, episodes, strict=True):
+        rows, read = sample_rows(meta, chosen, list(vectors)) if vectors else ({}, 0)
+        where = f"{meta.root}: " if len(metas) > 1 else ""
+        if read:
+            count = len(next(iter(rows.values())))
+            told.append(f"{where}looked at {count:,} rows of {read} of the {len(chosen):,} training episodes")
+        for key, names in vectors.items():
+            if not read or relative is not None and key == ACTION:
+                continue
+            share = _outside(meta, key, names, rows[key])
+            if share is not None:
+                (low, high), found = share
+                worst, text = int(found.argmax()), f"{where}{key}: of the values, {found.mean():.1%} lie outside"
+                text += f" {low}..{high} of meta/stats.json, {found.max():.1%} of {dimension_names(meta, key)[worst]}"
+                told.append(text)
+                if found.max() > LIMITS[low, high]:
+                    badly.append(key)
+            if names and asked != "lerobot" and (still := _constant(meta, key, rows[key])):
+                told.append(
+                    f"{where}{key}: {still} never changes there; it is normalised by {CONSTANT_RANGE:.0%} of its value "
+                    "(at least of 1), where LeRobot would divide by 1e-8"
+                )
+    mode = asked
+    quantiles = any(name.startswith("q") for names in vectors.values() for name in names)
+    if asked == "auto":
+        several = quantiles and len(metas) > 1
+        mode = "exact" if missing.keys() & vectors or badly or several else "stored"
+    if mode == "stored" and missing:
+        raise ValueError(
+            "--dataset.statistics=stored, and what the policy is normalised by is not in meta/stats.json of the dataset"
+            f"{'s' * (len(metas) > 1)} {', '.join(meta.root for meta in metas)}: {_listed(missing)}; leave the flag out"
+        )
+    told = [_said(asked, mode, vectors, missing, badly, len(metas)), *told]
+    return Decision(mode, not missing and not badly, tuple(told))
+
+
+def _said(asked: str, mode: str, vectors: Needed, missing: Needed, badly: Sequence[str], datasets: int) -> str:
+    wrong = ", ".join(dict.fromkeys(badly))
+    if mode == "exact":
+        if not vectors:
+            return "none of vectors are needed"
+        text = "computed before training, over all frames of the training episodes"
+        if asked == "auto":
+            if badly:
+                text += (
+                    f": those stored do not describe {wrong} (LeRobot averages the episodes' quantiles); "
+                    "--dataset.statistics=stored trains with them"
+                )
+            elif missing:
+                text += f": meta/stats.json lacks {_listed(missing)}"
+            elif datasets > 1:
+                text += ": quantiles of several datasets cannot be joined from their own"
+        return text
+    text = "those in meta/stats.json"
+    if mode == "lerobot":
+        text += ", as LeRobot reads them"
+        if missing:
+            text += "; to be computed as LeRobot does, averaging the episodes' quantiles: " + _listed(missing)
+    if badly:
+        text += f"; WARNING: they do not describe {wrong}: train with --dataset.statistics=exact"
+    return text
+
+
+def _listed(missing: Needed) -> str:
+    return "; ".join(f"{key}: {', '.join(sorted(names))}" for key, names in missing.items())
+
+
+def _outside(
+    meta: DatasetMetadata, key: str, names: set[str], values: np.ndarray
+) -> tuple[tuple[str, str], np.ndarray] | None:
+    """The range that a feature is normalised between, and the share of the values outside the stored one."""
+    stored = ordered_stats(meta, key)
+    for ends in RANGES:
+        if set(ends) <= names and set(ends) <= stored.keys():
+            return ends, outside(values, *(stored[name] for name in ends))
+    return None
+
+
+def _constant(meta: DatasetMetadata, key: str, values: np.ndarray) -> str:
+    names = [
+        name for name, still in zip(dimension_names(meta, key), np.ptp(values, axis=0) == 0, strict=False) if still
+    ]
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def exact_needed(features: Mapping[str, Feature], needed: Needed) -> dict[str, set[str]]:
+    """What is to be computed for "exact": all but cameras'."""
+    return {key: set(names) for key, names in needed.items() if features[key].dtype not in CAMERA_DTYPES}
+
+
+def computed_stats(
+    config: Config,
+    metas: Sequence[DatasetMetadata],
+    episodes: Sequence[np.ndarray],
+    missing: Needed,
+    relative: RelativeActions | None,
+    rows: Sequence[int],
+    cache_dir: Path,
+) -> tuple[tuple[DatasetMetadata, ...], Stats]:
+    """Compute what is missing, in passes by Ray Data: each dataset with its own statistics, and those of all together.
+
+    Args:
+        rows: of an epoch, from each dataset, which is what the dataset counts for with mixture_stats "weights".
+    Raises:
+        ValueError, FileNotFoundError: of the datasets' files.
+    """
+    if config.dataset.statistics == "lerobot":
+        completed = tuple(_lerobots(meta, missing, relative, cache_dir) for meta in metas)
+        return completed, joint_stats(config, completed, rows)
+    weights = [1.0] * len(metas)
+    if _weighted(config):
+        frames = [int(meta.episode_length[chosen].sum()) for meta, chosen in zip(metas, episodes, strict=True)]
+        weights = [count / all_frames for count, all_frames in zip(rows, frames, strict=True)]
+    sources = [Source(*source) for source in zip(metas, episodes, weights, strict=True)]
+    joint, each = exact_stats(
+        sources,
+        list(missing),
+        cache_dir=cache_dir,
+        relative=relative,
+        skip_unreadable=config.dataset.on_error == "skip",
+    )
+    # `each` is in the order of rows, and a dataset's own statistics in that of its files.
+    completed = tuple(
+        replace(meta, stats={**meta.stats, **{key: _as_in_files(meta, key, own) for key, own in stats.items()}})
+        for meta, stats in zip(metas, each, strict=True)
+    )
+    return completed, {**joint_stats(config, metas, rows), **joint}
+
+
+def joint_stats(config: Config, metas: Sequence[DatasetMetadata], rows: Sequence[int]) -> Stats:
+    """The datasets' own statistics joined. `rows` as in `computed_stats`."""
+    return join_stats(metas, rows if _weighted(config) else None)
+
+
+def _weighted(config: Config) -> bool:
+    return bool(config.dataset.mixture) and config.dataset.mixture_stats == "weights"
+
+
+def _lerobots(
+    meta: DatasetMetadata, missing: Needed, relative: RelativeActions | None, cache_dir: Path
+) -> DatasetMetadata:
+    others = {key: names for key, names in missing.items() if relative is None or key != ACTION}
+    stats = complete_stats(meta, others, cache_dir=cache_dir)[0]
+    meta = replace(meta, stats=stats)
+    if relative is not None and ACTION in missing:
+        stats[ACTION] = relative_action_stats(meta, relative, cache_dir=cache_dir)
+        check_stats(meta, {ACTION: missing[ACTION]})
+    return meta
+
+
+def _as_in_files(meta: DatasetMetadata, key: str, own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    order = meta.features[key].order
+    if order is None:
+        return own
+    return {name: value if name == "count" else value[np.argsort(order)] for name, value in own.items()}
+
+
+def usable(stats: Stats, needed: Needed) -> Stats:
+    """The statistics, with a range for dimensions that a normaliser would divide by nothing.
+
+    Where the ends of the range that a feature is normalised between are the same, the smallest and the largest value
+    are in their places; and where those are the same, CONSTANT_RANGE around it.
+    """
+    result = dict(stats)
+    for key, names in needed.items():
+        own = {name: np.asarray(value, np.float64) for name, value in stats.get(key, {}).items()}
+        for low, high in (ends for ends in RANGES if set(ends) <= names & own.keys()):
+            lower, upper = own[low], own[high]
+            if {"min", "max"} <= own.keys():
+                flat = _same(lower, upper)
+                lower, upper = np.where(flat, own["min"], lower), np.where(flat, own["max"], upper)
+            flat, half = _same(lower, upper), CONSTANT_RANGE * np.maximum(1, abs(lower))
+            own[low], own[high] = np.where(flat, lower - half, lower), np.where(flat, upper + half, upper)
+        if "std" in names & own.keys():
+            mean, std = own["mean"], own["std"]
+            own["std"] = np.where(std <= 1e-6 * abs(mean), CONSTANT_RANGE * np.maximum(1, abs(mean)), std)
+        changed = {name for name in own if not np.array_equal(own[name], stats[key][name])}
+        if changed:
+            result[key] = {**stats[key], **{name: own[name] for name in changed}}
+    return result
+
+
+def _same(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    return high - low <= 1e-6 * np.maximum(abs(low), abs(high))
 
 
 def needed_stats(
@@ -65,37 +292,24 @@ def missing_stats(
     return missing
 
 
-def computed_stats(
-    metas: Sequence[DatasetMetadata], missing: Names, relative: RelativeActions | None, cache_dir: Path
-) -> tuple[DatasetMetadata, ...]:
-    """The datasets with the missing statistics, computed in a Ray Data pass and cached in `cache_dir`."""
-    missing = dict(missing)
-    of_relative = {"action": missing.pop("action")} if relative is not None else {}
-    completed = []
-    for meta in metas:
-        stats = complete_stats(meta, missing, cache_dir=cache_dir)[0]
-        if relative is not None:
-            stats["action"] = relative_action_stats(meta, relative, cache_dir=cache_dir)
-            check_stats(replace(meta, stats=stats), of_relative)
-        completed.append(replace(meta, stats=stats))
-    return tuple(completed)
-
-
-def joined_stats(
+def finished_stats(
     d: DatasetOptions,
+    policy_config: PreTrainedConfig,
     metas: Sequence[DatasetMetadata],
     camera_keys: Sequence[str],
     keys: Sequence[str],
-    rows_per_source: Sequence[int],
+    stats: Stats,
 ) -> Stats:
-    """The run's statistics, of all its datasets together.
+    """The statistics that the policy is normalised with, from those of all datasets together.
 
     Args:
-        keys: features that the policy uses. rows_per_source: rows of each dataset in an epoch.
+        keys: features that the policy uses.
     """
     if not d.mixed_ranges:
         check_ranges(metas, keys)
-    stats = join_stats(metas, rows_per_source if d.mixture and d.mixture_stats == "weights" else None)
+    if d.statistics != "lerobot":
+        features = {key: metas[0].features[key] for key in keys}
+        stats = usable(stats, exact_needed(features, required_stats(policy_config, features)))
     return with_imagenet_stats(stats, camera_keys) if d.use_imagenet_stats else stats
 
 

@@ -1,0 +1,222 @@
+"""True statistics: ground truth is NumPy over all rows."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.test_relative_actions import one_after_the_other
+from tests.datasets import all_rows, edit_rows, make_dataset
+from vla_finetuning.data import quantiles
+from vla_finetuning.data.metadata import load_metadata, reorder_dimensions
+from vla_finetuning.data.quantiles import QUANTILES, Source, exact_stats, outside, sample_rows
+from vla_finetuning.data.relative_actions import RelativeActions, relative_chunks
+from vla_finetuning.data.statistics import STATISTICS
+
+EPISODES = (12, 7, 15, 1, 10, 9)
+KEYS = ["action", "observation.state", "observation.counter", "next.reward"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quantiles")
+    root = make_dataset(folder / "d", episodes=EPISODES, cameras={}, extra_features=True, true_quantiles=False)
+
+    def spread(values, episode, frame):
+        values *= np.float32(10) ** (episode[:, None] - 3)
+        values[frame % 2 == 0, 0] = -0.0
+        values[frame % 2 == 1, 0] = 0.0
+        values[:, 1] = 0.1
+
+    edit_rows(root, "observation.state", spread)
+    return root
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quantiles")
+    return make_dataset(folder / "second", episodes=(30, 41), cameras={}, extra_features=True, seed=1)
+
+
+@pytest.fixture(params=["one pass", "two passes"])
+def without_ray(request, monkeypatch):
+    """Both ways to count, and which passes there were."""
+    passes = []
+
+    def counted(*args):
+        passes.append(args[0].root)
+        return one_after_the_other(*args)
+
+    monkeypatch.setattr(quantiles, "over_files", counted)
+    if request.param == "two passes":
+        monkeypatch.setattr(quantiles, "ONE_PASS_VALUES", 0)
+    return passes, 1 + (request.param == "two passes")
+
+
+def numpys(rows, weights=None):
+    """Statistics of rows (N, ...) by NumPy, each of which counts for its weight."""
+    rows = rows.reshape(len(rows), -1)
+    mean = np.average(rows, axis=0, weights=weights)
+    # NumPy divides weights by their sum in float64, and then looks the quantile up.
+    found = {
+        name: np.array([np.quantile(column, q, weights=weights, method="inverted_cdf") for column in rows.T])
+        for name, q in QUANTILES.items()
+    }
+    return found | {
+        "min": rows.min(0),
+        "max": rows.max(0),
+        "mean": mean,
+        "std": np.sqrt(np.average((rows - mean) ** 2, axis=0, weights=weights)),
+    }
+
+
+def assert_numpys(found, rows, weights=None):
+    for name, expected in numpys(rows, weights).items():
+        if name in ("mean", "std"):
+            np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-9, err_msg=name)
+        else:
+            np.testing.assert_array_equal(found[name], expected, err_msg=name)
+
+
+def rows_of(meta, key, episodes):
+    rows = all_rows(Path(meta.root), [key])[key]
+    return np.concatenate([rows[meta.episode_start[e] :][: meta.episode_length[e]] for e in episodes])
+
+
+@pytest.mark.parametrize("chosen", [range(6), (0, 2, 5)])
+def test_equal_numpys_over_all_rows_of_the_episodes(root, without_ray, chosen):
+    meta = load_metadata(root)
+    assert len(meta.data_files) > 1
+    joint, (own,) = exact_stats([Source(meta, np.array(chosen))], KEYS, cache_dir=None)
+    assert len(without_ray[0]) == without_ray[1]
+    for key in KEYS:
+        assert set(joint[key]) == set(STATISTICS)
+        assert_numpys(joint[key], rows_of(meta, key, chosen))
+        assert joint[key]["count"].tolist() == [sum(EPISODES[e] for e in chosen)]
+        assert {name: values.tolist() for name, values in own[key].items()} == {
+            name: values.tolist() for name, values in joint[key].items()
+        }
+    state = joint["observation.state"]
+    assert state["std"][1] == 0 and state["q01"][1] == state["q99"][1] == np.float32(0.1)  # a joint that never moves
+
+
+def test_features_of_two_dimensions(tmp_path, without_ray):
+    root = make_dataset(tmp_path / "d", episodes=(5, 3, 8), cameras={}, extra_features=True)
+    meta = load_metadata(root)
+    found = exact_stats([Source(meta, meta.episode_index)], ["observation.grid"], cache_dir=None)[0]["observation.grid"]
+    assert found["q01"].shape == (2, 3)
+    assert_numpys(
+        {name: np.ravel(value) for name, value in found.items()},
+        all_rows(root, ["observation.grid"])["observation.grid"],
+    )
+
+
+def test_a_mixture_by_its_weights(root, second, without_ray):
+    """Datasets together, with dimensions in another order in the second one's files."""
+    first, other = load_metadata(root), load_metadata(second)
+    other = reorder_dimensions(other, {"action": (2, 0, 1)}, first)
+    sources = [Source(first, np.arange(6), 22 / 54), Source(other, np.array([1]), 44 / 41)]
+    joint, each = exact_stats(sources, KEYS, cache_dir=None)
+    for key in KEYS:
+        rows = [rows_of(first, key, range(6)), rows_of(other, key, [1])]
+        if key == "action":
+            rows[1] = rows[1][:, [2, 0, 1]]
+        weights = np.repeat([22 / 54, 44 / 41], [54, 41])
+        assert_numpys(joint[key], np.concatenate(rows), weights)
+        assert joint[key]["count"].tolist() == [66]
+        for own, of_one in zip(each, rows, strict=True):
+            assert_numpys(own[key], of_one)
+
+
+def test_relative_actions(root, without_ray):
+    meta = load_metadata(root)
+    how = RelativeActions(6, (True, False, True))
+    found, _ = exact_stats([Source(meta, np.arange(1, 6))], ["action", "next.reward"], cache_dir=None, relative=how)
+    rows = [
+        relative_chunks(*(rows_of(meta, key, [e]).astype(np.float32) for key in ("action", "observation.state")), how)
+        for e in range(1, 6)
+    ]
+    assert_numpys(found["action"], np.concatenate(rows).astype(np.float64))
+    assert_numpys(found["next.reward"], rows_of(meta, "next.reward", range(1, 6)))
+    with pytest.raises(
+        ValueError, match="chunks of 6 frames, and the longest episode has 1; lower --policy.chunk_size"
+    ):
+        exact_stats([Source(meta, np.array([3]))], ["action"], cache_dir=None, relative=how)
+
+
+def test_two_passes_cost_little_memory(without_ray):
+    """What is sent of a file: groups of values, not values."""
+    values = np.random.default_rng(0).normal(size=(100_000, 1)).astype(np.float32)
+    coarse = quantiles.count_values(values, coarse=True)
+    assert len(coarse.code) < 5_000 and coarse.number.sum() == len(values)
+    np.testing.assert_allclose(coarse.sum.sum(), values.sum(dtype=np.float64))
+
+
+@pytest.mark.ray
+def test_a_pass_by_ray(root, second, tmp_path, ray_cluster, monkeypatch):
+    metas = [load_metadata(root), load_metadata(second)]
+    sources = [Source(meta, meta.episode_index) for meta in metas]
+    for limit in (quantiles.ONE_PASS_VALUES, 0):
+        monkeypatch.setattr(quantiles, "ONE_PASS_VALUES", limit)
+        joint, _ = exact_stats(sources, ["action"], cache_dir=None)
+        assert_numpys(joint["action"], np.concatenate([all_rows(r, ["action"])["action"] for r in (root, second)]))
+
+
+def test_the_cache_is_of_episodes_weights_and_order(root, tmp_path, without_ray):
+    meta, passes = load_metadata(root), without_ray[0]
+
+    def computed(*args, **options):
+        before = len(passes)
+        exact_stats(*args, cache_dir=tmp_path, **options)
+        return len(passes) > before
+
+    sources = [Source(meta, meta.episode_index), Source(meta, meta.episode_index, 2.0)]
+    assert computed(sources, ["action"]) and not computed(sources, ["action"])
+    assert computed(sources[:1], ["action"])
+    assert computed([replace(sources[0], episodes=np.arange(3))], ["action"])
+    assert computed([sources[0], replace(sources[1], weight=3.0)], ["action"])
+    assert computed([replace(sources[0], meta=reorder_dimensions(meta, {"action": (1, 0, 2)}, meta))], ["action"])
+    assert computed(sources[:1], ["action"], relative=RelativeActions(6, (True,) * 3))
+
+
+def test_a_file_that_cannot_be_read(root, tmp_path, without_ray, caplog):
+    copy = shutil.copytree(root, tmp_path / "copy")
+    meta = load_metadata(copy)
+    (copy / meta.data_files[0]).write_bytes(b"not parquet")
+    source = Source(meta, meta.episode_index)
+    with pytest.raises(ValueError, match=meta.data_files[0]):
+        exact_stats([source], ["action"], cache_dir=None)
+    found, _ = exact_stats([source], ["action"], cache_dir=None, skip_unreadable=True)
+    left = np.flatnonzero(meta.episode_data_file != 0)
+    assert_numpys(found["action"], rows_of(load_metadata(root), "action", left))
+    assert f"computed without {meta.base}/{meta.data_files[0]}" in caplog.text
+    rows, read = sample_rows(meta, meta.episode_index, ["action"])  # a look is not a check
+    assert read == len(left) and len(rows["action"]) == meta.episode_length[left].sum()
+
+
+def test_a_sample_is_a_few_episodes_of_a_few_files(root, second, monkeypatch):
+    meta = load_metadata(root)
+    rows, read = sample_rows(meta, meta.episode_index, ["action", "observation.state"])
+    order = np.arange(meta.num_episodes)
+    assert read == meta.num_episodes
+    np.testing.assert_array_equal(rows["action"], rows_of(meta, "action", order))
+    opened = []
+    real = quantiles.read_groups
+    monkeypatch.setattr(quantiles, "read_groups", lambda *args: opened.append(args[2]) or real(*args))
+    monkeypatch.setattr(quantiles, "SAMPLE_FILES", 2)
+    monkeypatch.setattr(quantiles, "SAMPLE_FILE_EPISODES", 1)
+    rows, read = sample_rows(meta, np.arange(1, 6), ["action"])
+    assert read == len(opened) == 2 and [len(spans) for spans in opened] == [1, 1]
+    reordered = reorder_dimensions(meta, {"action": (2, 0, 1)}, meta)
+    np.testing.assert_array_equal(
+        sample_rows(reordered, np.arange(1, 6), ["action"])[0]["action"], rows["action"][:, [2, 0, 1]]
+    )
+
+
+def test_outside():
+    values = np.array([[0.0, 1.0], [1.0, 1.0], [2.0, 1.0], [3.0, 2.0]])
+    low, high = np.array([1.0, 1 + 1e-9]), np.array([3.0, 1 + 1e-9])
+    assert outside(values, low, high).tolist() == [0.25, 0.25]
+    assert outside(values, low - 1, high + 1).tolist() == [0, 0]

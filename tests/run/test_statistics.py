@@ -1,0 +1,242 @@
+"""Which statistics a run has, and that they are what its rows are normalised by and what it exports."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.factory import make_pre_post_processors
+
+import vla
+from tests import in_process
+from tests.data.test_quantiles import assert_numpys, rows_of
+from tests.data.test_relative_actions import one_after_the_other
+from tests.datasets import edit_rows, make_dataset
+from vla_finetuning.config import CONFIG_NAME
+from vla_finetuning.data import quantiles
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.relative_actions import RelativeActions, relative_chunks
+from vla_finetuning.flags import parse_args
+from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.run.describe import describe
+from vla_finetuning.run.plan import resolve, with_stats
+from vla_finetuning.run.statistics import CONSTANT_RANGE, usable
+from vla_finetuning.training.worker import start_policy
+
+VECTORS = ("action", "observation.state")
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    """A dataset with the quantiles of all rows; beside it, `averaged`, the same with LeRobot's."""
+    setting = in_process.make_setting(tmp_path_factory.mktemp("statistics"), episodes=(12, 9, 14, 11))
+    make_dataset(setting[0] / "averaged", episodes=(12, 9, 14, 11), true_quantiles=False)
+    return setting
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch):
+    monkeypatch.setattr(quantiles, "over_files", one_after_the_other)
+
+
+def averaged(setting):
+    folder, _, base = setting
+    return folder, folder / "averaged", base
+
+
+def edit_stats(root, edit):
+    path = root / "meta" / "stats.json"
+    stats = json.loads(path.read_text())
+    edit(stats)
+    path.write_text(json.dumps(stats))
+
+
+def test_what_describes_the_data_is_used(setting):
+    run = in_process.resolved(setting)
+    assert run.config.dataset.statistics == "stored" and not run.missing_stats
+    stored = load_metadata(setting[1]).stats
+    for key in VECTORS:
+        np.testing.assert_array_equal(run.stats[key]["q99"], stored[key]["q99"])
+    told = describe(run)
+    assert "Statistics   those in meta/stats.json\n" in told and "46 rows of 4 of the 4 training episodes" in told
+    assert "action: of the values, 0.0% lie outside q01..q99 of meta/stats.json" in told
+
+
+def test_what_does_not_is_replaced_and_the_plan_says_so(setting):
+    run = in_process.resolved(averaged(setting))
+    assert run.config.dataset.statistics == "exact" and run.missing_stats.keys() == set(VECTORS)
+    told = describe(run)
+    assert "those stored do not describe" in told and "LeRobot averages the episodes' quantiles" in told
+    assert "--dataset.statistics=stored trains with them" in told
+    meta = load_metadata(averaged(setting)[1])
+    rows = rows_of(meta, "action", range(4))
+    share = ((rows < meta.stats["action"]["q01"]) | (rows > meta.stats["action"]["q99"])).mean(0)
+    assert share.max() > 0.05
+    assert f"action: of the values, {share.mean():.1%} lie outside" in told
+    run = with_stats(run)
+    for key in VECTORS:
+        assert_numpys(run.stats[key], rows_of(meta, key, range(4)))
+
+
+@pytest.mark.parametrize("asked", ["stored", "lerobot"])
+def test_whoever_asks_for_them_gets_them_with_a_warning(setting, asked):
+    run = in_process.resolved(averaged(setting), **{"dataset.statistics": asked})
+    assert not run.missing_stats and run.config.dataset.statistics == asked
+    stored = load_metadata(averaged(setting)[1]).stats
+    for key in VECTORS:
+        for name, value in stored[key].items():
+            np.testing.assert_array_equal(run.stats[key][name], value)
+    assert "WARNING: they do not describe" in describe(run) and "--dataset.statistics=exact" in describe(run)
+
+
+def test_exact_is_of_the_training_episodes(setting):
+    """Whatever is stored."""
+    run = in_process.resolved(setting, **{"dataset.statistics": "exact", "dataset.eval_split": 0.5})
+    (train,), (held_out,) = run.train_episodes, run.eval_episodes
+    assert len(train) == len(held_out) == 2
+    run = with_stats(run)
+    meta = load_metadata(setting[1])
+    for key in VECTORS:
+        assert_numpys(run.stats[key], rows_of(meta, key, train))
+
+
+def test_what_is_missing(setting, tmp_path):
+    root = shutil.copytree(setting[1], tmp_path / "copy")
+    edit_stats(root, lambda stats: stats["action"].pop("q99"))
+    changed = (setting[0], root, setting[2])
+    run = in_process.resolved(changed)
+    assert run.config.dataset.statistics == "exact" and "meta/stats.json lacks action: q99" in describe(run)
+    with pytest.raises(
+        ValueError, match=f"statistics=stored.* not in meta/stats.json of the dataset {root}: action: q99"
+    ):
+        in_process.resolved(changed, **{"dataset.statistics": "stored"})
+    with pytest.raises(ValueError, match="dataset.statistics=mean: expected one of"):
+        in_process.resolved(changed, **{"dataset.statistics": "mean"})
+
+
+def test_a_run_that_is_resumed_keeps_what_it_was_started_with(setting, tmp_path):
+    copy = shutil.copytree(setting[0] / "averaged", tmp_path / "copy")
+    started = (tmp_path, copy, setting[2])
+    run = with_stats(in_process.resolved(started))
+    run.output_dir.mkdir(exist_ok=True)
+    config = run.output_dir / CONFIG_NAME
+    config.write_text(json.dumps(run.config.to_json()))
+    (copy / "meta/stats.json").write_text((setting[1] / "meta/stats.json").read_text())  # these would be used now
+    again = resolve(parse_args(["--resume", f"--output_dir={run.output_dir}"]), gpus_found=0)
+    assert again.config.dataset.statistics == "exact"
+    for name, value in run.stats["action"].items():
+        np.testing.assert_array_equal(with_stats(again).stats["action"][name], value)
+
+    saved = run.config.to_json()
+    del saved["dataset"]["statistics"]  # written before there was a choice
+    config.write_text(json.dumps(saved))
+    older = resolve(parse_args(["--resume", f"--output_dir={run.output_dir}"]), gpus_found=0)
+    assert older.config.dataset.statistics == "lerobot" and not older.missing_stats
+
+
+def test_several_datasets_together(setting):
+    """Their own quantiles cannot be joined: those of all rows are looked for, by the weights of what is trained on."""
+    _, root, base = setting
+    other = make_dataset(setting[0] / "other", episodes=(30, 11, 9, 41), seed=1)
+    flags = [f"--policy.path={base}", f"--output_dir={setting[0] / 'mixed'}", "--batch_size=2", "--steps=3"]
+    mixture = json.dumps({str(root): 1, str(other): 2})
+    run = resolve(parse_args([*flags, f"--dataset.mixture={mixture}", "--dataset.eval_split=0.3"]), gpus_found=0)
+    assert run.config.dataset.statistics == "exact" and "quantiles of several datasets" in describe(run)
+    assert all(len(held_out) for held_out in run.eval_episodes)
+    metas = [load_metadata(root), load_metadata(other)]
+    found = with_stats(run)
+    for key in VECTORS:
+        rows = [rows_of(meta, key, episodes) for meta, episodes in zip(metas, run.train_episodes, strict=True)]
+        counts = run.stream["rows_per_source"]
+        weights = np.repeat([count / len(own) for count, own in zip(counts, rows, strict=True)], list(map(len, rows)))
+        assert_numpys(found.stats[key], np.concatenate(rows), weights)
+    by_frames = resolve(
+        parse_args([*flags, f"--dataset.mixture={mixture}", "--dataset.mixture_stats=frames"]), gpus_found=0
+    )
+    for run in (by_frames, resolve(parse_args([*flags, f"--dataset.root={root},{other}"]), gpus_found=0)):
+        rows = [rows_of(meta, "action", meta.episode_index) for meta in metas]
+        assert_numpys(with_stats(run).stats["action"], np.concatenate(rows))
+
+
+def test_datasets_in_other_units_are_refused_once_that_is_known(setting):
+    """Stored quantiles that do not describe a dataset say nothing of its units."""
+    metres = make_dataset(setting[0] / "metres", episodes=(30, 41), seed=1, true_quantiles=False)
+    edit_rows(metres, "action", lambda values, *_: np.multiply(values, 1000, out=values))
+    flags = [f"--policy.path={setting[2]}", f"--output_dir={setting[0] / 'units'}", "--batch_size=2", "--steps=3"]
+    run = resolve(parse_args([*flags, f"--dataset.root={setting[1]},{metres}"]), gpus_found=0)
+    with pytest.raises(ValueError, match="seem to be in different units: 'motor_"):
+        with_stats(run)
+
+
+def test_relative_actions(setting):
+    flags = {"policy.use_relative_actions": "true", "policy.chunk_size": 6, "policy.n_action_steps": 2}
+    run = with_stats(in_process.resolved(setting, **flags))
+    meta = load_metadata(setting[1])
+    rows = [
+        relative_chunks(
+            *(rows_of(meta, key, [e]).astype(np.float32) for key in VECTORS), RelativeActions(6, (True, True, True))
+        )
+        for e in range(4)
+    ]
+    assert_numpys(run.stats["action"], np.concatenate(rows).astype(np.float64))
+
+
+def test_the_export_carries_what_was_trained_with(setting, tmp_path):
+    run = with_stats(in_process.resolved(averaged(setting)))
+    data = vla.build_dataset(run)
+    rows = next(data.read(stream=(0, run.last_row)).read_rows(np.arange(4), 4))
+    save_pretrained(start_policy(run), *run.processors(), tmp_path)
+    config = PreTrainedConfig.from_pretrained(tmp_path, cli_overrides=["--device=cpu"])
+    pre, post = make_pre_post_processors(config, pretrained_path=str(tmp_path))
+    low, high = (
+        np.quantile(rows_of(run.metas[0], "action", range(4)), q, 0, method="inverted_cdf") for q in (0.01, 0.99)
+    )
+    expected = 2 * (rows["action"] - low) / (high - low) - 1
+    np.testing.assert_allclose(data.prepare(rows)["action"], expected, atol=1e-5)
+    np.testing.assert_allclose(post(torch.from_numpy(expected).float()), rows["action"], atol=1e-5)
+    batch = {key: torch.from_numpy(np.array(rows[key])) for key in VECTORS}
+    np.testing.assert_allclose(pre({**batch, "task": ["go"] * 4})["action"], expected, atol=1e-5)
+
+
+def test_dimensions_that_never_change(setting, tmp_path):
+    """They are normalised to the middle of the range, whatever else comes is no huge number, and the way back is."""
+    root = shutil.copytree(setting[1], tmp_path / "copy")
+
+    def hold(values, episode, frame):
+        values[:, 0] = 0.3  # a waist
+        values[:, 1] = np.where((episode == 0) & (frame == 4), 7.0, 2.0)  # a button that is hardly ever pressed
+
+    for key in VECTORS:
+        edit_rows(root, key, hold)
+    changed = (tmp_path, root, setting[2])
+    run = in_process.resolved(changed, **{"dataset.statistics": "exact"})
+    assert "action: motor_0 never changes there; it is normalised by 1% of its value" in describe(run)
+    run = with_stats(run)
+    for key in VECTORS:
+        found = run.stats[key]
+        np.testing.assert_allclose(found["q01"][:2], [0.3 - CONSTANT_RANGE, 2.0], rtol=1e-6)
+        np.testing.assert_allclose(found["q99"][:2], [0.3 + CONSTANT_RANGE, 7.0], rtol=1e-6)
+    data = vla.build_dataset(run)
+    rows = next(data.read(stream=(0, run.last_row)).read_rows(np.arange(46), 46))
+    actions = data.prepare(rows)["action"]
+    assert np.abs(actions).max() < 10
+    np.testing.assert_allclose(actions[..., 0], 0, atol=1e-4)
+    assert set(actions[..., 1].round(4).ravel()) == {-1, 1}
+
+    lerobots = in_process.resolved(changed, **{"dataset.statistics": "lerobot"})
+    assert "never changes" not in describe(lerobots)
+
+
+def test_usable():
+    """Of the ranges that a normaliser uses, only those that it would divide by nothing are others."""
+    stats = {
+        "a": {"mean": np.array([2.0, 300.0, 0.0]), "std": np.array([1.0, 0.0, 0.0]), "q50": np.zeros(3)},
+        "b": {"min": np.array([0.0, 5.0]), "max": np.array([1.0, 5.0]), "q01": np.zeros(2), "q99": np.zeros(2)},
+    }
+    found = usable(stats, {"a": {"mean", "std"}, "b": {"min", "max"}, "c": {"q01"}})
+    assert found["a"]["std"].tolist() == [1, 3, 0.01] and found["a"]["mean"] is stats["a"]["mean"]
+    assert found["b"]["min"].tolist() == [0, 4.95] and found["b"]["max"].tolist() == [1, 5.05]
+    assert found["b"]["q99"].tolist() == [0, 0]  # nothing is normalised by it
+    assert stats["a"]["std"].tolist() == [1, 0, 0]

@@ -1,0 +1,351 @@
+"""True statistics of a dataset's columns: quantiles over all chosen frames, exact at any size.
+
+LeRobot stores frame-weighted means of the episodes' quantiles (`data/statistics.py`), and half of a real dataset's
+values can lie outside of those. Here values are counted: a float32 is an integer in the order of its value, so counts
+of equal ones are merged over files in any order, and the q-quantile is the smallest value that at least a share q of
+the frames does not exceed (NumPy's `inverted_cdf`). Where the values are too many to count each, a first pass counts
+them by their upper 16 bits, and a second one those that share them with a quantile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fsspec
+import numpy as np
+
+from vla_finetuning.data.metadata import DatasetMetadata, Feature
+from vla_finetuning.data.relative_actions import ACTION, STATE, RelativeActions, check_relative, relative_chunks
+from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, over_files
+from vla_finetuning.data.table import DataFile, Span, numbers, read_groups
+
+# So many values (256 MiB of counts at most) are counted in one pass; more are in two.
+ONE_PASS_VALUES = 2**23
+COARSE_BITS = 16
+QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+# What is looked at of a dataset before anything is started: episodes of a file, and files, both evenly spaced.
+SAMPLE_FILES, SAMPLE_FILE_EPISODES = 4, 16
+# Share of the values beyond its ends that a range may have: 3 % more than it should.
+LIMITS = {("min", "max"): 0.03, ("q01", "q99"): 0.05, ("q10", "q90"): 0.23}
+_FORMAT = 1
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Episodes (int64, ascending) of a dataset; each of their frames counts for `weight`."""
+
+    meta: DatasetMetadata
+    episodes: np.ndarray
+    weight: float = 1.0
+
+
+def exact_stats(
+    sources: Sequence[Source],
+    keys: Sequence[str],
+    *,
+    cache_dir: str | Path | None,
+    relative: RelativeActions | None = None,
+    skip_unreadable: bool = False,
+) -> tuple[Stats, list[Stats]]:
+    """All statistics of some features: of the sources together by their weights, and of each by itself.
+
+    Runs on the driver, with a Ray Data pass over the parquet files of each source, or two; Ray is started if it is not
+    running. Entries of vectors are in the order of rows (`reorder_dimensions`), values are those of float32.
+
+    Args:
+        keys: numeric features that all sources have.
+        cache_dir: as for `statistics.complete_stats`.
+        relative: the statistics of `action` are those of relative actions, of every chunk within an episode.
+        skip_unreadable: files that cannot be read do not count, with a warning; else they are errors.
+    Raises:
+        ValueError: no chunk to describe; data that contradicts the metadata or holds NaN.
+        FileNotFoundError: a parquet file is missing.
+    """
+    names = sorted(keys)
+    if relative is not None and ACTION in names:
+        for source in sources:
+            check_relative(source.meta, relative, source.episodes)
+    how = {
+        "exact": _FORMAT,
+        "weights": [source.weight for source in sources],
+        "relative": asdict(relative) if relative and ACTION in names else None,
+        "skip": skip_unreadable,
+    }
+    columns = _columns(names, relative)
+    orders = [[source.meta.features[key].order for key in columns] for source in sources]
+    digests = [
+        digest(source.meta, columns, source.episodes, {**how, "order": order})
+        for source, order in zip(sources, orders, strict=True)
+    ]
+    name = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
+    # A cache of statistics is flat: those of each source have its number before the feature.
+    of_each = [[f"{number} {key}" for key in names] for number in range(len(sources))]
+    found = cached_stats(
+        [*names, *sum(of_each, [])],
+        cache_dir,
+        name,
+        lambda: _compute(sources, names, of_each, relative, skip_unreadable),
+    )
+    joint = {key: found[key] for key in names}
+    return joint, [{key: found[own] for key, own in zip(names, owns, strict=True)} for owns in of_each]
+
+
+def sample_rows(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str]) -> tuple[dict[str, np.ndarray], int]:
+    """A few episodes' values, float64 (N, D) by feature, and how many episodes; a pure function of the dataset.
+
+    Runs on the driver and reads the row groups of at most SAMPLE_FILE_EPISODES episodes in each of SAMPLE_FILES files.
+    A file that is damaged is left out: training reads it again, and tells.
+    """
+    files = np.unique(meta.episode_data_file[episodes])
+    found: dict[str, list[np.ndarray]] = {key: [] for key in keys}
+    read = 0
+    for file in files[_spread(len(files), SAMPLE_FILES)].tolist():
+        members = episodes[meta.episode_data_file[episodes] == file]
+        members = members[_spread(len(members), SAMPLE_FILE_EPISODES)]
+        spans = [
+            Span(f"episode {e}", first, first + length)
+            for e, first, length in zip(
+                members.tolist(),
+                meta.episode_data_row[members].tolist(),
+                meta.episode_length[members].tolist(),
+                strict=True,
+            )
+        ]
+        path = f"{meta.base}/{meta.data_files[file]}"
+        features = {key: meta.features[key] for key in keys}
+        try:
+            data = DataFile(meta.fs, path, path, meta.root)
+            groups = read_groups(data, {f.key: None for f in features.values()}, spans, None)
+            table = {key: numbers(groups.table[f.key], None, f.shape, path) for key, f in features.items()}
+        except ValueError as error:
+            _logger.warning("dataset %s: not looked at before training: %s", meta.root, error)
+            continue
+        read += len(spans)
+        for key, feature in features.items():
+            values = _vectors(table[key], feature).astype(np.float64)
+            found[key] += [values[groups.at(span.first) :][: len(span)] for span in spans]
+    return {key: np.concatenate([np.empty((0, _width(meta.features[key]))), *rows]) for key, rows in found.items()}, (
+        read
+    )
+
+
+def outside(values: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """The share of values (N, D) that lie outside [low, high] (D,) by more than rounding, float64 (D,)."""
+    low, high = np.ravel(low), np.ravel(high)
+    # A thousandth of the range: quantiles of LeRobot come from histograms.
+    spare = 1e-3 * (high - low) + 1e-6 * np.maximum(abs(low), abs(high))
+    return ((values < low - spare) | (values > high + spare)).mean(0)
+
+
+def _spread(count: int, most: int) -> np.ndarray:
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
+
+
+def _width(feature: Feature) -> int:
+    return int(np.prod(feature.shape))
+
+
+def _vectors(values: np.ndarray, feature: Feature) -> np.ndarray:
+    """Values (N, *shape) as (N, D), in the order of rows."""
+    values = values.reshape(len(values), _width(feature))
+    return values if feature.order is None else values[:, list(feature.order)]
+
+
+def _columns(keys: Sequence[str], relative: RelativeActions | None) -> list[str]:
+    """The features that are read for those of `keys`."""
+    return sorted({*keys, STATE}) if relative and ACTION in keys else list(keys)
+
+
+# ---- counting -----------------------------------------------------------------------------------------------------
+
+
+class Tally(NamedTuple):
+    """Values that were counted, K groups of equal or nearly equal ones, ascending.
+
+    code: uint64, the column and the lowest value of the group (`_encode`); number, sum and sum of squares of the
+    values: float64.
+    """
+
+    code: np.ndarray
+    number: np.ndarray
+    sum: np.ndarray
+    squares: np.ndarray
+
+    @classmethod
+    def merge(cls, tallies: Iterable[Tally]) -> Tally:
+        nothing = count_values(np.empty((0, 1), np.float32))
+        columns = [np.concatenate(parts) for parts in zip(nothing, *tallies, strict=True)]
+        order = np.argsort(columns[0], kind="stable")
+        code = columns[0][order]
+        first = _firsts(code)
+        return cls(code[first], *(np.add.reduceat(c[order], first) if len(first) else c for c in columns[1:]))
+
+    def times(self, weight: float) -> Tally:
+        return Tally(self.code, *(weight * column for column in self[1:]))
+
+
+def _encode(values: np.ndarray, column: int) -> np.ndarray:
+    """Float32 (N, D) to uint64 (N * D,): the column's number in the upper half, below it the order of the values."""
+    bits = (values + np.float32(0)).view(np.uint32)  # the one zero that there then is
+    ordered = np.where(bits >> 31 == 1, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
+    return (ordered | np.arange(column, column + values.shape[1], dtype=np.uint64) << np.uint64(32)).ravel()
+
+
+def _decode(code: np.ndarray) -> np.ndarray:
+    ordered = code.astype(np.uint32)  # the lower half
+    bits = np.where(ordered >> 31 == 1, ordered ^ np.uint32(1 << 31), ~ordered)
+    return bits.astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def _coarse(code: np.ndarray) -> np.ndarray:
+    return code >> np.uint64(COARSE_BITS) << np.uint64(COARSE_BITS)
+
+
+def _firsts(code: np.ndarray) -> np.ndarray:
+    """Where groups of equal codes begin."""
+    return np.flatnonzero(np.concatenate([[True], code[1:] != code[:-1]])) if len(code) else np.empty(0, np.int64)
+
+
+def count_values(
+    values: np.ndarray, column: int = 0, *, coarse: bool = False, within: np.ndarray | None = None
+) -> Tally:
+    """Count float32 values (N, D), of columns from `column` on.
+
+    Args:
+        coarse: those together that share their upper bits.
+        within: only those that share them with one of these groups.
+    """
+    code = _encode(values, column)
+    if within is not None:
+        code = code[np.isin(_coarse(code), within)]
+    code.sort()
+    value = _decode(code)
+    groups = _coarse(code) if coarse else code
+    first = _firsts(groups)
+    if not len(first):
+        return Tally(code, value, value, value)
+    sums = (np.add.reduceat(column, first) for column in (np.ones_like(value), value, value * value))
+    return Tally(groups[first], *sums)
+
+
+def _ranks(tally: Tally) -> list[np.ndarray]:
+    """By column, which groups hold the smallest value, the quantiles and the largest: int64 (7,)."""
+    columns = (tally.code >> np.uint64(32)).astype(np.int64)
+    bounds = np.searchsorted(columns, np.arange(columns.max(initial=-1) + 2))
+    found = []
+    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        cumulative = tally.number[first:last].cumsum()
+        ranks = np.searchsorted(cumulative / cumulative[-1], list(QUANTILES.values()))
+        found.append(first + np.concatenate([[0], ranks, [last - first - 1]]))
+    return found
+
+
+def summary(tally: Tally) -> dict[str, np.ndarray]:
+    """The statistics of D columns, float64 (D,) each; `count` is int64."""
+    first = _firsts(tally.code >> np.uint64(32))
+    count, total, squares = (np.add.reduceat(column, first) for column in tally[1:])
+    values = _decode(tally.code)[np.array(_ranks(tally))]
+    found = dict(zip(("min", *QUANTILES, "max"), values.T, strict=True))
+    mean = total / count
+    variance = np.where(found["min"] == found["max"], 0.0, np.maximum(squares / count - mean * mean, 0.0))
+    return {**found, "mean": mean, "std": np.sqrt(variance), "count": count.round().astype(np.int64)}
+
+
+# ---- passes -------------------------------------------------------------------------------------------------------
+
+
+def _compute(
+    sources: Sequence[Source],
+    names: list[str],
+    of_each: list[list[str]],
+    relative: RelativeActions | None,
+    skip_unreadable: bool,
+) -> Stats:
+    shapes = {key: sources[0].meta.features[key].shape for key in names}
+    widths = [_width(sources[0].meta.features[key]) for key in names]
+    per_frame = sum(
+        width * (relative.chunk_size if relative and key == ACTION else 1)
+        for key, width in zip(names, widths, strict=True)
+    )
+    values = sum(int(source.meta.episode_length[source.episodes].sum()) for source in sources) * per_frame
+    read = partial(_pass, names=names, relative=relative, skip_unreadable=skip_unreadable)
+    if values <= ONE_PASS_VALUES:
+        tallies = [read(source) for source in sources]
+    else:
+        coarse = [read(source, coarse=True) for source in sources]
+        wanted = _around_quantiles([*coarse, _joint(coarse, sources)])
+        tallies = []
+        for source, tally in zip(sources, coarse, strict=True):
+            rest = ~np.isin(tally.code, wanted)
+            tallies.append(Tally.merge([Tally(*(c[rest] for c in tally)), read(source, within=wanted)]))
+    for source, tally in zip(sources, tallies, strict=True):
+        if not len(tally.code):
+            raise ValueError(f"dataset {source.meta.root}: no file could be read to compute statistics of {names}")
+    found: Stats = {}
+    for own, tally in zip([names, *of_each], [_joint(tallies, sources), *tallies], strict=True):
+        stats, end = summary(tally), 0
+        for key, called, width in zip(names, own, widths, strict=True):
+            first, end = end, end + width
+            found[called] = {name: value[first:end].reshape(shapes[key]) for name, value in stats.items()}
+            found[called]["count"] = stats["count"][first : first + 1]
+    return found
+
+
+def _around_quantiles(tallies: Sequence[Tally]) -> np.ndarray:
+    """The groups that hold quantiles of any of these, ascending, and those beside them: sums of weights are rounded."""
+    codes = []
+    for tally in tallies:
+        ranks = np.concatenate([np.empty(0, np.int64), *_ranks(tally)])
+        codes += [tally.code[np.clip(ranks + shift, 0, len(tally.code) - 1)] for shift in (-1, 0, 1)]
+    return np.unique(np.concatenate(codes))
+
+
+def _joint(tallies: Sequence[Tally], sources: Sequence[Source]) -> Tally:
+    if len(tallies) == 1:
+        return tallies[0]
+    return Tally.merge(tally.times(source.weight) for tally, source in zip(tallies, sources, strict=True))
+
+
+def _pass(
+    source: Source,
+    *,
+    names: list[str],
+    relative: RelativeActions | None,
+    skip_unreadable: bool,
+    coarse: bool = False,
+    within: np.ndarray | None = None,
+) -> Tally:
+    """Count the values of a source in a pass over its files."""
+    features = {key: source.meta.features[key] for key in _columns(names, relative)}
+    starts = np.cumsum([0, *(_width(features[key]) for key in names)]).tolist()
+
+    root = source.meta.root
+
+    def count_file(fs: fsspec.AbstractFileSystem, file: dict[str, Any]) -> dict[str, np.ndarray]:
+        tallies: list[Tally] = []
+        try:
+            for _, arrays in episode_arrays(fs, features=list(features.values()), **file):
+                rows = {
+                    key: _vectors(arrays[feature.key], feature).astype(np.float32) for key, feature in features.items()
+                }
+                if relative is not None and ACTION in names:
+                    rows[ACTION] = relative_chunks(rows[ACTION], rows[STATE], relative)
+                tallies += [
+                    count_values(rows[key], start, coarse=coarse, within=within)
+                    for key, start in zip(names, starts, strict=False)
+                ]
+        except (ValueError, OSError) as error:
+            if not skip_unreadable:
+                raise
+            _logger.warning("dataset %s: statistics are computed without %s: %s", root, file["path"], error)
+            tallies = []
+        return Tally.merge(tallies)._asdict()
+
+    return Tally.merge(Tally(**part) for part in over_files(source.meta, source.episodes, count_file))
