@@ -18,37 +18,37 @@ if __name__ == "__main__" and sys.argv[1:2] != ["--compare"]:  # help and wrong 
     check_command_line(EVALUATE)
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from vla_finetuning.evaluation.trial import compare_folders, resolve_trial, run_trial
-from vla_finetuning.flags import EVALUATE, asks_for_help, parse_evaluate
+from vla_finetuning.flags import EVALUATE, parse_evaluate
+from vla_finetuning.program import Work, run_program
 from vla_finetuning.run import cluster
-from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+from vla_finetuning.terminal import tell, tell_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 the evaluation failed, 2 it could not start."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    escape_warnings()
-    if asks_for_help(argv):
-        tell_text(EVALUATE.help())
-        return 0
-    try:
-        if argv[0] == "--compare":
-            if len(argv) != 3:
-                raise ValueError("--compare A B: two folders that evaluate.py has written to, and no other flags")
-            tell_text(compare_folders(Path(argv[1]), Path(argv[2])))
-            return 0
-        trial = resolve_trial(parse_evaluate(argv))
-    except (ValueError, OSError) as error:
-        tell_error(error)
-        return 2
+    return run_program(EVALUATE, argv, prepare)
 
-    def evaluate() -> None:
+
+def prepare(argv: list[str], held: ExitStack) -> Work | None:
+    """Resolve the evaluation; or compare two that are done."""
+    if argv[0] == "--compare":
+        if len(argv) != 3:
+            raise ValueError("--compare A B: two folders that evaluate.py has written to, and no other flags")
+        tell_text(compare_folders(Path(argv[1]), Path(argv[2])))
+        return None
+    trial = resolve_trial(parse_evaluate(argv))
+
+    def work() -> int:
+        cluster.connect()
         tell_text(run_trial(trial))
         tell(f"Episodes     {trial.output_dir}", f"Report       {trial.output_dir / 'report.html'}")
+        return 0
 
-    return cluster.program(evaluate)
+    return work
 
 
 if __name__ == "__main__":

@@ -25,22 +25,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import ray
 import ray.train
 import torch
 from ray.exceptions import RayError
-from ray.train import TrainingFailedError
 from torch import nn
 
 import vla
 from util import StepResult, TrainableOptimizer, train_step
-from vla_finetuning.config import CACHE_DIR, GrpoOptions, Strategy
+from vla_finetuning.config import CACHE_DIR, GrpoOptions
 from vla_finetuning.demo import prepare_disobedient
 from vla_finetuning.evaluation.player import Player
 from vla_finetuning.files import write_json
-from vla_finetuning.flags import GRPO, asks_for_help, parse_grpo
+from vla_finetuning.flags import GRPO, parse_grpo
+from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.rl.acting import Actor, Explorer
 from vla_finetuning.rl.demo import before_and_after, success_lines
@@ -75,7 +74,7 @@ from vla_finetuning.run.folder import (
     stop_requested,
 )
 from vla_finetuning.run.record import record_run
-from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+from vla_finetuning.terminal import tell, tell_error, tell_text
 from vla_finetuning.training.attempt import begin
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint
@@ -111,12 +110,12 @@ def train(run: GrpoRun, worker: Worker) -> bool:
     )
     objective = Objective(loss, run.sde, options).to(device)
     start = frozen_copy(objective) if options.kl else None
-    model = spread(objective, cast(Strategy, config.scaling.strategy), device, world, autocast=autocast)
+    model = spread(objective, config.scaling.strategy, device, world, autocast=autocast)
     optimizer = build_grpo_optimizer(config, loss)
     if attempt.checkpoint is not None:
         load_checkpoint(attempt.checkpoint, optimizer.named(), optimizer.state())
     log = IterationLog(job.output_dir, progress.step) if rank == 0 else None
-    prune = partial(prune_checkpoints, config, job.steps)
+    prune = partial(prune_checkpoints, config.training(), job.steps)
     checkpoints = CheckpointWriter(job, optimizer, worker, attempt.number, config.save_every_s, prune)
     first = progress.step
     if first == 0:
@@ -202,55 +201,50 @@ def learn(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, resolve, train, try.
+    """Resolve, train, evaluate.
 
     Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed,
-    5 the policy is trained, but could not be tried.
+    5 the policy is trained, but could not be evaluated.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    escape_warnings()
-    if asks_for_help(argv):
-        tell_text(GRPO.help())
-        return 0
-    with contextlib.ExitStack() as held:
-        try:
-            config = parse_grpo(argv)
-            check_place(config.folder)
-            require_tracker(config.track)
-            if config.policy_path is None:
-                config = replace(config, policy_path=str(imitated(held)))
-            run = resolve_grpo(config, gpus_found=torch.cuda.device_count())
-            config, job = run.config, run.job
-            tell_text(describe_grpo(run))
-            if config.dry_run:
-                tell_text("\n".join(expected_times(run, measure_environment(run.scene.env))))
-                if needed := worker_memory(run):
-                    tell_text(describe_memory(config, needed, run.policy.checkpoint_bytes))
-                return 0
-            held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
-            held.enter_context(track(job.output_dir, config.track, config.track_project))
-        except (ValueError, OSError) as error:
-            tell_error(error)
-            return 2
-        try:
-            if not ray.is_initialized():
-                held.callback(ray.shutdown)
-            tell("Starting     Ray and what acts and trains in it")
-            cluster.start(job.scaling, cluster.node_needs(job.scaling, [], run.policy.folder), job.output_dir)
-            from vla_finetuning.rl.page import write_grpo_report  # not above: training processes need no matplotlib
+    return run_program(GRPO, argv, prepare)
 
-            record_run(job, run.policy, describe_grpo(run), ray.cluster_resources())
-            held.callback(write_grpo_report, job.output_dir)
-            steps_done = fit(
-                job, lambda: worker_group(job, train_loop_per_worker, {"run": ray.put(run)}), iteration_line
-            )
-            if steps_done < job.steps:
-                tell(f"Stopped      after iteration {steps_done} of {job.steps}; --resume goes on from there")
-                return 3
-            status = evaluate(run)
-        except (TrainingFailedError, RayError, ValueError, OSError) as error:
-            tell_error(root_cause(error))
-            return 1
+
+def prepare(argv: list[str], held: contextlib.ExitStack) -> Work | None:
+    """Resolve the run, print its plan, check what can be checked before Ray starts, and take its folder."""
+    config = parse_grpo(argv)
+    check_place(config.folder)
+    require_tracker(config.track)
+    if config.policy_path is None:
+        config = replace(config, policy_path=str(imitated(held)))
+    run = resolve_grpo(config, gpus_found=torch.cuda.device_count())
+    config, job = run.config, run.job
+    tell_text(describe_grpo(run))
+    if config.dry_run:
+        tell_text("\n".join(expected_times(run, measure_environment(run.scene.env))))
+        if needed := worker_memory(run):
+            tell_text(describe_memory(config.training(), needed, run.policy.checkpoint_bytes))
+        return None
+    held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
+    held.enter_context(track(job.output_dir, config.track, config.track_project))
+    return partial(work, run)
+
+
+def work(run: GrpoRun) -> int:
+    """Train on the cluster, and evaluate. Returns the exit status, see `main`."""
+    job = run.job
+    with contextlib.ExitStack() as beside:
+        tell("Starting     Ray and the workers")
+        cluster.start(job.scaling, cluster.node_needs(job.scaling, [], run.policy.folder), job.output_dir)
+        from vla_finetuning.rl.page import write_grpo_report  # not above: training processes need no matplotlib
+
+        record_run(job, run.policy, describe_grpo(run), ray.cluster_resources())
+        beside.callback(write_grpo_report, job.output_dir)
+        workers = partial(worker_group, job, train_loop_per_worker, {"run": ray.put(run)})
+        steps_done = fit(job, workers, iteration_line)
+        if steps_done < job.steps:
+            tell(f"Stopped      after iteration {steps_done} of {job.steps}; --resume goes on from there")
+            return 3
+        status = evaluate(run)
     tell(f"Policy       {job.output_dir / 'pretrained_model'}", f"Report       {job.output_dir / 'report.html'}")
     return status
 

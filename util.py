@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from vla_finetuning.cards import CARDS
 from vla_finetuning.data.columns import ROW_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -167,29 +168,13 @@ def enable_gpu_perf_flags(deterministic: bool = False) -> None:
     torch.backends.cudnn.benchmark = True
 
 
-# Dense bf16 matrix products, FLOP/s, by words of what `torch.cuda.get_device_name` says; the first that fits counts.
-# NVIDIA's data sheets give most of them "with sparsity": those are halved.
-PEAK_BF16_FLOPS = {
-    "L40S": 362.05e12,  # nvidia.com/en-us/data-center/l40s
-    "L4": 121e12,  # nvidia.com/en-us/data-center/l4: 242 with sparsity
-    "A10G": 70e12,  # NVIDIA A10G for AWS, data sheet of 17 February 2022: 140 with sparsity
-    "A100": 312e12,  # nvidia.com/en-us/data-center/a100
-    "H100 NVL": 835.5e12,  # nvidia.com/en-us/data-center/h100: 1671 with sparsity
-    "H100 PCIe": 756.5e12,  # NVIDIA H100 PCIe, product brief PB-11133: 1513 with sparsity
-    "H100": 989.5e12,  # nvidia.com/en-us/data-center/h100, SXM: 1979 with sparsity
-    "H200 NVL": 835.5e12,  # nvidia.com/en-us/data-center/h200: 1671 with sparsity
-    "H200": 989.5e12,  # nvidia.com/en-us/data-center/h200, SXM: 1979 with sparsity
-    "B200": 2250e12,  # nvidia.com/en-us/data-center/hgx: 36 PFLOP/s with sparsity for 8 of them
-}
-
-
 def peak_flops(device: torch.device) -> float | None:
     """Peak dense bf16 FLOP/s of a GPU; None for others and for the CPU."""
     if device.type != "cuda":
         return None
     # "A100-SXM4-80GB" is an A100; "RTX A1000" is none, nor is an "L40" an L4.
     words = set(re.split(r"[\s-]", torch.cuda.get_device_name(device)))
-    return next((peak for key, peak in PEAK_BF16_FLOPS.items() if words >= set(key.split())), None)
+    return next((card.flops for card in CARDS if words >= set(card.words.split())), None)
 
 
 @dataclass

@@ -24,13 +24,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ray
 import ray.train
 import torch
 from ray.exceptions import RayError
-from ray.train import TrainingFailedError
 from ray.train.torch import TorchTrainer
 
 from util import (
@@ -44,14 +43,15 @@ from util import (
     cuda_prefetcher,
     train_step,
 )
-from vla_finetuning.config import Config, Strategy
+from vla_finetuning.config import Config
 from vla_finetuning.evaluation.demo import is_demo, success_table, try_demo
 from vla_finetuning.evaluation.during import Evaluator
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
 from vla_finetuning.files import write_json
-from vla_finetuning.flags import VLA, asks_for_help, parse_args
+from vla_finetuning.flags import VLA, parse_args
 from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_checkpoint, load_progress
@@ -71,11 +71,11 @@ from vla_finetuning.run.push import check_push, push_policy
 from vla_finetuning.run.record import record_run
 from vla_finetuning.run.resolve import Run, resolve, with_stats
 from vla_finetuning.run.rows import Rows
-from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+from vla_finetuning.terminal import tell, tell_error, tell_text
 from vla_finetuning.training.attempt import begin
 from vla_finetuning.training.batches import (
     OnBatch,
-    Work,
+    WorkCounter,
     check_finite,
     collate_cut,
     ignore_batch,
@@ -147,7 +147,7 @@ def train(
     attempt = begin(job, worker, config.train.deterministic)
     progress = attempt.progress
     dealt = Dealt(job.batch_size, rows.block_rows, rank, world, job.batches_per_step, progress.step)
-    work = Work(policy)
+    work = WorkCounter(policy)
     log_rows = None
     if config.run.record_rows:
         log_rows = partial(record_rows, RowsLog(job.output_dir, rank, attempt.number), rows, dealt)
@@ -173,7 +173,7 @@ def train(
 
     policy_loss, autocast = build_model(policy, device)
     check_attention(policy, policy_loss, device, autocast, job.output_dir if rank == 0 else None)
-    strategy = cast(Strategy, job.scaling.strategy)
+    strategy = job.scaling.strategy
     model = spread(
         policy_loss,
         strategy,
@@ -310,61 +310,56 @@ def feed(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, resolve, train, evaluate.
+    """Resolve, train, evaluate.
 
     Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed,
     4 the policy is trained but not pushed to the Hub, 5 it is trained but could not be evaluated.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    escape_warnings()
-    if asks_for_help(argv):
-        tell_text(VLA.help())
-        return 0
-    with contextlib.ExitStack() as held:
-        try:
-            run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
-            tell_text(describe(run))
-            config, job = run.config, run.job
-            memory = planned_memory(run.policy, run.rows.frame_bytes)
-            needed = memory(config) if job.use_gpu or config.dry_run else None
-            if needed is not None:
-                if config.dry_run:
-                    tell_text(describe_memory(config, needed, run.policy.checkpoint_bytes))
-                check_room(config, needed, memory, gpu_gib())
-            check_place(job.output_dir)
-            require_tracker(config.track)
-            evaluator = Evaluator(run, policy_at) if config.env_type else None
-            if repo_id := config.hub_repo_id:
-                tell(f"Hub          {check_push(repo_id, config.policy_private, make=not config.dry_run)}")
-            if config.dry_run:
-                return 0
-            held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
-            held.enter_context(track(job.output_dir, config.track, config.track_project))
-        except (ValueError, OSError) as error:
-            tell_error(error)
-            return 2
-        try:
-            if not ray.is_initialized():
-                held.callback(ray.shutdown)
-            tell("Starting     Ray and what the data and the training run in; the first step takes about a minute")
-            run, data_options = on_cluster(run)
-            from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
+    return run_program(VLA, argv, prepare)
 
-            resources, repo_id = ray.cluster_resources(), config.dataset.repo_id
-            record_run(job, run.policy, describe(run), resources, run.rows, repo_id)
-            held.enter_context(keep_report(job.output_dir))
-            if evaluator is not None:
-                held.callback(evaluator.close)
-            with evaluator.beside(run, data_options) if evaluator is not None else contextlib.nullcontext():
-                steps_done = fit(job, lambda: make_trainer(run, data_options))
-            if steps_done < job.steps:
-                tell(f"Stopped      after step {steps_done} of {job.steps}; --resume goes on from there")
-                return 3
-            status = evaluate(run) if run.rows.any_held_out else 0
-            status = (evaluator.finish() if evaluator is not None else 0) or status
-        except (TrainingFailedError, RayError, ValueError, OSError) as error:
-            tell_error(root_cause(error))
-            return 1
+
+def prepare(argv: list[str], held: contextlib.ExitStack) -> Work | None:
+    """Resolve the run, print its plan, check what can be checked before Ray starts, and take its folder."""
+    run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
+    config, job = run.config, run.job
+    tell_text(describe(run))
+    memory = planned_memory(run.policy, run.rows.frame_bytes)
+    needed = memory(config) if job.use_gpu or config.dry_run else None
+    if needed is not None:
+        if config.dry_run:
+            tell_text(describe_memory(config, needed, run.policy.checkpoint_bytes))
+        check_room(config, needed, memory, gpu_gib())
+    check_place(job.output_dir)
+    require_tracker(config.track)
+    evaluator = Evaluator(run, policy_at) if config.env_type else None
+    if repo_id := config.hub_repo_id:
+        tell(f"Hub          {check_push(repo_id, config.policy_private, make=not config.dry_run)}")
+    if config.dry_run:
+        return None
+    held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
+    held.enter_context(track(job.output_dir, config.track, config.track_project))
+    return partial(work, run, evaluator)
+
+
+def work(run: Run, evaluator: Evaluator | None) -> int:
+    """Train on the cluster, evaluate, push. Returns the exit status, see `main`."""
+    config, job = run.config, run.job
+    with contextlib.ExitStack() as beside:
+        tell("Starting     Ray and the workers; the first step takes about a minute")
+        run, data_options = on_cluster(run)
+        from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
+
+        record_run(job, run.policy, describe(run), ray.cluster_resources(), run.rows, config.dataset.repo_id)
+        beside.enter_context(keep_report(job.output_dir))
+        if evaluator is not None:
+            beside.callback(evaluator.close)
+        with evaluator.beside(run, data_options) if evaluator is not None else contextlib.nullcontext():
+            steps_done = fit(job, lambda: make_trainer(run, data_options))
+        if steps_done < job.steps:
+            tell(f"Stopped      after step {steps_done} of {job.steps}; --resume goes on from there")
+            return 3
+        status = evaluate(run) if run.rows.any_held_out else 0
+        status = (evaluator.finish() if evaluator is not None else 0) or status
     tell(f"Policy       {job.output_dir / 'pretrained_model'}{_exported(config, job)}")
     tell(f"Report       {job.output_dir / 'report.html'}")
     return (push(job.output_dir, config.hub_repo_id) if config.hub_repo_id else 0) or status

@@ -3,7 +3,7 @@
     make metaworld
     python -m benchmarks.metaworld --folder outputs/metaworld --json benchmarks/results/metaworld.json
 
-    record      scripted experts play --episodes of each task (envs/record.py)
+    record      scripted experts play --episodes of each task (record.py)
     train       vla.py trains a tiny PI0.5 from random weights on all of them together, language with it
     evaluate    --eval_episodes of each task from initial states that no expert has begun in, by evaluate.py's engine:
                 before training, trained, and trained but told another task's instruction
@@ -29,11 +29,11 @@ from typing import Any
 
 from lerobot.configs.policies import PreTrainedConfig
 
+import record
 import vla
 from diagnostics.environment import Environment
 from vla_finetuning.config import ENVIRONMENT_NAME, EvalOptions
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.envs import record
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, task_makers
 from vla_finetuning.evaluation.closed_loop import play
 from vla_finetuning.evaluation.episodes import Book, Condition, episode_list, read_evaluation
@@ -185,7 +185,9 @@ class Benchmark:
             return 0
         tell(f"Playing      {len(left)} episodes")
         with self._clocked("evaluate"):
-            return cluster.program(playing)
+            cluster.connect()
+            playing()
+        return 0
 
     def _source(self, folder: Path) -> PolicySource:
         steps = f"--n_action_steps={self.options.n_action_steps}"

@@ -24,13 +24,14 @@ from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.utils.constants import ACTION
 
 from diagnostics.environment import Environment
+from vla_finetuning.cards import CARDS_GIB, OF_PRESET
 from vla_finetuning.config import PRESETS, Config, PeftOptions, TrainMode
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.flags import parse_args, parse_grpo
 from vla_finetuning.policies.counting import with_cameras
 from vla_finetuning.terminal import tell, tell_text
 from vla_finetuning.training.memory import GIB, StepMemory
-from vla_finetuning.training.room import CARDS_GIB, PRESET_CARDS, needed_by
+from vla_finetuning.training.room import needed_by
 
 PLACES = ("--dataset.root=d", "--output_dir=o")
 CAMERAS, FRAME_BYTES, PROMPT = (1, 2, 3), 480 * 640 * 3, 200
@@ -74,8 +75,9 @@ def planned(preset: str, mode: TrainMode, cameras: int) -> StepMemory:
 def planned_grpo(preset: str, cameras: int) -> StepMemory:
     """What a worker needs of a run of `grpo.py` with the preset, whose micro-batches have all random steps of a row."""
     config = parse_grpo([f"--preset={preset}", "--policy.path=p", "--env.type=two_bins", "--output_dir=o"])
-    train = replace(config.train, noise_draws=config.grpo.flow_steps)
-    return of_pi05(replace(config, train=train), cameras)
+    training = config.training()
+    train = replace(training.train, noise_draws=config.grpo.flow_steps)
+    return of_pi05(replace(training, train=train), cameras)
 
 
 def of_pi05(config: Config, cameras: int) -> StepMemory:
@@ -140,7 +142,7 @@ def table_of_one(found: Sequence[Mapping[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--presets", default=",".join(PRESET_CARDS), help="which, separated by commas")
+    parser.add_argument("--presets", default=",".join(OF_PRESET), help="which, separated by commas")
     parser.add_argument("--one_gpu", action="store_true", help="besides, what people with one small GPU can do")
     parser.add_argument("--measured", type=Path, help="a file of benchmarks.gpu")
     parser.add_argument("--json", type=Path, help="write the figures there")
@@ -159,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "batch_size": config.batch_size,
                     "grad_accum": config.grad_accum,
                     "needed_gib": {str(n): planned(preset, mode, n).needed / GIB for n in CAMERAS},
-                    "gpu_gib": CARDS_GIB[PRESET_CARDS[preset]],
+                    "gpu_gib": OF_PRESET[preset].gib,
                     "evidence": evidence(measured, mode),
                 }
             )

@@ -58,7 +58,7 @@ from util import (
     peak_flops,
     train_step,
 )
-from vla_finetuning.config import Attention, Config, TrainMode
+from vla_finetuning.config import Config, TrainMode
 from vla_finetuning.policies.attention import Kernel
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.counting import flops_per_sample, with_cameras
@@ -463,7 +463,7 @@ def planned(config: PI05Config, mode: TrainMode, size: int, accum: int, bf16: bo
         grad_accum=accum,
         draws=1,
         bf16=bf16,
-        attention=cast(Attention, Config().train.attention),
+        attention=Config().train.attention,
         checkpointing=False,
     )
 

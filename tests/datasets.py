@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.options import Features, Order, Reading, Selection
-from vla_finetuning.demo import writing_videos
+from vla_finetuning.envs.writing import writing_videos
 
 FRAME_NUMBER_BITS = 16
 EXTRA_FEATURES: dict[str, dict] = {

@@ -410,6 +410,28 @@ def test_every_option_of_a_run_is_saved_and_comes_back(tmp_path):
     assert parse_args([f"--output_dir={tmp_path}", "--resume"]) == replace(first, resume=True)
 
 
+def test_a_run_of_grpo_is_resumed_whose_file_has_the_options_of_vla_too(tmp_path):
+    """As runs were saved while GRPO's options were those of `vla.py` and some more."""
+    given = ["--policy.path=/p", "--env.type=two_bins", f"--output_dir={tmp_path}", "--grpo.groups=4", "--seed=3"]
+    first = parse_grpo(given)
+    was = Config().to_json() | {"keep_best_by": "loss", "log_freq": 1}
+    groups = {name: was[name] | getattr(first, name).__dict__ for name in ("train", "scaling")}
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(was | first.to_json() | groups))
+    assert parse_grpo([f"--output_dir={tmp_path}", "--resume"]) == replace(first, resume=True)
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(first.to_json() | {"sede": 3}))
+    with pytest.raises(ValueError, match="sede is no option; did you mean seed"):
+        parse_grpo([f"--output_dir={tmp_path}", "--resume"])
+
+
+def test_what_the_rooms_of_training_read_of_a_run_of_grpo():
+    given = ["--policy.path=/p", "--env.type=two_bins", "--output_dir=/o", "--train.compile", "--scaling.num_workers=4"]
+    asked = parse_grpo([*given, "--lr=3e-6", "--keep_best=2"])
+    config = asked.training()
+    assert (config.train.compile, config.train.noise_draws, config.scaling.num_workers) == (True, 1, 4)
+    assert (config.policy_path, config.lr, config.best_kept, config.save_freq) == ("/p", 3e-6, 2, 10)
+    assert not config.is_evaluated(10, 10), "its checkpoints do not play beside the training"
+
+
 def test_flags_of_the_other_programs():
     grpo = parse_grpo(["--policy.path=/p", "--env.type=two_bins", "--output_dir=/o", "--grpo.dual_clip=null"])
     assert grpo.grpo.dual_clip is None and grpo.lr == 5e-6 and grpo.save_freq == 10
@@ -419,6 +441,10 @@ def test_flags_of_the_other_programs():
     assert (recorded.env_options, recorded.episodes) == (["--task=reach-v3"], 3)
     for parse, flag, message in (
         (parse_grpo, "--dataset.root=/d", "unknown flag --dataset.root"),
+        (parse_grpo, "--policy.type=pi05", "--policy.type starts from random weights"),
+        (parse_grpo, "--scaling.cpus_per_read_task=2", "unknown flag --scaling.cpus_per_read_task"),
+        (parse_grpo, "--train.noise_draws=2", "unknown flag --train.noise_draws"),
+        (parse_grpo, "--keep_best=1,success", "--keep_best=1,success: expected a whole number, at least 0"),
         (parse_grpo, "--grpo.group_size=1", "--grpo.group_size=1: expected a whole number, at least 2"),
         (parse_grpo, "--grpo.clip_low=1", "--grpo.clip_low=1: expected a number, above 0 and below 1"),
         (parse_evaluate, "--eval.videos=-1", "--eval.videos=-1: expected a whole number, at least 0"),

@@ -258,7 +258,7 @@ def test_anybodys_dataset_gets_a_base_of_its_own(prepared, tmp_path):
 ENCODE = """
 import os, sys
 import av, numpy as np
-from vla_finetuning.demo import writing_videos
+from vla_finetuning.envs.writing import writing_videos
 
 def encode():
     with av.open(sys.argv[1], "w") as container:

@@ -16,18 +16,20 @@ PACKAGE = "vla_finetuning"
 
 # What each room may import of the project, besides itself. A room is a file or a folder of files; the longest name that
 # fits a module counts. Whoever adds a line here says why in docs or review: each is one more thing to hold in the head.
-GROUND = {f"{PACKAGE}.{name}" for name in ("config", "files", "options", "terminal")}
+GROUND = {f"{PACKAGE}.{name}" for name in ("cards", "config", "files", "options", "terminal")}
 DATA = {*GROUND, f"{PACKAGE}.data", "lerobot_datasource"}
-POLICIES = {*GROUND, f"{PACKAGE}.policies", f"{PACKAGE}.data.columns", f"{PACKAGE}.data.hub", "util"}
-ENVS = {*GROUND, f"{PACKAGE}.envs"}
+LEROBOTS = {*GROUND, f"{PACKAGE}.lerobot_options"}
+POLICIES = {*LEROBOTS, f"{PACKAGE}.policies", f"{PACKAGE}.data.columns", f"{PACKAGE}.data.hub", "util"}
+ENVS = {*LEROBOTS, f"{PACKAGE}.envs"}
 RUN = {*DATA, *POLICIES, *ENVS, f"{PACKAGE}.demo", f"{PACKAGE}.run"}
 TRAINING, REPORT = {*RUN, f"{PACKAGE}.training"}, {*RUN, f"{PACKAGE}.report"}
 EVALUATION = {*REPORT, f"{PACKAGE}.evaluation"}
 # It trains on what the loop shows, so it knows both: who trains there also acts.
 RL = {*TRAINING, *EVALUATION, f"{PACKAGE}.rl"}
-PROGRAMS = {*TRAINING, *EVALUATION, f"{PACKAGE}.flags"}
+PROGRAMS = {*TRAINING, *EVALUATION, f"{PACKAGE}.flags", f"{PACKAGE}.program"}
 DIAGNOSTICS = {*PROGRAMS, "vla", "diagnostics"}
 MAY_IMPORT = {
+    f"{PACKAGE}.cards": set(),
     f"{PACKAGE}.options": set(),
     f"{PACKAGE}.config": GROUND,
     f"{PACKAGE}.checks": GROUND,
@@ -35,9 +37,10 @@ MAY_IMPORT = {
     f"{PACKAGE}.files": set(),
     f"{PACKAGE}.terminal": set(),
     f"{PACKAGE}.lerobot_train": {f"{PACKAGE}.terminal"},
+    f"{PACKAGE}.lerobot_options": GROUND,
     f"{PACKAGE}.data": DATA,
     "lerobot_datasource": DATA,
-    "util": {f"{PACKAGE}.data.columns"},
+    "util": {f"{PACKAGE}.cards", f"{PACKAGE}.data.columns"},
     f"{PACKAGE}.policies": POLICIES,
     f"{PACKAGE}.envs": ENVS,
     f"{PACKAGE}.demo": {*DATA, *POLICIES, *ENVS},
@@ -46,13 +49,13 @@ MAY_IMPORT = {
     f"{PACKAGE}.report": REPORT,
     f"{PACKAGE}.evaluation": EVALUATION,
     f"{PACKAGE}.rl": RL,
-    # A program: it joins the cluster and reads flags as the others do.
-    f"{PACKAGE}.envs.record": {*RUN, f"{PACKAGE}.flags"},
+    f"{PACKAGE}.program": {*RUN, f"{PACKAGE}.flags"},
     "vla": PROGRAMS,
     "evaluate": PROGRAMS,
+    "record": PROGRAMS,
     "grpo": {*PROGRAMS, *RL, "vla"},  # the first half of its demo is a run of vla.py
     "diagnostics": DIAGNOSTICS,
-    "benchmarks": {*DIAGNOSTICS, *RL, "evaluate", "grpo", "benchmarks", "tests"},
+    "benchmarks": {*DIAGNOSTICS, *RL, "evaluate", "grpo", "record", "benchmarks", "tests"},
     "ci": {"ci"},
 }
 # The policy's own file is copied to robots alone; the datasource's modules must not need what only training needs.

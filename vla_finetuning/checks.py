@@ -7,7 +7,16 @@ from __future__ import annotations
 
 import math
 
-from vla_finetuning.config import MAX_SEED, Config, DatasetOptions, EvaluateConfig, GrpoConfig, RecordConfig
+from vla_finetuning.config import (
+    MAX_SEED,
+    Config,
+    DatasetOptions,
+    EvaluateConfig,
+    GrpoConfig,
+    JobOptions,
+    RecordConfig,
+    WorkerOptions,
+)
 
 
 def check_evaluate(config: EvaluateConfig) -> None:
@@ -31,7 +40,7 @@ def check_record(config: RecordConfig) -> None:
 def check_grpo(config: GrpoConfig) -> None:
     """Raises ValueError where options of a run of `grpo.py` do not go together."""
     g, s = config.grpo, config.scaling
-    _check_gpus(config)
+    _check_gpus(config.scaling)
     if g.groups % s.num_workers:
         raise ValueError(
             f"--grpo.groups={g.groups} with --scaling.num_workers={s.num_workers}: workers play equally many groups; "
@@ -50,7 +59,7 @@ def check_grpo(config: GrpoConfig) -> None:
         raise ValueError("which policy? give --policy.path FOLDER_OR_HUB_ID: what vla.py has trained by imitation")
     if config.env_type is None:
         raise ValueError("in which environment? give --env.type two_bins")
-    if config.policy_type is not None:
+    if any(option.startswith("--type=") for option in config.policy_options):
         raise ValueError("--policy.type starts from random weights, which succeed at nothing; give --policy.path")
     _check_output(config)
 
@@ -58,7 +67,7 @@ def check_grpo(config: GrpoConfig) -> None:
 def check_run(config: Config) -> None:
     """Raises ValueError where options of a run of `vla.py` do not go together."""
     demo = config.preset == "demo"
-    _check_gpus(config)
+    _check_gpus(config.scaling)
     _check_dataset(config.dataset, demo)
     _check_learning(config)
     _check_adapters(config)
@@ -96,8 +105,8 @@ def _check_dataset(d: DatasetOptions, demo: bool) -> None:
         raise ValueError("which data? give --dataset.root PATH_OR_URI or --dataset.repo_id ID, or use --preset demo")
 
 
-def _check_gpus(config: Config) -> None:
-    if config.scaling.use_gpu is False and config.scaling.accelerator_type is not None:
+def _check_gpus(scaling: WorkerOptions) -> None:
+    if scaling.use_gpu is False and scaling.accelerator_type is not None:
         raise ValueError("--scaling.accelerator_type needs GPUs, but --scaling.use_gpu=false")
 
 
@@ -170,7 +179,7 @@ def _check_held_out(config: Config) -> None:
         )
 
 
-def _check_output(config: Config) -> None:
+def _check_output(config: JobOptions) -> None:
     if config.output_dir is None:
         raise ValueError("where to? give --output_dir FOLDER (on a cluster: a path that all nodes share)")
     if "://" in config.output_dir:

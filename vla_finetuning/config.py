@@ -9,10 +9,11 @@ import math
 import os
 import re
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from vla_finetuning.cards import OF_PRESET
 from vla_finetuning.options import option
 
 CONFIG_NAME = "config.json"
@@ -579,6 +580,14 @@ class JobOptions:
         None, "What a GPU costs per hour, in any currency: the report then says what 1000 samples cost.", above=0
     )
 
+    @property
+    def folder(self) -> Path:
+        """The run's own folder, `output_dir`."""
+        return Path(self.output_dir or "")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
 
 @dataclass
 class LearningOptions:
@@ -604,6 +613,9 @@ class CheckpointOptions:
         None, "Besides, take a checkpoint at the first log step this many seconds after the last one.", above=0
     )
     keep_checkpoints: int = option(2, "Number of newest checkpoints that are kept.", min=1)
+    keep_best: int = option(
+        0, "Number of best checkpoints kept besides the newest: those with the most success while training.", min=0
+    )
 
 
 @dataclass
@@ -626,7 +638,7 @@ class EvaluateConfig(EnvironmentOptions, PolicyOptions):
 
 @dataclass
 class RecordConfig(EnvironmentOptions):
-    """The recording: demonstrations to write as a dataset (envs/record.py)."""
+    """The recording: demonstrations to write as a dataset (record.py)."""
 
     episodes: int = option(50, "Episodes to play, of each task.", min=1)
     # Far from those that are evaluated unless told otherwise, so that those are held out.
@@ -746,11 +758,6 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
         return list(self.dataset.mixture) or [root for root in listed if root]
 
     @property
-    def folder(self) -> Path:
-        """The run's own folder, `output_dir`."""
-        return Path(self.output_dir or "")
-
-    @property
     def hub_repo_id(self) -> str | None:
         """Where the trained policy is pushed to; None: it is not."""
         return None if self.push_to_hub is False else self.policy_repo_id
@@ -799,36 +806,35 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
             steps = min(steps, int(cap))
         return steps
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass
-class GrpoConfig(Config):
-    """A run of `grpo.py`: of a `Config`, what is not about data. `flags.NOT_IN_GRPO` has no flags there."""
+class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyOptions, JobOptions):
+    """What `grpo.py` has otherwise than `vla.py`."""
 
     grpo: GrpoOptions = field(default_factory=GrpoOptions)
+    train: StepOptions = field(default_factory=StepOptions)
+    scaling: WorkerOptions = field(default_factory=WorkerOptions)
+    eval: EvalOptions = field(default_factory=EvalOptions)
+
     # What is published for PI0.5; imitation's is several times that.
     lr: float | None = option(5e-6, "Learning rate after the warm-up.", above=0)
-    log_freq: int = option(1, "Iterations between lines of metrics.jsonl.", flag=None)
     save_freq: int = option(10, "Iterations between checkpoints.", min=1)
 
-    def is_evaluated(self, step: int, steps: int) -> bool:
-        return False  # its workers play themselves (--grpo.eval_every)
+    def training(self) -> Config:
+        """What the rooms of training read of a run: these options, and defaults of those that GRPO does not have.
 
-    @property
-    def global_batch_size(self) -> int:
-        return self.grpo.minibatch
+        Without the environment: the workers play in it themselves (--grpo.eval_every).
+        """
+        bases = (CheckpointOptions, LearningOptions, PolicyOptions, JobOptions)
+        shared = {of.name: getattr(self, of.name) for base in bases for of in fields(base)}
+        train, scaling = TrainOptions(**vars(self.train)), ScalingOptions(**vars(self.scaling))
+        return Config(**shared, train=train, scaling=scaling, eval=self.eval)
 
 
 # Where only the other one is given.
 WARMUP_FRAC, FINAL_LR_FRAC = 0.033, 0.1
 
-# What each preset sets; any flag overrides. The GPU ones are sized by what --dry_run plans for PI0.5 with 3 cameras: a
-# global batch of 64 in the fewest micro-steps, with 4 GiB to spare on every GPU (tests/training/test_room.py). They are
-# planned, not measured.
-GPU = {"scaling.use_gpu": "true", "steps": "30000"}
-FULL = {**GPU, "train.mode": "full", "batch_size": "8", "grad_accum": "1", "scaling.num_workers": "8"}
+# What each preset sets; any flag overrides. Those of GPUs are in cards.py.
 PRESETS: dict[str, dict[str, str]] = {
     "demo": {
         "output_dir": "outputs/demo",
@@ -843,19 +849,8 @@ PRESETS: dict[str, dict[str, str]] = {
         "save_freq": "100",
         "dataset.eval_split": "0.1",
     },
-    # 16 rows at once would need 19 GiB of 22.
-    "l4": {**GPU, "train.mode": "expert", "batch_size": "8", "grad_accum": "2", "scaling.num_workers": "4"},
-    # What activations take would not fit beside the parts of what trains: computed again.
-    "a100_40": {**FULL, "scaling.strategy": "fsdp2", "train.activation_checkpointing": "true"},
-    # Copies of what trains, 48 GiB with gradients and Adam's moments, would not fit beside activations.
-    "a100": {**FULL, "scaling.strategy": "fsdp2"},
-    "h100": {**FULL, "scaling.strategy": "fsdp2"},
-    # Here they do, and need not be gathered.
-    "h200": FULL,
-    "b200": FULL,
+    **{preset: dict(card.flags) for preset, card in OF_PRESET.items()},
 }
-# What is published of PI0.5 trains the action expert; presets differ in nothing but how many rows at once fit.
-GRPO_GPU = {"scaling.use_gpu": "true", "scaling.num_workers": "8", "train.mode": "expert", "batch_size": "8"}
 GRPO_PRESETS: dict[str, dict[str, str]] = {
     # benchmarks/results/ has five seeds of it.
     "demo": {
@@ -875,9 +870,7 @@ GRPO_PRESETS: dict[str, dict[str, str]] = {
         "grpo.envs_per_actor": "32",
         "grpo.env_actor_cpus": "0.25",
     },
-    # Four rows, of five random steps each, would need 19.8 GiB of 22.
-    "l4": {**GRPO_GPU, "scaling.num_workers": "4", "batch_size": "2"},
-    **dict.fromkeys(("a100_40", "a100", "h100", "h200", "b200"), GRPO_GPU),
+    **{preset: dict(card.grpo_flags) for preset, card in OF_PRESET.items()},
 }
 # What runs did before an option existed: a resumed run keeps how its values are scaled.
 BEFORE_OPTIONS = {"dataset.statistics": "lerobot"}

@@ -35,15 +35,8 @@ from vla_finetuning.config import (
 )
 from vla_finetuning.lerobot_train import answer
 from vla_finetuning.options import Option, did_you_mean, leaves, options_of, set_option
-from vla_finetuning.terminal import escape_warnings, tell_error, tell_text
+from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
 
-# Options of a run that `grpo.py` has no flags for: what is about data, and what is counted in steps.
-NOT_IN_GRPO = ("dataset.", "run.", "steps", "num_epochs", "grad_accum", "warmup_frac", "final_lr_frac",
-               "tolerance_s", "train.mask_padding", "train.noise_draws", "train.augmentation",
-               "scaling.cpus_per_read_task", "scaling.find_unused_parameters", "ema.", "eval_steps",
-               "max_eval_samples", "export", "env_eval_freq", "use_policy_training_preset",
-               "policy.repo_id", "policy.private", "policy.push_to_hub",
-               "peft.", "sample_weighting.", "optimizer.", "scheduler.")  # fmt: skip
 # Flags that set two options.
 PAIRS = {"scaling.num_workers": "scaling.min_workers", "keep_best": "keep_best_by"}
 CONFIG_PATH = Option(
@@ -79,8 +72,7 @@ class Program[C]:
     @property
     def flags(self) -> dict[str, Option]:
         """Its flags, by name; `policy.*` stands for all of the policy's own, and so on."""
-        left_out = NOT_IN_GRPO if self.kind is GrpoConfig else ()
-        flags = {of.name: of for of in options_of(self.kind) if of.name and not of.name.startswith(left_out)}
+        flags = {of.name: of for of in options_of(self.kind) if of.name}
         return flags | ({"config_path": CONFIG_PATH} if self.kind is Config else {})
 
     def parse(self, argv: Sequence[str]) -> C:
@@ -141,7 +133,7 @@ EVALUATE = Program(
     presets={},
 )
 RECORD = Program(
-    command="-m vla_finetuning.envs.record",
+    command="record.py",
     summary="Record demonstrations in an environment, as a LeRobot v3 dataset.",
     kind=RecordConfig,
     check=check_record,
@@ -164,6 +156,7 @@ def check_command_line(program: Program[Any]) -> None:
     except (ValueError, OSError) as error:
         tell_error(error)
         sys.exit(2)
+    tell("Flags        checked; loading PyTorch, LeRobot and Ray")
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
@@ -225,10 +218,10 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
 
 def _values(name: str, text: str, flags: Mapping[str, Option], kind: type) -> Iterator[tuple[str, Any]]:
     """The options that a flag sets, by their paths: one, or those of `PAIRS`."""
-    if name not in PAIRS:
+    other = next((of for of in options_of(kind) if of.path == PAIRS.get(name)), None)
+    if other is None:
         yield flags[name].path, flags[name].read(text)
         return
-    other = next(of for of in options_of(kind) if of.path == PAIRS[name])
     first, comma, last = text.partition(",")
     least = name == "scaling.num_workers"  # whose least comes first
     try:
@@ -277,7 +270,11 @@ def _saved_options(path: Path, kind: type) -> Iterator[tuple[str, Any]]:
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); give a run's {CONFIG_NAME}") from error
     known = {of.path: of for of in options_of(kind)}
-    for name, value in leaves(saved, known):
+    # Runs of grpo.py were once saved with all options of vla.py.
+    others = {of.path for of in options_of(Config)} if kind is GrpoConfig else set()
+    for name, value in leaves(saved, known.keys() | others):
+        if name in others - known.keys():
+            continue
         if name not in known:
             raise ValueError(f"{path}: {name} is no option{did_you_mean(name, list(known))}")
         if name not in OF_A_START:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from ci.validate_build_yaml import ComputeConfig, Faults, Yaml, check_compute_config, parse
+from vla_finetuning.cards import cluster_files
 from vla_finetuning.config import PRESETS
 from vla_finetuning.flags import parse_args
 from vla_finetuning.run.cluster import DRIVERS
@@ -54,6 +55,10 @@ def command_config(entrypoint):
 
 def test_each_gpu_is_there_for_each_cloud():
     assert [path.stem for path in COMPUTE] == [f"{c}_{g}" for c in ("aws", "gcp") for g in sorted(PRESET_GPU)]
+
+
+def test_they_are_what_the_table_of_cards_makes():
+    assert {path.name: path.read_text() for path in COMPUTE} == cluster_files()
 
 
 @pytest.mark.parametrize("path", COMPUTE, ids=lambda path: path.stem)

@@ -1,13 +1,11 @@
 """README.md, CONTRIBUTING.md and docs/: what they link, name and show exists."""
 
-import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
-from vla_finetuning.config import EvalOptions, GrpoConfig
-from vla_finetuning.flags import LEROBOTS, flag_names
+from vla_finetuning.flags import PROGRAMS, VLA, lerobots
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -82,15 +80,11 @@ def test_flags_exist(name):
         path.read_text() for room in ("benchmarks", "diagnostics") for path in (ROOT / room).glob("*.py")
     )
     known = set(re.findall(r'(?:"--|options\.add\(")(\w+)"', programs)) | set(re.findall(r'"(\w+_json)"', programs))
-    known |= {
-        *flag_names(),
-        *flag_names(GrpoConfig),
-        *(f"eval.{option.name}" for option in dataclasses.fields(EvalOptions)),
-    }
-    known |= {"help", "compare", "root", "episodes"}  # the last ones are those of evaluate.py and of recording
+    known |= set().union(*(program.flags for program in PROGRAMS))
+    known |= {"help", "compare"}
     text = re.sub(r"--[\w.]+\.(\*|<)", "", PAGES[name])  # --optimizer.*: a group
     named = set(re.findall(r"(?<![\w-])--([a-z][\w.]*\w)", text))
-    groups = tuple(f"{group}." for group in LEROBOTS)
+    groups = tuple(lerobots(VLA.flags))
     assert {flag for flag in named - known if not flag.startswith(groups)} == set()
 
 

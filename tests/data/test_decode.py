@@ -10,7 +10,7 @@ import pytest
 
 from tests.datasets import draw_frame, read_frame_number
 from vla_finetuning.data.decode import VideoReader
-from vla_finetuning.demo import writing_videos
+from vla_finetuning.envs.writing import writing_videos
 
 FRAMES, FPS, SIZE = 60, 30, (48, 64)
 B_FRAMES = {"g": "12", "bf": "3"}

@@ -13,7 +13,7 @@ from vla_finetuning.data import node_cache, storage, table, video_index
 from vla_finetuning.data.decode import VideoReader
 from vla_finetuning.data.storage import RemoteFileSystem, StoragePolicy
 from vla_finetuning.data.video_index import RemoteVideo
-from vla_finetuning.demo import writing_videos
+from vla_finetuning.envs.writing import writing_videos
 
 FRAMES, FPS, SIZE = 150, 30, (96, 128)
 BLOCK = 1024

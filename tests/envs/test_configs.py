@@ -8,7 +8,7 @@ from lerobot.utils.constants import ACTION
 
 from tests.evaluation import several
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, how_drawn, longest_episode, task_makers
-from vla_finetuning.envs.record import resolve_recording
+from vla_finetuning.envs.recording import resolve_recording
 from vla_finetuning.flags import parse_record
 
 

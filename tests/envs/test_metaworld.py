@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
+import record
 from vla_finetuning.config import EvalOptions
-from vla_finetuning.envs import record
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.metaworld import EPISODE_LENGTH, GYM_ID, expert
 from vla_finetuning.envs.stage import choose_gl

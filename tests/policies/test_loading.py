@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from huggingface_hub import errors
 from lerobot.configs import PreTrainedConfig
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from lerobot.utils.constants import ACTION, OBS_STATE
 from safetensors import safe_open
@@ -26,6 +28,8 @@ from vla_finetuning.policies.loading import (
     exported_dtypes,
     fetch_pretrained,
     load_policy,
+    load_policy_config,
+    make_policy_config,
     new_policy,
     save_pretrained,
 )
@@ -493,3 +497,30 @@ def test_other_policies_are_saved_by_lerobots_rules(tmp_path):
     save_pretrained(policy, *make_processors(None, config, statistics, {}), tmp_path / "act")
     assert_same_weights(load(tmp_path / "act"), policy)
     assert_same_weights(ACTPolicy.from_pretrained(tmp_path / "act"), policy)
+
+
+def test_a_configuration_is_read_as_lerobot_reads_it_and_leaves_no_file(tmp_path, monkeypatch):
+    saved = PI05Config(device="cpu", chunk_size=20, n_action_steps=10)
+    saved._save_pretrained(tmp_path)
+    theirs = PreTrainedConfig.from_pretrained(tmp_path, cli_overrides=["--chunk_size=30", "--device=cpu"])
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    assert load_policy_config(tmp_path, ["--chunk_size=30"]) == theirs and theirs.chunk_size == 30
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("option", "of"),
+    [
+        ("--rtc_config.enabled=true", lambda config: config.rtc_config.enabled is True),
+        ("--rtc_config=null", lambda config: config.rtc_config is None),
+        ("--repo_id=1e3", lambda config: config.repo_id == "1e3"),
+        ("--compile_mode=include x", lambda config: config.compile_mode == "include x"),
+        ("--optimizer_betas=[0.8, 0.9]", lambda config: tuple(config.optimizer_betas) == (0.8, 0.9)),
+        ("--compile_model=True", lambda config: config.compile_model is True),
+        ("--optimizer_lr=1e-3", lambda config: config.optimizer_lr == 1e-3),
+    ],
+)
+def test_options_of_a_policy_are_values(option, of):
+    assert of(make_policy_config("pi05", [option]))

@@ -72,7 +72,7 @@ def test_a_rate_in_proportion():
     [
         ("optimizer.type=lion", "--optimizer.type=lion: expected one of adam, adamw"),
         ("optimizer.type=sgd", "the optimizer of type sgd: .*give --optimizer.type adam or adamw"),
-        ("optimizer.beta=1", "--optimizer.beta: there is none; LeRobot's AdamWConfig has lr, .*betas"),
+        ("optimizer.beta=1", "--optimizer.beta: no option of AdamWConfig; did you mean --optimizer.betas"),
         ("optimizer.eps=small", "--optimizer.eps=small: "),
         ("optimizer.lr=0", "--optimizer.lr=0.0: must be positive"),
         ("scheduler.num_warmup_steps=3", "the policy has no scheduler of its own; give --scheduler.type too"),

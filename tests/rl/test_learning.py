@@ -227,7 +227,7 @@ def test_gradients_that_are_not_finite_end_the_run(base, tmp_path):
 def test_a_presets_flags_come_before_the_users():
     config = parse_grpo(["--preset", "demo", "--grpo.iterations=5"])
     assert config.env_options == ["--episode_length=30"] and config.grpo.iterations == 5
-    assert config.grpo.dual_clip is None and config.global_batch_size == config.grpo.minibatch == 64
+    assert config.grpo.dual_clip is None and config.grpo.minibatch == 64
 
 
 @pytest.mark.parametrize(

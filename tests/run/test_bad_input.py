@@ -310,9 +310,14 @@ def test_no_such_policy(refused, tmp_path):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--policy.chunk_sise=8", "--policy.chunk_sise=8: a tiny_pi05 policy has only the options .*chunk_size"),
+        ("--policy.chunk_sise=8", "--policy.chunk_sise: no option of TinyPI05Config; did you mean --policy.chunk_size"),
         ("--policy.chunk_size=many", "--policy.chunk_size=many: .*Couldn't parse 'many' into an int"),
-        ("--policy.n_action_steps=9", r"--policy.n_action_steps=9: .*cannot be greater than chunk_size \(4\)"),
+        ("--policy.n_action_steps=9", r"--policy.n_action_steps=9.*: .*cannot be greater than chunk_size \(4\)"),
+        # What LeRobot's parser would take for its own: each would open a file.
+        ("--policy.config_path=/etc/hostname", "--policy.config_path: no option of TinyPI05Config"),
+        ("--policy.rtc_config=include /etc/hostname", "--policy.rtc_config=include /etc/hostname: .*"),
+        ("--policy.rtc_config.config_path=/etc/hostname", "--policy.rtc_config.config_path: no option of Tiny"),
+        ("--policy.chunk_size.a=1", "--policy.chunk_size.a: no option of TinyPI05Config; it is one value"),
     ],
 )
 def test_options_that_the_policy_does_not_take(refused, base, option, message):

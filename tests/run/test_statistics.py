@@ -21,9 +21,8 @@ from vla_finetuning.data.relative_actions import RelativeActions, relative_chunk
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.run.describe import describe
-from vla_finetuning.run.plan import resolve, with_stats
+from vla_finetuning.run.resolve import resolve, with_stats
 from vla_finetuning.run.statistics import CONSTANT_RANGE, usable
-from vla_finetuning.training.worker import start_policy
 
 VECTORS = ("action", "observation.state")
 
@@ -58,7 +57,7 @@ def test_what_describes_the_data_is_used(setting):
     assert run.config.dataset.statistics == "stored" and not run.missing_stats
     stored = load_metadata(setting[1]).stats
     for key in VECTORS:
-        np.testing.assert_array_equal(run.stats[key]["q99"], stored[key]["q99"])
+        np.testing.assert_array_equal(run.policy.stats[key]["q99"], stored[key]["q99"])
     told = describe(run)
     assert "Statistics   those in meta/stats.json\n" in told and "46 rows of 4 of the 4 training episodes" in told
     assert "action: of the values, 0.0% lie outside q01..q99 of meta/stats.json" in told
@@ -77,7 +76,7 @@ def test_what_does_not_is_replaced_and_the_plan_says_so(setting):
     assert f"action: of the values, {share.mean():.1%} lie outside" in told
     run = with_stats(run)
     for key in VECTORS:
-        assert_numpys(run.stats[key], rows_of(meta, key, range(4)))
+        assert_numpys(run.policy.stats[key], rows_of(meta, key, range(4)))
 
 
 @pytest.mark.parametrize("asked", ["stored", "lerobot"])
@@ -87,19 +86,19 @@ def test_whoever_asks_for_them_gets_them_with_a_warning(setting, asked):
     stored = load_metadata(averaged(setting)[1]).stats
     for key in VECTORS:
         for name, value in stored[key].items():
-            np.testing.assert_array_equal(run.stats[key][name], value)
+            np.testing.assert_array_equal(run.policy.stats[key][name], value)
     assert "WARNING: they do not describe" in describe(run) and "--dataset.statistics=exact" in describe(run)
 
 
 def test_exact_is_of_the_training_episodes(setting):
     """Whatever is stored."""
     run = in_process.resolved(setting, **{"dataset.statistics": "exact", "dataset.eval_split": 0.5})
-    (train,), (held_out,) = run.train_episodes, run.eval_episodes
+    (train,), (held_out,) = run.rows.train_episodes, run.rows.eval_episodes
     assert len(train) == len(held_out) == 2
     run = with_stats(run)
     meta = load_metadata(setting[1])
     for key in VECTORS:
-        assert_numpys(run.stats[key], rows_of(meta, key, train))
+        assert_numpys(run.policy.stats[key], rows_of(meta, key, train))
 
 
 def test_what_is_missing(setting, tmp_path):
@@ -120,19 +119,19 @@ def test_a_run_that_is_resumed_keeps_what_it_was_started_with(setting, tmp_path)
     copy = shutil.copytree(setting[0] / "averaged", tmp_path / "copy")
     started = (tmp_path, copy, setting[2])
     run = with_stats(in_process.resolved(started))
-    run.output_dir.mkdir(exist_ok=True)
-    config = run.output_dir / CONFIG_NAME
+    run.job.output_dir.mkdir(exist_ok=True)
+    config = run.job.output_dir / CONFIG_NAME
     config.write_text(json.dumps(run.config.to_json()))
     (copy / "meta/stats.json").write_text((setting[1] / "meta/stats.json").read_text())  # these would be used now
-    again = resolve(parse_args(["--resume", f"--output_dir={run.output_dir}"]), gpus_found=0)
+    again = resolve(parse_args(["--resume", f"--output_dir={run.job.output_dir}"]), gpus_found=0)
     assert again.config.dataset.statistics == "exact"
-    for name, value in run.stats["action"].items():
-        np.testing.assert_array_equal(with_stats(again).stats["action"][name], value)
+    for name, value in run.policy.stats["action"].items():
+        np.testing.assert_array_equal(with_stats(again).policy.stats["action"][name], value)
 
     saved = run.config.to_json()
     del saved["dataset"]["statistics"]  # written before there was a choice
     config.write_text(json.dumps(saved))
-    older = resolve(parse_args(["--resume", f"--output_dir={run.output_dir}"]), gpus_found=0)
+    older = resolve(parse_args(["--resume", f"--output_dir={run.job.output_dir}"]), gpus_found=0)
     assert older.config.dataset.statistics == "lerobot" and not older.missing_stats
 
 
@@ -144,20 +143,20 @@ def test_several_datasets_together(setting):
     mixture = json.dumps({str(root): 1, str(other): 2})
     run = resolve(parse_args([*flags, f"--dataset.mixture={mixture}", "--dataset.eval_split=0.3"]), gpus_found=0)
     assert run.config.dataset.statistics == "exact" and "quantiles of several datasets" in describe(run)
-    assert all(len(held_out) for held_out in run.eval_episodes)
+    assert all(len(held_out) for held_out in run.rows.eval_episodes)
     metas = [load_metadata(root), load_metadata(other)]
     found = with_stats(run)
     for key in VECTORS:
-        rows = [rows_of(meta, key, episodes) for meta, episodes in zip(metas, run.train_episodes, strict=True)]
-        counts = run.stream["rows_per_source"]
+        rows = [rows_of(meta, key, episodes) for meta, episodes in zip(metas, run.rows.train_episodes, strict=True)]
+        counts = run.rows.identity["rows_per_source"]
         weights = np.repeat([count / len(own) for count, own in zip(counts, rows, strict=True)], list(map(len, rows)))
-        assert_numpys(found.stats[key], np.concatenate(rows), weights)
+        assert_numpys(found.policy.stats[key], np.concatenate(rows), weights)
     by_frames = resolve(
         parse_args([*flags, f"--dataset.mixture={mixture}", "--dataset.mixture_stats=frames"]), gpus_found=0
     )
     for run in (by_frames, resolve(parse_args([*flags, f"--dataset.root={root},{other}"]), gpus_found=0)):
         rows = [rows_of(meta, "action", meta.episode_index) for meta in metas]
-        assert_numpys(with_stats(run).stats["action"], np.concatenate(rows))
+        assert_numpys(with_stats(run).policy.stats["action"], np.concatenate(rows))
 
 
 def test_datasets_in_other_units_are_refused_once_that_is_known(setting):
@@ -180,18 +179,18 @@ def test_relative_actions(setting):
         )
         for e in range(4)
     ]
-    assert_numpys(run.stats["action"], np.concatenate(rows).astype(np.float64))
+    assert_numpys(run.policy.stats["action"], np.concatenate(rows).astype(np.float64))
 
 
 def test_the_export_carries_what_was_trained_with(setting, tmp_path):
     run = with_stats(in_process.resolved(averaged(setting)))
-    data = vla.build_dataset(run)
-    rows = next(data.read(stream=(0, run.last_row)).read_rows(np.arange(4), 4))
-    save_pretrained(start_policy(run), *run.processors(), tmp_path)
+    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    rows = next(data.read(stream=(0, run.rows.last_row)).read_rows(np.arange(4), 4))
+    save_pretrained(run.policy.start(), *run.policy.processors(), tmp_path)
     config = PreTrainedConfig.from_pretrained(tmp_path, cli_overrides=["--device=cpu"])
     pre, post = make_pre_post_processors(config, pretrained_path=str(tmp_path))
     low, high = (
-        np.quantile(rows_of(run.metas[0], "action", range(4)), q, 0, method="inverted_cdf") for q in (0.01, 0.99)
+        np.quantile(rows_of(run.rows.metas[0], "action", range(4)), q, 0, method="inverted_cdf") for q in (0.01, 0.99)
     )
     expected = 2 * (rows["action"] - low) / (high - low) - 1
     np.testing.assert_allclose(data.prepare(rows)["action"], expected, atol=1e-5)
@@ -215,11 +214,11 @@ def test_dimensions_that_never_change(setting, tmp_path):
     assert "action: motor_0 never changes there; it is normalised by 1% of its value" in describe(run)
     run = with_stats(run)
     for key in VECTORS:
-        found = run.stats[key]
+        found = run.policy.stats[key]
         np.testing.assert_allclose(found["q01"][:2], [0.3 - CONSTANT_RANGE, 2.0], rtol=1e-6)
         np.testing.assert_allclose(found["q99"][:2], [0.3 + CONSTANT_RANGE, 7.0], rtol=1e-6)
-    data = vla.build_dataset(run)
-    rows = next(data.read(stream=(0, run.last_row)).read_rows(np.arange(46), 46))
+    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    rows = next(data.read(stream=(0, run.rows.last_row)).read_rows(np.arange(46), 46))
     actions = data.prepare(rows)["action"]
     assert np.abs(actions).max() < 10
     np.testing.assert_allclose(actions[..., 0], 0, atol=1e-4)

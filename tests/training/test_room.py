@@ -10,13 +10,12 @@ import vla
 from benchmarks import presets
 from tests import in_process
 from tests.tiny import real_config
+from vla_finetuning.cards import CARDS_GIB, OF_PRESET
 from vla_finetuning.config import GRPO_PRESETS, PRESETS
 from vla_finetuning.flags import parse_args
 from vla_finetuning.training import room
 from vla_finetuning.training.memory import GIB, StepMemory
 from vla_finetuning.training.room import (
-    CARDS_GIB,
-    PRESET_CARDS,
     card_of,
     check_room,
     describe_memory,
@@ -36,7 +35,7 @@ CASES = [
         n,
         marks=[] if preset in QUICK and (mode, n) == (presets.modes_of(preset)[-1], 3) else pytest.mark.slow,
     )
-    for preset in PRESET_CARDS
+    for preset in OF_PRESET
     if preset not in ALIKE
     # What trains more than the preset's own mode takes other flags: the refusal names them.
     for mode in presets.modes_of(preset)
@@ -48,15 +47,15 @@ CASES = [
 def test_a_preset_is_planned_to_fit_with_4_gib_to_spare(preset, mode, cameras):
     needed = presets.planned(preset, mode, cameras).needed
     for name in (preset, *(name for name, other in ALIKE.items() if other == preset)):
-        assert needed / GIB + 4 <= CARDS_GIB[PRESET_CARDS[name]]
+        assert needed / GIB + 4 <= OF_PRESET[name].gib
 
 
 # All but l4 differ in their card alone, of which this is the smallest.
 @pytest.mark.parametrize("preset", ["l4", "a100_40"])
 def test_a_preset_of_grpo_is_planned_to_fit_with_4_gib_to_spare(preset):
-    assert presets.planned_grpo(preset, 3).needed / GIB + 4 <= CARDS_GIB[PRESET_CARDS[preset]]
+    assert presets.planned_grpo(preset, 3).needed / GIB + 4 <= OF_PRESET[preset].gib
     assert GRPO_PRESETS.keys() == PRESETS.keys()
-    assert all(GRPO_PRESETS[other] == GRPO_PRESETS["a100_40"] for other in PRESET_CARDS if other != "l4")
+    assert all(GRPO_PRESETS[other] == GRPO_PRESETS["a100_40"] for other in OF_PRESET if other != "l4")
 
 
 def run_of(preset, mode, *flags):
@@ -91,8 +90,8 @@ def test_what_a_preset_does_not_name_is_refused_with_flags_that_fit():
 
 
 def test_presets_train_on_64_rows_and_those_alike_are():
-    assert PRESET_CARDS.keys() == PRESETS.keys() - {"demo"}
-    for preset in PRESET_CARDS:
+    assert OF_PRESET.keys() == PRESETS.keys() - {"demo"}
+    for preset in OF_PRESET:
         config = presets.config_of(preset, PRESETS[preset]["train.mode"])
         assert (config.global_batch_size, config.grad_accum) == (64, 2 if preset == "l4" else 1)
     assert all(PRESETS[name] == PRESETS[other] for name, other in ALIKE.items())

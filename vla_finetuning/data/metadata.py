@@ -362,7 +362,7 @@ def fetch_dataset(
 
 
 def how_drawn(meta: DatasetMetadata) -> dict[str, Any]:
-    """How the pictures of a dataset recorded in a simulator were drawn (envs/record.py); nothing where it is not known.
+    """How the pictures of a dataset recorded in a simulator were drawn (record.py); nothing where it is not known.
 
     Raises:
         ValueError, OSError: as `load_metadata`.

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import draccus
 import gymnasium
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.envs.configs import EnvConfig, HubEnvConfig, LiberoEnv, MetaworldEnv
@@ -30,6 +29,7 @@ from vla_finetuning.envs.libero import DrawnOnDemand
 from vla_finetuning.envs.stage import Maker, choose_gl
 from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, FPS
 from vla_finetuning.files import read_json
+from vla_finetuning.lerobot_options import make_config
 
 
 def _features() -> dict[str, PolicyFeature]:
@@ -263,10 +263,6 @@ def env_config(kind: str, options: Sequence[str] = ()) -> EnvConfig:
     if kind not in known:
         raise ValueError(f"--env.type={kind}: LeRobot knows no such environment; expected one of {', '.join(known)}")
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return draccus.parse(known[kind], args=list(options))
-    except (draccus.utils.DraccusException, ValueError, SystemExit) as error:  # SystemExit: an option it does not know
-        names = sorted(f"--env.{name}" for name in known[kind].__dataclass_fields__)
-        said = " ".join(str(error.__cause__ or error).split())
-        told = f": {said}" if said != "2" else ""
-        raise ValueError(f"--env.type={kind} with {list(options)}{told}; its options are {', '.join(names)}") from error
+        return cast(EnvConfig, make_config(known[kind], "env", options))
+    except ValueError as error:
+        raise ValueError(f"--env.type={kind}: {error}") from error

@@ -6,8 +6,6 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lerobot.configs.policies import PreTrainedConfig
-
 from vla_finetuning.config import Config, EvalOptions
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
@@ -16,6 +14,7 @@ from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.evaluation.open_loop import other_instructions
 from vla_finetuning.evaluation.player import PolicySource, check_fits
 from vla_finetuning.evaluation.side_by_side import SideBySide
+from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.job import Job
 
@@ -59,8 +58,7 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
         ValueError: a policy that cannot play.
     """
     env = env_config(ENV_TYPE)
-    # An exported configuration names no device, which LeRobot would warn of.
-    trained = PreTrainedConfig.from_pretrained(job.output_dir / "pretrained_model", cli_overrides=["--device=cpu"])
+    trained = load_policy_config(job.output_dir / "pretrained_model")
     options: dict[str, Any] = {"env": env, "trusted": policy.trusted}
     options["device"] = "cuda" if job.use_gpu else "cpu"
     sources = {"trained": PolicySource(job.output_dir / "pretrained_model", trained, **options)}

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION, OBS_LANGUAGE_TOKENS
 
 from lerobot_datasource import LeRobotDatasource
-from vla_finetuning.config import TrainMode
 from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.options import Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.files import write_json
+from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.processors import load_processors, to_float
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.spec import PolicySpec
@@ -301,7 +300,7 @@ def evaluate_run(
         "seed": job.seed,
     }
     folder = job.output_dir / "pretrained_model"
-    saved = PreTrainedConfig.from_pretrained(folder)
+    saved = load_policy_config(folder)
     saved.device = device.type
     options["autocast"] = autocast = autocast_of(spec.train.precision, device)
     # The dataset's keys are the policy's after the run's rename map, which the saved preprocessor applies.
@@ -334,7 +333,7 @@ def _placed(
     """
     if not isinstance(policy, PI05Policy):
         return policy.to(device), None
-    mode = cast(TrainMode, spec.train.mode)
+    mode = spec.train.mode
     if autocast is not None:
         choose_trainable(policy, mode)
         cast_frozen(policy, autocast)

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
@@ -39,6 +39,7 @@ from transformers.initialization import no_init_weights
 
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.files import let_others_read
+from vla_finetuning.lerobot_options import make_config
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.lora import write_adapters
 from vla_finetuning.policies.processors import (
@@ -56,6 +57,28 @@ PRETRAINED_FILES = ("*.json", "*.safetensors", "*.model")
 
 
 # --- fetch and load ---------------------------------------------------------------------------------------
+
+
+def load_policy_config(folder: Path, options: Sequence[str] = ()) -> PreTrainedConfig:
+    """LeRobot's configuration of a policy, as its folder says, with options ("--chunk_size=20") in its place.
+
+    As `PreTrainedConfig.from_pretrained`, which also leaves a temporary file behind and takes its parser's own flags.
+
+    Raises:
+        OSError, ValueError: config.json cannot be read, is no policy's, or an option is not the policy's.
+    """
+    saved = json.loads((folder / "config.json").read_text())
+    return make_policy_config(saved.pop("type"), options, saved, "config.json")
+
+
+def make_policy_config(
+    kind: str, options: Sequence[str] = (), saved: Mapping[str, Any] | None = None, source: str = ""
+) -> PreTrainedConfig:
+    """LeRobot's configuration of a type of policy, on the CPU: where it was saved, another device may be named."""
+    cls = PreTrainedConfig.get_choice_class(kind)
+    config = cast(PreTrainedConfig, make_config(cls, "policy", options, {**(saved or {}), "device": "cpu"}, source))
+    config.device = "cpu"
+    return config
 
 
 def fetch_pretrained(path: str, revision: str | None = None) -> tuple[Path, str | None]:

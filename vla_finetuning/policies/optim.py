@@ -6,16 +6,12 @@ of it; what the step needs of it is taken over: groups of what trains, and the r
 
 from __future__ import annotations
 
-import json
 import logging
-import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
-from draccus.parsers.decoding import decode
-from draccus.utils import DraccusException
 from lerobot.configs import PreTrainedConfig
 from lerobot.optim import LRSchedulerConfig, OptimizerConfig
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
@@ -24,6 +20,7 @@ from torch import nn
 
 from util import trainable_parameters, warmup_cosine
 from vla_finetuning.config import FINAL_LR_FRAC, WARMUP_FRAC, Config
+from vla_finetuning.lerobot_options import read_options
 
 # Types, besides PI0.5's, of which tests/training/test_as_lerobot.py shows that a run's steps are LeRobot's own.
 SHOWN = ("act", "diffusion", "pi0")
@@ -171,23 +168,6 @@ def _replaced(registry: Any, preset: Any, options: Iterable[str], group: str) ->
     names = [field.name for field in fields(chosen)]
     kept = {name: getattr(preset, name) for name in names if hasattr(preset, name)}
     try:
-        return chosen(**kept | _decoded(chosen, given, group))
+        return chosen(**kept | read_options(chosen, group, given))
     except TypeError as error:  # what has no default is not given
         raise ValueError(f"--{group}.type={kind} needs more of its options {', '.join(names)}: {error}") from error
-
-
-def _decoded(kind: type, given: Mapping[str, str], group: str) -> dict[str, Any]:
-    hints = {field.name: typing.get_type_hints(kind)[field.name] for field in fields(kind)}
-    decoded = {}
-    for name, text in given.items():
-        if name not in hints:
-            raise ValueError(f"--{group}.{name}: there is none; LeRobot's {kind.__name__} has {', '.join(hints)}")
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = text
-        try:
-            decoded[name] = decode(hints[name], value)
-        except (DraccusException, ValueError, TypeError) as error:
-            raise ValueError(f"--{group}.{name}={text}: {' '.join(str(error).split())}") from error
-    return decoded

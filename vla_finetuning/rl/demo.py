@@ -9,13 +9,12 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from lerobot.configs.policies import PreTrainedConfig
-
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.evaluation.episodes import Condition
 from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.evaluation.player import PolicySource
 from vla_finetuning.evaluation.side_by_side import SideBySide
+from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.rl.resolve import GrpoRun
 
 # Fresh ones: the held-out list, which is looked at on the way, begins at the run's seed; groups' seeds are above 2^31.
@@ -37,8 +36,7 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
     job, policy, env = run.job, run.policy, run.scene.env
     assert policy.folder is not None
     folder = job.output_dir / "pretrained_model"
-    # An exported configuration names no device, which LeRobot would warn of.
-    after = PreTrainedConfig.from_pretrained(folder, cli_overrides=["--device=cpu"])
+    after = load_policy_config(folder)
     after.n_action_steps = policy.config.n_action_steps
     options: dict[str, Any] = {"env": env, "rename_map": policy.rename_map}
     options["device"] = "cuda" if job.use_gpu else "cpu"

@@ -16,7 +16,7 @@ from lerobot.configs import FeatureType
 from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import env_to_policy_features
 
-from util import PEAK_BF16_FLOPS
+from vla_finetuning.cards import PLANNED
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import choose_gl, look_on_demand
 from vla_finetuning.policies.counting import flops_per_sample
@@ -75,9 +75,8 @@ def worker_memory(run: GrpoRun) -> StepMemory | None:
     draws = 1 if run.sde.one else run.sde.steps
     features = env_to_policy_features(run.scene.env).values()
     frame_bytes = sum(math.prod(feature.shape) for feature in features if feature.type is FeatureType.VISUAL)
-    return planned_memory(run.policy, frame_bytes)(
-        replace(run.config, train=replace(run.config.train, noise_draws=draws))
-    )
+    config = run.config.training()
+    return planned_memory(run.policy, frame_bytes)(replace(config, train=replace(config.train, noise_draws=draws)))
 
 
 def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
@@ -98,16 +97,15 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
     acting, scoring = decisions * forward, decisions * forward * (g.method == "grpo")
     updating = g.epochs * decisions * policy.flops_by_prompt[policy.prompts[-1]]
     counted = f"acting {acting / 1e12:,.1f} TFLOP, updates at most {(scoring + updating) / 1e12:,.1f} per worker"
-    card = card_of(config, None)
-    peak = next((flops for name, flops in PEAK_BF16_FLOPS.items() if card and card[0].startswith(name)), None)
-    if peak is None:
+    card = card_of(config.training(), None)
+    if card is None or card[0] not in PLANNED:
         return [*lines, f"             {counted}"]
-    acting_s, updating_s = (flops / (SHARE_OF_PEAK * peak) for flops in (acting, scoring + updating))
+    acting_s, updating_s = (flops / (SHARE_OF_PEAK * PLANNED[card[0]].flops) for flops in (acting, scoring + updating))
     whole_s = max(simulation_s, acting_s) + updating_s
     if simulation_s > acting_s:
         enough = math.ceil(g.env_actors * simulation_s / acting_s)
         lines.append(f"             it waits for the simulation: --grpo.env_actors {enough} would be as fast as acting")
-    on = f"{card[0] if card else ''} at {SHARE_OF_PEAK:.0%} of its peak (assumed)"
+    on = f"{card[0]} at {SHARE_OF_PEAK:.0%} of its peak (assumed)"
     return [
         *lines,
         f"             {counted}: {acting_s:.0f} and {updating_s:.0f} s on a {on}",

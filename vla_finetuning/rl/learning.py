@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from vla_finetuning.evaluation.episodes import episode_list
 from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
 from vla_finetuning.rl.minibatches import Table, group_seed, minibatches, rank_of
-from vla_finetuning.rl.objective import Method, Objective, advantages, told
+from vla_finetuning.rl.objective import Objective, advantages, told
 from vla_finetuning.rl.resolve import GrpoRun, Scene
 from vla_finetuning.rl.rollout import Rollouts
 from vla_finetuning.run.progress import keep_metrics
@@ -116,7 +116,7 @@ def _check_alike(ended: Mapping[int, Ended], size: int) -> None:
 
 def check_first(options: GrpoOptions, iteration: int, played: Played) -> None:
     """Refuse to go on if nothing can be learned from the first iteration: it would be the same in the next one."""
-    _, used = advantages(played.returns, cast(Method, options.method), options.normalise)
+    _, used = advantages(played.returns, options.method, options.normalise)
     if iteration or bool(used.any()):
         return
     rate, episodes = float(played.success.mean()), played.success.numel()
@@ -179,7 +179,7 @@ class Lessons:
     ) -> None:
         options, rank, world = run.options, worker.rank, worker.world
         self._run, self._actor, self._iteration, self._rank, self._world = run, actor, iteration, rank, world
-        worth, used = advantages(played.returns, cast(Method, options.method), options.normalise)
+        worth, used = advantages(played.returns, options.method, options.normalise)
         self._table = Table.of(played.decisions, used.flatten().numpy())
         self._owner = rank_of(self._table.episode // options.group_size, world)
         self._columns = explorer.columns()

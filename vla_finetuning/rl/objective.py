@@ -8,17 +8,16 @@ Legend: B rows (decisions), S random steps of each, T chunk, A action, N groups,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from util import Batch
-from vla_finetuning.config import GrpoOptions
+from vla_finetuning.config import GrpoOptions, Method
 from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.rl.flow_sde import FlowSDE, Walk, score
 
-Method = Literal["grpo", "rloo", "filtered"]
 EPSILON = 1e-6
 
 

@@ -14,7 +14,7 @@ from lerobot.envs.utils import env_to_policy_features
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.utils.constants import POLICY_PREPROCESSOR_DEFAULT_NAME
 
-from vla_finetuning.config import GrpoConfig, GrpoOptions, PeftOptions, TrainMode
+from vla_finetuning.config import GrpoConfig, GrpoOptions, PeftOptions
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, how_drawn, longest_episode, task_makers
 from vla_finetuning.evaluation.player import check_fits
 from vla_finetuning.policies.counting import flops_by_prompt
@@ -107,7 +107,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     )
     env = env_config(config.env_type or "", config.env_options)
     tasks = tuple(task_makers(env))
-    policy_config, folder, base = resolve_policy(config, config.policy_path)
+    policy_config, folder, base = resolve_policy(config.training(), config.policy_path)
     assert folder is not None  # there was a path
     if not isinstance(policy_config, PI05Config):
         raise ValueError(
@@ -127,26 +127,26 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     steps = 1 if config.grpo.random_steps == "one" else config.grpo.flow_steps
     decided = {name: value for name, value in asdict(config.grpo).items() if name not in FREE}
     config = replace(config, policy_revision=base["revision"])
-    mode = cast(TrainMode, config.train.mode)
+    training = config.training()
     policy = PolicySpec(
         config=policy_config,
         folder=folder,
         base=base,
-        train=config.train,
+        train=training.train,
         adapters=PeftOptions(),
-        recipe=make_recipe(config, policy_config),
+        recipe=make_recipe(training, policy_config),
         cameras=len(cameras),
         stats=None,
         seed=config.seed,
         rename_map=config.rename_map,
         trusted=config.policy_trust_remote_code,
-        parameters=check_policy(policy_config, folder, config.train),
+        parameters=check_policy(policy_config, folder, training.train),
         prompts=prompts,
-        flops_by_prompt=flops_by_prompt(policy_config, len(cameras), mode, steps, prompts),
+        flops_by_prompt=flops_by_prompt(policy_config, len(cameras), config.train.mode, steps, prompts),
     )
     policy.processors()
     identity = {"environment": config.env_type, "env_options": config.env_options, "seed": config.seed, **decided}
-    job = make_job(config, policy, config.grpo.iterations, identity, config.train.mode)
+    job = make_job(training, policy, config.grpo.iterations, identity, config.train.mode, config.grpo.minibatch)
     return GrpoRun(config, job, policy, Scene(env, cameras, tasks, longest_episode(env)))
 
 

@@ -5,16 +5,12 @@ Runs on the driver, and loads no weights.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import draccus
 import torch
-from draccus.utils import DraccusException
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
@@ -22,12 +18,11 @@ from vla_finetuning.config import (
     PRESETS,
     Config,
     PeftOptions,
-    TrainMode,
     TrainOptions,
 )
 from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from vla_finetuning.policies.counting import meta_policy
-from vla_finetuning.policies.loading import check_weights, fetch_pretrained
+from vla_finetuning.policies.loading import check_weights, fetch_pretrained, load_policy_config, make_policy_config
 from vla_finetuning.policies.processors import (
     TOKENIZER_FOLDER,
 )
@@ -58,7 +53,7 @@ def check_policy(
     policy = meta_policy(policy_config)
     if folder is not None:
         check_weights(folder, policy)
-    report = choose_trainable(policy, cast(TrainMode, train.mode), adapters)
+    report = choose_trainable(policy, train.mode, adapters)
     if any(parameter.requires_grad and parameter.dtype != torch.float32 for parameter in policy.parameters()):
         raise ValueError(
             f"--policy.dtype={policy_config.dtype}, the user's or the pretrained policy's own: weights that train must "
@@ -119,22 +114,12 @@ def policy_config_of(where: str, kind: str, folder: Path | None, options: list[s
     known = PreTrainedConfig.get_known_choices()
     if kind not in known:
         raise ValueError(f"{where}: no policy is of type {kind!r}; LeRobot knows {', '.join(sorted(known))}")
-    given = ", ".join(f"--policy.{option.removeprefix('--')}" for option in options)
-    options = [*options, "--device=cpu"]
-    usage = io.StringIO()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(usage), remote_code(trusted=False):
+        with warnings.catch_warnings(), remote_code(trusted=False):
             warnings.simplefilter("ignore")
-            if folder is None:
-                return draccus.parse(PreTrainedConfig.get_choice_class(kind), args=options)
-            return PreTrainedConfig.from_pretrained(folder, cli_overrides=options)
-    except SystemExit as error:  # how draccus refuses an option that it does not know
-        names = ", ".join(sorted(known[kind].__dataclass_fields__))
-        raise ValueError(f"{where}: {given}: a {kind} policy has only the options {names}") from error
-    except (DraccusException, ValueError, TypeError) as error:
-        reason = "; ".join(str(e) for e in (error, error.__cause__) if e is not None)
-        source = " with ".join(filter(None, ["config.json" if folder else "", given]))
-        raise ValueError(f"{where}: {source}: {reason}") from error
+            return load_policy_config(folder, options) if folder else make_policy_config(kind, options)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 # Options of policies that change nothing here, and what does.

@@ -19,9 +19,9 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -34,7 +34,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vla_finetuning.config import ScalingOptions
-from vla_finetuning.terminal import tell, tell_error
+from vla_finetuning.terminal import tell
 
 if TYPE_CHECKING:
     from ray.data import ExecutionOptions
@@ -226,25 +226,6 @@ def connect() -> None:
             log_to_driver=False,
             include_dashboard=False,
         )
-
-
-def program(work: Callable[[], None]) -> int:
-    """Do a program's `work` on the cluster that runs, or on one of this machine that ends with it.
-
-    Returns the exit status: 0 done, 1 it failed, and why has been told.
-    """
-    from vla_finetuning.run.failures import root_cause
-
-    with ExitStack() as held:
-        if not ray.is_initialized():
-            held.callback(ray.shutdown)
-        try:
-            connect()
-            work()
-            return 0
-        except (RayError, RuntimeError, ValueError, OSError) as error:
-            tell_error(root_cause(error))
-            return 1
 
 
 def running_cluster() -> str | None:

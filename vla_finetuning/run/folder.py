@@ -39,7 +39,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from vla_finetuning.config import CONFIG_NAME, GRPO_PRESETS, OF_A_START, PRESETS, Config, GrpoConfig
+from vla_finetuning.config import CONFIG_NAME, GRPO_PRESETS, OF_A_START, PRESETS, Config, GrpoConfig, JobOptions
 from vla_finetuning.files import read_lines, write_json
 from vla_finetuning.options import leaves, options_of
 from vla_finetuning.run.checkpoint import (
@@ -80,7 +80,7 @@ def check_place(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def own_folder(config: Config, start: Progress, steps: int, disk_bytes: int) -> Iterator[None]:
+def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> Iterator[None]:
     """Hold the run's folder while the block runs, prepared, having told what a resumed run changes.
 
     Args: see `prepare_folder`.
@@ -96,7 +96,7 @@ def own_folder(config: Config, start: Progress, steps: int, disk_bytes: int) -> 
 
 
 @contextlib.contextmanager
-def claim_folder(config: Config) -> Iterator[None]:
+def claim_folder(config: JobOptions) -> Iterator[None]:
     """Hold the run's folder while the block runs. Raises FileExistsError when another process does, on any machine."""
     folder = config.folder
     _check_free(config)  # before so much as a lock is put there
@@ -145,7 +145,7 @@ def _unfit(folder: Path, error: Exception) -> OSError:
     )
 
 
-def prepare_folder(config: Config, start: Progress, steps: int, disk_bytes: int) -> None:
+def prepare_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> None:
     """Make the run's folder, or refuse one that holds another run. The demo's own folder is simply started over.
 
     Args:
@@ -174,7 +174,7 @@ def prepare_folder(config: Config, start: Progress, steps: int, disk_bytes: int)
     write_json(folder / CONFIG_NAME, config.to_json())
 
 
-def changed_options(config: Config) -> list[str]:
+def changed_options(config: JobOptions) -> list[str]:
     """What a run that is resumed was started with otherwise, in words; `prepare_folder` forgets it."""
     path = config.folder / CONFIG_NAME
     if not (config.resume and path.is_file()):
@@ -186,7 +186,7 @@ def changed_options(config: Config) -> list[str]:
     return [f"{name} was {was.get(name)}, is {now[name]}" + follows * (name in SCHEDULE) for name in changed]
 
 
-def _check_free(config: Config) -> None:
+def _check_free(config: JobOptions) -> None:
     presets = GRPO_PRESETS if isinstance(config, GrpoConfig) else PRESETS
     is_demo = config.preset == "demo" and config.folder == Path(presets["demo"]["output_dir"]).absolute()
     if _contents(config.folder) and not (config.resume or is_demo):

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
@@ -17,7 +17,7 @@ from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 from lerobot_datasource import LeRobotDatasource
-from vla_finetuning.config import CACHE_DIR, PRESETS, Config, MissingCameras, OnError, TrainMode
+from vla_finetuning.config import CACHE_DIR, PRESETS, Config
 from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.metadata import DatasetMetadata, fetch_dataset, load_metadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
@@ -138,7 +138,7 @@ def resolve(config: Config, gpus_found: int) -> Run:
     cameras, flops = len(match.camera_keys), {}
     prompts: tuple[int, ...] = ()
     if isinstance(base.config, PI05Config):
-        mode = cast(TrainMode, config.train.mode)
+        mode = config.train.mode
         prompts = prompt_lengths(base.config, cameras, config.train.trim_prompts)
         flops = flops_by_prompt(base.config, cameras, mode, config.train.noise_draws, prompts, config.peft)
     spec = PolicySpec(
@@ -207,11 +207,19 @@ def with_stats(run: Run) -> Run:
     return replace(run, rows=rows, policy=policy, missing_stats={})
 
 
-def make_job(config: Config, policy: PolicySpec, steps: int, identity: dict[str, Any], what_trains: str) -> Job:
+def make_job(
+    config: Config,
+    policy: PolicySpec,
+    steps: int,
+    identity: dict[str, Any],
+    what_trains: str,
+    global_batch_size: int | None = None,
+) -> Job:
     """What a run of these options does.
 
     Args:
-        identity: of what the run trains on. what_trains: in words. A checkpoint with others does not resume.
+        identity: of what the run trains on. what_trains: in words. global_batch_size: the options' when None.
+            A checkpoint with others does not resume.
     """
     weights = (policy.folder or config.folder) / WEIGHTS_FILE
     return Job(
@@ -221,7 +229,7 @@ def make_job(config: Config, policy: PolicySpec, steps: int, identity: dict[str,
         batch_size=config.batch_size,
         batches_per_step=config.grad_accum * config.scaling.num_workers,
         scaling=config.scaling,
-        start=Progress(0, 0, identity, policy.base, what_trains, config.global_batch_size),
+        start=Progress(0, 0, identity, policy.base, what_trains, global_batch_size or config.global_batch_size),
         # There is one more checkpoint while an old one still exists.
         disk_bytes=2 * policy.checkpoint_bytes + (weights.stat().st_size if weights.is_file() else 0),
     )
@@ -318,7 +326,7 @@ def _match(config: Config, meta: DatasetMetadata, rename_map: dict[str, str], ba
             base.config,
             _selected_features(meta, d.camera_keys),
             rename_map,
-            missing_cameras=cast(MissingCameras, d.missing_cameras),
+            missing_cameras=d.missing_cameras,
             fps=meta.fps,
             left_out=sorted(set(meta.camera_keys) - set(d.camera_keys or meta.camera_keys)),
         )
@@ -378,7 +386,7 @@ def _rows(
 
     def row_bytes(features: Features) -> int:
         order = Order(shuffle_seed=config.seed, stream=stream)
-        reading = Reading(on_error=cast(OnError, config.dataset.on_error), check_files=False)
+        reading = Reading(on_error=config.dataset.on_error, check_files=False)
         return LeRobotDatasource(metas, Selection(episodes=chosen.train), features, order, reading).row_bytes()
 
     config, features, stored_bytes = _with_image_size(config, metas, features, policy_config, row_bytes)
@@ -398,7 +406,7 @@ def _rows(
     )
     reading = Reading(
         num_cpus=config.scaling.cpus_per_read_task,
-        on_error=cast(OnError, d.on_error),
+        on_error=d.on_error,
         skip_log=config.folder / SKIPPED_NAME,
     )
     source = LeRobotDatasource(metas, selection, features, order, reading)

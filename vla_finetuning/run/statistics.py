@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from lerobot.configs.policies import PreTrainedConfig
@@ -32,10 +32,13 @@ Needed = Mapping[str, set[str]]
 CONSTANT_RANGE = 0.01
 
 
+Mode = Literal["auto", "exact", "stored", "lerobot"]
+
+
 class Decision(NamedTuple):
     """`statistics`: what "auto" is, "exact" or "stored"; whether those stored describe the data; `told` of both."""
 
-    statistics: str
+    statistics: Mode
     described: bool
     told: tuple[str, ...]
 
@@ -84,7 +87,7 @@ def decide(
                     f"{where}{key}: {still} never changes there; it is normalised by {CONSTANT_RANGE:.0%} of its value "
                     "(at least of 1), where LeRobot would divide by 1e-8"
                 )
-    mode = asked
+    mode: Mode = asked
     quantiles = any(name.startswith("q") for names in vectors.values() for name in names)
     if asked == "auto":
         several = quantiles and len(metas) > 1

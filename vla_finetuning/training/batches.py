@@ -55,7 +55,7 @@ def collate_cut(
     return collate(cut_prompts(batch, prompts) if prompts else batch)
 
 
-class Work:
+class WorkCounter:
     """What this rank's micro-batches amount to, by their shapes, which the host knows without asking the device."""
 
     def __init__(self, spec: PolicySpec):

@@ -6,13 +6,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
 
 import torch
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 from util import TrainableOptimizer, take_optimizer
-from vla_finetuning.config import Attention, TrainMode
 from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.compiling import Compiler, why_not
@@ -33,7 +31,7 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
     Of PI0.5 without what training never uses: `export` has it from the base, which it reads anew.
     """
     policy, train = spec.start(), spec.train
-    choose_trainable(policy, cast(TrainMode, train.mode), spec.adapters, spec.seed)
+    choose_trainable(policy, train.mode, spec.adapters, spec.seed)
     leave_off_unused(policy)
     autocast = autocast_of(train.precision, device)
     if autocast is not None:
@@ -54,7 +52,7 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
         policy,
         images=images,
         mask_padding=train.mask_padding,
-        attention=cast(Attention, train.attention),
+        attention=train.attention,
         checkpointing=train.activation_checkpointing,
         compile=compiler,
     ).to(device)

@@ -8,33 +8,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import cast
 
 import torch
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from ray._common.utils import get_system_memory
 
-from vla_finetuning.config import Attention, Config, Strategy, TrainMode
+from vla_finetuning.cards import CARDS_GIB, OF_PRESET
+from vla_finetuning.config import Config, Strategy, TrainMode
 from vla_finetuning.policies.counting import with_cameras
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.training.memory import FRAGMENTATION, GIB, StepMemory, prediction_bytes, step_memory
 
-# GiB that CUDA reports of GPUs, by Ray's names for them: the "total capacity" in PyTorch's errors about memory, the
-# least of those that users have posted (drivers and forms of a card differ by a tenth). The data sheets' numbers are in
-# units of 10^9 bytes, and of what is left a driver keeps some: an L4 has 24 GB there.
-CARDS_GIB = {"L4": 22.0, "A100-40G": 39.3, "A100-80G": 79.1, "H100": 79.1, "H200": 139.7, "B200": 178.3}
-# Ray calls both sizes this, besides the name with the size: what does not fit the larger fits neither.
-CARDS_GIB["A100"] = CARDS_GIB["A100-80G"]
 # Of the machines that have such GPUs most have so many; what hsdp is planned for on a driver that has none.
 GPUS_OF_A_NODE = 8
-PRESET_CARDS = {
-    "l4": "L4",
-    "a100_40": "A100-40G",
-    "a100": "A100-80G",
-    "h100": "H100",
-    "h200": "H200",
-    "b200": "B200",
-}
 
 
 # What each worker needs with some options; None where it cannot be planned.
@@ -68,16 +54,16 @@ def needed_by(config: Config, policy: PI05Config, *, cameras: int, frame_bytes: 
     train, scaling = config.train, config.scaling
     return step_memory(
         policy,
-        cast(TrainMode, train.mode),
+        train.mode,
         cameras=cameras,
         batch_size=config.batch_size,
         grad_accum=config.grad_accum,
         draws=train.noise_draws,
         # Every GPU that can hold a VLA knows bf16.
         bf16=train.precision == "bf16" or (train.precision == "auto" and bool(scaling.use_gpu)),
-        attention=cast(Attention, train.attention),
+        attention=train.attention,
         checkpointing=train.activation_checkpointing,
-        strategy=cast(Strategy, scaling.strategy),
+        strategy=scaling.strategy,
         workers=scaling.min_workers or scaling.num_workers,
         shard_workers=planned_shards(config),
         adapters=config.peft,
@@ -117,12 +103,12 @@ def card_of(config: Config, found_gib: float | None) -> tuple[str, float] | None
     """
     if not config.scaling.use_gpu:
         return None
-    asked, preset = config.scaling.accelerator_type, PRESET_CARDS.get(config.preset or "")
+    asked, card = config.scaling.accelerator_type, OF_PRESET.get(config.preset or "")
     if asked is not None:
         return (asked, CARDS_GIB[asked]) if asked in CARDS_GIB else None
     if found_gib is not None:
         return "the GPU found here", found_gib
-    return (preset, CARDS_GIB[preset]) if preset else None
+    return (card.name, CARDS_GIB[card.name]) if card and card.name else None
 
 
 def fits(needed: StepMemory, gib: float) -> bool:
@@ -195,7 +181,7 @@ def _fits(planned: Plan, config: Config, gib: float) -> bool:
 def _smaller(config: Config, recomputed: bool) -> Iterator[tuple[str, Config]]:
     """Ways to train on the same rows in each step with less memory, as flags, the fastest first."""
     scaling, rows, was_recomputed = config.scaling, config.batch_size, config.train.activation_checkpointing
-    strategies = [cast(Strategy, scaling.strategy)]
+    strategies = [scaling.strategy]
     if scaling.num_workers > 1:
         sharded: list[Strategy] = ["fsdp2"] if scaling.min_workers else ["fsdp2", "fsdp2_reshard"]
         strategies += [strategy for strategy in sharded if strategy not in strategies]

@@ -1,18 +1,9 @@
-"""Demonstrations from scripted experts, written as a LeRobot v3 dataset by all CPUs of a cluster.
-
-    python -m vla_finetuning.envs.record --env.type metaworld --env.task reach-v3,push-v3 --env.image_size=[128,128] \
-        --episodes 50 --root data/reach_push
-
-Plays --episodes episodes of each task, from seeds that evaluate.py does not use unless told to (--seed, 100000 here,
-1000 there), and keeps those in which the expert succeeds. How the camera drew is kept in meta/environment.json, and
-goes with every policy that is trained on the dataset: evaluate.py refuses to show it other pictures.
-"""
+"""Demonstrations by scripted experts, written as one LeRobot v3 dataset by all CPUs of a cluster (`record.py`)."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +14,12 @@ import ray
 from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_STATE
 
 from vla_finetuning.config import ENVIRONMENT_NAME, RecordConfig
-from vla_finetuning.demo import writing_videos
 from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, task_makers
 from vla_finetuning.envs.metaworld import FPS, expert
 from vla_finetuning.envs.stage import Maker, choose_gl
+from vla_finetuning.envs.writing import writing_videos
 from vla_finetuning.files import write_json
-from vla_finetuning.flags import RECORD, asks_for_help, parse_record
-from vla_finetuning.run import cluster
-from vla_finetuning.terminal import tell, tell_error, tell_text
+from vla_finetuning.terminal import tell
 
 REPO_ID, ROBOT_TYPE = "recorded/metaworld", "sawyer"
 # Where the command line says nothing: what policies see, drawn as fast as it goes.
@@ -195,24 +184,3 @@ def _merge(folders: Sequence[Path], root: Path) -> None:
 
     with writing_videos():  # as quiet
         aggregate_datasets([REPO_ID] * len(folders), REPO_ID, roots=list(folders), aggr_root=root)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 1 it failed, 2 it could not start."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if asks_for_help(argv):
-        tell_text(RECORD.help())
-        return 0
-    try:
-        recording = resolve_recording(parse_record(argv))
-    except (ValueError, OSError) as error:
-        tell_error(error)
-        return 2
-    return cluster.program(lambda: tell_text(record(recording)))
-
-
-if __name__ == "__main__":
-    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
-    from vla_finetuning.envs import record as module
-
-    sys.exit(module.main())

@@ -1,0 +1,51 @@
+"""Record demonstrations of scripted experts as a LeRobot v3 dataset, on one laptop or a cluster.
+
+    python record.py --env.type metaworld --env.task reach-v3,push-v3 --env.image_size=[128,128] --episodes 50 \
+        --root data/reach_push
+
+Plays --episodes episodes of each task and keeps those in which the expert succeeds. The first seed (--seed) is 100000,
+far from those of evaluate.py. meta/environment.json says how the camera drew, and every policy trained on the dataset
+carries that along: evaluate.py refuses to show it other pictures.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":  # help and wrong flags, before seconds of imports
+    from vla_finetuning.flags import RECORD, check_command_line
+
+    check_command_line(RECORD)
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from vla_finetuning.envs import recording
+from vla_finetuning.flags import RECORD, parse_record
+from vla_finetuning.program import Work, run_program
+from vla_finetuning.run import cluster
+from vla_finetuning.terminal import tell_text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 done, 1 it failed, 2 it could not start."""
+    return run_program(RECORD, argv, prepare)
+
+
+def prepare(argv: list[str], held: ExitStack) -> Work:
+    """Resolve the recording."""
+    resolved = recording.resolve_recording(parse_record(argv))
+
+    def work() -> int:
+        cluster.connect()
+        tell_text(recording.record(resolved))
+        return 0
+
+    return work
+
+
+if __name__ == "__main__":
+    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
+    import record
+
+    sys.exit(record.main())

@@ -1,0 +1,46 @@
+"""Writing datasets with videos by LeRobot's own writer."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def writing_videos() -> Iterator[None]:
+    """While LeRobot writes a dataset: keep it quiet, and undo what its AV1 encoder does to this process.
+
+    Quiet are progress bars and the encoder's and libav's remarks, per episode. Under root, as in a container, SVT-AV1
+    3.0 makes the thread that encodes a real-time one of the highest priority (SCHED_FIFO 99). Whatever starts from that
+    thread afterwards inherits it, a whole Ray cluster: threads that spin then never let others run.
+    """
+    import av
+    from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+    bars, level = is_progress_bar_enabled(), os.environ.get("SVT_LOG")
+    real_time = _real_time_threads()
+    disable_progress_bar()
+    os.environ["SVT_LOG"] = "1"  # errors only; SVT-AV1 reads it
+    av.logging.set_libav_level(av.logging.WARNING)
+    try:
+        yield
+    finally:
+        for thread in _real_time_threads() - real_time:
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+        av.logging.set_libav_level(av.logging.INFO)  # libav's default
+        if bars:
+            enable_progress_bar()
+        if level is None:
+            os.environ.pop("SVT_LOG", None)
+        else:
+            os.environ["SVT_LOG"] = level
+
+
+def _real_time_threads() -> set[int]:
+    """Numbers of this process's threads that go before all others; on Linux, where the encoder makes such."""
+    found = set()
+    for thread in map(int, os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ()):
+        with contextlib.suppress(ProcessLookupError):
+            if os.sched_getscheduler(thread) in (os.SCHED_FIFO, os.SCHED_RR):
+                found.add(thread)
+    return found

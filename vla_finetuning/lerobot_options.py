@@ -1,0 +1,100 @@
+"""LeRobot's configurations of policies, environments, optimizers: from options as given, and from what was saved.
+
+LeRobot's own parser takes more than options: `--config_path`, a group's name, and a value that begins with `include`
+each open a file that is named there, and what a run's config.json lists would be as good as a command line. Here a name
+is a field of the configuration and a value is a value.
+"""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from draccus.parsers.decoding import decode
+from draccus.utils import DraccusException
+
+from vla_finetuning.options import did_you_mean
+
+# What draccus raises of a value that is none.
+NO_VALUE = (DraccusException, ValueError, TypeError, AttributeError, KeyError)
+
+
+def make_config(
+    kind: type, group: str, options: Sequence[str] = (), saved: Mapping[str, Any] | None = None, source: str = ""
+) -> Any:
+    """A configuration of a class: of what was saved, with the options in its place.
+
+    Args:
+        group: what flags of these options begin with, "policy". options: "--chunk_size=20".
+        saved: the fields of one in JSON, as LeRobot saves them. source: what errors call it.
+    Raises:
+        ValueError: the class has no such option; a value that the option does not take; values that do not go together.
+    """
+    raw = json.loads(json.dumps(saved or {}))
+    for name, text in (option.removeprefix("--").split("=", 1) for option in options):
+        *groups, last = path = _path(kind, group, name)
+        place = raw
+        for one in groups:
+            place[one] = place.get(one) or {}
+            place = place[one]
+        place[last] = _read(_hint(kind, path), f"--{group}.{name}", text)
+    try:
+        return decode(kind, raw)
+    except NO_VALUE as error:
+        given = ", ".join(f"--{group}.{option.removeprefix('--')}" for option in options)
+        source = " with ".join(filter(None, [source, given]))
+        reason = "; ".join(" ".join(str(e).split()) for e in (error, error.__cause__) if e)
+        raise ValueError(f"{source}: {reason}") from error
+
+
+def read_options(kind: type, group: str, options: Mapping[str, str]) -> dict[str, Any]:
+    """The options of a class as values of its fields. Raises ValueError as `make_config`."""
+    hints = {name: _hint(kind, _path(kind, group, name)) for name in options}
+    return {name: decode(hints[name], _read(hints[name], f"--{group}.{name}", text)) for name, text in options.items()}
+
+
+def _path(kind: type, group: str, name: str) -> list[str]:
+    """The fields that an option's name leads through, `a.b` of a configuration within another."""
+    path = name.split(".")
+    for depth, one in enumerate(path):
+        within = _configuration(_hint(kind, path[:depth]))
+        known = sorted(field.name for field in fields(within) if field.init) if within else []
+        if one not in known:
+            close = did_you_mean(one, known, f"--{'.'.join([group, *path[:depth]])}.")
+            there = f"its options are {', '.join(known)}" if known else "it is one value"
+            raise ValueError(f"--{group}.{name}: no option of {kind.__name__}{close}; {there}")
+    return path
+
+
+def _hint(kind: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        kind = typing.get_type_hints(_configuration(kind))[name]
+    return kind
+
+
+def _configuration(hint: Any) -> Any:
+    """The configuration that a field holds, which may be absent; None where it holds none."""
+    return next((one for one in (hint, *typing.get_args(hint)) if is_dataclass(one)), None)
+
+
+def _read(hint: Any, flag: str, text: str) -> Any:
+    """The text of an option in JSON, where that is a value of its type, or else as it is."""
+    values = [text]
+    with suppress(ValueError):
+        value = json.loads(text.lower() if text in ("True", "False") else text)
+        # draccus makes a text of any number: 1e3 would be 1000.0.
+        kinds = (hint, *typing.get_args(hint))
+        if not isinstance(value, (int, float)) or str not in kinds or type(value) in kinds:
+            values.insert(0, value)
+    failed: list[Exception] = []
+    for value in values:
+        try:
+            decode(hint, value)
+            return value
+        except NO_VALUE as error:
+            failed.append(error)
+    raise ValueError(f"{flag}={text}: {' '.join(str(failed[0]).split())}") from failed[0]
