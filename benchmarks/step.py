@@ -499,6 +499,7 @@ def live(
         )
         flags: dict[str, Any] = {
             "dataset.root": root,
+            "dataset.statistics": "stored",
             "policy.path": base,
             "output_dir": Path(folder) / "run",
             "train.mode": mode,

@@ -34,12 +34,14 @@ from unittest import mock
 import numpy as np
 import torch
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from ray.experimental import tqdm_ray
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import vla
+from diagnostics.report import with_any_stats
 from util import Batch, NumpyToTorchCollate, Window
 from vla_finetuning.config import Precision
 from vla_finetuning.flags import VLA, parse_args
@@ -57,8 +59,9 @@ from vla_finetuning.training.worker import Worker
 aten = torch.ops.aten
 
 ROOT = Path(__file__).resolve().parent.parent
-# Operations pass through these; what causes one is the innermost line that is elsewhere.
-PASSED_THROUGH = (f"{Path(torch.__file__).parent}{os.sep}", __file__, warnings.__file__)
+# Operations pass through these; what causes one is the innermost line that is elsewhere. Ray Data, where it has run in
+# this process, has put its own `print` (tqdm_ray) in the place of Python's.
+PASSED_THROUGH = (f"{Path(torch.__file__).parent}{os.sep}", __file__, warnings.__file__, tqdm_ray.__file__)
 # How PyTorch puts it (c10/cuda/CUDAFunctions.cpp). That its debug mode is a prototype is another warning.
 CUDA_WARNING = "called a synchronizing CUDA operation"
 COPIES = (aten._to_copy.default, aten.copy_.default)
@@ -159,18 +162,7 @@ def _shortened(run: Run, folder: str) -> Run:
         train=replace(run.config.train, max_nonfinite=sys.maxsize),
         scaling=replace(run.config.scaling, num_workers=1),
     )
-    stats: dict[str, dict[str, Any]] = {key: dict(values) for key, values in (run.policy.stats or {}).items()}
-    if run.missing_stats:
-        # Finding them takes a pass over the data; here any will do.
-        made_up = {"q01": -1.0, "q10": -1.0, "min": -1.0, "mean": 0.0, "std": 1.0, "q90": 1.0, "q99": 1.0, "max": 1.0}
-        features = run.rows.metas[0].features
-        stats = {
-            key: dict(run.rows.metas[0].stats.get(key, {})) for key in {*run.rows.metas[0].stats, *run.missing_stats}
-        }
-        for key in run.missing_stats:
-            stats[key] |= {name: np.full(features[key].shape, value, np.float32) for name, value in made_up.items()}
-    run = with_config(run, config, 2 * WINDOW_STEPS)
-    return replace(run, policy=replace(run.policy, stats=stats), missing_stats={})
+    return with_config(with_any_stats(run), config, 2 * WINDOW_STEPS)
 
 
 # ---- what waits ---------------------------------------------------------------------------------------------------

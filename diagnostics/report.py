@@ -20,7 +20,6 @@ from pydantic import ValidationError
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 
-import vla
 from diagnostics.environment import Environment, Record
 from diagnostics.page import page
 from util import Batch, NumpyToTorchCollate
@@ -28,6 +27,7 @@ from vla_finetuning.flags import VLA, parse_args
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.resolve import Run, resolve, with_config
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.stream import Dealt
 
 TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -156,16 +156,25 @@ def scratch_run(run: Run) -> Iterator[Run]:
         shutil.rmtree(folder)
 
 
+def with_any_stats(run: Run) -> Run:
+    """The run with made-up statistics in the place of those that are to be computed, which takes a pass and Ray."""
+    if not run.missing_stats:
+        return run
+    made_up = {"q01": -1.0, "q10": -1.0, "min": -1.0, "mean": 0.0, "std": 1.0, "q90": 1.0, "q99": 1.0, "max": 1.0}
+    features, known = run.rows.metas[0].features, run.rows.metas[0].stats
+    stats = {key: dict(known.get(key, {})) for key in {*known, *run.missing_stats}}
+    for key in run.missing_stats:
+        stats[key] |= {name: np.full(features[key].shape, value, np.float32) for name, value in made_up.items()}
+    return replace(run, policy=replace(run.policy, stats=stats), missing_stats={})
+
+
 def host_batches(run: Run, dealt: Dealt, batches: int) -> Iterator[Batch]:
     """A rank's first batches, read and prepared in this process by the functions of the run's read tasks."""
-    data, collate = (
-        vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir),
-        NumpyToTorchCollate(run.job.use_gpu),
-    )
-    source = data.read(stream=(0, run.rows.last_row))
+    prepare, collate = make_prepare(run.policy, run.rows), NumpyToTorchCollate(run.job.use_gpu)
+    source = run.rows.source()
     for micro in range(batches):
         for rows in source.read_rows(dealt.rows(micro).tolist(), run.config.batch_size):
-            yield collate(data.prepare(rows))
+            yield collate(prepare(rows))
 
 
 # ---- results ------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from typing import Literal
 
 import vla
 from diagnostics.environment import Environment, Record
-from diagnostics.report import Options, Report, Result, count, run_tool
+from diagnostics.report import Options, Report, Result, count, run_tool, with_any_stats
 from diagnostics.step_report import StepReport
 from lerobot_datasource import MAX_READS_PER_TASK, LeRobotDatasource
 from vla_finetuning.data.metadata import DatasetMetadata
@@ -199,7 +199,8 @@ def reading_cpu_ms(data: TrainingData, source: LeRobotDatasource) -> tuple[float
 
 
 def rates_of(run: Run, options: Namespace) -> Rates:
-    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    ready = with_any_stats(run)
+    data = vla.build_dataset(ready.rows, ready.policy, ready.job.checkpoints_dir)
     source = data.read(stream=(0, run.rows.last_row))
 
     def rate(name: str, otherwise: Callable[[], Rate] | None = None) -> Rate:

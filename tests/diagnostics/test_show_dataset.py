@@ -175,7 +175,10 @@ def test_the_curves_are_what_lerobot_reads(clean):
 def test_statistics_that_are_wrong_are_told_from_data_that_is(tmp_path, capsys):
     """As where episodes' quantiles were averaged: nothing is an outlier then but what is one of the rows themselves."""
     root = make_dataset(tmp_path / "data", episodes=(30, 31, 29, 30), cameras={}, true_quantiles=False)
-    edit_json(root / "meta" / "stats.json", lambda stats: stats["action"].update(q01=[1.0] * 3, q99=[1.01] * 3, max=[9, 1e3, 9]))
+    edit_json(
+        root / "meta" / "stats.json",
+        lambda stats: stats["action"].update(q01=[1.0] * 3, q99=[1.01] * 3, max=[9, 1e3, 9]),
+    )
     knock_an_action(root)
     look = look_at(load_metadata(root))
     stored = look.outside["action"]

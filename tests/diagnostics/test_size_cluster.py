@@ -13,6 +13,8 @@ from diagnostics.size_cluster import Layout, Rate, Rates, parse_options, rates_o
 from tests import in_process
 from vla_finetuning.data.rows import Reader, read_rows
 
+SMALL = {"steps": 100, "dataset.shuffle_window": 16, "dataset.window_segments": 4}
+
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
@@ -21,8 +23,7 @@ def setting(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(setting):
-    flags = {"steps": 100, "dataset.shuffle_window": 16, "dataset.window_segments": 4}
-    return in_process.resolved(setting, **flags)
+    return in_process.resolved(setting, **SMALL)
 
 
 def options_of(*argv):
@@ -56,6 +57,13 @@ def test_rates_are_those_of_a_read(run, monkeypatch):
         p for part in ("data", "videos") for p in (Path(run.rows.metas[0].root) / part).rglob("*.*") if p.is_file()
     ]
     assert found.stored_bytes_per_s == pytest.approx(sum(p.stat().st_size for p in files))
+
+
+def test_statistics_that_are_to_be_computed_are_not_waited_for(setting, monkeypatch):
+    """They take a pass, and Ray; what reading costs does not depend on them."""
+    monkeypatch.setattr(size_cluster, "MEASURED_ROWS", 16)
+    exact = in_process.resolved(setting, **SMALL, **{"dataset.statistics": "exact"})
+    assert exact.missing_stats and rates_of(exact, options_of()).cpu_ms_per_row.value > 0
 
 
 RATES = Rates(

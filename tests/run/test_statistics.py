@@ -101,6 +101,16 @@ def test_exact_is_of_the_training_episodes(setting):
         assert_numpys(run.policy.stats[key], rows_of(meta, key, train))
 
 
+def test_what_is_stored_does_not_matter_where_it_is_not_used(setting, tmp_path):
+    root = shutil.copytree(setting[1], tmp_path / "copy")
+    edit_stats(root, lambda stats: stats["action"].update(q99=[float("nan")]))
+    changed = (setting[0], root, setting[2])
+    with pytest.raises(ValueError, match="statistic 'q99' of 'action' is not finite"):
+        in_process.resolved(changed)
+    run = with_stats(in_process.resolved(changed, **{"dataset.statistics": "exact"}))
+    assert_numpys(run.stats["action"], rows_of(load_metadata(root), "action", range(4)))
+
+
 def test_what_is_missing(setting, tmp_path):
     root = shutil.copytree(setting[1], tmp_path / "copy")
     edit_stats(root, lambda stats: stats["action"].pop("q99"))

@@ -153,19 +153,37 @@ def without_shifts(name, value):
     return value[:0] if name.endswith(("k_proj.bias", "pool.nets.bias")) else value
 
 
+def relative(a, b):
+    """How far `a` is from `b`, of what a softmax does not ignore, by name."""
+    apart = {}
+    for name in a:
+        one, other = (without_shifts(name, tensors[name]).double() for tensors in (a, b))
+        apart[name] = ((one - other).norm() / (1 + other.norm())).item()
+    return apart
+
+
+def lerobots_own_difference(run, root, expected):
+    """How far LeRobot's own result is from itself when convolutions add up in another order, by name.
+
+    The statistics of a BatchNorm are sums over all pixels of a batch, and ten steps of it amplify their rounding.
+    """
+    with torch.backends.mkldnn.flags(enabled=False):
+        return relative(expected, lerobots(run, root)[0].state_dict())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_steps_are_lerobots_own(dataset, kind):
     with KINDS[kind][1]():
         run = resolved(dataset, kind)
         torch.manual_seed(run.config.seed)
-        with in_process.without_ray(Shard(run)):
-            trained = vla.train(run).named()
+        trained = in_process.train(run, Shard(run)).named()
         policy, sampled = lerobots(run, dataset)
-    expected = policy.state_dict()
-    assert trained.keys() <= expected.keys() and len(trained) > 10
-    for name, value in trained.items():
-        found, theirs = (without_shifts(name, tensor).double() for tensor in (value, expected[name]))
-        assert (found - theirs).norm() <= 1e-6 * (1 + theirs.norm()), name
+        expected = policy.state_dict()
+        assert trained.keys() <= expected.keys() and len(trained) > 10
+        has_batch_norm = any(name.endswith("running_mean") for name in trained)
+        own = lerobots_own_difference(run, dataset, expected) if has_batch_norm else {}
+    for name, apart in relative(trained, {name: expected[name] for name in trained}).items():
+        assert apart <= max(1e-6, own.get(name, 0.0)), name
     plan = run.rows.source(stream=(0, run.rows.last_row)).plan
     index = np.concatenate([s.rows()[1] for s in plan.slices(0, run.rows.per_epoch)])
     assert sorted(index.tolist()) == sampled

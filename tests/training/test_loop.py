@@ -49,6 +49,7 @@ def resolved(setting, **changes):
     folder, roots, base = setting
     options = {
         "dataset.root": ",".join(map(str, roots)),
+        "dataset.statistics": "stored",
         "policy.path": base,
         "output_dir": folder / "run",
         "batch_size": 4,

@@ -77,9 +77,11 @@ def decide(
             share = _outside(meta, key, names, rows[key])
             if share is not None:
                 (low, high), found = share
-                worst, text = int(found.argmax()), f"{where}{key}: of the values, {found.mean():.1%} lie outside"
-                text += f" {low}..{high} of meta/stats.json, {found.max():.1%} of {dimension_names(meta, key)[worst]}"
-                told.append(text)
+                worst = _names(meta, key, len(found))[int(found.argmax())]
+                told.append(
+                    f"{where}{key}: of the values, {found.mean():.1%} lie outside {low}..{high} of meta/stats.json, "
+                    f"{found.max():.1%} of {worst}"
+                )
                 if found.max() > LIMITS[low, high]:
                     badly.append(key)
             if names and asked != "lerobot" and (still := _constant(meta, key, rows[key])):
@@ -138,9 +140,15 @@ def _outside(
     """The range that a feature is normalised between, and the share of the values outside the stored one."""
     stored = ordered_stats(meta, key)
     for ends in RANGES:
-        if set(ends) <= names and set(ends) <= stored.keys():
+        if set(ends) <= names and all(np.size(stored.get(name, ())) == values.shape[1] for name in ends):
             return ends, outside(values, *(stored[name] for name in ends))
     return None
+
+
+def _names(meta: DatasetMetadata, key: str, width: int) -> list[str]:
+    """Of all entries, of features with more than one dimension too."""
+    names = dimension_names(meta, key)
+    return names if len(names) == width else [f"{key}[{i}]" for i in range(width)]
 
 
 def _constant(meta: DatasetMetadata, key: str, values: np.ndarray) -> str:
