@@ -39,6 +39,7 @@ from vla_finetuning.demo import prepare_disobedient
 from vla_finetuning.evaluation.player import Player
 from vla_finetuning.files import write_json
 from vla_finetuning.flags import GRPO, parse_grpo
+from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.rl.acting import Actor, Explorer
@@ -103,6 +104,7 @@ def train(run: GrpoRun, worker: Worker) -> bool:
 
     rollouts = make_rollouts(run.scene, options, config.eval)  # its processes start while the model is made
     loss, autocast = build_model(policy, device)
+    assert isinstance(loss, FlowLoss)  # the plan refuses others
     check_attention(policy, loss, device, autocast, job.output_dir if rank == 0 else None)
     player = Player(loss.policy, *policy.processors(), env=run.scene.env, rename_map=policy.rename_map)
     actor = Actor(

@@ -490,30 +490,37 @@ class Window:
         Returns:
             The metrics, and for each question whether any rank said yes: the same on all ranks.
         """
-        elapsed = time.perf_counter() - self.started
-        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-        host = torch.tensor([self.steps, self.samples, elapsed, waited_s, peak, *work, *asked], dtype=torch.float64)
+        tokens, flops = work
+        on_host = {
+            "steps": self.steps,
+            "samples": self.samples,
+            "elapsed_s": time.perf_counter() - self.started,
+            "waited_s": waited_s,
+            "peak_bytes": torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
+            "tokens": tokens,
+            "flops": flops,
+            **{f"asked {number}": yes for number, yes in enumerate(asked)},
+        }
+        names = ["loss", "skipped", "grad_norm", *on_host]
+        host = torch.tensor(list(on_host.values()), dtype=torch.float64)
         mine = torch.cat([self._sums.double(), self._norm.double()[None], host.to(self.device)])
         if dist.is_initialized():
             ranks = torch.empty(dist.get_world_size() * len(mine), dtype=mine.dtype, device=self.device)
             dist.all_gather_into_tensor(ranks, mine)
         else:
             ranks = mine
-        rows = ranks.view(-1, len(mine)).tolist()
-        world = len(rows)
-        loss, skipped, norm, steps, samples = (sum(column) for column in list(zip(*rows, strict=True))[:5])
-        trained = steps - skipped
-        elapsed_s = max(row[5] for row in rows)
+        of = dict(zip(names, zip(*ranks.view(-1, len(mine)).tolist(), strict=True), strict=True))  # by rank
+        samples, trained, elapsed_s = sum(of["samples"]), sum(of["steps"]) - sum(of["skipped"]), max(of["elapsed_s"])
         metrics = {
-            "loss": loss / trained if trained else float("nan"),
-            "grad_norm": norm / world,
-            "nonfinite_steps": int(max(row[1] for row in rows)),
+            "loss": sum(of["loss"]) / trained if trained else float("nan"),
+            "grad_norm": sum(of["grad_norm"]) / len(of["grad_norm"]),
+            "nonfinite_steps": int(max(of["skipped"])),
             "samples": int(samples),
             "samples_per_s": samples / elapsed_s,
             "step_s": elapsed_s / max(self.steps, 1),
-            "data_wait_s": max(row[6] for row in rows) / max(self.steps, 1),
-            "peak_memory_bytes": int(max(row[7] for row in rows)) or None,
-            "tokens_per_s": sum(row[8] for row in rows) / elapsed_s or None,
-            "flops_per_s": sum(row[9] for row in rows) / elapsed_s or None,
+            "data_wait_s": max(of["waited_s"]) / max(self.steps, 1),
+            "peak_memory_bytes": int(max(of["peak_bytes"])) or None,
+            "tokens_per_s": sum(of["tokens"]) / elapsed_s or None,
+            "flops_per_s": sum(of["flops"]) / elapsed_s or None,
         }
-        return metrics, [any(row[10 + i] for row in rows) for i in range(len(asked))]
+        return metrics, [any(of[f"asked {number}"]) for number in range(len(asked))]

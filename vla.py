@@ -49,7 +49,7 @@ from vla_finetuning.evaluation.during import Evaluator
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
 from vla_finetuning.files import write_json
 from vla_finetuning.flags import VLA, parse_args
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
@@ -181,7 +181,7 @@ def train(
         world,
         copies=copies(worker, job.scaling.shard_workers) if strategy == "hsdp" and world > 1 else None,
         autocast=autocast,
-        # Of PI0.5, nothing that trains is ever without a gradient (trainable.choose_trainable).
+        # Where its family says what is unused, nothing that trains is without a gradient (trainable.choose_trainable).
         find_unused_parameters=job.scaling.find_unused_parameters,
     )
     optimizer = make_optimizer(policy, policy_loss, job.steps)

@@ -42,9 +42,9 @@ from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.attention import CANDIDATES, UNAVAILABLE, Kernel, choose_kernel, what_is_wrong
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.counting import flops_per_sample, meta_policy
-from vla_finetuning.policies.pi05 import PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
-from vla_finetuning.policies.prompts import ALIGNMENT, prompt_lengths
+from vla_finetuning.policies.prompts import ALIGNMENT
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.run.checkpoint import (
     OPTIMIZER,
@@ -167,7 +167,7 @@ def attention(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     config = step.policy_config(device)
     policy = meta_policy(config)
     choose_trainable(policy, "full")
-    loss = PolicyLoss(policy, attention="sdpa")
+    loss = family_of(config).make_loss(policy, attention="sdpa")
     lengths = range(ALIGNMENT, config.tokenizer_max_length + 1, ALIGNMENT)
     shapes = loss.attentions(step.CAMERAS, lengths)
     found: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def attention(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
             continue
         wrong |= {str(shape): what_is_wrong(kernel, [(layer, shape)], device, dtype) for layer, shape in shapes[1:]}
         found[kernel] = {"shapes": len(wrong), "wrong": {shape: reason for shape, reason in wrong.items() if reason}}
-    used = loss.attentions(step.CAMERAS, prompt_lengths(config, step.CAMERAS, trim=True))
+    used = loss.attentions(step.CAMERAS, step.prompt_lengths(config))
     chosen = choose_kernel("sdpa", used, device, dtype)
     return {"kernels": found, "chosen": chosen.kernel, "backends": chosen.backends, "refused": chosen.refused}
 

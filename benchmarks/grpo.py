@@ -26,7 +26,7 @@ from benchmarks.data import RESULTS
 from diagnostics.environment import Environment
 from tests.tiny import ACTION_DIM, make_batch, make_policy
 from vla_finetuning.files import read_json, read_lines
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.rl.flow_sde import FlowSDE, Walk, sample, score
 from vla_finetuning.terminal import tell_text
 
@@ -76,14 +76,16 @@ def of_run(folder: Path) -> dict[str, Any]:
 def gains() -> dict[str, float]:
     """Ratios of medians, each pair in turns."""
     policy = make_policy(3, depth=4, chunk_size=10)
-    loss, sde = PolicyLoss(policy), FlowSDE(STEPS, 0.6)
+    loss: Any = family_of(policy.config).make_loss(policy)
+    kind: Any = type(loss)
+    sde = FlowSDE(STEPS, 0.6)
     batch = {key: value for key, value in make_batch(policy, ROWS)[0].items() if "action" not in key}
     config = policy.config
     shape = (config.chunk_size, config.max_action_dim, ACTION_DIM)
     draws = sde.draw([np.random.default_rng([0, row]) for row in range(ROWS)], shape)
     _, walk = sample(loss, batch, sde, draws)
 
-    class SeesEveryTime(PolicyLoss):
+    class SeesEveryTime(kind):
         """Computes images and language again for every step."""
 
         def velocity(self, noisy_actions: Any, time: Any, prefix: Any) -> Any:

@@ -42,7 +42,7 @@ from vla_finetuning.evaluation.open_loop import other_instructions
 from vla_finetuning.evaluation.player import PolicySource, check_fits
 from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import read_json, read_lines, write_json
-from vla_finetuning.policies.tiny_pi05 import make_tiny_base
+from vla_finetuning.policies.tiny import make_tiny_base
 from vla_finetuning.run import cluster
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
 from vla_finetuning.terminal import tell, tell_error, tell_text

@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from lerobot.configs import PreTrainedConfig
 from lerobot.configs.types import FeatureType, PolicyFeature
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.utils.constants import ACTION
 
 from diagnostics.environment import Environment
@@ -28,7 +28,7 @@ from vla_finetuning.cards import CARDS_GIB, OF_PRESET
 from vla_finetuning.config import PRESETS, Config, PeftOptions, TrainMode
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.flags import parse_args, parse_grpo
-from vla_finetuning.policies.counting import with_cameras
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.terminal import tell, tell_text
 from vla_finetuning.training.memory import GIB, StepMemory
 from vla_finetuning.training.room import needed_by
@@ -69,7 +69,7 @@ def config_of(preset: str, mode: TrainMode) -> Config:
 
 def planned(preset: str, mode: TrainMode, cameras: int) -> StepMemory:
     """What a worker of a run with the preset needs."""
-    return of_pi05(config_of(preset, mode), cameras)
+    return planned_for(config_of(preset, mode), cameras)
 
 
 def planned_grpo(preset: str, cameras: int) -> StepMemory:
@@ -77,14 +77,15 @@ def planned_grpo(preset: str, cameras: int) -> StepMemory:
     config = parse_grpo([f"--preset={preset}", "--policy.path=p", "--env.type=two_bins", "--output_dir=o"])
     training = config.training()
     train = replace(training.train, noise_draws=config.grpo.flow_steps)
-    return of_pi05(replace(training, train=train), cameras)
+    return planned_for(replace(training, train=train), cameras)
 
 
-def of_pi05(config: Config, cameras: int) -> StepMemory:
+def planned_for(config: Config, cameras: int) -> StepMemory:
     """What a worker needs of a run of PI0.5 with these options, from pretrained weights."""
-    policy = PI05Config(device="cpu", pretrained_path=Path("pi05_base"))
+    make: Any = PreTrainedConfig.get_choice_class("pi05")
+    policy = make(device="cpu", pretrained_path=Path("pi05_base"))
     policy.output_features = {ACTION: PolicyFeature(FeatureType.ACTION, (policy.max_action_dim,))}
-    policy = with_cameras(policy, cameras, PROMPT)
+    policy = family_of(policy).with_cameras(policy, cameras, PROMPT)
     return needed_by(config, policy, cameras=cameras, frame_bytes=cameras * FRAME_BYTES)
 
 
@@ -121,7 +122,7 @@ def on_one_gpu() -> list[dict[str, Any]]:
         for rows in ONE_GPU_ROWS:
             config = parse_args(["--policy.type=pi05", *PLACES, f"--train.mode={mode}", f"--batch_size={rows}"])
             config = replace(config, peft=peft, train=replace(config.train, activation_checkpointing=recomputed))
-            needed[str(rows)] = of_pi05(config, CAMERAS[-1]).needed / GIB
+            needed[str(rows)] = planned_for(config, CAMERAS[-1]).needed / GIB
         found.append({"way": way, "needed_gib": needed})
         tell(f"one GPU, {way}: {json.dumps(needed)}")
     return found

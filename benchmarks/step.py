@@ -40,10 +40,9 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.policies.factory import get_policy_class
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
-from lerobot.policies.pi05.modeling_pi05 import PI05Policy
+from lerobot.policies.pretrained import PreTrainedPolicy
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,11 +60,10 @@ from util import (
 from vla_finetuning.config import Config, TrainMode
 from vla_finetuning.policies.attention import Kernel
 from vla_finetuning.policies.compiling import Compiler
-from vla_finetuning.policies.counting import flops_per_sample, with_cameras
-from vla_finetuning.policies.pi05 import PolicyLoss, sample_noise_and_time
+from vla_finetuning.policies.counting import flops_per_sample
 from vla_finetuning.policies.processors import DeviceHalf, to_float
-from vla_finetuning.policies.prompts import cut_prompts, prompt_lengths
-from vla_finetuning.policies.tiny_pi05 import TinyPI05Config
+from vla_finetuning.policies.prompts import cut_prompts
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
 from vla_finetuning.training.memory import StepMemory, step_memory
 
@@ -84,10 +82,11 @@ RESULTS = Path(__file__).parent / "results"
 WAITS = re.compile(r"cuda(Stream|Device|Event)Synchronize|cudaMemcpy(Async)?")
 
 
-def policy_config(device: torch.device) -> PI05Config:
+def policy_config(device: torch.device) -> Any:
     """PI0.5 at its real size on a GPU, tiny on a CPU."""
-    make, side = (PI05Config, 224) if device.type == "cuda" else (TinyPI05Config, 56)
+    kind, side = ("pi05", 224) if device.type == "cuda" else ("tiny_pi05", 56)
     image = PolicyFeature(FeatureType.VISUAL, (3, side, side))
+    make: Any = PreTrainedConfig.get_choice_class(kind)
     return make(
         input_features={
             **{f"observation.images.{i}": image for i in range(CAMERAS)},
@@ -98,7 +97,7 @@ def policy_config(device: torch.device) -> PI05Config:
     )
 
 
-def make_policy(config: PI05Config, mode: TrainMode, device: torch.device) -> PI05Policy:
+def make_policy(config: Any, mode: TrainMode, device: torch.device) -> PreTrainedPolicy:
     """The same random weights every time."""
     torch.manual_seed(0)
     with device:
@@ -107,7 +106,7 @@ def make_policy(config: PI05Config, mode: TrainMode, device: torch.device) -> PI
     return policy.train()
 
 
-def prepared_rows(config: PI05Config, rows: int, seed: int) -> Columns:
+def prepared_rows(config: Any, rows: int, seed: int) -> Columns:
     """A batch as the data engine hands it over: uint8 cameras (B, H, W, 3), tokens with padding, action chunks."""
     random = np.random.default_rng(seed)
     tokens = (rows, config.tokenizer_max_length)
@@ -124,16 +123,21 @@ def prepared_rows(config: PI05Config, rows: int, seed: int) -> Columns:
     return columns
 
 
-def prompt(config: PI05Config) -> int:
+def prompt_lengths(config: Any) -> tuple[int, ...]:
+    """The lengths that ours cuts prompts to."""
+    return family_of(config).prompt_lengths(config, CAMERAS, trim=True)
+
+
+def prompt(config: Any) -> int:
     """The length that ours cuts these rows' prompts to."""
-    return next(n for n in prompt_lengths(config, CAMERAS, trim=True) if n >= config.tokenizer_max_length // 2)
+    return next(n for n in prompt_lengths(config) if n >= config.tokenizer_max_length // 2)
 
 
 # ---- contenders: each holds a policy, and takes one optimizer step at a time ----------------------------------------
 
 
 class Naive:
-    def __init__(self, config: PI05Config, mode: TrainMode, device: torch.device, bf16: bool):
+    def __init__(self, config: Any, mode: TrainMode, device: torch.device, bf16: bool):
         self.policy, self.device = make_policy(config, mode, device), device
         self.optimizer = torch.optim.AdamW(
             [p for p in self.policy.parameters() if p.requires_grad],
@@ -176,7 +180,7 @@ class Naive:
 
 
 class LeRobot:
-    def __init__(self, config: PI05Config, mode: TrainMode, device: torch.device, bf16: bool):
+    def __init__(self, config: Any, mode: TrainMode, device: torch.device, bf16: bool):
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
         from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
@@ -224,7 +228,7 @@ class LeRobot:
 class Ours:
     def __init__(
         self,
-        config: PI05Config,
+        config: Any,
         mode: TrainMode,
         device: torch.device,
         bf16: bool,
@@ -236,7 +240,8 @@ class Ours:
         if bf16:
             cast_frozen(policy, torch.bfloat16)
         images = DeviceHalf(None, config)
-        self.loss = PolicyLoss(policy, images=images, attention=attention, compile=compiler).to(device)
+        options: dict[str, Any] = {"images": images, "attention": attention, "compile": compiler}
+        self.loss = family_of(config).make_loss(policy, **options).to(device)
         preset = config.get_optimizer_preset()
         self.optimizer = make_trainable_optimizer(
             policy,
@@ -252,13 +257,13 @@ class Ours:
         self.window = Window(device)
 
     def stored(self, columns: Columns) -> Any:
-        return self.collate(cut_prompts(columns, prompt_lengths(self.config, CAMERAS, trim=True)))
+        return self.collate(cut_prompts(columns, prompt_lengths(self.config)))
 
     def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
         return cuda_prefetcher(batches, self.device)
 
     def draws(self, rows: int, number: int) -> Draws:
-        noise, flow_time = sample_noise_and_time(self.config, rows, 0, number, self.device)
+        noise, flow_time = family_of(self.config).draw(self.config, rows, 0, number, self.device)
         assert noise is not None and flow_time is not None
         return noise, flow_time
 
@@ -417,7 +422,8 @@ def summary(cells: dict[str, Any], mode: TrainMode, device: torch.device) -> dic
 
 def losses(mode: TrainMode, device: torch.device, bf16: bool, rows: int) -> dict[str, Any]:
     """The losses of LeRobot's update and of ours over the same rows, noise and times, from the same weights."""
-    columns = [prepared_rows(policy_config(device), rows, seed) for seed in range(STORED_BATCHES)]
+    config = policy_config(device)
+    columns = [prepared_rows(config, rows, seed) for seed in range(STORED_BATCHES)]
     curves: dict[str, list[float]] = {}
     for name in ("lerobot", "ours"):
         contender = CONTENDERS[name](policy_config(device), mode, device, bf16)
@@ -425,7 +431,7 @@ def losses(mode: TrainMode, device: torch.device, bf16: bool, rows: int) -> dict
         found = []
         for step in range(LOSS_STEPS):
             if name == "lerobot":
-                noise, flow_time = sample_noise_and_time(policy_config(device), rows, 0, step, device)
+                noise, flow_time = family_of(config).draw(config, rows, 0, step, device)
                 core = contender.accelerator.unwrap_model(contender.policy).model
                 core.sample_noise = lambda *_, value=noise: value
                 core.sample_time = lambda *_, value=flow_time: value
@@ -453,10 +459,10 @@ def memory_estimate(cells: dict[str, Any], mode: TrainMode, device: torch.device
     return {"batch_size": size, "estimated_bytes": estimated, "measured_bytes": measured}
 
 
-def planned(config: PI05Config, mode: TrainMode, size: int, accum: int, bf16: bool) -> StepMemory:
+def planned(config: Any, mode: TrainMode, size: int, accum: int, bf16: bool) -> StepMemory:
     """What `--dry_run` says that a step of ours takes."""
     return step_memory(
-        with_cameras(config, CAMERAS, prompt(config)),
+        family_of(config).with_cameras(config, CAMERAS, prompt(config)),
         mode,
         cameras=CAMERAS,
         batch_size=size,
@@ -481,7 +487,7 @@ def live(
     from benchmarks.datasets import make
     from vla_finetuning.data.metadata import load_metadata
     from vla_finetuning.flags import parse_args
-    from vla_finetuning.policies.tiny_pi05 import make_tiny_base
+    from vla_finetuning.policies.tiny import make_tiny_base
     from vla_finetuning.run.resolve import resolve
     from vla_finetuning.training.batches import policy_batches
     from vla_finetuning.training.stream import Dealt, stream_batches
@@ -509,7 +515,7 @@ def live(
         config = policy_config(device)
         config.input_features = run.policy.config.input_features
         config.output_features = run.policy.config.output_features
-        if isinstance(config, TinyPI05Config):  # of which the vocabulary is the dataset's
+        if config.type == "tiny_pi05":  # of which the vocabulary is the dataset's
             config.vocabulary = run.policy.config.vocabulary
         contender = Ours(config, mode, device, bf16)
         missing = prompt(config) - run.policy.config.tokenizer_max_length

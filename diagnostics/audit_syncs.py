@@ -33,7 +33,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from ray.experimental import tqdm_ray
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -46,7 +45,8 @@ from util import Batch, NumpyToTorchCollate, Window
 from vla_finetuning.config import Precision
 from vla_finetuning.flags import VLA, parse_args
 from vla_finetuning.policies.counting import meta_policy
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.family import PolicyLoss
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.resolve import Run, resolve, with_config
 from vla_finetuning.terminal import tell_error, tell_text
@@ -570,7 +570,7 @@ def _audit_without_cuda(run: Run) -> Audit:
 
 def _build_without_storage(spec: PolicySpec) -> tuple[PolicyLoss, torch.dtype | None]:
     """`build_model` on the meta device; not for policies that may load a backbone while they are built."""
-    if not isinstance(spec.config, PI05Config):
+    if not family_of(spec.config).from_config:
         return build_model(spec, torch.device("cpu"))
     with mock.patch.object(PolicySpec, "start", lambda spec: meta_policy(spec.config)):
         return build_model(spec, torch.device("meta"))

@@ -41,7 +41,7 @@ from diagnostics.page import time_line
 from diagnostics.report import Options, Report, Result, count, host_batches, run_tool, scratch_run
 from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.config import Strategy
-from vla_finetuning.policies.pi05 import sample_noise_and_time
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.resolve import Run
 from vla_finetuning.terminal import tell
 from vla_finetuning.training.batches import noise_for, policy_batches
@@ -240,7 +240,8 @@ def _measure(
         torch.cuda.reset_peak_memory_stats(device)
         if rows:
             batch = {key: value[torch.arange(rows, device=device) % len(value)] for key, value in batches[0].items()}
-            draws = sample_noise_and_time(run.policy.config, rows * run.config.train.noise_draws, 0, 0, device)
+            many = rows * run.config.train.noise_draws
+            draws = family_of(run.policy.config).draw(run.policy.config, many, 0, 0, device)
             train_step(
                 model,
                 optimizer,

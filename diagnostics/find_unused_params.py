@@ -26,7 +26,6 @@ from typing import Literal
 
 import ray
 import torch
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from torch import Tensor
 
 import vla
@@ -34,6 +33,7 @@ from diagnostics.environment import Environment, Record
 from diagnostics.page import shares
 from diagnostics.report import Options, Report, Result, count, host_batches, run_tool, scratch_run, truth
 from util import UNWATCHED, Clock, TrainableOptimizer, cuda_prefetcher, train_step
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.resolve import Run, with_config, with_stats
 from vla_finetuning.training.batches import noise_for, policy_batches
 from vla_finetuning.training.model import build_model, build_optimizer
@@ -200,10 +200,11 @@ def advice(report: UnusedReport, run: Run) -> list[str]:
         spare = " --scaling.find_unused_parameters=true makes DDP search in vain: leave it out." if search else ""
         return [f"Every parameter that trains got a gradient in every batch: DDP need not search.{spare}"]
     said = []
-    if isinstance(run.policy.config, PI05Config):
+    family = family_of(run.policy.config)
+    if family.modes:
         said.append(
-            "PI0.5's unused parts are frozen by trainable.choose_trainable: these are parts that it does not know; add "
-            "them to its list."
+            f"What a {family.type} never uses is frozen by trainable.choose_trainable: these are parts that its family "
+            "does not know; add them to its `parts`."
         )
     elif report.of("unused"):
         names = run.policy.config.__dataclass_fields__

@@ -50,7 +50,7 @@ from diagnostics.step_comparison import compare, judge
 from diagnostics.step_report import PhaseSummary, RankProfile, Settings, StepReport
 from util import UNWATCHED, Clock, Phase, TrainableOptimizer
 from vla_finetuning.files import read_lines
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, prepare_folder
 from vla_finetuning.run.resolve import Run, with_config

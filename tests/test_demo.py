@@ -232,7 +232,7 @@ def test_everything_is_made_once(prepared, monkeypatch):
     root, base, cache = prepared
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
     monkeypatch.setattr(demo, "writing_videos", None)  # called only to write
-    monkeypatch.setattr("vla_finetuning.policies.tiny_pi05.make_tiny_base", None)
+    monkeypatch.setattr("vla_finetuning.policies.tiny.make_tiny_base", None)
     assert prepare_demo(cache) == (str(root), base)
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
 

@@ -1,10 +1,12 @@
 """The rooms of the code, and which may know which: imports run one way, and nowhere in a circle."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -155,6 +157,61 @@ def test_a_planted_circle_is_found(tmp_path):
     for name, other in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
         (folder / f"{name}.py").write_text(f"def f():\n    from {PACKAGE}.data import {other}\n")
     assert circles(tmp_path) == [f"{PACKAGE}.data.{name}" for name in "abc"]
+
+
+# ---- policies -------------------------------------------------------------------------------------------------------
+
+# Types of policies, by LeRobot's folders and ours. A short one is part of other words.
+TYPES = {
+    path.stem.removeprefix("configuration_")
+    for path in Path(find_spec("lerobot.policies").origin).parent.glob("*/configuration_*.py")
+} | {"tiny_pi05"}
+TYPE_IN_NAME = re.compile("|".join(sorted(kind.replace("_", "_?") for kind in TYPES if len(kind) > 3)), re.IGNORECASE)
+# Modules of LeRobot's that are of no policy alone.
+OF_ALL = {"lerobot.policies", "lerobot.policies.factory", "lerobot.policies.pretrained"}
+
+
+def naming_policies(root):
+    """Where code outside of policies/ names a policy: by a module, a name, or its type; benchmarks choose by type."""
+    for name, path in modules(root).items():
+        if within(name, [f"{PACKAGE}.policies", "ci"]):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            found = [getattr(node, field, None) for field in ("id", "attr", "name", "module", "arg")]
+            found = [value for value in found if isinstance(value, str)]
+            named = any(TYPE_IN_NAME.search(value) for value in found)
+            if isinstance(node, (ast.alias, ast.ImportFrom)):
+                named |= any(value.startswith("lerobot.policies") and value not in OF_ALL for value in found)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named |= node.value in TYPES and not within(name, ["benchmarks"])
+            if named:
+                yield f"{path.relative_to(root)}:{node.lineno}"
+
+
+def test_a_policy_is_named_in_policies_alone():
+    """A new family is a file there and a line of its registry."""
+    assert not list(naming_policies(ROOT))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "from lerobot.policies.act.configuration_act import ACTConfig",
+        "import lerobot.policies.act",
+        "from vla_finetuning.policies.pi05 import prompt_lengths",
+        "from vla_finetuning.policies import tiny_pi05",
+        "def f(config): return config.type in {'pi0', 'act'}",
+        "def f(loss): return isinstance(loss, family.PI05Loss)",
+        "class SmolVLALoss: pass",
+    ],
+)
+@pytest.mark.parametrize("room", ["run", "benchmarks"])
+def test_a_planted_name_of_a_policy_is_found(tmp_path, how, room):
+    path = tmp_path / ("benchmarks/planted.py" if room == "benchmarks" else f"{PACKAGE}/run/planted.py")
+    path.parent.mkdir(parents=True)
+    path.write_text(f"action = 'acting'\n{how}\n")
+    of_benchmarks = room == "benchmarks" and ".type" in how  # a flag on a command line
+    assert set(naming_policies(tmp_path)) == (set() if of_benchmarks else {f"{path.relative_to(tmp_path)}:2"})
 
 
 # ---- the data wing alone --------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from vla_finetuning.flags import parse_args
 from vla_finetuning.run.folder import attempts
 from vla_finetuning.run.progress import recorded_rows
 from vla_finetuning.run.resolve import resolve
+from vla_finetuning.training.model import build_model, build_optimizer
 
 STEPS, GLOBAL_BATCH = 4, 8  # all of 30 frames, and two once more
 
@@ -99,7 +100,7 @@ def lerobot_loop(setting):
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
     from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
-    from vla_finetuning.policies.pi05 import sample_noise_and_time
+    from vla_finetuning.policies.flow import sample_noise_and_time
 
     _, root, base = setting
     run = resolve(parse_args(flags(setting, "unused")), gpus_found=0)

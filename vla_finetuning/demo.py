@@ -84,7 +84,7 @@ def make_demo_dataset(
 
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
-    from vla_finetuning.policies.tiny_pi05 import atomic_folder
+    from vla_finetuning.policies.tiny import atomic_folder
 
     vector = {"dtype": "float32", "shape": (len(AXES),), "names": AXES}
     features = {
@@ -140,7 +140,7 @@ def prepare_demo(cache_dir: Path, dataset_root: str | Path | None = None) -> tup
         ValueError, FileNotFoundError: it is no dataset, or PI0.5 cannot use it (`load_metadata`, `make_tiny_base`).
     """
     from vla_finetuning.data.metadata import load_metadata
-    from vla_finetuning.policies import tiny_pi05
+    from vla_finetuning.policies import tiny
 
     cache_dir = Path(cache_dir)
     if dataset_root is None:
@@ -155,9 +155,9 @@ def prepare_demo(cache_dir: Path, dataset_root: str | Path | None = None) -> tup
         "stats": {key: meta.stats[key] for key in vectors} if complete else None,
         "fps": meta.fps,
     }
-    base = cache_dir / f"base-{_cache_key([tiny_pi05.__file__], description)}"
+    base = cache_dir / f"base-{_cache_key([tiny.CODE], description)}"
     if not base.exists():
-        tiny_pi05.make_tiny_base(base, **description)
+        tiny.make_tiny_base(base, **description)
     return str(dataset_root), base
 
 

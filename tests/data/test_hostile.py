@@ -1,6 +1,4 @@
-"""Datasets made to hurt, and anything at all: read rightly, or refused with an error that names what is wrong.
-
-"""
+"""Datasets made to hurt, and anything at all: read rightly, or refused with an error that names what is wrong."""
 
 import io
 import json

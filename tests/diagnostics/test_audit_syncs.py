@@ -16,10 +16,10 @@ from tests.tiny import make_base
 from util import NumpyToTorchCollate, TrainableOptimizer, Window
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies import build, pi05
+from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.run.resolve import resolve
-from vla_finetuning.training import batches, model
 
 CPU = torch.device("cpu")
 
@@ -78,7 +78,7 @@ def plant(monkeypatch, planted):
         planted(loss)
         return loss
 
-    monkeypatch.setattr(PolicyLoss, "forward", forward)
+    monkeypatch.setattr(PI05Loss, "forward", forward)
 
 
 def places(found):
@@ -151,9 +151,9 @@ def test_every_part_of_the_step_is_looked_at(run, monkeypatch, one_step):
             yield batch
 
     monkeypatch.setattr(vla, "cuda_prefetcher", prefetched)
-    beside(batches, "sample_noise_and_time", beside_noise)
+    beside(pi05, "sample_noise_and_time", beside_noise)
     beside(DeviceHalf, "forward", beside_images)
-    beside(PolicyLoss, "forward", beside_forward)
+    beside(PI05Loss, "forward", beside_forward)
     beside(TrainableOptimizer, "step", beside_optimizer)
     beside(Window, "add", beside_window)
     assert places(audit_syncs.audit(run)) == {
@@ -178,8 +178,8 @@ def test_host_batches_must_be_pinned(run, monkeypatch, one_step):
 
 
 def test_lerobots_own_forward_waits_where_it_is_known_to(run, monkeypatch, one_step):
-    monkeypatch.setattr(PolicyLoss, "forward", lambda self, batch, noise, time: self.policy(self.images(batch))[0])
-    monkeypatch.setattr(model, "leave_off_unused", lambda policy: [])  # it uses more than its loss needs
+    monkeypatch.setattr(PI05Loss, "forward", lambda self, batch, noise, time: self.policy(self.images(batch))[0])
+    monkeypatch.setattr(build, "leave_off_unused", lambda policy: [])  # it uses more than its loss needs
     found = audit_syncs.audit(run)
     assert {(Path(sync.where.file).name, sync.where.source) for sync in found.syncs} == {
         ("flow_matching.py", "return dist.sample((bsize,)).to(device)"),
@@ -351,13 +351,13 @@ def test_a_loop_that_believes_what_was_made_up_is_told_where(setting, run, monke
 
 
 def test_what_autograd_waits_for_by_itself_is_reported(run, monkeypatch, one_step):
-    original = PolicyLoss.forward
+    original = PI05Loss.forward
 
     def forward(self, batch, noise, time):
         loss = original(self, batch, noise, time)
         return loss.expand(3)[torch.ones(3, dtype=torch.bool, device=loss.device)].sum()
 
-    monkeypatch.setattr(PolicyLoss, "forward", forward)
+    monkeypatch.setattr(PI05Loss, "forward", forward)
     found = audit_syncs.audit(run)
     assert {(sync.where.function, sync.times) for sync in found.syncs} == {(forward.__qualname__, 2), ("backward", 2)}
     assert "  autograd  " in found.table()

@@ -9,9 +9,9 @@ from diagnostics import find_unused_params
 from diagnostics.find_unused_params import UnusedReport, find_unused
 from tests import in_process
 from tests.tiny import make_batch, make_policy
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies import build
+from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import choose_trainable, leave_off_unused
-from vla_finetuning.training import model
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def names(report, fate):
 @pytest.fixture
 def everything_trains(monkeypatch):
     """As if nobody had thought of PI0.5's unused parts."""
-    monkeypatch.setattr(model, "choose_trainable", lambda policy, *_: policy.requires_grad_(True))
+    monkeypatch.setattr(build, "choose_trainable", lambda policy, *_: policy.requires_grad_(True))
 
 
 def test_what_trains_is_reached(run, tmp_path):
@@ -77,7 +77,7 @@ def _last_layer(all_names):
 
 
 def test_a_parameter_that_some_batches_leave_out(run, monkeypatch):
-    forward, calls = PolicyLoss.forward, []
+    forward, calls = PI05Loss.forward, []
 
     def sometimes(self, *args):
         calls.append(1)
@@ -85,7 +85,7 @@ def test_a_parameter_that_some_batches_leave_out(run, monkeypatch):
             return self.policy.model.action_out_proj.bias.sum()
         return forward(self, *args) + 0 * self.policy.model.time_mlp_in.bias.detach().sum()
 
-    monkeypatch.setattr(PolicyLoss, "forward", sometimes)
+    monkeypatch.setattr(PI05Loss, "forward", sometimes)
     report = find_unused(run, batches=3)
     assert not report.of("unused")
     assert names(report, "used") == {"model.action_out_proj.bias"}
@@ -93,14 +93,14 @@ def test_a_parameter_that_some_batches_leave_out(run, monkeypatch):
 
 
 def test_a_gradient_of_zeros_is_no_missing_one(run, monkeypatch, setting, capsys):
-    forward = PolicyLoss.forward
+    forward = PI05Loss.forward
 
     def silenced(self, batch, noise, time):
         linear = self.policy.model.action_in_proj
         linear.register_forward_hook(lambda module, args, output: output * 0)
         return forward(self, batch, noise, time)
 
-    monkeypatch.setattr(PolicyLoss, "forward", silenced)
+    monkeypatch.setattr(PI05Loss, "forward", silenced)
     report = find_unused(run, batches=2)
     assert {"model.action_in_proj.weight", "model.action_in_proj.bias"} <= names(report, "zero")
     assert not report.unreached

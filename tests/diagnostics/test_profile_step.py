@@ -20,7 +20,7 @@ from diagnostics.profile_step import judge, parse_options
 from diagnostics.step_report import Settings, StepReport
 from tests import in_process
 from util import Phase, TrainableOptimizer, Window
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.run.resolve import Run, with_config
 from vla_finetuning.training.model import build_model, build_optimizer
 
@@ -125,8 +125,8 @@ def slow_loss(forward):
 
 # phase: what to make slow, how, and how often a step does it
 PLANTED = {
-    "forward": (PolicyLoss, "forward", lambda f: delayed(f, PLANTED_S), 2),
-    "backward": (PolicyLoss, "forward", slow_loss, 2),
+    "forward": (PI05Loss, "forward", lambda f: delayed(f, PLANTED_S), 2),
+    "backward": (PI05Loss, "forward", slow_loss, 2),
     "clip": (torch.nn.utils, "get_total_norm", lambda f: delayed(f, PLANTED_S), 1),
     "optimizer": (torch.optim.AdamW, "step", lambda f: delayed(f, PLANTED_S), 1),
     "zero_grad_schedule": (torch.optim.AdamW, "zero_grad", lambda f: delayed(f, PLANTED_S), 1),
@@ -152,7 +152,7 @@ def test_a_starved_loop_is_diagnosed_as_such_and_a_slow_model_likewise(run, tmp_
     assert [p for p in starved.phases.values() if p.exposed.median >= PLANTED_S] == [waits]
     assert profile_step.advice(starved)[0].startswith(f"Waiting for data is {waits.share:.0%} of a step.")
 
-    monkeypatch.setattr(PolicyLoss, "forward", delayed(PolicyLoss.forward, PLANTED_S))
+    monkeypatch.setattr(PI05Loss, "forward", delayed(PI05Loss.forward, PLANTED_S))
     slow = profile(run, tmp_path)
     (said,) = profile_step.advice(slow)
     assert said.startswith("Forward and backward are")

@@ -22,7 +22,7 @@ from vla_finetuning.evaluation.player import packed, unpacked
 from vla_finetuning.flags import parse_args
 from vla_finetuning.run.folder import evaluations
 from vla_finetuning.run.resolve import resolve
-from vla_finetuning.training.worker import policy_at
+from vla_finetuning.training.export import policy_at
 
 TINY = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
 
@@ -70,7 +70,9 @@ def test_a_run_evaluates_its_checkpoints_and_goes_on_with_what_was_missed(ray_cl
     # What plays are the weights of the checkpoint, of which the last one is what was exported.
     run = resolve(parse_args(flags(setting)), gpus_found=0)
     exported = load_file(folder / "pretrained_model" / "model.safetensors")
-    policies = {step: policy_at(run.policy, run.job.checkpoints_dir / f"step_{step:08d}").state_dict() for step in (2, 4)}
+    policies = {
+        step: policy_at(run.policy, run.job.checkpoints_dir / f"step_{step:08d}").state_dict() for step in (2, 4)
+    }
     assert all(torch.equal(policies[4][name], exported[name]) for name in exported)
     assert any(not torch.equal(policies[2][name], exported[name]) for name in exported)
 

@@ -14,8 +14,10 @@ from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS, draw_scene
 from vla_finetuning.evaluation.episodes import noise
 from vla_finetuning.evaluation.player import Player, check_fits
 from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.policies.family import Family
 from vla_finetuning.policies.loading import load_policy
-from vla_finetuning.policies.processors import load_processors
+from vla_finetuning.policies.pipelines import load_processors
+from vla_finetuning.policies.registry import FAMILIES
 
 ENV = env_config("two_bins")
 KEYS = [(7, "two_bins", episode, decision) for episode in range(3) for decision in range(2)]
@@ -113,14 +115,14 @@ def test_a_policy_that_draws_nothing_needs_no_noise(told):
 
 
 def test_one_that_draws_for_itself_gets_a_generator_for_each_row(told, monkeypatch):
-    """Here an ACT that adds what the global generator gives, under another name."""
+    """Here an ACT that adds what the global generator gives, of a family that says so."""
     policy = act()
     pipelines = make_pre_post_processors(policy.config, dataset_stats=STATS)
     plain = policy.predict_action_chunk
     monkeypatch.setattr(
         policy, "predict_action_chunk", lambda batch: plain(batch) + torch.randn(len(batch["task"]), 6, 3)
     )
-    monkeypatch.setattr(type(policy.config), "type", property(lambda config: "draws"))
+    monkeypatch.setitem(FAMILIES, "act", Family("act"))
     player = Player(policy, *pipelines, env=ENV, rename_map={})
     seen = observed()
     before = torch.get_rng_state()

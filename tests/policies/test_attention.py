@@ -9,7 +9,7 @@ from tests.tiny import make_batch, make_policy
 from vla_finetuning.policies import attention
 from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.compiling import Compiler
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import choose_trainable
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def _one_thread():
 def loss():
     policy = make_policy(2)
     choose_trainable(policy, "full")
-    return PolicyLoss(policy, attention="sdpa")
+    return PI05Loss(policy, attention="sdpa")
 
 
 def chosen(loss, dtype=torch.float32, asked="sdpa"):
@@ -133,7 +133,7 @@ def test_where_all_are_wrong_attention_is_lerobots(loss, monkeypatch, caplog):
 def test_what_is_frozen_is_not_judged_by_its_gradients(monkeypatch):
     policy = make_policy(2)
     choose_trainable(policy, "expert")
-    backward = {shape.part: shape.backward for _, shape in PolicyLoss(policy).attentions(2, [20])}
+    backward = {shape.part: shape.backward for _, shape in PI05Loss(policy).attentions(2, [20])}
     assert backward == {"prefix": False, "suffix": True}
     seen = []
 
@@ -142,7 +142,7 @@ def test_what_is_frozen_is_not_judged_by_its_gradients(monkeypatch):
         return FUSED(query, key, value, bias, scale=scale)
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", fused)
-    assert chosen(PolicyLoss(policy)).kernel == "sdpa"
+    assert chosen(PI05Loss(policy)).kernel == "sdpa"
     assert set(seen) == {(28, False), (34, True), (68, False), (74, True)}
 
 
@@ -170,7 +170,7 @@ def test_a_chosen_kernel_is_what_the_loss_uses(loss, monkeypatch, compiler):
             used.append(by_flash())
         return FUSED(*args, **options)
 
-    pinned = PolicyLoss(loss.policy, attention="math", compile=compiler)
+    pinned = PI05Loss(loss.policy, attention="math", compile=compiler)
     if compiler is None:
         monkeypatch.setattr(attention.F, "scaled_dot_product_attention", fused)
     assert pinned(*make_batch(loss.policy)).item() == pytest.approx(expected.item(), rel=1e-6)

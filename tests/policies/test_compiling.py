@@ -10,8 +10,9 @@ from tests.tiny import make_batch, make_policy
 from util import make_trainable_optimizer, train_step
 from vla_finetuning.policies import compiling
 from vla_finetuning.policies.compiling import Compiler, why_not
-from vla_finetuning.policies.pi05 import PolicyLoss
-from vla_finetuning.policies.prompts import MAX_LENGTHS, prompt_lengths
+from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.prompts import MAX_LENGTHS
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import choose_trainable
 
 CPU = torch.device("cpu")
@@ -63,10 +64,10 @@ def train(policy, module, steps, accum=1, autocast=None, first=0):
 def test_each_length_of_prompts_is_compiled_and_all_of_them_are_within_dynamos_limit():
     policy = make_policy(2, tokenizer_max_length=220)
     choose_trainable(policy, "full")
-    lengths, counting = prompt_lengths(policy.config, 2, trim=True), Counting()
+    lengths, counting = family_of(policy.config).prompt_lengths(policy.config, 2, trim=True), Counting()
     compiler = Compiler(counting)
     assert 2 * len(lengths) == 2 * MAX_LENGTHS < torch._dynamo.config.recompile_limit
-    module, reference = (PolicyLoss(policy, attention="sdpa", compile=compile) for compile in (compiler, None))
+    module, reference = (PI05Loss(policy, attention="sdpa", compile=compile) for compile in (compiler, None))
     batch, noise, time = make_batch(policy)
     for length in lengths:
         cut = {key: value[:, :length] if ".language." in key else value for key, value in batch.items()}
@@ -82,7 +83,7 @@ def test_layers_compile_once_and_change_nothing(mode, checkpointing):
     choose_trainable(policy, mode)
     plain = copy.deepcopy(policy)
     options = {"attention": "sdpa", "checkpointing": checkpointing}
-    module, reference = PolicyLoss(policy, **options, compile=Compiler("aot_eager")), PolicyLoss(plain, **options)
+    module, reference = PI05Loss(policy, **options, compile=Compiler("aot_eager")), PI05Loss(plain, **options)
     found = train(policy, module, 1)
     # From now on nothing may compile: other noise, other weights.
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -96,7 +97,7 @@ def test_one_graph_for_all_layers_of_a_kind(mode, graphs):
     policy = make_policy(2)
     choose_trainable(policy, mode)
     backend = Counting()
-    module = PolicyLoss(policy, compile=Compiler(backend))
+    module = PI05Loss(policy, compile=Compiler(backend))
     train(policy, module, 1, accum=2)
     assert backend.graphs == graphs  # vision, language and action layers; 2, 2 and 3 of them
     frames = torch._dynamo.utils.counters["frames"]["total"]
@@ -109,8 +110,8 @@ def test_under_autocast_and_ddp(process_group):
     choose_trainable(policy, "expert")
     plain = copy.deepcopy(policy)
     backend = Counting()
-    module = DistributedDataParallel(PolicyLoss(policy, attention="sdpa", compile=Compiler(backend)))
-    reference = DistributedDataParallel(PolicyLoss(plain, attention="sdpa"))
+    module = DistributedDataParallel(PI05Loss(policy, attention="sdpa", compile=Compiler(backend)))
+    reference = DistributedDataParallel(PI05Loss(plain, attention="sdpa"))
     found = train(policy, module, 3, accum=2, autocast=torch.bfloat16)
     assert found == pytest.approx(train(plain, reference, 3, accum=2, autocast=torch.bfloat16), rel=1e-4)
     assert backend.graphs == 3
@@ -135,8 +136,8 @@ def _double(layer, values):
 
 def test_names_in_checkpoints_stay():
     policy = make_policy(1)
-    names = list(PolicyLoss(policy).state_dict())
-    module = PolicyLoss(policy, compile=Compiler("eager"))
+    names = list(PI05Loss(policy).state_dict())
+    module = PI05Loss(policy, compile=Compiler("eager"))
     module(*make_batch(policy)).backward()
     assert list(module.state_dict()) == names
 
@@ -171,9 +172,9 @@ def test_a_failure_is_one_warning_and_the_step_is_right(backend, checkpointing, 
     policy = make_policy(2)
     choose_trainable(policy, "full")
     plain = copy.deepcopy(policy)
-    module = PolicyLoss(policy, checkpointing=checkpointing, compile=Compiler(backend))
+    module = PI05Loss(policy, checkpointing=checkpointing, compile=Compiler(backend))
     batch = make_batch(policy)
-    found, expected = module(*batch), PolicyLoss(plain)(*batch)
+    found, expected = module(*batch), PI05Loss(plain)(*batch)
     found.backward(), expected.backward()
     assert found.item() == expected.item()
     for (name, parameter), reference in zip(policy.named_parameters(), plain.parameters(), strict=True):
@@ -207,6 +208,6 @@ def test_inductors_code_trains_alike():
     choose_trainable(policy, "full")
     plain = copy.deepcopy(policy)
     compiler = Compiler()
-    found = train(policy, PolicyLoss(policy, attention="sdpa", compile=compiler), 3)
+    found = train(policy, PI05Loss(policy, attention="sdpa", compile=compiler), 3)
     assert not compiler.failed
-    assert found == pytest.approx(train(plain, PolicyLoss(plain, attention="sdpa"), 3), rel=1e-4)
+    assert found == pytest.approx(train(plain, PI05Loss(plain, attention="sdpa"), 3), rel=1e-4)

@@ -33,7 +33,7 @@ from vla_finetuning.policies.loading import (
     new_policy,
     save_pretrained,
 )
-from vla_finetuning.policies.processors import make_processors
+from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
 

@@ -11,15 +11,16 @@ from lerobot.datasets import LeRobotDatasetMetadata
 from lerobot.policies.factory import make_policy as lerobots_policy
 from safetensors.torch import load_file
 
-import vla
 from tests import in_process
 from tests.tiny import make_batch, make_policy, reference
 from vla_finetuning.config import PeftOptions
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import UNUSED, choose_trainable
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.describe import describe
+from vla_finetuning.training.export import export, exported_checkpoint
+from vla_finetuning.training.model import build_model
 from vla_finetuning.training.room import planned_memory
 
 CPU = torch.device("cpu")
@@ -59,10 +60,10 @@ def test_loss_and_gradients_are_plain_pefts(options, prefix_trains, monkeypatch)
     expected.backward()
 
     enabled = []
-    run_prefix = PolicyLoss._run_prefix
+    run_prefix = PI05Loss._run_prefix
     watched = lambda loss, batch: enabled.append(torch.is_grad_enabled()) or run_prefix(loss, batch)  # noqa: E731
-    monkeypatch.setattr(PolicyLoss, "_run_prefix", watched)
-    loss = PolicyLoss(policy)(batch, noise, time)
+    monkeypatch.setattr(PI05Loss, "_run_prefix", watched)
+    loss = PI05Loss(policy)(batch, noise, time)
     loss.backward()
     assert enabled == [prefix_trains]
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
@@ -84,6 +85,10 @@ def setting(tmp_path_factory):
     return in_process.make_setting(tmp_path_factory.mktemp("lora"))
 
 
+def planned(run):
+    return planned_memory(run.policy, run.rows.frame_bytes)(run.config)
+
+
 def resolved(setting, **changes):
     options = {"peft.method_type": "lora", "peft.r": 4, "peft.export": "adapter", "lr": 1e-2, **changes}
     return in_process.resolved(setting, **options)
@@ -95,8 +100,7 @@ def test_a_run_trains_checkpoints_and_exports_adapters(setting):
     first, second = (build_model(run.policy, CPU)[0].state_dict() for _ in range(2))
     assert all(torch.equal(value, second[name]) for name, value in first.items())  # drawn from the run's seed
 
-    with in_process.without_ray(in_process.Shard(run)):
-        trained = vla.train(run)
+    trained = in_process.train(run)
     assert all(".lora_" in name for name in trained.named()) and len(trained.names) > 4
     assert (
         run.policy.parameters.trainable == sum(p.numel() for p in trained.params) < 0.05 * run.policy.parameters.total
@@ -143,13 +147,13 @@ def batch_of(policy):
 def test_the_plan_counts_adapters(setting):
     """A weight, a gradient and Adam's two moments of each of their numbers; a step of each parameter."""
     run = resolved(setting)
-    adapters, whole = planned_memory(run.policy, run.rows.frame_bytes)(run.config), planned(in_process.resolved(setting))
+    adapters, whole = planned(run), planned(in_process.resolved(setting))
     assert adapters.gradients == 4 * run.policy.parameters.trainable
     assert 0 <= adapters.optimizer - 8 * run.policy.parameters.trainable < 1024
     assert adapters.needed < whole.needed
     assert (
         run.policy.flops_by_prompt[run.policy.prompts[0]]
-        < in_process.resolved(setting).flops_by_prompt[run.policy.prompts[0]]
+        < in_process.resolved(setting).policy.flops_by_prompt[run.policy.prompts[0]]
     )
 
 

@@ -13,8 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.tiny import ACTION_DIM, make_batch, make_config, make_policy, real_config, reference
-from vla_finetuning.policies.counting import flops_per_sample, meta_policy, tokens_per_sample
-from vla_finetuning.policies.pi05 import PolicyLoss, check_batch, sample_noise_and_time
+from vla_finetuning.policies.counting import flops_per_sample, meta_policy
+from vla_finetuning.policies.family import PolicyLoss
+from vla_finetuning.policies.flow import sample_noise_and_time
+from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import choose_trainable
 
 MODES = ("heads", "expert", "full")
@@ -54,7 +57,7 @@ def loss_and_gradients(policy, mode, batch, noise, time, **options):
     theirs = reference(policy, noise, time)
     expected, _ = theirs.forward(batch)
     expected.backward()
-    loss = PolicyLoss(policy, **options)(batch, noise, time)
+    loss = PI05Loss(policy, **options)(batch, noise, time)
     loss.backward()
     return loss, gradients(policy), expected, gradients(theirs)
 
@@ -129,7 +132,7 @@ def test_fused_attention_in_bfloat16_is_no_further_from_float32(monkeypatch):
             for bf16 in (True, False):
                 policy.zero_grad()
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                    loss = PolicyLoss(policy, attention=attention)(*arguments)
+                    loss = PI05Loss(policy, attention=attention)(*arguments)
                 loss.backward()
                 found.append(torch.cat([gradient.flatten() for gradient in gradients(policy).values()]))
             errors[attention] += relative_error(*found) / 4
@@ -150,7 +153,7 @@ def test_fused_attention_gets_keys_and_values_in_memory_of_their_own(monkeypatch
     assert policy.model.paligemma_with_expert.gemma_expert.config.num_key_value_heads == 1
     batch, _, _ = make_batch(policy, rows)
     noise, time = sample_noise_and_time(policy.config, rows * draws, 0, 0, "cpu")
-    PolicyLoss(policy, attention="sdpa")(batch, noise, time)
+    PI05Loss(policy, attention="sdpa")(batch, noise, time)
     assert strides and 0 not in strides
 
 
@@ -163,7 +166,7 @@ def test_fused_attention_stores_no_attention_weights():
     def weights(attention):
         shapes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)), lambda t: t):
-            PolicyLoss(policy, attention=attention)(batch, noise, time)
+            PI05Loss(policy, attention=attention)(batch, noise, time)
         return [shape for shape in shapes if shape[-2:] == (tokens, tokens)]
 
     assert weights("eager") and not weights("sdpa")
@@ -179,7 +182,7 @@ def test_the_loss_of_several_draws_is_the_mean_of_lerobots_losses(mode):
     calls = []
     key = policy.model.paligemma_with_expert.paligemma.model.language_model.layers[0].self_attn.k_proj
     hook = key.register_forward_hook(lambda *_: calls.append(1))
-    loss = PolicyLoss(policy)(batch, noise, time)
+    loss = PI05Loss(policy)(batch, noise, time)
     loss.backward()
     assert len(calls) == 1  # images and language once for all draws
     hook.remove()
@@ -202,7 +205,7 @@ def test_several_draws_leave_padded_steps_out_as_one_does():
     policy = make_policy(1)
     batch, _, _ = make_batch(policy)
     noise, time = sample_noise_and_time(policy.config, 8, 0, 0, "cpu")
-    module = PolicyLoss(policy, mask_padding=True)
+    module = PI05Loss(policy, mask_padding=True)
     one_by_one = [module(batch, noise[draw::2], time[draw::2]).item() for draw in range(2)]
     assert module(batch, noise, time).item() == pytest.approx(np.mean(one_by_one), rel=1e-6)
     with pytest.raises(ValueError, match="7 draws of noise and time for 4 rows"):
@@ -217,7 +220,7 @@ def test_uint8_images_are_what_lerobot_makes_of_them():
         {**batch, **{key: value.to(torch.float32) / 255 for key, value in bytes_.items()}}
     )
     channels_last = {key: value.movedim(1, -1).contiguous() for key, value in bytes_.items()}
-    loss = PolicyLoss(policy)({**batch, **channels_last}, noise, time)
+    loss = PI05Loss(policy)({**batch, **channels_last}, noise, time)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -230,7 +233,7 @@ def test_ten_steps_with_accumulation_follow_lerobots(mode, in_float64):
     ours = make_policy(2).double()
     choose_trainable(ours, mode)
     theirs = copy.deepcopy(ours)
-    loss_module = PolicyLoss(ours)
+    loss_module = PI05Loss(ours)
 
     def optimizer(policy):
         return torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.01)
@@ -263,7 +266,7 @@ def test_bfloat16_policy_is_lerobots_to_its_precision():
     policy = make_policy(2, dtype="bfloat16")
     batch, noise, time = make_batch(policy)
     expected, _ = reference(policy, noise, time).forward(batch)
-    loss = PolicyLoss(policy)(batch, noise, time)
+    loss = PI05Loss(policy)(batch, noise, time)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
 
@@ -301,9 +304,9 @@ def test_checkpointing_changes_nothing_but_memory(mode, asked_by):
             hook.remove()
         return loss.item(), copy.deepcopy(gradients(policy)), saved, calls
 
-    checkpointed = run(PolicyLoss(policy, checkpointing=asked_by == "us"))
+    checkpointed = run(PI05Loss(policy, checkpointing=asked_by == "us"))
     policy.config.gradient_checkpointing = False
-    plain = run(PolicyLoss(policy))
+    plain = run(PI05Loss(policy))
     assert checkpointed[0] == plain[0]
     for name, expected in plain[1].items():
         assert torch.equal(checkpointed[1][name], expected), name
@@ -325,9 +328,9 @@ def test_masked_padding_leaves_padded_steps_out():
     losses = losses[:, :, :ACTION_DIM]
     expected = torch.where(batch["action_is_pad"][:, :, None], 0.0, losses).sum() / losses.numel()
 
-    masked = PolicyLoss(policy, mask_padding=True)
+    masked = PI05Loss(policy, mask_padding=True)
     assert masked(batch, noise, time).item() == pytest.approx(expected.item(), rel=1e-6)
-    assert PolicyLoss(policy)(batch, noise, time).item() == pytest.approx(losses.mean().item(), rel=1e-6)
+    assert PI05Loss(policy)(batch, noise, time).item() == pytest.approx(losses.mean().item(), rel=1e-6)
     # Rows differ in padding; still the whole is the mean of its halves.
     halves = [
         masked({key: value[rows] for key, value in batch.items()}, noise[rows], time[rows]).item()
@@ -364,8 +367,9 @@ def test_other_policies_use_their_own_forward():
         "action": torch.rand(2, 4, 3),
         "action_is_pad": torch.zeros(2, 4, dtype=torch.bool),
     }
-    assert sample_noise_and_time(config, 2, 0, 0, "cpu") == (None, None)
-    loss = PolicyLoss(policy, images=DeviceHalf(None, config))(batch)
+    family = family_of(config)
+    assert family.draw(config, 2, 0, 0, "cpu") == (None, None)
+    loss = family.make_loss(policy, images=DeviceHalf(None, config))(batch)
     assert torch.equal(loss, policy.forward(batch)[0])
     with pytest.raises(ValueError, match="normalises images"):
         PolicyLoss(policy)
@@ -373,8 +377,8 @@ def test_other_policies_use_their_own_forward():
     assert report.total == report.trainable == sum(p.numel() for p in policy.parameters())
     with pytest.raises(ValueError, match="type 'act'"):
         choose_trainable(policy, "expert")
-    with pytest.raises(ValueError, match="mask_padding is for PI0.5"):
-        PolicyLoss(policy, images=DeviceHalf(None, config), mask_padding=True)
+    with pytest.raises(ValueError, match="LeRobot's own loss of a 'act' has no mask_padding"):
+        family.make_loss(policy, images=DeviceHalf(None, config), mask_padding=True)
     assert flops_per_sample(policy, 1, "full") is None
 
 
@@ -394,7 +398,7 @@ def test_a_frozen_prefix_runs_without_autograd(mode, monkeypatch):
 
     for layer in vlm.paligemma.model.language_model.layers:
         layer.self_attn.k_proj.register_forward_hook(watch)
-    PolicyLoss(policy)(*make_batch(policy)).backward()
+    PI05Loss(policy)(*make_batch(policy)).backward()
     assert tracked == [mode == "full"] * 3
 
 
@@ -407,7 +411,7 @@ def test_the_last_layers_unused_half_is_not_computed():
 
     for module in (last.self_attn.q_proj, last.self_attn.o_proj, last.mlp, last.post_attention_layernorm):
         module.register_forward_pre_hook(fail)
-    PolicyLoss(policy)(*make_batch(policy))
+    PI05Loss(policy)(*make_batch(policy))
 
 
 class ListSyncs(TorchDispatchMode):
@@ -450,7 +454,7 @@ def to_fake_cuda(module):
 def test_forward_neither_waits_nor_copies(mode):
     policy = make_policy(2)
     choose_trainable(policy, mode)
-    loss = PolicyLoss(policy, mask_padding=True)
+    loss = PI05Loss(policy, mask_padding=True)
     batch, _, _ = make_batch(policy)
     with FakeTensorMode(allow_non_fake_inputs=True):
         to_fake_cuda(loss)
@@ -512,10 +516,10 @@ def test_tokens_are_those_of_lerobots_sequence(cameras):
 
     joint.forward = note
     theirs.forward(batch)
-    assert lengths == [tokens_per_sample(policy.config, cameras)]
-    assert tokens_per_sample(policy.config, cameras, 3) == lengths[0] + 2 * policy.config.chunk_size
-    assert tokens_per_sample(real_config(), 3) == 3 * 256 + 200 + 50
-    assert tokens_per_sample(ACTConfig(), 3) is None
+    family = family_of(policy.config)
+    assert lengths == [family.tokens(policy.config, cameras)]
+    assert family.tokens(policy.config, cameras, 3) == lengths[0] + 2 * policy.config.chunk_size
+    assert family.tokens(real_config(), 3) == 3 * 256 + 200 + 50
 
 
 def test_flops_of_the_real_policy():
@@ -569,11 +573,11 @@ def test_noise_is_standard_normal():
 def test_a_good_batch_passes():
     policy = make_policy(2)
     batch, _, _ = make_batch(policy)
-    check_batch(batch, policy.config)
+    family_of(policy.config).check_batch(batch, policy.config)
     image = (batch["observation.images.0"].movedim(1, -1) * 255).to(torch.uint8)
-    check_batch({**batch, "observation.images.0": image}, policy.config)
+    family_of(policy.config).check_batch({**batch, "observation.images.0": image}, policy.config)
     del batch["observation.images.1"]
-    check_batch(batch, policy.config)
+    family_of(policy.config).check_batch(batch, policy.config)
 
 
 @pytest.mark.parametrize(
@@ -598,13 +602,14 @@ def test_check_batch_names_what_does_not_fit(changes, message):
     policy = make_policy(2)
     batch = {**make_batch(policy)[0], **changes}
     with pytest.raises(ValueError, match=message):
-        check_batch({key: value for key, value in batch.items() if value is not None}, policy.config)
+        given = {key: value for key, value in batch.items() if value is not None}
+        family_of(policy.config).check_batch(given, policy.config)
 
 
 def test_pi05_needs_noise_and_time():
     policy = make_policy(1)
-    with pytest.raises(ValueError, match="sample_noise_and_time"):
-        PolicyLoss(policy)(make_batch(policy)[0])
+    with pytest.raises(ValueError, match="needs noise and time"):
+        PI05Loss(policy)(make_batch(policy)[0])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -618,7 +623,7 @@ def test_rows_of_weight_zero_count_for_nothing_but_the_denominator(mode, in_floa
     # What is in the other rows does not matter.
     weighted["action"] = torch.where(kept[:, None, None], batch["action"], 1e6)
     policy.zero_grad()
-    loss = PolicyLoss(policy)(weighted, noise, time)
+    loss = PI05Loss(policy)(weighted, noise, time)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item() / 2, rel=1e-12)
     errors = gradient_errors(gradients(policy), {name: gradient / 2 for name, gradient in wanted.items()})

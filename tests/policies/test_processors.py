@@ -25,7 +25,8 @@ from transformers import AutoTokenizer
 from tests.datasets import make_dataset
 from tests.tiny import make_config
 from vla_finetuning.policies.loading import match_features, save_pretrained
-from vla_finetuning.policies.processors import DeviceHalf, Prepare, make_processors, required_stats, to_float
+from vla_finetuning.policies.pipelines import make_processors
+from vla_finetuning.policies.processors import DeviceHalf, Prepare, required_stats, to_float
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base, make_tokenizer
 

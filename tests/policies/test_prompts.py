@@ -8,11 +8,16 @@ import torch
 
 from tests.tiny import make_batch, make_config, make_policy, real_config
 from vla_finetuning.policies.counting import flops_by_prompt, flops_per_sample
-from vla_finetuning.policies.pi05 import PolicyLoss, image_tokens
-from vla_finetuning.policies.prompts import cut_prompts, prompt_lengths
+from vla_finetuning.policies.pi05 import PI05Loss, image_tokens
+from vla_finetuning.policies.prompts import cut_prompts
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import choose_trainable
 
 TOKENS, MASK = "observation.language.tokens", "observation.language.attention_mask"
+
+
+def lengths_of(config, cameras, trim):
+    return family_of(config).prompt_lengths(config, cameras, trim)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -22,13 +27,13 @@ def test_loss_and_gradients_are_those_of_padded_prompts(mode, attention):
     policy = make_policy(2, tokenizer_max_length=120)
     choose_trainable(policy, mode)
     batch, noise, time = make_batch(policy)  # the longest prompt has 11 tokens
-    lengths = prompt_lengths(policy.config, 2, trim=True)
+    lengths = lengths_of(policy.config, 2, trim=True)
     cut = cut_prompts({key: batch[key].numpy() for key in (TOKENS, MASK)}, lengths)
     assert cut[TOKENS].shape == cut[MASK].shape == (4, 32)
 
     def computed(batch):
         policy.zero_grad()
-        loss = PolicyLoss(policy, attention=attention)(batch, noise, time)
+        loss = PI05Loss(policy, attention=attention)(batch, noise, time)
         loss.backward()
         return loss.item(), torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad])
 
@@ -44,7 +49,7 @@ def test_no_length_is_one_at_which_a_kernel_is_known_to_be_wrong(cameras, trim):
     for chunk_size in range(1, 130):
         config = real_config(cameras)
         config.chunk_size = chunk_size
-        lengths = prompt_lengths(config, cameras, trim)
+        lengths = lengths_of(config, cameras, trim)
         assert list(lengths) == sorted(set(lengths)) and 200 <= lengths[-1] < 240
         assert len(lengths) == 1 if not trim else 5 <= len(lengths) <= 7
         for length in lengths:
@@ -54,15 +59,15 @@ def test_no_length_is_one_at_which_a_kernel_is_known_to_be_wrong(cameras, trim):
 
 
 def test_lengths_are_few():
-    assert prompt_lengths(real_config(), 3, trim=True) == (32, 72, 96, 128, 160, 200)
-    assert prompt_lengths(real_config(), 3, trim=False) == (200,)
-    assert prompt_lengths(make_config(2), 2, trim=True) == (20,)  # shorter than the shortest
+    assert lengths_of(real_config(), 3, trim=True) == (32, 72, 96, 128, 160, 200)
+    assert lengths_of(real_config(), 3, trim=False) == (200,)
+    assert lengths_of(make_config(2), 2, trim=True) == (20,)  # shorter than the shortest
     config = real_config()
     config.tokenizer_max_length = 1000
-    assert prompt_lengths(config, 3, trim=True) == (160, 328, 480, 640, 800, 968, 1000)
+    assert lengths_of(config, 3, trim=True) == (160, 328, 480, 640, 800, 968, 1000)
     # With a chunk of 25, 200 tokens of three cameras would be 993 keys.
     config.tokenizer_max_length, config.chunk_size = 200, 25
-    assert prompt_lengths(config, 3, trim=False) == (208,)
+    assert lengths_of(config, 3, trim=False) == (208,)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.tiny import make_batch, make_policy, real_config
 from vla_finetuning.policies.counting import meta_policy
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, leave_off_unused
 
 MODES = ("heads", "expert", "full")
@@ -17,7 +17,7 @@ MODES = ("heads", "expert", "full")
 def test_every_trainable_parameter_gets_a_gradient(mode):
     policy = make_policy(2)
     report = choose_trainable(policy, mode)
-    PolicyLoss(policy)(*make_batch(policy)).backward()
+    PI05Loss(policy)(*make_batch(policy)).backward()
     for name, parameter in policy.named_parameters():
         assert (parameter.grad is not None) is parameter.requires_grad, name
         # A gradient of zeros would hide a parameter that is not used after all.
@@ -36,7 +36,7 @@ def test_what_is_left_off_changes_nothing(mode, depth):
     left_off = leave_off_unused(without)
     kept = dict(without.named_parameters())
     assert len(left_off) == 9 and kept.keys() == dict(whole.named_parameters()).keys() - set(left_off)
-    losses = [PolicyLoss(policy)(*make_batch(policy)) for policy in (whole, without)]
+    losses = [PI05Loss(policy)(*make_batch(policy)) for policy in (whole, without)]
     assert torch.equal(*losses)
     for loss in losses:
         loss.backward()
@@ -72,12 +72,12 @@ def test_ddp_needs_no_search_for_unused_parameters(process_group):
     for mode in MODES:
         policy = make_policy(1)
         choose_trainable(policy, mode)
-        model = DistributedDataParallel(PolicyLoss(policy), find_unused_parameters=False)
+        model = DistributedDataParallel(PI05Loss(policy), find_unused_parameters=False)
         for _ in range(3):
             model(*make_batch(policy)).backward()
     # The control: one parameter too many.
     policy.model.paligemma_with_expert.paligemma.lm_head.weight.requires_grad_(True)
-    model = DistributedDataParallel(PolicyLoss(policy), find_unused_parameters=False)
+    model = DistributedDataParallel(PI05Loss(policy), find_unused_parameters=False)
     with pytest.raises(RuntimeError, match="finished reduction"):
         for _ in range(3):
             model(*make_batch(policy)).backward()
@@ -85,19 +85,19 @@ def test_ddp_needs_no_search_for_unused_parameters(process_group):
 
 def test_state_dict_has_lerobots_names():
     policy = make_policy(1)
-    assert set(PolicyLoss(policy).state_dict()) == {f"policy.{key}" for key in policy.state_dict()}
+    assert set(PI05Loss(policy).state_dict()) == {f"policy.{key}" for key in policy.state_dict()}
 
 
 def test_cast_frozen_keeps_what_trains_and_the_norms():
     policy = make_policy(2)
     choose_trainable(policy, "expert")
     batch, noise, time = make_batch(policy)
-    expected = PolicyLoss(policy)(batch, noise, time).item()
+    expected = PI05Loss(policy)(batch, noise, time).item()
     cast_frozen(policy, torch.bfloat16)
     for name, parameter in policy.named_parameters():
         frozen_matrix = not parameter.requires_grad and "norm" not in name and "vision_model.embeddings" not in name
         assert parameter.dtype == (torch.bfloat16 if frozen_matrix else torch.float32), name
-    loss_module = PolicyLoss(policy)
+    loss_module = PI05Loss(policy)
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_module(batch, noise, time)
     loss.backward()

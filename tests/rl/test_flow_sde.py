@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.tiny import ACTION_DIM, make_batch, make_policy
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.rl.flow_sde import FlowSDE, Walk, follow, log_prob, sample, score
 
 SDE = FlowSDE(steps=5, noise_level=0.6)
@@ -15,7 +15,7 @@ SDE = FlowSDE(steps=5, noise_level=0.6)
 
 @pytest.fixture(scope="module")
 def loss():
-    return PolicyLoss(make_policy())
+    return PI05Loss(make_policy())
 
 
 def inputs(loss, rows=6):

@@ -1,14 +1,11 @@
 """The loop of grpo.py without Ray: resumed bit for bit, in two processes as in one; and what is refused."""
 
-import contextlib
 import json
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import ray
-import ray.train.collective
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -27,7 +24,9 @@ from vla_finetuning.rl import learning
 from vla_finetuning.rl.expected import Simulated, expected_times
 from vla_finetuning.rl.resolve import describe_grpo, resolve_grpo
 from vla_finetuning.run.checkpoint import latest_checkpoint
-from vla_finetuning.training import worker
+from vla_finetuning.training import attempt
+from vla_finetuning.training.export import export, exported_checkpoint
+from vla_finetuning.training.worker import Worker
 
 CPU = torch.device("cpu")
 
@@ -35,9 +34,9 @@ CPU = torch.device("cpu")
 class LocalRollouts:
     """Stands in for `rollout.Rollouts`: two stages in this process. Every third episode is worth more than others."""
 
-    def __init__(self, run):
-        self._stages = [Stage(task_makers(run.env), 8, 60.0) for _ in range(2)]
-        self._worth = run.config.seed != 13
+    def __init__(self, scene, worth):
+        self._stages = [Stage(task_makers(scene.env), 8, 60.0) for _ in range(2)]
+        self._worth = worth
 
     def play(self, episodes, decide):
         ended, waiting = {}, []
@@ -62,25 +61,25 @@ class LocalRollouts:
         pass
 
 
-@contextlib.contextmanager
-def without_ray(rank=0, world=1):
-    context = SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: world)
+class Rank(Worker):
+    """A rank of several processes, whose checkpoints are written at once."""
 
-    def report(metrics, checkpoint_upload_fn=None, checkpoint_dir_name=None, **_):
+    def __init__(self, rank, world):
+        super().__init__(CPU)
+        self.rank, self.world = rank, world
+
+    def broadcast(self, value):
+        return broadcast(value)
+
+    def report(self, metrics, checkpoint_upload_fn=None, checkpoint_dir_name=None, **_):
         if checkpoint_upload_fn is not None:
             checkpoint_upload_fn(None, checkpoint_dir_name)
 
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (ray.train, "get_context", lambda: context),
-            (ray.train, "report", report),
-            (ray.train.collective, "broadcast_from_rank_zero", broadcast),
-            (worker, "get_device", lambda: CPU),
-            (grpo, "make_rollouts", LocalRollouts),
-            (worker, "log_to", lambda folder: None),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
-        yield
+
+def train_as(run, rank=0, world=1):
+    rollouts = mock.patch.object(grpo, "make_rollouts", lambda scene, *_: LocalRollouts(scene, run.config.seed != 13))
+    with rollouts, mock.patch.object(attempt, "log_to"):
+        return grpo.train(run, Rank(rank, world))
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +116,7 @@ def resolved(base, folder, **changes):
 
 def train(run, rank=0, world=1):
     """What trains and Adam's state after the run, from its last checkpoint, and the lines of its log."""
-    with without_ray(rank, world):
-        assert grpo.train(run)
+    assert train_as(run, rank, world)
     return saved(run), metrics(run)
 
 
@@ -141,7 +139,7 @@ def test_four_iterations_are_two_and_a_resume_and_two_bit_for_bit(base, tmp_path
     assert all(torch.equal(whole[name], parts[name]) for name in whole) and told == told_in_parts
     assert [line["step"] for line in told] == [0, 1, 2, 3, 4] and told[4]["episodes"] == 48
     assert [line["step"] for line in told if "held_out_episodes" in line] == [0, 2, 4]
-    start = worker.start_policy(resolved(base, tmp_path / "whole", **changes)).state_dict()
+    start = resolved(base, tmp_path / "whole", **changes).policy.start().state_dict()
     moved = max(float((whole[name] - start[name]).abs().max()) for name in start if name in whole)
     assert moved > 1e-4  # it did train
     assert told[1]["updates"] == 2 * -(-told[1]["used"] // 6) and told[1]["mixed_groups"] == 1
@@ -164,7 +162,7 @@ def test_updates_end_where_the_policy_has_moved_far_enough(base, tmp_path):
 def test_what_was_learned_is_exported(base, tmp_path):
     run = resolved(base, tmp_path / "run", **{"grpo.iterations": 1})
     learned, _ = train(run)
-    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, run.rows.drawn)
+    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, run.scene.drawn)
     exported = load_file(tmp_path / "run" / "pretrained_model" / "model.safetensors")
     names = [name for name in exported if name in learned]
     assert names and all(torch.equal(exported[name], learned[name]) for name in names)
@@ -172,8 +170,7 @@ def test_what_was_learned_is_exported(base, tmp_path):
 
 def two(rank, world, run, folder):
     meet(rank, world, folder)
-    with without_ray(rank, world):
-        grpo.train(run)
+    train_as(run, rank, world)
     dist.destroy_process_group()
 
 
@@ -206,8 +203,8 @@ def test_rewards_that_never_differ_are_said_after_the_first_iteration(base, tmp_
         train(run)
     played = SimpleNamespace(returns=torch.ones(4, 3), success=torch.ones(4, 3))
     with pytest.raises(ValueError, match="nothing left to learn"):
-        learning.check_first(run, 0, played)
-    learning.check_first(run, 1, played)  # later it may happen
+        learning.check_first(run.options, 0, played)
+    learning.check_first(run.options, 1, played)  # later it may happen
 
 
 def test_a_reset_that_does_not_decide_the_state_is_said():
@@ -219,9 +216,9 @@ def test_a_reset_that_does_not_decide_the_state_is_said():
 
 def test_gradients_that_are_not_finite_end_the_run(base, tmp_path):
     run = resolved(base, tmp_path / "run")
-    learning.check_finite(run, 10)
+    learning.check_finite(run.config.train.max_nonfinite, 10)
     with pytest.raises(FloatingPointError, match="11 updates.*lower --lr"):
-        learning.check_finite(run, 11)
+        learning.check_finite(run.config.train.max_nonfinite, 11)
 
 
 def test_a_presets_flags_come_before_the_users():

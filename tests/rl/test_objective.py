@@ -9,7 +9,7 @@ import torch
 from tests.rl.test_flow_sde import SDE, draw, inputs
 from tests.tiny import ACTION_DIM, make_policy
 from vla_finetuning.config import GrpoOptions
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.rl.flow_sde import Walk, log_prob, sample, score
 from vla_finetuning.rl.objective import Objective, advantages, clipped, told
 
@@ -42,7 +42,7 @@ def test_the_clip_is_ppos_and_its_gradient_ends_where_it_says():
 
 @pytest.fixture(scope="module")
 def loss():
-    return PolicyLoss(make_policy())
+    return PI05Loss(make_policy())
 
 
 def micro_batch(loss, rows=6, *, advantage=None, seed=0):
@@ -122,7 +122,7 @@ def test_filtered_is_the_imitation_of_what_was_done(loss):
 
 def test_the_divergence_from_the_start_is_that_of_torchs_normals(loss):
     batch = micro_batch(loss, advantage=torch.zeros(6))
-    other = PolicyLoss(make_policy(seed=1))
+    other = PI05Loss(make_policy(seed=1))
     with torch.no_grad():
         _, start, _ = score(other, batch, SDE, walk_of(batch))
         _, mean, std = score(loss, batch, SDE, walk_of(batch))

@@ -23,6 +23,7 @@ from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.run.checkpoint import SPARE_BYTES
 from vla_finetuning.run.folder import LOG_NAME
 from vla_finetuning.run.resolve import resolve, with_stats
+from vla_finetuning.training.model import build_model
 
 TOP, WRIST, SIDE = (f"observation.images.{name}" for name in ("top", "wrist", "side"))
 FRAMES = 54
@@ -346,7 +347,7 @@ def test_a_damaged_processor(refused, base_copy):
 
 def test_parts_of_pi05_in_another_policy(refused):
     message = refused(**{"policy.path": None, "policy.type": "act"})
-    assert "--train.mode=expert names parts of PI0.5, and the policy is of type act; use --train.mode=full" in message
+    assert "--train.mode=expert names parts of pi05, and the policy is of type act; use --train.mode=full" in message
 
 
 def drop_a_key(file):

@@ -21,10 +21,10 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.node_cache import has_room
 from vla_finetuning.data.shards import Sharding
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies import optim
 from vla_finetuning.policies.loading import load_policy
-from vla_finetuning.policies.pi05 import check_batch
-from vla_finetuning.policies.processors import DeviceHalf, Prepare, make_processors
+from vla_finetuning.policies.pipelines import make_processors
+from vla_finetuning.policies.processors import DeviceHalf, Prepare
+from vla_finetuning.policies.registry import FAMILIES, family_of
 from vla_finetuning.run import base_policy, mixing
 from vla_finetuning.run import plan as run_plan
 from vla_finetuning.run.checkpoint import Progress, check_resumable, commit, write_pieces
@@ -58,7 +58,7 @@ def policy_images(run, rows):
     pre, _ = make_processors(run.policy.folder, run.policy.config, run.policy.stats, {})
     prepared = Prepare(pre, run.match.camera_keys, {}, run.policy.config)(batch)
     inputs = {k: torch.from_numpy(v.copy()) for k, v in prepared.items()}
-    check_batch(inputs, run.policy.config)
+    family_of(run.policy.config).check_batch(inputs, run.policy.config)
     policy = load_policy(run.policy.folder, run.policy.config)
     return policy._preprocess_images(DeviceHalf(pre, run.policy.config)(inputs))[0], source
 
@@ -504,7 +504,8 @@ def test_a_checkpoint_from_before_the_files_were_listed_resumes(started):
 
 
 def test_a_type_that_brings_code_is_refused_unless_this_start_allows_it(setting, started, monkeypatch):
-    monkeypatch.setattr(optim, "SHOWN", ("pi0_fast",))
+    known = replace(FAMILIES["pi0_fast"], as_lerobot=True)
+    monkeypatch.setitem(FAMILIES, "pi0_fast", known)
     folder, dataset, _ = setting
     flags = ["--policy.type=pi0_fast", f"--dataset.root={dataset}", f"--output_dir={folder / 'out'}", "--batch_size=4"]
     flags += ["--train.mode=full"]

@@ -20,7 +20,8 @@ from tests.tiny import make_config, make_policy
 from vla_finetuning.config import ENVIRONMENT_NAME, Config
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.loading import save_pretrained
-from vla_finetuning.policies.processors import TOKENIZER_FOLDER, make_processors
+from vla_finetuning.policies.pipelines import make_processors
+from vla_finetuning.policies.processors import TOKENIZER_FOLDER
 from vla_finetuning.run import push
 
 REPO = "me/pick"

@@ -17,11 +17,11 @@ from vla_finetuning.config import Config, SampleWeightingOptions
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import tiny_pi05
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.resolve import resolve
 from vla_finetuning.run.row_weights import of_batch, row_weights
-from vla_finetuning.training.worker import collate_cut
+from vla_finetuning.training.batches import collate_cut
 
 CHUNK, FRAMES = 8, 60
 
@@ -93,7 +93,7 @@ def test_a_weighted_gradient_is_lerobots():
     normalised = torch.from_numpy(weights * np.float32(3 / (weights.sum() + 1e-6)))
     ((losses * normalised).sum() / (normalised.sum() + 1e-6)).backward()
     row_weight = torch.from_numpy(of_batch(weights, 1e-6))
-    PolicyLoss(policy)({**batch, "row_weight": row_weight}, noise, time).backward()
+    PI05Loss(policy)({**batch, "row_weight": row_weight}, noise, time).backward()
     found, expected = (p.model.action_out_proj.weight.grad for p in (policy, theirs))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
@@ -129,7 +129,7 @@ def test_progress_that_is_no_use(setting, tmp_path):
     with pytest.raises(ValueError, match="frame 64 is not in .*which has 60: of another one"):
         run_of(setting, f"--sample_weighting.progress_path={tmp_path / 'other.parquet'}")
     run = run_of(setting, "--sample_weighting.type=rabc")
-    with pytest.raises(ValueError, match="needs a loss by rows, which is here of PI0.5 alone; this is a 'act'"):
+    with pytest.raises(ValueError, match="needs a loss by rows, which is here of pi05 alone; this is a 'act'"):
         row_weights(run.config, run.rows.metas, SimpleNamespace(type="act"))
     both = f"--dataset.root={setting[1]},{setting[1]}"
     with pytest.raises(ValueError, match="knows frames by their index in one dataset, and there are 2"):

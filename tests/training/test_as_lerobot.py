@@ -23,7 +23,7 @@ import vla
 from tests import in_process
 from tests.datasets import make_dataset
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies import processors
+from vla_finetuning.policies import pipelines
 from vla_finetuning.policies.tiny_pi05 import make_tokenizer
 from vla_finetuning.run.resolve import resolve
 
@@ -81,7 +81,7 @@ def tiny_pi0():
         patch.setattr(modeling_pi0, "PaliGemmaForConditionalGenerationWithPiGemma", lambda config: small(config))
         patch.setattr(modeling_pi0, "PiGemmaForCausalLM", lambda config: small_expert(config))
         patch.setattr(tokenizer_processor, "AutoTokenizer", tokenizers)
-        patch.setattr(processors, "require_model", lambda *_: None)
+        patch.setattr(pipelines, "require_model", lambda *_: None)
         yield
 
 

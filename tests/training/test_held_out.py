@@ -8,17 +8,17 @@ import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
-from vla_finetuning.run.held_out import held_out_rows
 
 import vla
 from tests import in_process
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies.pi05 import sample_noise_and_time
+from vla_finetuning.policies.flow import sample_noise_and_time
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import STOP_NAME
-from vla_finetuning.run.resolve import resolve
-from vla_finetuning.training import worker
+from vla_finetuning.run.resolve import resolve, with_config
 from vla_finetuning.training.held_out import DRAWN_TOGETHER, HeldOutLoss
+from vla_finetuning.training.model import build_model, build_optimizer
+from vla_finetuning.training.worker import Worker
 
 CPU = torch.device("cpu")
 DRAWS = 2
@@ -38,7 +38,12 @@ def resolved(setting, **changes):
 def measured(run):
     loss, autocast = build_model(run.policy, CPU)
     with in_process.tasks_here():
-        return HeldOutLoss(run, 0, 1, CPU).evaluate(loss, autocast)
+        return held_out_loss(run).evaluate(loss, autocast)
+
+
+def held_out_loss(run):
+    options = {"limit": run.config.max_eval_samples, "timeout_s": 60}
+    return HeldOutLoss(run.rows, run.policy, Worker(CPU), batch_size=run.job.batch_size, **options)
 
 
 def lerobots_losses(setting, run, index):
@@ -97,7 +102,7 @@ def test_held_out_frames_are_not_augmented(setting):
 
 
 def test_every_task_has_its_share_and_at_least_one_row(setting):
-    rows = held_out_rows(resolved(setting, max_eval_samples=1))
+    rows = resolved(setting, max_eval_samples=1).rows.held_out_rows(1)
     assert rows.positions.tolist() == [0, 5] and rows.task.tolist() == [0, 1] and rows.held_out == 9
     plan = describe(resolved(setting, max_eval_samples=4, export="best"))
     assert "loss on 4 of 9 held-out frames of 2 tasks, every 2 steps and at the end" in plan
@@ -113,7 +118,7 @@ def test_other_policies_draw_their_own_and_leave_the_generator_alone(setting):
     state = torch.get_rng_state()
     loss, autocast = build_model(run.policy, CPU)
     with in_process.tasks_here():
-        held_out = HeldOutLoss(run, 0, 1, CPU)
+        held_out = held_out_loss(run)
         torch.set_rng_state(state)
         first, again = (held_out.evaluate(loss, autocast) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)
@@ -127,10 +132,9 @@ def trained(run, writer=in_process.NoCheckpoints):
     def write(step, lr, metrics):
         lines.append({"step": step, **metrics})
 
-    run.job.output_dir.mkdir(exist_ok=True)
-    with in_process.without_ray(in_process.Shard(run), writer=writer), pytest.MonkeyPatch.context() as patch:
+    with in_process.tasks_here(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(vla, "MetricsLog", lambda *_: SimpleNamespace(write=write))
-        optimizer = vla.train(run)
+        optimizer = in_process.train(run, make_checkpoints=writer)
     return lines, optimizer and {name: value.clone() for name, value in optimizer.named().items()}
 
 
@@ -144,7 +148,7 @@ def test_training_goes_on_as_if_nothing_had_been_measured(setting):
 
     run = resolved(setting, steps=5, log_freq=5, save_freq=4)
     lines, weights = trained(run, Writer)
-    plain, expected = trained(replace(run, config=replace(run.config, eval_steps=0)))
+    plain, expected = trained(with_config(run, replace(run.config, eval_steps=0)))
     assert [(line["step"], "eval_loss" in line) for line in lines] == [(2, True), (4, True), (5, True)]
     assert ["eval_loss" in line for line in plain] == [False]
     assert 2 * lines[0]["loss"] + 2 * lines[1]["loss"] + lines[2]["loss"] == pytest.approx(5 * plain[0]["loss"])
@@ -159,22 +163,21 @@ def test_the_averaged_weights_are_measured_if_they_are_exported(setting, export)
     options = {"steps": 4, "log_freq": 2, "ema.enable": "true", "ema.decay": 0.5, "ema.export": str(export).lower()}
     run = resolved(setting, **options)
     lines, weights = trained(run)
-    _, expected = trained(replace(run, config=replace(run.config, eval_steps=0)))
+    _, expected = trained(with_config(run, replace(run.config, eval_steps=0)))
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
     made = []
 
     def kept(*args):
-        made.append(worker.build_optimizer(*args))
+        made.append(build_optimizer(*args))
         return made[0]
 
-    with in_process.without_ray(in_process.Shard(run)):
-        vla.train(replace(run, config=replace(run.config, eval_steps=0)), make_optimizer=kept)
+    in_process.train(with_config(run, replace(run.config, eval_steps=0)), make_optimizer=kept)
     loss, autocast = build_model(run.policy, CPU)
     (optimizer,) = made
     taken = dict(zip(optimizer.names, optimizer.average, strict=True)) if export else optimizer.named()
     loss.policy.load_state_dict(taken, strict=False)
     with in_process.tasks_here():
-        told = HeldOutLoss(run, 0, 1, CPU).evaluate(loss, autocast)
+        told = held_out_loss(run).evaluate(loss, autocast)
     assert lines[-1]["eval_loss"] == pytest.approx(told["eval_loss"], rel=1e-6)
     assert ("about the last 2 steps: it is measured" if export else "the weights are exported") in describe(run)
 

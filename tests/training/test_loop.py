@@ -19,8 +19,9 @@ from tests.datasets import make_dataset
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies import compiling
-from vla_finetuning.policies.pi05 import PolicyLoss, sample_noise_and_time
+from vla_finetuning.policies import compiling, pi05
+from vla_finetuning.policies.flow import sample_noise_and_time
+from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import UNUSED
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.folder import STOP_NAME, prepare_folder
@@ -268,10 +269,12 @@ def test_options_reach_the_loss(setting, monkeypatch):
             super().__init__()
             given.append(options)
 
-    monkeypatch.setattr(model, "PolicyLoss", Loss)
-    flags = {"train.attention": "eager", "train.activation_checkpointing": "true", "train.mask_padding": "true"}
-    build_model(resolved(setting, **flags).policy, CPU)
-    build_model(resolved(setting).policy, CPU)
+        flags = {"train.attention": "eager", "train.activation_checkpointing": "true", "train.mask_padding": "true"}
+
+    runs = [resolved(setting, **flags), resolved(setting)]
+    monkeypatch.setattr(pi05, "PI05Loss", Loss)
+    for run in runs:
+        build_model(run.policy, CPU)
     wanted = ("attention", "checkpointing", "mask_padding", "compile")
     assert [[options[name] for name in wanted] for options in given] == [
         ["eager", True, True, None],
@@ -288,7 +291,7 @@ def test_what_is_for_pi05_is_refused_for_other_policies(setting, flag, value):
     folder, roots, _ = setting
     options = {"dataset.root": roots[0], "output_dir": folder / "act", "batch_size": 2, "steps": 1, **changes}
     flags = [f"--{name}={given}" for name, given in options.items() if given is not None]
-    with pytest.raises(ValueError, match=f"--train.{flag}={value} is for PI0.5, and the policy is of type act"):
+    with pytest.raises(ValueError, match=f"--train.{flag}={value} is for pi05, and the policy is of type act"):
         resolve(parse_args(flags), gpus_found=0)
 
 
@@ -331,13 +334,13 @@ def test_a_step_computes_and_counts_what_its_prompts_need(setting, trim, length,
         def write(self, step, lr, metrics):
             told.append(metrics)
 
-    watched = PolicyLoss.forward
+    watched = PI05Loss.forward
 
     def forward(loss, batch, *draws):
         shapes.append(batch["observation.language.tokens"].shape)
         return watched(loss, batch, *draws)
 
-    monkeypatch.setattr(PolicyLoss, "forward", forward)
+    monkeypatch.setattr(PI05Loss, "forward", forward)
     monkeypatch.setattr(vla, "MetricsLog", Log)
     in_process.train(run)
     assert shapes == 4 * [(4, length)]

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.tiny import make_batch, make_config, make_policy
 from util import make_trainable_optimizer, train_step
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, leave_off_unused
 from vla_finetuning.training.memory import prediction_bytes, step_memory
 from vla_finetuning.training.parallel import keeps_casts
@@ -31,7 +31,7 @@ def build(mode, attention, checkpointing, bf16):
     leave_off_unused(policy)
     if bf16:
         cast_frozen(policy, torch.bfloat16)
-    loss = PolicyLoss(policy, attention=attention, checkpointing=checkpointing)
+    loss = PI05Loss(policy, attention=attention, checkpointing=checkpointing)
     optimizer = make_trainable_optimizer(
         policy, schedule=lambda step: 1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01, clip_norm=1.0
     )

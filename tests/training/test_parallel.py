@@ -15,7 +15,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import ray.train.collective
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -34,10 +33,17 @@ from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.run.checkpoint import load_checkpoint
 from vla_finetuning.run.folder import start_attempt
-from vla_finetuning.training import parallel, worker
+from vla_finetuning.run.resolve import with_config
+from vla_finetuning.training import checkpoint_writer, model, parallel
+from vla_finetuning.training.attempt import saved_progress
+from vla_finetuning.training.batches import noise_for, policy_batches
+from vla_finetuning.training.checkpoint_writer import CheckpointWriter
+from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.held_out import HeldOutLoss
 from vla_finetuning.training.memory import Alive, step_memory
+from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.parallel import copies_on, spread
+from vla_finetuning.training.worker import Worker
 
 CPU = torch.device("cpu")
 STRATEGIES = ("ddp", "fsdp2", "fsdp2_reshard")
@@ -71,7 +77,7 @@ class Trainer:
 
     def batches(self, count):
         host = compare_strategies.host_batches(self.run, self.dealt, count)
-        return list(worker.policy_batches(self.run, host, self.dealt))
+        return list(policy_batches(host, self.run.policy.config))
 
     def step(self, number, batches):
         return train_step(
@@ -80,7 +86,7 @@ class Trainer:
             iter(batches),
             step=number,
             grad_accum=len(batches),
-            mean_over=self.run.batches_per_step / self.dealt.world,
+            mean_over=self.run.job.batches_per_step / self.dealt.world,
             draws=noise_for(self.run.policy, number, self.dealt, CPU),
             autocast=self.autocast,
             device=CPU,
@@ -92,12 +98,7 @@ class Trainer:
         loss.backward()
 
     def restored(self):
-        context = SimpleNamespace(get_world_rank=lambda: self.dealt.rank)
-        with (
-            mock.patch.object(ray.train, "get_context", lambda: context),
-            mock.patch.object(ray.train.collective, "broadcast_from_rank_zero", broadcast),
-        ):
-            progress, checkpoint = worker.saved_progress(self.run)
+        progress, checkpoint = saved_progress(self.run.job, Rank(self.dealt.rank, self.dealt.world))
         if checkpoint is not None:
             optimizer = self.optimizer
             load_checkpoint(checkpoint, optimizer.named(), optimizer.state(), optimizer.named_average())
@@ -108,6 +109,17 @@ class Trainer:
         optimizer = self.optimizer
         tensors = {**optimizer.named(), **optimizer.state(), **optimizer.named_average()}
         return {name: whole(tensor).clone() for name, tensor in tensors.items()}
+
+
+class Rank(Worker):
+    """A rank of a process group of this file's own; `told` takes what goes wrong with a checkpoint."""
+
+    def __init__(self, rank, world, told=None):
+        super().__init__(CPU)
+        self.rank, self.world, self.report = rank, world, partial(report, told=told)
+
+    def broadcast(self, value):
+        return broadcast(value)
 
 
 def broadcast(value):
@@ -127,7 +139,7 @@ def in_parts(module):
 def two(rank, world, run, folder):
     """What each of the two processes does; it leaves what it found in a file."""
     meet(rank, world, folder)
-    found = {"result": compare_strategies.compare(run, STRATEGIES, 20, rank, 2, CPU).model_dump()}
+    found = {"result": compare_strategies.compare(run, STRATEGIES, 20, Rank(rank, 2)).model_dump()}
     for strategy in STRATEGIES:
         found[strategy] = {
             "spread": spread_found(run, strategy, rank),
@@ -252,7 +264,9 @@ def gradients_of(run, strategy, rank):
 def uneven_steps(run, strategy, rank):
     """Losses of two steps of three micro-batches, of which rank 0 has two."""
     config = replace(run.config, scaling=replace(run.config.scaling, num_workers=3), grad_accum=1)
-    trainer = Trainer(replace(run, config=config, block_rows=config.batch_size), strategy, rank, 2)
+    run = with_config(run, config)
+    run = replace(run, rows=replace(run.rows, order=replace(run.rows.order, block_rows=config.batch_size)))
+    trainer = Trainer(run, strategy, rank, 2)
     batches, losses = trainer.batches(3), []
     for number in range(2):
         micros = trainer.dealt.micros(number)
@@ -263,18 +277,19 @@ def uneven_steps(run, strategy, rank):
 def losses_of(run, strategy, rank, adapters=False, **options):
     peft = PeftOptions(method_type="lora" if adapters else None)
     config = replace(run.config, train=replace(run.config.train, **options), peft=peft)
-    trainer = Trainer(replace(run, config=config), strategy, rank, 2)
+    trainer = Trainer(with_config(run, config), strategy, rank, 2)
     batches = trainer.batches(2)
     return [trainer.step(number, batches).loss.item() for number in range(3)]
 
 
 def held_out_of(run, strategy, rank, world=2):
     """Held-out losses before and after a step, and what that step's loss and the weights then are."""
-    run = replace(run, eval_episodes=(np.array([0, 2]),))
+    run = replace(run, rows=replace(run.rows, eval_episodes=(np.array([0, 2]),)))
     trainer = Trainer(run, strategy, rank, world)
     batches = trainer.batches(4 // world)
     with in_process.tasks_here():
-        held_out = HeldOutLoss(run, rank, world, CPU)
+        options = {"batch_size": run.job.batch_size, "limit": 0, "timeout_s": 60}
+        held_out = HeldOutLoss(run.rows, run.policy, Rank(rank, world), **options)
         before = held_out.evaluate(trainer.loss, trainer.autocast)
         in_parts_again = all(in_parts(trainer.loss))
         losses = [trainer.step(0, batches).loss.item()]
@@ -320,7 +335,7 @@ def compiled(run, strategy, rank, recomputed):
     torch._dynamo.reset()
     compiler = Compiler("aot_eager")
     options = {"precision": "bf16", "activation_checkpointing": recomputed}
-    with mock.patch.multiple(worker, why_not=lambda device: None, Compiler=lambda: compiler):
+    with mock.patch.multiple(model, why_not=lambda device: None, Compiler=lambda: compiler):
         losses = losses_of(run, strategy, rank, compile=True, **options)
     eager = losses_of(run, strategy, rank, **options)
     return {"losses": losses, "eager": eager, "compilations": compiler.compilations, "failed": compiler.failed}
@@ -328,7 +343,7 @@ def compiled(run, strategy, rank, recomputed):
 
 def save(run, strategy, rank, folder):
     """A checkpoint after some steps, by the program's own writer; and what it must hold."""
-    run = replace(run, config=replace(run.config, output_dir=str(folder / strategy)))
+    run = with_config(run, replace(run.config, output_dir=str(folder / strategy)))
     world = dist.get_world_size()
     trainer = Trainer(run, strategy, rank, world)
     batches = trainer.batches(run.job.batches_per_step // world)
@@ -338,13 +353,12 @@ def save(run, strategy, rank, folder):
         run.job.checkpoints_dir.mkdir(parents=True)
         start_attempt(run.job.output_dir, 0, world)
     dist.barrier()
-    with mock.patch.object(ray.train, "report", report):
-        writer = worker.CheckpointWriter(run, trainer.optimizer, rank, attempt=0)
-        progress = trainer.restored()
-        writer.save(replace(progress, step=SAVED_STEPS, rows=SAVED_STEPS * run.config.global_batch_size))
-        expected = trainer.everything()
-        trainer.step(SAVED_STEPS, batches)  # what is being written does not change any more
-        writer.wait()
+    writer = CheckpointWriter(run.job, trainer.optimizer, Rank(rank, world), attempt=0)
+    progress = trainer.restored()
+    writer.save(replace(progress, step=SAVED_STEPS, rows=SAVED_STEPS * run.config.global_batch_size))
+    expected = trainer.everything()
+    trainer.step(SAVED_STEPS, batches)  # what is being written does not change any more
+    writer.wait()
     if rank == 0:
         save_file(expected, folder / f"{strategy}.safetensors")
     dist.barrier()
@@ -352,26 +366,25 @@ def save(run, strategy, rank, folder):
 
 def full_disk(run, rank, folder):
     """Rank 1 cannot write its part: what each rank is told, and what is left."""
-    run = replace(run, config=replace(run.config, output_dir=str(folder / "full")))
+    run = with_config(run, replace(run.config, output_dir=str(folder / "full")))
     trainer = Trainer(run, "fsdp2", rank, 2)
     if rank == 0:
         run.job.checkpoints_dir.mkdir(parents=True)
         start_attempt(run.job.output_dir, 0, 2)
     dist.barrier()
     told = SimpleQueue()
-    with mock.patch.object(ray.train, "report", partial(report, told=told)):
-        if rank == 1:
-            worker.write_pieces = mock.Mock(side_effect=OSError("no space left"))
-        writer = worker.CheckpointWriter(run, trainer.optimizer, rank, attempt=0)
-        writer.save(trainer.restored())
-        writer.wait()
-        error = str(told.get(timeout=60))
+    if rank == 1:
+        checkpoint_writer.write_pieces = mock.Mock(side_effect=OSError("no space left"))
+    writer = CheckpointWriter(run.job, trainer.optimizer, Rank(rank, 2, told), attempt=0)
+    writer.save(trainer.restored())
+    writer.wait()
+    error = str(told.get(timeout=60))
     dist.barrier()
     return {"told": error, "left": [path.name for path in run.job.checkpoints_dir.iterdir()]}
 
 
 def report(metrics, checkpoint=None, checkpoint_dir_name=None, checkpoint_upload_fn=None, told=None, **_):
-    """In place of `ray.train.report`. `told`: takes what goes wrong."""
+    """In place of `Worker.report`. `told`: takes what goes wrong."""
 
     def upload():
         try:
@@ -421,7 +434,7 @@ def unused_in_ddp(rank, world, folder):
 def four(rank, world, run, folder):
     """What each of four processes does, which are on two nodes as far as they know."""
     meet(rank, world, folder)
-    twice = replace(run, config=replace(run.config, grad_accum=2 * run.config.grad_accum))
+    twice = with_config(run, replace(run.config, grad_accum=2 * run.config.grad_accum))
     found = {}
     for strategy in ("ddp", "hsdp"):
         trainer = Trainer(twice, strategy, rank, world)
@@ -453,7 +466,7 @@ def different_when_loaded(run, folder, rank, world, saved_under, loaded_under):
     different = []
     for saved in saved_under:
         expected = load_file(folder / f"{saved}.safetensors")
-        of_it = replace(run, config=replace(run.config, output_dir=str(folder / saved)))
+        of_it = with_config(run, replace(run.config, output_dir=str(folder / saved)))
         for strategy in loaded_under:
             trainer = Trainer(of_it, strategy, rank, world)
             progress = trainer.restored()
@@ -601,9 +614,9 @@ def test_ddp_holds_one_copy_of_the_gradients(found):
 
 def planned_step(found, strategy, **changes):
     return step_memory(
-        found.run.policy_config,
+        found.run.policy.config,
         "full",
-        cameras=len(found.run.match.camera_keys),
+        cameras=len(found.run.rows.camera_keys),
         batch_size=found.run.config.batch_size,
         grad_accum=2,
         draws=1,
@@ -716,15 +729,20 @@ def test_the_average_is_that_of_the_weights_of_every_step(found, strategy):
         assert rank[strategy]["average"]["in parts"] == (strategy != "ddp")
 
 
+def export_of(run):
+    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, run.rows.drawn)
+
+
 def test_the_export_is_what_the_last_checkpoint_holds(found, tmp_path):
     """The average of what trained, or if that was asked for the weights."""
     config = replace(found.run.config, output_dir=str(found.folder / "fsdp2"))
     # Of a dataset that says how a simulator drew it.
-    (meta,) = found.run.metas
+    (meta,) = found.run.rows.metas
     shutil.copytree(Path(meta.root) / "meta", tmp_path / "meta")
     (tmp_path / "meta" / "environment.json").write_text('{"drawn": {"type": "metaworld"}, "seed": 7}')
-    run = replace(found.run, steps=SAVED_STEPS, config=config, metas=(replace(meta, root=str(tmp_path)),))
-    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, run.rows.drawn)
+    run = with_config(found.run, config, SAVED_STEPS)
+    run = replace(run, rows=replace(run.rows, metas=(replace(meta, root=str(tmp_path)),)))
+    export_of(run)
     drawn = json.loads((run.job.output_dir / "pretrained_model" / "environment.json").read_text())
     assert drawn == {"drawn": {"type": "metaworld"}}
     exported = load_file(run.job.output_dir / "pretrained_model" / "model.safetensors")
@@ -737,12 +755,11 @@ def test_the_export_is_what_the_last_checkpoint_holds(found, tmp_path):
     others = exported.keys() - set(trained)
     assert len(others) == 9 and all("lm_head" in name or "language_model" in name for name in others)
     assert exported.keys() == base.keys() and all(torch.equal(exported[name], base[name]) for name in others)
-    raw = replace(run, config=replace(config, ema=replace(config.ema, export=False)))
-    worker.export(raw)
+    export_of(with_config(run, replace(config, ema=replace(config.ema, export=False))))
     exported = load_file(run.job.output_dir / "pretrained_model" / "model.safetensors")
     assert all(torch.equal(exported[name], expected[name]) for name in trained)
     with pytest.raises(RuntimeError, match="no checkpoint of the last step, 23: nothing to export"):
-        worker.export(replace(run, steps=23))
+        export_of(with_config(run, config, 23))
 
 
 # ---- one process --------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from lerobot.policies.factory import get_policy_class
-from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION, OBS_LANGUAGE_TOKENS
 
@@ -25,7 +24,9 @@ from vla_finetuning.data.options import Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.files import write_json
 from vla_finetuning.policies.loading import load_policy_config
-from vla_finetuning.policies.processors import load_processors, to_float
+from vla_finetuning.policies.pipelines import load_processors
+from vla_finetuning.policies.processors import to_float
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.trainable import autocast_of, cast_frozen, choose_trainable
@@ -68,7 +69,7 @@ def open_loop_errors(
 
     Args:
         policy: predicts chunks of T actions.
-        preprocessor, postprocessor: the policy's own, whole (LeRobot's pipelines, `processors.make_processors`).
+        preprocessor, postprocessor: the policy's own, whole (LeRobot's pipelines, `pipelines.make_processors`).
         batches: columns of N frame rows (DESIGN.md): cameras uint8 (N, H, W, 3), `observation.state` (N, S), `action`
             (N, T, A), `action_is_pad` bool (N, T), `task` (N,) strings; bookkeeping columns are ignored.
         mean_action: (A,), predicted by the constant policy: the mean of the dataset's statistics.
@@ -172,7 +173,7 @@ def _predict(
     device = next(policy.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
-        if at_once is None or not isinstance(policy, PI05Policy):
+        if at_once is None or family_of(policy.config).chunk_draws != "noise":
             return policy.predict_action_chunk(observation, **options)
         rows, config = len(observation[OBS_LANGUAGE_TOKENS]), policy.config
         # For all rows together, as the policy itself would.
@@ -331,7 +332,7 @@ def _placed(
 
     So a GPU that trained a policy can be asked what it learned. None: as many as there are.
     """
-    if not isinstance(policy, PI05Policy):
+    if not family_of(policy.config).from_config:
         return policy.to(device), None
     mode = spec.train.mode
     if autocast is not None:

@@ -26,13 +26,12 @@ from lerobot.utils.constants import ACTION
 from vla_finetuning.envs.stage import Observation
 from vla_finetuning.evaluation.episodes import generator, noise
 from vla_finetuning.policies.loading import load_policy, read_weights
-from vla_finetuning.policies.processors import EMPTY_CAMERA, load_processors
+from vla_finetuning.policies.pipelines import load_processors
+from vla_finetuning.policies.processors import EMPTY_CAMERA
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import remote_code
 
 TASK = "task"
-# Of LeRobot 0.6.1's policies that look at the present only: those whose `predict_action_chunk` takes the noise that it
-# starts from, (N, chunk_size, max_action_dim), and those that draw nothing.
-TAKE_NOISE, DRAW_NOTHING = frozenset({"pi0", "pi05", "tiny_pi05", "smolvla"}), frozenset({"act"})
 # What a decision's draws are named by: seed, task, episode, decision.
 Key = tuple[int, str, int, int]
 
@@ -156,9 +155,10 @@ class Player:
         """A normalised chunk for each row, (N, T, A)."""
         policy, config = self._policy, self._policy.config
         policy.reset()
-        if config.type in DRAW_NOTHING:
+        draws = family_of(config).chunk_draws
+        if draws == "nothing":
             return policy.predict_action_chunk(batch)
-        if config.type in TAKE_NOISE:
+        if draws == "noise":
             shape = (config.chunk_size, config.max_action_dim)
             drawn = np.stack([noise(*key, shape) for key in keys])
             return policy.predict_action_chunk(batch, noise=torch.from_numpy(drawn).to(self._device))

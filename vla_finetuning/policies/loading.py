@@ -1,7 +1,7 @@
 """A LeRobot policy for training: fetched, loaded and verified, matched to a dataset, and saved again.
 
 LeRobot's policy classes do the work; this room refuses what would otherwise go wrong silently: weights that do
-not load, cameras that do not match, states too wide. The processors are `processors`, the loss is `pi05`.
+not load, cameras that do not match, states too wide. The processors are `pipelines`, the loss is its family's.
 """
 
 import contextlib
@@ -20,8 +20,6 @@ from typing import Any, Literal, cast
 import torch
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.policies.factory import get_policy_class
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
-from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.processor import DeviceProcessorStep, PolicyProcessorPipeline, TokenizerProcessorStep
 from lerobot.utils.constants import (
@@ -49,6 +47,7 @@ from vla_finetuning.policies.processors import (
     normalization_mode,
     policy_feature,
 )
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import remote_code
 
 WEIGHTS_FILE = "model.safetensors"
@@ -146,7 +145,7 @@ def load_policy(
     """
     folder = Path(folder)
     # Every weight is about to be loaded, so drawing 4 billion random ones first (a minute) is left out.
-    with no_init_weights() if isinstance(config, PI05Config) else contextlib.nullcontext():
+    with no_init_weights() if family_of(config).from_config else contextlib.nullcontext():
         policy = new_policy(config, trusted=trusted)
     weights = _matching_weights(folder, policy, weights)
     for key, tensor in weights.items():
@@ -172,8 +171,7 @@ def _matching_weights(
 ) -> dict[str, Tensor]:
     """All tensors of a pretrained folder under the policy's keys, mapped into memory and not read yet."""
     weights = read_weights(folder) if found is None else dict(found)
-    if isinstance(policy, PI05Policy):
-        weights = _pi05_keys(policy, weights)
+    weights = family_of(policy.config).own_keys(policy, weights)
     _check_keys(folder, policy.config, weights, policy.state_dict(keep_vars=True))
     return weights
 
@@ -206,24 +204,6 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{folder / file} is truncated or no safetensors file: {error}") from error
     return weights
-
-
-def _pi05_keys(policy: PI05Policy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename keys as LeRobot's `PI05Policy.from_pretrained` does.
-
-    Published checkpoints hold the word embedding only under the name of the language head that it was tied
-    to, and LeRobot copies it from there; it does so as well where the file has both, and then the order of
-    the file decides. Here the embedding's own weights win.
-    """
-
-    def prefixed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {key if key.startswith("model.") else f"model.{key}": tensor for key, tensor in tensors.items()}
-
-    # LeRobot's function leaves these keys alone, but warns of each in every process that loads.
-    plain = {key: tensor for key, tensor in weights.items() if "patch_embedding" in key}
-    rest = {key: tensor for key, tensor in weights.items() if key not in plain}
-    renamed = prefixed({**policy._fix_pytorch_state_dict_keys(rest, policy.config), **plain})
-    return {**renamed, **{key: tensor for key, tensor in prefixed(weights).items() if key in renamed}}
 
 
 def _check_keys(
@@ -326,7 +306,7 @@ def match_features(
         dataset_features: the dataset's features, without the cameras that were not chosen.
         rename_map: dataset key to policy key, for `observation.*`.
         fps: frames per second of the dataset.
-        missing_cameras: "mask" lets PI0.5 run without cameras that it has and the dataset lacks.
+        missing_cameras: "mask" lets a policy that can run without cameras that it has and the dataset lacks.
         left_out: cameras of the dataset that were not chosen, for a message.
     Raises:
         ValueError: naming the key, what was found, what was expected, and the flag that settles it.
@@ -410,7 +390,8 @@ def _check_cameras(
     empty = {key for key in wanted if key.startswith(EMPTY_CAMERA) and key not in cameras}
     missing = [key for key in wanted if key not in cameras and key not in empty]
     unknown = [key for key in cameras if key not in wanted]
-    can_mask = isinstance(config, PI05Config) and len(missing) < len(wanted) - len(empty)
+    masks = family_of(config).masks_cameras
+    can_mask = masks and len(missing) < len(wanted) - len(empty)
     if not unknown and (not missing or (missing_cameras == "mask" and can_mask)):
         return empty | set(missing)
     problems, ways = [], []
@@ -427,7 +408,7 @@ def _check_cameras(
         ways.append("choose more cameras with --dataset.camera_keys")
     if unknown:
         ways.append("name the dataset's cameras to use with --dataset.camera_keys")
-    if missing and cameras and isinstance(config, PI05Config):
+    if missing and cameras and masks:
         ways.append("let the policy run without the missing ones with --dataset.missing_cameras=mask")
     ways = ways or ["choose another policy"]
     remedy = f". Either {', or '.join(ways)}" if len(ways) > 1 else f"; {ways[0]}"
@@ -488,13 +469,13 @@ def _delta_timestamps(
 
 
 def exported_dtypes(policy: PreTrainedPolicy) -> dict[str, torch.dtype]:
-    """The keys `save_pretrained` writes, and their precision: for PI0.5 those of LeRobot's own new policy.
+    """The keys `save_pretrained` writes, and their precision: where it can be built, those of LeRobot's own new policy.
 
     Raises:
         ValueError: the policy's keys or shapes are not those LeRobot's class has for its configuration.
     """
     own = policy.state_dict()
-    if not isinstance(policy, PI05Policy):
+    if not family_of(policy.config).from_config:
         return {key: tensor.dtype for key, tensor in own.items()}
     built = meta_policy(policy.config).state_dict()
     different = sorted(
@@ -524,7 +505,7 @@ def save_pretrained(
         OSError: of the file system; nothing is left behind.
     """
     with _pretrained_folder(folder, policy.config, preprocessor, postprocessor) as partial:
-        if isinstance(policy, PI05Policy):
+        if family_of(policy.config).from_config:
             dtypes = exported_dtypes(policy)
             weights = {
                 key: tensor.detach().to("cpu", dtypes[key]).contiguous() for key, tensor in policy.state_dict().items()

@@ -14,16 +14,13 @@ from typing import Any
 import torch
 from lerobot.configs import PreTrainedConfig
 from lerobot.optim import LRSchedulerConfig, OptimizerConfig
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import nn
 
 from util import trainable_parameters, warmup_cosine
 from vla_finetuning.config import FINAL_LR_FRAC, WARMUP_FRAC, Config
 from vla_finetuning.lerobot_options import read_options
-
-# Types, besides PI0.5's, of which tests/training/test_as_lerobot.py shows that a run's steps are LeRobot's own.
-SHOWN = ("act", "diffusion", "pi0")
+from vla_finetuning.policies.registry import family_of, types_that
 
 
 @dataclass(frozen=True)
@@ -146,10 +143,10 @@ def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
 
 def require_shown(policy_config: PreTrainedConfig, where: str) -> None:
     """Raises ValueError for a policy of whose training it is not known whether it is LeRobot's."""
-    if not isinstance(policy_config, PI05Config) and policy_config.type not in SHOWN:
+    if not family_of(policy_config).as_lerobot:
         raise ValueError(
             f"{where}: that a '{policy_config.type}' is trained here as by lerobot-train is shown by no test, as it is "
-            f"for pi05, {', '.join(SHOWN)}: train it with lerobot-train"
+            f"for {types_that(lambda family: family.as_lerobot)}: train it with lerobot-train"
         )
 
 

@@ -1,8 +1,7 @@
-"""The training objective: LeRobot's PI0.5 loss with nothing computed that the loss does not need.
+"""PI0.5 as a family: LeRobot's loss with nothing computed that the loss does not need, what trains, what it costs.
 
-`PolicyLoss` is the module that a training loop wraps in DDP and calls. For PI0.5 (`PI05Policy` and what
-derives from it) it calls LeRobot's own layers in an order of its own; loss and gradients are those of
-`PI05Policy.forward`, and these things are left out:
+`PI05Loss` (of `PI05Policy` and what derives from it) calls LeRobot's own layers in an order of its own; loss and
+gradients are those of `PI05Policy.forward`, and these things are left out:
 
 * In PI0.5 no image or language token (the *prefix*) attends to an action token (the *suffix*). So the
   prefix runs alone, one layer after the other, and hands its keys and values to the suffix. Where nothing
@@ -14,12 +13,10 @@ derives from it) it calls LeRobot's own layers in an order of its own; loss and 
   masks are made from the batch on the device, and no dictionary of Python numbers is built.
 * Attention weights need not be stored: PyTorch's fused attention gives the same result (`attention`).
 
-Everything here runs in the training worker. Legend: B batch, K draws of noise and time per row, T chunk, A action,
-L language tokens, P prefix tokens.
+Legend: B batch, K draws of noise and time per row, T chunk, A action, L language tokens, P prefix tokens.
 """
 
-import hashlib
-import struct
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,14 +24,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from lerobot.configs import FeatureType, NormalizationMode, PreTrainedConfig
+from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.policies.common.vla_utils import create_sinusoidal_pos_embedding
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
-from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from lerobot.policies.pi_gemma import _gated_residual, layernorm_forward
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import (
     ACTION,
+    OBS_IMAGES,
     OBS_LANGUAGE_ATTENTION_MASK,
     OBS_LANGUAGE_TOKENS,
     OPENPI_ATTENTION_MASK_VALUE,
@@ -44,98 +40,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING
 from transformers.models.gemma.modeling_gemma import rotate_half
 
+from util import Draws
 from vla_finetuning.policies.attention import Kernel, Shape, attend
-from vla_finetuning.policies.processors import DeviceHalf, normalization_mode
+from vla_finetuning.policies.family import UNUSED, WORDS, Family, PolicyLoss, require
+from vla_finetuning.policies.flow import FlowLoss, repeat_rows, sample_noise_and_time
+from vla_finetuning.policies.processors import DeviceHalf
+from vla_finetuning.policies.prompts import prompt_lengths
 
-# --- noise and time ---------------------------------------------------------------------------------------
-
-
-def sample_noise_and_time(
-    config: PreTrainedConfig, global_batch_size: int, seed: int, step: int, device: torch.device | str
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Draw the flow matching noise and times of one optimizer step, for all its rows.
-
-    They depend on (seed, step, global batch size) alone, so every worker can draw them all and take its
-    rows, and the run does not change with the number of workers or accumulation steps that share a global
-    batch. Drawn on the device, without a host sync; CPU and CUDA generators give different numbers.
-
-    Args:
-        config: the policy's; gives T, the padded action width and the distribution of the time, which is LeRobot's
-            (`PI05Pytorch.sample_time`): `Beta(alpha, beta) * scale + offset`.
-        global_batch_size: rows of the step, G.
-    Returns:
-        noise float32 (G, T, max_action_dim), standard normal; time float32 (G,). For other policies than
-        PI0.5, which draw what they need themselves, None and None.
-    """
-    if not isinstance(config, PI05Config):
-        return None, None
-    generator = torch.Generator(device=device)
-    digest = hashlib.blake2b(struct.pack("<qq", seed, step), digest_size=8).digest()
-    generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-    options: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
-    noise = torch.randn((global_batch_size, config.chunk_size, config.max_action_dim), **options)
-    alpha, beta = config.time_sampling_beta_alpha, config.time_sampling_beta_beta
-    if beta == 1.0:
-        fraction = torch.rand((global_batch_size,), **options) ** (1.0 / alpha)  # the inverse of its CDF, x**alpha
-    else:
-        concentration = torch.empty((global_batch_size, 2), device=device)
-        concentration[:, 0].fill_(alpha)
-        concentration[:, 1].fill_(beta)
-        fraction = torch._sample_dirichlet(concentration, generator=generator)[:, 0]
-    return noise, fraction * config.time_sampling_scale + config.time_sampling_offset
-
+HEAD_MODULES = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
 
 # --- the loss ---------------------------------------------------------------------------------------------
-
-
-def check_batch(batch: Mapping[str, Tensor], config: PreTrainedConfig) -> None:
-    """Check the first batch of a run as it is about to enter `PolicyLoss`. Reads values from its device.
-
-    Expects cameras uint8 (B, H, W, 3), or float32 (B, 3, H, W) and in [0, 1] unless the policy normalises
-    images; `action` float32 (B, T, A) with the policy's T and A, finite; for PI0.5 tokens int64 (B, L) and
-    their mask bool (B, L), of any L.
-
-    Raises:
-        ValueError: naming the key, what was found and what was expected.
-    """
-
-    def require(key: str, condition: bool, expected: str) -> None:
-        if not condition:
-            value = batch[key]
-            raise ValueError(f"{key} is {value.dtype} {tuple(value.shape)}, expected {expected}")
-
-    if ACTION not in batch:
-        raise ValueError(f"the batch has no {ACTION!r}; its keys are {sorted(batch)}")
-    rows = len(batch[ACTION])
-    chunk, width = len(config.action_delta_indices or [0]), config.output_features[ACTION].shape[0]
-    shape = (rows, chunk, width) if config.action_delta_indices is not None else (rows, width)
-    action = batch[ACTION]
-    require(ACTION, action.dtype == torch.float32 and tuple(action.shape) == shape, f"float32 {shape}")
-    if not torch.isfinite(action).all():
-        raise ValueError(f"{ACTION} holds values that are not finite; look at the dataset's actions and statistics")
-
-    present = [key for key in config.image_features if key in batch]
-    if config.image_features and not present:
-        raise ValueError(f"the batch has none of the policy's cameras {list(config.image_features)}: {sorted(batch)}")
-    plain = normalization_mode(config, FeatureType.VISUAL) is NormalizationMode.IDENTITY
-    for key in present:
-        image = batch[key]
-        channels = {torch.uint8: -1, torch.float32: -3}.get(image.dtype)
-        fits = channels is not None and image.ndim >= 4 and len(image) == rows and image.shape[channels] == 3
-        require(key, fits, f"uint8 ({rows}, H, W, 3) or float32 ({rows}, 3, H, W)")
-        if plain and image.dtype == torch.float32:
-            low, high = image.min().item(), image.max().item()
-            if not 0.0 <= low <= high <= 1.0:
-                raise ValueError(f"{key} has values in [{low:g}, {high:g}], expected [0, 1]")
-
-    if isinstance(config, PI05Config):
-        # Prompts may have been cut (`prompts.cut_prompts`): mask and tokens alike.
-        mask = batch.get(OBS_LANGUAGE_ATTENTION_MASK)
-        shape = (rows, config.tokenizer_max_length if mask is None or mask.ndim != 2 else mask.shape[1])
-        for key, dtype in ((OBS_LANGUAGE_TOKENS, torch.int64), (OBS_LANGUAGE_ATTENTION_MASK, torch.bool)):
-            if key not in batch:
-                raise ValueError(f"the batch has no {key!r}; its keys are {sorted(batch)}")
-            require(key, batch[key].dtype == dtype and tuple(batch[key].shape) == shape, f"{dtype} {shape}")
 
 
 @dataclass
@@ -153,25 +67,20 @@ class Prefix:
     length: Tensor
 
 
-class PolicyLoss(nn.Module):
-    """A policy's training loss as a module: what DDP wraps. Parameters are named `policy.` + LeRobot's names.
+class PI05Loss(FlowLoss):
+    """PI0.5's loss; loss and gradients are those of `PI05Policy.forward` with the same noise and time.
 
-    For PI0.5 loss and gradients are those of `PI05Policy.forward` with the same noise and time. Gradients
-    flow into images and language only if something there trains, which is decided at construction:
-    `choose_trainable` first. Other policies: their own `forward`, whose loss is its first result; the options
-    below that are for PI0.5 are refused.
+    Gradients flow into images and language only if something there trains, which is decided at construction:
+    `choose_trainable` first.
 
     Args:
-        policy: the policy, in train mode or not; PI0.5 has no dropout.
-        images: makes floats of uint8 cameras; needed for policies that normalise images.
-        mask_padding: leave padded action steps (`action_is_pad`) out of PI0.5's loss. They become zeros and
-            still count in the mean's denominator, so that the loss of a batch is the mean of its
-            micro-batches' losses. Off: they count as any other step, as in LeRobot's PI0.5 and openpi.
-        attention: PI0.5's language model and expert attend as LeRobot computes it, or by PyTorch's
+        policy: in train mode or not; PI0.5 has no dropout.
+        images, mask_padding: as for `FlowLoss`.
+        attention: the language model and the expert attend as LeRobot computes it, or by PyTorch's
             `scaled_dot_product_attention`: equal up to rounding, without the weights in memory. May be changed later,
             to what `attention.choose_kernel` says.
-        checkpointing: keep only what enters each of PI0.5's layers, and compute the layer again in backward. The
-            same numbers from less memory. Also on if PI0.5's configuration asks for `gradient_checkpointing`.
+        checkpointing: keep only what enters each layer, and compute the layer again in backward. The same numbers from
+            less memory. Also on if the configuration asks for `gradient_checkpointing`.
         compile: what to make of a layer's function before it is used, e.g. a `compiling.Compiler`.
     """
 
@@ -185,99 +94,40 @@ class PolicyLoss(nn.Module):
         checkpointing: bool = False,
         compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ):
-        super().__init__()
-        config = policy.config
-        if images is None:
-            if normalization_mode(config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY:
-                raise ValueError(f"this '{config.type}' policy normalises images: give a DeviceHalf as `images`")
-            images = DeviceHalf(None, config)
-        self._is_pi05 = isinstance(policy, PI05Policy)
-        if not self._is_pi05:
-            given = {"mask_padding": mask_padding, "checkpointing": checkpointing, "compile": compile is not None}
-            for name, on in given.items():
-                if on:
-                    raise ValueError(f"{name} is for PI0.5; this policy is of type '{config.type}'")
-        self.policy = policy
-        self.images = images
-        self.mask_padding = mask_padding
+        super().__init__(policy, images=images, mask_padding=mask_padding)
         self.attention = attention
-        if self._is_pi05:
-            paligemma = policy.model.paligemma_with_expert.paligemma
-            self._prefix_trains = any(parameter.requires_grad for parameter in paligemma.parameters())
-            self._checkpointing = checkpointing or config.gradient_checkpointing
-            # Now, because FSDP2 may gather in bfloat16 what is float32 between steps.
-            self._prefix_dtype, self._suffix_dtype = (
-                torch.bfloat16 if projection.weight.dtype == torch.bfloat16 else None
-                for projection in (
-                    paligemma.model.language_model.layers[0].self_attn.k_proj,
-                    policy.model.paligemma_with_expert.gemma_expert.model.layers[0].self_attn.q_proj,
-                )
+        paligemma = policy.model.paligemma_with_expert.paligemma
+        self._prefix_trains = any(parameter.requires_grad for parameter in paligemma.parameters())
+        self._checkpointing = checkpointing or policy.config.gradient_checkpointing
+        # Now, because FSDP2 may gather in bfloat16 what is float32 between steps.
+        self._prefix_dtype, self._suffix_dtype = (
+            torch.bfloat16 if projection.weight.dtype == torch.bfloat16 else None
+            for projection in (
+                paligemma.model.language_model.layers[0].self_attn.k_proj,
+                policy.model.paligemma_with_expert.gemma_expert.model.layers[0].self_attn.q_proj,
             )
-            self._units: dict[nn.Module, Unit] = {}
-            layers: list[Callable[..., Any]] = [_vision_layer, _prefix_layer, _suffix_layer]
-            self._vision_layer, self._prefix_layer, self._suffix_layer = map(compile, layers) if compile else layers
-
-    def forward(
-        self,
-        batch: Mapping[str, Tensor],
-        noise: Tensor | None = None,
-        time: Tensor | None = None,
-        *,
-        per_row: bool = False,
-    ) -> Tensor:
-        """Compute the mean loss of a batch as a 0-d float32 tensor on the device.
-
-        Args:
-            batch: as `check_batch` describes it, on the device of the policy. For `mask_padding` also
-                `action_is_pad` bool (B, T). Optional: `row_weight` float32 (B,), what a row's loss is multiplied
-                by; the mean's denominator stays the number of rows.
-            noise, time: for PI0.5, rows of what `sample_noise_and_time` returns: float32 (B*K, T,
-                max_action_dim) and float32 (B*K,), the K draws of a row one after the other. Images and language
-                are computed once for all K, and the loss is the mean over the draws: another estimator of the
-                same expectation than K = 1, with less variance per row. Other policies draw their own.
-            per_row: of PI0.5, the loss of each draw of each row instead, float32 (B*K,), whose mean that is.
-        Raises:
-            ValueError: PI0.5 without noise or time, with draws that are no multiple of the rows, or without any
-                camera in the batch.
-        """
-        batch = self.images(batch)
-        if not self._is_pi05:
-            return self.policy.forward(batch)[0]
-        if noise is None or time is None:
-            raise ValueError("PI0.5's loss needs noise and time; sample_noise_and_time draws them")
-        actions = self.policy.prepare_action(batch)
-        draws, rest = divmod(len(time), len(actions))
-        if rest or not draws:
-            raise ValueError(f"{len(time)} draws of noise and time for {len(actions)} rows: not the same for each row")
-        actions = _repeat_rows(actions, draws)
-        mix = time[:, None, None]
-        noisy_actions = mix * noise + (1 - mix) * actions
-        velocity = self.velocity(noisy_actions, time, self.prefix(batch))
-        losses = F.mse_loss(noise - actions, velocity, reduction="none")
-        losses = losses[:, :, : self.policy.config.output_features[ACTION].shape[0]]
-        if self.mask_padding:
-            losses = losses.masked_fill(_repeat_rows(batch["action_is_pad"], draws).unsqueeze(-1), 0.0)
-        if "row_weight" in batch:
-            losses = losses * _repeat_rows(batch["row_weight"], draws)[:, None, None]
-        return losses.mean(dim=(1, 2)) if per_row else losses.mean()
+        )
+        self._units: dict[nn.Module, Unit] = {}
+        layers: list[Callable[..., Any]] = [_vision_layer, _prefix_layer, _suffix_layer]
+        self._vision_layer, self._prefix_layer, self._suffix_layer = map(compile, layers) if compile else layers
 
     def prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
-        """PI0.5: what the action expert needs of images (floats, as `images` makes them) and language."""
+        """Compute what the action expert needs of images (floats, as `images` makes them) and language."""
         with torch.set_grad_enabled(self._prefix_trains and torch.is_grad_enabled()):
             return self._run_prefix(batch)
 
     def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
-        """PI0.5: the velocity, noise - actions, at noisy actions float32 (B*K, T, max_action_dim) and time (B*K,)."""
+        """Compute noise - actions at noisy actions float32 (B*K, T, max_action_dim) and time (B*K,), by the expert."""
         return self._run_suffix(noisy_actions, time, prefix)
 
     def make_units(self) -> list[nn.Module]:
-        """Have each layer of PI0.5 in which something trains run inside of a module that holds its matrices: these.
+        """Have each layer in which something trains run inside of a module that holds its matrices: these, and words.
 
         For hooks that gather and give up parameters around a layer (FSDP2's). A layer is not called as a module here,
         nor by LeRobot (0.6.1, #3767), so its own hooks never fire; those of modules in it would, in the middle of what
-        is compiled. Names of parameters stay what they are. Other policies: none.
+        is compiled. Names of parameters stay what they are. Of 3.24 B parameters that train, 3.2 B are in these.
         """
-        if self._is_pi05 and not self._units:
+        if not self._units:
             vlm = self.policy.model.paligemma_with_expert
             # The language model's last layer is none: of it only keys and values are made.
             layers = (
@@ -289,10 +139,9 @@ class PolicyLoss(nn.Module):
                 if any(parameter.requires_grad for parameter in layer.parameters()):
                     self._units[layer] = Unit(module for module in layer.modules() if isinstance(module, nn.Linear))
             self.units = nn.ModuleList(self._units.values())
-        return list(self._units.values()) if self._is_pi05 else []
+        return [*self._units.values(), *self._training_modules(WORDS)]
 
     def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
-        """PI0.5's attentions in steps with so many cameras and such prompts: a layer, and the shape it is given."""
         vlm = self.policy.model.paligemma_with_expert
         language, expert = vlm.paligemma.model.language_model.layers[0], vlm.gemma_expert.model.layers[0]
         images, steps = cameras * image_tokens(self.policy.config), self.policy.config.chunk_size
@@ -357,8 +206,8 @@ class PolicyLoss(nn.Module):
 
         steps, draws = hidden.shape[1], len(time) // len(prefix.length)
         positions = prefix.length + torch.arange(steps, device=hidden.device)
-        rotation = self._rotation(hidden, _repeat_rows(positions, draws))
-        bias = _repeat_rows(F.pad(prefix.bias, (0, steps)), draws)  # action steps all see each other
+        rotation = self._rotation(hidden, repeat_rows(positions, draws))
+        bias = repeat_rows(F.pad(prefix.bias, (0, steps)), draws)  # action steps all see each other
         for layer, (key, value) in zip(expert.layers, prefix.keys_values, strict=True):
             hidden = self._run(self._suffix_layer, layer, hidden, condition, rotation, bias, key, value, self.attention)
         hidden, _ = layernorm_forward(expert.norm, hidden, condition)
@@ -421,15 +270,10 @@ def _suffix_layer(
     normed, gate = layernorm_forward(layer.input_layernorm, hidden, condition)
     key, value = _keys_values(layer.self_attn, normed, rotation)
     draws = len(hidden) // len(prefix_key)
-    key = torch.cat([_repeat_rows(prefix_key, draws), key], dim=2)
-    value = torch.cat([_repeat_rows(prefix_value, draws), value], dim=2)
+    key = torch.cat([repeat_rows(prefix_key, draws), key], dim=2)
+    value = torch.cat([repeat_rows(prefix_value, draws), value], dim=2)
     attended = _attend(layer.self_attn, normed, rotation, key, value, bias, attention)
     return _finish_layer(layer, hidden, attended, gate, condition)
-
-
-def _repeat_rows(rows: Tensor, times: int) -> Tensor:
-    """Each row (of the first dimension) `times` times in a row; without a copy if that is once."""
-    return rows.unsqueeze(1).expand(-1, times, *rows.shape[1:]).flatten(0, 1)
 
 
 def _keys_values(module: Any, normed: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -471,7 +315,135 @@ def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return heads * cosines + rotate_half(heads) * sines
 
 
-def image_tokens(config: PI05Config) -> int:
+# --- the family -------------------------------------------------------------------------------------------
+
+
+class PI05(Family):
+    """PI0.5, of which everything is known here; the tiny one of the demo is one, too."""
+
+    modes = {
+        "heads": frozenset({"heads"}),
+        "expert": frozenset({"heads", "action expert"}),
+        "full": frozenset({"heads", "action expert", "language model", "vision"}),
+    }
+    train_options = frozenset({"mask_padding", "noise_draws", "activation_checkpointing", "compile"})
+    without_effect = {
+        "train_expert_only": "--train.mode expert",
+        "freeze_vision_encoder": "--train.mode heads or expert, in which the whole backbone is frozen",
+        "compile_model": "--train.compile",
+        "compile_mode": "--train.compile",
+        "gradient_checkpointing": "--train.activation_checkpointing",
+    }
+    row_losses = flow = masks_cameras = from_config = True
+
+    def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
+        """Heads, action expert, language model, vision.
+
+        Never used in training: both language heads, the language model's final norm, and of its last layer all but what
+        makes keys and values. (LeRobot's own step gives that layer's `q_proj` a gradient of zeros, so its AdamW only
+        decays it; PI0.5's output does not depend on it.)
+        """
+        language = "model.paligemma_with_expert.paligemma.model.language_model."
+        depth = len(policy.model.paligemma_with_expert.paligemma.model.language_model.layers)
+        last = f"{language}layers.{depth - 1}."
+        unused = (
+            "model.paligemma_with_expert.paligemma.lm_head.",
+            "model.paligemma_with_expert.gemma_expert.lm_head.",
+            f"{language}norm.",
+            f"{last}self_attn.q_proj.",
+            f"{last}self_attn.o_proj.",
+            f"{last}post_attention_layernorm.",
+            f"{last}mlp.",
+        )
+        # The first prefix that fits decides.
+        prefixes = (
+            *((prefix, UNUSED) for prefix in unused),
+            *((f"model.{module}.", "heads") for module in HEAD_MODULES),
+            ("model.paligemma_with_expert.gemma_expert.", "action expert"),
+            (language, "language model"),
+            ("model.paligemma_with_expert.paligemma.model.", "vision"),
+        )
+        parts = {}
+        for name, _ in policy.named_parameters():
+            part = next((part for prefix, part in prefixes if name.startswith(prefix)), None)
+            if part is None:
+                raise ValueError(f"parameter {name!r} is in no known part of PI0.5; is this LeRobot 0.6.1?")
+            parts[name] = part
+        return parts
+
+    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
+        return PI05Loss(policy, **options)
+
+    def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
+        return sample_noise_and_time(config, rows, seed, step, device)
+
+    def check_batch(self, batch: Mapping[str, Tensor], config: Any) -> None:
+        """Also expects tokens int64 (B, L) and their mask bool (B, L), of any L."""
+        super().check_batch(batch, config)
+        # Prompts may have been cut (`prompts.cut_prompts`): mask and tokens alike.
+        mask = batch.get(OBS_LANGUAGE_ATTENTION_MASK)
+        length = config.tokenizer_max_length if mask is None or mask.ndim != 2 else mask.shape[1]
+        shape = (len(batch[ACTION]), length)
+        for key, dtype in ((OBS_LANGUAGE_TOKENS, torch.int64), (OBS_LANGUAGE_ATTENTION_MASK, torch.bool)):
+            if key not in batch:
+                raise ValueError(f"the batch has no {key!r}; its keys are {sorted(batch)}")
+            require(batch, key, batch[key].dtype == dtype and tuple(batch[key].shape) == shape, f"{dtype} {shape}")
+
+    def prompt_lengths(self, config: Any, cameras: int, trim: bool) -> tuple[int, ...]:
+        return prompt_lengths(config.tokenizer_max_length, cameras * image_tokens(config), config.chunk_size, trim)
+
+    def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Rename keys as LeRobot's `PI05Policy.from_pretrained` does.
+
+        Published checkpoints hold the word embedding only under the name of the language head that it was tied
+        to, and LeRobot copies it from there; it does so as well where the file has both, and then the order of
+        the file decides. Here the embedding's own weights win.
+        """
+
+        def prefixed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {key if key.startswith("model.") else f"model.{key}": tensor for key, tensor in tensors.items()}
+
+        # LeRobot's function leaves these keys alone, but warns of each in every process that loads.
+        plain = {key: tensor for key, tensor in weights.items() if "patch_embedding" in key}
+        rest = {key: tensor for key, tensor in weights.items() if key not in plain}
+        renamed = prefixed({**policy._fix_pytorch_state_dict_keys(rest, policy.config), **plain})
+        return {**renamed, **{key: tensor for key, tensor in prefixed(weights).items() if key in renamed}}
+
+    def with_cameras(self, config: Any, cameras: int, prompt: int | None = None) -> Any:
+        config = copy.deepcopy(config)
+        config.tokenizer_max_length = config.tokenizer_max_length if prompt is None else prompt
+        image = PolicyFeature(FeatureType.VISUAL, (3, *config.image_resolution))
+        config.input_features = {f"{OBS_IMAGES}.{i}": image for i in range(cameras)}
+        config.empty_cameras = 0
+        config.gradient_checkpointing = config.compile_model = False
+        return config
+
+    def empty_inputs(
+        self, config: Any, rows: int, draws: int, device: torch.device | str
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """The noise is (B*K, T, max_action_dim), the time (B*K,)."""
+        with torch.device(device):
+            tokens = (rows, config.tokenizer_max_length)
+            batch = {key: torch.empty(rows, *image.shape) for key, image in config.image_features.items()}
+            batch[OBS_LANGUAGE_TOKENS] = torch.empty(tokens, dtype=torch.int64)
+            batch[OBS_LANGUAGE_ATTENTION_MASK] = torch.empty(tokens, dtype=torch.bool)
+            batch[ACTION] = torch.empty(rows, config.chunk_size, config.output_features[ACTION].shape[0])
+            return (
+                batch,
+                torch.empty(rows * draws, config.chunk_size, config.max_action_dim),
+                torch.empty(rows * draws),
+            )
+
+    def tokens(self, config: Any, cameras: int, draws: int = 1, prompt: int | None = None) -> int:
+        """Image patches, language, and the action steps of each draw."""
+        language = config.tokenizer_max_length if prompt is None else prompt
+        return cameras * image_tokens(config) + language + draws * config.chunk_size
+
+    def predict_once(self, policy: PreTrainedPolicy, batch: Mapping[str, Tensor], noise: Tensor) -> Tensor:
+        return policy.predict_action_chunk(dict(batch), noise=noise, num_steps=1)
+
+
+def image_tokens(config: Any) -> int:
     """Positions that a camera's image takes: its patches."""
     # LeRobot 0.6.1 leaves SigLIP's patches as transformers has them; the tiny policy chooses its own.
     patch = getattr(config, "patch_size", CONFIG_MAPPING["paligemma"]().vision_config.patch_size)

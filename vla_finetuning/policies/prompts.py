@@ -1,4 +1,4 @@
-"""How long PI0.5's prompts are where they are computed with: its tokenizer pads all to one length, most of it nothing.
+"""How long prompts are where they are computed with: a tokenizer pads all to one length, most of it nothing.
 
 A padded token is masked out of every attention, so loss and gradients are the same without it, up to rounding. Batches
 are cut on the host, to one of few lengths, so that shapes are few and the device is not asked. Runs in the training
@@ -13,10 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
-
-from vla_finetuning.policies.pi05 import image_tokens
 
 # Lengths are multiples of this, or of so many times this that there are few: each is compiled, and compared, by itself.
 STEP, MAX_LENGTHS = 32, 7
@@ -24,17 +21,17 @@ STEP, MAX_LENGTHS = 32, 7
 ALIGNMENT = 8
 
 
-def prompt_lengths(config: PI05Config, cameras: int, trim: bool) -> tuple[int, ...]:
-    """The lengths that prompts may have in batches with so many cameras, the shortest first.
+def prompt_lengths(longest: int, images: int, steps: int, trim: bool) -> tuple[int, ...]:
+    """The lengths that prompts may have, the shortest first.
 
     Args:
+        longest: what the tokenizer pads to.
+        images, steps: positions before a prompt and after it that attend to it.
         trim: whether prompts are cut; otherwise there is one length, which need not be the tokenizer's.
     """
-    longest = config.tokenizer_max_length
     step = STEP * -(-longest // (STEP * MAX_LENGTHS))
     wanted = {*range(step, longest, step), longest} if trim else {longest}
-    before = cameras * image_tokens(config)
-    return tuple(sorted({_sound(length, before, config.chunk_size) for length in wanted}))
+    return tuple(sorted({_sound(length, images, steps) for length in wanted}))
 
 
 def _sound(length: int, images: int, steps: int) -> int:

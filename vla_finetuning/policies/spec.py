@@ -14,7 +14,7 @@ from lerobot.processor import PolicyProcessorPipeline
 from vla_finetuning.config import ImageTransformOptions, PeftOptions, TrainOptions
 from vla_finetuning.policies.loading import load_policy, new_policy
 from vla_finetuning.policies.optim import Recipe
-from vla_finetuning.policies.processors import Stats, load_processors, make_processors
+from vla_finetuning.policies.pipelines import Stats, load_processors, make_processors
 from vla_finetuning.policies.trainable import TrainableReport
 
 Processors = tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]

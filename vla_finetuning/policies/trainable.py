@@ -1,20 +1,17 @@
 """What of a policy trains, what it is kept in, and what no training process need hold."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 from lerobot.policies.pi_gemma import PiGemmaRMSNorm
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import nn
 from transformers.models.siglip.modeling_siglip import SiglipVisionEmbeddings
 
 from vla_finetuning.config import PeftOptions, TrainMode
+from vla_finetuning.policies.family import UNUSED
 from vla_finetuning.policies.lora import add_adapters
-
-HEAD_MODULES = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
-UNUSED = "unused in training"
+from vla_finetuning.policies.registry import family_of, types_that
 
 
 @dataclass(frozen=True)
@@ -37,91 +34,53 @@ def choose_trainable(
     """Set `requires_grad` of every parameter according to the mode, and count.
 
     `heads` trains the projections of actions and time, `expert` also the action expert, `full` everything.
-    What PI0.5 never uses in training is frozen in every mode, so that every trainable parameter gets a
-    gradient in every step and DDP runs with `find_unused_parameters=False`: both language heads, the
-    language model's final norm, and of its last layer all but what makes keys and values. (LeRobot's own
-    step gives that layer's `q_proj` a gradient of zeros, so its AdamW only decays it; PI0.5's output does
-    not depend on it.)
+    What the family says is never used in training is frozen in every mode, so that every trainable parameter gets a
+    gradient in every step and DDP runs with `find_unused_parameters=False`.
 
     Args:
-        policy: PI0.5, or for `full` any policy; others than PI0.5 stay as their configuration made them.
+        policy: any for `full`; one whose family names no modes stays as its configuration made it.
         mode: what trains.
         adapters: where enabled, these are put into the policy and train, whatever the mode. seed: of their weights.
     Raises:
-        ValueError: the mode is unknown, or is not `full` and the policy is not PI0.5.
+        ValueError: the mode is unknown, or none of the policy's family.
     """
     if mode not in ("heads", "expert", "full"):
         raise ValueError(f"train mode {mode!r} is unknown; choose 'heads', 'expert' or 'full'")
+    family, other = family_of(policy.config), "frozen by the policy's configuration"
     if adapters is not None and adapters.enabled:
         add_adapters(policy, adapters, seed)
-        is_pi05 = isinstance(policy, PI05Policy)
-        parts = dict(_pi05_parts(policy)) if is_pi05 else dict.fromkeys(dict(policy.named_parameters()), "the policy")
+        parts, other = family.parts(policy), "the policy"
         for name, parameter in policy.named_parameters():
-            if parts[name] == UNUSED:
+            if parts.get(name) == UNUSED:
                 parameter.requires_grad_(False)
-    elif isinstance(policy, PI05Policy):
-        parts = dict(_pi05_parts(policy))
-        trained = {
-            "heads": {"heads"},
-            "expert": {"heads", "action expert"},
-            "full": {"heads", "action expert", "language model", "vision"},
-        }[mode]
+    elif family.modes:
+        parts = family.parts(policy)
         for name, parameter in policy.named_parameters():
-            parameter.requires_grad_(parts[name] in trained)
+            parameter.requires_grad_(parts[name] in family.modes[mode])
     elif mode == "full":
-        parts = {name: "frozen by the policy's configuration" for name, _ in policy.named_parameters()}
+        parts = {}
     else:
         raise ValueError(
-            f"train mode {mode!r} names parts of PI0.5, and this policy is of type '{policy.config.type}'; use "
-            "'full', or what the policy's own configuration offers to freeze parts of it"
+            f"train mode {mode!r} names parts of {types_that(lambda family: family.modes)}, and this policy is of type "
+            f"'{policy.config.type}'; use 'full', or what the policy's own configuration offers to freeze parts of it"
         )
     frozen: dict[str, int] = {}
     for name, parameter in policy.named_parameters():
         if not parameter.requires_grad:
-            frozen[parts[name]] = frozen.get(parts[name], 0) + parameter.numel()
+            part = parts.get(name, other)
+            frozen[part] = frozen.get(part, 0) + parameter.numel()
     total = sum(parameter.numel() for parameter in policy.parameters())
     return TrainableReport(total, total - sum(frozen.values()), frozen)
 
 
-def _pi05_parts(policy: PI05Policy) -> Iterator[tuple[str, str]]:
-    """The part of PI0.5 each parameter belongs to: (name, part)."""
-    language = "model.paligemma_with_expert.paligemma.model.language_model."
-    depth = len(policy.model.paligemma_with_expert.paligemma.model.language_model.layers)
-    last = f"{language}layers.{depth - 1}."
-    unused = (
-        "model.paligemma_with_expert.paligemma.lm_head.",
-        "model.paligemma_with_expert.gemma_expert.lm_head.",
-        f"{language}norm.",
-        f"{last}self_attn.q_proj.",
-        f"{last}self_attn.o_proj.",
-        f"{last}post_attention_layernorm.",
-        f"{last}mlp.",
-    )
-    # The first prefix that fits decides.
-    parts = (
-        *((prefix, UNUSED) for prefix in unused),
-        *((f"model.{module}.", "heads") for module in HEAD_MODULES),
-        ("model.paligemma_with_expert.gemma_expert.", "action expert"),
-        (language, "language model"),
-        ("model.paligemma_with_expert.paligemma.model.", "vision"),
-    )
-    for name, _ in policy.named_parameters():
-        part = next((part for prefix, part in parts if name.startswith(prefix)), None)
-        if part is None:
-            raise ValueError(f"parameter {name!r} is in no known part of PI0.5; is this LeRobot 0.6.1?")
-        yield name, part
-
-
 def leave_off_unused(policy: PreTrainedPolicy) -> list[str]:
-    """Take away what PI0.5 never uses in training and `choose_trainable` froze. Returns the names; others have none.
+    """Take away what a policy never uses in training and `choose_trainable` froze. Returns the names.
 
-    0.9 B of 4.1 B parameters, 1.7 GiB in bfloat16, that no training process need hold. `PolicyLoss` gives the same
-    numbers without them; LeRobot's own `forward` does not run any more.
+    Of PI0.5 0.9 B of 4.1 B parameters, 1.7 GiB in bfloat16, that no training process need hold. The family's loss gives
+    the same numbers without them; LeRobot's own `forward` does not run any more.
     """
-    if not isinstance(policy, PI05Policy):
-        return []
-    parts, frozen = dict(_pi05_parts(policy)), {n for n, p in policy.named_parameters() if not p.requires_grad}
-    names = [name for name in frozen if parts[name] == UNUSED]
+    parts = family_of(policy.config).parts(policy)
+    names = [n for n, p in policy.named_parameters() if not p.requires_grad and parts.get(n) == UNUSED]
     for name in names:
         module, _, own = name.rpartition(".")
         policy.get_submodule(module).register_parameter(own, None)

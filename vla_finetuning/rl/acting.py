@@ -17,7 +17,7 @@ from util import Batch
 from vla_finetuning.envs.stage import Decision, Observation
 from vla_finetuning.evaluation.episodes import Episode, noise
 from vla_finetuning.evaluation.player import Player
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.rl.flow_sde import FlowSDE, follow, sample
 
@@ -25,7 +25,7 @@ PROMPT = (OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)
 
 
 class Actor:
-    """PI0.5 under the weights as they are, with what stands between it and an environment.
+    """A policy under the weights as they are, with what stands between it and an environment.
 
     Args:
         loss: the module that trains; it acts too. player: of its policy, for what comes before and after the network.
@@ -37,7 +37,7 @@ class Actor:
 
     def __init__(
         self,
-        loss: PolicyLoss,
+        loss: FlowLoss,
         player: Player,
         *,
         prompts: tuple[int, ...],

@@ -1,4 +1,4 @@
-"""PI0.5's sampler made random, so that an action chunk has a probability: what learning from rewards needs of it.
+"""A flow's sampler made random, so that an action chunk has a probability: what learning from rewards needs of it.
 
 LeRobot's sampler walks from noise (t = 1) to actions (t = 0) in K steps of dt = 1/K along the velocity v that the
 network predicts. The walk with noise added in every step, and the drift that makes up for it, leads to the same
@@ -9,10 +9,10 @@ known mean and standard deviation (Flow-GRPO, arXiv 2505.05470; for VLAs pi-RL, 
     mean     = x - v dt - sigma^2 dt / (2 t) (x + (1 - t) v)
     std      = sigma sqrt(dt)
 
-Only the real dimensions of an action are random; what pads them to PI0.5's width follows the ODE. So the density is
-over exactly what was drawn. All arithmetic but the network's own is float32.
+Only the real dimensions of an action are random; what pads them to the policy's width follows the ODE. So the density
+is over exactly what was drawn. All arithmetic but the network's own is float32.
 
-Legend: B rows, K steps of the walk, S of them random and recorded, T chunk, A action, W PI0.5's padded action width.
+Legend: B rows, K steps of the walk, S of them random and recorded, T chunk, A action, W the padded action width.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lerobot.utils.constants import ACTION
 from torch import Tensor
 
 from util import Batch
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.flow import FlowLoss
 
 LOG_TWO_PI = math.log(2 * math.pi)
 
@@ -102,7 +102,7 @@ def log_prob(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sample(loss: PolicyLoss, batch: Batch, sde: FlowSDE, draws: Draws) -> tuple[Tensor, Walk]:
+def sample(loss: FlowLoss, batch: Batch, sde: FlowSDE, draws: Draws) -> tuple[Tensor, Walk]:
     """Walk at random: normalised chunks float32 (B, T, A), and what is kept of the walk.
 
     Images and language are computed once for a decision, however many steps there are.
@@ -128,7 +128,7 @@ def sample(loss: PolicyLoss, batch: Batch, sde: FlowSDE, draws: Draws) -> tuple[
 
 
 @torch.no_grad()
-def follow(loss: PolicyLoss, batch: Batch, start: Tensor, steps: int) -> Tensor:
+def follow(loss: FlowLoss, batch: Batch, start: Tensor, steps: int) -> Tensor:
     """LeRobot's own sampler: normalised chunks float32 (B, T, A) from noise (B, T, W), nothing random in between."""
     prefix = loss.prefix(loss.images(batch))
     x, dt = start, -1.0 / steps
@@ -138,7 +138,7 @@ def follow(loss: PolicyLoss, batch: Batch, start: Tensor, steps: int) -> Tensor:
     return x[..., : loss.policy.config.output_features[ACTION].shape[0]]
 
 
-def score(loss: PolicyLoss, batch: Batch, sde: FlowSDE, walk: Walk) -> tuple[Tensor, Tensor, Tensor]:
+def score(loss: FlowLoss, batch: Batch, sde: FlowSDE, walk: Walk) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities (B, S) of recorded steps under the weights as they are; their means (B, S, T, A), stds (B, S).
 
     Gradients flow. All steps of a row are draws of one suffix over one prefix.

@@ -24,7 +24,7 @@ from vla_finetuning.config import EvalOptions, GrpoConfig, GrpoOptions
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import Ended, Start
 from vla_finetuning.evaluation.episodes import episode_list
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
 from vla_finetuning.rl.minibatches import Table, group_seed, minibatches, rank_of
 from vla_finetuning.rl.objective import Objective, advantages, told
@@ -260,7 +260,7 @@ class Lessons:
         return batch | {key: value.to(self._actor.device) for key, value in own.items()}
 
     def _draws(self, rows: np.ndarray, epoch: int) -> dict[str, Tensor]:
-        """Noise and time of imitation, LeRobot's distributions (`policies.pi05.sample_noise_and_time`)."""
+        """Noise and time of imitation, LeRobot's distributions (`policies.flow.sample_noise_and_time`)."""
         config: Any = self._run.policy.config
         noise, times = [], []
         for row in rows:
@@ -272,7 +272,7 @@ class Lessons:
         return {"noise": torch.from_numpy(np.stack(noise)), "time": torch.tensor(times, dtype=torch.float32)}
 
 
-def build_grpo_optimizer(config: GrpoConfig, loss: PolicyLoss) -> TrainableOptimizer:
+def build_grpo_optimizer(config: GrpoConfig, loss: FlowLoss) -> TrainableOptimizer:
     """AdamW with the policy's own constants but no decay, which would pull away from the policy that was imitated."""
     preset = loss.policy.config.get_optimizer_preset()
     peak, warmup = config.lr or preset.lr, config.grpo.warmup

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from util import Batch
 from vla_finetuning.config import GrpoOptions, Method
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl.flow_sde import FlowSDE, Walk, score
 
 EPSILON = 1e-6
@@ -83,7 +83,7 @@ class Told:
 class Objective(nn.Module):
     """The loss of a micro-batch of decisions: the sum over its rows, whatever they are then divided by.
 
-    A micro-batch, all of B rows: what `PolicyLoss` takes of images and language; `weight` float32 (B,), 0 for a row
+    A micro-batch, all of B rows: what `FlowLoss` takes of images and language; `weight` float32 (B,), 0 for a row
     that only fills up; and for grpo and rloo `x`, `after`, `which` (`flow_sde.Walk`), `advantage` (B,), `old` (B, S),
     the log-probabilities before the first update, and `start_mean` (B, S, T, A) with `--grpo.kl`; for filtered
     `action` (B, T, A), `noise` and `time`.
@@ -94,7 +94,7 @@ class Objective(nn.Module):
 
     sums: Tensor
 
-    def __init__(self, loss: PolicyLoss, sde: FlowSDE, options: GrpoOptions):
+    def __init__(self, loss: FlowLoss, sde: FlowSDE, options: GrpoOptions):
         super().__init__()
         self.loss, self.sde, self.options = loss, sde, options
         self.register_buffer("sums", torch.zeros(6), persistent=False)

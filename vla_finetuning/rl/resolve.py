@@ -6,12 +6,11 @@ import math
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lerobot.configs import FeatureType
 from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import env_to_policy_features
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.utils.constants import POLICY_PREPROCESSOR_DEFAULT_NAME
 
 from vla_finetuning.config import GrpoConfig, GrpoOptions, PeftOptions
@@ -19,7 +18,7 @@ from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, how_
 from vla_finetuning.evaluation.player import check_fits
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.optim import make_recipe
-from vla_finetuning.policies.prompts import prompt_lengths
+from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.rl.flow_sde import FlowSDE
 from vla_finetuning.run.base_policy import check_policy, resolve_policy
@@ -81,7 +80,7 @@ class GrpoRun:
         return self.options.groups * self.options.group_size
 
 
-def decision_bytes(env: EnvConfig, config: PI05Config, sde: FlowSDE) -> int:
+def decision_bytes(env: EnvConfig, config: Any, sde: FlowSDE) -> int:
     """Bytes of a remembered decision: images, tokens, and the walk of its action chunk."""
     features = env_to_policy_features(env).values()
     images = sum(math.prod(feature.shape) for feature in features if feature.type is FeatureType.VISUAL)
@@ -109,10 +108,11 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     tasks = tuple(task_makers(env))
     policy_config, folder, base = resolve_policy(config.training(), config.policy_path)
     assert folder is not None  # there was a path
-    if not isinstance(policy_config, PI05Config):
+    if not family_of(policy_config).flow:
         raise ValueError(
             f"policy {base['path']} is of type '{policy_config.type}': to learn from rewards, action chunks must have "
-            "a probability, which is known here for PI0.5 and its flow matching; train a PI0.5 with vla.py"
+            f"a probability, which is known here for the flow matching of {types_that(lambda family: family.flow)}; "
+            "train one with vla.py"
         )
     check_fits(policy_config, env, config.rename_map)
     check_drawn(drawn_for(folder), env, folder)
@@ -123,7 +123,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
         )
     shown = {config.rename_map.get(key, key) for key in env_to_policy_features(env)}
     cameras = tuple(key for key in policy_config.image_features if key in shown)
-    prompts = prompt_lengths(policy_config, len(cameras), config.train.trim_prompts)
+    prompts = family_of(policy_config).prompt_lengths(policy_config, len(cameras), config.train.trim_prompts)
     steps = 1 if config.grpo.random_steps == "one" else config.grpo.flow_steps
     decided = {name: value for name, value in asdict(config.grpo).items() if name not in FREE}
     config = replace(config, policy_revision=base["revision"])
@@ -155,7 +155,7 @@ def describe_grpo(run: GrpoRun) -> str:
     config, g, job, policy, scene = run.config, run.options, run.job, run.policy, run.scene
     assert policy.parameters is not None
     decisions = scene.most_decisions(policy.config.n_action_steps)
-    size = decision_bytes(scene.env, cast(PI05Config, policy.config), run.sde)
+    size = decision_bytes(scene.env, policy.config, run.sde)
     workers, per_worker = config.scaling.num_workers, run.episodes // config.scaling.num_workers
     held = per_worker * decisions * size
     advantage = {

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from lerobot.configs.policies import PreTrainedConfig
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 from vla_finetuning.config import (
     PRESETS,
@@ -20,12 +19,13 @@ from vla_finetuning.config import (
     PeftOptions,
     TrainOptions,
 )
-from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from vla_finetuning.policies.counting import meta_policy
+from vla_finetuning.policies.family import TRAIN_OPTIONS
 from vla_finetuning.policies.loading import check_weights, fetch_pretrained, load_policy_config, make_policy_config
 from vla_finetuning.policies.processors import (
     TOKENIZER_FOLDER,
 )
+from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.trainable import TrainableReport, choose_trainable
 from vla_finetuning.run.checkpoint import check_base, file_digest, latest_checkpoint, load_progress
@@ -36,27 +36,31 @@ def check_policy(
     policy_config: PreTrainedConfig, folder: Path | None, train: TrainOptions, adapters: PeftOptions | None = None
 ) -> TrainableReport | None:
     """Refuse weights that do not load, and count what there is and what trains, without any memory for it."""
-    if not isinstance(policy_config, PI05Config):
-        if train.mode != "full":
+    family = family_of(policy_config)
+    if train.mode != "full" and not family.modes:
+        raise ValueError(
+            f"--train.mode={train.mode} names parts of {types_that(lambda known: known.modes)}, and the policy is of "
+            f"type {policy_config.type}; use --train.mode=full, or what the policy's own options (--policy.*) offer to "
+            "freeze parts of it"
+        )
+    for name in TRAIN_OPTIONS:
+        value, default = getattr(train, name), getattr(TrainOptions(), name)
+        if value != default and name not in family.train_options:
+            able = types_that(lambda known: name in known.train_options)  # noqa: B023  (called at once)
             raise ValueError(
-                f"--train.mode={train.mode} names parts of PI0.5, and the policy is of type {policy_config.type}; use "
-                "--train.mode=full, or what the policy's own options (--policy.*) offer to freeze parts of it"
+                f"--train.{name}={value} is for {able}, and the policy is of type {policy_config.type}: leave it "
+                "out, or look for the like among the policy's own options (--policy.*)"
             )
-        for name in ("mask_padding", "noise_draws", "activation_checkpointing", "compile"):
-            value, default = getattr(train, name), getattr(TrainOptions(), name)
-            if value != default:
-                raise ValueError(
-                    f"--train.{name}={value} is for PI0.5, and the policy is of type {policy_config.type}: leave it "
-                    "out, or look for the like among the policy's own options (--policy.*)"
-                )
+    if not family.from_config:
         return None  # building others may download their backbones
     policy = meta_policy(policy_config)
     if folder is not None:
         check_weights(folder, policy)
     report = choose_trainable(policy, train.mode, adapters)
-    if any(parameter.requires_grad and parameter.dtype != torch.float32 for parameter in policy.parameters()):
+    trained = {parameter.dtype for parameter in policy.parameters() if parameter.requires_grad}
+    if others := sorted(str(dtype).removeprefix("torch.") for dtype in trained - {torch.float32}):
         raise ValueError(
-            f"--policy.dtype={policy_config.dtype}, the user's or the pretrained policy's own: weights that train must "
+            f"--policy.dtype={others[0]}, the user's or the pretrained policy's own: weights that train must "
             "be float32, or small updates are lost; give --policy.dtype=float32 (--train.precision says what the step "
             "computes in, and keeps what is frozen in bf16)"
         )
@@ -127,13 +131,6 @@ WITHOUT_EFFECT = {
     "device": "--scaling.use_gpu",
     "use_peft": "--peft.method_type lora",
 }
-WITHOUT_EFFECT_IN_PI05 = {
-    "train_expert_only": "--train.mode expert",
-    "freeze_vision_encoder": "--train.mode heads or expert, in which the whole backbone is frozen",
-    "compile_model": "--train.compile",
-    "compile_mode": "--train.compile",
-    "gradient_checkpointing": "--train.activation_checkpointing",
-}
 
 # Options of ours, and those of policies of which they take the place.
 SCHEDULER_OPTIONS = ("scheduler_warmup_steps", "scheduler_decay_steps", "scheduler_decay_lr")
@@ -146,7 +143,7 @@ OURS_AND_THEIRS = {
 
 def check_policy_options(config: Config, policy_config: PreTrainedConfig) -> None:
     """Refuse options of the policy that would be ignored, naming what does the same here."""
-    answers = WITHOUT_EFFECT | (WITHOUT_EFFECT_IN_PI05 if isinstance(policy_config, PI05Config) else {})
+    answers = WITHOUT_EFFECT | dict(family_of(policy_config).without_effect)
     preset = PRESETS.get(config.preset or "", {})
     for ours, theirs in OURS_AND_THEIRS.items():
         if (value := getattr(config, ours)) is not None:

@@ -14,7 +14,6 @@ from typing import Any
 from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.config import CACHE_DIR, PRESETS, Config
@@ -25,13 +24,12 @@ from vla_finetuning.data.reader import frame_of
 from vla_finetuning.data.selection import Choice, of_each, read_choice
 from vla_finetuning.data.statistics import check_stats
 from vla_finetuning.data.storage import StoragePolicy
-from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch, match_features
 from vla_finetuning.policies.optim import make_recipe, require_shown
 from vla_finetuning.policies.processors import normalization_mode
-from vla_finetuning.policies.prompts import prompt_lengths
+from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.base_policy import check_policy, check_policy_options, resolve_policy
@@ -135,12 +133,9 @@ def resolve(config: Config, gpus_found: int) -> Run:
     if decision.statistics == "exact":
         missing = exact_needed(metas[0].features, needed)
     config = replace(config, dataset=replace(config.dataset, statistics=decision.statistics))
-    cameras, flops = len(match.camera_keys), {}
-    prompts: tuple[int, ...] = ()
-    if isinstance(base.config, PI05Config):
-        mode = config.train.mode
-        prompts = prompt_lengths(base.config, cameras, config.train.trim_prompts)
-        flops = flops_by_prompt(base.config, cameras, mode, config.train.noise_draws, prompts, config.peft)
+    cameras, train, flops = len(match.camera_keys), config.train, {}
+    if prompts := family_of(base.config).prompt_lengths(base.config, cameras, train.trim_prompts):
+        flops = flops_by_prompt(base.config, cameras, train.mode, train.noise_draws, prompts, config.peft)
     spec = PolicySpec(
         config=base.config,
         folder=base.folder,
@@ -184,7 +179,13 @@ def with_config(run: Run, config: Config, steps: int | None = None) -> Run:
         ),
         reading=replace(run.rows.reading, skip_log=config.folder / SKIPPED_NAME),
     )
-    policy = replace(run.policy, train=config.train)
+    policy = replace(
+        run.policy,
+        train=config.train,
+        adapters=config.peft,
+        average=config.ema.decay if config.ema.enable else None,
+        export_average=config.takes_average,
+    )
     job = make_job(config, policy, run.job.steps if steps is None else steps, rows.identity, policy.what_trains)
     return replace(run, config=config, job=job, policy=policy, rows=rows)
 
@@ -306,10 +307,10 @@ def _base(config: Config, path: str | None) -> _Base:
             f"{base.name}: a '{kind}' changes after every step otherwise than by its gradients, which is not done "
             "here: train it with lerobot-train"
         )
-    if config.dataset.on_error == "skip" and not isinstance(base.config, PI05Config):
+    if config.dataset.on_error == "skip" and not family_of(base.config).row_losses:
         raise ValueError(
-            f"{base.name}: --dataset.on_error=skip needs a loss that can leave rows out, as PI0.5's can; this is a "
-            f"'{kind}': use --dataset.on_error=stop"
+            f"{base.name}: --dataset.on_error=skip needs a loss that can leave rows out, as that of "
+            f"{types_that(lambda family: family.row_losses)}; this is a '{kind}': use --dataset.on_error=stop"
         )
     require_shown(base.config, base.name)
     return base

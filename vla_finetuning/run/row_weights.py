@@ -15,13 +15,13 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import hf_hub_download
 from lerobot.configs.policies import PreTrainedConfig
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 from vla_finetuning.config import Config, SampleWeightingOptions
 from vla_finetuning.data.limits import MAX_DATA_BYTES
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.data.table import numbers
+from vla_finetuning.policies.registry import family_of, types_that
 
 # What LeRobot's reward model calls its file, in a dataset's folder.
 PROGRESS_NAME = "sarm_progress.parquet"
@@ -42,10 +42,11 @@ def row_weights(config: Config, metas: Sequence[DatasetMetadata], policy_config:
     options = config.sample_weighting
     if options.type in (None, "uniform"):
         return None
-    if not isinstance(policy_config, PI05Config):
+    if not family_of(policy_config).row_losses:
         raise ValueError(
-            f"--sample_weighting.type={options.type} needs a loss by rows, which is here of PI0.5 alone; this is a "
-            f"'{policy_config.type}'. --dataset.episode_weights weighs episodes for every policy"
+            f"--sample_weighting.type={options.type} needs a loss by rows, which is here of "
+            f"{types_that(lambda family: family.row_losses)} alone; this is a '{policy_config.type}'. "
+            "--dataset.episode_weights weighs episodes for every policy"
         )
     if len(metas) > 1:
         raise ValueError(

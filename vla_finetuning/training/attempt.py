@@ -31,10 +31,18 @@ def begin(job: Job, worker: Worker, deterministic: bool) -> Attempt:
     """Log to the run's folder, set PyTorch up, and find where the run goes on. Every rank must call it."""
     log_to(job.output_dir)
     enable_gpu_perf_flags(deterministic)
+    progress, checkpoint = saved_progress(job, worker)
     is_first = worker.rank == 0
-    # Rank 0 decides for all: where the folder is on a network, the others may see its files late.
-    checkpoint = worker.broadcast(latest_checkpoint(job.checkpoints_dir) if is_first else None)
-    progress = job.start if checkpoint is None else load_progress(checkpoint)
-    check_resumable(progress, job.start)
     number = worker.broadcast(start_attempt(job.output_dir, progress.step, worker.world) if is_first else None)
     return Attempt(number, progress, checkpoint)
+
+
+def saved_progress(job: Job, worker: Worker) -> tuple[Progress, Path | None]:
+    """How far the run is, and the newest sound checkpoint, which says so; None where there is none yet.
+
+    Rank 0 looks for it: where the folder is on a network, the others may see its files late. Every rank must call it.
+    """
+    checkpoint = worker.broadcast(latest_checkpoint(job.checkpoints_dir) if worker.rank == 0 else None)
+    progress = job.start if checkpoint is None else load_progress(checkpoint)
+    check_resumable(progress, job.start)
+    return progress, checkpoint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +13,8 @@ from lerobot.utils.constants import OBS_LANGUAGE_TOKENS
 from util import Batch, Draws, peak_flops
 from vla_finetuning.data.columns import ROW_COLUMNS
 from vla_finetuning.data.videos import Frames
-from vla_finetuning.policies.counting import tokens_per_sample
-from vla_finetuning.policies.pi05 import check_batch, sample_noise_and_time
 from vla_finetuning.policies.prompts import cut_prompts
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.progress import RowsLog
 from vla_finetuning.run.row_weights import of_batch
@@ -66,8 +65,8 @@ class WorkCounter:
         spec = self._spec
         if spec.prompts:
             rows, prompt = batch[OBS_LANGUAGE_TOKENS].shape
-            tokens = tokens_per_sample(spec.config, spec.cameras, spec.train.noise_draws, prompt)
-            self._tokens += rows * cast(int, tokens)
+            tokens = family_of(spec.config).tokens(spec.config, spec.cameras, spec.train.noise_draws, prompt)
+            self._tokens += rows * tokens
             self._flops += rows * spec.flops_by_prompt[prompt]
 
     def take(self) -> tuple[float, float]:
@@ -86,7 +85,7 @@ def policy_batches(
         rows = {key: value for key, value in batch.items() if key in ROW_COLUMNS}
         inputs = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
         if number == 0:
-            check_batch(inputs, policy_config)
+            family_of(policy_config).check_batch(inputs, policy_config)
         on_batch(number, rows, inputs)
         yield inputs
 
@@ -107,7 +106,7 @@ def noise_for(spec: PolicySpec, step: int, dealt: Dealt, device: torch.device) -
     """
     per_row, seed = spec.train.noise_draws, spec.seed
     rows = dealt.rows_per_step * per_row
-    noise, time = sample_noise_and_time(spec.config, rows, seed, step, device)
+    noise, time = family_of(spec.config).draw(spec.config, rows, seed, step, device)
     if noise is None or time is None:
         # Other policies draw their own, from the default generators.
         torch.manual_seed(seed * 1_000_003 + step * dealt.world + dealt.rank)

@@ -14,14 +14,14 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
 from lerobot_datasource import LeRobotDatasource
 from util import Batch, NumpyToTorchCollate, cuda_prefetcher
 from vla_finetuning.data.columns import IS_SKIPPED, ROW_COLUMNS
-from vla_finetuning.policies.pi05 import PolicyLoss, sample_noise_and_time
+from vla_finetuning.policies.family import PolicyLoss
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.rows import Rows
 from vla_finetuning.training.batches import collate_cut
@@ -56,9 +56,9 @@ class HeldOutLoss:
         rank, world = worker.rank, worker.world
         self._rows = rows.held_out_rows(limit)
         self._size = batch_size
-        # PI0.5 tells the loss of every draw of a row; of another policy's batch, all rows count as its mean.
-        self._is_pi05 = isinstance(spec.config, PI05Config)
-        self._per_row = spec.train.noise_draws if self._is_pi05 else 1
+        # Where the loss is not known by row, all rows of a batch count as its mean.
+        self._family = family_of(spec.config)
+        self._per_row = spec.train.noise_draws if self._family.row_losses else 1
         self._chunks = -(-len(self._rows.positions) // self._size)
         self._mine = list(range(rank, -(-self._chunks // world) * world, world))
         self._collate = NumpyToTorchCollate(worker.device.type == "cuda")
@@ -73,9 +73,9 @@ class HeldOutLoss:
         """Compute it; every rank must call it, and gets the same. One collective and one read from the device.
 
         Returns:
-            `eval_loss`, the mean over all rows and draws, and `eval_s`, how long that took. Of PI0.5 also, of the tasks
-            with the most rows `eval_loss_by_task`, and `eval_loss_by_time`, over equal parts of the flow time from 0 to
-            1; None where there is none.
+            `eval_loss`, the mean over all rows and draws, and `eval_s`, how long that took. Where the loss is known by
+            row also, of the tasks with the most rows `eval_loss_by_task`, and `eval_loss_by_time`, over equal parts of
+            the flow time from 0 to 1; None where there is none.
         """
         started = time.perf_counter()
         rows = len(self._rows.positions) * self._per_row
@@ -107,11 +107,11 @@ class HeldOutLoss:
     def _losses(
         self, loss: PolicyLoss, batch: Batch, number: int, autocast: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
-        """Losses and times of a chunk's draws; of other policies than PI0.5, the batch's loss for every row."""
+        """Losses and times of a chunk's draws; where it is not known by row, the batch's loss for every row."""
         inputs = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
         rows = len(next(iter(inputs.values())))
         with torch.autocast(self._device.type, autocast, enabled=autocast is not None):
-            if self._is_pi05:
+            if self._family.row_losses:
                 noise, times = self._draws(number)
                 return loss(inputs, noise, times, per_row=True), times
             devices = [self._device] if self._device.type == "cuda" else []
@@ -125,7 +125,7 @@ class HeldOutLoss:
         groups = range(first // DRAWN_TOGETHER, -(-(first + self._size) // DRAWN_TOGETHER))
         config, seed, many = self._spec.config, self._spec.seed, DRAWN_TOGETHER * self._per_row
         # Steps that training never has.
-        drawn = [sample_noise_and_time(config, many, seed, -1 - group, self._device) for group in groups]
+        drawn = [self._family.draw(config, many, seed, -1 - group, self._device) for group in groups]
         skip = (first - groups.start * DRAWN_TOGETHER) * self._per_row
         of_rows = slice(skip, skip + self._size * self._per_row)
         noise, times = (torch.cat([pair[kind] for pair in drawn])[of_rows] for kind in (0, 1))  # type: ignore[misc]
@@ -135,7 +135,7 @@ class HeldOutLoss:
         """What an evaluation tells, of float64 (N*K,) each."""
         chosen = counted > 0
         told: dict[str, Any] = {"eval_loss": _mean(losses[chosen])}
-        if self._is_pi05:
+        if self._family.row_losses:
             task = np.repeat(self._rows.task, self._per_row)
             many = np.argsort(-np.bincount(task, minlength=len(self._rows.tasks)), kind="stable")[:TASKS_TOLD]
             told["eval_loss_by_task"] = {
@@ -163,7 +163,7 @@ class HeldOutLoss:
             if not self._keeps:
                 del self._asked[number]
             missing = self._size - len(next(iter(columns.values())))
-            if missing and self._is_pi05:  # no other shape than in training, which might have to be compiled
+            if missing and self._family.row_losses:  # no other shape than in training, which might have to be compiled
                 columns = {k: np.concatenate([v, np.repeat(v[-1:], missing, axis=0)]) for k, v in columns.items()}
             yield collate_cut(self._collate, self._spec.prompts, columns)
 

@@ -17,7 +17,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.configs import PreTrainedConfig
+from lerobot.utils.constants import OBS_LANGUAGE_TOKENS
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,10 +27,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from util import held, make_trainable_optimizer, train_step
 from vla_finetuning.config import Attention, PeftOptions, Strategy, TrainMode
-from vla_finetuning.policies.counting import empty_inputs, meta_policy, tokens_per_sample, with_cameras
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.attention import Shape
+from vla_finetuning.policies.build import build_loss
+from vla_finetuning.policies.counting import meta_policy
+from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
-from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, leave_off_unused
+from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
 from vla_finetuning.training.parallel import gathered_bytes, hold_gradients, is_part, keeps_casts, spread, units
 
 GIB = 2**30
@@ -85,7 +89,7 @@ class StepMemory:
 
 
 def step_memory(
-    config: PI05Config,
+    config: PreTrainedConfig,
     mode: TrainMode,
     *,
     cameras: int,
@@ -103,29 +107,33 @@ def step_memory(
     frame_bytes: int = 0,
     average: bool = False,
 ) -> StepMemory:
-    """Run a step of PI0.5 without storage, Adam's moments being there, and add up what would be alive.
+    """Run a step without storage, Adam's moments being there, and add up what would be alive.
 
     Args:
-        config: the policy's. cameras: in a batch. The others are the run's own options; bf16: under autocast, with
-            what is frozen kept in bf16. workers: the fewest that the run may have. shard_workers: for hsdp, how many
-            of them hold a copy together; all when absent. frame_bytes: of a row's frames, uint8, as they arrive.
-            average: whether one is kept of what trains.
+        config: of a policy whose family is built `from_config`. cameras: in a batch. The others are the run's own
+            options; bf16: under autocast, with what is frozen kept in bf16. workers: the fewest that the run may have.
+            shard_workers: for hsdp, how many of them hold a copy together; all when absent. frame_bytes: of a row's
+            frames, uint8, as they arrive. average: whether one is kept of what trains.
     """
-    checkpointing = checkpointing or config.gradient_checkpointing
-    config = with_cameras(config, cameras)
-    cpu = torch.device("cpu")
-    policy = meta_policy(config)
-    choose_trainable(policy, mode, adapters)  # here, as PEFT moves adapters about, which fake tensors cannot be
+    checkpointing = checkpointing or getattr(config, "gradient_checkpointing", False)
+    family, cpu = family_of(config), torch.device("cpu")
+    config = family.with_cameras(config, cameras)
     sharded = workers > 1 and strategy != "ddp"
     autocast = torch.bfloat16 if bf16 else None
+    # On the meta device, as PEFT moves adapters about, which fake tensors cannot be.
+    loss = build_loss(
+        meta_policy(config),
+        mode,
+        adapters=adapters,
+        autocast=autocast,
+        images=DeviceHalf(None, config),
+        attention=attention,
+        checkpointing=checkpointing,
+    )
     # The CPU's autocast in place of CUDA's, and its fused attention: autograd runs fake tensors on no other device.
     pretended = _pretended_group(workers) if sharded else contextlib.nullcontext()
     with _without_collector(), pretended, FakeTensorMode():
-        _give_storage(policy, cpu)
-        leave_off_unused(policy)
-        if bf16:
-            cast_frozen(policy, torch.bfloat16)
-        loss = PolicyLoss(policy, images=DeviceHalf(None, config), attention=attention, checkpointing=checkpointing)
+        _give_storage(loss, cpu)
         # On CUDA the next unit is gathered while one computes; on the CPU that is run here, one after the other.
         ahead = max((gathered_bytes(unit, autocast) for unit in units(loss)), default=0) if sharded else 0
         model: nn.Module = loss
@@ -137,7 +145,7 @@ def step_memory(
         elif workers > 1 and not find_unused_parameters:
             hold_gradients(loss)  # DDP itself takes no fake tensors; what it holds are these, in its buckets
         optimizer = make_trainable_optimizer(
-            policy,
+            loss.policy,
             schedule=lambda step: 0.0,
             betas=(0.9, 0.95),
             eps=1e-8,
@@ -151,7 +159,7 @@ def step_memory(
         if micros == 2 and not (sharded and strategy != "fsdp2_reshard"):
             hold_gradients(loss)
             micros = 1
-        batch, noise, time = empty_inputs(config, batch_size, draws, cpu)
+        batch, noise, time = family.empty_inputs(config, batch_size, draws, cpu)
         inputs = [*batch.values(), noise, time]
         weights = [held(tensor) for tensor in (*loss.parameters(), *loss.buffers(), *optimizer.average)]
         alive = Alive([*weights, *(held(p.grad) for p in optimizer.params if p.grad is not None), *inputs])
@@ -193,7 +201,7 @@ def step_memory(
         beside = CONTEXT_BYTES + round(FRAGMENTATION * peak) + _bytes(inputs) + frames + 2 * ahead
         beside += COLLECTIVES_BYTES if workers > 1 else 0
         if attention == "sdpa":
-            beside += _attention_workspace(loss, config, cameras, batch_size * draws)
+            beside += _attention_workspace(loss, cameras, batch[OBS_LANGUAGE_TOKENS].shape[1], batch_size * draws)
         return StepMemory(
             weights=_bytes(weights),
             gradients=gradients,
@@ -204,24 +212,25 @@ def step_memory(
         )
 
 
-def prediction_bytes(config: PI05Config, mode: TrainMode, *, cameras: int, rows: int, bf16: bool) -> int:
-    """What PI0.5 takes, beside its weights, while LeRobot's own code predicts chunks for so many rows at once.
+def prediction_bytes(config: PreTrainedConfig, mode: TrainMode, *, cameras: int, rows: int, bf16: bool) -> int:
+    """What a policy takes, beside its weights, while LeRobot's own code predicts chunks for so many rows at once.
 
     Args:
         mode: what trained; with bf16, what did not is held in bfloat16, and all is computed under autocast.
     """
-    config, cpu = with_cameras(config, cameras), torch.device("cpu")
+    family, cpu = family_of(config), torch.device("cpu")
+    config = family.with_cameras(config, cameras)
     policy = meta_policy(config).eval()
     with _without_collector(), FakeTensorMode(), torch.no_grad():
         _give_storage(policy, cpu)
         if bf16:
             choose_trainable(policy, mode)
             cast_frozen(policy, torch.bfloat16)
-        batch, noise, _ = empty_inputs(config, rows, 1, cpu)
+        batch, noise, _ = family.empty_inputs(config, rows, 1, cpu)
         weights, inputs = [*policy.parameters(), *policy.buffers()], [*batch.values(), noise]
         alive = Alive([*weights, *inputs])
         with alive, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            policy.predict_action_chunk(batch, noise=noise, num_steps=1)  # the next one takes what this one took
+            family.predict_once(policy, batch, noise)
         return alive.peak - _bytes(weights)
 
 
@@ -249,11 +258,11 @@ def _pretended_group(workers: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _attention_workspace(loss: PolicyLoss, config: PI05Config, cameras: int, rows: int) -> int:
-    attends = loss.policy.model.paligemma_with_expert.paligemma.model.language_model.layers[0].self_attn
-    width = attends.head_dim * attends.config.num_attention_heads
-    tokens = tokens_per_sample(config, cameras) or 0
-    return ATTENTION_WORKSPACE_TENSORS * rows * tokens * width * 4
+def _attention_workspace(loss: PolicyLoss, cameras: int, prompt: int, rows: int) -> int:
+    """Of so many rows, in whichever attention takes the most."""
+    attentions: list[tuple[Any, Shape]] = loss.attentions(cameras, [prompt])
+    keys = [shape.keys * layer.head_dim * layer.config.num_attention_heads for layer, shape in attentions]
+    return ATTENTION_WORKSPACE_TENSORS * rows * max(keys, default=0) * 4
 
 
 def _give_storage(module: nn.Module, device: torch.device) -> None:

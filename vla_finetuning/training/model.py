@@ -8,16 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 from util import TrainableOptimizer, take_optimizer
 from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.augment import augmentation_of
+from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.compiling import Compiler, why_not
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf, Prepare
 from vla_finetuning.policies.spec import PolicySpec
-from vla_finetuning.policies.trainable import autocast_of, cast_frozen, choose_trainable, leave_off_unused
+from vla_finetuning.policies.trainable import autocast_of
 from vla_finetuning.run.record import record_attention
 from vla_finetuning.run.rows import Rows
 from vla_finetuning.training.stream import Columns, Placed
@@ -28,14 +28,10 @@ logger = logging.getLogger(__name__)
 def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, torch.dtype | None]:
     """The policy with its loss on `device`, what trains chosen; and the autocast dtype (None: float32 throughout).
 
-    Of PI0.5 without what training never uses: `export` has it from the base, which it reads anew.
+    Without what training never uses: `export` has it from the base, which it reads anew.
     """
     policy, train = spec.start(), spec.train
-    choose_trainable(policy, train.mode, spec.adapters, spec.seed)
-    leave_off_unused(policy)
     autocast = autocast_of(train.precision, device)
-    if autocast is not None:
-        cast_frozen(policy, autocast)
     preprocessor, _ = spec.processors()
     # Its device half: uint8 images become what the policy expects, on the device.
     augmentation = augmentation_of(
@@ -48,8 +44,12 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
             logger.warning("--train.compile does nothing: %s", reason)
         else:
             compiler = Compiler()
-    loss = PolicyLoss(
+    loss = build_loss(
         policy,
+        train.mode,
+        adapters=spec.adapters,
+        seed=spec.seed,
+        autocast=autocast,
         images=images,
         mask_padding=train.mask_padding,
         attention=train.attention,
@@ -63,14 +63,14 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
 def check_attention(
     spec: PolicySpec, loss: PolicyLoss, device: torch.device, autocast: torch.dtype | None, record_in: Path | None
 ) -> None:
-    """Have PI0.5's loss use a kernel that is right on this device, at the shapes of the run.
+    """Have the loss use a kernel that is right on this device, at the shapes of the run.
 
     Args:
         record_in: folder of `attention.json`, which names the kernel; None: not written.
     """
-    if not isinstance(spec.config, PI05Config):
-        return
     shapes = loss.attentions(spec.cameras, spec.prompts)
+    if not shapes:
+        return
     choice = choose_kernel(loss.attention, shapes, device, autocast or torch.float32)
     loss.attention = choice.kernel
     if record_in is not None:

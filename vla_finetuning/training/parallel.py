@@ -5,7 +5,6 @@ Runs in every training process, all of which call it alike.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -17,23 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from util import held
 from vla_finetuning.config import Strategy
-from vla_finetuning.policies.pi05 import PolicyLoss
+from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.training.worker import Worker
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
-
-# Beside PI0.5's layers (`PolicyLoss.make_units`): the embedding of words, a sixth of what trains in full. Of 3.24 B
-# parameters that train, 3.2 B are in these units.
-WORDS = r".*\.language_model\.embed_tokens"
-# Of other policies, what those made of a PaliGemma call as modules: the MLPs, most of a layer, and the vision tower's
-# layers. LeRobot computes language models without calling their layers, whose hooks would never fire (0.6.1, #3767).
-UNIT = re.compile(
-    r".*\.(language_model|gemma_expert\.model)\.layers\.\d+\.mlp"
-    r"|.*\.vision_model\.encoder\.layers\.\d+"
-    rf"|{WORDS}"
-)
 
 
 def keeps_casts(strategy: Strategy, micros: int, checkpointing: bool) -> bool:
@@ -180,14 +168,8 @@ def give_up_whole(loss: nn.Module) -> None:
 
 
 def units(loss: nn.Module) -> list[nn.Module]:
-    """Modules that FSDP2 gathers and gives up one at a time, where something in them trains."""
-    made = loss.make_units() if isinstance(loss, PolicyLoss) else []
-    names = re.compile(WORDS) if made else UNIT
-    return made + [
-        module
-        for name, module in loss.named_modules()
-        if names.fullmatch(name) and any(parameter.requires_grad for parameter in module.parameters())
-    ]
+    """Modules that FSDP2 gathers and gives up one at a time; none of what is no policy's loss."""
+    return loss.make_units() if isinstance(loss, PolicyLoss) else []
 
 
 def gathered_bytes(unit: nn.Module, autocast: torch.dtype | None) -> int:

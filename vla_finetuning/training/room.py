@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
-from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.configs import PreTrainedConfig
 from ray._common.utils import get_system_memory
 
 from vla_finetuning.cards import CARDS_GIB, OF_PRESET
 from vla_finetuning.config import Config, Strategy, TrainMode
-from vla_finetuning.policies.counting import with_cameras
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.training.memory import FRAGMENTATION, GIB, StepMemory, prediction_bytes, step_memory
 
@@ -35,16 +35,17 @@ def planned_memory(spec: PolicySpec, frame_bytes: int) -> Plan:
     """
 
     def planned(config: Config) -> StepMemory | None:
-        if not isinstance(spec.config, PI05Config):
+        family = family_of(spec.config)
+        if not family.from_config:
             return None
         # Of the lengths that prompts may have, the longest.
-        policy = with_cameras(spec.config, spec.cameras, spec.prompts[-1])
+        policy = family.with_cameras(spec.config, spec.cameras, spec.prompts[-1])
         return needed_by(config, policy, cameras=spec.cameras, frame_bytes=frame_bytes)
 
     return planned
 
 
-def needed_by(config: Config, policy: PI05Config, *, cameras: int, frame_bytes: int) -> StepMemory:
+def needed_by(config: Config, policy: PreTrainedConfig, *, cameras: int, frame_bytes: int) -> StepMemory:
     """What each worker of a run with these options needs.
 
     Args:
@@ -85,8 +86,10 @@ def planned_shards(config: Config) -> int | None:
     return max(n for n in range(1, on_a_node + 1) if scaling.num_workers % n == 0)
 
 
-def rows_that_fit(config: PI05Config, mode: TrainMode, *, cameras: int, bf16: bool, free_bytes: int, most: int) -> int:
-    """How many rows PI0.5 can predict chunks for at once, at most `most`, when its weights are on the device.
+def rows_that_fit(
+    config: PreTrainedConfig, mode: TrainMode, *, cameras: int, bf16: bool, free_bytes: int, most: int
+) -> int:
+    """How many rows a policy can predict chunks for at once, at most `most`, when its weights are on the device.
 
     What they take is the largest of several sums that grow with them, so it lies below the line from one row to `most`.
     One is tried in any case.

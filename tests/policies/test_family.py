@@ -1,0 +1,80 @@
+"""What a new family takes: a class and a line of the registry; everybody else asks that line."""
+
+import pytest
+import torch
+from lerobot.policies.act.configuration_act import ACTConfig
+from lerobot.policies.vqbet.configuration_vqbet import VQBeTConfig
+from vla_finetuning.run.plan import resolve
+
+from tests.datasets import make_dataset
+from tests.tiny import make_config
+from vla_finetuning.flags import parse_args
+from vla_finetuning.policies.family import UNUSED, Family, PolicyLoss
+from vla_finetuning.policies.registry import FAMILIES, family_of, types_that
+from vla_finetuning.training import worker
+
+
+def test_a_derived_type_is_of_the_family_it_derives_from():
+    assert make_config().type == "tiny_pi05" and family_of(make_config()) is FAMILIES["pi05"]
+    assert family_of(make_config()).tokenizer_name(make_config()) is None  # its processors are its own
+    assert family_of(ACTConfig()) is FAMILIES["act"]
+
+
+def test_a_type_in_no_line_is_plain_and_not_shown():
+    family = family_of(VQBeTConfig())
+    assert type(family) is Family and family.type == "vqbet" and not family.as_lerobot
+
+
+class Doubled(PolicyLoss):
+    def forward(self, batch, noise=None, time=None):
+        return 2 * super().forward(batch)
+
+
+class Planted(Family):
+    """ACT as if somebody had looked into it."""
+
+    modes = {"heads": {"head"}, "expert": {"head"}, "full": {"head", "rest"}}
+    train_options = frozenset({"mask_padding"})
+    without_effect = {"use_vae": "--train.vae"}
+    row_losses = True
+
+    def parts(self, policy):
+        kinds = {"action_head": "head", "vae_encoder": UNUSED}
+        names = [name for name, _ in policy.named_parameters()]
+        return {name: next((kind for key, kind in kinds.items() if key in name), "rest") for name in names}
+
+    def make_loss(self, policy, *, mask_padding=False, images=None, **_):
+        assert mask_padding
+        return Doubled(policy, images=images)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("family") / "dataset", episodes=(12, 9))
+
+
+def flags(root, *more):
+    act = {"chunk_size": 4, "n_action_steps": 4, "dim_model": 16, "n_heads": 2, "dim_feedforward": 16}
+    act |= {"n_encoder_layers": 1, "latent_dim": 4, "pretrained_backbone_weights": "null"}
+    own = ["--policy.type=act", f"--dataset.root={root}", f"--output_dir={root.parent / 'out'}", "--batch_size=2"]
+    return [*own, *(f"--policy.{name}={value}" for name, value in act.items()), "--scaling.use_gpu=false", *more]
+
+
+ASKED = ("--train.mode=heads", "--train.mask_padding=true", "--dataset.on_error=skip", "--steps=2")
+
+
+def test_a_line_of_the_registry_is_all_that_a_run_needs(dataset, monkeypatch):
+    for asked in ASKED[:3]:
+        full = () if asked.startswith("--train.mode") else ("--train.mode=full",)
+        with pytest.raises(ValueError, match=f"pi05.*act|act.*{asked.partition('=')[0]}"):
+            resolve(parse_args(flags(dataset, asked, "--steps=2", *full)), 0)
+    monkeypatch.setitem(FAMILIES, "act", Planted("act", as_lerobot=True))
+    run = resolve(parse_args(flags(dataset, *ASKED)), 0)
+    loss, _ = worker.build_model(run, torch.device("cpu"))
+    assert isinstance(loss, Doubled)
+    trained = {name for name, parameter in loss.policy.named_parameters() if parameter.requires_grad}
+    assert trained == {"model.action_head.weight", "model.action_head.bias"}
+    assert not any("vae_encoder" in name for name, _ in loss.policy.named_parameters())  # left off
+    with pytest.raises(ValueError, match="use_vae has no effect on a 'act' here; use --train.vae"):
+        resolve(parse_args(flags(dataset, *ASKED, "--policy.use_vae=true")), 0)
+    assert types_that(lambda family: family.row_losses) == "pi05, act"

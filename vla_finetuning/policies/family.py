@@ -1,0 +1,250 @@
+"""What this project knows about a policy type beyond LeRobot's interface: a family.
+
+`Family` itself is the plain one: LeRobot's own `forward` computes the loss, LeRobot's own code predicts. A family that
+knows more overrides what is here, in a module of its own with one line in `registry.FAMILIES`. Nothing outside
+`policies/` names a policy: callers ask `registry.family_of(config)`.
+
+Legend: B batch, K draws of noise and time per row, T chunk, A action, L language tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from lerobot.configs import FeatureType, NormalizationMode, PreTrainedConfig
+from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.utils.constants import ACTION
+from torch import Tensor, nn
+
+from util import Draws
+from vla_finetuning.config import TrainMode
+from vla_finetuning.policies.attention import Kernel, Shape
+from vla_finetuning.policies.processors import DeviceHalf, normalization_mode
+
+# The part of parameters that no loss ever reaches; see `Family.parts`.
+UNUSED = "unused in training"
+# Options of `--train.*` that a family must know how to compute (`Family.train_options`).
+TRAIN_OPTIONS = ("mask_padding", "noise_draws", "activation_checkpointing", "compile")
+# The embedding of words: a sixth of what trains of PI0.5 in full.
+WORDS = r".*\.language_model\.embed_tokens"
+# Of policies made of a PaliGemma, what they call as modules: the MLPs, most of a layer, and the vision tower's layers.
+# LeRobot computes language models without calling their layers, whose hooks would never fire (0.6.1, #3767).
+UNIT = (
+    r".*\.(language_model|gemma_expert\.model)\.layers\.\d+\.mlp"
+    r"|.*\.vision_model\.encoder\.layers\.\d+"
+    rf"|{WORDS}"
+)
+
+
+class PolicyLoss(nn.Module):
+    """A policy's training loss as a module: what DDP wraps. Parameters are named `policy.` + LeRobot's names.
+
+    This one is LeRobot's own: the first result of the policy's `forward`, which draws for itself. Runs in the training
+    worker.
+
+    Args:
+        policy: in train mode or not, with what trains already chosen.
+        images: makes floats of uint8 cameras; needed for policies that normalise images.
+    Attributes:
+        attention: the kernel of what `attentions` lists; may be changed to what `attention.choose_kernel` says.
+    """
+
+    attention: Kernel = "eager"
+
+    def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None):
+        super().__init__()
+        if images is None:
+            if normalization_mode(policy.config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY:
+                raise ValueError(f"this '{policy.config.type}' policy normalises images: give a DeviceHalf as `images`")
+            images = DeviceHalf(None, policy.config)
+        self.policy = policy
+        self.images = images
+
+    def forward(self, batch: Mapping[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
+        """Compute the mean loss of a batch as a 0-d float32 tensor on the device.
+
+        Args:
+            batch: as `Family.check_batch` describes it, on the device of the policy.
+            noise, time: rows of `Family.draw`; None where the policy draws for itself.
+        """
+        return self.policy.forward(self.images(batch))[0]
+
+    def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
+        """The attentions that `attention` computes in steps with so many cameras and such prompts: layer and shape."""
+        return []
+
+    def make_units(self) -> list[nn.Module]:
+        """The modules that FSDP2 gathers and gives up one at a time: each is called, and something in it trains."""
+        return self._training_modules(UNIT)
+
+    def _training_modules(self, names: str) -> list[nn.Module]:
+        """Modules of which all of the name fits a regular expression, and in which something trains."""
+        return [
+            module
+            for name, module in self.named_modules()
+            if re.fullmatch(names, name) and any(parameter.requires_grad for parameter in module.parameters())
+        ]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A policy type, and types whose configuration derives from its configuration.
+
+    Attributes:
+        type: LeRobot's name of it.
+        as_lerobot: tests/training/test_as_lerobot.py shows that steps here are lerobot-train's.
+        chunk_draws: what its `predict_action_chunk` does about random numbers: takes the noise that it starts from,
+            (N, chunk_size, max_action_dim); draws nothing; or draws for itself.
+        tokenizer, or tokenizer_option, the policy's option that names it: see `tokenizer_name`.
+
+        modes: the parts (`parts`) that train, by `--train.mode`; where empty, only `full` is known, and trains what the
+            policy's own configuration leaves trainable.
+        train_options: those of TRAIN_OPTIONS that its loss can compute.
+        without_effect: options of the policy that change nothing here, and what does.
+        row_losses: its loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
+        flow: its loss is a `flow.FlowLoss`, so that action chunks have a probability.
+        masks_cameras: it can do without some of its cameras.
+        from_config: LeRobot builds it from its configuration alone, and a folder has all of its weights: it is built
+            without storage, to be counted, planned and compared with files, by the methods below that raise here.
+    """
+
+    type: str
+    as_lerobot: bool = False
+    chunk_draws: Literal["noise", "nothing", "its own"] = "its own"
+    tokenizer: str | None = None
+    tokenizer_option: str | None = None
+
+    modes: ClassVar[Mapping[TrainMode, frozenset[str]]] = {}
+    train_options: ClassVar[frozenset[str]] = frozenset()
+    without_effect: ClassVar[Mapping[str, str]] = {}
+    row_losses: ClassVar[bool] = False
+    flow: ClassVar[bool] = False
+    masks_cameras: ClassVar[bool] = False
+    from_config: ClassVar[bool] = False
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
+        """The part that each parameter belongs to, by the parameter's name; UNUSED for what no loss ever reaches."""
+        return {}
+
+    def make_loss(
+        self,
+        policy: PreTrainedPolicy,
+        *,
+        images: DeviceHalf | None = None,
+        attention: Kernel = "eager",
+        mask_padding: bool = False,
+        checkpointing: bool = False,
+        compile: Any = None,
+    ) -> PolicyLoss:
+        """Make the loss of a policy of which what trains is chosen.
+
+        Args:
+            attention: asked of those attentions whose kernel can be chosen. The others as for `pi05.PI05Loss`.
+        Raises:
+            ValueError: the loss cannot compute one of them.
+        """
+        asked = {"mask_padding": mask_padding, "checkpointing": checkpointing, "compile": compile is not None}
+        if unknown := [name for name, given in asked.items() if given]:
+            raise ValueError(f"LeRobot's own loss of a '{policy.config.type}' has no {unknown[0]}: leave it out")
+        return PolicyLoss(policy, images=images)
+
+    def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
+        """Draw what the loss needs in a step of so many rows, a function of (seed, step, rows); None: it draws itself.
+
+        Returns:
+            noise and time, their first dimension being the rows.
+        """
+        return None, None
+
+    def check_batch(self, batch: Mapping[str, Tensor], config: PreTrainedConfig) -> None:
+        """Check the first batch of a run as it is about to enter the loss. Reads values from its device.
+
+        Expects cameras uint8 (B, H, W, 3), or float32 (B, 3, H, W) and in [0, 1] unless the policy normalises images;
+        `action` float32 (B, T, A) with the policy's T and A, finite.
+
+        Raises:
+            ValueError: naming the key, what was found and what was expected.
+        """
+        if ACTION not in batch:
+            raise ValueError(f"the batch has no {ACTION!r}; its keys are {sorted(batch)}")
+        rows = len(batch[ACTION])
+        chunk, width = len(config.action_delta_indices or [0]), config.output_features[ACTION].shape[0]
+        shape = (rows, chunk, width) if config.action_delta_indices is not None else (rows, width)
+        action = batch[ACTION]
+        require(batch, ACTION, action.dtype == torch.float32 and tuple(action.shape) == shape, f"float32 {shape}")
+        if not torch.isfinite(action).all():
+            raise ValueError(f"{ACTION} holds values that are not finite; look at the dataset's actions and statistics")
+
+        present = [key for key in config.image_features if key in batch]
+        if config.image_features and not present:
+            raise ValueError(
+                f"the batch has none of the policy's cameras {list(config.image_features)}: {sorted(batch)}"
+            )
+        plain = normalization_mode(config, FeatureType.VISUAL) is NormalizationMode.IDENTITY
+        for key in present:
+            image = batch[key]
+            channels = {torch.uint8: -1, torch.float32: -3}.get(image.dtype)
+            fits = channels is not None and image.ndim >= 4 and len(image) == rows and image.shape[channels] == 3
+            require(batch, key, fits, f"uint8 ({rows}, H, W, 3) or float32 ({rows}, 3, H, W)")
+            if plain and image.dtype == torch.float32:
+                low, high = image.min().item(), image.max().item()
+                if not 0.0 <= low <= high <= 1.0:
+                    raise ValueError(f"{key} has values in [{low:g}, {high:g}], expected [0, 1]")
+
+    def prompt_lengths(self, config: PreTrainedConfig, cameras: int, trim: bool) -> tuple[int, ...]:
+        """The lengths that prompts are cut to in batches with so many cameras, ascending; none: they stay as they are.
+
+        Args:
+            trim: whether prompts are cut; otherwise there is one length, which need not be the tokenizer's.
+        """
+        return ()
+
+    # ---- processors and files ----------------------------------------------------------------------------------------
+
+    def tokenizer_name(self, config: PreTrainedConfig) -> str | None:
+        """The tokenizer of the processors that LeRobot makes anew, on the Hub; a derived type makes its own."""
+        if config.type != self.type:
+            return None
+        return getattr(config, self.tokenizer_option) if self.tokenizer_option else self.tokenizer
+
+    def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a pretrained folder under the keys of the policy's state."""
+        return weights
+
+    # ---- with from_config --------------------------------------------------------------------------------------------
+
+    def with_cameras(self, config: PreTrainedConfig, cameras: int, prompt: int | None = None) -> PreTrainedConfig:
+        """A copy of the configuration for so many cameras, with no options that recompute or compile.
+
+        `prompt`: and for so many language tokens; as many as before when absent.
+        """
+        raise NotImplementedError(self.type)
+
+    def empty_inputs(
+        self, config: PreTrainedConfig, rows: int, draws: int, device: torch.device | str
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """What the loss takes, uninitialised: a batch of B rows, and noise and time of B*K draws."""
+        raise NotImplementedError(self.type)
+
+    def tokens(self, config: PreTrainedConfig, cameras: int, draws: int = 1, prompt: int | None = None) -> int:
+        """Positions that are computed for a row: of images, of language with its padding, of each draw.
+
+        `prompt`: language tokens, padding included; as many as the tokenizer gives when absent.
+        """
+        raise NotImplementedError(self.type)
+
+    def predict_once(self, policy: PreTrainedPolicy, batch: Mapping[str, Tensor], noise: Tensor) -> Tensor:
+        """Predict chunks by LeRobot's own code, with one denoising step: later ones take the memory that it took."""
+        raise NotImplementedError(self.type)
+
+
+def require(batch: Mapping[str, Tensor], key: str, fits: bool, expected: str) -> None:
+    """Raise ValueError where a column of a batch is not as expected, in words."""
+    if not fits:
+        raise ValueError(f"{key} is {batch[key].dtype} {tuple(batch[key].shape)}, expected {expected}")

@@ -1,0 +1,123 @@
+"""Flow matching: the loss of policies that predict the velocity from actions to noise, and what it draws.
+
+Legend: B batch, K draws of noise and time per row, T chunk, A action.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.utils.constants import ACTION
+from torch import Tensor
+
+from vla_finetuning.policies.family import PolicyLoss
+from vla_finetuning.policies.processors import DeviceHalf
+
+
+def sample_noise_and_time(
+    config: PreTrainedConfig, global_batch_size: int, seed: int, step: int, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Draw the flow matching noise and times of one optimizer step, for all its rows.
+
+    They depend on (seed, step, global batch size) alone, so every worker can draw them all and take its
+    rows, and the run does not change with the number of workers or accumulation steps that share a global
+    batch. Drawn on the device, without a host sync; CPU and CUDA generators give different numbers.
+
+    Args:
+        config: the policy's; gives T, the padded action width and the distribution of the time, which is LeRobot's
+            (`PI05Pytorch.sample_time`): `Beta(alpha, beta) * scale + offset`.
+        global_batch_size: rows of the step, G.
+    Returns:
+        noise float32 (G, T, max_action_dim), standard normal; time float32 (G,).
+    """
+    flow: Any = config
+    generator = torch.Generator(device=device)
+    digest = hashlib.blake2b(struct.pack("<qq", seed, step), digest_size=8).digest()
+    generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+    options: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
+    noise = torch.randn((global_batch_size, flow.chunk_size, flow.max_action_dim), **options)
+    alpha, beta = flow.time_sampling_beta_alpha, flow.time_sampling_beta_beta
+    if beta == 1.0:
+        fraction = torch.rand((global_batch_size,), **options) ** (1.0 / alpha)  # the inverse of its CDF, x**alpha
+    else:
+        concentration = torch.empty((global_batch_size, 2), device=device)
+        concentration[:, 0].fill_(alpha)
+        concentration[:, 1].fill_(beta)
+        fraction = torch._sample_dirichlet(concentration, generator=generator)[:, 0]
+    return noise, fraction * flow.time_sampling_scale + flow.time_sampling_offset
+
+
+class FlowLoss(PolicyLoss):
+    """The loss of a policy whose network is a velocity over what it sees: `prefix` once, `velocity` for every draw.
+
+    Args:
+        policy, images: as for `PolicyLoss`.
+        mask_padding: leave padded action steps (`action_is_pad`) out of the loss. They become zeros and
+            still count in the mean's denominator, so that the loss of a batch is the mean of its
+            micro-batches' losses. Off: they count as any other step, as in LeRobot's PI0.5 and openpi.
+    """
+
+    def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None, mask_padding: bool = False):
+        super().__init__(policy, images=images)
+        self.mask_padding = mask_padding
+
+    def forward(
+        self,
+        batch: Mapping[str, Tensor],
+        noise: Tensor | None = None,
+        time: Tensor | None = None,
+        *,
+        per_row: bool = False,
+    ) -> Tensor:
+        """Compute the mean loss of a batch as a 0-d float32 tensor on the device.
+
+        Args:
+            batch: as `Family.check_batch` describes it, on the device of the policy. For `mask_padding` also
+                `action_is_pad` bool (B, T). Optional: `row_weight` float32 (B,), what a row's loss is multiplied
+                by; the mean's denominator stays the number of rows.
+            noise, time: rows of what `Family.draw` returns: float32 (B*K, T, max_action_dim) and float32 (B*K,),
+                the K draws of a row one after the other. Images and language are computed once for all K, and the
+                loss is the mean over the draws: another estimator of the same expectation than K = 1, with less
+                variance per row.
+            per_row: the loss of each draw of each row instead, float32 (B*K,), whose mean that is.
+        Raises:
+            ValueError: no noise or time, draws that are no multiple of the rows, or no camera in the batch.
+        """
+        batch = self.images(batch)
+        if noise is None or time is None:
+            raise ValueError(f"the loss of a '{self.policy.config.type}' needs noise and time; Family.draw draws them")
+        actions = self.policy.prepare_action(batch)
+        draws, rest = divmod(len(time), len(actions))
+        if rest or not draws:
+            raise ValueError(f"{len(time)} draws of noise and time for {len(actions)} rows: not the same for each row")
+        actions = repeat_rows(actions, draws)
+        mix = time[:, None, None]
+        noisy_actions = mix * noise + (1 - mix) * actions
+        velocity = self.velocity(noisy_actions, time, self.prefix(batch))
+        losses = F.mse_loss(noise - actions, velocity, reduction="none")
+        losses = losses[:, :, : self.policy.config.output_features[ACTION].shape[0]]
+        if self.mask_padding:
+            losses = losses.masked_fill(repeat_rows(batch["action_is_pad"], draws).unsqueeze(-1), 0.0)
+        if "row_weight" in batch:
+            losses = losses * repeat_rows(batch["row_weight"], draws)[:, None, None]
+        return losses.mean(dim=(1, 2)) if per_row else losses.mean()
+
+    def prefix(self, batch: Mapping[str, Tensor]) -> Any:
+        """Compute what `velocity` needs of a batch, whose images are floats as `images` makes them."""
+        raise NotImplementedError
+
+    def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Any) -> Tensor:
+        """Compute noise - actions at noisy actions float32 (B*K, T, max_action_dim) and time (B*K,): the same shape."""
+        raise NotImplementedError
+
+
+def repeat_rows(rows: Tensor, times: int) -> Tensor:
+    """Each row (of the first dimension) `times` times in a row; without a copy if that is once."""
+    return rows.unsqueeze(1).expand(-1, times, *rows.shape[1:]).flatten(0, 1)

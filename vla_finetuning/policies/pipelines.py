@@ -1,0 +1,227 @@
+"""LeRobot's pre- and postprocessors: made with a dataset's statistics, or loaded from a folder whose files are checked.
+
+`processors` splits a preprocessor between Ray Data's tasks and the training worker.
+"""
+
+import copy
+import inspect
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lerobot.configs import NormalizationMode, PolicyFeature, PreTrainedConfig
+from lerobot.policies.factory import make_pre_post_processors
+from lerobot.processor import (
+    PolicyProcessorPipeline,
+    ProcessorStepRegistry,
+    RenameObservationsProcessorStep,
+    TokenizerProcessorStep,
+)
+from lerobot.processor.rename_processor import rename_stats
+from lerobot.utils.constants import ACTION, POLICY_POSTPROCESSOR_DEFAULT_NAME, POLICY_PREPROCESSOR_DEFAULT_NAME
+from transformers import AutoTokenizer
+
+from vla_finetuning.data.hub import require_model
+from vla_finetuning.policies.processors import (
+    EMPTY_CAMERA,
+    TOKENIZER_FOLDER,
+    Stats,
+    normalization_mode,
+    required_stats,
+)
+from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.remote_code import RemoteCodeError, remote_code
+
+logger = logging.getLogger(__name__)
+
+# Of the steps that LeRobot 0.6.1 registers, those that pipelines of its policies share. Others talk to robots,
+# teleoperators and environments, or load a second model; a policy's own stand beside its configuration.
+SHARED_STEPS = frozenset(
+    {
+        *("rename_observations_processor", "device_processor", "normalizer_processor", "unnormalizer_processor"),
+        *("to_batch_processor", "to_batch_processor_action", "to_batch_processor_observation"),
+        *("to_batch_processor_complementary_data", "relative_actions_processor", "absolute_actions_processor"),
+        *("tokenizer_processor", "action_tokenizer_processor", "smolvla_new_line_processor"),
+    }
+)
+
+
+def make_processors(
+    folder: Path | str | None,
+    config: PreTrainedConfig,
+    stats: Stats,
+    rename_map: Mapping[str, str],
+    *,
+    trusted: bool = False,
+) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
+    """LeRobot's pre- and postprocessor for a policy, normalising with a dataset's statistics, on the CPU.
+
+    As `lerobot-train`: the folder's own pipelines with statistics, features and renaming replaced; where it
+    has none, those LeRobot makes for this type of policy.
+
+    Args:
+        folder: the pretrained folder, or None.
+        config: the policy's configuration, fitted to the dataset (`match_features`).
+        stats: the dataset's statistics by dataset key, vectors or images' (3, 1, 1).
+        rename_map: dataset key to policy key.
+        trusted: whether code that comes with the folder, or with what its files name, may run.
+    Raises:
+        ValueError: a key would stay un-normalised; statistics of another shape or not finite; a pipeline
+            that cannot be built, that has steps other than such a policy's, or (`RemoteCodeError`) brings code along.
+    """
+    features = {**config.input_features, **config.output_features}
+    renamed = rename_stats({key: dict(value) for key, value in stats.items()}, dict(rename_map))
+    _check_stats(config, features, renamed)
+    config = copy.copy(config)
+    config.device = "cpu"
+    options: dict[str, Any] = {"dataset_stats": renamed}
+    local_tokenizer = None
+    tokenizer = family_of(config).tokenizer_name(config)
+    folder = None if folder is None else Path(folder)
+    if folder is not None and (folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json").is_file():
+        steps, tokenizer = _saved_steps(folder, config), None
+        normalization = {"norm_map": config.normalization_mapping, "stats": renamed}
+        before: dict[str, Any] = {
+            "device_processor": {"device": "cpu"},
+            "normalizer_processor": {"features": features, **normalization},
+            "rename_observations_processor": {"rename_map": dict(rename_map)},
+        }
+        after: dict[str, Any] = {"unnormalizer_processor": {"features": config.output_features, **normalization}}
+        if getattr(config, "use_relative_actions", False):
+            before["relative_actions_processor"] = {
+                "enabled": True,
+                "exclude_joints": getattr(config, "relative_exclude_joints", []),
+                "action_names": getattr(config, "action_feature_names", None),
+            }
+            after["absolute_actions_processor"] = {"enabled": True}
+        if "tokenizer_processor" in steps and (folder / TOKENIZER_FOLDER).is_dir():
+            with remote_code(trusted):
+                local_tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER)
+            before["tokenizer_processor"] = {"tokenizer": local_tokenizer}
+        else:
+            tokenizer = steps.get("tokenizer_processor", {}).get("tokenizer_name")
+        options |= {
+            "pretrained_path": str(folder),
+            "preprocessor_overrides": before,
+            "postprocessor_overrides": after,
+        }
+    if tokenizer is not None and not Path(tokenizer).is_dir():
+        _require_tokenizer(config, tokenizer)
+    try:
+        with remote_code(trusted):
+            preprocessor, postprocessor = make_pre_post_processors(config, **options)
+    except RemoteCodeError:
+        raise
+    except (ValueError, KeyError, ImportError, OSError) as error:
+        raise ValueError(
+            f"the processors of the '{config.type}' policy{f' {folder}' if folder else ''} cannot be built: {error}"
+        ) from error
+    for step in preprocessor.steps:
+        if isinstance(step, RenameObservationsProcessorStep):
+            step.rename_map = dict(rename_map)  # LeRobot gives fresh pipelines an empty one
+        if isinstance(step, TokenizerProcessorStep) and step.tokenizer is local_tokenizer and step.tokenizer_name:
+            step.tokenizer = None  # a step that holds an object does not save the name LeRobot needs
+    return preprocessor, postprocessor
+
+
+def load_processors(
+    folder: Path, config: PreTrainedConfig, *, trusted: bool = False
+) -> tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]:
+    """The pipelines that a folder holds, as LeRobot loads them on a robot.
+
+    Raises:
+        ValueError: a pipeline has steps other than such a policy's, or (`RemoteCodeError`) brings code along.
+    """
+    _saved_steps(folder, config)
+    with remote_code(trusted):
+        return make_pre_post_processors(config, pretrained_path=str(folder))
+
+
+def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
+    """A folder's saved steps by their registered names, with their options, all of which LeRobot may build.
+
+    LeRobot 0.6.1 also accepts `{"class": "any.module.Callable", "config": {...}}` and calls it with what
+    the file says, so that a downloaded JSON file could start a program. Only steps of a policy's pipelines are
+    let through, with options that they have.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in (POLICY_PREPROCESSOR_DEFAULT_NAME, POLICY_POSTPROCESSOR_DEFAULT_NAME):
+        file = folder / f"{name}.json"
+        try:
+            steps = [
+                (s["registry_name"], s.get("config", {}), s.get("state_file"))
+                for s in json.loads(file.read_text())["steps"]
+            ]
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{folder} has one of its two processor files, but not {file.name}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{file} is no pipeline of steps that LeRobot has registered by name: {error!r}. Steps "
+                "named by a Python class are refused, as the file could name any"
+            ) from error
+        for step, options, state_file in steps:
+            if reason := _why_not(step, options, state_file, config):
+                raise ValueError(
+                    f"{file}: the step {step!r:.100} {reason}; write the file anew with LeRobot, or leave it out"
+                )
+            found[step] = options
+    return found
+
+
+def _why_not(step: Any, options: Any, state_file: Any, config: PreTrainedConfig) -> str | None:
+    """Why a step of somebody's file is not to be built; None if it may be."""
+    if step not in ProcessorStepRegistry.list():
+        return "is none that LeRobot has registered by that name"
+    kind = ProcessorStepRegistry.get(step)
+    # Beside the configuration, or that of a policy which this one is a kind of.
+    homes = {base.__module__ for base in type(config).__mro__ if issubclass(base, PreTrainedConfig)}
+    own = kind.__module__
+    if step not in SHARED_STEPS and not any(own == h or own.rpartition(".")[0] == h.rpartition(".")[0] for h in homes):
+        return f"does not belong to a '{config.type}' policy"
+    known = inspect.signature(kind).parameters
+    if not isinstance(options, dict) or (unknown := sorted(map(str, options.keys() - known.keys()))):
+        return f"has not the options {unknown if isinstance(options, dict) else options!r:.100}, but {sorted(known)}"
+    if state_file is not None and (not isinstance(state_file, str) or Path(state_file).name != state_file):
+        return f"keeps its state in {state_file!r:.100}, which is no file of its own folder"
+    return None
+
+
+def _require_tokenizer(config: PreTrainedConfig, name: str) -> None:
+    beside = f"or put its files into the folder of the policy, as {TOKENIZER_FOLDER}/"
+    try:
+        require_model(name, "tokenizer_config.json")
+    except (ValueError, OSError) as error:
+        raise type(error)(f"the tokenizer of the '{config.type}' policy: {error}; {beside}") from error
+
+
+def _check_stats(config: PreTrainedConfig, features: Mapping[str, PolicyFeature], stats: Stats) -> None:
+    for key, names in required_stats(config, features).items():
+        if key.startswith(EMPTY_CAMERA):
+            continue
+        mode = normalization_mode(config, features[key].type)
+        found = stats.get(key, {})
+        if missing := sorted(names - set(found)):
+            raise ValueError(
+                f"'{key}' is to be normalised by {mode.value}, and its statistics lack {missing} (found "
+                f"{sorted(found)}). LeRobot would leave it as it is, or fail at the first row: compute them "
+                "from the dataset first"
+            )
+        values = {name: np.asarray(found[name], dtype=np.float64) for name in sorted(names)}
+        for name, value in values.items():
+            if not np.isfinite(value).all():
+                raise ValueError(f"the statistic '{name}' of '{key}' is not finite: {value.tolist()}")
+            if key == ACTION and value.shape != tuple(features[key].shape):
+                raise ValueError(
+                    f"the statistic '{name}' of '{key}' has shape {value.shape}, not {features[key].shape}"
+                )
+        if mode is not NormalizationMode.MEAN_STD:
+            low, high = values.values()
+            if len(flat := np.flatnonzero(low == high)):
+                logger.warning(
+                    "'%s': %s are equal in the dimensions %s; LeRobot divides by 1e-8 there, so that any "
+                    "other value becomes huge",
+                    *(key, " and ".join(values), flat.tolist()),
+                )
