@@ -25,6 +25,7 @@ Whatever else is to be compared is a flag of `vla.py`: --batch_size, --grad_accu
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -172,6 +173,7 @@ def summarise(run: Run, settings: Settings, ranks: Sequence[RankProfile]) -> Ste
             full=Spread.of([seconds for r in ranks for seconds in r.timed.full[phase]]),
             exposed=Spread.of(exposed),
             share=sum(exposed) / len(ranks) / whole,
+            quartiles=_quartiles(phase, settings.block_steps, ranks),
             slowest_rank=int(np.argmax(means)),
             slowest_rank_mean=max(means),
         )
@@ -193,6 +195,18 @@ def summarise(run: Run, settings: Settings, ranks: Sequence[RankProfile]) -> Ste
     )
 
 
+def _quartiles(phase: Phase, block_steps: int, ranks: Sequence[RankProfile]) -> tuple[float, float]:
+    """The lower and the upper quartile of a phase's share of a block of steps, over blocks and ranks."""
+    shares = []
+    for rank in ranks:
+        seconds = {
+            name: np.reshape(values, (-1, block_steps)).sum(axis=1) for name, values in rank.timed.exposed.items()
+        }
+        shares.append(seconds[phase] / sum(seconds.values()))
+    lower, upper = np.quantile(np.concatenate(shares), (0.25, 0.75))
+    return float(lower), float(upper)
+
+
 def table(report: StepReport) -> str:
     """The result for people."""
     s, config, many = report.settings, report.config, report.world_size > 1
@@ -203,12 +217,12 @@ def table(report: StepReport) -> str:
         f"Measured     {s.steps} steps untouched and {s.steps} timed, in turns of {s.block_steps}, after {s.warmup}",
         f"On           {report.environment.line()}",
         "",
-        f"{'phase':20}{'mean ms':>11}{'median':>11}{'p95':>11}{'adds ms':>11}{'share':>8}"
+        f"{'phase':20}{'mean ms':>11}{'median':>11}{'p95':>11}{'adds ms':>11}{'share':>8}{'quartiles':>14}"
         + ("   slowest rank" if many else ""),
     ]
     for phase, p in report.phases.items():
         slowest = f"   {p.slowest_rank}: {1e3 * p.slowest_rank_mean:.2f} ms" if many else ""
-        lines.append(f"{phase:20}{p.full.columns()}{1e3 * p.exposed.mean:11.2f}{p.share:8.1%}{slowest}")
+        lines.append(f"{phase:20}{p.full.columns()}{1e3 * p.exposed.mean:11.2f}{p.share:8.1%}{_range(p):>14}{slowest}")
     adds = sum(p.exposed.mean for p in report.phases.values())
     lines += [f"{'sum':20}{1e3 * (adds + report.hidden_s):11.2f}{'':22}{1e3 * adds:11.2f}{1:8.1%}", ""]
     lines.append(
@@ -239,6 +253,10 @@ def table(report: StepReport) -> str:
             f"in --save_freq={config['save_freq']}"
         )
     return "\n".join([*lines, "", *advice(report)])
+
+
+def _range(phase: PhaseSummary) -> str:
+    return f"{phase.quartiles[0]:.0%} to {phase.quartiles[1]:.0%}"
 
 
 def charts(report: StepReport) -> list[tuple[str, str]]:
@@ -280,24 +298,33 @@ def _memory(report: StepReport) -> str:
 
 
 def advice(report: StepReport) -> list[str]:
-    """What the numbers say, in words."""
-    share = {phase: p.share for phase, p in report.phases.items()}
-    said = []
-    if share["data_wait"] > NOTABLE["data_wait"]:
-        said.append(
-            f"Waiting for data is {share['data_wait']:.0%} of a step. Find out what the data engine can do: "
-            "python -m diagnostics.profile_dataloader, with the same flags and --against this result's JSON."
-        )
-    if share.get("copy", 0) > NOTABLE["copy"]:
-        said.append(f"Copies to the GPU are {share['copy']:.0%} of a step, not hidden: is the host's memory pinned?")
-    if share.get("optimizer", 0) > NOTABLE["optimizer"]:
-        fused = "" if report.settings.fused_adamw else " FUSED_ADAMW=true is faster."
-        said.append(
-            f"The optimizer is {share['optimizer']:.0%} of a step: normal for little compute; --grad_accum makes "
-            f"it rarer, --train.mode=expert smaller.{fused}"
-        )
-    if share["metrics"] > NOTABLE["metrics"]:
-        said.append(f"Metrics are {share['metrics']:.0%} of a step here; a larger --log_freq makes log steps rarer.")
+    """What the numbers say, in words: first the phases whose share is notable in most blocks, the largest first."""
+    fused = "" if report.settings.fused_adamw else " FUSED_ADAMW=true is faster."
+    remedies: dict[Phase, tuple[str, str]] = {
+        "data_wait": (
+            "Waiting for data is",
+            "Find out what the data engine can do: python -m diagnostics.profile_dataloader, with the same flags and "
+            "--against this result's JSON.",
+        ),
+        "copy": ("Copies to the GPU are", "They are not hidden: is the host's memory pinned?"),
+        "optimizer": (
+            "The optimizer is",
+            f"This is normal for little compute; --grad_accum makes it rarer, --train.mode=expert smaller.{fused}",
+        ),
+        "metrics": ("Metrics are", "A larger --log_freq makes log steps rarer."),
+    }
+    phases = report.phases
+    notable = [phase for phase in remedies if phase in phases and phases[phase].quartiles[0] > NOTABLE[phase]]
+    notable.sort(key=lambda phase: -phases[phase].share)
+    said = [
+        f"{remedies[phase][0]} {phases[phase].share:.0%} of a step ({_range(phases[phase])} in the middle half of the "
+        f"blocks). {remedies[phase][1]}"
+        for phase in notable
+    ]
+    for first, second in itertools.pairwise(notable):
+        if phases[first].quartiles[0] < phases[second].quartiles[1]:
+            said.append(f"Which of {first} and {second} is larger is not certain; a larger --profile_steps tells.")
+    share = {phase: p.share for phase, p in phases.items()}
     if not said:
         compute = share["forward"] + share["backward"]
         said.append(f"Forward and backward are {compute:.0%} of a step: the model is what takes the time.")

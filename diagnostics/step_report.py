@@ -87,11 +87,15 @@ class RankProfile(Record):
 
 
 class PhaseSummary(Record):
-    """A phase over all timed steps and ranks. `full` and `exposed` as in `Times`; `share` of the step, exposed."""
+    """A phase over all timed steps and ranks. `full` and `exposed` as in `Times`; `share` of the step, exposed.
+
+    `quartiles`: the lower and the upper quartile of that share over the blocks of steps that end with a log step.
+    """
 
     full: Spread
     exposed: Spread
     share: float
+    quartiles: tuple[float, float]
     slowest_rank: int
     slowest_rank_mean: float
 
