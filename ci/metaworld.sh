@@ -38,4 +38,4 @@ env = Metaworld("reach-v3", image_size=(64, 64), quality="fast")
 seen, _ = env.reset(seed=0)
 assert seen["pixels"].std() > 10, "Meta-World draws a picture of one colour"
 env.close()'
-say "python -m vla_finetuning.envs.record --env.type metaworld --env.task reach-v3 --root data/reach records its expert"
+say "python record.py --env.type metaworld --env.task reach-v3 --root data/reach records its expert"

@@ -204,8 +204,8 @@ def read_frame_number(image: np.ndarray) -> int:
 
 
 def datasource(metas, **options):
-    """A `LeRobotDatasource` with flat options: each goes to the value that has a field of its name."""
-    values = []
+    """A `LeRobotDatasource` with flat options: each goes to the value with a field of its name; None: the default."""
+    options, values = {name: value for name, value in options.items() if value is not None}, []
     for kind in (Selection, Features, Order, Reading):
         own = {name: options.pop(name) for name in [field.name for field in fields(kind)] if name in options}
         values.append(kind(**own))

@@ -14,7 +14,7 @@ from tests.datasets import make_dataset
 from tests.pages import check_page
 from vla_finetuning.evaluation.demo import LABELS, is_demo
 from vla_finetuning.flags import parse_args
-from vla_finetuning.run import plan as run_plan
+from vla_finetuning.run.resolve import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_plan, "CACHE_DIR", tmp_path_factory.mktemp("cache"))
+        patch.setattr("vla_finetuning.run.resolve.CACHE_DIR", tmp_path_factory.mktemp("cache"))
         yield
 
 
@@ -89,5 +89,6 @@ def test_anybodys_dataset_gets_a_tiny_base(cache, tmp_path, capsys):
     assert "observation.images.left" in plan and "tiny_pi05" in plan
     assert not (tmp_path / "run").exists()
     # Its scene is not that of the environment in which the demo is tried.
-    assert not is_demo(run_plan.resolve(parse_args(command), 0))
-    assert is_demo(run_plan.resolve(parse_args(["--preset", "demo", f"--output_dir={tmp_path / 'run'}"]), 0))
+    others = resolve(parse_args(command), 0)
+    own = resolve(parse_args(["--preset", "demo", f"--output_dir={tmp_path / 'run'}"]), 0)
+    assert not is_demo(others.config, others.policy) and is_demo(own.config, own.policy)

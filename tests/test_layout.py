@@ -136,7 +136,7 @@ def test_no_circles():
 )
 @pytest.mark.parametrize(
     ("room", "upward"),
-    [("config", "data.plan"), ("data", "policies.pi05"), ("policies", "run.plan"), ("run", "training.worker"),
+    [("config", "data.plan"), ("data", "policies.pi05"), ("policies", "run.resolve"), ("run", "training.worker"),
      ("envs", "policies.pi05"), ("report", "evaluation.open_loop"), ("training", "report.page")],
 )  # fmt: skip
 def test_a_planted_upward_import_is_named(tmp_path, room, upward, how):

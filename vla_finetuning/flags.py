@@ -200,7 +200,8 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
             defaults[other] = "null"
     config = program.kind()
     for path, value in BEFORE_OPTIONS.items() if resumed else ():
-        set_option(config, path, value)
+        if path in flags:
+            set_option(config, path, value)
     for path, value in _saved_options(Path(config_path), program.kind) if config_path else ():
         set_option(config, path, value)
     groups = lerobots(flags)

@@ -70,11 +70,11 @@ def test_the_projects_own_file_is_valid():
         ("build.yaml", "-cu128", "", 7, "without CUDA"),
         ("build.yaml", "ray:2.60.0-py312-cu128", "ray:latest", 7, "expected a tag like"),
         ("build.yaml", "  dir: .", "\tdir: .", 5, "is no YAML"),
-        ("configs/gcp_l4.yaml", "    CPU: 0\n    GPU: 0\n", "    CPU: 8\n", 6, "CPU: 8: the head would run tasks"),
-        ("configs/gcp_l4.yaml", "    CPU: 0\n", "", 5, "no CPU, so all that the machine has"),
-        ("configs/gcp_l4.yaml", "    GPU: 0\n", "    GPU: 1\n", 7, "the head would run training"),
-        ("configs/gcp_l4.yaml", "    min_nodes: 1\n", "    min_nodes: 3\n", 11, "min_nodes 3 is above max_nodes 1"),
-        ("configs/gcp_l4.yaml", "    min_nodes: 0\n", "    min_workers: 0\n", 15, "min_workers: nothing reads this"),
+        ("configs/gcp_l4.yaml", "    CPU: 0\n    GPU: 0\n", "    CPU: 8\n", 7, "CPU: 8: the head would run tasks"),
+        ("configs/gcp_l4.yaml", "    CPU: 0\n", "", 6, "no CPU, so all that the machine has"),
+        ("configs/gcp_l4.yaml", "    GPU: 0\n", "    GPU: 1\n", 8, "the head would run training"),
+        ("configs/gcp_l4.yaml", "    min_nodes: 1\n", "    min_nodes: 3\n", 12, "min_nodes 3 is above max_nodes 1"),
+        ("configs/gcp_l4.yaml", "    min_nodes: 0\n", "    min_workers: 0\n", 17, "min_workers: nothing reads this"),
     ],
 )
 def test_a_fault_is_named_with_its_line(project, capsys, file, old, new, line, message):
@@ -98,7 +98,7 @@ def test_all_faults_are_told_at_once(project, capsys):
     edit(project / "build.yaml", "GCP: configs/gcp_l4.yaml", "GCP: configs/none.yaml")
     edit(project / "configs/aws_l4.yaml", "    CPU: 0\n", "    CPU: 1\n")
     assert [one.partition(": ")[0] for one in faults(project, capsys)] == [
-        "configs/aws_l4.yaml:6",
+        "configs/aws_l4.yaml:7",
         "build.yaml:10",
         "build.yaml:7",
     ]

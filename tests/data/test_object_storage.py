@@ -499,7 +499,7 @@ def stop_here(run):
 
 calls, train = json.loads(sys.argv[1])
 if not train:
-    vla.cluster.start = stop_here
+    vla.join_cluster = stop_here
 for argv, token in calls:
     os.environ.pop("HF_TOKEN", None)
     if token:

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -237,8 +238,8 @@ def test_a_checkpoint_that_cannot_play_costs_the_training_nothing(run, played, c
     ],
 )
 def test_what_a_cluster_has_to_spare(run, cluster, use_gpu, stages, lacks):
-    run.config.scaling.use_gpu = use_gpu
-    assert room_beside(run, cluster) == (stages, lacks)
+    scaling = replace(run.job.scaling, use_gpu=use_gpu)
+    assert room_beside(scaling, run.config.eval, cluster) == (stages, lacks)
 
 
 def test_an_environment_that_is_none_is_refused_before_anything_starts(setting, capsys):

@@ -13,6 +13,7 @@ from tests.datasets import make_dataset
 from tests.policies.test_tiny_pi05 import make_base, make_features
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.options import Features, Reading
 from vla_finetuning.evaluation.open_loop import (
     _placed,
     error_table,
@@ -173,10 +174,10 @@ def test_rows_at_once_change_nothing(loaded, monkeypatch):
 @pytest.mark.parametrize("mode", ["expert", "full"])
 def test_a_policy_is_asked_in_the_precision_that_it_was_trained_in(loaded, mode):
     policy, pre, post = copy.deepcopy(loaded[0]), *loaded[1:]
-    run = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(mode=mode)))
-    assert _placed(run.policy, policy, None, torch.device("cpu")) == (policy, None)
+    spec = SimpleNamespace(train=SimpleNamespace(mode=mode))
+    assert _placed(spec, policy, None, torch.device("cpu")) == (policy, None)
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
-    placed, _ = _placed(run.policy, policy, torch.bfloat16, torch.device("cpu"))
+    placed, _ = _placed(spec, policy, torch.bfloat16, torch.device("cpu"))
     low = {name for name, parameter in placed.named_parameters() if parameter.dtype == torch.bfloat16}
     assert any(".language_model.layers.0.mlp." in name for name in low) is (mode == "expert")
     assert not any(".gemma_expert.model." in name for name in low)
@@ -258,23 +259,23 @@ def test_held_out_frames_are_lerobots(tmp_path):
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     metas = [load_metadata(make_dataset(tmp_path / name, episodes=(4, 6, 5), seed=i)) for i, name in enumerate("ab")]
-    run = SimpleNamespace(
+    rows = SimpleNamespace(
         metas=metas,
         eval_episodes=(np.array([], int), np.array([1, 2])),
-        match=SimpleNamespace(camera_keys=metas[1].camera_keys, dataset_keys=("observation.state", "action")),
-        config=SimpleNamespace(tolerance_s=1e-4),
-        image_size=None,
-        frame_cache=FrameCache(str(tmp_path / "kept"), 1.0),
+        features=Features(
+            camera_keys=metas[1].camera_keys, columns=("observation.state", "action"), delta_timestamps={}
+        ),
+        reading=Reading(frame_cache=FrameCache(str(tmp_path / "kept"), 1.0)),
     )
     theirs = LeRobotDataset("local/b", root=tmp_path / "b", episodes=[1], video_backend="pyav")
-    frames = list(held_out_frames(run.rows))
+    frames = list(held_out_frames(rows))
     assert len(list((tmp_path / "kept").rglob("*.frames"))) == len(metas[1].camera_keys)  # as the run itself
-    assert len(frames) == len(theirs) == 6 and len(list(held_out_frames(run.rows, limit=2))) == 2
+    assert len(frames) == len(theirs) == 6 and len(list(held_out_frames(rows, limit=2))) == 2
     for ours, expected in zip(frames, theirs, strict=True):
         assert ours["task"] == expected["task"]
         keys = {key for key in expected if key.startswith("observation.") or key == "action"}
         assert set(ours) == keys | {"task"}
         assert all(ours[key].dtype == expected[key].dtype and torch.equal(ours[key], expected[key]) for key in keys)
-    run.eval_episodes = ((), ())
+    rows.eval_episodes = ((), ())
     with pytest.raises(ValueError, match="--dataset.eval_split"):
-        next(held_out_frames(run.rows))
+        next(held_out_frames(rows))

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from lerobot.transforms import ImageTransformConfig, make_transform_from_config
 
 from tests.tiny import make_config
-from vla_finetuning.config import Config
+from vla_finetuning.config import Config, ImageTransformOptions
 from vla_finetuning.data.columns import STREAM_POSITION
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import augment
@@ -29,11 +29,9 @@ def images(rows=ROWS, seed=0):
     return made
 
 
-def config_of(**transforms):
-    config = Config()
-    config.dataset.image_transforms.enable = True
-    config.dataset.image_transforms.tfs = transforms
-    return config
+def augmentation(policy, name="none", enable=True, **transforms):
+    options = ImageTransformOptions(enable=enable, tfs=transforms)
+    return augmentation_of(name, options, Config().seed, list(policy.image_features))
 
 
 def test_what_is_drawn_is_splitmix64():
@@ -174,7 +172,7 @@ def test_of_several_transforms_each_row_has_some_by_their_weights():
 def test_lerobots_defaults_change_three_things_and_leave_rows_to_themselves():
     """A row's frames do not depend on the batch, nor those of a window on each other."""
     policy = make_config(2)
-    augmented = augmentation_of(config_of(), list(policy.image_features))
+    augmented = augmentation(policy)
     before, position = images(), torch.arange(100, 100 + ROWS)
     key, other = policy.image_features
     found = augmented(key, before, position)
@@ -189,9 +187,7 @@ def test_lerobots_defaults_change_three_things_and_leave_rows_to_themselves():
 def test_only_frames_that_are_trained_on_are_changed():
     policy = make_config(1)
     (key,) = policy.image_features
-    config = Config()
-    config.train.augmentation = "openpi"
-    half = DeviceHalf(None, policy, augmentation_of(config, list(policy.image_features)))
+    half = DeviceHalf(None, policy, augmentation(policy, "openpi", enable=False))
     batch = {key: (images() * 255).to(torch.uint8).movedim(1, -1), STREAM_POSITION: torch.arange(ROWS)}
     half.train()
     trained = half(batch)
@@ -199,7 +195,7 @@ def test_only_frames_that_are_trained_on_are_changed():
     half.eval()
     plain = DeviceHalf(None, policy)(batch)
     assert torch.equal(half(batch)[key], plain[key]) and not torch.equal(trained[key], plain[key])
-    assert augmentation_of(Config(), list(policy.image_features)) is None
+    assert augmentation(policy, enable=False) is None
 
 
 def test_a_color_jitter_of_several_parts_has_them_in_any_order():
@@ -225,7 +221,7 @@ def test_a_color_jitter_of_several_parts_has_them_in_any_order():
 )
 def test_transforms_that_are_not_done_are_refused(transforms, message):
     with pytest.raises(ValueError, match=f"--dataset.image_transforms.tfs: {message}"):
-        augmentation_of(config_of(**transforms), list(make_config(1).image_features))
+        augmentation(make_config(1), **transforms)
 
 
 def test_flags_have_lerobots_names(tmp_path):

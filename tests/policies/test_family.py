@@ -4,14 +4,14 @@ import pytest
 import torch
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.vqbet.configuration_vqbet import VQBeTConfig
-from vla_finetuning.run.plan import resolve
 
 from tests.datasets import make_dataset
 from tests.tiny import make_config
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.family import UNUSED, Family, PolicyLoss
 from vla_finetuning.policies.registry import FAMILIES, family_of, types_that
-from vla_finetuning.training import worker
+from vla_finetuning.run.resolve import resolve
+from vla_finetuning.training.model import build_model
 
 
 def test_a_derived_type_is_of_the_family_it_derives_from():
@@ -70,7 +70,7 @@ def test_a_line_of_the_registry_is_all_that_a_run_needs(dataset, monkeypatch):
             resolve(parse_args(flags(dataset, asked, "--steps=2", *full)), 0)
     monkeypatch.setitem(FAMILIES, "act", Planted("act", as_lerobot=True))
     run = resolve(parse_args(flags(dataset, *ASKED)), 0)
-    loss, _ = worker.build_model(run, torch.device("cpu"))
+    loss, _ = build_model(run.policy, torch.device("cpu"))
     assert isinstance(loss, Doubled)
     trained = {name for name, parameter in loss.policy.named_parameters() if parameter.requires_grad}
     assert trained == {"model.action_head.weight", "model.action_head.bias"}

@@ -27,7 +27,6 @@ from vla_finetuning.flags import parse_args
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report import page as report
 from vla_finetuning.report.page import keep_report, write_report
-from vla_finetuning.run import progress
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.progress import MetricsLog
 from vla_finetuning.run.record import record_attention, record_run
@@ -106,9 +105,8 @@ def finished(tmp_path_factory):
     run = resolve(parse_args([f"--{k}={v}" for k, v in flags.items()]), gpus_found=4)
     run.job.output_dir.mkdir()
     write_json(run.job.output_dir / CONFIG_NAME, run.config.to_json())
-    record_run(
-        run, describe(run), {"CPU": 32.0, "GPU": 4.0, "memory": 2**36, "node:10.0.0.1": 1, "accelerator_type:L4": 1}
-    )
+    cluster = {"CPU": 32.0, "GPU": 4.0, "memory": 2**36, "node:10.0.0.1": 1, "accelerator_type:L4": 1}
+    record_run(run.job, run.policy, describe(run), cluster, run.rows)
     write_metrics(run.job.output_dir)
     record_attention(run.job.output_dir, ATTENTION)
     write_json(run.job.output_dir / "evaluation.json", {"trained": evaluated(), "untrained": evaluated()})
@@ -122,24 +120,23 @@ def finished(tmp_path_factory):
 
 
 def write_metrics(folder, mfu_per_rate=0.01):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(progress, "spilled_bytes", lambda: 3 * 2**30)
-        log = MetricsLog(folder, 8, 43, 0, {"mfu": mfu_per_rate})
-        for step in range(LOG_FREQ, STEPS + 1, LOG_FREQ):
-            log.write(
-                step,
-                1e-3 / step,
-                {
-                    "loss": 2 / step,
-                    "grad_norm": 100 / step**2,
-                    "nonfinite_steps": 0,
-                    "samples": 8 * LOG_FREQ,
-                    "samples_per_s": 4.0,
-                    "step_s": 2.0,
-                    "data_wait_s": 0.5,
-                    "peak_memory_bytes": 5 * 2**30,
-                },
-            )
+    log = MetricsLog(folder, 8, 43, 0, {"mfu": mfu_per_rate})
+    for step in range(LOG_FREQ, STEPS + 1, LOG_FREQ):
+        log.write(
+            step,
+            1e-3 / step,
+            {
+                "loss": 2 / step,
+                "grad_norm": 100 / step**2,
+                "nonfinite_steps": 0,
+                "samples": 8 * LOG_FREQ,
+                "samples_per_s": 4.0,
+                "step_s": 2.0,
+                "data_wait_s": 0.5,
+                "peak_memory_bytes": 5 * 2**30,
+                "spilled_bytes": 3 * 2**30,
+            },
+        )
 
 
 def write_lines(path, lines):

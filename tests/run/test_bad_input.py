@@ -489,7 +489,7 @@ def test_statistics_that_one_of_two_datasets_lacks(ray_cluster, root, base, fold
     assert not completed.missing_stats
     for key in ("observation.state", "action"):
         for name in ("q01", "q99"):
-            np.testing.assert_allclose(completed.stats[key][name], expected[key][name], rtol=1e-6)
+            np.testing.assert_allclose(completed.policy.stats[key][name], expected[key][name], rtol=1e-6)
 
 
 def test_a_dry_run_looks_at_tracker_and_hub(refused, monkeypatch):

@@ -28,7 +28,7 @@ from ray.data import DataContext, ExecutionResources
 from ray.data._internal.execution.resource_manager import ResourceManager
 
 from tests import clusters
-from vla_finetuning.config import Config
+from vla_finetuning.config import ScalingOptions
 from vla_finetuning.run import cluster
 from vla_finetuning.run.cluster import (
     Needs,
@@ -114,14 +114,13 @@ def test_what_is_lacking_is_said(change, message, tmp_path, monkeypatch):
 
 def wanting(nodes_timeout_s, use_gpu=True, **changes):
     options = {"min_workers": 1, "num_workers": 4, "cpus_per_worker": 2.0, "cpus_per_read_task": 1.0, **changes}
-    scaling = SimpleNamespace(nodes_timeout_s=nodes_timeout_s, **{"accelerator_type": None, **options})
-    return SimpleNamespace(config=SimpleNamespace(scaling=scaling), use_gpu=use_gpu)
+    return ScalingOptions(nodes_timeout_s=nodes_timeout_s, use_gpu=use_gpu, **options)
 
 
 @pytest.fixture
 def looks_often(monkeypatch):
     monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.02)
-    monkeypatch.setattr(cluster, "_without_room", lambda run: None)  # asks Ray
+    monkeypatch.setattr(cluster, "_without_room", lambda scaling: None)  # asks Ray
 
 
 def test_a_run_does_not_wait_for_ever_for_nodes_that_are_gone(looks_often, monkeypatch, capsys):
@@ -188,15 +187,13 @@ def test_the_real_driver_is_asked():
 
 
 def test_a_runs_needs(tmp_path):
-    config = Config(output_dir=str(tmp_path))
-    config.scaling.free_disk_gb = 2.5
-    metas = (SimpleNamespace(root="/data/a"), SimpleNamespace(root="s3://bucket/b"))
-    run = SimpleNamespace(config=config, metas=metas, policy_folder=Path("/weights"), use_gpu=True)
-    needs = node_needs(run)
+    scaling = ScalingOptions(free_disk_gb=2.5, use_gpu=True)
+    given = ["/data/a", "s3://bucket/b"], Path("/weights")
+    needs = node_needs(scaling, *given)
     assert set(needs.paths) == {"/data/a", "/weights"}, "what has a URI is everywhere"
     assert (needs.cuda, needs.free_bytes) == (torch.version.cuda, 2_500_000_000)
     assert needs.packages["numpy"] == np.__version__
-    assert node_needs(SimpleNamespace(**{**vars(run), "use_gpu": False})).cuda is None
+    assert node_needs(replace(scaling, use_gpu=False), *given).cuda is None
 
 
 def test_nodes_look_for_a_file_that_only_the_real_output_folder_has(tmp_path, monkeypatch):
@@ -319,13 +316,11 @@ def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_clu
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.3)
     checked = []
-    monkeypatch.setattr(cluster, "node_needs", lambda run: NEEDS)
     monkeypatch.setattr(cluster, "check_nodes", lambda needs, folder: checked.append(len(cluster.alive_nodes())))
 
     def wait(nodes_timeout_s=60, **changes):
-        run = wanting(nodes_timeout_s, use_gpu=False, accelerator_type="L4", **changes)
-        run.output_dir = tmp_path
-        return cluster.wait_for_room(run)
+        scaling = wanting(nodes_timeout_s, use_gpu=False, accelerator_type="L4", **changes)
+        return cluster.wait_for_room(scaling, NEEDS, tmp_path)
 
     with clusters.of_several_nodes(num_cpus=1, include_dashboard=False) as nodes:
         monkeypatch.setenv("RAY_ADDRESS", nodes.address)
@@ -369,9 +364,9 @@ def test_a_run_that_waits_for_room_is_ended_by_ctrl_c(ray_cluster, tmp_path):
     script = (
         # What is started in the background of a shell ignores it otherwise.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from tests.run.test_cluster import wanting; from vla_finetuning.run import cluster\n"
+        "from tests.run.test_cluster import NEEDS, wanting; from vla_finetuning.run import cluster\n"
         "cluster.LOOK_EVERY_S = 0.2\n"
-        "cluster.connect(); cluster.wait_for_room(wanting(3600, cpus_per_worker=100.0))"
+        "cluster.connect(); cluster.wait_for_room(wanting(3600, cpus_per_worker=100.0), NEEDS, None)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     command = [sys.executable, "-c", script]

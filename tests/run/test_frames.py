@@ -100,12 +100,13 @@ def test_what_idles_is_not_trained_on_with_all_other_choices(setting):
     folder = setting[0]
     mixture = json.dumps({str(folder / "dataset"): 1, str(folder / "other"): 3})
     mixed = run_of(setting, skip, f"--dataset.mixture={mixture}")
-    assert mixed.stream["rows_per_source"] == [18, 54] and mixed.rows_per_epoch == 72
+    assert mixed.rows.identity["rows_per_source"] == [18, 54] and mixed.rows.per_epoch == 72
     two = rows_of(mixed, 0) + rows_of(mixed, 1)
     assert two == once(LEFT) + Counter({key: 3 for key in once(LEFT, dataset=1)})
     # Off, nothing is otherwise than without the option.
     plain = run_of(setting)
-    assert not plain.frames and plain.rows_per_epoch == sum(EPISODES) and "left out" not in describe(plain)
+    assert not plain.rows.selection.stretches and plain.rows.per_epoch == sum(EPISODES)
+    assert "left out" not in describe(plain)
 
 
 def test_frames_that_are_left_have_their_whole_action_chunks(setting):
@@ -159,9 +160,9 @@ def test_a_run_goes_on_only_with_the_frames_it_was_started_with(setting, tmp_pat
     path = tmp_path / "weights.csv"
     path.write_text("episode_index,weight\n0,2\n")
     flags = ("--dataset.skip_idle=0.5", f"--dataset.episode_weights=@{path}")
-    start = run_of(setting, *flags).start
+    start = run_of(setting, *flags).job.start
     path.write_text("episode_index,weight\n0,2\n1,0.5\n")
-    again = run_of(setting, *flags).start
+    again = run_of(setting, *flags).job.start
     check_resumable(again, again)
     with pytest.raises(ValueError, match="the data is not what the run was started with .*episode_weights: was"):
         check_resumable(start, again)

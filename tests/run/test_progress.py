@@ -1,17 +1,15 @@
 """The log of a run, without Ray: what a line holds and how it is told."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
-from vla_finetuning.run import progress
+from tests import in_process
 from vla_finetuning.run.folder import first_step_done, start_attempt
 from vla_finetuning.run.progress import MetricsLog, check_skipped, follow_progress
 
 
-def test_rates_are_counted_per_sample_and_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "spilled_bytes", lambda: 0)
+def test_rates_are_counted_per_sample_and_told(tmp_path, capsys):
     per_sample = {"mfu": None, "frames_per_s": 3, "decoded_bytes_per_s": 2_000_000}
     log = MetricsLog(tmp_path, 8, 100, 0, per_sample)
     metrics = {"loss": 0.5, "samples_per_s": 20.0, "step_s": 0.4, "data_wait_s": 0.1}
@@ -23,8 +21,7 @@ def test_rates_are_counted_per_sample_and_told(tmp_path, monkeypatch, capsys):
     assert "20.0 samples/s (60 frames, 40.0 MB), 25% waiting for data" in capsys.readouterr().out
 
 
-def test_evaluations_that_come_in_are_told_once_each(tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "spilled_bytes", lambda: 0)
+def test_evaluations_that_come_in_are_told_once_each(tmp_path):
     metrics = {"loss": 0.5, "samples_per_s": 20.0, "step_s": 0.4, "data_wait_s": 0.1}
     for resumed, steps in ((0, (10, 20, 30, 40)), (20, (30, 40))):
         log = MetricsLog(tmp_path, 8, 100, resumed, {})
@@ -40,9 +37,8 @@ def test_evaluations_that_come_in_are_told_once_each(tmp_path, monkeypatch):
         assert told == {20: (10, 0.75), 30: (15, 0.0)} and lines[1]["success_low"] == 0.3
 
 
-def test_a_start_says_what_it_does_and_does_not_count_as_a_step(tmp_path, monkeypatch, capsys):
+def test_a_start_says_what_it_does_and_does_not_count_as_a_step(tmp_path, capsys):
     """From a plan to its first log line was a minute of silence, which the estimate of the time left then counted."""
-    monkeypatch.setattr(progress, "spilled_bytes", lambda: 0)
     log = MetricsLog(tmp_path, 8, 100, 0, {"frames_per_s": 3, "decoded_bytes_per_s": 2})
     metrics = {"loss": 0.5, "samples_per_s": 20.0, "step_s": 21.0, "data_wait_s": 20.0}
     with follow_progress(tmp_path, steps=62):
@@ -68,17 +64,26 @@ def test_a_start_says_what_it_does_and_does_not_count_as_a_step(tmp_path, monkey
     ],
 )
 def test_too_many_skipped_rows_end_the_run(tmp_path, done, positions, share, ends):
-    dataset = SimpleNamespace(on_error="skip", max_skipped=share)
-    config = SimpleNamespace(global_batch_size=8, dataset=dataset)
-    run = SimpleNamespace(output_dir=tmp_path, config=config, rows_per_epoch=100)
+    trained = {"rows": 8 * done, "rows_per_epoch": 100}
     lines = [{"root": "/data/arm", "episode_index": 7, "positions": [p], "error": "it is truncated"} for p in positions]
     (tmp_path / "skipped.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if not ends:
-        check_skipped(run, done)
+        check_skipped(tmp_path, share, **trained)
         return
     count = len([p for p in positions if p < 8 * done])
     told = rf"dataset /data/arm: {count} of the first {8 * done} rows .*max_skipped=0.01.* 7: it is truncated.*resume"
     with pytest.raises(ValueError, match=told):
-        check_skipped(run, done)
-    dataset.on_error = "stop"
-    check_skipped(run, done)
+        check_skipped(tmp_path, share, **trained)
+
+
+@pytest.mark.parametrize("on_error", ["skip", "stop"])
+def test_only_a_run_that_may_skip_is_ended_by_what_was_skipped(tmp_path, on_error):
+    run = in_process.resolved(in_process.make_setting(tmp_path), log_freq=1, **{"dataset.on_error": on_error})
+    run.job.output_dir.mkdir()
+    line = {"root": "/data/arm", "episode_index": 7, "positions": [5], "error": "it is truncated"}
+    (run.job.output_dir / "skipped.jsonl").write_text(json.dumps(line) + "\n")
+    if on_error == "stop":
+        assert in_process.train(run) is not None
+        return
+    with pytest.raises(ValueError, match="1 of the first 8 rows "):  # steps of 4 rows: not after the first
+        in_process.train(run)

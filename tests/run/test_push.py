@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -270,12 +271,14 @@ def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatc
     out = tmp_path / "out"
     argv = ["--dataset.root=/d", "--policy.path=/p", f"--output_dir={out}", "--policy.repo_id=somebody/arm"]
 
-    class Resolved:
-        config = parse_args(argv)
-        output_dir = out
-        use_gpu = False
-
-    monkeypatch.setattr(vla, "resolve", lambda config, gpus_found: Resolved())
+    config = parse_args(argv)
+    resolved = SimpleNamespace(
+        config=config,
+        job=SimpleNamespace(output_dir=out, use_gpu=False),
+        policy=None,
+        rows=SimpleNamespace(frame_bytes=0),
+    )
+    monkeypatch.setattr(vla, "resolve", lambda config, gpus_found: resolved)
     monkeypatch.setattr(vla, "describe", lambda run: "the plan")
     assert vla.main(argv) == 2
     assert "error: model somebody/arm: the token of me may not write to it" in capsys.readouterr().err

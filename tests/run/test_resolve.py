@@ -26,7 +26,6 @@ from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import DeviceHalf, Prepare
 from vla_finetuning.policies.registry import FAMILIES, family_of
 from vla_finetuning.run import base_policy, mixing
-from vla_finetuning.run import plan as run_plan
 from vla_finetuning.run.checkpoint import Progress, check_resumable, commit, write_pieces
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.resolve import resolve
@@ -67,11 +66,11 @@ def test_frames_are_kept_where_the_flags_say_and_named_from_any_folder(setting):
     run = plan(setting, "--dataset.frame_cache=kept", "--dataset.frame_cache_gb=3")
     source = run.rows.source(stream=(0, run.rows.last_row))
     assert source._options(1).frame_cache == FrameCache(str(Path("kept").absolute()), 3.0)
-    assert plan(setting).reader()(stream=(0, 4))._options(1).frame_cache is None
+    assert plan(setting).rows.source(stream=(0, 4))._options(1).frame_cache is None
 
 
 def test_frames_are_kept_by_themselves_where_they_are_read_again_and_fit(setting, monkeypatch, tmp_path):
-    monkeypatch.setattr(run_plan, "FRAMES_DIR", str(tmp_path / "frames"))
+    monkeypatch.setattr("vla_finetuning.run.rows.FRAMES_DIR", str(tmp_path / "frames"))
     again, once = "--steps=20", "--steps=13"  # of 54 rows an epoch
     size = 54 * 48 * 64 * 3
 
@@ -94,9 +93,9 @@ def test_frames_are_kept_by_themselves_where_they_are_read_again_and_fit(setting
 
 def test_all_rows_of_later_epochs_are_shuffled_only_where_all_frames_are_kept(setting):
     flags = ["--dataset.global_shuffle=true", "--steps=20"]
-    with pytest.raises(ValueError, match=r"global_shuffle draws single frames of .* GB, and no frames are kept"):
+    with pytest.raises(ValueError, match=r"global_shuffle draws single frames of .* GB, and no frames are cached"):
         plan(setting, *flags)
-    with pytest.raises(ValueError, match="and --dataset.frame_cache_gb=1e-06 of them are kept"):
+    with pytest.raises(ValueError, match="and --dataset.frame_cache_gb=1e-06 of them are cached"):
         plan(setting, *flags, "--dataset.frame_cache=kept", "--dataset.frame_cache_gb=1e-6")
     run, as_ever = (plan(setting, *more, "--dataset.frame_cache=kept") for more in (flags, ["--steps=20"]))
     assert "from the second epoch on, all rows are shuffled" in describe(run)
@@ -104,7 +103,7 @@ def test_all_rows_of_later_epochs_are_shuffled_only_where_all_frames_are_kept(se
     # A run goes on neither with it nor without it if it was started otherwise: its rows would be others.
     for was, now in ((run, as_ever), (as_ever, run)):
         with pytest.raises(ValueError, match="later_epochs: was .*, is "):
-            check_resumable(replace(was.start, step=2, rows=8), now.start)
+            check_resumable(replace(was.job.start, step=2, rows=8), now.job.start)
 
 
 def test_shards_are_of_the_workers_nodes_and_stay_when_there_are_others(setting):
@@ -122,8 +121,8 @@ def test_shards_are_of_the_workers_nodes_and_stay_when_there_are_others(setting)
     (run.job.output_dir / CONFIG_NAME).write_text(json.dumps(run.config.to_json()))
     resume = ["--resume", f"--output_dir={run.job.output_dir}", "--scaling.num_workers=1", "--grad_accum=4"]
     again = resolve(parse_args(resume), gpus_found=0)
-    assert again.stream == run.rows.identity and again.sharding == run.rows.order.sharding
-    assert run.rows.identity != plan(setting, *flags[1:], "--scaling.num_workers=4", "--grad_accum=1").stream
+    assert again.rows.identity == run.rows.identity and again.rows.order.sharding == run.rows.order.sharding
+    assert run.rows.identity != plan(setting, *flags[1:], "--scaling.num_workers=4", "--grad_accum=1").rows.identity
 
 
 def test_frames_fitted_while_decoding_reach_the_policy_as_after_its_own_resizing(setting, monkeypatch):
@@ -141,7 +140,7 @@ def test_frames_fitted_while_decoding_reach_the_policy_as_after_its_own_resizing
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=level)
     assert (found[0] - expected[0]).abs().mean() < 0.3 * level
     assert not torch.equal(found[0], expected[0])  # the float path is another one: something was compared
-    assert small.decoded == {"frames_per_s": 1, "decoded_bytes_per_s": fitted.row_bytes()}
+    assert small.rows.rates == {"frames_per_s": 1, "decoded_bytes_per_s": fitted.row_bytes()}
     assert whole.row_bytes() - fitted.row_bytes() == 48 * 64 * 3 - 56 * 56 * 3
 
 
@@ -169,24 +168,24 @@ def large(setting):
 
 def test_frames_are_fitted_where_that_halves_a_row(setting, large):
     run = plan(setting, f"--dataset.root={large}", root=False)
-    assert run.rows.image_size == run.config.dataset.image_size == [56, 56]  # also of whoever resumes it
+    assert list(run.rows.image_size) == run.config.dataset.image_size == [56, 56]  # also of whoever resumes it
     told = describe(run)
     assert "fitted into 56x56 where they are decoded; rows of 0.01 MB instead of 0.04" in told
     assert "within one level of uint8" in told
     assert run.rows.rates["decoded_bytes_per_s"] * 2 < run.rows.stored_bytes
     small = plan(setting)  # 48x64
-    assert small.image_size is None and small.config.dataset.image_size == "stored"
+    assert small.rows.image_size is None and small.config.dataset.image_size == "stored"
     assert "bit for bit" in describe(small)
     stored = plan(setting, f"--dataset.root={large}", "--dataset.image_size=stored", root=False)
-    assert stored.image_size is None and stored.decoded["decoded_bytes_per_s"] == run.rows.stored_bytes
+    assert stored.rows.image_size is None and stored.rows.rates["decoded_bytes_per_s"] == run.rows.stored_bytes
     # Where the policy would see other pixels than after its own resizing, and where it resizes nothing.
     normalising = '--policy.normalization_mapping={"VISUAL": "MEAN_STD"}'
-    assert plan(setting, f"--dataset.root={large}", normalising, root=False).image_size is None
+    assert plan(setting, f"--dataset.root={large}", normalising, root=False).rows.image_size is None
 
 
 def test_cameras_of_different_sizes_go_together_when_the_policy_fits_them(setting, large):
     both = f"--dataset.root={setting[1]},{large}"
-    assert plan(setting, both, root=False).image_size == [56, 56]
+    assert plan(setting, both, root=False).rows.image_size == (56, 56)
     with pytest.raises(ValueError, match="differ in"):
         plan(setting, both, "--dataset.image_size=stored", root=False)
 
@@ -203,7 +202,7 @@ def test_what_a_batch_is_mixed_of(setting, large, tmp_path, monkeypatch):
     poor = plan(setting, *flags, "--dataset.window_segments=2", root=False)
     better = re.search(r"POORLY MIXED: --dataset.window_segments (\d+) ", describe(poor))[1]
     again = plan(setting, *flags, f"--dataset.window_segments={better}", root=False)
-    assert again.mixing.episodes > poor.mixing.episodes and again.mixing.advice is None
+    assert again.rows.mixing.episodes > poor.rows.mixing.episodes and again.rows.mixing.advice is None
 
 
 def test_a_resumed_run_keeps_its_rows_and_their_order(started, large):
@@ -218,9 +217,9 @@ def test_a_resumed_run_keeps_its_rows_and_their_order(started, large):
     asked = resolve(
         parse_args(["--resume", f"--output_dir={output_dir}", "--dataset.window_segments=64"]), gpus_found=0
     )
-    assert asked.stream["segment_rows"] == 8
+    assert asked.rows.identity["segment_rows"] == 8
     with pytest.raises(ValueError, match="segment_rows: was 16, is 8"):
-        check_resumable(replace(run.job.start, step=2, rows=8), asked.start)
+        check_resumable(replace(run.job.start, step=2, rows=8), asked.job.start)
 
 
 def test_a_policy_that_fits_images_otherwise(setting):
@@ -278,13 +277,13 @@ def test_a_mixture_of_datasets(setting, second, monkeypatch):
         expected = aggregate_stats(weighted)
         for key in VECTORS:
             for name in ("q01", "q99", "mean", "std"):
-                np.testing.assert_allclose(found.stats[key][name], expected[key][name], err_msg=name)
+                np.testing.assert_allclose(found.policy.stats[key][name], expected[key][name], err_msg=name)
     # What a run is saved as, it is resumed as.
     (folder / "out").mkdir(exist_ok=True)
     (folder / "out" / "config.json").write_text(json.dumps(run.config.to_json()))
     again = resolve(parse_args(["--resume", f"--output_dir={folder / 'out'}"]), gpus_found=0)
-    assert again.stream == run.rows.identity
-    assert plan(setting, mixture_flag({root: 1, second: 1}), root=False).stream != run.rows.identity
+    assert again.rows.identity == run.rows.identity
+    assert plan(setting, mixture_flag({root: 1, second: 1}), root=False).rows.identity != run.rows.identity
 
 
 def test_a_dataset_that_is_named_twice(setting, monkeypatch):
@@ -384,7 +383,7 @@ def test_dimensions_come_in_the_first_datasets_order(setting, second, tmp_path):
     rows = [next(iter(run.rows.source(stream=(0, 66)).read_rows(range(66), 66))) for run in runs]
     for run, found in zip(runs, rows, strict=True):
         np.testing.assert_array_equal(found["action"], rows[0]["action"])
-        for name, value in runs[0].stats["action"].items():
+        for name, value in runs[0].policy.stats["action"].items():
             np.testing.assert_allclose(run.policy.stats["action"][name], value, err_msg=name)
 
 
@@ -399,7 +398,7 @@ def test_datasets_in_different_units(setting, second, tmp_path):
     with pytest.raises(ValueError, match=told):
         plan(setting, both, root=False)
     flags = ["--dataset.mixed_ranges=true", "--dataset.statistics=stored"]
-    assert plan(setting, both, *flags, root=False).stats["action"]["q99"].max() > 10
+    assert plan(setting, both, *flags, root=False).policy.stats["action"]["q99"].max() > 10
 
 
 def test_names_that_do_not_go_together(setting, other_names):
@@ -486,7 +485,7 @@ def resumed(output_dir, *flags):
 def test_a_run_that_is_resumed_opens_no_base_but_its_own(started, monkeypatch, file):
     """Whoever can write its config.json could name any folder there."""
     output_dir, base = started
-    assert resumed(output_dir).base["files"].keys() >= {"config.json", "policy_preprocessor.json"}
+    assert resumed(output_dir).policy.base["files"].keys() >= {"config.json", "policy_preprocessor.json"}
     (base / file).parent.mkdir(exist_ok=True)
     (base / file).write_bytes((base / file).read_bytes() + b" " if (base / file).exists() else b"{}")
     monkeypatch.setattr(base_policy, "policy_config_of", None)  # where the first of its files would be opened
@@ -500,7 +499,7 @@ def test_a_checkpoint_from_before_the_files_were_listed_resumes(started):
     saved = json.loads(state.read_text())["progress"]
     del saved["base"]["files"]
     commit(state.parent, Progress(**saved), write_pieces(state.parent, {}))
-    assert resumed(output_dir).steps == 5
+    assert resumed(output_dir).job.steps == 5
 
 
 def test_a_type_that_brings_code_is_refused_unless_this_start_allows_it(setting, started, monkeypatch):

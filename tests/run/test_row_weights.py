@@ -52,7 +52,8 @@ def run_of(setting, *flags):
     folder, root, base = setting
     options = [f"--dataset.root={root}", f"--policy.path={base}", f"--output_dir={folder / 'out'}", "--batch_size=4"]
     # No prompts to cut: the batches here have none.
-    return replace(resolve(parse_args([*options, "--steps=3", *flags]), gpus_found=0), prompts=())
+    run = resolve(parse_args([*options, "--steps=3", *flags]), gpus_found=0)
+    return replace(run, policy=replace(run.policy, prompts=()))
 
 
 @pytest.mark.parametrize(

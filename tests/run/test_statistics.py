@@ -108,7 +108,7 @@ def test_what_is_stored_does_not_matter_where_it_is_not_used(setting, tmp_path):
     with pytest.raises(ValueError, match="statistic 'q99' of 'action' is not finite"):
         in_process.resolved(changed)
     run = with_stats(in_process.resolved(changed, **{"dataset.statistics": "exact"}))
-    assert_numpys(run.stats["action"], rows_of(load_metadata(root), "action", range(4)))
+    assert_numpys(run.policy.stats["action"], rows_of(load_metadata(root), "action", range(4)))
 
 
 def test_what_is_missing(setting, tmp_path):

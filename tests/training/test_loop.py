@@ -269,7 +269,7 @@ def test_options_reach_the_loss(setting, monkeypatch):
             super().__init__()
             given.append(options)
 
-        flags = {"train.attention": "eager", "train.activation_checkpointing": "true", "train.mask_padding": "true"}
+    flags = {"train.attention": "eager", "train.activation_checkpointing": "true", "train.mask_padding": "true"}
 
     runs = [resolved(setting, **flags), resolved(setting)]
     monkeypatch.setattr(pi05, "PI05Loss", Loss)

@@ -13,6 +13,7 @@ from tests.tiny import real_config
 from vla_finetuning.cards import CARDS_GIB, OF_PRESET
 from vla_finetuning.config import GRPO_PRESETS, PRESETS
 from vla_finetuning.flags import parse_args
+from vla_finetuning.run.resolve import with_config
 from vla_finetuning.training import room
 from vla_finetuning.training.memory import GIB, StepMemory
 from vla_finetuning.training.room import (
@@ -58,35 +59,27 @@ def test_a_preset_of_grpo_is_planned_to_fit_with_4_gib_to_spare(preset):
     assert all(GRPO_PRESETS[other] == GRPO_PRESETS["a100_40"] for other in OF_PRESET if other != "l4")
 
 
-def run_of(preset, mode, *flags):
-    """What the plan looks at of a run of PI0.5 at its real size, with three cameras of 480 x 640."""
+def planned_for(preset, mode, *flags):
+    """The options, and the memory plan, of a run of PI0.5 at its real size with three cameras of 480 x 640."""
     config = parse_args([f"--preset={preset}", f"--train.mode={mode}", "--policy.type=pi05", *presets.PLACES, *flags])
-    keys = [f"observation.images.{number}" for number in range(3)]
-    features = {key: SimpleNamespace(shape=(480, 640, 3)) for key in keys}
-    return SimpleNamespace(
-        config=config,
-        policy_config=real_config(3),
-        match=SimpleNamespace(camera_keys=keys),
-        metas=[SimpleNamespace(features=features)],
-        prompts=(200,),
-        image_size=None,
-        use_gpu=True,
-    )
+    config.scaling.use_gpu = True
+    spec = SimpleNamespace(config=real_config(3), cameras=3, prompts=(200,))
+    return config, planned_memory(spec, 3 * 480 * 640 * 3)
 
 
 @pytest.mark.slow  # several plans at real size
 def test_what_a_preset_does_not_name_is_refused_with_flags_that_fit():
     eight = "--scaling.num_workers=8"  # four have no room for it in any way
-    run = run_of("l4", "full", eight)
+    config, planned = planned_for("l4", "full", eight)
     with pytest.raises(
         ValueError, match="needs .* GiB per worker .planned., and L4 has 22.0: it would fit with"
     ) as told:
-        check_room(run, planned_memory(run.policy, run.rows.frame_bytes)(run.config), None)
+        check_room(config, planned(config), planned, None)
     flags = str(told.value).partition("fit with ")[2].partition(";")[0].split(" ")
     given = [f"{name}={value}" for name, value in zip(flags[::2], flags[1::2], strict=True)]
-    run = run_of("l4", "full", eight, *given)
-    assert run.config.global_batch_size == 128
-    assert planned_memory(run.policy, run.rows.frame_bytes)(run.config).needed <= CARDS_GIB["L4"] * GIB
+    config, planned = planned_for("l4", "full", eight, *given)
+    assert config.global_batch_size == 128
+    assert planned(config).needed <= CARDS_GIB["L4"] * GIB
 
 
 def test_presets_train_on_64_rows_and_those_alike_are():
@@ -100,16 +93,21 @@ def test_presets_train_on_64_rows_and_those_alike_are():
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     run = in_process.resolved(in_process.make_setting(tmp_path_factory.mktemp("room")), batch_size=8, grad_accum=1)
-    return replace(run, config=replace(run.config, scaling=replace(run.config.scaling, use_gpu=True, num_workers=2)))
+    return with_config(run, replace(run.config, scaling=replace(run.config.scaling, use_gpu=True, num_workers=2)))
+
+
+def plan_of(run):
+    return planned_memory(run.policy, run.rows.frame_bytes)
 
 
 def test_a_run_that_does_not_fit_is_refused_with_what_does(tiny):
-    needed = planned_memory(tiny)
-    check_room(tiny, needed, needed.needed / GIB)
+    planned = plan_of(tiny)
+    needed = planned(tiny.config)
+    check_room(tiny.config, needed, planned, needed.needed / GIB)
     with pytest.raises(
         ValueError, match="GiB per worker .planned., and the GPU found here has .*would fit with"
     ) as told:
-        check_room(tiny, needed, (needed.needed - 1) / GIB)
+        check_room(tiny.config, needed, planned, (needed.needed - 1) / GIB)
     flags = str(told.value).partition("fit with ")[2].partition(";")[0].split(" ")
     values = dict(zip(flags[::2], flags[1::2], strict=True))
     config = replace(
@@ -118,15 +116,15 @@ def test_a_run_that_does_not_fit_is_refused_with_what_does(tiny):
         grad_accum=int(values.get("--grad_accum", 1)),
         scaling=replace(tiny.config.scaling, strategy=values.get("--scaling.strategy", "ddp")),
     )
-    assert planned_memory(tiny, config).needed < needed.needed
+    assert planned(config).needed < needed.needed
     with pytest.raises(ValueError, match="nor would it with smaller micro-batches"):
-        check_room(tiny, needed, 0.1)
+        check_room(tiny.config, needed, planned, 0.1)
 
 
 def test_whose_memory_counts(tiny):
     def of(accelerator_type=None, preset=None, **changes):
         scaling = replace(tiny.config.scaling, accelerator_type=accelerator_type, **changes)
-        return replace(tiny, config=replace(tiny.config, scaling=scaling, preset=preset))
+        return replace(tiny.config, scaling=scaling, preset=preset)
 
     assert card_of(of("L4", "h100"), 79.2) == ("L4", CARDS_GIB["L4"])
     assert card_of(of(None, "h100"), 22.5) == ("the GPU found here", 22.5)
@@ -145,18 +143,19 @@ def test_rows_for_a_forward_are_those_that_fit(monkeypatch):
 
 
 def test_the_plan_says_where_host_memory_is_too_little_for_a_checkpoint(tiny, monkeypatch):
-    needed, parameters = planned_memory(tiny), tiny.parameters.trainable
-    assert room.staged_bytes(tiny) == 12 * parameters
+    needed, parameters = plan_of(tiny)(tiny.config), tiny.policy.parameters.trainable
+    given = tiny.config, needed, tiny.policy.checkpoint_bytes
+    assert tiny.policy.checkpoint_bytes == 12 * parameters
     told = f"{12 * parameters / 1e9:.1f} GB for a checkpoint"
     monkeypatch.setattr(room, "get_system_memory", lambda: 12 * parameters)
-    assert told in describe_memory(tiny, needed) and "TOO LITTLE" not in describe_memory(tiny, needed)
+    assert told in describe_memory(*given) and "TOO LITTLE" not in describe_memory(*given)
     monkeypatch.setattr(room, "get_system_memory", lambda: 12 * parameters - 1)
-    assert "TOO LITTLE on this machine" in describe_memory(tiny, needed)
+    assert "TOO LITTLE on this machine" in describe_memory(*given)
 
 
 def test_the_plan_says_what_fits(tiny):
-    needed = replace(planned_memory(tiny), peak=50 * GIB, beside=4 * GIB)
-    told = describe_memory(tiny, needed)
+    needed = replace(plan_of(tiny)(tiny.config), peak=50 * GIB, beside=4 * GIB)
+    told = describe_memory(tiny.config, needed, 0)
     assert "54.00 GiB planned: 50.00 at the worst moment" in told
     fits, small = told.partition("fits (planned): ")[2].split("; too small: ")
     assert "H100 (79.1 GiB)" in fits and "A100-40G (39.3 GiB)" in small and "L4" in small
@@ -166,10 +165,10 @@ def test_the_plan_says_what_fits(tiny):
 def test_hsdp_is_planned_with_the_workers_that_a_node_may_have(tiny, monkeypatch, workers, gpus, planned):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     scaling = replace(tiny.config.scaling, strategy="hsdp", num_workers=workers)
-    run = replace(tiny, config=replace(tiny.config, scaling=scaling))
-    assert planned_shards(run.config) == planned
-    assert planned_shards(replace(run.config, scaling=replace(scaling, shard_workers=1))) == 1
-    told = describe_memory(run, StepMemory(0, 0, 0, 0, 0, 0))
+    config = replace(tiny.config, scaling=scaling)
+    assert planned_shards(config) == planned
+    assert planned_shards(replace(config, scaling=replace(scaling, shard_workers=1))) == 1
+    told = describe_memory(config, StepMemory(0, 0, 0, 0, 0, 0), 0)
     assert f"planned with {planned} workers on a node" in told
 
 

@@ -282,6 +282,10 @@ def over_files(
         (path,) = batch.pop("path")
         return describe(fs, {"path": path} | {name: column[0].tolist() for name, column in batch.items()})
 
+    # Its log lines about plans and progress go to Ray's log files alone; warnings are shown.
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setLevel(logging.WARNING)
     dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(describe_file, batch_size=1)
     dataset.context.raise_original_map_exception = True
     try:

@@ -78,6 +78,7 @@ def start(scaling: ScalingOptions, needs: Needs, output_dir: Path) -> None:
         WORKER_GROUP_START_TIMEOUT_S_ENV_VAR,
         WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR,
     )
+    from ray.util.debug import log_once
 
     # Ray Train 2.60 takes these from the driver's environment only.
     os.environ[WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR] = str(scaling.worker_timeout_s)
@@ -87,6 +88,7 @@ def start(scaling: ScalingOptions, needs: Needs, output_dir: Path) -> None:
         # It plans an elastic group for nodes that have just died, too. It plans anew after this (its own: 60 s).
         os.environ.setdefault(WORKER_GROUP_START_TIMEOUT_S_ENV_VAR, "15")
     DataContext.get_current().enable_progress_bars = False
+    log_once("ray_data_progress_manager_disabled")  # Ray Data 2.60 would warn of that
     connect()
     check_nodes(needs, output_dir)
 

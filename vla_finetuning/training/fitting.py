@@ -10,6 +10,7 @@ from typing import Any
 import ray
 import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
@@ -17,6 +18,19 @@ from vla_finetuning.run.failures import StopRetrying
 from vla_finetuning.run.folder import stopping_on_signals
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.progress import Line, follow_progress, step_line
+
+
+class Trainer(TorchTrainer):
+    """A `TorchTrainer` whose workers nothing ends but the run itself.
+
+    Ray Train 2.60 has an actor remove the workers' placement group when the State API does not list the controller.
+    While that API starts, it does not list controllers that are alive, and a healthy attempt is killed. Without that
+    actor, the placement group is removed with the driver's job.
+    """
+
+    def _create_default_callbacks(self) -> list[Any]:
+        callbacks = super()._create_default_callbacks()  # type: ignore[misc]  # mypy sees the trainer of Ray 1
+        return [callback for callback in callbacks if not isinstance(callback, PlacementGroupCleanerCallback)]
 
 
 def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: Any, **data: Any) -> TorchTrainer:
@@ -31,7 +45,7 @@ def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: 
         workers["num_workers"] = (scaling.min_workers, scaling.num_workers)
         workers["elastic_resize_monitor_interval_s"] = scaling.resize_interval_s
     resources = {"CPU": scaling.cpus_per_worker, **({"GPU": 1.0} if job.use_gpu else {})}
-    return TorchTrainer(
+    return Trainer(
         loop,
         train_loop_config=loop_config,
         **data,
