@@ -183,7 +183,7 @@ def test_ten_steps_are_lerobots_own(dataset, kind):
         has_batch_norm = any(name.endswith("running_mean") for name in trained)
         own = lerobots_own_difference(run, dataset, expected) if has_batch_norm else {}
     for name, apart in relative(trained, {name: expected[name] for name in trained}).items():
-        assert apart <= max(1e-6, own.get(name, 0.0)), name
+        assert apart <= 1e-6 + 2 * own.get(name, 0.0), name
     plan = run.rows.source(stream=(0, run.rows.last_row)).plan
     index = np.concatenate([s.rows()[1] for s in plan.slices(0, run.rows.per_epoch)])
     assert sorted(index.tolist()) == sampled
