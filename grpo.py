@@ -43,7 +43,7 @@ from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.rl.acting import Actor, Explorer
-from vla_finetuning.rl.demo import before_and_after, success_lines
+from vla_finetuning.rl.before_after import before_and_after, success_lines
 from vla_finetuning.rl.expected import expected_times, measure_environment, worker_memory
 from vla_finetuning.rl.learning import (
     IterationLog,
@@ -61,7 +61,7 @@ from vla_finetuning.rl.learning import (
     metrics_of,
     play_groups,
 )
-from vla_finetuning.rl.objective import Objective, told
+from vla_finetuning.rl.objective import Objective, totals
 from vla_finetuning.rl.resolve import GrpoRun, describe_grpo, resolve_grpo
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_checkpoint
@@ -77,12 +77,12 @@ from vla_finetuning.run.folder import (
 from vla_finetuning.run.record import record_run
 from vla_finetuning.terminal import tell, tell_error, tell_text
 from vla_finetuning.training.attempt import begin
+from vla_finetuning.training.capacity import describe_memory
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.fitting import fit, worker_group
 from vla_finetuning.training.model import build_model, check_attention
 from vla_finetuning.training.parallel import spread
-from vla_finetuning.training.room import describe_memory
 from vla_finetuning.training.worker import RayWorker, Worker
 
 # ---- training: one process per GPU, which acts, too ---------------------------------------------------------------
@@ -194,7 +194,7 @@ def learn(
             results.append(result)
             # Where there is such a limit, the one value of an update that is read from the device.
             # Not below it: what is not a number is no reason to go on.
-            if options.target_kl and not told(everyone(objective.sums - before)).kl <= options.target_kl:
+            if options.target_kl and not totals(everyone(objective.sums - before)).kl <= options.target_kl:
                 return results
     return results
 
@@ -237,7 +237,9 @@ def work(run: GrpoRun) -> int:
     with contextlib.ExitStack() as beside:
         tell("Starting     Ray and the workers")
         cluster.start(job.scaling, cluster.node_needs(job.scaling, [], run.policy.folder), job.output_dir)
-        from vla_finetuning.rl.page import write_grpo_report  # not above: training processes need no matplotlib
+        from vla_finetuning.rl.learning_page import (
+            write_grpo_report,  # not above: training processes need no matplotlib
+        )
 
         record_run(job, run.policy, describe_grpo(run), ray.cluster_resources())
         beside.callback(write_grpo_report, job.output_dir)

@@ -39,7 +39,7 @@ from vla_finetuning.data.metadata import (
     load_metadata,
     select_episodes,
 )
-from vla_finetuning.data.node_cache import has_room
+from vla_finetuning.data.node_cache import has_capacity
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.plan import (
     Episodes,
@@ -50,11 +50,11 @@ from vla_finetuning.data.plan import (
     task_bounds,
     window_and_segment,
 )
-from vla_finetuning.data.reader import Reader, ReadOptions, frame_of
+from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
 from vla_finetuning.data.rows import (
     IS_PAD,
-    Places,
-    Read,
+    EpisodeLocations,
+    WindowRead,
     column_to_numpy,
     read_rows,
     row_dtype,
@@ -75,7 +75,7 @@ MAX_READS_PER_TASK = 4
 READS_PER_EXECUTION = 4096
 # An epoch is one execution however long it is: of at most so many tasks, as long as that makes them.
 MAX_TASKS = 4096
-# In the context of a dataset: which `Share` of the stream its executions read; all of it where there is none.
+# In the context of a dataset: which `BlockShare` of the stream its executions read; all of it where there is none.
 SHARE = "lerobot_share"
 # In the same place: whether its rows name the frames that are kept (`name_frames`), and what a block then weighs.
 NAMES, NAMING_BLOCK_BYTES = "lerobot_names", "lerobot_naming_block_bytes"
@@ -84,7 +84,7 @@ SHARDS = "lerobot_shards"
 
 
 @dataclass(frozen=True)
-class Share:
+class BlockShare:
     """Of every `of` blocks of a stream, those from `first` to `last`: what one of several executions at once reads.
 
     Ranks `first` to `last` of `of` get the same blocks from it that they would get from an execution of all: blocks are
@@ -287,7 +287,7 @@ class LeRobotDatasource(Datasource):
     def has_room_for_frames(self) -> bool:
         """Whether the disk of this node has room for all frames that are to be kept."""
         try:
-            return self._reading.frame_cache is not None and has_room(
+            return self._reading.frame_cache is not None and has_capacity(
                 Path(self._reading.frame_cache.folder), self.decoded_bytes()
             )
         except OSError:
@@ -349,12 +349,12 @@ class LeRobotDatasource(Datasource):
         options = self._options(self.block(naming)[0])
         if naming:
             options = replace(options, named=self.nameable)
-        shared = ray.put(([Reader.of(meta, self.columns()) for meta in self.metas], self._reading.prepare))
+        shared = ray.put(([DatasetFiles.of(meta, self.columns()) for meta in self.metas], self._reading.prepare))
         row_bytes, limit = self.row_bytes(), per_task_row_limit
 
-        def task(position: int, rows: int, reads: Iterable[Read]) -> ReadTask:
+        def task(position: int, rows: int, reads: Iterable[WindowRead]) -> ReadTask:
             metadata = BlockMetadata(num_rows=rows, size_bytes=rows * row_bytes, input_files=None, exec_stats=None)
-            return ReadTask(_ReadTask(shared, reads, position, options), metadata, per_task_row_limit=limit)
+            return ReadTask(_ReadFunction(shared, reads, position, options), metadata, per_task_row_limit=limit)
 
         if share is not None:
             return [task(first, sum(map(len, reads)), reads) for reads in self._reads_of(share, first, last)]
@@ -379,14 +379,14 @@ class LeRobotDatasource(Datasource):
         each = reads_per_task(turns, self._read_rows * self.row_bytes(), ray.cluster_resources())
         return self._read_rows * max(each, -(-turns // MAX_TASKS))
 
-    def _reads_of(self, share: Share, first: int, last: int) -> Iterator[list[Read]]:
+    def _reads_of(self, share: BlockShare, first: int, last: int) -> Iterator[list[WindowRead]]:
         """What a share of stream positions [first, last) is, read task by read task.
 
         A read is what the share has of a window. Where two shares meet in a window, both decode their own rows of it.
         """
         runs, task_rows = share.runs(first, last, self.block_rows), self._task_rows(first, last)
         cuts = self.plan.window_starts(first + share.first * self.block_rows, last)
-        reads: list[Read] = []
+        reads: list[WindowRead] = []
         for a, b in itertools.pairwise(at_blocks(first, cuts, last, self.block_rows).tolist()):
             here = runs[np.searchsorted(runs[:, 1], a, side="right") : np.searchsorted(runs[:, 0], b, side="left")]
             if len(here):
@@ -398,13 +398,13 @@ class LeRobotDatasource(Datasource):
 
     def read_rows(self, positions: Sequence[int], batch_size: int) -> Iterator[dict[str, np.ndarray]]:
         """Rows at chosen stream positions, decoded in this process, as numpy batches. Ray is not needed."""
-        readers = [Reader.of(meta, self.columns()) for meta in self.metas]
+        readers = [DatasetFiles.of(meta, self.columns()) for meta in self.metas]
         for first in range(0, len(positions), batch_size):
             windows = [s for p in positions[first : first + batch_size] for s in self.plan.slices(int(p), int(p) + 1)]
             (table,) = read_rows(readers, self._read(windows), first, self._options(block_rows=batch_size))
             yield {name: column_to_numpy(table.column(name)) for name in table.column_names}
 
-    def _read(self, windows: list[WindowSlice]) -> Read:
+    def _read(self, windows: list[WindowSlice]) -> WindowRead:
         return _read_of(windows, self._places)
 
     def _options(self, block_rows: int) -> ReadOptions:
@@ -421,7 +421,9 @@ class LeRobotDatasource(Datasource):
         )
 
 
-def _places(metas: Sequence[DatasetMetadata], selected: Sequence[np.ndarray], features: Collection[str]) -> Places:
+def _places(
+    metas: Sequence[DatasetMetadata], selected: Sequence[np.ndarray], features: Collection[str]
+) -> EpisodeLocations:
     """Where the selected episodes of all datasets lie. Of a camera that is no video in one of them: file -1."""
     videos = [key for key in features if any(key in meta.video_files for meta in metas)]
 
@@ -429,7 +431,7 @@ def _places(metas: Sequence[DatasetMetadata], selected: Sequence[np.ndarray], fe
         pairs = zip(columns, selected, strict=True)
         return np.concatenate([np.full(len(c), -1) if column is None else column[c] for column, c in pairs])
 
-    return Places(
+    return EpisodeLocations(
         dataset_index=np.repeat(np.arange(len(metas), dtype=np.int32), [len(chosen) for chosen in selected]),
         episode_index=np.concatenate(selected),
         start=together(m.episode_start for m in metas),
@@ -441,21 +443,21 @@ def _places(metas: Sequence[DatasetMetadata], selected: Sequence[np.ndarray], fe
     )
 
 
-def _read_of(windows: list[WindowSlice], places: Places) -> Read:
-    return Read(windows, places.take(np.concatenate([window.episode for window in windows])))
+def _read_of(windows: list[WindowSlice], places: EpisodeLocations) -> WindowRead:
+    return WindowRead(windows, places.take(np.concatenate([window.episode for window in windows])))
 
 
 @dataclass
 class _Planned:
     """The reads that make up stream positions [first, last), a window each, looked up when they are wanted."""
 
-    plan: Any  # (Plan, Places), or an ObjectRef of them
+    plan: Any  # (Plan, EpisodeLocations), or an ObjectRef of them
     first: int
     last: int
     read_rows: int
     block_rows: int
 
-    def __iter__(self) -> Iterator[Read]:
+    def __iter__(self) -> Iterator[WindowRead]:
         plan, places = _opened(self.plan)
         cuts = task_bounds(self.first, self.last, self.read_rows, self.block_rows)
         for a, b in itertools.pairwise(cuts.tolist()):
@@ -465,7 +467,7 @@ class _Planned:
 _newest: dict[str, Any] = {}
 
 
-def _opened(plan: Any) -> tuple[Plan, Places]:
+def _opened(plan: Any) -> tuple[Plan, EpisodeLocations]:
     """A plan, opened once in a process: it remembers which part of an epoch it has cut, for the next task."""
     if not isinstance(plan, ray.ObjectRef):
         return plan
@@ -476,11 +478,11 @@ def _opened(plan: Any) -> tuple[Plan, Places]:
 
 
 @dataclass
-class _ReadTask:
+class _ReadFunction:
     """The function of a read task. Its pickle holds only its own parts."""
 
-    shared: Any  # ObjectRef of (list[Reader], what is made of blocks or None), or the pair itself
-    reads: Iterable[Read]  # decoded one after the other, which bounds the memory
+    shared: Any  # ObjectRef of (list[DatasetFiles], what is made of blocks or None), or the pair itself
+    reads: Iterable[WindowRead]  # decoded one after the other, which bounds the memory
     first_position: int
     options: ReadOptions
     __name__: str = field(default="read_slices", repr=False)

@@ -213,7 +213,7 @@ class TrainableOptimizer:
         """
         clock.mark("clip")
         gradients = [param.grad for param in self.params if param.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm(gradients, foreach=True))
+        norm = full_tensor(torch.nn.utils.get_total_norm(gradients, foreach=True))
         torch.nn.utils.clip_grads_with_norm_(self.params, self.clip_norm, norm, foreach=True)
         skipped = (~torch.isfinite(norm)).to(torch.float32)
         # The protocol that torch.amp.GradScaler uses with fused optimizers.
@@ -249,14 +249,14 @@ class TrainableOptimizer:
             return
         share = (1 - self.decay) * (1 - skipped)
         for average, param in zip(self.average, self.params, strict=True):
-            held(average).lerp_(held(param), share)
+            local_shard(average).lerp_(local_shard(param), share)
 
     @torch.no_grad()
     def _swap(self) -> None:
         for average, param in zip(self.average, self.params if self.average else (), strict=True):
-            own = held(param).clone()
-            held(param).copy_(held(average))
-            held(average).copy_(own)
+            own = local_shard(param).clone()
+            local_shard(param).copy_(local_shard(average))
+            local_shard(average).copy_(own)
 
     def state(self) -> dict[str, Tensor]:
         """Adam's state by parameter name: `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`.
@@ -384,13 +384,13 @@ def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")
 
 
-def held(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: all of it, unless it is a DTensor."""
     sharded: Any = tensor
     return sharded.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """A DTensor as the plain tensor that all processes have; all must ask. Others as they are. No host read."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 

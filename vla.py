@@ -44,7 +44,7 @@ from util import (
     train_step,
 )
 from vla_finetuning.config import Config
-from vla_finetuning.evaluation.demo import is_demo, success_table, try_demo
+from vla_finetuning.evaluation.demo_success import is_demo, success_table, try_demo
 from vla_finetuning.evaluation.during import Evaluator
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
 from vla_finetuning.files import write_json
@@ -85,6 +85,7 @@ from vla_finetuning.training.batches import (
     record_rows,
     what_batch,
 )
+from vla_finetuning.training.capacity import check_capacity, describe_memory, planned_memory, rows_that_fit
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.coordinators import GroupedRanks
 from vla_finetuning.training.export import export, exported_checkpoint, policy_at
@@ -92,8 +93,7 @@ from vla_finetuning.training.fitting import fit, worker_group
 from vla_finetuning.training.held_out import HeldOutLoss
 from vla_finetuning.training.memory import GIB
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention, make_prepare
-from vla_finetuning.training.parallel import copies, keeps_casts, spread
-from vla_finetuning.training.room import check_room, describe_memory, planned_memory, rows_that_fit
+from vla_finetuning.training.parallel import keeps_casts, replicas, spread
 from vla_finetuning.training.stream import Columns, Dealt, Deferred, TrainingData, or_timeout, stream_batches
 from vla_finetuning.training.worker import RayWorker, Worker
 
@@ -179,7 +179,7 @@ def train(
         strategy,
         device,
         world,
-        copies=copies(worker, job.scaling.shard_workers) if strategy == "hsdp" and world > 1 else None,
+        replicas=replicas(worker, job.scaling.shard_workers) if strategy == "hsdp" and world > 1 else None,
         autocast=autocast,
         # Where its family says what is unused, nothing that trains is without a gradient (trainable.choose_trainable).
         find_unused_parameters=job.scaling.find_unused_parameters,
@@ -328,7 +328,7 @@ def prepare(argv: list[str], held: contextlib.ExitStack) -> Work | None:
     if needed is not None:
         if config.dry_run:
             tell_text(describe_memory(config, needed, run.policy.checkpoint_bytes))
-        check_room(config, needed, memory, gpu_gib())
+        check_capacity(config, needed, memory, gpu_gib())
     check_place(job.output_dir)
     require_tracker(config.track)
     evaluator = Evaluator(run, policy_at) if config.env_type else None
@@ -387,7 +387,7 @@ def on_cluster(run: Run) -> tuple[Run, ray.data.ExecutionOptions]:
     """
     job, needs = run.job, join_cluster(run)
     run = with_stats(run)
-    return run, cluster.wait_for_room(job.scaling, needs, job.output_dir).execution_options()
+    return run, cluster.wait_for_capacity(job.scaling, needs, job.output_dir).execution_options()
 
 
 def join_cluster(run: Run) -> cluster.Needs:

@@ -338,12 +338,12 @@ def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
     unpacked, the unpacking included. `later`: other windows of the same files then. `settled`: after as many again.
     """
     from lerobot_datasource import LeRobotDatasource, _read_of
-    from vla_finetuning.data import rows, table
+    from vla_finetuning.data import rows
     from vla_finetuning.data.metadata import load_metadata
 
     def cost(source: LeRobotDatasource, first: int, count: int) -> float:
         """Of so many windows, which are planned beforehand."""
-        readers = [rows.Reader.of(meta) for meta in source.metas]
+        readers = [rows.DatasetFiles.of(meta) for meta in source.metas]
         bounds = range(first * size, (first + count) * size, size)
         reads = [_read_of(list(source.plan.slices(a, a + size)), source._places) for a in bounds]
         before = time.process_time()
@@ -462,7 +462,7 @@ def requests_of_windows(url: str, options: dict[str, Any], windows: int) -> list
     from vla_finetuning.data.storage import RemoteFileSystem
 
     source = LeRobotDatasource([load_metadata(url, storage_options=options)], order=Order(shuffle_seed=0))
-    readers, size = [rows.Reader.of(meta) for meta in source.metas], source._read_rows
+    readers, size = [rows.DatasetFiles.of(meta) for meta in source.metas], source._read_rows
     found: list[tuple[str, int, int]] = []
     original = RemoteFileSystem.read_range
 

@@ -59,8 +59,8 @@ from vla_finetuning.run.checkpoint import (
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME
 from vla_finetuning.run.resolve import resolve
 from vla_finetuning.terminal import tell, tell_error, tell_text
+from vla_finetuning.training.capacity import fits
 from vla_finetuning.training.memory import GIB
-from vla_finetuning.training.room import fits
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCUMULATED_ROWS = 8

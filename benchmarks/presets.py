@@ -30,8 +30,8 @@ from vla_finetuning.files import read_json, write_json
 from vla_finetuning.flags import parse_args, parse_grpo
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.terminal import tell, tell_text
+from vla_finetuning.training.capacity import needed_by
 from vla_finetuning.training.memory import GIB, StepMemory
-from vla_finetuning.training.room import needed_by
 
 PLACES = ("--dataset.root=d", "--output_dir=o")
 CAMERAS, FRAME_BYTES, PROMPT = (1, 2, 3), 480 * 640 * 3, 200

@@ -36,8 +36,8 @@ import torch.distributed as dist
 from torch import nn
 
 import vla
+from diagnostics.charts import time_line
 from diagnostics.environment import Environment, Record
-from diagnostics.page import time_line
 from diagnostics.report import Options, Report, Result, count, host_batches, run_tool, scratch_run
 from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.config import Strategy
@@ -46,7 +46,7 @@ from vla_finetuning.run.resolve import Run
 from vla_finetuning.terminal import tell
 from vla_finetuning.training.batches import noise_for, policy_batches
 from vla_finetuning.training.model import build_model, build_optimizer
-from vla_finetuning.training.parallel import copies, part, spread
+from vla_finetuning.training.parallel import replicas, shard_of, spread
 from vla_finetuning.training.stream import Dealt
 from vla_finetuning.training.worker import RayWorker, Worker
 
@@ -210,9 +210,9 @@ def _measure(
     device = worker.device
     loss, autocast = build_model(run.policy, device)
     search = run.config.scaling.find_unused_parameters
-    by_node = copies(worker, run.job.scaling.shard_workers) if strategy == "hsdp" and dealt.world > 1 else None
+    by_node = replicas(worker, run.job.scaling.shard_workers) if strategy == "hsdp" and dealt.world > 1 else None
     model = spread(
-        loss, strategy, device, dealt.world, copies=by_node, autocast=autocast, find_unused_parameters=search
+        loss, strategy, device, dealt.world, replicas=by_node, autocast=autocast, find_unused_parameters=search
     )
     optimizer = build_optimizer(run.policy, loss, run.job.steps)
     if device.type == "cuda":
@@ -302,7 +302,7 @@ def _agreed(value: int, operation: Any, device: torch.device) -> int:
 def state_bytes(model: nn.Module, optimizer: TrainableOptimizer) -> int:
     """Bytes of parameters and optimizer state that this rank holds between steps."""
     held = [*model.parameters(), *optimizer.state().values()]
-    return sum(part(tensor)[0].nbytes for tensor in held)
+    return sum(shard_of(tensor)[0].nbytes for tensor in held)
 
 
 def _forget(device: torch.device) -> None:

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 import vla
+from diagnostics.charts import shares
 from diagnostics.environment import Environment, Record
-from diagnostics.page import shares
 from diagnostics.report import Options, Report, Result, count, host_batches, run_tool, scratch_run, truth
 from util import UNWATCHED, Clock, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.policies.registry import family_of

@@ -36,8 +36,8 @@ import ray
 import torch
 
 import vla
+from diagnostics.charts import shares, time_line
 from diagnostics.environment import Environment, Record
-from diagnostics.page import shares, time_line
 from diagnostics.report import Options, Report, Result, Spread, count, run_tool, scratch_run
 from diagnostics.step_report import StepReport
 from util import Batch, Clock, NumpyToTorchCollate, Phase

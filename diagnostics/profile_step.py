@@ -43,8 +43,8 @@ import torch
 from torch import Tensor
 
 import vla
+from diagnostics.charts import shares, time_line
 from diagnostics.environment import Environment
-from diagnostics.page import shares, time_line
 from diagnostics.report import Options, Result, Spread, count, run_tool, scratch_run, truth
 from diagnostics.step_clock import Communication, Pass, StepClock
 from diagnostics.step_comparison import compare, judge

@@ -20,8 +20,8 @@ from pydantic import ValidationError
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 
+from diagnostics.charts import page
 from diagnostics.environment import Environment, Record
-from diagnostics.page import page
 from util import Batch, NumpyToTorchCollate
 from vla_finetuning.flags import VLA, parse_args
 from vla_finetuning.run.failures import root_cause

@@ -38,7 +38,7 @@ from diagnostics.report import Options, Report, Result, count, run_tool, with_an
 from diagnostics.step_report import StepReport
 from lerobot_datasource import MAX_READS_PER_TASK, LeRobotDatasource
 from vla_finetuning.data.metadata import DatasetMetadata
-from vla_finetuning.data.rows import Reader, column_to_numpy, read_rows
+from vla_finetuning.data.rows import DatasetFiles, column_to_numpy, read_rows
 from vla_finetuning.run.cluster import DATA_SHARE
 from vla_finetuning.run.resolve import Run
 from vla_finetuning.training.coordinators import RANKS_PER_COORDINATOR
@@ -178,7 +178,7 @@ def stored_bytes_per_row(metas: Iterable[DatasetMetadata], camera_keys: Sequence
 
 def reading_cpu_ms(data: TrainingData, source: LeRobotDatasource) -> tuple[float, int]:
     """CPU ms of a row in a read task, reading, decoding and preparing it in this process; and of how many rows."""
-    readers = [Reader.of(meta, source.columns()) for meta in source.metas]
+    readers = [DatasetFiles.of(meta, source.columns()) for meta in source.metas]
     window, (first, last) = source.plan.window_rows, source.execution(0)
     begun, rows = time.process_time(), 0
     for a in range(first, last, window):

@@ -12,7 +12,7 @@ import pytest
 import vla
 from tests.datasets import make_dataset
 from tests.pages import check_page
-from vla_finetuning.evaluation.demo import LABELS, is_demo
+from vla_finetuning.evaluation.demo_success import LABELS, is_demo
 from vla_finetuning.flags import parse_args
 from vla_finetuning.run.resolve import resolve
 

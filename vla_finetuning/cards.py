@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # What presets set besides. The GPU ones are sized by what --dry_run plans for PI0.5 with 3 cameras: a global batch of
-# 64 in the fewest micro-steps, with 4 GiB to spare on every GPU (tests/training/test_room.py). They are planned, not
-# measured.
+# 64 in the fewest micro-steps, with 4 GiB to spare on every GPU (tests/training/test_capacity.py). They are planned,
+# not measured.
 GPU = {"scaling.use_gpu": "true", "steps": "30000"}
 FULL = {**GPU, "train.mode": "full", "batch_size": "8", "grad_accum": "1", "scaling.num_workers": "8"}
 # What is published of PI0.5 trains the action expert; presets differ in nothing but how many rows at once fit.

@@ -41,8 +41,8 @@ CACHE_SIZE_GB = 100.0
 # Decoded frames are large (data/frame_cache.py): 16 GB for every hour of three cameras of 224x224 at 10 Hz.
 FRAME_CACHE_GB = 200.0
 FRAMES_DIR = os.environ.get("VLA_FRAMES_DIR") or f"{tempfile.gettempdir()}/vla-fine-tuning-{os.getuid()}/frames"
-# Numbers of data files as they were unpacked (data/table.py), on every node's own disk: a hundredth of what the videos
-# take. The folder is of one user's; what VLA_NUMBERS_DIR names instead must be a local disk too.
+# Unpacked numbers of data files (data/number_cache.py), on every node's own disk: a hundredth of what the videos take.
+# The folder is of one user's; what VLA_NUMBERS_DIR names instead must be a local disk too.
 NUMBERS_DIR = os.environ.get("VLA_NUMBERS_DIR") or f"{tempfile.gettempdir()}/vla-fine-tuning-{os.getuid()}/numbers"
 NUMBERS_GB = 20.0
 

@@ -16,14 +16,14 @@ import pytest
 from ray import cloudpickle
 from ray.data import DataContext
 
-from lerobot_datasource import SHARE, Share, read_lerobot, reads_per_task
+from lerobot_datasource import SHARE, BlockShare, read_lerobot, reads_per_task
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.plan import PART_SEGMENTS, _Source
-from vla_finetuning.data.reader import Reader
+from vla_finetuning.data.reader import DatasetFiles
 from vla_finetuning.data.rows import BOOKKEEPING, column_to_numpy, read_rows
 
 TOP, WRIST, STILL = "observation.images.top", "observation.images.wrist", "observation.images.still"
@@ -203,7 +203,7 @@ def read_directly(source, columns=None, limit=None, **options):
     last = source.plan.rows_per_epoch if limit is None else limit
     read = source._read(list(source.plan.slices(0, last)))
     options = replace(source._options(16), columns=columns or source.columns(), **options)
-    return list(read_rows([Reader.of(m) for m in source.metas], read, 0, options))
+    return list(read_rows([DatasetFiles.of(m) for m in source.metas], read, 0, options))
 
 
 @pytest.fixture
@@ -354,7 +354,7 @@ def test_shares_of_a_stream_are_all_of_it(roots, monkeypatch, window, first):
     source._rows_per_execution = 8 * ranks * block
     (whole,) = source.read_rows(range(last), last)
     found = {rank: [] for rank in range(ranks)}
-    for share in (Share(0, 1, ranks), Share(1, 3, ranks)):
+    for share in (BlockShare(0, 1, ranks), BlockShare(1, 3, ranks)):
         context = DataContext()
         context.set_config(SHARE, share)
         for context._execution_idx in range(3):
@@ -776,7 +776,7 @@ def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tm
     monkeypatch.setattr("ray.cluster_resources", lambda: {})
     source = partial(datasource, [meta], delta_timestamps=windows, on_error="skip", skip_log=log)
     context = DataContext()
-    context.set_config(SHARE, Share(1, 2, 2))
+    context.set_config(SHARE, BlockShare(1, 2, 2))
     (task,) = source(stream=(0, 54), block_rows=3).get_read_tasks(1, data_context=context)
     assert len(list(task())) == 9
     theirs = np.arange(54) // 3 % 2 == 1

@@ -22,7 +22,7 @@ from vla_finetuning.data import node_cache as lerobot_node_cache
 from vla_finetuning.data import videos as lerobot_videos
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.data.reader import Reader
+from vla_finetuning.data.reader import DatasetFiles
 from vla_finetuning.data.rows import column_to_numpy, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -258,7 +258,7 @@ def test_a_folder_that_fails_costs_a_warning(original, folder, decoded, monkeypa
             raise OSError(errno.EIO, "Input/output error")
 
         monkeypatch.setattr(os, "preadv", broken)
-        monkeypatch.setattr("vla_finetuning.data.table.NUMBERS_GB", 0)  # its copies are read so too
+        monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_GB", 0)  # its copies are read so too
     reset(decoded)
     for seed in (0, 1):
         rows(original, seed=seed)
@@ -278,7 +278,7 @@ def named_rows(root, folder, **options):
     options = {"delta_timestamps": WINDOWS, "shuffle_seed": 0, "shuffle_window": 8} | options
     source = datasource([load_metadata(root)], frame_cache=FrameCache(str(folder), 1.0), **options)
     options = replace(source._options(ROWS), named=source.nameable)
-    readers = [Reader.of(meta) for meta in source.metas]
+    readers = [DatasetFiles.of(meta) for meta in source.metas]
     (table,) = read_rows(readers, source._read(list(source.plan.slices(0, ROWS))), 0, options)
     return {name: column_to_numpy(table.column(name)) for name in table.column_names}, source
 
@@ -385,7 +385,7 @@ def test_through_ray(ray_cluster, original, folder):
     here = [ray.get_runtime_context().get_node_id()]
     for room in (lambda folder, size: False, lambda folder, size: os.listdir(ROOT / "README.md")):
         with pytest.MonkeyPatch.context() as disk:
-            disk.setattr("lerobot_datasource.has_room", room)
+            disk.setattr("lerobot_datasource.has_capacity", room)
             dataset = read_source(source)
         assert not name_frames(dataset, here)
         assert dataset.context.get_config(NAMES) is None

@@ -22,11 +22,11 @@ from lerobot_datasource import _read_of
 from tests.datasets import datasource, make_dataset
 from tests.memory import takes_at_most
 from vla_finetuning.data import metadata as lerobot_metadata
-from vla_finetuning.data import table as lerobot_table
+from vla_finetuning.data import number_cache
 from vla_finetuning.data.decode import decode_image
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.plan import Episodes, StreamPlan
-from vla_finetuning.data.rows import Reader, read_rows
+from vla_finetuning.data.rows import DatasetFiles, read_rows
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report.dataset_look import look_at
 
@@ -48,7 +48,7 @@ def root(original, tmp_path):
 def read_all(root):
     source = datasource([load_metadata(root)])
     read = _read_of(list(source.plan.slices(0, sum(LENGTHS))), source._places)
-    return list(read_rows([Reader.of(m) for m in source.metas], read, 0, source._options(64)))
+    return list(read_rows([DatasetFiles.of(m) for m in source.metas], read, 0, source._options(64)))
 
 
 # ---- videos --------------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def test_rows_that_are_wider_than_info_says(root):
 
 
 def test_row_groups_larger_than_is_read_at_once(root, monkeypatch):
-    monkeypatch.setattr(lerobot_table, "MAX_DATA_BYTES", 400)
+    monkeypatch.setattr(number_cache, "MAX_DATA_BYTES", 400)
     file = load_metadata(root).data_files[0]
     with pytest.raises(ValueError, match=f"{root}: {file}: rows of the row groups .* write it in smaller row groups"):
         read_all(root)

@@ -25,7 +25,7 @@ def opened(folder, limit=100_000):
 def store(cache, dataset, size):
     """Whether there was room for another file."""
     place = cache.place(dataset)
-    if not cache.make_room(size):
+    if not cache.reserve_capacity(size):
         return False
     (place / f"{len(list(place.iterdir()))}.data").write_bytes(os.urandom(size))
     return True
@@ -46,7 +46,7 @@ def test_nothing_of_a_dataset_that_is_read_is_dropped(folder, caplog):
     assert not store(opened(folder), "b", 40_000)
 
 
-def test_datasets_that_nobody_reads_make_room_oldest_first(folder):
+def test_datasets_that_nobody_reads_are_removed_oldest_first(folder):
     script = textwrap.dedent("""
         import os, sys
         from pathlib import Path

@@ -35,7 +35,7 @@ from tests.datasets import datasource, make_dataset
 from tests.loopback import Faults, GoogleStorage, Handler, Proxy, s3_server, serving
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.data.rows import Reader, column_to_numpy, read_rows
+from vla_finetuning.data.rows import DatasetFiles, column_to_numpy, read_rows
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.data.storage import StorageError, StoragePolicy, connect
 from vla_finetuning.flags import parse_args
@@ -140,7 +140,7 @@ def read_directly(source):
     for meta in source.metas:
         meta.fs.fs.invalidate_cache()
     read = _read_of(list(source.plan.slices(0, source.plan.rows_per_epoch)), source._places)
-    return list(read_rows([Reader.of(m) for m in source.metas], read, 0, source._options(16)))
+    return list(read_rows([DatasetFiles.of(m) for m in source.metas], read, 0, source._options(16)))
 
 
 def assert_lerobots_rows(rows, local, windows):
@@ -183,7 +183,7 @@ def test_every_row_on_s3_through_a_bad_network_equals_lerobots(bucket, proxied, 
 def test_a_store_that_fails_for_good_in_the_middle(bucket, proxied, fault, kind, tmp_path, monkeypatch):
     """The error names dataset and file and says what to do, within the time given."""
     monkeypatch.setattr(
-        "vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path)
+        "vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path)
     )  # where the node has nothing of the file yet
     faults, options = proxied
     meta = load_metadata("s3://robots/arm", storage_options=options, storage_policy=PATIENT)
@@ -228,7 +228,7 @@ def test_a_second_reading_is_served_from_the_cache(bucket, proxied, local, tmp_p
 
 def test_the_requests_of_a_window_are_made_side_by_side(bucket, proxied, tmp_path, monkeypatch):
     """And nobody asks what the objects are: the driver listed them."""
-    monkeypatch.setattr("vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path))
+    monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path))
     faults, options = proxied
     meta = load_metadata("s3://robots/arm", storage_options=options)
     read_directly(datasource([meta], camera_keys=[]))  # the numbers are unpacked
@@ -301,7 +301,7 @@ def test_every_row_on_google_storage_equals_lerobots(google, local):
 
 
 def test_an_object_that_changes_on_google_storage(google, local, tmp_path, monkeypatch):
-    monkeypatch.setattr("vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path))
+    monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path))
     source = datasource([load_metadata(f"gs://robots/{local.name}")])
     file = source.metas[0].video_files[TOP][0]
     before = (local / file).stat()
@@ -336,7 +336,7 @@ def test_a_dry_run_on_s3(bucket, base, tmp_path, capsys):
 def test_credentials_do_not_travel(bucket):
     """Workers find them in their own environment: what is sent to them holds none."""
     source = datasource([load_metadata("s3://robots/arm")])
-    sent = pickle.dumps((source, [Reader.of(meta) for meta in source.metas]))
+    sent = pickle.dumps((source, [DatasetFiles.of(meta) for meta in source.metas]))
     assert b"robots/arm" in sent and SECRET.encode() not in sent
 
 
@@ -390,7 +390,7 @@ def test_objects_that_vanish_after_the_start(damaged, bucket, local, tmp_path, m
     url, prefix = damaged
     source = datasource([load_metadata(url)])
     for file in (source.metas[0].data_files[1], source.metas[0].video_files[TOP][1]):
-        monkeypatch.setattr("vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path / file))
+        monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path / file))
         upload(bucket, local, prefix)
         bucket.delete_object(Bucket="robots", Key=f"{prefix}/{file}")
         with pytest.raises(FileNotFoundError, match=f"{url}: {file} is missing; copy it again"):
@@ -401,7 +401,7 @@ def test_objects_that_change_after_the_start(damaged, bucket, local, tmp_path, m
     url, prefix = damaged
     source = datasource([load_metadata(url)])
     for file in (source.metas[0].data_files[1], source.metas[0].video_files[TOP][1]):
-        monkeypatch.setattr("vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path / file))
+        monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path / file))
         upload(bucket, local, prefix)
         bucket.put_object(Bucket="robots", Key=f"{prefix}/{file}", Body=bytes((local / file).stat().st_size))
         with pytest.raises(StorageError, match=f"{url}: {file}.*: changed since this run looked which files there are"):
@@ -422,7 +422,7 @@ def test_a_store_that_goes_away_after_the_start(environment, tmp_path):
         )
         assert sum(table.num_rows for table in read_directly(source)) == FRAMES
     file = source.metas[0].data_files[0]
-    environment.setattr("vla_finetuning.data.table.NUMBERS_DIR", str(tmp_path))  # another node
+    environment.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path))  # another node
     with pytest.raises(
         OSError, match=rf"s3://robots/arm: {file}: cannot be read: .*{endpoint}.*gave up after \d+ s.*check the net"
     ):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.data.test_decode import CODECS
-from vla_finetuning.data import node_cache, storage, table, video_index
+from vla_finetuning.data import node_cache, number_cache, storage, video_index
 from vla_finetuning.data.decode import VideoReader
 from vla_finetuning.data.storage import RemoteFileSystem, StoragePolicy
 from vla_finetuning.data.video_index import RemoteVideo
@@ -47,7 +47,7 @@ def store(content, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "AHEAD_BYTES", BLOCK)
     monkeypatch.setattr(storage, "GAP_BYTES", BLOCK)
     monkeypatch.setattr(storage, "KEPT_BLOCKS", 4096)
-    monkeypatch.setattr(table, "NUMBERS_DIR", str(tmp_path / "node"))
+    monkeypatch.setattr(number_cache, "NUMBERS_DIR", str(tmp_path / "node"))
     node_cache.node_cache.cache_clear()
     memory = fsspec.filesystem("memory")
     memory.pipe("/arm/file.mp4", content)
@@ -124,7 +124,7 @@ def test_a_node_reads_the_index_once(store, content):
     assert video_index._index_of(video.file)[0].offset.tolist() == index.offset.tolist()
     assert not store.fetched
     # What the disk lost is read again.
-    (kept,) = (p for p in node_cache.Path(table.NUMBERS_DIR).rglob("*.index"))
+    (kept,) = (p for p in node_cache.Path(number_cache.NUMBERS_DIR).rglob("*.index"))
     kept.write_bytes(kept.read_bytes()[:-1] + b"!")
     node_cache.node_cache.cache_clear()
     video = opened(store)

@@ -11,7 +11,7 @@ import vla
 from diagnostics import size_cluster
 from diagnostics.size_cluster import Layout, Rate, Rates, parse_options, rates_of, size
 from tests import in_process
-from vla_finetuning.data.rows import Reader, read_rows
+from vla_finetuning.data.rows import DatasetFiles, read_rows
 
 SMALL = {"steps": 100, "dataset.shuffle_window": 16, "dataset.window_segments": 4}
 
@@ -36,7 +36,7 @@ def test_rates_are_those_of_a_read(run, monkeypatch):
     rates = rates_of(run, options_of())
     data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
     source = data.read(stream=(0, 150))
-    window, readers = source.plan.window_rows, [Reader.of(meta) for meta in source.metas]
+    window, readers = source.plan.window_rows, [DatasetFiles.of(meta) for meta in source.metas]
     begun, rows, made = time.process_time(), 0, 0
     for a in range(0, 150, window):
         read = source._read(list(source.plan.slices(a, min(a + window, 150))))

@@ -12,7 +12,7 @@ from tests.evaluation.players import FAULTY_ID, Seeing
 from vla_finetuning.config import EvalOptions
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
-from vla_finetuning.evaluation.closed_loop import Cast, NoRoomError, PolicyServer, Row, _Game, _Server, play
+from vla_finetuning.evaluation.closed_loop import Cast, NoCapacityError, PolicyServer, Row, _Game, _Server, play
 from vla_finetuning.evaluation.episodes import Condition, episode_list
 
 pytestmark = pytest.mark.ray
@@ -196,11 +196,11 @@ def test_processes_for_which_there_is_no_room_hold_nothing_up(ray_cluster, episo
     [(0, True, "decides .* needs 1 GPU, 0 of the cluster's 0 free"),
      (3.5, False, "simulates .* needs 0.5 CPUs, 0 of the cluster's 4 free")],
 )  # fmt: skip
-def test_without_room_it_ends_and_says_what_lacks(ray_cluster, episodes, held, use_gpu, told):
+def test_without_capacity_it_ends_and_says_what_lacks(ray_cluster, episodes, held, use_gpu, told):
     room = ray.util.placement_group([{"CPU": held}] if held else [{"CPU": 0.1}])
     ray.get(room.ready())
     try:
-        with pytest.raises(NoRoomError, match=told):
+        with pytest.raises(NoCapacityError, match=told):
             played(episodes[:2], use_gpu=use_gpu, room_timeout_s=5)
     finally:
         ray.util.remove_placement_group(room)

@@ -16,8 +16,8 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.demo import make_demo_dataset
 from vla_finetuning.envs import configs
 from vla_finetuning.evaluation import during
-from vla_finetuning.evaluation.closed_loop import NoRoomError
-from vla_finetuning.evaluation.during import Evaluator, room_beside
+from vla_finetuning.evaluation.closed_loop import NoCapacityError
+from vla_finetuning.evaluation.during import Evaluator, capacity_beside
 from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.evaluation.player import packed, unpacked
 from vla_finetuning.flags import parse_args
@@ -183,7 +183,7 @@ def test_a_run_that_is_stopped_lets_go_and_one_that_goes_on_does_it(run, played)
         eventually(lambda: [line["step"] for line in evaluations(run.job.output_dir)] == [2])
 
 
-def test_without_room_it_is_all_done_at_the_end(run, played, monkeypatch, capsys):
+def test_without_capacity_it_is_all_done_at_the_end(run, played, monkeypatch, capsys):
     monkeypatch.setattr(during.ray, "cluster_resources", lambda: {"CPU": 2.0})
     data = ExecutionOptions()
     evaluator = Evaluator(run, policy_at)
@@ -201,7 +201,7 @@ def test_without_room_it_is_all_done_at_the_end(run, played, monkeypatch, capsys
 
 def test_room_that_others_took_is_waited_for_at_the_end(run, played, capsys):
     played.may.set()
-    played.error = NoRoomError("needs 1 CPU")
+    played.error = NoCapacityError("needs 1 CPU")
     evaluator = Evaluator(run, policy_at)
     with evaluator.beside(run, ExecutionOptions()):
         saved(run, 2)
@@ -239,7 +239,7 @@ def test_a_checkpoint_that_cannot_play_costs_the_training_nothing(run, played, c
 )
 def test_what_a_cluster_has_to_spare(run, cluster, use_gpu, stages, lacks):
     scaling = replace(run.job.scaling, use_gpu=use_gpu)
-    assert room_beside(scaling, run.config.eval, cluster) == (stages, lacks)
+    assert capacity_beside(scaling, run.config.eval, cluster) == (stages, lacks)
 
 
 def test_an_environment_that_is_none_is_refused_before_anything_starts(setting, capsys):

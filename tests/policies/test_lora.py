@@ -19,9 +19,9 @@ from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.policies.trainable import UNUSED, choose_trainable
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.describe import describe
+from vla_finetuning.training.capacity import planned_memory
 from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.model import build_model
-from vla_finetuning.training.room import planned_memory
 
 CPU = torch.device("cpu")
 EVERYWHERE = r".*(language_model|gemma_expert).*\.(q_proj|v_proj|up_proj)"

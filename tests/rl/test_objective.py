@@ -11,7 +11,7 @@ from tests.tiny import ACTION_DIM, make_policy
 from vla_finetuning.config import GrpoOptions
 from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.rl.flow_sde import Walk, log_prob, sample, score
-from vla_finetuning.rl.objective import Objective, advantages, clipped, told
+from vla_finetuning.rl.objective import Objective, advantages, clipped, totals
 
 
 def test_advantages_compare_within_a_group():
@@ -73,7 +73,7 @@ def test_the_first_ratio_is_exactly_one_and_the_gradient_that_of_reinforce(loss)
     batch = micro_batch(loss)
     objective = Objective(loss, SDE, GrpoOptions())
     value, found, after = gradients(objective, batch)
-    said = told(after.sums)
+    said = totals(after.sums)
     assert said.ratio_off == 0.0 and said.kl == 0.0 and said.clipped == 0.0
     torch.testing.assert_close(value, -batch["advantage"].sum())
     plain = copy.deepcopy(loss)
@@ -108,7 +108,9 @@ def test_rows_of_weight_zero_change_nothing(loss, method):
     more, found, after = gradients(objective, filled)
     torch.testing.assert_close(more, value, atol=1e-4, rtol=1e-5)
     close(found, expected)
-    np.testing.assert_allclose(list(vars(told(after.sums)).values()), list(vars(told(alone.sums)).values()), atol=2e-3)
+    np.testing.assert_allclose(
+        list(vars(totals(after.sums)).values()), list(vars(totals(alone.sums)).values()), atol=2e-3
+    )
 
 
 def test_filtered_is_the_imitation_of_what_was_done(loss):

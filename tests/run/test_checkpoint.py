@@ -35,10 +35,10 @@ from vla_finetuning.run.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     load_progress,
-    places,
     prune,
     require_space,
     set_aside_damaged,
+    staging_slots,
     write_pieces,
 )
 
@@ -266,7 +266,7 @@ def test_what_trains_of_pi05_at_its_real_size_takes_12_bytes_a_parameter():
                 f"exp_avg_sq.{name}": parameter.nbytes,
             }
             sizes[f"step.{name}"] = 4
-    found, pieces = places(sizes)
+    found, pieces = staging_slots(sizes)
     assert 12 * trained <= sum(pieces) < 1.001 * 12 * trained and len(pieces) <= 12
     ends = sorted((place, place.start + sizes[name]) for name, place in found.items())
     for (place, end), (following, _) in itertools.pairwise(ends):

@@ -120,7 +120,7 @@ def wanting(nodes_timeout_s, use_gpu=True, **changes):
 @pytest.fixture
 def looks_often(monkeypatch):
     monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.02)
-    monkeypatch.setattr(cluster, "_without_room", lambda scaling: None)  # asks Ray
+    monkeypatch.setattr(cluster, "_without_capacity", lambda scaling: None)  # asks Ray
 
 
 def test_a_run_does_not_wait_for_ever_for_nodes_that_are_gone(looks_often, monkeypatch, capsys):
@@ -320,7 +320,7 @@ def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_clu
 
     def wait(nodes_timeout_s=60, **changes):
         scaling = wanting(nodes_timeout_s, use_gpu=False, accelerator_type="L4", **changes)
-        return cluster.wait_for_room(scaling, NEEDS, tmp_path)
+        return cluster.wait_for_capacity(scaling, NEEDS, tmp_path)
 
     with clusters.of_several_nodes(num_cpus=1, include_dashboard=False) as nodes:
         monkeypatch.setenv("RAY_ADDRESS", nodes.address)
@@ -366,7 +366,7 @@ def test_a_run_that_waits_for_room_is_ended_by_ctrl_c(ray_cluster, tmp_path):
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from tests.run.test_cluster import NEEDS, wanting; from vla_finetuning.run import cluster\n"
         "cluster.LOOK_EVERY_S = 0.2\n"
-        "cluster.connect(); cluster.wait_for_room(wanting(3600, cpus_per_worker=100.0), NEEDS, None)"
+        "cluster.connect(); cluster.wait_for_capacity(wanting(3600, cpus_per_worker=100.0), NEEDS, None)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     command = [sys.executable, "-c", script]

@@ -18,7 +18,7 @@ from tests.tiny import make_base
 from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.data.node_cache import has_room
+from vla_finetuning.data.node_cache import has_capacity
 from vla_finetuning.data.shards import Sharding
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.loading import load_policy
@@ -87,7 +87,7 @@ def test_frames_are_kept_by_themselves_where_they_are_read_again_and_fit(setting
     where, text = kept(again, f"--dataset.frame_cache_gb={size / 1e9 * 0.99}")
     assert where is None and "decoded in every epoch" in text and "fits the disk" in text
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    assert has_room(tmp_path / "no/such/folder", 10**6) and not has_room(tmp_path, free)
+    assert has_capacity(tmp_path / "no/such/folder", 10**6) and not has_capacity(tmp_path, free)
     assert "decoded once" not in describe(plan(setting, again))
 
 

@@ -14,7 +14,7 @@ import ray
 import torch
 from ray.data import DataContext, ExecutionOptions, ExecutionResources
 
-from lerobot_datasource import SHARDS, Share, read_source
+from lerobot_datasource import SHARDS, BlockShare, read_source
 from tests import clusters
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.data.frame_cache import FrameCache
@@ -47,7 +47,7 @@ def test_a_share_has_all_that_its_ranks_need_in_a_run_that_may_resize(world):
     per_step, multiple = 2 * most, batch * math.lcm(*range(1, most + 1))
     position, end = done * per_step * batch, (steps * per_step + most) * batch
     for first in range(0, world, 2):
-        share = Share(first, min(first + 2, world), world)
+        share = BlockShare(first, min(first + 2, world), world)
         blocks = []
         for start in range(position, end, multiple):
             for a, b in share.runs(start, min(start + multiple, end), batch).tolist():

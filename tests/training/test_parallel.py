@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diagnostics import compare_strategies
+from diagnostics.charts import page
 from diagnostics.compare_strategies import StrategiesReport
 from diagnostics.environment import Environment
-from diagnostics.page import page
 from diagnostics.step_clock import StepClock
 from tests import in_process
-from util import accumulating, make_trainable_optimizer, train_step, whole
+from util import accumulating, full_tensor, make_trainable_optimizer, train_step
 from vla_finetuning.config import PeftOptions
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.compiling import Compiler
@@ -42,7 +42,7 @@ from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.held_out import HeldOutLoss
 from vla_finetuning.training.memory import Alive, step_memory
 from vla_finetuning.training.model import build_model, build_optimizer
-from vla_finetuning.training.parallel import copies_on, spread
+from vla_finetuning.training.parallel import replicas_on, spread
 from vla_finetuning.training.worker import Worker
 
 CPU = torch.device("cpu")
@@ -68,8 +68,8 @@ class Trainer:
     def __init__(self, run, strategy, rank, world):
         self.run = run
         self.loss, self.autocast = build_model(run.policy, CPU)
-        copies = copies_on([rank // 2 for rank in range(world)], None) if strategy == "hsdp" else None
-        self.model = spread(self.loss, strategy, CPU, world, copies=copies, autocast=self.autocast)
+        copies = replicas_on([rank // 2 for rank in range(world)], None) if strategy == "hsdp" else None
+        self.model = spread(self.loss, strategy, CPU, world, replicas=copies, autocast=self.autocast)
         self.optimizer = build_optimizer(run.policy, self.loss, run.job.steps)
         self.dealt = compare_strategies.Dealt(
             run.config.batch_size, run.rows.block_rows, rank, world, run.job.batches_per_step
@@ -108,7 +108,7 @@ class Trainer:
         """What trains, Adam's state and the average, whole; all ranks must ask."""
         optimizer = self.optimizer
         tensors = {**optimizer.named(), **optimizer.state(), **optimizer.named_average()}
-        return {name: whole(tensor).clone() for name, tensor in tensors.items()}
+        return {name: full_tensor(tensor).clone() for name, tensor in tensors.items()}
 
 
 class Rank(Worker):
@@ -229,7 +229,9 @@ def step_with_nan(run, strategy, rank):
     return {
         "skipped": result.skipped.item(),
         "then": trainer.step(1, trainer.batches(2)).skipped.item(),
-        "unchanged": all(torch.equal(parallel.part(after[n])[0], parallel.part(v)[0]) for n, v in before.items()),
+        "unchanged": all(
+            torch.equal(parallel.shard_of(after[n])[0], parallel.shard_of(v)[0]) for n, v in before.items()
+        ),
     }
 
 
@@ -256,9 +258,11 @@ def gradients_of(run, strategy, rank):
     with accumulating(trainer.model):
         trainer.backward(first)
     params = trainer.optimizer.params
-    held = sum(parallel.held(p.grad).numel() for p in params if p.grad is not None) / sum(p.numel() for p in params)
+    held = sum(parallel.local_shard(p.grad).numel() for p in params if p.grad is not None) / sum(
+        p.numel() for p in params
+    )
     trainer.backward(second)
-    return {"held": held, "some": {n: whole(params[n].grad).flatten()[:5].tolist() for n in (0, 20, -1)}}
+    return {"held": held, "some": {n: full_tensor(params[n].grad).flatten()[:5].tolist() for n in (0, 20, -1)}}
 
 
 def uneven_steps(run, strategy, rank):
@@ -307,7 +311,7 @@ def average_of(run, strategy, rank):
     own = trainer.optimizer
 
     def weights():
-        return {name: whole(param).detach().double().numpy() for name, param in own.named().items()}
+        return {name: full_tensor(param).detach().double().numpy() for name, param in own.named().items()}
 
     start = expected = weights()
     for number in range(4):
@@ -317,7 +321,7 @@ def average_of(run, strategy, rank):
         trainer.step(number, batches)
         if number != 2:
             expected = {name: 0.75 * expected[name] + 0.25 * value for name, value in weights().items()}
-    found = {name: whole(tensor).double().numpy() for name, tensor in zip(own.names, own.average, strict=True)}
+    found = {name: full_tensor(tensor).double().numpy() for name, tensor in zip(own.names, own.average, strict=True)}
     last = weights()
     with own.averaged():
         swapped = all(np.array_equal(value, found[name]) for name, value in weights().items())
@@ -688,7 +692,7 @@ def test_checkpoints_load_under_hsdp(of_four):
 
 
 @pytest.mark.parametrize(
-    "nodes, shard_workers, copies",
+    "nodes, shard_workers, replicas",
     [
         ([5, 5, 7, 7], None, [[0, 1], [2, 3]]),
         ([0, 1, 0, 1], None, [[0, 2], [1, 3]]),
@@ -696,8 +700,8 @@ def test_checkpoints_load_under_hsdp(of_four):
         ([0] * 4 + [1] * 2, 2, [[0, 1], [2, 3], [4, 5]]),
     ],
 )
-def test_copies_are_on_one_node_each(nodes, shard_workers, copies):
-    assert copies_on(nodes, shard_workers) == copies
+def test_replicas_are_on_one_node_each(nodes, shard_workers, replicas):
+    assert replicas_on(nodes, shard_workers) == replicas
 
 
 @pytest.mark.parametrize(
@@ -705,7 +709,7 @@ def test_copies_are_on_one_node_each(nodes, shard_workers, copies):
 )
 def test_nodes_with_unequally_many_workers_are_refused(shard_workers, wanted):
     with pytest.raises(ValueError, match=f"the workers are 3 on node 0, 1 on node 1; needs {wanted}"):
-        copies_on([0, 0, 0, 1], shard_workers)
+        replicas_on([0, 0, 0, 1], shard_workers)
 
 
 @pytest.mark.usefixtures("of_four")

@@ -141,10 +141,10 @@ class CachedVideo:
                 return missing
         return list(range(len(times_s)))
 
-    def make_room(self, frames: int) -> bool:
+    def reserve_capacity(self, frames: int) -> bool:
         """Whether so many frames more may be written."""
         with self._cache.doing_without():
-            if self._cache.make_room(frames * (self._frame_bytes + _MARK.size)):
+            if self._cache.reserve_capacity(frames * (self._frame_bytes + _MARK.size)):
                 return self._open(create=True)
         return False
 

@@ -78,7 +78,7 @@ def stretches_of(
 
 
 @dataclass(frozen=True)
-class Share:
+class EpochShare:
     """What becomes of some episodes: how many there are, their frames, how many of those are rows, and of an epoch.
 
     `rows` is a mean where episodes have weights. Episodes that have weight 0 count with `episodes` and `frames`.
@@ -95,7 +95,7 @@ class Share:
         return self.frames - self.kept
 
 
-def shares(meta: DatasetMetadata, episodes: np.ndarray, left: Stretches) -> list[Share]:
+def shares(meta: DatasetMetadata, episodes: np.ndarray, left: Stretches) -> list[EpochShare]:
     """What becomes of a dataset's episodes (int64, ascending): of all, and by their first task where there are several.
 
     Tasks come in the order of how much of them is otherwise than in the dataset.
@@ -112,10 +112,10 @@ def shares(meta: DatasetMetadata, episodes: np.ndarray, left: Stretches) -> list
             np.bincount(of_stretch, left.frames * (1.0 if left.weight is None else left.weight), count),
         ]
     )
-    found = [Share(repr(t), int(e), int(f), int(k), r) for t, (e, f, k, r) in zip(tasks, columns.T, strict=True)]
+    found = [EpochShare(repr(t), int(e), int(f), int(k), r) for t, (e, f, k, r) in zip(tasks, columns.T, strict=True)]
     found.sort(key=lambda share: -abs(share.rows - share.frames))
     e, f, k, r = columns.sum(axis=1)
-    whole = Share("all", int(e), int(f), int(k), float(r))
+    whole = EpochShare("all", int(e), int(f), int(k), float(r))
     return [whole, *found] if count > 1 else [whole]
 
 

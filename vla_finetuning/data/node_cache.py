@@ -46,7 +46,7 @@ def locked_ledger(folder: Path) -> Iterator[int]:
         os.close(descriptor)  # lets go of the lock, as the end of the process would
 
 
-def has_room(folder: Path, size: int) -> bool:
+def has_capacity(folder: Path, size: int) -> bool:
     """Whether so many bytes fit the disk of a folder (which need not be there) with a margin; what it holds goes first.
 
     Raises OSError.
@@ -106,7 +106,7 @@ class NodeCache:
         """Whether it is worth asking for room."""
         return self._writable and time.monotonic() >= self._full_until
 
-    def make_room(self, size: int) -> bool:
+    def reserve_capacity(self, size: int) -> bool:
         """Whether `size` more bytes may be stored; they count as stored from now on. Raises OSError."""
         if not self.takes:
             return False

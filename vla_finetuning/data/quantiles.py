@@ -21,9 +21,9 @@ import fsspec
 import numpy as np
 
 from vla_finetuning.data.metadata import DatasetMetadata, Feature
+from vla_finetuning.data.number_cache import DataFile, Span, numbers, read_groups
 from vla_finetuning.data.relative_actions import ACTION, STATE, RelativeActions, check_relative, relative_chunks
 from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, over_files
-from vla_finetuning.data.table import DataFile, Span, numbers, read_groups
 
 # So many values (256 MiB of counts at most) are counted in one pass; more are in two.
 ONE_PASS_VALUES = 2**23

@@ -15,7 +15,7 @@ from vla_finetuning.data.metadata import DatasetMetadata, Feature
 
 
 @dataclass(frozen=True)
-class Reader:
+class DatasetFiles:
     """What all read tasks share: one per dataset, shipped once through the object store. Holds no episodes."""
 
     root: str
@@ -29,7 +29,7 @@ class Reader:
     depth_mm: dict[str, np.ndarray]  # of depth videos: millimetres by code
 
     @classmethod
-    def of(cls, meta: DatasetMetadata, columns: Collection[str] | None = None) -> Reader:
+    def of(cls, meta: DatasetMetadata, columns: Collection[str] | None = None) -> DatasetFiles:
         """`columns`: those that will be read; None for all."""
         depth_mm = {
             key: depth_table(feature.info, name=f"{meta.root}: camera {key}")

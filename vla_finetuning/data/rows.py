@@ -22,12 +22,12 @@ from ray.data.extensions import ArrowTensorArray
 from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.decode import decode_depth_image, decode_image
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
-from vla_finetuning.data.memory import copied, empty
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, Feature
+from vla_finetuning.data.number_cache import Column, DataFile, Span, read_groups, read_numbers
 from vla_finetuning.data.plan import WindowSlice
-from vla_finetuning.data.reader import Reader, ReadOptions, frame_of, height_width
+from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of, height_width
+from vla_finetuning.data.reused_memory import copied, empty
 from vla_finetuning.data.storage import check_still_there, file_identity, naming_file
-from vla_finetuning.data.table import Column, DataFile, Span, read_groups, read_numbers
 from vla_finetuning.data.videos import Video, Wanted, name_shape, names, put_frame, read_videos
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where n episodes lie: arrays (n,). Files are numbers in the lists of their dataset's `Reader`.
+class EpisodeLocations:
+    """Where n episodes lie: arrays (n,). Files are numbers in the lists of their dataset's `DatasetFiles`.
 
     dataset_index, episode_index, start (`index` of the first row), length (rows), data_file, data_row (the first row in
     that file): integers. By camera: video_file, and video_start_s, where the episode starts in it, seconds.
@@ -73,15 +73,15 @@ class Places:
     video_file: dict[str, np.ndarray]
     video_start_s: dict[str, np.ndarray]
 
-    def take(self, at: Any) -> Places:
+    def take(self, at: Any) -> EpisodeLocations:
         """Those at some positions (anything that indexes an array)."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         taken: dict[str, Any] = {
             k: {key: a[at] for key, a in v.items()} if isinstance(v, dict) else v[at] for k, v in columns.items()
         }
-        return Places(**taken)
+        return EpisodeLocations(**taken)
 
-    def part(self, number: int, readers: Sequence[Reader]) -> Part:
+    def part(self, number: int, readers: Sequence[DatasetFiles]) -> Part:
         reader = readers[self.dataset_index[number]]
         return Part(
             dataset_index=int(self.dataset_index[number]),
@@ -99,14 +99,14 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Read:
+class WindowRead:
     """Window slices that are decoded in one go, and where the episodes of their parts lie, in the same order.
 
     `runs`: where their rows are in the stream, [start, end) in order, int64 (N, 2); None where one follows the other.
     """
 
     windows: list[WindowSlice]
-    places: Places
+    places: EpisodeLocations
     runs: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -134,8 +134,8 @@ class _Episode:
 
 
 def read_rows(
-    readers: Sequence[Reader],
-    read: Read,
+    readers: Sequence[DatasetFiles],
+    read: WindowRead,
     first_position: int,
     options: ReadOptions,
     prepare: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None,
@@ -162,7 +162,9 @@ def read_rows(
         yield to_table(block if prepare is None else prepare(block))
 
 
-def _decode(readers: Sequence[Reader], episodes: list[_Episode], total: int, options: ReadOptions) -> dict[str, Any]:
+def _decode(
+    readers: Sequence[DatasetFiles], episodes: list[_Episode], total: int, options: ReadOptions
+) -> dict[str, Any]:
     """All columns but `position`, `total` rows each."""
     columns: dict[str, Any] = {}
     _read_tabular(readers, episodes, total, options, columns)
@@ -173,7 +175,7 @@ def _decode(readers: Sequence[Reader], episodes: list[_Episode], total: int, opt
 
 
 def _decode_what_can_be_read(
-    readers: Sequence[Reader],
+    readers: Sequence[DatasetFiles],
     episodes: list[_Episode],
     positions: np.ndarray,
     options: ReadOptions,
@@ -206,7 +208,7 @@ def _decode_what_can_be_read(
     return columns
 
 
-def _tell_skipped(reader: Reader, e: _Episode, positions: np.ndarray, error: Exception, log: Path | None) -> None:
+def _tell_skipped(reader: DatasetFiles, e: _Episode, positions: np.ndarray, error: Exception, log: Path | None) -> None:
     logger.warning("%s: episode %d is skipped: %s", reader.root, e.part.episode_index, error)
     if log is not None:
         line: dict[str, Any] = {"root": reader.root, "episode_index": e.part.episode_index, "rows": len(e.frame)}
@@ -215,7 +217,7 @@ def _tell_skipped(reader: Reader, e: _Episode, positions: np.ndarray, error: Exc
             file.write(json.dumps(line) + "\n")
 
 
-def _group_by_episode(readers: Sequence[Reader], read: Read) -> tuple[list[_Episode], int]:
+def _group_by_episode(readers: Sequence[DatasetFiles], read: WindowRead) -> tuple[list[_Episode], int]:
     """Rows by episode, ordered by where they lie in the data files, so that every file is read forward."""
     found: dict[tuple[int, int], tuple[Part, list[np.ndarray], list[np.ndarray]]] = {}
     offset = first_part = 0
@@ -247,7 +249,7 @@ def _windowed(frame: np.ndarray, deltas: Sequence[int], length: int) -> tuple[np
 
 
 def _read_tabular(
-    readers: Sequence[Reader], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
+    readers: Sequence[DatasetFiles], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
 ) -> None:
     """Fill every column that lives in parquet, or is derived from it."""
     reach = [d for deltas in options.delta_indices.values() for d in deltas] + [0]
@@ -337,7 +339,9 @@ def _row_bytes(shape: tuple[int, ...]) -> int:
     return math.prod(shape) * 16
 
 
-def _check_rows(reader: Reader, file: str, e: _Episode, bookkeeping: dict[str, np.ndarray], row: np.ndarray) -> None:
+def _check_rows(
+    reader: DatasetFiles, file: str, e: _Episode, bookkeeping: dict[str, np.ndarray], row: np.ndarray
+) -> None:
     """The rows found are the rows looked for: a wrong file index must not give somebody else's frames."""
     wrong = (bookkeeping["episode_index"][row] != e.part.episode_index) | (
         bookkeeping["frame_index"][row] != np.arange(e.first, e.last)
@@ -435,7 +439,7 @@ def _fill_images(
 
 
 def _read_videos(
-    readers: Sequence[Reader], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
+    readers: Sequence[DatasetFiles], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
 ) -> None:
     """Fill the cameras' columns: with frames, or with their names."""
     videos = []

@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 
 from vla_finetuning.data.decode import SEEK_AFTER_FRAMES
+from vla_finetuning.data.number_cache import numbers_cache
 from vla_finetuning.data.storage import BLOCK_BYTES, RemoteFile, RemoteFileSystem, file_identity
-from vla_finetuning.data.table import numbers_cache
 
 # An index beyond this is no dataset's: of a day at 60 Hz it has 60 MB.
 MAX_INDEX_BYTES = 64 * 2**20
@@ -123,7 +123,7 @@ class _Kept:
         content = struct.pack("<Q", xxhash.xxh3_64_intdigest(content)) + content
         cache = numbers_cache()
         with cache.doing_without():
-            if cache.make_room(len(content)):
+            if cache.reserve_capacity(len(content)):
                 path = cache.place(self._dataset) / self._name
                 scratch = path.with_name(f"{self._name}.{os.getpid()}")
                 scratch.write_bytes(content)

@@ -20,9 +20,9 @@ import numpy as np
 
 from vla_finetuning.data.decode import VideoReader, resize_with_pad
 from vla_finetuning.data.frame_cache import CachedVideo, VideoFile
-from vla_finetuning.data.memory import empty
 from vla_finetuning.data.metadata import DatasetMetadata, Feature
-from vla_finetuning.data.reader import Decoding, Reader, frame_of, height_width
+from vla_finetuning.data.reader import DatasetFiles, Decoding, frame_of, height_width
+from vla_finetuning.data.reused_memory import empty
 from vla_finetuning.data.storage import RemoteFileSystem, file_identity, naming_file
 from vla_finetuning.data.video_index import RemoteVideo
 
@@ -61,7 +61,7 @@ class Wanted:
 class Video:
     """A camera's file, and what is wanted of it."""
 
-    reader: Reader
+    reader: DatasetFiles
     key: str
     file: str
     wanted: list[Wanted]
@@ -122,7 +122,7 @@ class Video:
         ):
             for w in self.wanted:
                 video.name = self.name(w.episode)
-                keep = self.cached if self.cached is not None and self.cached.make_room(len(w.times_s)) else None
+                keep = self.cached if self.cached is not None and self.cached.reserve_capacity(len(w.times_s)) else None
                 if w.out is not None:
                     out, target = w.out, w.target
                 elif keep is not None:
@@ -168,7 +168,7 @@ def read_videos(videos: Sequence[Video], decoding: Decoding) -> None:
                     video.remote.file.close()
 
 
-def cached_video(reader: Reader, key: str, file: str, decoding: Decoding) -> CachedVideo | None:
+def cached_video(reader: DatasetFiles, key: str, file: str, decoding: Decoding) -> CachedVideo | None:
     """The frames of a file that this node has decoded before; None where none are kept."""
     if decoding.frame_cache is None:
         return None
@@ -256,7 +256,7 @@ class Frames:
     """
 
     def __init__(self, metas: Sequence[DatasetMetadata], cameras: Mapping[str, str], decoding: Decoding):
-        self._readers = [Reader.of(meta, set(cameras.values())) for meta in metas]
+        self._readers = [DatasetFiles.of(meta, set(cameras.values())) for meta in metas]
         self._cameras, self._decoding = dict(cameras), decoding
         self._open: dict[_File, CachedVideo] = {}
         self._lock = threading.Lock()

@@ -30,7 +30,7 @@ STATE_NAMES, ACTION_NAMES = ["x_m", "y_m", "z_m", "open"], ["dx_cm", "dy_cm", "d
 
 
 @dataclass(frozen=True)
-class Share:
+class RecordingBatch:
     """Episodes of one task that one process plays and writes.
 
     Attributes:
@@ -44,7 +44,7 @@ class Share:
     failed: tuple[int, ...] = ()
 
 
-def record_share(share: Share, maker: Maker) -> Share:
+def record_share(share: RecordingBatch, maker: Maker) -> RecordingBatch:
     """Play a share's episodes and write those that succeed. Runs in a Ray task; done again, it begins anew."""
     choose_gl()
     # Only those who record need it: it takes seconds to load.
@@ -79,7 +79,7 @@ def record_share(share: Share, maker: Maker) -> Share:
             env.close()
             if dataset is not None:
                 dataset.finalize()
-    return Share(share.task, share.seeds, share.folder, tuple(failed))
+    return RecordingBatch(share.task, share.seeds, share.folder, tuple(failed))
 
 
 def play_expert(env: Any, act: Any, seed: int) -> tuple[list[dict[str, Any]], bool]:
@@ -135,7 +135,7 @@ def record(recording: Recording) -> str:
     parts = root.parent / f".{root.name}.{os.getpid()}.partial"
     seeds = range(config.seed, config.seed + config.episodes)
     shares = [
-        Share(task, tuple(seeds[first : first + SHARE_EPISODES]), parts / f"{task}-{first}")
+        RecordingBatch(task, tuple(seeds[first : first + SHARE_EPISODES]), parts / f"{task}-{first}")
         for task in makers
         for first in range(0, len(seeds), SHARE_EPISODES)
     ]
@@ -159,7 +159,7 @@ def record(recording: Recording) -> str:
     return "\n".join([*lines, f"Dataset      {root}"])
 
 
-def _record_all(shares: Sequence[Share], makers: dict[str, Maker]) -> list[Share]:
+def _record_all(shares: Sequence[RecordingBatch], makers: dict[str, Maker]) -> list[RecordingBatch]:
     """The shares as they were done, in their order."""
     one: Any = ray.remote(record_share).options(num_cpus=1)
     pending = [one.remote(share, makers[share.task]) for share in shares]

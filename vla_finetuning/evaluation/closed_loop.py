@@ -170,7 +170,7 @@ def play(
         stopped: asked every second or so; when it says so, what is not over is let go.
     Raises:
         ValueError, OSError: a policy cannot be loaded, or cannot use what it sees.
-        NoRoomError: nothing that decides, or nothing that simulates, has started for `options.room_timeout_s`.
+        NoCapacityError: nothing that decides, or nothing that simulates, has started for `options.room_timeout_s`.
         RuntimeError: policy servers died again and again, or stages do without end.
     """
     game = _Game(list(episodes), conditions, sources, makers, options, seed, use_gpu, written, acted, stopped)
@@ -212,7 +212,7 @@ class Cast:
         return cls(servers, stages, threads, min(options.batch_size, of_two_batches, math.ceil(episodes / stages)))
 
 
-class NoRoomError(RuntimeError):
+class NoCapacityError(RuntimeError):
     """The cluster has no room for the processes of an evaluation; says what lacks."""
 
 
@@ -492,14 +492,14 @@ class _Waits:
         self._since, self._told = time.monotonic(), False
 
     def look(self, stuck: bool, decides: bool) -> None:
-        """Raises NoRoomError when it has been stuck for too long. `decides`: there is room for a policy."""
+        """Raises NoCapacityError when it has been stuck for too long. `decides`: there is room for a policy."""
         now = time.monotonic()
         if not stuck:
             self._since = now
             return
         lacks = what_lacks(STAGE_CPUS if decides else SERVER_CPUS, 0 if decides else self._gpus)
         if now - self._since > self._limit_s:
-            raise NoRoomError(
+            raise NoCapacityError(
                 f"no process that {'simulates' if decides else 'decides'} has started for {self._limit_s:g} s "
                 f"(--eval.room_timeout_s): {lacks or 'the cluster has room for it, but it did not start'}"
             )

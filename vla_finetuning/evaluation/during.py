@@ -27,7 +27,7 @@ from tqdm import tqdm
 from vla_finetuning.config import EvalOptions, ScalingOptions
 from vla_finetuning.data.metadata import how_drawn
 from vla_finetuning.envs.configs import check_drawn, env_config, task_makers
-from vla_finetuning.evaluation.closed_loop import SERVER_CPUS, STAGE_CPUS, NoRoomError, play
+from vla_finetuning.evaluation.closed_loop import SERVER_CPUS, STAGE_CPUS, NoCapacityError, play
 from vla_finetuning.evaluation.episodes import Book, Condition, episode_list, read_evaluation
 from vla_finetuning.evaluation.intervals import share, wilson
 from vla_finetuning.evaluation.player import Packed, PolicySource, check_fits, packed
@@ -75,7 +75,7 @@ class Evaluator:
             run: with all its statistics. data: what the run's data may use, from which what is needed here is taken.
         """
         self._run = run
-        stages, lacks = room_beside(run.job.scaling, run.config.eval, ray.cluster_resources())
+        stages, lacks = capacity_beside(run.job.scaling, run.config.eval, ray.cluster_resources())
         if lacks is not None:
             if run.config.env_eval_freq:
                 tell(f"Evaluation   at the end of the run: beside the training it {lacks}")
@@ -148,7 +148,7 @@ class Evaluator:
         """Evaluate a checkpoint, and say how it fared, or why it could not be. Returns whether to go on beside."""
         try:
             self._evaluate(step, options)
-        except NoRoomError as error:
+        except NoCapacityError as error:
             if self._training.is_set():
                 _say(f"evaluation   at the end of the run: {error}")
                 return False
@@ -202,7 +202,7 @@ class Evaluator:
         """The policy of a checkpoint, its weights in the object store; None when there is no time for it any more.
 
         Raises:
-            NoRoomError: no process could read them.
+            NoCapacityError: no process could read them.
         """
         run = self._run
         weights = ray.remote(num_cpus=1)(_weights).remote(self._policy_at, run.policy, checkpoint)
@@ -213,7 +213,7 @@ class Evaluator:
                 return None
             if time.monotonic() > deadline:
                 ray.cancel(weights, force=True)
-                raise NoRoomError(
+                raise NoCapacityError(
                     f"no process has read {checkpoint} for {options.room_timeout_s:g} s (--eval.room_timeout_s); it "
                     f"needs 1 CPU, {ray.available_resources().get('CPU', 0):g} are free"
                 )
@@ -234,7 +234,7 @@ def _weights(policy_at: PolicyAt, spec: PolicySpec, checkpoint: Path) -> Packed:
     return packed(policy_at(spec, checkpoint).state_dict())
 
 
-def room_beside(scaling: ScalingOptions, options: EvalOptions, cluster: dict[str, float]) -> tuple[int, str | None]:
+def capacity_beside(scaling: ScalingOptions, options: EvalOptions, cluster: dict[str, float]) -> tuple[int, str | None]:
     """How many processes may simulate beside a run's training on a cluster of such resources; or what lacks, in words.
 
     Room is what the most workers of the run and a read task leave.

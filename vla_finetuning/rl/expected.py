@@ -21,8 +21,8 @@ from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import choose_gl, look_on_demand
 from vla_finetuning.policies.counting import flops_per_sample
 from vla_finetuning.rl.resolve import GrpoRun
+from vla_finetuning.training.capacity import card_of, planned_memory
 from vla_finetuning.training.memory import StepMemory
-from vla_finetuning.training.room import card_of, planned_memory
 
 # Share of a GPU's peak that the network is expected to reach. Assumed: nothing here was measured on the user's GPU.
 SHARE_OF_PEAK = 0.35

@@ -27,7 +27,7 @@ from vla_finetuning.evaluation.episodes import episode_list
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
 from vla_finetuning.rl.minibatches import Table, group_seed, minibatches, rank_of
-from vla_finetuning.rl.objective import Objective, advantages, told
+from vla_finetuning.rl.objective import Objective, advantages, totals
 from vla_finetuning.rl.resolve import GrpoRun, Scene
 from vla_finetuning.rl.rollout import Rollouts
 from vla_finetuning.run.progress import keep_metrics
@@ -331,7 +331,7 @@ def metrics_of(
     run: GrpoRun, played: Played, lessons: Lessons, objective: Objective, results: Sequence[StepResult]
 ) -> dict[str, Any]:
     """An iteration in numbers, the same on all ranks. Every rank must call it."""
-    said = told(everyone(objective.sums))
+    said = totals(everyone(objective.sums))
     norms = [float(result.grad_norm) for result in results]
     mixed = (played.returns != played.returns[:, :1]).any(dim=1)
     return {

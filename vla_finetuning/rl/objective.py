@@ -64,7 +64,7 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: flo
 
 
 @dataclass(frozen=True)
-class Told:
+class Totals:
     """What an update says of itself, of all ranks.
 
     Attributes:
@@ -89,7 +89,7 @@ class Objective(nn.Module):
     `action` (B, T, A), `noise` and `time`.
 
     Attributes:
-        sums: float32 (6,), on the device: what `Told` is made of, of all micro-batches since `clear`.
+        sums: float32 (6,), on the device: what `Totals` is made of, of all micro-batches since `clear`.
     """
 
     sums: Tensor
@@ -144,9 +144,9 @@ class Objective(nn.Module):
         self.sums.zero_()
 
 
-def told(sums: Tensor) -> Told:
+def totals(sums: Tensor) -> Totals:
     """What `Objective.sums` says: (6,), or (ranks, 6) of all ranks. Reads values from the device."""
     rows = cast("list[list[float]]", sums.reshape(-1, 6).tolist())
     weight, loss, kl, flat, _, away = (sum(column) for column in zip(*rows, strict=True))
     weight = max(weight, 1e-9)
-    return Told(loss / weight, kl / weight, flat / weight, max(row[4] for row in rows), away / weight)
+    return Totals(loss / weight, kl / weight, flat / weight, max(row[4] for row in rows), away / weight)

@@ -99,25 +99,25 @@ STAGED_BYTES = 4 * 2**30
 ALIGNMENT = 64
 
 
-class Place(NamedTuple):
+class StagingSlot(NamedTuple):
     """Where in host memory a tensor is copied to: the number of the piece, and the byte that it begins at."""
 
     piece: int
     start: int
 
 
-def places(sizes: Mapping[str, int], most: int = STAGED_BYTES) -> tuple[dict[str, Place], list[int]]:
+def staging_slots(sizes: Mapping[str, int], most: int = STAGED_BYTES) -> tuple[dict[str, StagingSlot], list[int]]:
     """Where tensors of so many bytes go, by name, and how large the pieces are: no larger than what is in them.
 
     A piece is filled up to `most`, and holds at least one tensor, however large.
     """
-    found: dict[str, Place] = {}
+    found: dict[str, StagingSlot] = {}
     pieces: list[int] = []
     for name, size in sizes.items():
         room = -(-size // ALIGNMENT) * ALIGNMENT
         if not pieces or pieces[-1] + room > most:
             pieces.append(0)
-        found[name] = Place(len(pieces) - 1, pieces[-1])
+        found[name] = StagingSlot(len(pieces) - 1, pieces[-1])
         pieces[-1] += room
     return found, pieces
 
@@ -133,7 +133,7 @@ class Staging:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
-        self._places, self._sizes = places({name: tensor.nbytes for name, tensor in tensors.items()})
+        self._places, self._sizes = staging_slots({name: tensor.nbytes for name, tensor in tensors.items()})
         self._pin = self._on_gpu(tensors)
         self._pinned: list[Tensor] = []
         maker = ThreadPoolExecutor(1, thread_name_prefix="staging")

@@ -93,7 +93,7 @@ def start(scaling: ScalingOptions, needs: Needs, output_dir: Path) -> None:
     check_nodes(needs, output_dir)
 
 
-def wait_for_room(scaling: ScalingOptions, needs: Needs, output_dir: Path) -> DataLimits:
+def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -> DataLimits:
     """Wait until the cluster can hold a run's fewest workers and a read task all at once, and say what it is then.
 
     To ask for that is also what has an autoscaler add nodes. What is asked for is given back as soon as it is there,
@@ -141,7 +141,7 @@ def _looks(scaling: ScalingOptions) -> Iterator[None]:
     """Each step looks what a run waits for, and says it once. Raises ValueError when it has waited too long."""
     limit_s, since = scaling.nodes_timeout_s, None
     while True:
-        told = _too_small(scaling, ray.cluster_resources()) or _without_room(scaling)
+        told = _too_small(scaling, ray.cluster_resources()) or _without_capacity(scaling)
         if told is None:
             since = None
         elif since is None:
@@ -193,7 +193,7 @@ def _too_small(scaling: ScalingOptions, cluster: Mapping[str, float]) -> str | N
     )
 
 
-def _without_room(scaling: ScalingOptions) -> str | None:
+def _without_capacity(scaling: ScalingOptions) -> str | None:
     """Says that the run's worker group waits for room in a cluster that is large enough; None when it does not."""
     workers, each, _ = _wanted(scaling)
     job = ray.get_runtime_context().get_job_id()  # the last part of the ids of what it makes

@@ -32,7 +32,7 @@ from vla_finetuning.run.checkpoint import (
 )
 from vla_finetuning.run.folder import attempts
 from vla_finetuning.run.job import Job
-from vla_finetuning.training.parallel import first_copy, is_part, part
+from vla_finetuning.training.parallel import first_replica, is_sharded, shard_of
 from vla_finetuning.training.worker import Worker
 
 # With less time than this, a checkpoint of the little that was trained meanwhile would hardly be whole in time.
@@ -63,7 +63,7 @@ class CheckpointWriter:
     ):
         self._job, self._optimizer, self._worker, self._rank = job, optimizer, worker, worker.rank
         self._attempt, self._every_s, self._prune = attempt, every_s, prune
-        self._writers = max((first_copy(param) for param in optimizer.params), key=len, default=[0])
+        self._writers = max((first_replica(param) for param in optimizer.params), key=len, default=[0])
         self._group = None
         if len(self._writers) > 1:
             # Of its own: threads must not disturb each other's collectives. On the host, as the files are.
@@ -72,7 +72,7 @@ class CheckpointWriter:
         self._staging: Staging | None = None
         if self._rank in self._writers:
             mine = [self._mine(tensors) for tensors in self._state().values()]
-            self._staging = Staging({name: part(tensor)[0] for tensors in mine for name, tensor in tensors.items()})
+            self._staging = Staging({name: shard_of(tensor)[0] for tensors in mine for name, tensor in tensors.items()})
         self._idle = threading.Event()
         self._idle.set()
         self._last = time.monotonic()
@@ -143,14 +143,14 @@ class CheckpointWriter:
 
     def _mine(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those that this rank writes: of parts its own, of the rest rank 0's."""
-        return {name: tensor for name, tensor in tensors.items() if self._rank == 0 or is_part(tensor)}
+        return {name: tensor for name, tensor in tensors.items() if self._rank == 0 or is_sharded(tensor)}
 
     def _copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
         """Copies in host memory, where further steps do not change them."""
         assert self._staging is not None
         pieces = {}
         for name, tensor in self._mine(tensors).items():
-            held, offsets = part(tensor)
+            held, offsets = shard_of(tensor)
             pieces[name] = Piece(self._staging.copied(name, held), offsets)
         return pieces
 

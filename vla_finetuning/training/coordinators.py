@@ -23,7 +23,7 @@ import ray
 import ray.train
 from ray.data import ExecutionOptions, ExecutionResources
 
-from lerobot_datasource import SHARDS, SHARE, Share, keeps_frames, name_frames
+from lerobot_datasource import SHARDS, SHARE, BlockShare, keeps_frames, name_frames
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,9 @@ class GroupedRanks(ray.train.DataConfig):
         splits: list[dict[str, Any]] = []
         for first, last, options in groups:
             for dataset in datasets.values():
-                dataset.context.set_config(SHARE, Share(first, last, world_size))  # goes with it to its coordinator
+                dataset.context.set_config(
+                    SHARE, BlockShare(first, last, world_size)
+                )  # goes with it to its coordinator
             handles = worker_handles and worker_handles[first:last]
             of_group = ray.train.DataConfig(execution_options=options)
             splits += of_group.configure(datasets, last - first, handles, node_ids[first:last] or None, **kwargs)

@@ -26,7 +26,7 @@ from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.rows import Rows
 from vla_finetuning.training.batches import collate_cut
 from vla_finetuning.training.model import make_prepare
-from vla_finetuning.training.parallel import give_up_whole
+from vla_finetuning.training.parallel import free_gathered
 from vla_finetuning.training.stream import Columns, Deferred
 from vla_finetuning.training.worker import Worker
 
@@ -98,7 +98,7 @@ class HeldOutLoss:
                         of_chunk.copy_(torch.stack([values, counted.to(values), times]))
         finally:
             loss.train()
-            give_up_whole(loss)
+            free_gathered(loss)
         if dist.is_initialized():
             dist.all_reduce(found)
         told = self._told(*found.cpu().double().numpy())

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from util import held, make_trainable_optimizer, train_step
+from util import local_shard, make_trainable_optimizer, train_step
 from vla_finetuning.config import Attention, PeftOptions, Strategy, TrainMode
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.build import build_loss
@@ -34,7 +34,7 @@ from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
-from vla_finetuning.training.parallel import gathered_bytes, hold_gradients, is_part, keeps_casts, spread, units
+from vla_finetuning.training.parallel import gathered_bytes, hold_gradients, is_sharded, keeps_casts, spread, units
 
 GIB = 2**30
 # What a GPU holds that no tensor of the step is. Planned, to be corrected by what is measured.
@@ -141,7 +141,7 @@ def step_memory(
             with unset_fake_temporarily():  # a mesh of processes holds numbers
                 each = shard_workers or workers
                 copies = [list(range(first, first + each)) for first in range(0, workers, each)]
-                model = spread(loss, strategy, cpu, workers, copies=copies, autocast=autocast)
+                model = spread(loss, strategy, cpu, workers, replicas=copies, autocast=autocast)
         elif workers > 1 and not find_unused_parameters:
             hold_gradients(loss)  # DDP itself takes no fake tensors; what it holds are these, in its buckets
         optimizer = make_trainable_optimizer(
@@ -161,8 +161,8 @@ def step_memory(
             micros = 1
         batch, noise, time = family.empty_inputs(config, batch_size, draws, cpu)
         inputs = [*batch.values(), noise, time]
-        weights = [held(tensor) for tensor in (*loss.parameters(), *loss.buffers(), *optimizer.average)]
-        alive = Alive([*weights, *(held(p.grad) for p in optimizer.params if p.grad is not None), *inputs])
+        weights = [local_shard(tensor) for tensor in (*loss.parameters(), *loss.buffers(), *optimizer.average)]
+        alive = Alive([*weights, *(local_shard(p.grad) for p in optimizer.params if p.grad is not None), *inputs])
         before, saved = 0, 0
 
         def note_before(*_: Any) -> None:
@@ -175,9 +175,9 @@ def step_memory(
 
         loss.register_forward_pre_hook(note_before)
         loss.register_forward_hook(note_saved)
-        gradients = _bytes([held(param) for param in optimizer.params])
+        gradients = _bytes([local_shard(param) for param in optimizer.params])
         with alive:
-            state = [held(tensor) for tensor in optimizer.state().values()]
+            state = [local_shard(tensor) for tensor in optimizer.state().values()]
             alive.peak = alive.bytes
             # DDP makes its buckets anew before its second step, in the order of backward, and copies from the old.
             rebuilt = alive.bytes + gradients if optimizer.keeps_gradients else 0
@@ -318,7 +318,9 @@ class Alive(TorchDispatchMode):
         if func is not torch.ops.prim.device.default:  # asked by autograd for every gradient
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
-                    self._add(cast(Any, leaf)._local_tensor if is_part(leaf) else leaf)  # `held` runs another operator
+                    self._add(
+                        cast(Any, leaf)._local_tensor if is_sharded(leaf) else leaf
+                    )  # `held` runs another operator
         return result
 
     def _add(self, tensor: Tensor) -> None:

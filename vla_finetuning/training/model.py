@@ -20,7 +20,7 @@ from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.trainable import autocast_of
 from vla_finetuning.run.record import record_attention
 from vla_finetuning.run.rows import Rows
-from vla_finetuning.training.stream import Columns, Placed
+from vla_finetuning.training.stream import Columns, WithPosition
 
 logger = logging.getLogger(__name__)
 
@@ -93,4 +93,4 @@ def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
     """The CPU half of the policy's preprocessor, for the tasks that read rows."""
     preprocessor, _ = spec.processors()
     prepare = Prepare(preprocessor, rows.camera_keys, spec.rename_map, spec.config, trusted=spec.trusted)
-    return Placed(prepare) if spec.augments else prepare
+    return WithPosition(prepare) if spec.augments else prepare

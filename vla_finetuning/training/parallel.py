@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from util import held
+from util import local_shard
 from vla_finetuning.config import Strategy
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.training.worker import Worker
@@ -39,7 +39,7 @@ def spread(
     device: torch.device,
     world: int,
     *,
-    copies: Sequence[Sequence[int]] | None = None,
+    replicas: Sequence[Sequence[int]] | None = None,
     autocast: torch.dtype | None = None,
     find_unused_parameters: bool = False,
 ) -> nn.Module:
@@ -54,7 +54,7 @@ def spread(
     Args:
         loss: on `device`, with what trains chosen. Its `forward` must be called as the module.
         world: training processes; 1 leaves the module alone.
-        copies: for hsdp, the ranks that hold each copy together, from `copies_on`; all hold one when absent.
+        copies: for hsdp, the ranks that hold each copy together, from `replicas_on`; all hold one when absent.
         autocast: what the forward runs under. FSDP2 then gathers units of nothing but linear layers in that precision,
             to which autocast would cast their weights anyway. Gradients travel in float32.
         find_unused_parameters: DDP's search, in every step, for what trains and got no gradient. FSDP2 needs none.
@@ -81,8 +81,8 @@ def spread(
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    if strategy == "hsdp" and copies is not None and len(copies) > 1:
-        mesh = DeviceMesh(device.type, [list(ranks) for ranks in copies], mesh_dim_names=("copies", "parts"))
+    if strategy == "hsdp" and replicas is not None and len(replicas) > 1:
+        mesh = DeviceMesh(device.type, [list(ranks) for ranks in replicas], mesh_dim_names=("replicas", "shards"))
     else:
         mesh = init_device_mesh(device.type, (world,))
     frozen = {parameter for parameter in loss.parameters() if not parameter.requires_grad}
@@ -111,16 +111,16 @@ def nodes_of_ranks(node: int, world: int, device: torch.device) -> list[int]:
     return nodes.tolist()
 
 
-def copies(worker: Worker, shard_workers: int | None) -> list[list[int]]:
+def replicas(worker: Worker, shard_workers: int | None) -> list[list[int]]:
     """For hsdp, the ranks that hold each replica of the model together. Every rank must call it.
 
     Raises:
         ValueError: workers are not on nodes as --scaling.shard_workers needs them.
     """
-    return copies_on(nodes_of_ranks(worker.node_rank, worker.world, worker.device), shard_workers)
+    return replicas_on(nodes_of_ranks(worker.node_rank, worker.world, worker.device), shard_workers)
 
 
-def copies_on(nodes: Sequence[int], shard_workers: int | None) -> list[list[int]]:
+def replicas_on(nodes: Sequence[int], shard_workers: int | None) -> list[list[int]]:
     """hsdp: the ranks that hold each copy together, which are on one node. The first copy is that of rank 0.
 
     Args:
@@ -160,7 +160,7 @@ def hold_gradients(loss: nn.Module) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def give_up_whole(loss: nn.Module) -> None:
+def free_gathered(loss: nn.Module) -> None:
     """After a forward without a backward: FSDP2's parameters are in parts again, on every process."""
     for module in loss.modules():
         if hasattr(module, "reshard"):
@@ -183,23 +183,23 @@ def _only_products(unit: nn.Module) -> bool:
     return all(isinstance(m, nn.Linear) for m in unit.modules() if next(m.parameters(recurse=False), None) is not None)
 
 
-def is_part(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Whether this process holds a part of the tensor, and others hold others."""
     return hasattr(tensor, "to_local")
 
 
-def first_copy(tensor: Tensor) -> list[int]:
+def first_replica(tensor: Tensor) -> list[int]:
     """The ranks that hold the parts of a tensor, each part once; of one that is whole everywhere, rank 0 alone."""
-    if not is_part(tensor):
+    if not is_sharded(tensor):
         return [0]
     ranks = cast("DTensor", tensor).device_mesh.mesh
     return (ranks if ranks.ndim == 1 else ranks[0]).tolist()
 
 
-def part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What this process holds of a tensor, and where in the whole it begins: all of it, unless it is a DTensor."""
-    if not is_part(tensor):
+    if not is_sharded(tensor):
         return tensor, (0,) * tensor.ndim
     # What torch.distributed.checkpoint asks a DTensor (torch 2.11).
     (chunk,) = cast("DTensor", tensor).__create_chunk_list__()
-    return held(tensor), tuple(chunk.offsets)
+    return local_shard(tensor), tuple(chunk.offsets)

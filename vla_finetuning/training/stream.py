@@ -85,7 +85,7 @@ _opened: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
-class Placed:
+class WithPosition:
     """What `prepare` makes of rows, and for each its place in the run's stream, in a column that goes to the device."""
 
     prepare: Callable[[Columns], Columns]

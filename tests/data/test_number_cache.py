@@ -17,10 +17,9 @@ import pytest
 
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import node_cache as lerobot_node_cache
-from vla_finetuning.data import safe_parquet
-from vla_finetuning.data import table as lerobot_table
+from vla_finetuning.data import number_cache, safe_parquet
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.data.table import numbers
+from vla_finetuning.data.number_cache import numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 STILL = "observation.images.still"
@@ -50,7 +49,7 @@ def root(request, originals, tmp_path):
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """Where the numbers are kept, with nothing in it; nothing of this process is remembered either."""
-    monkeypatch.setattr(lerobot_table, "NUMBERS_DIR", str(tmp_path / "numbers"))
+    monkeypatch.setattr(number_cache, "NUMBERS_DIR", str(tmp_path / "numbers"))
     monkeypatch.setattr(safe_parquet, "_footers", safe_parquet._Footers(2**20))
     lerobot_node_cache.node_cache.cache_clear()
     return tmp_path / "numbers"
@@ -60,7 +59,7 @@ def folder(tmp_path, monkeypatch):
 def work(monkeypatch):
     """Counts what is done: "footer" parsed, "rows" unpacked."""
     counts = Counter()
-    footer, unpack = safe_parquet._checked_footer, lerobot_table.read_columns
+    footer, unpack = safe_parquet._checked_footer, number_cache.read_columns
 
     def parsed(file, name):
         counts["footers"] += ": data/" in name
@@ -72,7 +71,7 @@ def work(monkeypatch):
         return table
 
     monkeypatch.setattr(safe_parquet, "_checked_footer", parsed)
-    monkeypatch.setattr(lerobot_table, "read_columns", unpacked)
+    monkeypatch.setattr(number_cache, "read_columns", unpacked)
     return counts
 
 
@@ -171,9 +170,9 @@ def test_rows_that_the_disk_lost_are_unpacked_again(root, folder, work, damage):
 
 READ_AND_DIE = textwrap.dedent("""
     import os, signal, sys
-    from tests.data.test_table import an_epoch
-    from vla_finetuning.data import table
-    table.NUMBERS_DIR = sys.argv[2]
+    from tests.data.test_number_cache import an_epoch
+    from vla_finetuning.data import number_cache
+    number_cache.NUMBERS_DIR = sys.argv[2]
     left, pwrite = [int(sys.argv[3])], os.pwrite
     def dying(descriptor, data, offset):
         left[0] -= len(data)
@@ -198,13 +197,13 @@ def test_a_reader_killed_while_it_writes(root, folder, monkeypatch):
 def test_two_processes_at_once_unpack_each_row_once(originals, tmp_path, folder):
     script = textwrap.dedent("""
         import sys
-        from tests.data.test_table import an_epoch
-        from vla_finetuning.data import table
-        table.NUMBERS_DIR, unpack, rows = sys.argv[2], table.read_columns, []
+        from tests.data.test_number_cache import an_epoch
+        from vla_finetuning.data import number_cache
+        number_cache.NUMBERS_DIR, unpack, rows = sys.argv[2], number_cache.read_columns, []
         def counting(*args, **kwargs):
             rows.append(len(found := unpack(*args, **kwargs)))
             return found
-        table.read_columns = counting
+        number_cache.read_columns = counting
         action = an_epoch(sys.argv[1])["action"]
         print(sum(rows), action.sum())
     """)
@@ -234,7 +233,7 @@ def test_a_folder_that_fails_costs_a_warning(root, folder, work, monkeypatch, ca
         folder.mkdir()
         folder.chmod(0o777)
     else:
-        monkeypatch.setattr(lerobot_table, "NUMBERS_GB", 100 / 1e9)
+        monkeypatch.setattr(number_cache, "NUMBERS_GB", 100 / 1e9)
     assert_same(an_epoch(root), expected)
     assert_same(an_epoch(root, 1), expected)
     assert work["rows"] > 2 * sum(LENGTHS)

@@ -4,7 +4,7 @@ import json
 
 from tests.pages import check_page
 from vla_finetuning.files import write_json
-from vla_finetuning.rl.page import write_grpo_report
+from vla_finetuning.rl.learning_page import write_grpo_report
 
 
 def write(folder, lines):

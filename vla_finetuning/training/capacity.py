@@ -150,7 +150,7 @@ def describe_memory(config: Config, needed: StepMemory, checkpoint_bytes: int) -
     return "\n".join(lines)
 
 
-def check_room(config: Config, needed: StepMemory, planned: Plan, found_gib: float | None) -> None:
+def check_capacity(config: Config, needed: StepMemory, planned: Plan, found_gib: float | None) -> None:
     """Refuse a run whose plan does not fit its GPU.
 
     Args:

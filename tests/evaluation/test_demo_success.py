@@ -1,6 +1,6 @@
 """What the demo says of its policy in the loop."""
 
-from vla_finetuning.evaluation.demo import _to_show, success_table
+from vla_finetuning.evaluation.demo_success import _to_show, success_table
 
 
 def test_the_table_counts_what_was_played_and_says_what_was_not():

@@ -14,16 +14,16 @@ from vla_finetuning.cards import CARDS_GIB, OF_PRESET
 from vla_finetuning.config import GRPO_PRESETS, PRESETS
 from vla_finetuning.flags import parse_args
 from vla_finetuning.run.resolve import with_config
-from vla_finetuning.training import room
-from vla_finetuning.training.memory import GIB, StepMemory
-from vla_finetuning.training.room import (
+from vla_finetuning.training import capacity
+from vla_finetuning.training.capacity import (
     card_of,
-    check_room,
+    check_capacity,
     describe_memory,
     planned_memory,
     planned_shards,
     rows_that_fit,
 )
+from vla_finetuning.training.memory import GIB, StepMemory
 
 # Each takes what the preset it stands for takes, camera by camera.
 ALIKE = {"h100": "a100", "b200": "h200"}
@@ -74,7 +74,7 @@ def test_what_a_preset_does_not_name_is_refused_with_flags_that_fit():
     with pytest.raises(
         ValueError, match="needs .* GiB per worker .planned., and L4 has 22.0: it would fit with"
     ) as told:
-        check_room(config, planned(config), planned, None)
+        check_capacity(config, planned(config), planned, None)
     flags = str(told.value).partition("fit with ")[2].partition(";")[0].split(" ")
     given = [f"{name}={value}" for name, value in zip(flags[::2], flags[1::2], strict=True)]
     config, planned = planned_for("l4", "full", eight, *given)
@@ -103,11 +103,11 @@ def plan_of(run):
 def test_a_run_that_does_not_fit_is_refused_with_what_does(tiny):
     planned = plan_of(tiny)
     needed = planned(tiny.config)
-    check_room(tiny.config, needed, planned, needed.needed / GIB)
+    check_capacity(tiny.config, needed, planned, needed.needed / GIB)
     with pytest.raises(
         ValueError, match="GiB per worker .planned., and the GPU found here has .*would fit with"
     ) as told:
-        check_room(tiny.config, needed, planned, (needed.needed - 1) / GIB)
+        check_capacity(tiny.config, needed, planned, (needed.needed - 1) / GIB)
     flags = str(told.value).partition("fit with ")[2].partition(";")[0].split(" ")
     values = dict(zip(flags[::2], flags[1::2], strict=True))
     config = replace(
@@ -118,7 +118,7 @@ def test_a_run_that_does_not_fit_is_refused_with_what_does(tiny):
     )
     assert planned(config).needed < needed.needed
     with pytest.raises(ValueError, match="nor would it with smaller micro-batches"):
-        check_room(tiny.config, needed, planned, 0.1)
+        check_capacity(tiny.config, needed, planned, 0.1)
 
 
 def test_whose_memory_counts(tiny):
@@ -135,7 +135,7 @@ def test_whose_memory_counts(tiny):
 
 def test_rows_for_a_forward_are_those_that_fit(monkeypatch):
     """What they take is bent: a straight line through the first two would promise too much."""
-    monkeypatch.setattr(room, "prediction_bytes", lambda config, mode, rows, **_: max(900 + 50 * rows, 125 * rows))
+    monkeypatch.setattr(capacity, "prediction_bytes", lambda config, mode, rows, **_: max(900 + 50 * rows, 125 * rows))
     for free in (200, 1000, 2000, 3000, 4000, 10_000):
         rows = rows_that_fit(None, "expert", cameras=1, bf16=True, free_bytes=round(1.04 * free) + 1, most=32)
         assert rows == 1 or max(900 + 50 * rows, 125 * rows) <= free
@@ -147,9 +147,9 @@ def test_the_plan_says_where_host_memory_is_too_little_for_a_checkpoint(tiny, mo
     given = tiny.config, needed, tiny.policy.checkpoint_bytes
     assert tiny.policy.checkpoint_bytes == 12 * parameters
     told = f"{12 * parameters / 1e9:.1f} GB for a checkpoint"
-    monkeypatch.setattr(room, "get_system_memory", lambda: 12 * parameters)
+    monkeypatch.setattr(capacity, "get_system_memory", lambda: 12 * parameters)
     assert told in describe_memory(*given) and "TOO LITTLE" not in describe_memory(*given)
-    monkeypatch.setattr(room, "get_system_memory", lambda: 12 * parameters - 1)
+    monkeypatch.setattr(capacity, "get_system_memory", lambda: 12 * parameters - 1)
     assert "TOO LITTLE on this machine" in describe_memory(*given)
 
 

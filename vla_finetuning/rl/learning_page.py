@@ -1,6 +1,6 @@
 """A run's `report.html`: success before, on the way and after, the curves, and where the time went.
 
-    python -m vla_finetuning.rl.page OUTPUT_DIR
+    python -m vla_finetuning.rl.learning_page OUTPUT_DIR
 
 writes it anew from what the run's folder holds.
 """

@@ -280,7 +280,7 @@ class _RowCopy:
         view = rows.view(np.uint8).reshape(len(rows), self.type.itemsize)
         rows["checksum"] = _checksums(view)
         with self._cache.doing_without():
-            if self._cache.make_room(rows.nbytes):
+            if self._cache.reserve_capacity(rows.nbytes):
                 descriptor = os.open(self._path, os.O_WRONLY)
                 try:
                     os.pwrite(descriptor, view.reshape(-1).data, first * self.type.itemsize)
