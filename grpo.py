@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":  # help and what is wrong with flags, before seconds of imports
+if __name__ == "__main__":  # help and what is wrong is told before seconds of imports
     from vla_finetuning.flags import GRPO, check_command_line
 
-    check_command_line(GRPO)
+    CONFIG = check_command_line(GRPO, told="checked")
+    from vla_finetuning.run.preflight import check_start_of
+
+    EXAMINED = check_start_of(CONFIG)
 
 import contextlib
 import gc
@@ -68,12 +71,14 @@ from vla_finetuning.run.checkpoint import load_checkpoint
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import (
     EVALUATION_NAME,
-    check_place,
+    check_start,
+    finish,
     first_step_done,
     own_folder,
     prune_checkpoints,
     stop_requested,
 )
+from vla_finetuning.run.preflight import Examined, examine
 from vla_finetuning.run.record import record_run
 from vla_finetuning.terminal import tell, tell_error, tell_text
 from vla_finetuning.training.attempt import begin
@@ -202,24 +207,26 @@ def learn(
 # ---- the driver ---------------------------------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, examined: Examined | None = None) -> int:
     """Resolve, train, evaluate.
 
     Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed,
     5 the policy is trained, but could not be evaluated.
     """
-    return run_program(GRPO, argv, prepare)
+    return run_program(GRPO, argv, partial(prepare, examined=examined))
 
 
-def prepare(argv: list[str], held: contextlib.ExitStack) -> Work | None:
+def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | None = None) -> Work | None:
     """Resolve the run, print its plan, check what can be checked before Ray starts, and take its folder."""
     config = parse_grpo(argv)
-    check_place(config.folder)
+    if (examined or examine(config)).finished:
+        return None
     require_tracker(config.track)
     if config.policy_path is None:
         config = replace(config, policy_path=str(imitated(held)))
     run = resolve_grpo(config, gpus_found=torch.cuda.device_count())
     config, job = run.config, run.job
+    check_start(config, job.start, job.steps, job.disk_bytes)
     tell_text(describe_grpo(run))
     if config.dry_run:
         tell_text("\n".join(expected_times(run, measure_environment(run.scene.env))))
@@ -249,6 +256,8 @@ def work(run: GrpoRun) -> int:
             tell(f"Stopped      after iteration {steps_done} of {job.steps}; --resume goes on from there")
             return 3
         status = evaluate(run)
+    if not status:
+        finish(job.output_dir, job.steps)
     tell(f"Policy       {job.output_dir / 'pretrained_model'}", f"Report       {job.output_dir / 'report.html'}")
     return status
 
@@ -285,4 +294,4 @@ if __name__ == "__main__":
     # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
     import grpo
 
-    sys.exit(grpo.main())
+    sys.exit(grpo.main(examined=EXAMINED))

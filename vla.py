@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":  # help and what is wrong with flags, before seconds of imports
+if __name__ == "__main__":  # help and what is wrong is told before seconds of imports
     from vla_finetuning.flags import VLA, check_command_line
 
-    check_command_line(VLA)
+    CONFIG = check_command_line(VLA, told="checked")
+    from vla_finetuning.run.preflight import check_start_of
+
+    EXAMINED = check_start_of(CONFIG)
 
 import contextlib
 import gc
@@ -59,13 +62,15 @@ from vla_finetuning.run.describe import describe
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import (
     EVALUATION_NAME,
-    check_place,
+    check_start,
+    finish,
     first_step_done,
     own_folder,
     prune_checkpoints,
     stop_requested,
 )
 from vla_finetuning.run.job import Job
+from vla_finetuning.run.preflight import Examined, examine
 from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped
 from vla_finetuning.run.push import check_push, push_policy
 from vla_finetuning.run.record import record_run
@@ -309,19 +314,26 @@ def feed(
 # ---- the driver ---------------------------------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, examined: Examined | None = None) -> int:
     """Resolve, train, evaluate.
 
     Returns the exit status: 0 done, 1 the run failed, 2 it could not start, 3 it was asked to stop and can be resumed,
     4 the policy is trained but not pushed to the Hub, 5 it is trained but could not be evaluated.
     """
-    return run_program(VLA, argv, prepare)
+    return run_program(VLA, argv, partial(prepare, examined=examined))
 
 
-def prepare(argv: list[str], held: contextlib.ExitStack) -> Work | None:
+def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | None = None) -> Work | None:
     """Resolve the run, print its plan, check what can be checked before Ray starts, and take its folder."""
-    run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
+    config = parse_args(argv)
+    examined = examined or examine(config)
+    if examined.finished:
+        return None
+    require_tracker(config.track)
+    run = resolve(config, torch.cuda.device_count(), examined.metas)
     config, job = run.config, run.job
+    check_start(config, job.start, job.steps, job.disk_bytes)
+    evaluator = Evaluator(run, policy_at) if config.env_type else None
     tell_text(describe(run))
     memory = planned_memory(run.policy, run.rows.frame_bytes)
     needed = memory(config) if job.use_gpu or config.dry_run else None
@@ -329,9 +341,6 @@ def prepare(argv: list[str], held: contextlib.ExitStack) -> Work | None:
         if config.dry_run:
             tell_text(describe_memory(config, needed, run.policy.checkpoint_bytes))
         check_capacity(config, needed, memory, gpu_gib())
-    check_place(job.output_dir)
-    require_tracker(config.track)
-    evaluator = Evaluator(run, policy_at) if config.env_type else None
     if repo_id := config.hub_repo_id:
         tell(f"Hub          {check_push(repo_id, config.policy_private, make=not config.dry_run)}")
     if config.dry_run:
@@ -362,7 +371,10 @@ def work(run: Run, evaluator: Evaluator | None) -> int:
         status = (evaluator.finish() if evaluator is not None else 0) or status
     tell(f"Policy       {job.output_dir / 'pretrained_model'}{_exported(config, job)}")
     tell(f"Report       {job.output_dir / 'report.html'}")
-    return (push(job.output_dir, config.hub_repo_id) if config.hub_repo_id else 0) or status
+    status = (push(job.output_dir, config.hub_repo_id) if config.hub_repo_id else 0) or status
+    if not status:
+        finish(job.output_dir, job.steps)
+    return status
 
 
 def _exported(config: Config, job: Job) -> str:
@@ -450,4 +462,4 @@ if __name__ == "__main__":
     # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
     import vla
 
-    sys.exit(vla.main())
+    sys.exit(vla.main(examined=EXAMINED))

@@ -1,6 +1,7 @@
 """The local Ray cluster of a test process: one at a time, started by whoever needs it."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import tempfile
@@ -49,13 +50,28 @@ def stop() -> None:
         _temp_dir = None
 
 
+class _Nodes(Cluster):
+    """Each node unpacks the run's code into a folder of its own, as on separate machines.
+
+    In a shared folder (Ray 2.60's default for nodes of one session) a node that joins removes the code of the others
+    and unpacks it again: the working directory of their processes is gone, and imports there raise FileNotFoundError.
+    """
+
+    _number = itertools.count(1)
+
+    def add_node(self, wait=True, **options):
+        if self.head_node is not None:  # the head's folder is also the driver's, which looks for the default name
+            options["runtime_env_dir_name"] = f"runtime_resources_{next(self._number)}"
+        return super().add_node(wait, **options)
+
+
 @contextlib.contextmanager
 def of_several_nodes(**head):
     """A cluster on this machine to which nodes can be added; so far it is its head. `head`: what `add_node` takes."""
     # `Cluster` (Ray 2.60) notes its address here, whatever its own folder is, and expects the place to be there.
     Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)
     temp_dir = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    cluster = Cluster(initialize_head=True, head_node_args={**head, "temp_dir": temp_dir})
+    cluster = _Nodes(initialize_head=True, head_node_args={**head, "temp_dir": temp_dir})
     try:
         yield cluster
     finally:

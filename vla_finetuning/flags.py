@@ -144,19 +144,23 @@ PROGRAMS: tuple[Program[Any], ...] = (VLA, GRPO, EVALUATE, RECORD)
 parse_args, parse_grpo, parse_evaluate, parse_record = VLA.parse, GRPO.parse, EVALUATE.parse, RECORD.parse
 
 
-def check_command_line(program: Program[Any]) -> None:
-    """End the process where its command line asks for help or is wrong: before the imports of what it would run."""
+def check_command_line[C](program: Program[C], told: str = "checked; loading PyTorch, LeRobot and Ray") -> C:
+    """The configuration; ends the process where the command line asks for help or is wrong.
+
+    Called before the imports of what it would run, which take seconds. `told` is printed of flags that are right.
+    """
     argv = sys.argv[1:]
     escape_warnings()
     if asks_for_help(argv):
         tell_text(program.help())
         sys.exit(0)
     try:
-        program.parse(argv)
+        config = program.parse(argv)
     except (ValueError, OSError) as error:
         tell_error(error)
         sys.exit(2)
-    tell("Flags        checked; loading PyTorch, LeRobot and Ray")
+    tell(f"Flags        {told}")
+    return config
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:

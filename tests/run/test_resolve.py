@@ -565,7 +565,7 @@ def test_a_rehearsal_on_a_few_episodes(tmp_path, monkeypatch):
     assert [len(run.rows.train_episodes[0]), len(run.rows.eval_episodes[0])] == [2, 1]
     assert run.config.global_batch_size <= run.rows.per_epoch
     told = describe(run)
-    assert "1 of 3 episodes held out: tasks with fewer than 5 are left to training" in told
+    assert "1 of 3 episodes held out, of the largest task; no task has 5" in told
     assert f"--batch_size is {run.config.batch_size} instead of the preset's 32" in told
 
 

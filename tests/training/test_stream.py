@@ -155,3 +155,17 @@ def test_rays_own_processes_need_not_import_lerobot_or_torch():
     heavy = ("torch", "lerobot", "transformers")
     code = f"import vla_finetuning.training.stream, sys; sys.exit(any(m in sys.modules for m in {heavy}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_batch_that_cannot_be_made_does_not_end_the_data_silently():
+    """Ray's iterators take a StopIteration for the end."""
+
+    class Shard:
+        def iter_torch_batches(self, batch_size, collate_fn, **_):
+            return map(collate_fn, [{"position": np.arange(batch_size)}])
+
+    def collate(columns):
+        return next(length for length in () if length)
+
+    with pytest.raises(RuntimeError, match="rank 0: a batch could not be made of its rows"):
+        list(stream_batches(Shard(), Dealt(2, 2, 0, 1, 1), 0, 1, collate))

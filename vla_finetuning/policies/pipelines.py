@@ -124,6 +124,7 @@ def make_processors(
             step.rename_map = dict(rename_map)  # LeRobot gives fresh pipelines an empty one
         if isinstance(step, TokenizerProcessorStep) and step.tokenizer is local_tokenizer and step.tokenizer_name:
             step.tokenizer = None  # a step that holds an object does not save the name LeRobot needs
+    _check_prompt_length(config, preprocessor, folder)
     return preprocessor, postprocessor
 
 
@@ -195,6 +196,18 @@ def _require_tokenizer(config: PreTrainedConfig, name: str) -> None:
         require_model(name, "tokenizer_config.json")
     except (ValueError, OSError) as error:
         raise type(error)(f"the tokenizer of the '{config.type}' policy: {error}; {beside}") from error
+
+
+def _check_prompt_length(config: PreTrainedConfig, preprocessor: PolicyProcessorPipeline, folder: Path | None) -> None:
+    """Refuse a policy that takes shorter prompts than its tokenizer, loaded as it was saved, makes."""
+    longest = getattr(config, "tokenizer_max_length", None)
+    for step in preprocessor.steps:
+        length = getattr(step, "max_length", None)
+        if isinstance(longest, int) and isinstance(length, int) and length > longest:
+            raise ValueError(
+                f"--policy.tokenizer_max_length={longest}: the tokenizer saved in {folder} makes prompts of up to "
+                f"{length} tokens; leave the option out, or give {length}"
+            )
 
 
 def _check_stats(config: PreTrainedConfig, features: Mapping[str, PolicyFeature], stats: Stats) -> None:

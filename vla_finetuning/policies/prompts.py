@@ -53,10 +53,17 @@ def cut_prompts(columns: Mapping[str, np.ndarray], lengths: tuple[int, ...]) -> 
         columns: among others tokens int (B, L) and their mask bool (B, L), of a tokenizer that pads on whichever side;
             what is padded on the left cannot be cut.
         lengths: `prompt_lengths`; the last one holds every prompt.
+    Raises:
+        ValueError: a prompt is longer than all of them.
     """
     counts = np.flatnonzero(columns[OBS_LANGUAGE_ATTENTION_MASK].any(axis=0))
     longest = int(counts[-1]) + 1 if len(counts) else 0
-    length = next(length for length in lengths if length >= longest)
+    length = next((length for length in lengths if length >= longest), None)
+    if length is None:
+        raise ValueError(
+            f"a prompt has {longest} tokens, and the policy takes {lengths[-1]} (its tokenizer_max_length); train with "
+            "--policy.tokenizer_max_length as its tokenizer pads"
+        )
     fitted = {}
     for key in (OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK):
         values = columns[key][:, :length]

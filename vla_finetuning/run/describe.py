@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from lerobot_datasource import SEGMENT_ROWS
 from vla_finetuning.config import FRAMES_DIR, Config, DatasetOptions
 from vla_finetuning.policies.augment import WRIST
@@ -93,11 +95,27 @@ def _steps(config: Config, steps: int, rows: Rows) -> list[str]:
         f"{' on average' if rows.epoch_ends else ''}, {rows.per_epoch / batch:.1f} steps each); a line every "
         f"{config.log_freq}",
     ]
+    lines += _padded(rows)
     text = "             epochs follow each other without a gap"
     if rows.epoch_ends:
         return [*lines, f"{text}; a weight of 0.5 is every other epoch, so they are not equally long"]
     rest = rows.per_epoch % batch
     return [*lines, f"{text}: the last {rest} rows of one share a step with the first of the next"]
+
+
+def _padded(rows: Rows) -> list[str]:
+    """How much of the action chunks lies after the ends of episodes, where episodes are shorter than a chunk."""
+    length = np.concatenate([meta.episode_length[of] for meta, of in zip(rows.metas, rows.train_episodes, strict=True)])
+    chunk = 1 + round(max(rows.features.delta_timestamps.get("action", (0.0,))) * rows.metas[0].fps)
+    short = int((length < chunk).sum())
+    if not short:
+        return []
+    beyond = np.minimum(length, chunk)  # frames of an episode whose chunk does not fit, and how far beyond it reaches
+    padded = beyond * (chunk - beyond) + beyond * (beyond - 1) // 2
+    return [
+        f"             an action chunk spans {chunk} frames, and {short} of {len(length)} episodes are shorter: "
+        f"{padded.sum() / (length.sum() * chunk):.0%} of the steps of all chunks are padding"
+    ]
 
 
 def _weighted(rows: Rows) -> list[str]:

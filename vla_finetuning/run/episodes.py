@@ -118,11 +118,11 @@ def _split(
         large = [group for group in groups if len(group) >= FEW_EPISODES]
         if len(large) < len(groups):
             groups = large or [max(groups, key=len)] * (len(chosen) > 1)
-            notes = [
-                *notes,
-                f"{sum(math.ceil(len(group) * share) for group in groups)} of {len(chosen)} episodes held out: tasks "
-                f"with fewer than {FEW_EPISODES} are left to training",
-            ]
+            count = sum(math.ceil(len(group) * share) for group in groups)
+            of = f"of tasks with at least {FEW_EPISODES}; those with fewer are all trained on"
+            if not large:
+                of = f"of the largest task; no task has {FEW_EPISODES}" if groups else "since there is only one"
+            notes = [*notes, f"{count} of {len(chosen)} episodes held out, {of}"]
     held_out = sorted(e for group in groups for e in group[len(group) - math.ceil(len(group) * share) :])
     train = np.setdiff1d(chosen, held_out)
     if not len(train):

@@ -20,6 +20,7 @@ Files of `OUTPUT_DIR`::
     evaluation.json       what was learned: held-out errors, and of the demo success in the loop
     films/                pictures of episodes in the loop that evaluation.json speaks of
     pretrained_model/     the trained policy, as LeRobot loads it
+    finished.json         the run did all that it was asked for: {"step": 200}
     stop                  whoever makes this file asks the run to take a checkpoint and end at its next log step
 
 Lines of an attempt past the step that the next one resumed from are void.
@@ -54,7 +55,7 @@ from vla_finetuning.terminal import tell
 
 ATTEMPTS_NAME, METRICS_NAME, LOG_NAME, ROWS_NAME = "attempts.jsonl", "metrics.jsonl", "run.log", "rows"
 LOCK_NAME, STOP_NAME, SKIPPED_NAME, RUN_NAME = ".lock", "stop", "skipped.jsonl", "run.json"
-FIRST_STEP_NAME = "first_step.json"
+FIRST_STEP_NAME, FINISHED_NAME = "first_step.json", "finished.json"
 ATTENTION_NAME = "attention.json"
 EVALUATION_NAME, CHECKPOINTS_NAME = "evaluation.json", "checkpoints"
 # Pictures of episodes, and in the folder of an evaluation alone what is said of them.
@@ -67,8 +68,42 @@ SCHEDULE = ("steps", "num_epochs", "lr", "warmup_frac", "final_lr_frac", "optimi
 RAY_TRAIN_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
-def check_place(folder: Path) -> None:
-    """Raises OSError when no folder can be made at `folder`, or nothing be written into the one that is there."""
+def check_folder(config: JobOptions) -> None:
+    """Check that a run can be where it is to be. Changes nothing.
+
+    Raises:
+        OSError: no folder can be made there, nothing can be written into the one that is there, another run is going
+            on in it, or it is not empty.
+    """
+    folder = config.folder
+    _check_place(folder)
+    _check_idle(folder)
+    _check_free(config)
+
+
+def check_start(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> None:
+    """Check that the run can start or go on in its folder, as `own_folder` does. Changes nothing.
+
+    Args: see `prepare_folder`.
+    Raises:
+        OSError: what `check_folder` raises; the disk is too small.
+        ValueError: the newest checkpoint is of another run, or of more steps.
+    """
+    check_folder(config)
+    _check_state(config, start, steps, disk_bytes)
+
+
+def is_finished(config: JobOptions) -> bool:
+    """Whether the run that is resumed did all that it was asked for, and is asked for nothing else."""
+    return config.resume and (config.folder / FINISHED_NAME).is_file() and not changed_options(config)
+
+
+def finish(output_dir: Path, step: int) -> None:
+    """Note that the run did all that it was asked for."""
+    write_json(output_dir / FINISHED_NAME, {"step": step})
+
+
+def _check_place(folder: Path) -> None:
     try:
         there = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:  # a name too long, or below a file
@@ -88,6 +123,7 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
     Raises:
         OSError, ValueError: another process has it, it holds another run, or a run cannot be there.
     """
+    check_folder(config)  # before so much as a lock is put there
     with claim_folder(config):
         for changed in changed_options(config):
             tell(f"Changed      {changed}")
@@ -99,7 +135,6 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
 def claim_folder(config: JobOptions) -> Iterator[None]:
     """Hold the run's folder while the block runs. Raises FileExistsError when another process does, on any machine."""
     folder = config.folder
-    _check_free(config)  # before so much as a lock is put there
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -108,9 +143,7 @@ def claim_folder(config: JobOptions) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise FileExistsError(
-            f"--output_dir={folder}: a run is going on there; wait until it ends, or choose another folder"
-        ) from error
+        raise _busy(folder) from error
     except (OSError, NotImplementedError) as error:
         raise _unfit(folder, error) from error
     try:
@@ -138,6 +171,26 @@ def _try_storage(folder: Path) -> None:
         raise _unfit(folder, error) from error
 
 
+def _busy(folder: Path) -> FileExistsError:
+    return FileExistsError(
+        f"--output_dir={folder}: a run is going on there; wait until it ends, or choose another folder"
+    )
+
+
+def _check_idle(folder: Path) -> None:
+    """Raises FileExistsError where another process holds the folder; storage that cannot tell is for `claim_folder`."""
+    if not (folder / LOCK_NAME).is_file():
+        return
+    lock = FileLock(folder / LOCK_NAME)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise _busy(folder) from error
+    except (OSError, NotImplementedError):
+        return
+    lock.release()
+
+
 def _unfit(folder: Path, error: Exception) -> OSError:
     return OSError(
         f"--output_dir={folder}: its storage does not lock, append, replace and rename ({error}), as a mounted bucket "
@@ -152,24 +205,15 @@ def prepare_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: 
         start: the run before its first step. steps: of the whole run. disk_bytes: the most that it will write.
     """
     folder, checkpoints = config.folder, config.folder / CHECKPOINTS_NAME
-    _check_free(config)
+    _check_state(config, start, steps, disk_bytes)
     if not config.resume:
         for path in _contents(folder):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    newest = latest_checkpoint(checkpoints)
-    if newest is not None:
-        progress = load_progress(newest)
-        check_resumable(progress, start)
-        if progress.step > steps:
-            raise ValueError(
-                f"{progress.step} steps are done, and --steps or MAX_TRAIN_STEPS says {steps}: ask for as many at "
-                "least, or start a new run with --policy.path set to this one's pretrained_model"
-            )
     # What was asked of an earlier process; and Ray Train's own list, which must not outlive it: which checkpoints there
     # are is what the folder says.
-    (folder / STOP_NAME).unlink(missing_ok=True)
+    for name in (STOP_NAME, FINISHED_NAME):
+        (folder / name).unlink(missing_ok=True)
     (checkpoints / RAY_TRAIN_SNAPSHOT).unlink(missing_ok=True)
-    require_space(folder, disk_bytes, "two checkpoints and the trained policy")
     checkpoints.mkdir(exist_ok=True)
     write_json(folder / CONFIG_NAME, config.to_json())
 
@@ -184,6 +228,20 @@ def changed_options(config: JobOptions) -> list[str]:
     changed = [name for name, value in now.items() if name not in OF_A_START and value != was.get(name)]
     follows = "; the learning rate of the steps that are left changes with it"
     return [f"{name} was {was.get(name)}, is {now[name]}" + follows * (name in SCHEDULE) for name in changed]
+
+
+def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> None:
+    _check_free(config)
+    newest = latest_checkpoint(config.folder / CHECKPOINTS_NAME) if config.resume else None
+    if newest is not None:
+        progress = load_progress(newest)
+        check_resumable(progress, start)
+        if progress.step > steps:
+            raise ValueError(
+                f"{progress.step} steps are done, and --steps or MAX_TRAIN_STEPS says {steps}: ask for as many at "
+                "least, or start a new run with --policy.path set to this one's pretrained_model"
+            )
+    require_space(config.folder, disk_bytes, "two checkpoints and the trained policy")
 
 
 def _check_free(config: JobOptions) -> None:

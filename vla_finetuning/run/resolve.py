@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.factory import get_policy_class
@@ -21,14 +21,13 @@ from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.metadata import DatasetMetadata, fetch_dataset, load_metadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.reader import frame_of
-from vla_finetuning.data.selection import Choice, of_each, read_choice
+from vla_finetuning.data.selection import of_each
 from vla_finetuning.data.statistics import check_stats
-from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch, match_features
 from vla_finetuning.policies.optim import make_recipe, require_shown
-from vla_finetuning.policies.processors import normalization_mode
+from vla_finetuning.policies.processors import normalization_mode, required_stats
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along
 from vla_finetuning.policies.spec import PolicySpec
@@ -39,6 +38,12 @@ from vla_finetuning.run.folder import SKIPPED_NAME
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.mixing import mixing_of
 from vla_finetuning.run.mixture import Stats, check_alike, check_ranges, named_alike, names_of_first, ordered_alike
+from vla_finetuning.run.preflight import (
+    absolute,
+    check_camera_keys,
+    storage_policy,
+    with_absolute_paths,
+)
 from vla_finetuning.run.row_weights import row_weights
 from vla_finetuning.run.rows import (
     Rows,
@@ -98,13 +103,19 @@ class _Base:
         return f"policy {self.identity['path']}"
 
 
-def resolve(config: Config, gpus_found: int) -> Run:
-    """Find, read and check everything the run needs. Raises ValueError or FileNotFoundError saying what to do."""
-    config, roots = _settled(config, gpus_found)
+def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
+    """Find, read and check everything the run needs. Raises ValueError or FileNotFoundError saying what to do.
+
+    Args:
+        metas: of the datasets, where `preflight.examine` has just read it.
+    """
+    if config.scaling.use_gpu is None:
+        config = replace(config, scaling=replace(config.scaling, use_gpu=gpus_found > 0))
+    config, roots = with_absolute_paths(config)
     config, roots, policy_path = _fetched(config, roots)
     d = config.dataset
-    policy = StoragePolicy(d.read_timeout_s, absolute(d.cache_dir) if d.cache_dir else None, d.cache_size_gb)
-    metas = named_alike([load_metadata(root, storage_policy=policy) for root in roots], config.rename_map)
+    metas = metas or [load_metadata(root, storage_policy=storage_policy(d)) for root in roots]
+    metas = named_alike(metas, config.rename_map)
     base = _base(config, policy_path)
     config = replace(config, policy_path=policy_path, policy_revision=base.identity["revision"])
     check_policy_options(config, base.config)
@@ -158,7 +169,10 @@ def resolve(config: Config, gpus_found: int) -> Run:
     if not missing:
         joint = joint_stats(config, metas, rows.identity["rows_per_source"])
         spec = replace(spec, stats=_stats(config, base.config, rows, match, joint))
-        spec.processors()  # a tokenizer out of reach is reported now
+    else:
+        needed = required_stats(base.config, {key: metas[0].features[key] for key in match.dataset_keys})
+        stand_in = replace(spec, stats=_stand_in(needed, metas[0]))
+    (stand_in if missing else spec).processors()  # a tokenizer that is out of reach, or unfit, is reported now
     job = make_job(config, spec, steps, rows.identity, spec.what_trains)
     return Run(config, job, spec, rows, match, missing, decision.told, (*chosen.notes, *smaller))
 
@@ -236,40 +250,21 @@ def make_job(
     )
 
 
+def _stand_in(needed: Names, meta: DatasetMetadata) -> Stats:
+    """Statistics with which processors can be made before the dataset's own are computed: 0 to 1."""
+    low = {"min", "mean", "q01", "q10"}
+    shapes = {key: (3, 1, 1) if key in meta.camera_keys else meta.features[key].shape for key in needed}
+    return {
+        key: {name: np.full(shapes[key], 0.0 if name in low else 1.0) for name in names}
+        for key, names in needed.items()
+    }
+
+
 def _stats(config: Config, policy_config: PreTrainedConfig, rows: Rows, match: FeatureMatch, joint: Stats) -> Stats:
     return finished_stats(config.dataset, policy_config, rows.metas, match.camera_keys, match.dataset_keys, joint)
 
 
 # ---- where data and policy are -------------------------------------------------------------------------------------
-
-
-def _settled(config: Config, gpus_found: int) -> tuple[Config, list[str]]:
-    """The options with paths that are the same in every process, and the datasets' roots."""
-    if config.scaling.use_gpu is None:
-        config = replace(config, scaling=replace(config.scaling, use_gpu=gpus_found > 0))
-    # Workers, and whoever resumes the run, have other working directories.
-    roots = [absolute(root) for root in config.roots]
-    mixture = dict(zip(roots, config.dataset.mixture.values(), strict=False))
-    if len(mixture) < len(config.dataset.mixture):
-        raise ValueError(f"--dataset.mixture names a dataset twice: {list(config.dataset.mixture)}")
-    out = config.dataset.exclude_episodes
-    excluded = read_choice(out.removeprefix("@")) if isinstance(out, str) else out  # what the file says now counts
-    progress = config.sample_weighting.progress_path
-    config = replace(
-        config,
-        output_dir=absolute(config.output_dir or ""),
-        sample_weighting=replace(config.sample_weighting, progress_path=absolute(progress) if progress else None),
-        dataset=replace(
-            config.dataset,
-            root=None if mixture else ",".join(roots) or None,
-            mixture=mixture,
-            frame_cache=_absolute_cache(config.dataset.frame_cache),
-            episodes=_of_absolute(config.dataset.episodes),
-            exclude_episodes=_of_absolute(excluded),
-            episode_weights=_absolute_file(config.dataset.episode_weights),
-        ),
-    )
-    return config, roots
 
 
 def _fetched(config: Config, roots: list[str]) -> tuple[Config, list[str], str | None]:
@@ -322,6 +317,7 @@ def _base(config: Config, path: str | None) -> _Base:
 def _match(config: Config, meta: DatasetMetadata, rename_map: dict[str, str], base: _Base) -> FeatureMatch:
     """How the (first) dataset's features are the policy's; what the policy cannot take is refused."""
     d = config.dataset
+    check_camera_keys(meta, d.camera_keys)
     try:
         match = match_features(
             base.config,
@@ -512,8 +508,6 @@ def _dropped(config: Config, policy_config: PreTrainedConfig) -> int:
 
 
 def _selected_features(meta: DatasetMetadata, camera_keys: list[str] | None) -> dict[str, Any]:
-    if unknown := sorted(set(camera_keys or ()) - set(meta.camera_keys)):
-        raise ValueError(f"--dataset.camera_keys names {unknown}, and the cameras are {meta.camera_keys}")
     dropped = set(meta.camera_keys) - set(camera_keys) if camera_keys is not None else set()
     return {k: f for k, f in meta.features.items() if k not in dropped and not f.is_depth}
 
@@ -535,22 +529,3 @@ def _fitting_batch(config: Config, rows: int) -> tuple[Config, list[str]]:
             "step would see frames twice; lower --batch_size or --grad_accum, or add episodes"
         )
     return config, notes
-
-
-def _absolute_file(source: str | None) -> str | None:
-    """@FILE by a path that is the same from any folder."""
-    return f"@{absolute(source.removeprefix('@'))}" if source is not None and source.startswith("@") else source
-
-
-def _absolute_cache(folder: str | None) -> str | None:
-    return absolute(folder) if folder and folder != "auto" else folder
-
-
-def _of_absolute(choice: Choice) -> Any:
-    """Episodes by the roots as `resolve` knows them."""
-    return {absolute(root): numbers for root, numbers in choice.items()} if isinstance(choice, Mapping) else choice
-
-
-def absolute(path: str | Path) -> str:
-    """Local paths made absolute, `~` being home; URIs as they are."""
-    return str(path) if "://" in str(path) else str(Path(os.path.expanduser(path)).absolute())

@@ -160,15 +160,23 @@ def stream_batches(
     Runs in a training process. Stops with optimizer step `steps`. `first_row`: stream position where the ranks start.
 
     Raises:
-        RuntimeError: the rows are not those of the plan (out of step with the checkpoint, lost or repeated).
+        RuntimeError: the rows are not those of the plan (out of step with the checkpoint, lost or repeated), or
+            `collate` raised StopIteration.
     """
     count = dealt.micros(steps - 1).stop
     micro = 0
+
+    def collated(columns: Columns) -> Batch:
+        try:
+            return collate(columns)
+        except StopIteration as error:  # Ray's iterators would take it for the end of the data
+            raise RuntimeError(f"rank {dealt.rank}: a batch could not be made of its rows") from error
+
     while micro < count:
         # A long stream is several executions of the dataset (LeRobotDatasource).
         executed = micro
         for batch in shard.iter_torch_batches(
-            batch_size=dealt.batch_size, collate_fn=collate, device="cpu", prefetch_batches=2
+            batch_size=dealt.batch_size, collate_fn=collated, device="cpu", prefetch_batches=2
         ):
             found, expected = batch["position"].numpy(), first_row + dealt.rows(micro)
             if not np.array_equal(found, expected):

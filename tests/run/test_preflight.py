@@ -1,0 +1,159 @@
+"""What a start would refuse is refused by a dry run, before PyTorch, LeRobot and Ray are imported."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+import vla
+from tests.datasets import make_dataset
+from tests.tiny import make_base
+from vla_finetuning.config import CONFIG_NAME
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.flags import parse_args
+from vla_finetuning.run import folder as run_folder
+from vla_finetuning.run.checkpoint import commit, write_pieces
+from vla_finetuning.run.describe import describe
+from vla_finetuning.run.folder import FINISHED_NAME, LOCK_NAME, finish, own_folder
+from vla_finetuning.run.preflight import examine
+from vla_finetuning.run.resolve import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = {"torch", "ray", "lerobot", "transformers"}
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("preflight")
+    root = make_dataset(folder / "dataset", cameras={"observation.images.top": (48, 64)})
+    return folder, root, make_base(folder / "base", load_metadata(root), chunk_size=8)
+
+
+def flags(setting, **changes):
+    folder, root, base = setting
+    options = {"dataset.root": root, "policy.path": base, "output_dir": folder / "out", "batch_size": 4, "steps": 5}
+    return [f"--{name}={value}" for name, value in {**options, **changes}.items() if value is not None]
+
+
+def run_of(setting, **changes):
+    return resolve(parse_args(flags(setting, **changes)), gpus_found=0)
+
+
+def started(setting, folder, **changes):
+    """The folder of a run that has done two steps."""
+    run = run_of(setting, output_dir=folder, **changes)
+    with own_folder(run.config, run.job.start, run.job.steps, run.job.disk_bytes):
+        step = run.job.checkpoints_dir / "step_00000002"
+        commit(step, replace(run.job.start, step=2, rows=8), write_pieces(step, {}))
+    return run
+
+
+def occupied(setting, folder):
+    folder.mkdir()
+    (folder / "meta").write_text("a dataset's own")
+    return flags(setting, output_dir=folder)
+
+
+def held(setting, folder, *more):
+    started(setting, folder)
+    lock = FileLock(folder / LOCK_NAME)
+    lock.acquire()
+    return [*flags(setting, output_dir=folder), *more], lock
+
+
+def unwritable(setting, folder):
+    (folder.parent / "file").write_text("")
+    return flags(setting, output_dir=folder.parent / "file" / "run")
+
+
+def a_camera(setting, folder):
+    return flags(setting, **{"output_dir": folder, "dataset.camera_keys": "observation.images.topp"})
+
+
+def an_episode(setting, folder):
+    return flags(setting, **{"output_dir": folder, "dataset.episodes": "0,99"})
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (occupied, "is not empty: --resume goes on"),
+        (held, "a run is going on there"),
+        (lambda *given: held(*given, "--resume"), "a run is going on there"),
+        (unwritable, "is a file; choose another folder"),
+        (a_camera, "has no camera 'observation.images.topp'; did you mean observation.images.top?"),
+        (an_episode, "99"),
+        (lambda setting, folder: flags(setting, output_dir=folder, **{"dataset.root": folder}), "no such folder"),
+    ],
+    ids=["occupied", "going on", "going on, resumed", "below a file", "camera", "episode", "dataset"],
+)
+def test_refused_before_anything_heavy_is_imported(setting, tmp_path, case, message):
+    argv = case(setting, tmp_path / "run")
+    argv, _lock = argv if isinstance(argv, tuple) else (argv, None)
+    code = (
+        "import runpy, sys, json\n"
+        "sys.argv = json.loads(sys.argv[1])\n"
+        "try: runpy.run_path('vla.py', run_name='__main__')\n"
+        "except SystemExit as error: status = error.code\n"
+        "print(json.dumps([status, *sorted({name.partition('.')[0] for name in sys.modules})]))"
+    )
+    command = [sys.executable, "-c", code, json.dumps(["vla.py", *argv, "--dry_run"])]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    status, *loaded = json.loads(ran.stdout.splitlines()[-1])
+    assert status == 2 and not HEAVY & set(loaded) and message in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 3}, "is 3, but the run was started with 4"),
+        ({"steps": 1}, "2 steps are done, and --steps or MAX_TRAIN_STEPS says 1"),
+        ({}, "no space for two checkpoints"),
+    ],
+    ids=["batch", "steps", "disk"],
+)
+def test_a_dry_run_refuses_what_the_start_refuses(setting, tmp_path, monkeypatch, capsys, changes, message):
+    started(setting, tmp_path / "run")
+    if not changes:
+        monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    argv = [f"--{name}={value}" for name, value in {"output_dir": tmp_path / "run", **changes}.items()]
+    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*"))
+    for more in (["--dry_run"], []):
+        assert vla.main([*argv, "--resume", *more]) == 2
+        out, err = capsys.readouterr()
+        assert re.search(message, err)
+        assert "Dataset" not in out, "the plan is printed first"
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*")) == before
+
+
+def test_a_finished_run_says_so_and_goes_on_when_it_is_asked_for_more(setting, tmp_path, capsys):
+    run = started(setting, tmp_path / "run")
+    finish(tmp_path / "run", run.job.steps)
+    argv = [f"--output_dir={tmp_path / 'run'}", "--resume"]
+    assert vla.main(argv) == 0
+    assert "did all of its steps" in capsys.readouterr().out
+    more = parse_args([*argv, "--steps=9"])
+    assert not examine(more).finished
+    with own_folder(more, run.job.start, 9, 0):
+        assert not (tmp_path / "run" / FINISHED_NAME).exists()
+    assert json.loads((tmp_path / "run" / CONFIG_NAME).read_text())["steps"] == 9
+
+
+def test_prompts_longer_than_the_policy_takes_are_refused(setting):
+    with pytest.raises(ValueError, match=r"--policy.tokenizer_max_length=\d+: the tokenizer saved in .* of up to \d+"):
+        run_of(setting, **{"policy.tokenizer_max_length": 8})
+
+
+def test_chunks_longer_than_episodes_are_said(setting):
+    """8 actions a chunk, episodes of 12, 7, 15, 1, 10 and 9 frames."""
+    text = describe(run_of(setting))
+    lengths = (12, 7, 15, 1, 10, 9)
+    padded = sum(at + step >= length for length in lengths for at in range(length) for step in range(8))
+    assert f"spans 8 frames, and 2 of 6 episodes are shorter: {padded / (8 * sum(lengths)):.0%} of the steps" in text
+    assert "are shorter" not in describe(run_of(setting, **{"dataset.episodes": "0,2"}))

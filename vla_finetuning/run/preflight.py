@@ -1,0 +1,134 @@
+"""What can be told of a run in a second: whether it can be where it is to be, and what is wrong with its datasets.
+
+Runs before a program imports PyTorch, LeRobot and Ray, which takes many. Everything is checked again where it is used:
+between the two, folders and datasets may change.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vla_finetuning.config import Config, DatasetOptions, JobOptions
+from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
+from vla_finetuning.data.selection import Choice, read_choice
+from vla_finetuning.data.storage import StoragePolicy
+from vla_finetuning.options import did_you_mean
+from vla_finetuning.run.episodes import select
+from vla_finetuning.run.folder import check_folder, is_finished
+from vla_finetuning.terminal import tell, tell_error
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What was found of a run. `metas`: its datasets, as far as they are named by where they are."""
+
+    finished: bool = False
+    metas: tuple[DatasetMetadata, ...] = ()
+
+    def __str__(self) -> str:
+        found = [
+            f"dataset {meta.root}: {meta.num_episodes} episodes, {meta.total_frames} frames" for meta in self.metas
+        ]
+        return "; ".join(["flags and folder", *found])
+
+
+def examine(config: JobOptions) -> Examined:
+    """Check the folder and the datasets of a run.
+
+    Raises:
+        OSError, ValueError: what a start would refuse, and what to do.
+    """
+    check_folder(config)
+    if is_finished(config):
+        tell(
+            f"Finished     the run in {config.folder} did all of its steps: the policy is in its pretrained_model; "
+            "nothing is left to do. More steps: --resume with a larger --steps"
+        )
+        return Examined(finished=True)
+    return Examined(metas=_datasets(config) if isinstance(config, Config) else ())
+
+
+def check_start_of(config: JobOptions) -> Examined:
+    """What `examine` found; ends the process where the run cannot start, or has nothing left to do."""
+    try:
+        examined = examine(config)
+    except (ValueError, OSError) as error:
+        tell_error(error)
+        sys.exit(2)
+    if examined.finished:
+        sys.exit(0)
+    tell(f"Checked      {examined}; loading PyTorch, LeRobot and Ray")
+    return examined
+
+
+def check_camera_keys(meta: DatasetMetadata, camera_keys: list[str] | None) -> None:
+    """Raises ValueError for a camera that the dataset has not."""
+    if unknown := sorted(set(camera_keys or ()) - set(meta.camera_keys)):
+        raise ValueError(
+            f"--dataset.camera_keys: dataset {meta.root} has no camera {unknown[0]!r}"
+            f"{did_you_mean(unknown[0], meta.camera_keys)}; its cameras are {','.join(meta.camera_keys) or 'none'}"
+        )
+
+
+def with_absolute_paths(config: Config) -> tuple[Config, list[str]]:
+    """The options with paths that are the same in every process, and the datasets' roots.
+
+    Workers, and whoever resumes the run, have other working directories.
+    """
+    roots, d = [absolute(root) for root in config.roots], config.dataset
+    mixture = dict(zip(roots, d.mixture.values(), strict=False))
+    if len(mixture) < len(d.mixture):
+        raise ValueError(f"--dataset.mixture names a dataset twice: {list(d.mixture)}")
+    out = d.exclude_episodes
+    excluded = read_choice(out.removeprefix("@")) if isinstance(out, str) else out  # what the file says now counts
+    progress = config.sample_weighting.progress_path
+    config = replace(
+        config,
+        output_dir=absolute(config.output_dir or ""),
+        sample_weighting=replace(config.sample_weighting, progress_path=absolute(progress) if progress else None),
+        dataset=replace(
+            d,
+            root=None if mixture else ",".join(roots) or None,
+            mixture=mixture,
+            frame_cache=absolute(d.frame_cache) if d.frame_cache not in (None, "", "auto") else d.frame_cache,
+            episodes=_of_absolute(d.episodes),
+            exclude_episodes=_of_absolute(excluded),
+            episode_weights=_absolute_file(d.episode_weights),
+        ),
+    )
+    return config, roots
+
+
+def storage_policy(d: DatasetOptions) -> StoragePolicy:
+    """How the run's datasets are read from object stores."""
+    return StoragePolicy(d.read_timeout_s, absolute(d.cache_dir) if d.cache_dir else None, d.cache_size_gb)
+
+
+def absolute(path: str | Path) -> str:
+    """Local paths made absolute, `~` being home; URIs as they are."""
+    return str(path) if "://" in str(path) else str(Path(os.path.expanduser(path)).absolute())
+
+
+def _absolute_file(source: str | None) -> str | None:
+    """@FILE by a path that is the same from any folder."""
+    return f"@{absolute(source.removeprefix('@'))}" if source is not None and source.startswith("@") else source
+
+
+def _of_absolute(choice: Choice) -> Any:
+    """Episodes by the roots as `resolve` knows them."""
+    return {absolute(root): numbers for root, numbers in choice.items()} if isinstance(choice, Mapping) else choice
+
+
+def _datasets(config: Config) -> tuple[DatasetMetadata, ...]:
+    config, roots = with_absolute_paths(config)
+    metas = tuple(load_metadata(root, storage_policy=storage_policy(config.dataset)) for root in roots)
+    for meta in metas:
+        check_camera_keys(meta, config.dataset.camera_keys)
+    if metas:  # frames that do not move are found in the data files, which takes longer
+        select(metas, roots, replace(config, dataset=replace(config.dataset, skip_idle=None)))
+    return metas
