@@ -87,7 +87,7 @@ def an_episode(setting, folder):
         (held, "a run is going on there"),
         (lambda *given: held(*given, "--resume"), "a run is going on there"),
         (unwritable, "is a file; choose another folder"),
-        (a_camera, "has no camera 'observation.images.topp'; did you mean observation.images.top?"),
+        (a_camera, "'observation.images.topp', but observation.images.top; did you mean observation.images.top?"),
         (an_episode, "99"),
         (lambda setting, folder: flags(setting, output_dir=folder, **{"dataset.root": folder}), "no such folder"),
     ],

@@ -415,7 +415,7 @@ def test_names_that_do_not_go_together(setting, other_names):
     [
         (
             ['--dataset.camera_keys=["observation.images.side"]'],
-            r"names \['observation.images.side'\], and the cameras",
+            "has no camera 'observation.images.side', but observation.images.top",
         ),
         (["--policy.dtype=bfloat16"], "--policy.dtype=bfloat16.*weights that train must be float32"),
     ],

@@ -70,8 +70,8 @@ def check_camera_keys(meta: DatasetMetadata, camera_keys: list[str] | None) -> N
     """Raises ValueError for a camera that the dataset has not."""
     if unknown := sorted(set(camera_keys or ()) - set(meta.camera_keys)):
         raise ValueError(
-            f"--dataset.camera_keys: dataset {meta.root} has no camera {unknown[0]!r}"
-            f"{did_you_mean(unknown[0], meta.camera_keys)}; its cameras are {','.join(meta.camera_keys) or 'none'}"
+            f"--dataset.camera_keys: dataset {meta.root} has no camera {unknown[0]!r}, but "
+            f"{','.join(meta.camera_keys) or 'none'}{did_you_mean(unknown[0], meta.camera_keys)}"
         )
 
 
