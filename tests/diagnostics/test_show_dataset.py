@@ -190,7 +190,9 @@ def test_statistics_that_are_wrong_are_told_from_data_that_is(tmp_path, capsys):
         ("outliers", "action"),
     ]
     (outlier,) = (f.text for f in look.findings if f.kind == "outliers")
-    assert "motor_1 reach" in outlier
+    q01, q99 = np.quantile(values[:, 1], [0.01, 0.99])
+    beyond = (np.abs((values[:, 1] - q01) / ((q99 - q01) / 2) - 1) > 5).sum()
+    assert "motor_1 reach" in outlier and f"({beyond} of the {len(values)} values that were read)" in outlier
     np.testing.assert_allclose([r.q99 for r in look.ranges["action"]], np.quantile(values, 0.99, axis=0))
     assert main([str(root), "--output", str(tmp_path / "page.html")]) == 0
     out = capsys.readouterr().out

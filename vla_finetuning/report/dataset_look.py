@@ -61,10 +61,10 @@ class Range(NamedTuple):
     q99: float
     maximum: float
 
-    def scaled(self, value: float) -> float:
+    def scaled[V: (float, np.ndarray)](self, value: V) -> V:
         """Where quantile normalisation puts a value: q01 at -1, q99 at 1. NaN if there is no such range."""
         half = (self.q99 - self.q01) / 2
-        return (value - self.q01) / half - 1 if half > 0 else float("nan")
+        return (value - self.q01) / (half if half > 0 else float("nan")) - 1
 
     @property
     def outliers(self) -> bool:
@@ -170,7 +170,7 @@ def look_at(meta: DatasetMetadata) -> Look:
     findings += missing_quantiles(meta)
     findings += wrong_quantiles(meta, shares)
     findings += columns.constants(meta, ranges)
-    findings += outliers(ranges)
+    findings += columns.outliers(ranges)
     findings += columns.jumps(meta)
     time_s, curves = columns.of(shown) if read else (np.zeros(0), {})
     return Look(
@@ -239,21 +239,6 @@ def wrong_quantiles(meta: DatasetMetadata, outside: Mapping[str, np.ndarray]) ->
         for key, share in outside.items()
         if share.max() > LIMITS["q01", "q99"]
     ]
-
-
-def outliers(ranges: Mapping[str, Sequence[Range]]) -> list[Finding]:
-    """Dimensions whose extremes lie far outside of what they are normalised by."""
-    findings = []
-    for key, found in ranges.items():
-        if names := [r.name for r in found if r.outliers]:
-            findings.append(
-                Finding(
-                    "outliers",
-                    f"{key}: {_list(names)} reach beyond {OUTLIER:g} times the range that 98 % of the values lie in: "
-                    "glitches, or rare moves that a policy sees far out of its range",
-                )
-            )
-    return findings
 
 
 def missing_quantiles(meta: DatasetMetadata) -> list[Finding]:
@@ -351,6 +336,25 @@ class _Columns:
             low, high = np.quantile(np.concatenate(list(self.values[key].values())), [0.01, 0.99], axis=0)
             found[key] = [r._replace(q01=float(low[i]), q99=float(high[i])) for i, r in enumerate(found[key])]
         return found
+
+    def outliers(self, ranges: Mapping[str, Sequence[Range]]) -> list[Finding]:
+        """Dimensions whose extremes lie far outside of what they are normalised by, and how many values do."""
+        findings = []
+        for key, found in ranges.items():
+            far = [i for i, r in enumerate(found) if r.outliers]
+            if not far:
+                continue
+            values = np.concatenate([np.zeros((0, len(found))), *self.values[key].values()])
+            beyond = sum(int((np.abs(found[i].scaled(values[:, i])) > OUTLIER).sum()) for i in far)
+            findings.append(
+                Finding(
+                    "outliers",
+                    f"{key}: {_list([found[i].name for i in far])} reach beyond {OUTLIER:g} times the range that 98 % "
+                    f"of the values lie in ({beyond} of the {len(values) * len(far)} values that were read): glitches, "
+                    "or rare moves that a policy sees far out of its range",
+                )
+            )
+        return findings
 
     def constants(self, meta: DatasetMetadata, stored: Mapping[str, Sequence[Range]]) -> list[Finding]:
         """Dimensions without any spread: nothing to learn, and a division by almost nothing when normalised."""
