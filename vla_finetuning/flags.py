@@ -12,6 +12,7 @@ Needs no package, so that a program can check its command line before it imports
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import textwrap
@@ -152,7 +153,10 @@ def check_command_line[C](program: Program[C], told: str = "checked; loading PyT
     argv = sys.argv[1:]
     escape_warnings()
     if asks_for_help(argv):
-        tell_text(program.help())
+        try:
+            tell_text(program.help())
+        except BrokenPipeError:  # whoever reads it, `head` say, has enough; neither does the flush at the end matter
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     try:
         config = program.parse(argv)
