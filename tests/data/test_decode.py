@@ -7,6 +7,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+from lerobot.datasets.video_utils import decode_video_frames
 
 from tests.datasets import draw_frame, read_frame_number
 from vla_finetuning.data.decode import VideoReader
@@ -131,3 +132,27 @@ def test_frames_that_are_not_there(video):
         read(video, [0.515])
     with pytest.raises(ValueError, match=r"no frame at 2\.5000 s; the video ends at 1\.9667 s"):
         read(video, [0.5, 2.5])
+
+
+@pytest.mark.parametrize("fps", [7, 30])
+def test_hours_into_a_video_the_rounding_of_float32_timestamps_is_no_distance(tmp_path, fps):
+    """LeRobot's timestamps are float32, an eighth of a millisecond apart from 2048 s on, and it compares in float32."""
+    path, first = str(tmp_path / "file.mp4"), 9000 * fps
+    with writing_videos(), av.open(path, "w") as container:
+        stream = container.add_stream("libx264", rate=fps)
+        stream.height, stream.width, stream.pix_fmt = *SIZE, "yuv420p"
+        numbers = [0, *range(first, first + 40)]
+        for i, number in enumerate(numbers):
+            frame = av.VideoFrame.from_ndarray(draw_frame(i, SIZE), format="rgb24")
+            frame.pts = number
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    wanted = (np.arange(first, first + 40) / fps).astype(np.float32).astype(np.float64)
+    assert np.abs(wanted - np.arange(first, first + 40) / fps).max() > 1e-4, "there is nothing to tolerate"
+    pixels = {}
+    with VideoReader(path, name="a video", tolerance_s=1e-4, threads=1, height=48, width=64, fps=fps) as reader:
+        reader.read(wanted, lambda i, frame: pixels.update({i: frame.copy()}))
+        with pytest.raises(ValueError, match="no frame at"):
+            reader.read(wanted[-1:] - 0.4 / fps, lambda i, frame: None)
+    expected = decode_video_frames(path, wanted.tolist(), 1e-4, backend="pyav", return_uint8=True)
+    np.testing.assert_array_equal(np.stack([pixels[i] for i in range(40)]), expected.permute(0, 2, 3, 1).numpy())

@@ -32,7 +32,8 @@ class VideoReader:
         height, width: what the dataset's metadata promises, in pixels; checked before any frame is decoded, and a
             stream that grows later is refused by the decoder before it takes the memory.
         fps: frames per second of the dataset.
-        tolerance_s: how far a frame may lie from its row's timestamp, as in LeRobot.
+        tolerance_s: how far a frame may lie from its row's timestamp, as in LeRobot; the rounding of float32, which
+            timestamps are stored in, comes on top.
         threads: codec threads, one per CPU that the task holds.
         depth_mm: of a depth map, `depth_table`; None for RGB.
     """
@@ -121,7 +122,9 @@ class VideoReader:
                 break
             near = later
         self._current = near
-        if abs(wanted_s - near[0]) <= self._tolerance_s:
+        # Timestamps are float32 in data files, hours into a video farther apart than the tolerance.
+        rounded_s = float(np.spacing(np.float32(wanted_s))) / 2
+        if abs(wanted_s - near[0]) <= self._tolerance_s + rounded_s:
             return near[1]
         if end:
             raise ValueError(
