@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,7 @@ from vla_finetuning.data.selection import of_each
 from vla_finetuning.data.shards import ShardedPlan, divide
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.data.videos import Frames, name_shape
+from vla_finetuning.options import did_you_mean
 
 # Rows walked through in one go, at most: fewer mix better and jump more often (docs/data_engine.md: what that costs).
 # A window that has room for few rows is made of shorter segments, so that it still mixes `window_segments` of them.
@@ -193,7 +195,7 @@ class LeRobotDatasource(Datasource):
         self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
         self._window, self._prescribed_rows = window, order.block_rows
         self.block_rows = self._block_rows(row_bytes)
-        self._whole: Any = None  # (plan, places) of an epoch, in the object store
+        self._whole: dict[str, Any] = {}  # (plan, places) of an epoch, in the object store of a Ray session
         self._read_rows = max(window, self.block_rows)
         if stream is None:
             self._rows_per_execution = self._stream[1] - self._stream[0]
@@ -218,6 +220,15 @@ class LeRobotDatasource(Datasource):
 
     def supports_projection_pushdown(self) -> bool:
         return self._reading.prepare is None
+
+    def apply_projection(self, projection_map: dict[str, str] | None) -> Datasource:
+        """The source of these columns. Raises ValueError for one that it has not."""
+        known = self.columns()
+        if unknown := [name for name in projection_map or {} if name not in known]:
+            raise ValueError(
+                f"no column {unknown[0]!r}{did_you_mean(unknown[0], known)}; the columns are {list(known)}"
+            )
+        return super().apply_projection(projection_map)
 
     def columns(self) -> tuple[str, ...]:
         """Columns of a row, in order, after projection."""
@@ -364,14 +375,20 @@ class LeRobotDatasource(Datasource):
             bounds = task_bounds(first, last, self._task_rows(first, last), self.block_rows)
         # Part of a stream: each task is told its rows, so that none needs the whole plan. An epoch: that is the whole
         # plan, which a node holds once, and each task is told its place in it.
-        if not self._with_position and self._whole is None:
-            self._whole = ray.put((self.plan.with_segments(first, last), self._places))
+        whole = None if self._with_position else self._whole_epoch(first, last)
         tasks = []
         for a, b in itertools.pairwise(bounds.tolist()):
             rows = b - a if limit is None else min(b - a, limit)
-            planned = _Planned(self._whole or (self.plan, self._places), a, a + rows, self._read_rows, self.block_rows)
-            tasks.append(task(a, rows, planned if self._whole else list(planned)))
+            planned = _Planned(whole or (self.plan, self._places), a, a + rows, self._read_rows, self.block_rows)
+            tasks.append(task(a, rows, planned if whole else list(planned)))
         return tasks
+
+    def _whole_epoch(self, first: int, last: int) -> Any:
+        """The epoch's plan in the object store, once for each Ray session that this source outlives."""
+        session = ray.get_runtime_context().get_node_id()
+        if session not in self._whole:
+            self._whole = {session: ray.put((self.plan.with_segments(first, last), self._places))}
+        return self._whole[session]
 
     def _task_rows(self, first: int, last: int) -> int:
         """Of a read task, about, in an execution of stream positions [first, last)."""
@@ -529,8 +546,15 @@ def read_lerobot(
     on_error: OnError = "stop",
     frame_cache: str | Path | None = None,
     frame_cache_gb: float = FRAME_CACHE_GB,
+    memory: float | None = None,
+    concurrency: int | None = None,
+    label_selector: dict[str, str] | None = None,
+    ray_remote_args: dict[str, Any] | None = None,
 ) -> Dataset:
     """Read LeRobot v3 datasets as a Ray Dataset of frames.
+
+    Every execution of it, each `iter_batches` among them, gives its rows in the same order; for another order in a
+    further epoch, read with another `shuffle_seed`.
 
     Args:
         root: a path or URI (`s3://`, `gs://`), a list of them, or a mixture, `{root: weight}`.
@@ -559,6 +583,9 @@ def read_lerobot(
         frame_cache: a folder on each node's own disk that keeps the frames decoded of videos, so that they are decoded
             once, of this dataset or whoever reads it again. None: nothing is kept.
         frame_cache_gb: the most it holds on a node, in 10^9 bytes; frames that do not fit are decoded every time.
+        memory: bytes that a read task reserves. concurrency: read tasks at once, at most. label_selector: the nodes
+            that read, by their labels, so that nodes with GPUs need not. ray_remote_args: further options of read
+            tasks. As in Ray's own `read_*`.
 
     Returns:
         One row per frame. Cameras: uint8 (H, W, 3), or (T, H, W, 3) when windowed. Depth maps: float32 (H, W, 1),
@@ -567,9 +594,19 @@ def read_lerobot(
         in its dataset; `(dataset_index, index)` names a frame.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError, FileNotFoundError: here, for what the metadata and a listing of the files can tell; in the read
             task, naming file, episode and time, for damaged files or videos that disagree with the metadata.
     """
+    for name, value, kinds in (
+        ("root", root, (str, Path, Sequence, Mapping)),
+        ("episodes", episodes, (Sequence, Mapping, np.ndarray, NoneType)),
+        ("camera_keys", camera_keys, (list, tuple, set, frozenset, NoneType)),
+        ("delta_timestamps", delta_timestamps, (Mapping, NoneType)),
+        ("image_size", image_size, (Sequence, np.ndarray, NoneType)),
+    ):
+        if not isinstance(value, kinds) or name != "root" and isinstance(value, str):
+            raise TypeError(f"read_lerobot: {name}={value!r}: expected {' or '.join(k.__name__ for k in kinds)}")
     roots: list[str | Path] = [root] if isinstance(root, str | Path) else list(root)
     metas = [load_metadata(r, storage_options=storage_options, storage_policy=storage_policy) for r in roots]
     chosen = {str(k): v for k, v in episodes.items()} if isinstance(episodes, Mapping) else episodes
@@ -594,13 +631,14 @@ def read_lerobot(
             frame_cache=None if frame_cache is None else FrameCache(str(Path(frame_cache).absolute()), frame_cache_gb),
         ),
     )
-    return read_source(source)
+    options = {"memory": memory, "label_selector": label_selector, "ray_remote_args": ray_remote_args}
+    return read_source(source, concurrency=concurrency, **{k: v for k, v in options.items() if v is not None})
 
 
-def read_source(source: LeRobotDatasource) -> Dataset:
-    """A Ray Dataset over `source`, whose blocks stay as the source made them."""
+def read_source(source: LeRobotDatasource, **ray_options: Any) -> Dataset:
+    """A Ray Dataset over `source`, whose blocks stay as the source made them. `ray_options`: of its read tasks."""
     # One is never more than the source's own number of tasks: Ray then does not split their output...
-    dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=source.num_cpus)
+    dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=source.num_cpus, **ray_options)
     # ... and a target a little under a block's size makes Ray pass each on at once, neither merged nor cut.
     dataset.context.target_max_block_size = _target_bytes(source.block()[1])
     if source.nameable and source.has_room_for_frames():

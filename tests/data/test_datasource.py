@@ -17,6 +17,7 @@ from ray import cloudpickle
 from ray.data import DataContext
 
 from lerobot_datasource import SHARE, BlockShare, read_lerobot, reads_per_task
+from tests import clusters
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import rows as lerobot_rows
@@ -268,6 +269,31 @@ def test_projection_and_limit_reach_the_source(ray_cluster, roots):
     assert sorted(int(r["index"]) for r in rows) == list(range(54))
     with pytest.raises(Exception, match="not a readable video"):
         dataset.take(1)
+    with pytest.raises(ValueError, match="no column 'actoin'; did you mean action.*the columns are"):
+        dataset.select_columns(["index", "actoin"]).take_all()
+
+
+@pytest.mark.ray
+def test_read_tasks_run_as_rays_readers_have_them_run(ray_cluster, roots):
+    """On nodes with a label that none has, they wait; what else a reader takes reaches Ray as it is."""
+    away = read_lerobot(roots["rollover"], label_selector={"kind": "cpu"}, memory=2**20, concurrency=1)
+    operator = away._logical_plan.dag
+    assert operator.ray_remote_args["label_selector"] == {"kind": "cpu"}
+    assert operator.ray_remote_args["memory"] == 2**20
+    own = read_lerobot(roots["rollover"], ray_remote_args={"max_retries": 1}, override_num_blocks=2)
+    assert own._logical_plan.dag.ray_remote_args["max_retries"] == 1 and own.count() == 54
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_dataset_outlives_a_session_of_ray(roots):
+    clusters.stop()
+    clusters.start()
+    dataset = read_lerobot(roots["rollover"]).select_columns(["index"])
+    first = dataset.take_all()
+    clusters.stop()
+    clusters.start()
+    assert dataset.take_all() == first
 
 
 @pytest.mark.parametrize("size", [(224, 224), (30, 70), (57, 31)])
@@ -740,6 +766,15 @@ def test_arguments_that_do_not_fit(roots):
             datasource([meta], image_size=size)
     with pytest.raises(ValueError, match="not among the datasets"):
         read_lerobot(roots["rollover"], episodes={"elsewhere": [0]})
+    for wrong, name in (
+        ({"on_error": "Skip"}, "on_error='Skip'"),
+        ({"override_num_blocks": 0}, "override_num_blocks=0"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            read_lerobot(roots["rollover"], **wrong)
+    for name, value in {"episodes": 3, "camera_keys": TOP, "delta_timestamps": [0.0], "image_size": 224}.items():
+        with pytest.raises(TypeError, match=f"read_lerobot: {name}=.*: expected"):
+            read_lerobot(roots["rollover"], **{name: value})
 
 
 @pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])

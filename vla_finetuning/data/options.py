@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -106,3 +107,9 @@ class Reading:
     frame_cache: FrameCache | None = None
     prepare: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] | None = None
     prepared_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_error not in get_args(OnError):
+            raise ValueError(f"on_error={self.on_error!r}: expected one of {', '.join(get_args(OnError))}")
+        if self.num_tasks is not None and self.num_tasks < 1:
+            raise ValueError(f"override_num_blocks={self.num_tasks}: expected at least 1 read task, or None")
