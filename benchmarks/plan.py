@@ -45,7 +45,10 @@ from vla_finetuning.data.options import Features, Order, Reading
 CAMERAS = ("observation.images.top", "observation.images.left", "observation.images.right")
 INSTRUCTIONS = 10_000
 # Of files as LeRobot limits them: data of 100 MB, videos of 200 MB, metadata of 100 MB with the statistics of each.
-EPISODES_OF_FILE = {"data": 2000, "videos": 130, "meta": 30_000}
+EPISODES_OF_FILE = {"data": 2000, "videos": 130, "meta": 12_000}
+# LeRobot's writer flushes so many episodes at once, each time as a row group.
+EPISODES_OF_GROUP = 10
+STATISTICS = ("min", "max", "mean", "std", "q01", "q10", "q50", "q90", "q99")
 # A cluster of 64 nodes, for `reads_per_task`.
 CLUSTER = {"CPU": 64 * 96.0, "object_store_memory": 64 * 200e9}
 STAGES = ("metadata", "plan", "coordinator", "read task", "epoch", "epoch's task")
@@ -82,9 +85,17 @@ def make(folder: Path, episodes: int) -> None:
         columns[f"videos/{key}/from_timestamp"] = (before - first) / 30
         columns[f"videos/{key}/to_timestamp"] = (before - first + length) / 30
     table = pa.table(columns)
+    sizes = {"observation.state": 14, "action": 14, **dict.fromkeys(CAMERAS, 3)}
+    sizes |= dict.fromkeys(("timestamp", "frame_index", "episode_index", "index", "task_index"), 1)
     for nth, begin in enumerate(range(0, episodes, EPISODES_OF_FILE["meta"])):
         rows = table.slice(begin, EPISODES_OF_FILE["meta"])
-        pq.write_table(rows, folder / f"meta/episodes/chunk-000/file-{nth:03d}.parquet")
+        for key, size in sizes.items():
+            for name in STATISTICS:
+                values = pa.FixedSizeListArray.from_arrays(pa.array(rng.random(len(rows) * size)), size)
+                rows = rows.append_column(f"stats/{key}/{name}", values.cast(pa.list_(pa.float64())))
+            rows = rows.append_column(f"stats/{key}/count", pa.array([[1]] * len(rows), pa.list_(pa.int64())))
+        path = folder / f"meta/episodes/chunk-000/file-{nth:03d}.parquet"
+        pq.write_table(rows, path, row_group_size=EPISODES_OF_GROUP, compression="snappy")
     scalars = {"timestamp": "float32"} | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")
     features: dict[str, Any] = {key: {"dtype": dtype, "shape": [1], "names": None} for key, dtype in scalars.items()}
     for key in ("observation.state", "action"):

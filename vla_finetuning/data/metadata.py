@@ -640,13 +640,14 @@ def _read_episodes(
     parts: dict[str, list[np.ndarray]] = {name: [] for name in wanted[:-1]}
     tasks: list[tuple[str, ...]] = []
     same: dict[tuple[str, ...], tuple[str, ...]] = {}
-    budget = Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES)
+    budget, texts_budget = (Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES) for _ in range(2))
     for path in paths:
         with open_parquet(fs, f"{base}/{path}", name=path) as file:
             missing = sorted(set(wanted) - set(file.schema_arrow.names))
             if missing:
                 raise ValueError(f"{path}: lacks the columns {_shorten(missing)}")
-            part = read_columns(file, wanted, budget, name=path)
+            part = read_columns(file, wanted[:-1], budget, name=path)
+            texts = read_columns(file, wanted[-1:], texts_budget, name=path)["tasks"]
         for name in ("episode_index", "length"):
             parts[name].append(_int_column(part, name, path, low=0, high=MAX_INDEX))
         for name in file_columns:
@@ -656,7 +657,7 @@ def _read_episodes(
         index, length = parts["episode_index"][-1], parts["length"][-1]
         if (length < 1).any():
             raise ValueError(f"{path}: episode {index[length < 1][0]} has length 0, expected one frame or more")
-        tasks += (same.setdefault(t, t) for t in _episode_tasks(part["tasks"], index, known, path))
+        tasks += (same.setdefault(t, t) for t in _episode_tasks(texts, index, known, path))
 
     # A column at a time, so that there are never two of all.
     columns = {name: np.concatenate(parts.pop(name)) for name in wanted[:-1]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import os
 import re
 import struct
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -23,6 +25,10 @@ from vla_finetuning.data.storage import RemoteFile, StorageError, naming_file
 _ARROW_EXTENSIONS = re.compile(r"datasets\.features\.features\.Array[2-5]DExtensionType|arrow\.json")
 # Bytes of a value in memory. Texts and bytes are read as numbers of the distinct ones.
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
+
+
+# Row groups of numbers are read together up to so many bytes.
+READ_TOGETHER_BYTES = 4 * 2**20
 
 
 @dataclass
@@ -199,11 +205,11 @@ def read_columns(
         total_rows, total_bytes = total_rows + rows, total_bytes + sum(sizes.values())
     budget.check(name, total_rows, total_bytes)
     parts = [file.read_row_groups([], columns=list(columns)).select(columns)]
-    for number, group in enumerate(groups):
+    batches = _batches(file.metadata, groups, leaves)
+    for number, batch in enumerate(batches):
         # While one is unpacked the next is fetched.
-        file.expect(groups[number : number + 2], leaves)
-        # One by one: Arrow 26 cannot read nested dictionaries of several row groups at once.
-        part = file.read_row_group(group, columns=list(columns)).select(columns)
+        file.expect(list(itertools.chain(*batches[number : number + 2])), leaves)
+        part = file.read_row_groups(batch, columns=list(columns)).select(columns)
         size = part.nbytes + sum(_text_bytes(chunk, name) for column in part.columns for chunk in column.chunks)
         budget.check(name, part.num_rows, size)
         budget.rows_taken += part.num_rows
@@ -222,6 +228,19 @@ def _leaves(metadata: pq.FileMetaData, columns: Collection[str]) -> list[tuple[i
         # Names may hold dots themselves; Arrow, too, then reads what begins alike.
         found += [(i, name, width) for name in columns if leaf.path == name or leaf.path.startswith(f"{name}.")]
     return found
+
+
+def _batches(
+    metadata: pq.FileMetaData, groups: Sequence[int], leaves: Sequence[tuple[int, str, int]]
+) -> list[Sequence[int]]:
+    """Row groups that are read together: of numbers as many as are small, LeRobot writes one for ten episodes.
+
+    Texts one by one: Arrow 26 cannot read nested dictionaries of several row groups at once.
+    """
+    if any(metadata.schema.column(i).physical_type == "BYTE_ARRAY" for i, *_ in leaves):
+        return [[group] for group in groups]
+    ends = np.cumsum([sum(_declared(metadata, group, leaves)[1].values()) for group in groups]) // READ_TOGETHER_BYTES
+    return [list(batch) for batch in np.split(np.asarray(groups), np.flatnonzero(np.diff(ends)) + 1) if len(batch)]
 
 
 def _declared(
