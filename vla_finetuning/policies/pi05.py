@@ -219,8 +219,12 @@ class PI05Loss(FlowLoss):
         autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
         rotary = self.policy.model.paligemma_with_expert.paligemma.model.language_model.rotary_emb
-        cosines, sines = rotary(hidden.new_empty(0, dtype=dtype), positions)
-        return cosines.unsqueeze(1), sines.unsqueeze(1)
+        # Gemma's own multiplies them as matrices, which `set_float32_matmul_precision("high")` has done in TF32: wrong
+        # by 0.2 rad at position 900 (transformers 5.5, #48428).
+        angles = positions[:, None, :, None].float() * rotary.inv_freq.float()
+        angles = torch.cat((angles, angles), dim=-1)
+        cosines, sines = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+        return cosines.to(dtype), sines.to(dtype)
 
     def _run(self, function: Any, layer: nn.Module, *arguments: Any) -> Any:
         """Call for a layer; with checkpointing, keep only the arguments and call again in backward."""
