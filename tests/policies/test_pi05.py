@@ -414,6 +414,27 @@ def test_the_last_layers_unused_half_is_not_computed():
     PI05Loss(policy)(*make_batch(policy))
 
 
+def test_patches_stay_in_the_order_of_their_memory():
+    """Through all of the vision tower, forward and backward; transformers' own hands on transposed ones."""
+    policy, entered = make_policy(1), []
+    choose_trainable(policy, "full")
+    tower = policy.model.paligemma_with_expert.paligemma.model.vision_tower.vision_model
+
+    def note(module, arguments):
+        entered.append(arguments[0])
+        arguments[0].register_hook(lambda gradient: entered.append(gradient))
+
+    for layer in tower.encoder.layers:
+        for module in (layer.layer_norm1, layer.layer_norm2):
+            module.register_forward_pre_hook(note)
+    PI05Loss(policy)(*make_batch(policy)).backward()
+    assert len(entered) == 2 * 2 * len(tower.encoder.layers)
+    assert all(tensor.is_contiguous() for tensor in entered)
+    entered.clear()
+    policy.forward(make_batch(policy)[0])
+    assert not any(tensor.is_contiguous() for tensor in entered)
+
+
 # --- rotary angles ------------------------------------------------------------------------------------------
 
 

@@ -187,7 +187,9 @@ class PI05Loss(FlowLoss):
         """LeRobot's `embed_image`, layer by layer: float32 (N, 3, H, W) to (N, tokens, width)."""
         paligemma = self.policy.model.paligemma_with_expert.paligemma.model
         vision = paligemma.vision_tower.vision_model
-        hidden = vision.embeddings(images)
+        # Patches come out of a convolution with channels first, transposed in name only. Every layer would keep that
+        # order, and each of its norms and residuals copy from it (transformers 5.5).
+        hidden = vision.embeddings(images).contiguous()
         for layer in vision.encoder.layers:
             hidden = self._run(self._vision_layer, layer, hidden)
         return paligemma.multi_modal_projector(vision.post_layernorm(hidden)).to(images.dtype)
