@@ -22,7 +22,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.adam import adam
 
 from vla_finetuning.cards import CARDS
 from vla_finetuning.data.columns import ROW_COLUMNS
@@ -231,21 +233,63 @@ class TrainableOptimizer:
         """
         clock.mark("clip")
         gradients = [param.grad for param in self.params if param.grad is not None]
-        norm = full_tensor(torch.nn.utils.get_total_norm(gradients, foreach=True))
-        torch.nn.utils.clip_grads_with_norm_(self.params, self.clip_norm, norm, foreach=True)
+        sharded = any(hasattr(gradient, "to_local") for gradient in gradients)
+        scale = None
+        if sharded:
+            norm = norm_of_shards(gradients)
+            # What gradients are divided by: as `clip_grads_with_norm_` has it, in the kernel that reads them anyway.
+            scale = ((norm + 1e-6) / self.clip_norm).clamp(min=1.0)
+        else:
+            norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+            torch.nn.utils.clip_grads_with_norm_(self.params, self.clip_norm, norm, foreach=True)
         skipped = (~torch.isfinite(norm)).to(torch.float32)
-        # The protocol that torch.amp.GradScaler uses with fused optimizers.
-        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
         clock.mark("zero_grad_schedule")
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(number) * group.get("lr_scale", 1.0)
         clock.mark("optimizer")
-        self.optimizer.step()
+        if sharded:
+            self._update_shards(scale, skipped)
+        else:
+            # The protocol that torch.amp.GradScaler uses with fused optimizers.
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+            self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+            self.optimizer.step()
         self._follow(skipped)
         clock.mark("zero_grad_schedule")
         self.clear_gradients()
         return norm.detach(), skipped
+
+    @torch.no_grad()
+    def _update_shards(self, scale: Tensor | None, skipped: Tensor) -> None:
+        """What `optimizer.step` does, by the same kernel, on what this process holds.
+
+        DTensors would be taken apart and put together again, tensor by tensor: four times the host's time of it.
+        """
+        if not self.optimizer.state:
+            self.state()
+        for group in self.optimizer.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            states = [self.optimizer.state[param] for param in params]
+            beta1, beta2 = group["betas"]
+            adam(
+                [local_shard(param) for param in params],
+                [local_shard(cast(Tensor, param.grad)) for param in params],
+                [local_shard(state["exp_avg"]) for state in states],
+                [local_shard(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                grad_scale=scale,
+                found_inf=skipped,
+                decoupled_weight_decay=group["decoupled_weight_decay"],
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
@@ -409,6 +453,19 @@ def local_shard(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: all of it, unless it is a DTensor."""
     sharded: Any = tensor
     return sharded.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@torch.no_grad()
+def norm_of_shards(tensors: list[Tensor]) -> Tensor:
+    """The norm of DTensors of one mesh taken together, 0-d float32, on every process that holds them; all must ask.
+
+    One sum over the processes that hold different shards, the mesh's last dimension.
+    """
+    norms = torch._foreach_norm([local_shard(tensor) for tensor in tensors])
+    squares = torch.stack(norms).square().sum()
+    mesh = cast(Any, tensors[0]).device_mesh
+    group = mesh.get_group(mesh.ndim - 1)
+    return all_reduce(squares, "sum", group).sqrt()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
