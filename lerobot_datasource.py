@@ -1,4 +1,4 @@
-"""LeRobot v3 datasets as a Ray Data source: metadata -> plan -> read tasks -> decoded Arrow blocks.
+"""LeRobot datasets as a Ray Data source: metadata -> plan -> read tasks -> decoded Arrow blocks.
 
 Rows are those of ``LeRobotDataset.__getitem__`` (pyav backend, ``return_uint8=True``), except that camera columns are
 uint8 (H, W, 3), depth maps float32 (H, W, 1), `index` is absolute, and there is one more column, `dataset_index`. A
@@ -108,7 +108,7 @@ class BlockShare:
 
 
 class LeRobotDatasource(Datasource):
-    """Ray Data source over one or several LeRobot v3 datasets. Most callers want `read_lerobot`.
+    """Ray Data source over one or several LeRobot datasets. Most callers want `read_lerobot`.
 
     Args:
         metas: the datasets; their position is `dataset_index`.
@@ -551,7 +551,7 @@ def read_lerobot(
     label_selector: dict[str, str] | None = None,
     ray_remote_args: dict[str, Any] | None = None,
 ) -> Dataset:
-    """Read LeRobot v3 datasets as a Ray Dataset of frames.
+    """Read LeRobot datasets as a Ray Dataset of frames.
 
     Every execution of it, each `iter_batches` among them, gives its rows in the same order; for another order in a
     further epoch, read with another `shuffle_seed`.

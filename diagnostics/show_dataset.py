@@ -1,4 +1,4 @@
-"""Look at any LeRobot v3 dataset before training on it: one self-contained page, and warnings on the terminal.
+"""Look at any LeRobot dataset before training on it: one self-contained page, and warnings on the terminal.
 
     python -m diagnostics.show_dataset ROOT [--output FILE]
     python -m diagnostics.show_dataset --repo_id USER/NAME [--revision R] [--output FILE]

@@ -68,7 +68,8 @@ class DatasetOptions:
     """Where the episodes are, and which of them are trained on."""
 
     root: str | None = option(
-        None, "A LeRobot v3 dataset: a local folder, s3://..., gs://..., or several separated by commas."
+        None,
+        "A LeRobot dataset (v3.0, v2.1 or v2.0): a local folder, s3://..., gs://..., or several separated by commas.",
     )
     repo_id: str | None = option(
         None, "A dataset on the Hugging Face Hub; its revision is pinned in the run's config.json."

@@ -105,7 +105,7 @@ class Program[C]:
 
 VLA = Program(
     command="vla.py",
-    summary="Fine-tune a vision-language-action policy on LeRobot v3 datasets.",
+    summary="Fine-tune a vision-language-action policy on LeRobot datasets.",
     kind=Config,
     check=check_run,
     first=(

@@ -326,10 +326,9 @@ def test_a_place_that_may_not_be_read(root, monkeypatch):
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        ("v2.0", "v2.0, expected v3.0.*convert_dataset_v20_to_v21.py"),
-        ("v4.0", "'v4.0'; only v3.0"),
-        ("v3.1", "'v3.1'; only v3.0"),
-        ("v1.6", "'v1.6'; only v3.0"),
+        ("v4.0", "'v4.0'; v3.0, v2.1 and v2.0 are read"),
+        ("v3.1", "'v3.1'; v3.0, v2.1 and v2.0 are read"),
+        ("v1.6", "'v1.6'; v3.0, v2.1 and v2.0 are read"),
         (3.0, "codebase_version is 3.0"),
         (None, "codebase_version is None"),
     ],
@@ -337,16 +336,6 @@ def test_a_place_that_may_not_be_read(root, monkeypatch):
 def test_versions(root, version, message):
     edit_info(root, codebase_version=version)
     refuses(root, message)
-
-
-def test_v21_names_lerobots_own_command(root):
-    from lerobot.datasets.utils import V30_MESSAGE
-
-    edit_info(root, codebase_version="v2.1", features="of another form")
-    with pytest.raises(ValueError, match=re.escape(f"--root={root}")) as raised:
-        load_metadata(root)
-    (command,) = re.findall(r"python -m lerobot\.\S+ --repo-id=", V30_MESSAGE)
-    assert command in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["meta/tasks.parquet", "meta/episodes"])

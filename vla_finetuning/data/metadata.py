@@ -1,8 +1,8 @@
-"""What a LeRobot v3 dataset says about itself: features, tasks, statistics, which file holds which episode.
+"""What a LeRobot dataset says about itself: features, tasks, statistics, which file holds which episode.
 
 Nothing here decodes a frame or starts Ray. A dataset's files are data, never trusted: paths are those that
 `paths` allows, parquet is opened by `safe_parquet`, and every number is checked before it is used.
-Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`.
+Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`; of older versions `metadata_v2`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.config import ENVIRONMENT_NAME, FIRST_ANSWER_TIMEOUT_S, refuse_credentials
+from vla_finetuning.data import metadata_v2
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.data.limits import (
     MAX_EPISODES,
@@ -93,7 +94,7 @@ def key_frame_rows(features: Iterable[Feature]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class DatasetMetadata:
-    """A LeRobot v3 dataset's metadata, E episodes. Made by `load_metadata`.
+    """A LeRobot dataset's metadata, E episodes. Made by `load_metadata`.
 
     Attributes:
         root: as the caller gave it, without a trailing slash; `base` is the same place inside `fs`.
@@ -154,7 +155,7 @@ class DatasetMetadata:
 def load_metadata(
     root: str | Path, *, storage_options: dict | None = None, storage_policy: StoragePolicy | None = None
 ) -> DatasetMetadata:
-    """Read and check the metadata of the LeRobot v3 dataset at `root`. Runs on the driver.
+    """Read and check the metadata of the LeRobot dataset at `root`. Runs on the driver.
 
     Reads `meta/` only; `check_files` tells whether the files it names are there.
 
@@ -164,24 +165,30 @@ def load_metadata(
         storage_policy: how long requests to an object store may take, and whether blocks of files are cached.
     Raises:
         FileNotFoundError: no such place, not a LeRobot dataset, or a file of `meta/` is missing.
-        ValueError: another version than v3.0 (with the conversion command), or a file of `meta/` that is
-            corrupt, contradicts another, or points outside the root.
+        ValueError: another version than v3.0, v2.1 or v2.0, or a file of `meta/` that is corrupt, contradicts another,
+            or points outside the root.
         OSError: the place cannot be read (credentials, permissions, network).
     """
     fs, base, root = _open_root(root, storage_options, storage_policy or StoragePolicy())
     with _naming_dataset(root):
         info = _read_json(fs, base, INFO_PATH, MAX_INFO_BYTES)
-        version = _check_version(info, root)
+        version = _check_version(info)
+        if version in metadata_v2.VERSIONS:
+            info = metadata_v2.TEMPLATES | info
         features = _parse_features(info)
         fps = _parse_fps(info)
         robot_type = info.get("robot_type")
         if robot_type is not None and not isinstance(robot_type, str):
             raise ValueError(f"{INFO_PATH}: robot_type is {robot_type!r}, expected a string")
-        has_stats = fs.exists(f"{base}/{STATS_PATH}")
-        stats = _parse_stats(_read_json(fs, base, STATS_PATH, MAX_STATS_BYTES)) if has_stats else {}
-        tasks = _read_tasks(fs, base)
         video_keys = [key for key, feature in features.items() if feature.dtype == "video"]
-        episodes, episode_tasks = _read_episodes(fs, base, info, video_keys, set(tasks.values()))
+        stats = _read_stats(fs, base, version)
+        if version in metadata_v2.VERSIONS:
+            tasks = metadata_v2.read_tasks(fs, base)
+            table = metadata_v2.read_episodes(fs, base, video_keys, set(tasks.values()))
+        else:
+            tasks = _read_tasks(fs, base)
+            table = _read_episodes(fs, base, video_keys, set(tasks.values()))
+        episodes, episode_tasks = _in_order(info, *table)
         num_episodes, length = len(episode_tasks), episodes["length"]
 
         data_files, data_file = assign_files(info, episodes)
@@ -458,26 +465,14 @@ def _read_json(fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: 
 # --- info.json and stats.json -------------------------------------------------------------------------------
 
 
-def _check_version(info: dict[str, Any], root: str) -> str:
+def _check_version(info: dict[str, Any]) -> str:
     version = info.get("codebase_version")
     if not isinstance(version, str):
         raise ValueError(f"{INFO_PATH}: codebase_version is {version!r}, expected 'v3.0'")
     number = version.removeprefix("v")
-    if number == "3.0":
-        return version
-    if number == "2.1":
-        raise ValueError(
-            "is in LeRobot's format v2.1, expected v3.0. Convert it with LeRobot's own command: "
-            "`python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=USER/NAME` "
-            f"(a local folder, which stays local: add `--root={root} --push-to-hub=false`)"
-        )
-    if number == "2.0":
-        raise ValueError(
-            "is in LeRobot's format v2.0, expected v3.0. Convert it to v2.1 with a LeRobot that still has "
-            "`lerobot/datasets/v21/convert_dataset_v20_to_v21.py` (0.3), then with "
-            "`python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=USER/NAME`"
-        )
-    raise ValueError(f"is in LeRobot's format {version!r:.50}; only v3.0 is supported here")
+    if f"v{number}" in ("v3.0", *metadata_v2.VERSIONS):
+        return f"v{number}"
+    raise ValueError(f"is in LeRobot's format {version!r:.50}; v3.0, v2.1 and v2.0 are read here")
 
 
 def _parse_fps(info: dict[str, Any]) -> int:
@@ -560,6 +555,15 @@ def _parse_names(where: str, names: Any) -> tuple[str, ...] | None:
     return tuple(name for part in names for name in _parse_names(where, part) or ())
 
 
+def _read_stats(fs: fsspec.AbstractFileSystem, base: str, version: str) -> dict[str, dict[str, np.ndarray]]:
+    """Statistics of all rows; empty where the dataset has none."""
+    if fs.exists(f"{base}/{STATS_PATH}"):
+        return _parse_stats(_read_json(fs, base, STATS_PATH, MAX_STATS_BYTES))
+    if version in metadata_v2.VERSIONS and fs.exists(f"{base}/{metadata_v2.STATS_PATH}"):
+        return metadata_v2.read_stats(fs, base, _parse_stats)
+    return {}
+
+
 def _parse_stats(raw: dict[str, Any]) -> dict[str, dict[str, np.ndarray]]:
     """`{feature: {statistic: numbers}}` to arrays of one dimension or more, as LeRobot's `load_stats`."""
     stats: dict[str, dict[str, np.ndarray]] = {}
@@ -623,9 +627,9 @@ def episode_files(fs: fsspec.AbstractFileSystem, base: str) -> list[str]:
 
 
 def _read_episodes(
-    fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any], video_keys: list[str], known: set[str]
+    fs: fsspec.AbstractFileSystem, base: str, video_keys: list[str], known: set[str]
 ) -> tuple[dict[str, np.ndarray], list[tuple[str, ...]]]:
-    """Read what is needed of `meta/episodes`, in the order of `episode_index`, and check it.
+    """Read what is needed of `meta/episodes`, and check it.
 
     Returns the columns, numbers of files and their chunks as int32, and the instructions of each episode. There may be
     millions: columns take shape file by file, and equal instructions are one object.
@@ -660,21 +664,27 @@ def _read_episodes(
         tasks += (same.setdefault(t, t) for t in _episode_tasks(texts, index, known, path))
 
     # A column at a time, so that there are never two of all.
-    columns = {name: np.concatenate(parts.pop(name)) for name in wanted[:-1]}
+    return {name: np.concatenate(parts.pop(name)) for name in wanted[:-1]}, tasks
+
+
+def _in_order(
+    info: dict[str, Any], columns: dict[str, np.ndarray], tasks: list[tuple[str, ...]]
+) -> tuple[dict[str, np.ndarray], list[tuple[str, ...]]]:
+    """The table of episodes in the order of `episode_index`. Raises ValueError unless each is there once."""
     index = columns["episode_index"]
     order = np.argsort(index, kind="stable")
     if not len(index):
-        raise ValueError(f"{EPISODES_DIR} holds no episode; record one or more first")
+        raise ValueError("meta/episodes holds no episode; record one or more first")
     wrong = np.flatnonzero(index[order] != np.arange(len(index)))
     if wrong.size:
         raise ValueError(
-            f"{EPISODES_DIR}: {len(index)} episodes must be numbered 0..{len(index) - 1}, each once; "
+            f"meta/episodes: {len(index)} episodes must be numbered 0..{len(index) - 1}, each once; "
             f"found {index[order][wrong[0]]} where {wrong[0]} was expected"
         )
     for key, actual in (("total_episodes", len(index)), ("total_frames", int(columns["length"].sum()))):
         if type(info.get(key)) is not int or info[key] != actual:
             raise ValueError(
-                f"{INFO_PATH}: {key} is {info.get(key)!r:.50}, but {EPISODES_DIR} holds {actual}; "
+                f"{INFO_PATH}: {key} is {info.get(key)!r:.50}, but meta/episodes holds {actual}; "
                 "the metadata is incomplete or from two versions: copy the dataset again"
             )
     if (np.diff(order) < 0).any():
