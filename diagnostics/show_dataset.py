@@ -105,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tell(*selection)
     tell(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
     tell(*look.shares)
+    tell(*(f"not read: {what}" for what in meta.not_read))
     tell(str(page))
     return 0
 

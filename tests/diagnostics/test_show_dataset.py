@@ -147,6 +147,19 @@ def test_files_that_are_missing_are_told_and_the_rest_is_looked_at(clean, tmp_pa
         look_at(meta)
 
 
+def test_columns_that_are_not_looked_at_need_not_be_readable(copy, tmp_path, capsys):
+    """Annotations and features of later versions, here without a column in the parquet files."""
+
+    def annotate(info):
+        info["features"]["language_events"] = {"dtype": "language", "shape": [1], "names": None}
+        info["features"]["observation.sound"] = {"dtype": "audio", "shape": [2], "names": None}
+
+    edit_json(copy / "meta/info.json", annotate)
+    assert main([str(copy), "--output", str(tmp_path / "page.html")]) == 0
+    told = capsys.readouterr().out
+    assert "no warnings;" in told and "not read: 'observation.sound': a feature of dtype 'audio'" in told
+
+
 def test_a_clean_dataset_has_no_findings(clean):
     look = look_at(load_metadata(clean))
     assert look.findings == []

@@ -111,6 +111,7 @@ class DatasetMetadata:
         video_files: per video key, mp4 files relative to `base`, unique, in order of first use.
         episode_video_file: per video key, int32 (E,), index into `video_files[key]`.
         episode_video_start_s: per video key, float64 (E,), the episode's start inside that file, seconds.
+        not_read: what the dataset has beside, a line for each.
     """
 
     root: str
@@ -132,6 +133,7 @@ class DatasetMetadata:
     video_files: dict[str, tuple[str, ...]]
     episode_video_file: dict[str, np.ndarray]
     episode_video_start_s: dict[str, np.ndarray]
+    not_read: tuple[str, ...] = ()
 
     @property
     def num_episodes(self) -> int:
@@ -179,7 +181,7 @@ def load_metadata(
             )
         if version in metadata_v2.VERSIONS:
             info = metadata_v2.TEMPLATES | info
-        features = _parse_features(info)
+        features, not_read = _parse_features(info)
         fps = _parse_fps(info)
         robot_type = info.get("robot_type")
         if robot_type is not None and not isinstance(robot_type, str):
@@ -228,6 +230,7 @@ def load_metadata(
         video_files=video_files,
         episode_video_file=video_file,
         episode_video_start_s=video_start_s,
+        not_read=not_read,
     )
 
 
@@ -269,9 +272,9 @@ def reorder_dimensions(
 
 
 def dimension_names(meta: DatasetMetadata, key: str) -> list[str]:
-    """The feature's own names, or its key with a number."""
-    feature = meta.features[key]
-    return list(feature.names or [f"{key}[{i}]" for i in range(feature.shape[0])])
+    """The feature's own names; its key with a number where it has none, or not as many as dimensions."""
+    names, width = meta.features[key].names or (), meta.features[key].shape[0]
+    return list(names) if len(names) == width else [f"{key}[{i}]" for i in range(width)]
 
 
 def select_episodes(meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray | None) -> np.ndarray:
@@ -415,11 +418,20 @@ def _parse_fps(info: dict[str, Any]) -> int:
     return fps
 
 
-def _parse_features(info: dict[str, Any]) -> dict[str, Feature]:
+def _parse_features(info: dict[str, Any]) -> tuple[dict[str, Feature], tuple[str, ...]]:
+    """The features that rows have, and lines on what else there is: no policy here takes it."""
     raw = info.get("features")
     if not isinstance(raw, dict):
         raise ValueError(f"{INFO_PATH}: features is {raw!r:.50}, expected an object of features")
-    features = {key: _parse_feature(key, value) for key, value in raw.items()}
+    of_unknown_type = {
+        key: value["dtype"]
+        for key, value in raw.items()
+        if isinstance(value, dict) and isinstance(value.get("dtype"), str) and value["dtype"] not in DTYPES
+    }
+    features = {key: _parse_feature(key, value) for key, value in raw.items() if key not in of_unknown_type}
+    not_read = [f"{key!r:.100}: a feature of dtype {dtype!r:.50}" for key, dtype in of_unknown_type.items()]
+    if "subtask_index" in features:
+        not_read.append("meta/subtasks.parquet: the texts of 'subtask_index', which rows have as a number")
     missing = [key for key in FRAME_FEATURES if key not in features]
     if missing:
         raise ValueError(f"{INFO_PATH}: features lacks {missing}, which every LeRobot v3 dataset has")
@@ -430,7 +442,7 @@ def _parse_features(info: dict[str, Any]) -> dict[str, Feature]:
             f"{INFO_PATH}: the frames of its {len(cameras)} cameras have {pixels / 1e6:.1f} megapixels together, more "
             f"than the {MAX_ROW_PIXELS / 1e6:.1f} that a row may have; repair the shapes, or remove cameras"
         )
-    return features
+    return features, tuple(not_read)
 
 
 def _parse_feature(key: str, raw: Any) -> Feature:
@@ -473,17 +485,22 @@ def _check_size(where: str, dtype: str, shape: Sequence[int], is_depth: bool) ->
 
 
 def _parse_names(where: str, names: Any) -> tuple[str, ...] | None:
-    """Flatten the forms that datasets use: a list, `{"motors": [...]}`, nested lists."""
+    """Flatten the forms that datasets use: a list, `{"motors": [...]}`, `{"axis_0": 0}`, numbers, nested lists."""
     if names is None:
         return None
-    if isinstance(names, str):
-        return (names,)
-    if isinstance(names, dict):
-        # Older datasets name entries by number: {"axis_0": 0}
-        names = [key if isinstance(value, int) else value for key, value in names.items()]
-    if not isinstance(names, list):
+    if not isinstance(names, str | list | dict):
         raise ValueError(f"{where}: names is {names!r:.50}, expected a list of strings")
-    return tuple(name for part in names for name in _parse_names(where, part) or ())
+    found: list[str] = []
+    left = [names]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            part = [key if value is None or isinstance(value, int) else value for key, value in part.items()]
+        if isinstance(part, list):
+            left += reversed(part)
+        elif part is not None:
+            found.append(str(part))
+    return tuple(found) or None
 
 
 def _read_stats(fs: fsspec.AbstractFileSystem, base: str, version: str) -> dict[str, dict[str, np.ndarray]]:

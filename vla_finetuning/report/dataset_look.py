@@ -485,7 +485,8 @@ def looking_source(
     meta: DatasetMetadata, camera_keys: list[str], image_size: tuple[int, int] | None = None
 ) -> LeRobotDatasource:
     """In stored order: the position of a row is its `index`. Any frame near its time will do for looking."""
-    features = Features(camera_keys=camera_keys, image_size=image_size, tolerance_s=0.5 / meta.fps)
+    columns = vector_keys(meta)
+    features = Features(camera_keys, columns, image_size=image_size, tolerance_s=0.5 / meta.fps)
     return LeRobotDatasource([meta], features=features, reading=Reading(check_files=False))
 
 

@@ -65,7 +65,10 @@ def _datasets(config: Config, rows: Rows) -> list[str]:
         for key in meta.camera_keys:
             feature = meta.features[key]
             used = "" if key in rows.camera_keys else "  (not used)"
-            lines.append(f"             camera {key} {_size(feature.shape)} {feature.dtype}{used}")
+            kind = "depth " if feature.is_depth else ""
+            lines.append(f"             camera {key} {_size(feature.shape)} {kind}{feature.dtype}{used}")
+        texts = [key for key, feature in meta.features.items() if feature.dtype in ("string", "language")]
+        lines += [f"             not read: {what}" for what in (*([", ".join(texts)] if texts else []), *meta.not_read)]
     return lines
 
 

@@ -331,7 +331,8 @@ def _match(config: Config, meta: DatasetMetadata, rename_map: dict[str, str], ba
             left_out=sorted(set(meta.camera_keys) - set(d.camera_keys or meta.camera_keys)),
         )
     except ValueError as error:
-        raise ValueError(f"dataset {meta.root} and {base.name}: {error}") from error
+        not_read = f" (not read of the dataset: {'; '.join(meta.not_read)})" if meta.not_read else ""
+        raise ValueError(f"dataset {meta.root} and {base.name}: {error}{not_read}") from error
     if config.augments:
         keys = list(base.config.image_features)
         augmentation_of(config.train.augmentation, d.image_transforms, config.seed, keys)  # what it would refuse
