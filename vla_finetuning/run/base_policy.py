@@ -5,7 +5,6 @@ Runs on the driver, and loads no weights.
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from vla_finetuning.config import (
     PeftOptions,
     TrainOptions,
 )
+from vla_finetuning.files import read_foreign_json
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.family import TRAIN_OPTIONS
 from vla_finetuning.policies.loading import check_weights, fetch_pretrained, load_policy_config, make_policy_config
@@ -98,7 +98,7 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
         # be the one that the run was started from.
         check_base(load_progress(newest), base)
     try:
-        kind = json.loads((folder / "config.json").read_bytes())["type"]
+        kind = read_foreign_json(folder / "config.json")["type"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"policy {path}: config.json is damaged or no policy's ({error!r}); copy it again") from error
     policy_config = policy_config_of(f"policy {path}", kind, folder, config.policy_options)
