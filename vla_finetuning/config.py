@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import tempfile
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -40,11 +39,12 @@ FIRST_ANSWER_TIMEOUT_S = 15.0
 CACHE_SIZE_GB = 100.0
 # Decoded frames are large (data/frame_cache.py): 16 GB for every hour of three cameras of 224x224 at 10 Hz.
 FRAME_CACHE_GB = 200.0
-FRAMES_DIR = os.environ.get("VLA_FRAMES_DIR") or f"{tempfile.gettempdir()}/vla-fine-tuning-{os.getuid()}/frames"
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "vla-fine-tuning"
+FRAMES_DIR = os.environ.get("VLA_FRAMES_DIR") or str(_CACHE / "frames")
 # Unpacked numbers of data files (data/number_cache.py), on every node's own disk: a hundredth of what the videos take.
-# The folder is of one user's; what VLA_NUMBERS_DIR names instead must be a local disk too.
-NUMBERS_DIR = os.environ.get("VLA_NUMBERS_DIR") or f"{tempfile.gettempdir()}/vla-fine-tuning-{os.getuid()}/numbers"
-NUMBERS_GB = 20.0
+# Where the home folder is a network drive, VLA_NUMBERS_DIR and VLA_FRAMES_DIR should name a local disk.
+NUMBERS_DIR = os.environ.get("VLA_NUMBERS_DIR") or str(_CACHE / "numbers")
+NUMBERS_GB = float(os.environ.get("VLA_NUMBERS_GB") or 20)
 
 
 @dataclass
