@@ -25,7 +25,7 @@ import gc
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -65,7 +65,7 @@ from vla_finetuning.rl.learning import (
     play_groups,
 )
 from vla_finetuning.rl.objective import Objective, totals
-from vla_finetuning.rl.resolve import GrpoRun, describe_grpo, resolve_grpo
+from vla_finetuning.rl.resolve import INITIAL_STATES_NAME, GrpoRun, describe_grpo, resolve_grpo
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_checkpoint
 from vla_finetuning.run.failures import root_cause
@@ -249,6 +249,10 @@ def work(run: GrpoRun) -> int:
         )
 
         record_run(job, run.policy, describe_grpo(run), ray.cluster_resources())
+        if run.scene.states:
+            write_json(
+                job.output_dir / INITIAL_STATES_NAME, {task: asdict(own) for task, own in run.scene.states.items()}
+            )
         beside.callback(write_grpo_report, job.output_dir)
         workers = partial(worker_group, job, train_loop_per_worker, {"run": ray.put(run)})
         steps_done = fit(job, workers, iteration_line)

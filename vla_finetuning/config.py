@@ -517,6 +517,12 @@ class GrpoOptions:
         "Iterations between evaluations: --eval.n_episodes held-out episodes by the deterministic sampler.",
         min=1,
     )
+    reserved_states: int = option(
+        10,
+        "Initial states of each task that only evaluation uses, the last ones, where the environment has a list of "
+        "them (LIBERO: 50 a task).",
+        min=0,
+    )
     env_actors: int = option(
         2,
         "Processes of each training worker that simulate, in two halves that take turns with inference.",

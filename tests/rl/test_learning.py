@@ -11,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import grpo
+from tests.evaluation import several  # noqa: F401  # registers an environment with lists of initial states
 from tests.in_process import TINY
 from tests.tiny import make_config
 from tests.training.test_parallel import broadcast, meet, processes
@@ -20,10 +21,11 @@ from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, INSTRUCTIONS
 from vla_finetuning.evaluation.closed_loop import concatenate
 from vla_finetuning.flags import parse_grpo
 from vla_finetuning.policies import tiny_pi05
-from vla_finetuning.rl import learning
+from vla_finetuning.rl import before_after, learning
+from vla_finetuning.rl.acting import Exploiter, Explorer
 from vla_finetuning.rl.expected import Simulated, expected_times
 from vla_finetuning.rl.resolve import describe_grpo, resolve_grpo
-from vla_finetuning.run.checkpoint import latest_checkpoint
+from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint
 from vla_finetuning.training import attempt
 from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.worker import Worker
@@ -285,3 +287,89 @@ def test_the_plan_says_how_long_an_iteration_takes_and_what_it_waits_for(base, t
     assert "on a H100 at 35% of its peak (assumed)" in told and "an iteration 5 s" in told
     assert "it waits for the simulation: --grpo.env_actors " in told
     assert "it waits" not in "\n".join(expected_times(run, Simulated(0.0, 0.0, 0.0)))
+
+
+# ---- lists of initial states ----------------------------------------------------------------------------------------
+
+
+def in_lists(base, folder, **changes):
+    """Three tasks with a list of three initial states each, of which the last is reserved."""
+    lists = {"env.type": "several", "env.episode_length": 10, "grpo.reserved_states": 1, "grpo.iterations": 3}
+    return resolved(base, folder, **{**lists, "eval.n_episodes": 2, **changes})
+
+
+def test_no_group_begins_where_evaluation_does(base, tmp_path, monkeypatch):
+    """By the state that the environment itself came to after its reset."""
+    run, began = in_lists(base, tmp_path / "run"), {Explorer: [], Exploiter: []}
+    play = LocalRollouts.play
+
+    def noted(self, episodes, decide):
+        ended = play(self, episodes, decide)
+        tasks = {start.number: start.task for start in episodes}
+        scenes = {start.number: start.seed for start in episodes}
+        began[type(decide)] += [(tasks[n], scenes[n], one.initial_state) for n, one in ended.items()]
+        return ended
+
+    monkeypatch.setattr(LocalRollouts, "play", noted)
+    assert train_as(run)
+
+    def place(task, seed, state):
+        """Where in the task's list the environment is in that state."""
+        env = task_makers(run.scene.env)[task]()
+        for number in range(3):
+            env.unwrapped.init_state_id = number
+            env.reset(seed=seed)
+            if env.unwrapped.state_hash() == state:
+                return number
+        raise AssertionError
+
+    assert {place(*one) for one in began[Explorer]} == {0, 1}
+    assert {place(*one) for one in began[Exploiter]} == {2}
+    assert {task for task, *_ in began[Explorer]} == {"near/0", "near/1", "far/0"}
+
+
+def test_fresh_episodes_begin_in_reserved_states_too(base, tmp_path, monkeypatch):
+    """With other noise than the held-out ones: no number is the same."""
+    run, asked = in_lists(base, tmp_path / "run"), {}
+    (run.job.output_dir / "pretrained_model").symlink_to(base)
+
+    class Asked:
+        def __init__(self, *_, number, count, **__):
+            asked[None] = [number("far/0", i) for i in range(count)]
+
+        def played(self, _):
+            return []
+
+        def score(self, *_):
+            return {}
+
+        def films(self, *_):
+            return []
+
+    monkeypatch.setattr(before_after, "SideBySide", Asked)
+    before_after.before_and_after(run)
+    held_out = [run.scene.eval_number("far/0", i) for i in range(run.config.eval.n_episodes)]
+    assert {number % 3 for number in [*held_out, *asked[None]]} == {2}
+    assert len({*held_out, *asked[None]}) == len(held_out) + -(-before_after.FRESH_EPISODES // 3)
+
+
+def test_the_plan_says_which_states_are_held_out_and_a_resume_keeps_them(base, tmp_path):
+    run = in_lists(base, tmp_path / "run")
+    told = describe_grpo(run)
+    assert "9 initial states in 3 lists, one per task: 6 train, 2.0 groups begin in each" in told
+    assert "3 are held out of training, for evaluation: the last 1 per task (initial_states.json)" in told
+    assert "States" not in describe_grpo(resolved(base, tmp_path / "other"))
+    assert "evaluation is on states that were trained" in describe_grpo(
+        in_lists(base, tmp_path / "none", **{"grpo.reserved_states": 0})
+    )
+    with pytest.raises(ValueError, match="near/0 has 3 initial states, and --grpo.reserved_states=10"):
+        in_lists(base, tmp_path / "all", **{"grpo.reserved_states": 10})
+    other = in_lists(base, tmp_path / "other", **{"grpo.reserved_states": 2}).job.start
+    with pytest.raises(ValueError, match=r"reserved: was .*\[2\].*, is .*\[1, 2\]"):
+        check_resumable(run.job.start, other)
+
+
+def test_a_run_from_before_an_option_existed_resumes(base, tmp_path):
+    """Its identity, as checkpoints have it, had none of the later options."""
+    start = resolved(base, tmp_path / "run").job.start
+    assert not {"reserved_states", "reserved"} & start.stream.keys()

@@ -90,7 +90,8 @@ def play_groups(run: GrpoRun, rollouts: Rollouts, explorer: Explorer, iteration:
     for group in own:
         nth = iteration * run.options.groups + group
         task, seed = tasks[nth % len(tasks)], group_seed(run.config.seed, iteration, group)
-        starts += [Start(group * size + i, task, seed, nth // len(tasks)) for i in range(size)]
+        state = run.scene.train_number(task, nth // len(tasks))
+        starts += [Start(group * size + i, task, seed, state) for i in range(size)]
     ended = rollouts.play(starts, explorer)
     _check_alike(ended, size)
     table = torch.zeros((run.episodes, 4), dtype=torch.float64)
@@ -146,7 +147,8 @@ def check_finite(limit: int, nonfinite: int) -> None:
 def held_out(run: GrpoRun, rollouts: Rollouts, actor: Actor, worker: Worker) -> dict[str, int]:
     """Success of the deterministic sampler on the held-out list, shared out to the ranks. Every rank must call it."""
     config = run.config
-    episodes = dict(enumerate(episode_list(["plain"], run.scene.tasks, config.eval.n_episodes, config.seed)))
+    listed = episode_list(["plain"], run.scene.tasks, config.eval.n_episodes, config.seed, run.scene.eval_number)
+    episodes = dict(enumerate(listed))
     own = {number: one for number, one in episodes.items() if number % worker.world == worker.rank}
     starts = [Start(number, one.task, one.seed, one.episode) for number, one in own.items()]
     ended = rollouts.play(starts, Exploiter(actor, config.seed, own))
