@@ -21,10 +21,10 @@ from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, INSTRUCTIONS
 from vla_finetuning.evaluation.closed_loop import concatenate
 from vla_finetuning.flags import parse_grpo
 from vla_finetuning.policies import tiny_pi05
-from vla_finetuning.rl import before_after, learning
+from vla_finetuning.rl import before_after, flow_sde, learning
 from vla_finetuning.rl.acting import Exploiter, Explorer
 from vla_finetuning.rl.expected import Simulated, expected_times
-from vla_finetuning.rl.resolve import describe_grpo, resolve_grpo
+from vla_finetuning.rl.resolve import decision_bytes, describe_grpo, resolve_grpo
 from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint
 from vla_finetuning.training import attempt
 from vla_finetuning.training.export import export, exported_checkpoint
@@ -159,6 +159,27 @@ def test_the_ratio_is_one_in_the_first_update_of_an_iteration(base, tmp_path):
 def test_updates_end_where_the_policy_has_moved_far_enough(base, tmp_path):
     _, told = train(resolved(base, tmp_path / "run", lr=0.01, **{"grpo.target_kl": 1e-6, "grpo.iterations": 1}))
     assert told[1]["updates"] == 2  # the first, at which it had not moved yet, and the one that showed it
+
+
+def test_only_executed_actions_are_remembered_and_learned_from(base, tmp_path, monkeypatch):
+    """Four of ten; the network sees the whole chunk, and the plan counts what is held."""
+    seen, log_prob = set(), flow_sde.log_prob
+
+    def noted(value, mean, std):
+        seen.add((tuple(value.shape[1:]), tuple(mean.shape[1:])))
+        return log_prob(value, mean, std)
+
+    monkeypatch.setattr(flow_sde, "log_prob", noted)
+    run = resolved(base, tmp_path / "run", **{"policy.n_action_steps": 4, "grpo.iterations": 1})
+    kept, columns = [], Explorer.columns
+    monkeypatch.setattr(Explorer, "columns", lambda self: kept.append(columns(self)) or kept[-1])
+    _, told = train(run)
+    assert seen == {((4, 3), (4, 3))} and told[1]["updates"] > 0 and told[1]["ratio_off"] > 0
+    assert kept[0]["x"].shape[1:] == (3, 10, run.policy.config.max_action_dim)
+    walk = sum(kept[0][name][0].nbytes for name in ("x", "after", "action"))
+    images = sum(value[0].nbytes for value in kept[0].values() if value.dtype == torch.uint8)
+    tokens = 9 * run.policy.config.tokenizer_max_length
+    assert decision_bytes(run.scene.env, run.policy.config, run.sde) == walk + images + tokens
 
 
 def test_what_was_learned_is_exported(base, tmp_path):

@@ -135,6 +135,25 @@ def test_the_divergence_from_the_start_is_that_of_torchs_normals(loss):
     torch.testing.assert_close(found, 0.5 * expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("executed", [2, 6])
+def test_the_reported_divergence_is_per_executed_dimension(loss, executed):
+    """By torch's normals, from densities that another policy had."""
+    batch, other = micro_batch(loss), PI05Loss(make_policy(seed=1))
+    batch["after"] = batch["after"][:, :, :executed]
+    found = []
+    for policy in (loss, other):
+        with torch.no_grad():
+            _, mean, std = score(policy, batch, SDE, walk_of(batch))
+        normal = torch.distributions.Normal(mean, 20 * std[:, :, None, None])  # near enough to one another
+        found.append(normal.log_prob(batch["after"]).sum((2, 3)))
+    now, then = found
+    batch["old"] = score(loss, batch, SDE, walk_of(batch))[0].detach() - (now - then)
+    objective = Objective(loss, SDE, GrpoOptions())
+    objective(batch)
+    expected = ((now - then).exp() - 1 - (now - then)).mean() / (executed * ACTION_DIM)
+    assert totals(objective.sums).kl == pytest.approx(float(expected), rel=1e-3) and expected > 1e-6
+
+
 def test_on_a_gaussian_task_it_is_reinforces_gradient():
     """One step, one decision: the mean over many draws is the derivative of the expected reward, which is known."""
     generator = torch.Generator().manual_seed(0)

@@ -33,6 +33,7 @@ class Actor:
 
     Attributes:
         busy_s: seconds spent deciding; whoever reads it may set it back.
+        n_action_steps: executed of a chunk. shape: of a chunk: its length, the padded and the real width of an action.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Actor:
         self._checked = False
         self.busy_s = 0.0
         config = loss.policy.config
+        self.n_action_steps: int = config.n_action_steps
         self.shape = (config.chunk_size, config.max_action_dim, config.output_features[ACTION].shape[0])
 
     def see(self, observation: Observation, instructions: Sequence[str]) -> Batch:
@@ -116,6 +118,7 @@ class Explorer:
             with actor.computing():
                 chunk, walk = sample(actor.loss, actor.on_device(own), self._sde, draws)
             chunks.append(chunk)
+            walk = walk.executed(actor.n_action_steps)
             kept = {"x": walk.x, "after": walk.after, "which": walk.which, ACTION: chunk}
             self._kept.append(own | {key: value.cpu() for key, value in kept.items()})
             for decision in decisions[part]:

@@ -2,7 +2,8 @@
 
 Pure functions of numbers, and `Objective`, the module that a training loop wraps in DDP and calls.
 
-Legend: B rows (decisions), S random steps of each, T chunk, A action, N groups, G episodes of a group.
+Legend: B rows (decisions), S random steps of each, T chunk, E of it executed, A action, N groups, G episodes of a
+group.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ class Totals:
     """What an update says of itself, of all ranks.
 
     Attributes:
-        loss: mean. kl: of the policy that acted to the policy now, by (r - 1) - log r. clipped: share of the steps that
-            the clip left without a gradient. ratio_off: the largest |r - 1|. kl_start: to the policy that the run
-            started from.
+        loss: mean. kl: of the policy that acted to the policy now, by (r - 1) - log r, per executed dimension (of an
+            action, times actions). clipped: share of the steps that the clip left without a gradient. ratio_off: the
+            largest |r - 1|. kl_start: as kl, to the policy that the run started from.
     """
 
     loss: float
@@ -85,7 +86,7 @@ class Objective(nn.Module):
 
     A micro-batch, all of B rows: what `FlowLoss` takes of images and language; `weight` float32 (B,), 0 for a row
     that only fills up; and for grpo and rloo `x`, `after`, `which` (`flow_sde.Walk`), `advantage` (B,), `old` (B, S),
-    the log-probabilities before the first update, and `start_mean` (B, S, T, A) with `--grpo.kl`; for filtered
+    the log-probabilities before the first update, and `start_mean` (B, S, E, A) with `--grpo.kl`; for filtered
     `action` (B, T, A), `noise` and `time`.
 
     Attributes:
@@ -121,12 +122,14 @@ class Objective(nn.Module):
             losses = losses + options.kl * away
         loss = (losses.mean(dim=1) * weight).sum()
         with torch.no_grad():
-            divergence = ratio - 1.0 - change
+            dimensions = batch["after"][0, 0].numel()
+            divergence = (ratio - 1.0 - change) / dimensions
 
             def total(values: Tensor) -> Tensor:
                 return (values.float().mean(dim=1) * weight).sum()
 
-            self._add(weight.sum(), loss, total(divergence), total(flat), (ratio - 1.0).abs().max(), total(away))
+            off = (ratio - 1.0).abs().max()
+            self._add(weight.sum(), loss, total(divergence), total(flat), off, total(away / dimensions))
         return loss
 
     def score(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

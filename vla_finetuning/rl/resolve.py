@@ -111,7 +111,7 @@ def decision_bytes(env: EnvConfig, config: Any, sde: FlowSDE) -> int:
     images = sum(math.prod(feature.shape) for feature in features if feature.type is FeatureType.VISUAL)
     width, actions = config.max_action_dim, config.output_features["action"].shape[0]
     steps = 1 if sde.one else sde.steps
-    walk = 4 * config.chunk_size * (steps * (width + actions) + actions)
+    walk = 4 * (config.chunk_size * (steps * width + actions) + steps * config.n_action_steps * actions)
     return images + 9 * config.tokenizer_max_length + walk
 
 
@@ -177,6 +177,8 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     )
     policy.processors()
     identity = {"environment": config.env_type, "env_options": config.env_options, "seed": config.seed, **decided}
+    # Runs of before scored whole chunks, and their --grpo.target_kl was of all dimensions together.
+    identity["density"] = "executed actions, divergence per dimension"
     if states:
         identity["reserved"] = {task: list(own.reserved) for task, own in states.items()}
     job = make_job(training, policy, config.grpo.iterations, identity, config.train.mode, config.grpo.minibatch)
@@ -194,7 +196,7 @@ def describe_grpo(run: GrpoRun) -> str:
     advantage = {
         "grpo": f"ratio clipped to {1 - g.clip_low:g} .. {1 + g.clip_high:g}"
         + (f", dual clip {g.dual_clip:g}" if g.dual_clip else "")
-        + (f", a step of updates ends at a KL of {g.target_kl:g}" if g.target_kl else ""),
+        + (f", an iteration's updates end at a KL of {g.target_kl:g} per executed dimension" if g.target_kl else ""),
         "rloo": "REINFORCE, less the mean of the group's others",
         "filtered": "imitation of the episodes that succeeded",
     }[g.method]
