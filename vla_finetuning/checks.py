@@ -41,6 +41,10 @@ def check_grpo(config: GrpoConfig) -> None:
     """Raises ValueError where options of a run of `grpo.py` do not go together."""
     g, s = config.grpo, config.scaling
     _check_gpus(config.scaling)
+    if config.lr is None:
+        raise ValueError(
+            "--lr=null: imitation's own rate is far too high for learning from success; give a number, as 5e-6"
+        )
     if g.groups % s.num_workers:
         raise ValueError(
             f"--grpo.groups={g.groups} with --scaling.num_workers={s.num_workers}: workers play equally many groups; "

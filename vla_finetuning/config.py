@@ -479,7 +479,7 @@ class EvalOptions:
 
 @dataclass
 class GrpoOptions:
-    """How a policy learns from success alone (docs/grpo.md). Defaults are those published for PI0.5."""
+    """How a policy learns from success alone (docs/grpo.md). Sampler and clip are by default RLinf's for PI0.5."""
 
     method: Method = option(
         "grpo",
@@ -496,7 +496,9 @@ class GrpoOptions:
     noise_level: float = option(0.5, "How much noise the random sampler adds (a).", above=0)
     random_steps: Literal["all", "one"] = option("all", "Steps of each decision that are random.")
     epochs: int = option(2, "Passes over an iteration's decisions.", min=1)
-    minibatch: int = option(64, "Decisions of a minibatch over all workers, evenly cut.", min=1)
+    minibatch: int = option(
+        64, "Decisions of a minibatch over all workers, evenly cut; the presets of GPUs have 2048.", min=1
+    )
     clip_low: float = option(0.2, "The ratio of probabilities is clipped at 1 - clip_low below.", above=0, below=1)
     clip_high: float = option(0.2, "The ratio of probabilities is clipped at 1 + clip_high above.", above=0)
     dual_clip: float | None = option(3.0, "Bound of a bad episode's loss; null: none.", above=0)

@@ -21,6 +21,7 @@ from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, INSTRUCTIONS
 from vla_finetuning.evaluation.closed_loop import concatenate
 from vla_finetuning.flags import parse_grpo
 from vla_finetuning.policies import tiny_pi05
+from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl import before_after, flow_sde, learning
 from vla_finetuning.rl.acting import Exploiter, Explorer
 from vla_finetuning.rl.expected import Simulated, expected_times
@@ -237,6 +238,15 @@ def test_a_reset_that_does_not_decide_the_state_is_said():
     learning._check_alike({3: ended[0], 1: ended[1]}, 3)
 
 
+def test_the_rate_is_the_runs_own_never_the_imitations(base, tmp_path):
+    run = resolved(base, tmp_path / "run", lr=3e-6)
+    loss = FlowLoss(run.policy.start())
+    optimizer = learning.build_grpo_optimizer(run.config, loss)
+    assert [optimizer.schedule(iteration) for iteration in (0, 3, 50)] == pytest.approx([3e-6 / 4, 3e-6, 3e-6])
+    assert parse_grpo(["--policy.path=p", "--env.type=two_bins", "--output_dir=o"]).lr == 5e-6
+    assert loss.policy.config.get_optimizer_preset().lr > 2e-5
+
+
 def test_gradients_that_are_not_finite_end_the_run(base, tmp_path):
     run = resolved(base, tmp_path / "run")
     learning.check_finite(run.config.train.max_nonfinite, 10)
@@ -257,6 +267,7 @@ def test_a_presets_flags_come_before_the_users():
         ({"grpo.groups": 3, "scaling.num_workers": 2}, "equally many groups; give 4"),
         ({"grpo.method": "ppo"}, "expected one of grpo, rloo, filtered"),
         ({"grpo.clip_low": 1}, "below 1"),
+        ({"lr": "null"}, "--lr=null: imitation's own rate.*give a number"),
         ({"scaling.strategy": "fsdp2"}, "use --scaling.strategy=ddp"),
         ({"env.type": "nowhere"}, "LeRobot knows no such environment"),
         ({"dataset.root": "/data"}, "unknown flag --dataset.root"),

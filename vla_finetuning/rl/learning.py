@@ -277,7 +277,8 @@ class Lessons:
 def build_grpo_optimizer(config: GrpoConfig, loss: FlowLoss) -> TrainableOptimizer:
     """AdamW with the policy's own constants but no decay, which would pull away from the policy that was imitated."""
     preset = loss.policy.config.get_optimizer_preset()
-    peak, warmup = config.lr or preset.lr, config.grpo.warmup
+    assert config.lr is not None  # the check refuses it
+    peak, warmup = config.lr, config.grpo.warmup
     return make_trainable_optimizer(
         loss.policy,
         schedule=lambda iteration: peak * min(1.0, (iteration + 1) / (warmup + 1)),
