@@ -5,9 +5,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lerobot.envs.utils import preprocess_observation
+from lerobot.policies.factory import make_pre_post_processors
 from safetensors.torch import load_file
 
 import grpo
@@ -16,19 +19,22 @@ from tests.in_process import TINY
 from tests.tiny import make_config
 from tests.training.test_parallel import broadcast, meet, processes
 from vla_finetuning.envs.configs import task_makers
-from vla_finetuning.envs.stage import Stage
+from vla_finetuning.envs.stage import Stage, Start
 from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, INSTRUCTIONS
 from vla_finetuning.evaluation.closed_loop import concatenate
+from vla_finetuning.evaluation.episodes import Episode
+from vla_finetuning.evaluation.player import Player
 from vla_finetuning.flags import parse_grpo
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl import before_after, flow_sde, learning
-from vla_finetuning.rl.acting import Exploiter, Explorer
+from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
 from vla_finetuning.rl.expected import Simulated, expected_times
 from vla_finetuning.rl.resolve import decision_bytes, describe_grpo, resolve_grpo
 from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint
 from vla_finetuning.training import attempt
 from vla_finetuning.training.export import export, exported_checkpoint
+from vla_finetuning.training.model import build_model
 from vla_finetuning.training.worker import Worker
 
 CPU = torch.device("cpu")
@@ -85,8 +91,7 @@ def train_as(run, rank=0, world=1):
         return grpo.train(run, Rank(rank, world))
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def make_base(folder, **options):
     features = {
         f"observation.images.{name}": {"dtype": "video", "shape": (*size, 3), "names": ["height", "width", "channels"]}
         for name, size in CAMERAS.items()
@@ -94,13 +99,19 @@ def base(tmp_path_factory):
     vector = {"dtype": "float32", "shape": (3,), "names": AXES}
     stats = {"q01": [-20.0, 4, 3], "q99": [20.0, 30, 16], "mean": [0.0] * 3, "std": [1.0] * 3}
     return tiny_pi05.make_tiny_base(
-        tmp_path_factory.mktemp("learning") / "base",
+        folder,
         features=features | {"observation.state": vector, "action": vector},
         tasks=list(INSTRUCTIONS.values()),
         stats={key: stats for key in ("observation.state", "action")},
         fps=10,
         **TINY,
+        **options,
     )
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_base(tmp_path_factory.mktemp("learning") / "base")
 
 
 def resolved(base, folder, **changes):
@@ -181,6 +192,35 @@ def test_only_executed_actions_are_remembered_and_learned_from(base, tmp_path, m
     images = sum(value[0].nbytes for value in kept[0].values() if value.dtype == torch.uint8)
     tokens = 9 * run.policy.config.tokenizer_max_length
     assert decision_bytes(run.scene.env, run.policy.config, run.sde) == walk + images + tokens
+
+
+@pytest.mark.parametrize("explore", [True, False])
+def test_relative_actions_of_more_rows_than_a_batch(tmp_path, explore):
+    """Five decisions, two at once: each row's actions are absolute from its own state, as LeRobot's processors say."""
+    folder = make_base(tmp_path / "base", use_relative_actions=True)
+    run = resolved(folder, tmp_path / "run", **{"grpo.inference_batch": 2})
+    loss, autocast = build_model(run.policy, CPU)
+    player = Player(loss.policy, *run.policy.processors(), env=run.scene.env, rename_map={})
+    actor = Actor(loss, player, prompts=run.policy.prompts, inference_batch=2, autocast=autocast, device=CPU)
+    stage = Stage(task_makers(run.scene.env), 5, 60.0)
+    (_, decisions), seen = stage.advance([Start(number, "two_bins", 50 + number) for number in range(5)])
+    chunks = []
+
+    def noted(predicted):
+        chunks.append(predicted)
+        return to_env(predicted)
+
+    to_env, player.to_env = player.to_env, noted
+    episodes = {n: Episode("plain", "two_bins", n, 50 + n) for n in range(5)}
+    decide = Explorer(actor, run.sde, 0, 0) if explore else Exploiter(actor, 0, episodes)
+    actions = decide(seen, decisions)
+    pre, post = make_pre_post_processors(loss.policy.config, pretrained_path=str(folder))
+    for row, chunk in enumerate(torch.cat(chunks)):
+        own = {key: value[row : row + 1] for key, value in seen.items() if key != "pixels"}
+        own["pixels"] = {name: image[row : row + 1] for name, image in seen["pixels"].items()}
+        pre({**preprocess_observation(own), "task": [decisions[row].instruction]})
+        np.testing.assert_allclose(actions[row], post(chunk[None])[0].numpy(), atol=1e-5)
+    assert len({tuple(state) for state in seen["agent_pos"].tolist()}) == 5
 
 
 def test_what_was_learned_is_exported(base, tmp_path):

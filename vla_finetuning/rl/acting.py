@@ -80,7 +80,11 @@ class Actor:
         return (slice(first, first + self._at_once) for first in range(0, len(decisions), self._at_once))
 
     def executed(self, chunks: Sequence[Tensor]) -> np.ndarray:
-        return np.concatenate([self._player.to_env(chunk) for chunk in chunks])
+        """The actions of all rows last seen, whose chunks were made one batch after the other: (N, n_action_steps, A).
+
+        Together: what makes relative actions absolute remembers the states of all these rows.
+        """
+        return self._player.to_env(torch.cat(list(chunks)))
 
 
 def _to_uint8(key: str, image: Tensor, check: bool) -> Tensor:
