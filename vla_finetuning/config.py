@@ -484,7 +484,8 @@ class GrpoOptions:
     method: Method = option(
         "grpo",
         "grpo: clipped policy gradient, returns compared within a group. rloo: REINFORCE with the mean of the others "
-        "as its baseline. filtered: imitation of the episodes that succeeded. All on the same episodes.",
+        "as its baseline, ratios not clipped. filtered: imitation of the episodes that succeeded, which has no stop by "
+        "divergence. All on the same episodes.",
     )
     iterations: int = option(100, "Iterations: groups x group_size episodes each, then updates.", min=1)
     groups: int = option(16, "Groups of an iteration.", min=1)

@@ -347,7 +347,7 @@ def metrics_of(
         "updates": len(results),
         "nonfinite_steps": int(sum(float(result.skipped) for result in results)),
         "loss": said.loss,
-        "kl": said.kl,
+        "kl": None if run.options.method == "filtered" else said.kl,
         "kl_start": said.kl_start if run.options.kl else None,
         "clipped": said.clipped,
         "ratio_off": said.ratio_off,

@@ -64,6 +64,20 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: flo
     return loss, flat
 
 
+def surrogate(options: GrpoOptions, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+    """A loss whose gradient raises the return, and where it is flat; of steps drawn by the policy that acted.
+
+    grpo: `clipped`. rloo: -r A, whose gradient is REINFORCE's by importance sampling, so that samples of the policy
+    before the first update stay right in later ones; only the stop at `--grpo.target_kl` bounds r.
+
+    Args:
+        ratio: of the density now to that of the policy that acted. advantage: broadcasts to it.
+    """
+    if options.method == "rloo":
+        return -ratio * advantage, torch.zeros_like(ratio, dtype=torch.bool)
+    return clipped(ratio, advantage, options.clip_low, options.clip_high, options.dual_clip)
+
+
 @dataclass(frozen=True)
 class Totals:
     """What an update says of itself, of all ranks.
@@ -112,10 +126,7 @@ class Objective(nn.Module):
         # A row that fills up must not even be NaN times zero.
         change = torch.where(weight[:, None] > 0, found - batch["old"], 0.0)
         ratio, advantage = change.exp(), batch["advantage"][:, None]
-        if options.method == "rloo":
-            losses, flat = -advantage * torch.where(weight[:, None] > 0, found, 0.0), torch.zeros_like(ratio)
-        else:
-            losses, flat = clipped(ratio, advantage, options.clip_low, options.clip_high, options.dual_clip)
+        losses, flat = surrogate(options, ratio, advantage)
         away = torch.zeros_like(losses)
         if options.kl:
             away = ((mean - batch["start_mean"]) / std[:, :, None, None]).square().sum((2, 3)) / 2.0

@@ -193,12 +193,13 @@ def describe_grpo(run: GrpoRun) -> str:
     size = decision_bytes(scene.env, policy.config, run.sde)
     workers, per_worker = config.scaling.num_workers, run.episodes // config.scaling.num_workers
     held = per_worker * decisions * size
+    ends = f", an iteration's updates end at a KL of {g.target_kl:g} per executed dimension" if g.target_kl else ""
     advantage = {
         "grpo": f"ratio clipped to {1 - g.clip_low:g} .. {1 + g.clip_high:g}"
         + (f", dual clip {g.dual_clip:g}" if g.dual_clip else "")
-        + (f", an iteration's updates end at a KL of {g.target_kl:g} per executed dimension" if g.target_kl else ""),
-        "rloo": "REINFORCE, less the mean of the group's others",
-        "filtered": "imitation of the episodes that succeeded",
+        + ends,
+        "rloo": f"REINFORCE, less the mean of the group's others, ratio not clipped{ends}",
+        "filtered": "imitation of the episodes that succeeded; --grpo.target_kl does not stop it",
     }[g.method]
     tasks = len(scene.tasks)
     lines = [
