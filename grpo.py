@@ -60,6 +60,7 @@ from vla_finetuning.rl.learning import (
     frozen_copy,
     held_out,
     iteration_line,
+    make_demonstrations,
     make_rollouts,
     metrics_of,
     play_groups,
@@ -115,6 +116,8 @@ def train(run: GrpoRun, worker: Worker) -> bool:
     actor = Actor(
         loss, player, prompts=policy.prompts, inference_batch=options.inference_batch, autocast=autocast, device=device
     )
+    loss.mask_padding = options.method == "filtered"  # of own chunks what was executed
+    demonstrations = make_demonstrations(run)
     objective = Objective(loss, run.sde, options).to(device)
     start = frozen_copy(objective) if options.kl else None
     model = spread(objective, config.scaling.strategy, device, world, autocast=autocast)
@@ -134,15 +137,28 @@ def train(run: GrpoRun, worker: Worker) -> bool:
             log.write(0, {**before, **seconds})
 
     stop, nonfinite = False, 0
+    first_row = progress.rows if demonstrations is not None else 0
     for iteration in range(first, job.steps):
         times, done = Times(), iteration + 1
         explorer = Explorer(actor, run.sde, config.seed, iteration)
         played = play_groups(run, rollouts, explorer, iteration, worker)
         check_first(options, iteration, played)
         times.mark("play")
-        lessons = Lessons(run, objective, start, actor, explorer, played, iteration=iteration, worker=worker)
+        lessons = Lessons(
+            run,
+            objective,
+            start,
+            actor,
+            explorer,
+            played,
+            iteration=iteration,
+            worker=worker,
+            demonstrations=demonstrations,
+            first_row=first_row,
+        )
         times.mark("score")
         results = learn(options, model, objective, optimizer, lessons, iteration, worker, autocast)
+        first_row += lessons.demonstrated
         times.mark("update")
         metrics = metrics_of(run, played, lessons, objective, results)
         nonfinite += metrics["nonfinite_steps"]
@@ -160,7 +176,8 @@ def train(run: GrpoRun, worker: Worker) -> bool:
                 first_step_done(job.output_dir, done, time.monotonic() - began)
             log.write(done, {"episodes": done * run.episodes, "lr": optimizer.schedule(iteration), **metrics})
         if done == job.steps or done % config.save_freq == 0 or stop or due:
-            progress = replace(progress, step=done, rows=done * run.episodes, loss=-metrics["success"])
+            rows = done * run.episodes if demonstrations is None else first_row
+            progress = replace(progress, step=done, rows=rows, loss=-metrics["success"])
             checkpoints.save(progress)
         if stop:
             break

@@ -41,6 +41,11 @@ def check_grpo(config: GrpoConfig) -> None:
     """Raises ValueError where options of a run of `grpo.py` do not go together."""
     g, s = config.grpo, config.scaling
     _check_gpus(config.scaling)
+    if g.demonstrations is not None and g.method != "filtered":
+        raise ValueError(
+            f"--grpo.demonstrations={g.demonstrations} with --grpo.method={g.method}: only imitation takes them, "
+            "--grpo.method=filtered"
+        )
     if config.lr is None:
         raise ValueError(
             "--lr=null: imitation's own rate is far too high for learning from success; give a number, as 5e-6"

@@ -487,6 +487,11 @@ class GrpoOptions:
         "as its baseline, ratios not clipped. filtered: imitation of the episodes that succeeded, which has no stop by "
         "divergence. All on the same episodes.",
     )
+    demonstrations: str | None = option(
+        None,
+        "A LeRobot dataset, whose rows are half of each minibatch of --grpo.method filtered: a policy that imitates "
+        "its own samples alone loses precision.",
+    )
     iterations: int = option(100, "Iterations: groups x group_size episodes each, then updates.", min=1)
     groups: int = option(16, "Groups of an iteration.", min=1)
     group_size: int = option(8, "Episodes of a group, all from the same initial state.", min=2)

@@ -20,17 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from util import Batch, StepResult, TrainableOptimizer, make_trainable_optimizer
-from vla_finetuning.config import EvalOptions, GrpoConfig, GrpoOptions
+from vla_finetuning.config import DatasetOptions, EvalOptions, GrpoConfig, GrpoOptions
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import Ended, Start
 from vla_finetuning.evaluation.episodes import episode_list
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
-from vla_finetuning.rl.minibatches import Table, group_seed, minibatches, rank_of
+from vla_finetuning.rl.demonstrations import Read, as_lessons, in_tasks, micro_positions
+from vla_finetuning.rl.minibatches import Minibatch, Table, group_seed, minibatches, rank_of
 from vla_finetuning.rl.objective import Objective, advantages, totals
 from vla_finetuning.rl.resolve import GrpoRun, Scene
 from vla_finetuning.rl.rollout import Rollouts
 from vla_finetuning.run.progress import keep_metrics
+from vla_finetuning.training.stream import Columns
 from vla_finetuning.training.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,13 @@ def make_rollouts(scene: Scene, options: GrpoOptions, limits: EvalOptions) -> Ro
         step_limit_s=limits.step_limit_s,
         room_s=limits.room_timeout_s,
     )
+
+
+def make_demonstrations(run: GrpoRun) -> Read | None:
+    """How this process reads the demonstrations; None where there are none."""
+    if run.demonstrations is None:
+        return None
+    return in_tasks(run.demonstrations, run.policy, DatasetOptions().batch_timeout_s)
 
 
 @dataclass(frozen=True)
@@ -165,6 +174,8 @@ class Lessons:
 
     Args:
         start: the policy that the run started from, for `--grpo.kl`.
+        demonstrations: reads the rows of a dataset that are as many of each minibatch as decisions are.
+        first_row: of their stream.
     """
 
     def __init__(
@@ -178,8 +189,11 @@ class Lessons:
         *,
         iteration: int,
         worker: Worker,
+        demonstrations: Read | None = None,
+        first_row: int = 0,
     ) -> None:
         options, rank, world = run.options, worker.rank, worker.world
+        self._demonstrations, self._first_row = demonstrations, first_row
         self._run, self._actor, self._iteration, self._rank, self._world = run, actor, iteration, rank, world
         worth, used = advantages(played.returns, options.method, options.normalise)
         self._table = Table.of(played.decisions, used.flatten().numpy())
@@ -202,24 +216,47 @@ class Lessons:
         """Decisions to learn from, of all ranks."""
         return len(self._table.episode)
 
+    @property
+    def demonstrated(self) -> int:
+        """Rows of the demonstrations that all passes take, of all ranks."""
+        return self.rows * self._run.options.epochs if self._demonstrations else 0
+
     def epoch(self, number: int) -> Iterator[tuple[int, list[Batch]]]:
         """A pass: of each minibatch its rows on all ranks, and this rank's micro-batches of it."""
-        for minibatch in self._minibatches(number):
-            yield len(minibatch[0]), [self._micro_batch(rows, number) for rows in minibatch[1]]
+        listed = list(self._minibatches(number))
+        if self._demonstrations is None:
+            for minibatch in listed:
+                yield minibatch.rows, [self._micro_batch(rows, number) for rows in minibatch.micros]
+            return
+        first, beside = self._first_row + number * self.rows, []
+        for minibatch in listed:
+            shares = {"rank": self._rank, "ranks": self._world, "micro_rows": self._run.config.batch_size}
+            beside.append(micro_positions(first, minibatch.rows, **shares))
+            first += minibatch.rows
+        # A rank without rows of its own in a micro-batch fills it up with the stream's first.
+        read = self._demonstrations([p if len(p) else np.array([self._first_row]) for micros in beside for p in micros])
+        for minibatch, micros in zip(listed, beside, strict=True):
+            own = [self._micro_batch(rows, number) for rows in minibatch.micros]
+            yield 2 * minibatch.rows, own + [self._demonstration(next(read), positions) for positions in micros]
 
-    def _minibatches(self, number: int) -> Iterator[tuple[range, list[np.ndarray]]]:
-        config = self._run.config
-        key = (config.seed, self._iteration, number)
-        for one in minibatches(
+    def _minibatches(self, number: int) -> Iterator[Minibatch]:
+        config, options = self._run.config, self._run.options
+        return minibatches(
             self._table,
             self._owner,
             rank=self._rank,
             ranks=self._world,
-            size=self._run.options.minibatch,
+            size=options.minibatch if self._demonstrations is None else max(1, options.minibatch // 2),
             micro_rows=config.batch_size,
-            key=key,
-        ):
-            yield range(one.rows), one.micros
+            key=(config.seed, self._iteration, number),
+        )
+
+    def _demonstration(self, columns: Columns, positions: np.ndarray) -> Batch:
+        """Prepared rows at these positions of the stream as `Objective` takes them; of none, one of weight zero."""
+        batch = self._actor.on_device(as_lessons(columns))
+        names = [(self._run.config.seed, int(position)) for position in positions] or [(0, 0)]
+        own = {"weight": torch.full((len(names),), float(len(positions) > 0)), **self._noise(names)}
+        return batch | {key: value.to(self._actor.device) for key, value in own.items()}
 
     def _score(self, objective: Objective, start: Objective | None) -> None:
         """Log-probabilities before the first update, by the learner itself and in the first epoch's micro-batches.
@@ -229,8 +266,8 @@ class Lessons:
         steps = self._columns["which"].shape[1] if self._columns else 0
         old = torch.zeros(self.rows, steps)
         means = []
-        for _, micros in self._minibatches(0):
-            for rows in micros:
+        for minibatch in self._minibatches(0):
+            for rows in minibatch.micros:
                 if not len(rows):
                     continue
                 with torch.no_grad(), self._actor.computing():
@@ -258,16 +295,19 @@ class Lessons:
         if self._start_mean is not None:
             own["start_mean"] = self._start_mean[rows]
         if self._run.options.method == "filtered":
-            own |= self._draws(rows, epoch)
+            key = (self._run.config.seed, self._iteration, epoch)
+            own |= self._noise([(*key, self._table.episode[row], self._table.decision[row]) for row in rows])
+            # What was not executed is no example of success.
+            config: Any = self._run.policy.config
+            own["action_is_pad"] = (torch.arange(config.chunk_size) >= config.n_action_steps).repeat(len(rows), 1)
         return batch | {key: value.to(self._actor.device) for key, value in own.items()}
 
-    def _draws(self, rows: np.ndarray, epoch: int) -> dict[str, Tensor]:
-        """Noise and time of imitation, LeRobot's distributions (`policies.flow.sample_noise_and_time`)."""
+    def _noise(self, names: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
+        """Noise and time of imitation of each row, LeRobot's distributions (`policies.flow.sample_noise_and_time`)."""
         config: Any = self._run.policy.config
         noise, times = [], []
-        for row in rows:
-            name = [self._table.episode[row], self._table.decision[row]]
-            rng = np.random.default_rng([self._run.config.seed, self._iteration, epoch, *name])
+        for name in names:
+            rng = np.random.default_rng(name)
             noise.append(rng.standard_normal((config.chunk_size, config.max_action_dim), np.float32))
             fraction = rng.beta(config.time_sampling_beta_alpha, config.time_sampling_beta_beta)
             times.append(fraction * config.time_sampling_scale + config.time_sampling_offset)
@@ -343,6 +383,7 @@ def metrics_of(
         "mixed_groups": float(mixed.float().mean()),
         "decisions": int(played.decisions.sum()),
         "used": lessons.rows,
+        "demonstrated": lessons.demonstrated,
         "env_steps": int(played.steps.sum()),
         "updates": len(results),
         "nonfinite_steps": int(sum(float(result.skipped) for result in results)),

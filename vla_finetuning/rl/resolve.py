@@ -30,14 +30,26 @@ from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.rl.demonstrations import resolve_demonstrations
 from vla_finetuning.rl.flow_sde import FlowSDE
 from vla_finetuning.run.base_policy import check_policy, resolve_policy
 from vla_finetuning.run.job import Job
+from vla_finetuning.run.preflight import absolute
 from vla_finetuning.run.resolve import make_job
+from vla_finetuning.run.rows import Rows
 from vla_finetuning.terminal import escaped
 
-# Options of GRPO that may change when a run is resumed: how long it goes on, and what changes no result.
-FREE = ("iterations", "eval_every", "env_actors", "envs_per_actor", "env_actor_cpus", "inference_batch")
+# Options of GRPO that may change when a run is resumed: how long it goes on, what changes no result, and a path, behind
+# which are the rows that do count.
+FREE = (
+    "demonstrations",
+    "iterations",
+    "eval_every",
+    "env_actors",
+    "envs_per_actor",
+    "env_actor_cpus",
+    "inference_batch",
+)
 # Options that older runs were started without: at its default, each of these leaves a run as it was.
 LATER = ("reserved_states",)
 # In the run's folder: the lists of initial states, by task.
@@ -84,12 +96,17 @@ class Scene:
 
 @dataclass(frozen=True)
 class GrpoRun:
-    """A run of `grpo.py`: what it does, which policy, in which scene. Its steps are iterations."""
+    """A run of `grpo.py`: what it does, which policy, in which scene. Its steps are iterations.
+
+    Attributes:
+        demonstrations: rows of a dataset that it imitates too.
+    """
 
     config: GrpoConfig
     job: Job
     policy: PolicySpec
     scene: Scene
+    demonstrations: Rows | None = None
 
     @property
     def options(self) -> GrpoOptions:
@@ -179,10 +196,16 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     identity = {"environment": config.env_type, "env_options": config.env_options, "seed": config.seed, **decided}
     # Runs of before scored whole chunks, and their --grpo.target_kl was of all dimensions together.
     identity["density"] = "executed actions, divergence per dimension"
+    demonstrations = None
+    if config.grpo.demonstrations is not None:
+        root = absolute(config.grpo.demonstrations)
+        config = replace(config, grpo=replace(config.grpo, demonstrations=root))
+        demonstrations = resolve_demonstrations(config, root)
+        identity["demonstrations"] = demonstrations.identity
     if states:
         identity["reserved"] = {task: list(own.reserved) for task, own in states.items()}
     job = make_job(training, policy, config.grpo.iterations, identity, config.train.mode, config.grpo.minibatch)
-    return GrpoRun(config, job, policy, Scene(env, cameras, tasks, longest_episode(env), states))
+    return GrpoRun(config, job, policy, Scene(env, cameras, tasks, longest_episode(env), states), demonstrations)
 
 
 def describe_grpo(run: GrpoRun) -> str:
@@ -199,7 +222,8 @@ def describe_grpo(run: GrpoRun) -> str:
         + (f", dual clip {g.dual_clip:g}" if g.dual_clip else "")
         + ends,
         "rloo": f"REINFORCE, less the mean of the group's others, ratio not clipped{ends}",
-        "filtered": "imitation of the episodes that succeeded; --grpo.target_kl does not stop it",
+        "filtered": "imitation of the episodes that succeeded; --grpo.target_kl does not stop it"
+        + (f"; half of each minibatch from {g.demonstrations}" if g.demonstrations else ""),
     }[g.method]
     tasks = len(scene.tasks)
     lines = [
