@@ -63,7 +63,7 @@ from vla_finetuning.rl.learning import (
     make_demonstrations,
     make_rollouts,
     metrics_of,
-    play_groups,
+    play_iteration,
 )
 from vla_finetuning.rl.objective import Objective, totals
 from vla_finetuning.rl.resolve import INITIAL_STATES_NAME, GrpoRun, describe_grpo, resolve_grpo
@@ -137,11 +137,13 @@ def train(run: GrpoRun, worker: Worker) -> bool:
             log.write(0, {**before, **seconds})
 
     stop, nonfinite = False, 0
-    first_row = progress.rows if demonstrations is not None else 0
+    # Of the demonstrations where there are any, with which nothing is played again; otherwise episodes.
+    first_row, episodes = progress.rows, first * run.episodes if demonstrations is not None else progress.rows
     for iteration in range(first, job.steps):
         times, done = Times(), iteration + 1
         explorer = Explorer(actor, run.sde, config.seed, iteration)
-        played = play_groups(run, rollouts, explorer, iteration, worker)
+        played, rounds = play_iteration(run, rollouts, explorer, iteration, worker)
+        episodes += sum(one.returns.numel() for one in rounds)
         check_first(options, iteration, played)
         times.mark("play")
         lessons = Lessons(
@@ -160,7 +162,7 @@ def train(run: GrpoRun, worker: Worker) -> bool:
         results = learn(options, model, objective, optimizer, lessons, iteration, worker, autocast)
         first_row += lessons.demonstrated
         times.mark("update")
-        metrics = metrics_of(run, played, lessons, objective, results)
+        metrics = metrics_of(run, played, rounds, lessons, objective, results)
         nonfinite += metrics["nonfinite_steps"]
         check_finite(config.train.max_nonfinite, nonfinite)
         if done % options.eval_every == 0 or done == job.steps:
@@ -174,9 +176,9 @@ def train(run: GrpoRun, worker: Worker) -> bool:
         if log is not None:
             if iteration == first:
                 first_step_done(job.output_dir, done, time.monotonic() - began)
-            log.write(done, {"episodes": done * run.episodes, "lr": optimizer.schedule(iteration), **metrics})
+            log.write(done, {"episodes": episodes, "lr": optimizer.schedule(iteration), **metrics})
         if done == job.steps or done % config.save_freq == 0 or stop or due:
-            rows = done * run.episodes if demonstrations is None else first_row
+            rows = episodes if demonstrations is None else first_row
             progress = replace(progress, step=done, rows=rows, loss=-metrics["success"])
             checkpoints.save(progress)
         if stop:

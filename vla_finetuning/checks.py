@@ -46,6 +46,11 @@ def check_grpo(config: GrpoConfig) -> None:
             f"--grpo.demonstrations={g.demonstrations} with --grpo.method={g.method}: only imitation takes them, "
             "--grpo.method=filtered"
         )
+    if g.resample and g.method == "filtered":
+        raise ValueError(
+            f"--grpo.resample={g.resample} with --grpo.method=filtered, which learns from every success, also of "
+            "groups whose returns are all equal: leave it out"
+        )
     if config.lr is None:
         raise ValueError(
             "--lr=null: imitation's own rate is far too high for learning from success; give a number, as 5e-6"

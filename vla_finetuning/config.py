@@ -495,6 +495,12 @@ class GrpoOptions:
     iterations: int = option(100, "Iterations: groups x group_size episodes each, then updates.", min=1)
     groups: int = option(16, "Groups of an iteration.", min=1)
     group_size: int = option(8, "Episodes of a group, all from the same initial state.", min=2)
+    resample: int = option(
+        0,
+        "Times that groups whose returns are all equal are replaced by groups that begin elsewhere (dynamic sampling). "
+        "The episodes count.",
+        min=0,
+    )
     reward: Literal["success", "return"] = option(
         "success", "What an episode is worth: success (1 or 0), or its return (the sum of its rewards)."
     )

@@ -41,17 +41,24 @@ CPU = torch.device("cpu")
 
 
 class LocalRollouts:
-    """Stands in for `rollout.Rollouts`: two stages in this process. Every third episode is worth more than others."""
+    """Stands in for `rollout.Rollouts`: two stages in this process. Every third episode is worth more than others.
 
-    def __init__(self, scene, worth):
+    With seed 13 none is, and with seed 14 none of the first round's odd groups.
+    """
+
+    def __init__(self, scene, seed):
         self._stages = [Stage(task_makers(scene.env), 8, 60.0) for _ in range(2)]
-        self._worth = worth
+        self._seed = seed
+
+    def _worth(self, number):
+        alike = self._seed == 13 or (self._seed == 14 and number < 12 and number // 3 % 2)
+        return float(number % 3 == 0 and not alike)
 
     def play(self, episodes, decide):
         ended, waiting = {}, []
         for stage, own in zip(self._stages, (episodes[::2], episodes[1::2]), strict=True):
             (_, decisions), seen = stage.advance(own)
-            waiting.append((stage, decisions, seen))
+            waiting += [(stage, decisions, seen)] if decisions else []
         while waiting:
             actions = decide(concatenate([seen for *_, seen in waiting]), [d for _, own, _ in waiting for d in own])
             first, left = 0, []
@@ -61,7 +68,7 @@ class LocalRollouts:
                 ended |= {one.number: one for one in over}
                 left += [(stage, more, seen)] if more else []
             waiting = left
-        return {n: replace(one, total_reward=float(n % 3 == 0) * self._worth) for n, one in sorted(ended.items())}
+        return {n: replace(one, total_reward=self._worth(n)) for n, one in sorted(ended.items())}
 
     def take_seconds(self):
         return 0.0, 0.0
@@ -86,7 +93,7 @@ class Rank(Worker):
 
 
 def train_as(run, rank=0, world=1):
-    rollouts = mock.patch.object(grpo, "make_rollouts", lambda scene, *_: LocalRollouts(scene, run.config.seed != 13))
+    rollouts = mock.patch.object(grpo, "make_rollouts", lambda scene, *_: LocalRollouts(scene, run.config.seed))
     with rollouts, mock.patch.object(attempt, "log_to"):
         return grpo.train(run, Rank(rank, world))
 
@@ -238,9 +245,10 @@ def two(rank, world, run, folder):
     dist.destroy_process_group()
 
 
-def test_two_processes_are_one_with_twice_the_groups(base, tmp_path):
-    """Also where micro-batches differ in size and one of the two has none of a minibatch's rows."""
-    changes = {"grpo.minibatch": 3, "grpo.iterations": 1, "batch_size": 2, "lr": 1e-6}
+@pytest.mark.parametrize("seed", [1000, 14])
+def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed):
+    """Also where micro-batches differ in size and one of the two has none of a minibatch's rows, or of replacements."""
+    changes = {"grpo.minibatch": 3, "grpo.iterations": 1, "batch_size": 2, "lr": 1e-6, "grpo.resample": 1, "seed": seed}
     whole, told = train(resolved(base, tmp_path / "one", **changes))
     run = resolved(base, tmp_path / "two", **changes, **{"scaling.num_workers": 2})
     processes(two, run, tmp_path, world=2)
@@ -250,8 +258,9 @@ def test_two_processes_are_one_with_twice_the_groups(base, tmp_path):
     for name in moments:
         torch.testing.assert_close(found[name], whole[name], atol=2e-3 * largest, rtol=0.02)
     for one, other in zip(told, metrics(run), strict=True):
-        for key in ("success", "decisions", "used", "updates", "held_out_successes", "loss"):
+        for key in ("success", "decisions", "used", "updates", "held_out_successes", "loss", "resampled_groups"):
             assert one.get(key) == pytest.approx(other.get(key), rel=1e-3, abs=1e-4), key
+    assert told[1]["resampled_groups"] == (2 if seed == 14 else 0)
     # What two processes spent adds up to the iteration, whichever of them waited where.
     line = json.loads((run.job.output_dir / "metrics.jsonl").read_text().splitlines()[-1])
     spent = sum(line[f"{name}_s"] for name in ("play", "score", "update", "held_out"))
@@ -445,3 +454,62 @@ def test_a_run_from_before_an_option_existed_resumes(base, tmp_path):
     """Its identity, as checkpoints have it, had none of the later options."""
     start = resolved(base, tmp_path / "run").job.start
     assert not {"reserved_states", "reserved"} & start.stream.keys()
+
+
+# ---- groups that are all alike --------------------------------------------------------------------------------------
+
+
+def alike_at_first(monkeypatch, until):
+    """Every group's first `until` replacements have equal returns, but of group 0, whose never differ.
+
+    Returns: the starts of all groups that were played.
+    """
+    played, play = [], LocalRollouts.play
+
+    def noted(self, episodes, decide):
+        ended = play(self, episodes, decide)
+        if isinstance(decide, Explorer):
+            played.extend(episodes)
+            for n, one in ended.items():
+                again, group = divmod(n // 3, 4)
+                same = again < until or group == 0
+                ended[n] = replace(one, total_reward=1.0 if same else float(n % 3 == 0))
+        return ended
+
+    monkeypatch.setattr(LocalRollouts, "play", noted)
+    return played
+
+
+def test_groups_that_are_all_alike_are_replaced_and_their_episodes_count(base, tmp_path, monkeypatch):
+    played = alike_at_first(monkeypatch, until=1)
+    whole, told = train(resolved(base, tmp_path / "run", **{"grpo.resample": 3, "grpo.iterations": 1}))
+    # All four groups again, then twice the one that stays alike; each begins elsewhere.
+    assert len(played) == 12 + 12 + 3 + 3 and told[1]["episodes"] == 30 and told[1]["resampled_groups"] == 6
+    assert told[1]["mixed_groups"] == 0.75 and told[1]["return"] == pytest.approx((21 + 3) / 30)
+    assert len({start.seed for start in played}) == 10 and len({start.number for start in played}) == 30
+    # What is learned is what those groups did: the decisions of the three that were replaced once.
+    assert 0 < told[1]["used"] < told[1]["decisions"] and told[1]["ratio_off"] > 0
+    none, told = train(resolved(base, tmp_path / "none", **{"grpo.resample": 1, "grpo.iterations": 1}))
+    assert told[1]["episodes"] == 24 and all(torch.equal(whole[name], none[name]) for name in whole)
+
+
+def test_a_resumed_run_counts_all_episodes(base, tmp_path, monkeypatch):
+    alike_at_first(monkeypatch, until=1)
+    options = {"grpo.resample": 1, "grpo.eval_every": 9}
+    train(resolved(base, tmp_path / "run", **options))
+    _, told = train(resolved(base, tmp_path / "run", **options, **{"grpo.iterations": 3}))
+    assert [line["episodes"] for line in told[1:]] == [24, 48, 72]
+
+
+def test_the_first_iteration_of_equal_returns_is_refused_only_after_the_replacements(base, tmp_path, monkeypatch):
+    alike_at_first(monkeypatch, until=1)
+    with pytest.raises(ValueError, match="in none of the first iteration's"):
+        train(resolved(base, tmp_path / "run"))
+
+
+def test_what_replaces_a_group_is_in_the_plan(base, tmp_path):
+    told = describe_grpo(resolved(base, tmp_path / "run", **{"grpo.resample": 2}))
+    assert "groups all alike are replaced, 2 times at most: at most 72 episodes" in told
+    assert "GiB of host memory per worker: 72 decisions of" in told
+    with pytest.raises(ValueError, match="--grpo.resample=1 with --grpo.method=filtered"):
+        resolved(base, tmp_path / "other", **{"grpo.resample": 1, "grpo.method": "filtered"})

@@ -79,39 +79,91 @@ def make_demonstrations(run: GrpoRun) -> Read | None:
 
 @dataclass(frozen=True)
 class Played:
-    """What all ranks know of an iteration's episodes.
+    """What all ranks know of some groups' episodes.
 
     Attributes:
-        returns, success: float32 (N, G). decisions, steps: int64 (E,), of each episode.
+        returns, success: float32 (N, G). decisions, steps, numbers: int64 (N G,), of each episode.
     """
 
     returns: Tensor
     success: Tensor
     decisions: np.ndarray
     steps: np.ndarray
+    numbers: np.ndarray
+
+    @property
+    def alike(self) -> Tensor:
+        """Groups whose returns are all equal, bool (N,): nothing distinguishes their episodes."""
+        return (self.returns == self.returns[:, :1]).all(dim=1)
+
+    def with_groups(self, others: Played, places: Tensor) -> Played:
+        """The same with other groups at `places`, int64 (number of the others,)."""
+        size = self.returns.shape[1]
+        episodes = (places[:, None] * size + torch.arange(size)).flatten().numpy()
+        columns = {name: getattr(self, name).copy() for name in ("decisions", "steps", "numbers")}
+        for name, column in columns.items():
+            column[episodes] = getattr(others, name)
+        returns = self.returns.index_copy(0, places, others.returns)
+        return Played(returns, self.success.index_copy(0, places, others.success), **columns)
 
 
-def play_groups(run: GrpoRun, rollouts: Rollouts, explorer: Explorer, iteration: int, worker: Worker) -> Played:
-    """Play this rank's groups, and learn from the other ranks how theirs went. Every rank must call it."""
-    size, groups = run.options.group_size, range(run.options.groups)
-    own = [group for group in groups if rank_of(group, worker.world) == worker.rank]
+def play_iteration(
+    run: GrpoRun, rollouts: Rollouts, explorer: Explorer, iteration: int, worker: Worker
+) -> tuple[Played, list[Played]]:
+    """The groups to learn from, and all that were played for them. Every rank must call it.
+
+    With `--grpo.resample`, groups whose returns are all equal are replaced by groups that begin elsewhere, so many
+    times at most (dynamic sampling, DAPO, arXiv 2503.14476).
+    """
+    found = play_groups(run, rollouts, explorer, iteration, worker)
+    rounds = [found]
+    for again in range(1, run.options.resample + 1):
+        places = found.alike.nonzero().flatten()
+        if not len(places):
+            break
+        rounds.append(play_groups(run, rollouts, explorer, iteration, worker, places.tolist(), again))
+        found = found.with_groups(rounds[-1], places)
+    return found, rounds
+
+
+def play_groups(
+    run: GrpoRun,
+    rollouts: Rollouts,
+    explorer: Explorer,
+    iteration: int,
+    worker: Worker,
+    groups: Sequence[int] | None = None,
+    again: int = 0,
+) -> Played:
+    """Play this rank's groups, and learn from the other ranks how theirs went. Every rank must call it.
+
+    Args:
+        groups: of the iteration; all when None. again: how many times these have been replaced.
+    """
+    size, count = run.options.group_size, run.options.groups
+    groups = range(count) if groups is None else groups
     tasks, starts = run.scene.tasks, []
-    for group in own:
-        nth = iteration * run.options.groups + group
-        task, seed = tasks[nth % len(tasks)], group_seed(run.config.seed, iteration, group)
+    places: dict[int, int] = {}  # of episodes in the table, by their numbers
+    for place, group in enumerate(groups):
+        if rank_of(group, worker.world) != worker.rank:
+            continue
+        number, nth = again * count + group, (iteration + again) * count + group
+        task, seed = tasks[nth % len(tasks)], group_seed(run.config.seed, iteration, number)
         state = run.scene.train_number(task, nth // len(tasks))
-        starts += [Start(group * size + i, task, seed, state) for i in range(size)]
+        starts += [Start(number * size + i, task, seed, state) for i in range(size)]
+        places |= {number * size + i: place * size + i for i in range(size)}
     ended = rollouts.play(starts, explorer)
     _check_alike(ended, size)
-    table = torch.zeros((run.episodes, 4), dtype=torch.float64)
+    table = torch.zeros((len(groups) * size, 5), dtype=torch.float64)
     for number, one in ended.items():
         worth = float(one.success_once) if run.options.reward == "success" else one.total_reward
-        table[number] = torch.tensor([worth, one.success_once, explorer.decisions(number), one.steps])
+        told = [worth, one.success_once, explorer.decisions(number), one.steps, number]
+        table[places[number]] = torch.tensor(told)
     device = explorer.device
     whole = everyone(table.to(device)).sum(dim=0).cpu()
     returns, success = (whole[:, column].float().view(-1, size) for column in (0, 1))
-    decisions, steps = (whole[:, column].long().numpy() for column in (2, 3))
-    return Played(returns, success, decisions, steps)
+    decisions, steps, numbers = (whole[:, column].long().numpy() for column in (2, 3, 4))
+    return Played(returns, success, decisions, steps, numbers)
 
 
 def _check_alike(ended: Mapping[int, Ended], size: int) -> None:
@@ -202,7 +254,7 @@ class Lessons:
         own = np.flatnonzero(self._owner == rank)
         # Where a row of the table is in this rank's columns.
         self._place = np.full(len(self._table.episode), -1)
-        self._place[own] = explorer.rows(self._table.episode[own], self._table.decision[own])
+        self._place[own] = explorer.rows(played.numbers[self._table.episode[own]], self._table.decision[own])
         self._advantage = worth.flatten()[self._table.episode]
         self._old: Tensor | None = None
         self._start_mean: Tensor | None = None
@@ -371,20 +423,29 @@ class Times:
 
 
 def metrics_of(
-    run: GrpoRun, played: Played, lessons: Lessons, objective: Objective, results: Sequence[StepResult]
+    run: GrpoRun,
+    played: Played,
+    rounds: Sequence[Played],
+    lessons: Lessons,
+    objective: Objective,
+    results: Sequence[StepResult],
 ) -> dict[str, Any]:
-    """An iteration in numbers, the same on all ranks. Every rank must call it."""
+    """An iteration in numbers, the same on all ranks. Every rank must call it.
+
+    Args:
+        played: the groups that it learned from. rounds: all that were played, whose success and costs these are.
+    """
     said = totals(everyone(objective.sums))
     norms = [float(result.grad_norm) for result in results]
-    mixed = (played.returns != played.returns[:, :1]).any(dim=1)
     return {
-        "success": float(played.success.mean()),
-        "return": float(played.returns.mean()),
-        "mixed_groups": float(mixed.float().mean()),
-        "decisions": int(played.decisions.sum()),
+        "success": float(torch.cat([one.success for one in rounds]).mean()),
+        "return": float(torch.cat([one.returns for one in rounds]).mean()),
+        "mixed_groups": 1.0 - float(played.alike.float().mean()),
+        "resampled_groups": sum(len(one.returns) for one in rounds[1:]),
+        "decisions": sum(int(one.decisions.sum()) for one in rounds),
         "used": lessons.rows,
         "demonstrated": lessons.demonstrated,
-        "env_steps": int(played.steps.sum()),
+        "env_steps": sum(int(one.steps.sum()) for one in rounds),
         "updates": len(results),
         "nonfinite_steps": int(sum(float(result.skipped) for result in results)),
         "loss": said.loss,

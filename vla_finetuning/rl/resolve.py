@@ -51,7 +51,7 @@ FREE = (
     "inference_batch",
 )
 # Options that older runs were started without: at its default, each of these leaves a run as it was.
-LATER = ("reserved_states",)
+LATER = ("reserved_states", "resample")
 # In the run's folder: the lists of initial states, by task.
 INITIAL_STATES_NAME = "initial_states.json"
 # An environment that does not say how long its episodes are.
@@ -215,6 +215,8 @@ def describe_grpo(run: GrpoRun) -> str:
     decisions = scene.most_decisions(policy.config.n_action_steps)
     size = decision_bytes(scene.env, policy.config, run.sde)
     workers, per_worker = config.scaling.num_workers, run.episodes // config.scaling.num_workers
+    # Where all groups of a worker are replaced each time; those that were replaced are still held.
+    per_worker *= 1 + g.resample
     held = per_worker * decisions * size
     ends = f", an iteration's updates end at a KL of {g.target_kl:g} per executed dimension" if g.target_kl else ""
     advantage = {
@@ -238,6 +240,7 @@ def describe_grpo(run: GrpoRun) -> str:
         f"CPUs each; cameras {', '.join(scene.cameras)}",
         f"Iteration    {g.groups} groups x {g.group_size} episodes = {run.episodes}, told their {g.reward}; "
         f"{g.iterations} iterations, {g.iterations * run.episodes:,} episodes",
+        *_describe_resampling(run),
         f"Sampler      {g.flow_steps} steps, {g.random_steps} of them random, noise level {g.noise_level:g}",
         f"Learning     {g.method}: {advantage}",
         f"             {g.epochs} epochs in minibatches of {g.minibatch} decisions, at most {config.batch_size} at "
@@ -270,3 +273,10 @@ def _describe_states(run: GrpoRun) -> list[str]:
         held = f"{evaluated} are held out of training, for evaluation: the last {run.options.reserved_states} per task"
         return [*lines, f"             {held} ({INITIAL_STATES_NAME})"]
     return [*lines, "             none is held out: evaluation is on states that were trained"]
+
+
+def _describe_resampling(run: GrpoRun) -> list[str]:
+    resample, most = run.options.resample, run.options.iterations * run.episodes * (1 + run.options.resample)
+    if not resample:
+        return []
+    return [f"             groups all alike are replaced, {resample} times at most: at most {most:,} episodes"]
