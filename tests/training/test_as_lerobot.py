@@ -1,91 +1,68 @@
 """Ten steps of the program against LeRobot's own: its dataset, factories, optimizer, schedule and update."""
 
-import contextlib
 import copy
-from types import SimpleNamespace
+import json
+import os
+import traceback
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from lerobot.configs.default import DatasetConfig
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.datasets import EpisodeAwareSampler
 from lerobot.datasets.factory import make_dataset as lerobots_dataset
 from lerobot.optim.factory import make_optimizer_and_scheduler
 from lerobot.policies.factory import make_policy, make_pre_post_processors
-from lerobot.policies.pi0 import modeling_pi0
-from lerobot.processor import tokenizer_processor
 from lerobot.scripts.lerobot_train import update_policy
 from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
 
 import vla
 from tests import in_process
 from tests.datasets import make_dataset
+from tests.tiny_backbones import KINDS
+from tests.training.test_parallel import meet, processes
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies import pipelines
-from vla_finetuning.policies.tiny_pi05 import make_tokenizer
 from vla_finetuning.run.resolve import resolve
+from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.worker import Worker
 
 STEPS, ROWS = 10, 2
-WORDS = ["go", "to", "the", "red", "blue", "bin"]
-# Small, and with a schedule of which ten steps see every part. Of ACT, two rates.
-ACT = {
-    **{"chunk_size": 4, "n_action_steps": 4, "dim_model": 16, "n_heads": 2, "dim_feedforward": 16},
-    **{"n_encoder_layers": 1, "n_vae_encoder_layers": 1, "latent_dim": 4, "pretrained_backbone_weights": "null"},
-    **{"optimizer_lr": 1e-4, "optimizer_lr_backbone": 1e-5, "optimizer_weight_decay": 0.1},
-}
-DIFFUSION = {
-    **{"horizon": 8, "n_action_steps": 4, "down_dims": "[8, 16]", "diffusion_step_embed_dim": 8, "n_groups": 4},
-    **{"crop_shape": "[40, 40]", "spatial_softmax_num_keypoints": 4, "num_train_timesteps": 10},
-    **{"scheduler_warmup_steps": 3, "optimizer_weight_decay": 0.01, "pretrained_backbone_weights": "null"},
-}
-PI0 = {
-    **{"chunk_size": 4, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "tokenizer_max_length": 12},
-    **{"image_resolution": "[28, 28]", "scheduler_warmup_steps": 3, "scheduler_decay_steps": 7, "optimizer_lr": 1e-4},
-}
 
 
 class Shard:
-    """Stands in for Ray's shard of the dataset: the run's own rows, in the plan's order, prepared as they would be."""
+    """Stands in for Ray's shard of the dataset: a rank's own rows, in the plan's order, prepared as they would be."""
 
-    def __init__(self, run):
+    def __init__(self, run, rank=0, world=1):
         self._run, self._data = run, vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+        self._dealt = dealt(run, rank, world)
 
     def iter_torch_batches(self, *, batch_size, collate_fn, **_):
         source = self._data.read(stream=(0, self._run.rows.last_row))
-        for rows in source.read_rows(np.arange(self._run.rows.last_row), batch_size):
-            yield collate_fn(self._data.prepare(rows))
+        micros = range(self._run.rows.last_row // (batch_size * self._dealt.world))
+        positions = np.concatenate([self._dealt.rows(micro) for micro in micros])
+        for micro, rows in zip(micros, source.read_rows(positions.tolist(), batch_size), strict=True):
+            yield collate_fn({**self._data.prepare(rows), "position": self._dealt.rows(micro)})
 
 
-@contextlib.contextmanager
-def tiny_pi0():
-    """LeRobot's PI0 with a small vision tower and vocabulary, and a tokenizer that nobody downloads."""
-    paligemma, expert = modeling_pi0.PaliGemmaForConditionalGenerationWithPiGemma, modeling_pi0.PiGemmaForCausalLM
-    sizes = SimpleNamespace(width=32, depth=2, mlp_dim=32, num_heads=8, num_kv_heads=1, head_dim=8)
+class Rank(Worker):
+    """A worker of a process group of this file's own."""
 
-    def small(config):
-        vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-        for name, value in (*vision.items(), ("patch_size", 14), ("projection_dim", 32)):
-            setattr(config.vision_config, name, value)
-        config.text_config.vocab_size = config._vocab_size = config.image_token_index = 512
-        return paligemma(config)
+    def __init__(self, run, rank, world):
+        super().__init__(torch.device("cpu"), Shard(run, rank, world))
+        self.rank, self.world = rank, world
 
-    def small_expert(config):
-        config.vocab_size = 512
-        return expert(config)
-
-    tokenizers = SimpleNamespace(from_pretrained=lambda *_, **__: make_tokenizer(WORDS))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling_pi0, "get_gemma_config", lambda variant: sizes)
-        patch.setattr(modeling_pi0, "PaliGemmaForConditionalGenerationWithPiGemma", lambda config: small(config))
-        patch.setattr(modeling_pi0, "PiGemmaForCausalLM", lambda config: small_expert(config))
-        patch.setattr(tokenizer_processor, "AutoTokenizer", tokenizers)
-        patch.setattr(pipelines, "require_model", lambda *_: None)
-        yield
+    def broadcast(self, value):
+        values = [value]
+        dist.broadcast_object_list(values)
+        return values[0]
 
 
-KINDS = {"act": (ACT, contextlib.nullcontext), "diffusion": (DIFFUSION, contextlib.nullcontext), "pi0": (PI0, tiny_pi0)}
+def dealt(run, rank, world):
+    return Dealt(run.job.batch_size, run.rows.block_rows, rank, world, run.job.batches_per_step)
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +72,12 @@ def dataset(tmp_path_factory):
 
 
 def resolved(root, kind, **changes):
-    options = {"dataset.root": root, "policy.type": kind, "output_dir": root.parent / kind, "train.mode": "full"}
-    options |= {f"policy.{name}": value for name, value in KINDS[kind][0].items()}
+    folder = root.parent / kind
+    tiny = KINDS[kind]
+    options = {"dataset.root": root, "policy.type": kind, "output_dir": folder / "run", "train.mode": "full"}
+    options |= {f"policy.{name}": value for name, value in {**tiny.options, **tiny.folders(folder)}.items()}
     options |= {
+        **tiny.run,
         "batch_size": ROWS,
         "steps": STEPS,
         "dataset.image_size": "stored",
@@ -107,12 +87,18 @@ def resolved(root, kind, **changes):
     return resolve(parse_args([f"--{name}={value}" for name, value in options.items()]), gpus_found=0)
 
 
-def lerobots(run, root):
-    """The policy after the same steps of `lerobot-train`: its factories, then its updates. And what rows it samples."""
+def lerobots(run, root, rank=0, world=1):
+    """The policy after the same steps of `lerobot-train`: its factories, then its updates. And what rows it samples.
+
+    Of several processes, each with its rows of the batch; their process group is there, and `accelerate` knows of it by
+    the environment.
+    """
     given = copy.deepcopy(run.policy.config)
     given.input_features, given.output_features, given.push_to_hub = {}, {}, False
     cfg = TrainPipelineConfig(
-        dataset=DatasetConfig(repo_id="local/test", root=str(root), video_backend="pyav"), policy=given, steps=STEPS
+        dataset=DatasetConfig(repo_id="local/test", root=str(root), video_backend="pyav"),
+        policy=given,
+        steps=run.job.steps,
     )
     cfg.optimizer, cfg.scheduler = given.get_optimizer_preset(), given.get_scheduler_preset()  # as its `validate`
     data = lerobots_dataset(cfg)
@@ -120,17 +106,21 @@ def lerobots(run, root):
     policy = make_policy(cfg=given, ds_meta=data.meta)
     preprocessor, _ = make_pre_post_processors(given, dataset_stats=data.meta.stats)
     optimizer, scheduler = make_optimizer_and_scheduler(cfg, policy)
-    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
+    search = DistributedDataParallelKwargs(find_unused_parameters=True)  # as its `train`
+    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False, kwargs_handlers=[search])
+    assert accelerator.num_processes == world
     policy, optimizer, scheduler = accelerator.prepare(policy, optimizer, scheduler)
     names = ("loss", "grad_norm", "lr", "update_s", "gpu_mem_gb")
     metrics = MetricsTracker(1, 1, 1, {name: AverageMeter(name) for name in names})
     plan = run.rows.source(stream=(0, run.rows.last_row)).plan
-    for step in range(STEPS):
-        index = np.concatenate([s.rows()[1] for s in plan.slices(step * ROWS, (step + 1) * ROWS)])
+    order = np.concatenate([s.rows()[1] for s in plan.slices(0, run.rows.last_row)])
+    for step in range(run.job.steps):
+        index = order[dealt(run, rank, world).rows(step)]
         batch = torch.utils.data.default_collate([data[int(i)] for i in index])
         for key in data.meta.camera_keys:
             batch[key] = batch[key].to(torch.float32) / 255.0
-        torch.manual_seed(run.config.seed * 1_000_003 + step)  # what the policy draws, it draws from here
+        # What the policy draws, it draws from here.
+        torch.manual_seed(run.config.seed * 1_000_003 + step * world + rank)
         update_policy(
             metrics,
             policy,
@@ -142,7 +132,7 @@ def lerobots(run, root):
         )
     ends = data.meta.episodes["dataset_from_index"], data.meta.episodes["dataset_to_index"]
     drop = getattr(given, "drop_n_last_frames", 0)
-    return policy, EpisodeAwareSampler(*ends, drop_n_last_frames=drop).indices
+    return accelerator.unwrap_model(policy), EpisodeAwareSampler(*ends, drop_n_last_frames=drop).indices
 
 
 def without_shifts(name, value):
@@ -173,7 +163,7 @@ def lerobots_own_difference(run, root, expected):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_steps_are_lerobots_own(dataset, kind):
-    with KINDS[kind][1]():
+    with KINDS[kind].here():
         run = resolved(dataset, kind)
         torch.manual_seed(run.config.seed)
         trained = in_process.train(run, Shard(run)).named()
@@ -187,3 +177,44 @@ def test_ten_steps_are_lerobots_own(dataset, kind):
     plan = run.rows.source(stream=(0, run.rows.last_row)).plan
     index = np.concatenate([s.rows()[1] for s in plan.slices(0, run.rows.per_epoch)])
     assert sorted(index.tolist()) == sampled
+
+
+# ---- two workers ----------------------------------------------------------------------------------------------------
+
+FEW = 4
+
+
+def both(rank, world, root, folder):
+    """What each of two processes finds of every type: how far it is from the same process of LeRobot's."""
+    meet(rank, world, folder)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    found = {}
+    for kind, tiny in KINDS.items():
+        try:
+            with tiny.here():
+                run = resolved(root, kind, **{"steps": FEW, "scaling.num_workers": world})
+                torch.manual_seed(run.config.seed)
+                trained = in_process.train(run, worker=Rank(run, rank, world)).named()
+                expected = lerobots(run, root, rank, world)[0].state_dict()
+                found[kind] = relative(trained, {name: expected[name] for name in trained})
+        except Exception:
+            found[kind] = traceback.format_exc()
+            break  # the other process may wait for this one
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_workers(dataset):
+    processes(both, dataset, dataset.parent, world=2)
+    return [json.loads((dataset.parent / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_workers_are_two_of_lerobots_processes(two_workers, kind):
+    """Statistics of batch norms are each process's own, as LeRobot's are; rank 0's are saved."""
+    for found in two_workers:
+        assert isinstance(found[kind], dict), found[kind]
+        apart = {name: value for name, value in found[kind].items() if value > 1e-6}
+        assert not apart and len(found[kind]) > 10

@@ -51,9 +51,12 @@ class PolicyLoss(nn.Module):
         images: makes floats of uint8 cameras; needed for policies that normalise images.
     Attributes:
         attention: the kernel of what `attentions` lists; may be changed to what `attention.choose_kernel` says.
+        reaches_all: every parameter that trains gets a gradient in every step. LeRobot's own losses leave some out (of
+            PI0 5 tensors): DDP looks for them in every step, as `lerobot-train` has it do.
     """
 
     attention: Kernel = "eager"
+    reaches_all: bool = False
 
     def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None):
         super().__init__()
