@@ -100,6 +100,7 @@ class Family:
     Attributes:
         type: LeRobot's name of it.
         as_lerobot: tests/training/test_as_lerobot.py shows that steps here are lerobot-train's.
+        refused: why it is not trained here, in words; empty where it is.
         chunk_draws: what its `predict_action_chunk` does about random numbers: takes the noise that it starts from,
             (N, chunk_size, max_action_dim); draws nothing; or draws for itself.
         tokenizer, or tokenizer_option, the policy's option that names it: see `tokenizer_name`.
@@ -117,6 +118,7 @@ class Family:
 
     type: str
     as_lerobot: bool = False
+    refused: str = ""
     chunk_draws: Literal["noise", "nothing", "its own"] = "its own"
     tokenizer: str | None = None
     tokenizer_option: str | None = None

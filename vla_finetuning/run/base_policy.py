@@ -25,7 +25,7 @@ from vla_finetuning.policies.loading import check_weights, fetch_pretrained, loa
 from vla_finetuning.policies.processors import (
     TOKENIZER_FOLDER,
 )
-from vla_finetuning.policies.registry import family_of, types_that
+from vla_finetuning.policies.registry import family_of, require_trained, types_that
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.trainable import TrainableReport, choose_trainable
 from vla_finetuning.run.checkpoint import check_base, file_digest, latest_checkpoint, load_progress
@@ -75,11 +75,13 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
     Returns:
         The configuration; the folder, None without one; `{"path", "revision", "digest", "files"}`.
     Raises:
-        ValueError, OSError: there is none, it cannot be read, or it is not the one that a resumed run started from.
+        ValueError, OSError: there is none, it cannot be read, it is not the one that a resumed run started from, or its
+            type is not trained here.
     """
     if path is None:
         kind = config.policy_type or ""
         nothing = {"path": f"{kind} from random weights", "revision": None, "digest": None}
+        require_trained(kind, f"--policy.type={kind}")
         return policy_config_of(f"--policy.type={kind}", kind, None, config.policy_options), None, nothing
     folder, revision = fetch_pretrained(path, config.policy_revision)
     folder = folder.absolute()
@@ -101,6 +103,7 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
         kind = json.loads((folder / "config.json").read_bytes())["type"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"policy {path}: config.json is damaged or no policy's ({error!r}); copy it again") from error
+    require_trained(kind, f"policy {path}")
     policy_config = policy_config_of(f"policy {path}", kind, folder, config.policy_options)
     policy_config.pretrained_path = folder
     return policy_config, folder, base
@@ -115,9 +118,6 @@ def _digests(folder: Path, weights: Path) -> dict[str, str]:
 
 def policy_config_of(where: str, kind: str, folder: Path | None, options: list[str]) -> PreTrainedConfig:
     """LeRobot's configuration of a policy, the folder's or the type's defaults, with the user's own options."""
-    known = PreTrainedConfig.get_known_choices()
-    if kind not in known:
-        raise ValueError(f"{where}: no policy is of type {kind!r}; LeRobot knows {', '.join(sorted(known))}")
     try:
         with warnings.catch_warnings(), remote_code(trusted=False):
             warnings.simplefilter("ignore")
