@@ -10,7 +10,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from lerobot.configs.policies import PreTrainedConfig
 
 from vla_finetuning.config import (
@@ -52,19 +51,25 @@ def check_policy(
                 "out, or look for the like among the policy's own options (--policy.*)"
             )
     if not family.from_config:
+        _require_float32(str(getattr(policy_config, "dtype", "float32")))
         return None  # building others may download their backbones
     policy = meta_policy(policy_config)
     if folder is not None:
         check_weights(folder, policy)
     report = choose_trainable(policy, train.mode, adapters)
-    trained = {parameter.dtype for parameter in policy.parameters() if parameter.requires_grad}
-    if others := sorted(str(dtype).removeprefix("torch.") for dtype in trained - {torch.float32}):
+    for dtype in {parameter.dtype for parameter in policy.parameters() if parameter.requires_grad}:
+        _require_float32(str(dtype).removeprefix("torch."))
+    return report
+
+
+def _require_float32(dtype: str) -> None:
+    """Refuse a policy some of whose weights that train would be of this precision."""
+    if dtype != "float32":
         raise ValueError(
-            f"--policy.dtype={others[0]}, the user's or the pretrained policy's own: weights that train must "
+            f"--policy.dtype={dtype}, the user's or the pretrained policy's own: weights that train must "
             "be float32, or small updates are lost; give --policy.dtype=float32 (--train.precision says what the step "
             "computes in, and keeps what is frozen in bf16)"
         )
-    return report
 
 
 def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:

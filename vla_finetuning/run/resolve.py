@@ -133,7 +133,9 @@ def resolve(config: Config, gpus_found: int) -> Run:
         missing = exact_needed(metas[0].features, needed)
     config = replace(config, dataset=replace(config.dataset, statistics=decision.statistics))
     cameras, train, flops = len(match.camera_keys), config.train, {}
-    if prompts := family_of(base.config).prompt_lengths(base.config, cameras, train.trim_prompts):
+    family = family_of(base.config)
+    prompts = family.prompt_lengths(base.config, cameras, train.trim_prompts)
+    if prompts and family.from_config:
         flops = flops_by_prompt(base.config, cameras, train.mode, train.noise_draws, prompts, config.peft)
     spec = PolicySpec(
         config=base.config,
