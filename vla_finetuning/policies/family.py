@@ -159,6 +159,10 @@ class Family:
             raise ValueError(f"LeRobot's own loss of a '{policy.config.type}' has no {unknown[0]}: leave it out")
         return PolicyLoss(policy, images=images)
 
+    def training_state(self) -> dict[str, Tensor]:
+        """What its loss adds to the state of the policy, by name, to be read into: saved and resumed, not exported."""
+        return {}
+
     def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
         """Draw what the loss needs in a step of so many rows, a function of (seed, step, rows); None: it draws itself.
 

@@ -8,6 +8,7 @@ from lerobot.configs import PreTrainedConfig
 from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from vla_finetuning.policies.family import Family
 from vla_finetuning.policies.pi05 import PI05
+from vla_finetuning.policies.vqbet import VQBeT
 
 PALIGEMMA = "google/paligemma-3b-pt-224"
 
@@ -24,7 +25,7 @@ FAMILIES = {
         Family("smolvla", as_lerobot=True, chunk_draws="noise", tokenizer_option="vlm_model_name"),
         Family("pi0_fast", as_lerobot=True, tokenizer_option="text_tokenizer_name"),
         Family("xvla", as_lerobot=True, tokenizer_option="tokenizer_name"),
-        Family("vqbet", as_lerobot=True),
+        VQBeT("vqbet", as_lerobot=True),
         Family("multi_task_dit", as_lerobot=True, tokenizer_option="text_encoder_name"),
         Family("tdmpc", refused="its target network follows the others after every step, without a gradient"),
         Family("gaussian_actor", refused="it is an actor of online reinforcement learning, and its forward is no loss"),
