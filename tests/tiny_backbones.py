@@ -43,6 +43,7 @@ class Kind:
         here: what has to be patched to build it.
         run: options of the run.
         type: of the policy, where it is not the name in KINDS.
+        lora: names of layers for adapters, as a regular expression; "own": LeRobot's choice; None: there are none.
     """
 
     options: dict[str, str | float | int]
@@ -50,6 +51,7 @@ class Kind:
     here: Callable[[], AbstractContextManager] = contextlib.nullcontext
     run: dict[str, str] = field(default_factory=dict)
     type: str | None = None
+    lora: str | None = r".*(q_proj|v_proj|qkv|adaLN_modulation.1)"
 
 
 def make_small_tokenizer(**tokens):
@@ -105,20 +107,22 @@ ACT = Kind(
         **{"n_encoder_layers": 1, "n_vae_encoder_layers": 1, "latent_dim": 4, "pretrained_backbone_weights": "null"},
         # Two rates.
         **{"optimizer_lr": 1e-4, "optimizer_lr_backbone": 1e-5, "optimizer_weight_decay": 0.1},
-    }
+    },
+    lora=None,
 )
 DIFFUSION = Kind(
     {
         **{"horizon": 8, "n_action_steps": 4, "down_dims": "[8, 16]", "diffusion_step_embed_dim": 8, "n_groups": 4},
         **{"crop_shape": "[40, 40]", "spatial_softmax_num_keypoints": 4, "num_train_timesteps": 10},
         **{"scheduler_warmup_steps": 3, "optimizer_weight_decay": 0.01, "pretrained_backbone_weights": "null"},
-    }
+    },
+    lora=None,
 )
 PALIGEMMA = {
     **{"chunk_size": 4, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "tokenizer_max_length": 12},
     **{"image_resolution": "[28, 28]", "scheduler_warmup_steps": 3, "scheduler_decay_steps": 7, "optimizer_lr": 1e-4},
 }
-PI0 = Kind(PALIGEMMA, here=lambda: tiny_paligemma(modeling_pi0))
+PI0 = Kind(PALIGEMMA, here=lambda: tiny_paligemma(modeling_pi0), lora="own")
 
 PI0_FAST = Kind(
     {
@@ -135,7 +139,8 @@ VQBET = Kind(
         **{"gpt_block_size": 32, "gpt_input_dim": 16, "gpt_output_dim": 16, "gpt_n_layer": 1, "gpt_n_head": 2},
         **{"gpt_hidden_dim": 16, "spatial_softmax_num_keypoints": 4, "pretrained_backbone_weights": "null"},
         **{"scheduler_warmup_steps": 3, "offset_loss_weight": 10, "optimizer_vqvae_lr": 1e-3},
-    }
+    },
+    lora=None,
 )
 VQBET_GROUP_NORM = replace(VQBET, options={**VQBET.options, "use_group_norm": "true"}, type="vqbet")
 
@@ -189,6 +194,7 @@ SMOLVLA = Kind(
         **{"optimizer_lr": 1e-4, "scheduler_warmup_steps": 3, "scheduler_decay_steps": 7},
     },
     folders=smolvlm,
+    lora="own",
 )
 
 

@@ -16,13 +16,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from lerobot.configs.default import DatasetConfig
 from lerobot.configs.train import TrainPipelineConfig
-from lerobot.datasets import EpisodeAwareSampler
+from lerobot.datasets import EpisodeAwareSampler, LeRobotDatasetMetadata
 from lerobot.datasets.factory import make_dataset as lerobots_dataset
 from lerobot.optim.factory import make_optimizer_and_scheduler
-from lerobot.policies.factory import make_policy, make_pre_post_processors
+from lerobot.policies.factory import get_policy_class, make_policy, make_pre_post_processors
 from lerobot.policies.vqbet.modeling_vqbet import VQBeTPolicy
 from lerobot.scripts.lerobot_train import update_policy
 from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import vla
@@ -92,8 +93,8 @@ def dataset(tmp_path_factory):
     return make_dataset(root, episodes=(12, 9, 10), cameras={"observation.images.top": (48, 64)})
 
 
-def resolved(root, kind, **changes):
-    folder = root.parent / kind
+def resolved(root, kind, folder=None, **changes):
+    folder = (folder or root.parent) / kind
     tiny = KINDS[kind]
     options = {
         "dataset.root": root,
@@ -110,6 +111,15 @@ def resolved(root, kind, **changes):
         "scaling.use_gpu": "false",
         **changes,
     }
+    return resolve(parse_args([f"--{name}={value}" for name, value in options.items()]), gpus_found=0)
+
+
+def resolved_from(saved, root, kind, **changes):
+    """A run of two steps that starts from a folder."""
+    folder = saved.parent / f"run-{len(list(saved.parent.iterdir()))}"
+    options = {"dataset.root": root, "policy.path": saved, "output_dir": folder, "train.mode": "full", "steps": 2}
+    options |= {"batch_size": ROWS, "dataset.image_size": "stored", "scaling.use_gpu": "false", **KINDS[kind].run}
+    options |= changes
     return resolve(parse_args([f"--{name}={value}" for name, value in options.items()]), gpus_found=0)
 
 
@@ -189,7 +199,7 @@ def lerobots_own_difference(run, root, expected):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ten_steps_are_lerobots_own(dataset, kind):
+def test_ten_steps_are_lerobots_own(dataset, kind, record_property):
     with KINDS[kind].here():
         run = resolved(dataset, kind)
         torch.manual_seed(run.config.seed)
@@ -201,7 +211,9 @@ def test_ten_steps_are_lerobots_own(dataset, kind):
         assert trained.keys() >= {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
         has_batch_norm = any(name.endswith("running_mean") for name in trained)
         own = lerobots_own_difference(run, dataset, expected) if has_batch_norm else 0.0
-    for name, apart in relative(trained, expected).items():
+    found = relative(trained, expected)
+    record_property("relative difference", max(found.values()))  # --junitxml writes it down
+    for name, apart in found.items():
         assert apart <= 1e-6 + own, name
     plan = run.rows.source(stream=(0, run.rows.last_row)).plan
     index = np.concatenate([s.rows()[1] for s in plan.slices(0, run.rows.per_epoch)])
@@ -224,6 +236,49 @@ def test_what_a_backbone_would_have_train_in_bfloat16_trains_in_float32(dataset,
     assert found["lerobot"] == {torch.bfloat16, torch.float32}
     assert max(relative(trained, expected).values()) <= 1e-6
     assert "weights that train are bfloat16 by the configuration of a 'smolvla': all are made float32" in caplog.text
+
+
+def openpis(weights):
+    """Keys as in openpi: no prefix, and the embedding of words only as the head that it is tied to."""
+    embedding = "model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
+    return {key.removeprefix("model."): value for key, value in weights.items() if key != embedding}
+
+
+def microsofts(weights):
+    """Keys of a language model as in the Florence-2 that Microsoft's code makes."""
+    old = "model.vlm.language_model."
+    return {key.replace(old, f"{old}model."): value for key, value in weights.items()}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].type is None])
+def test_a_run_starts_from_lerobots_folder_and_trains_adapters(dataset, tmp_path, kind):
+    with KINDS[kind].here():
+        run = resolved(dataset, kind, tmp_path)
+        policy, saved = run.policy.start(), tmp_path / "saved"
+        processors = make_pre_post_processors(policy.config, dataset_stats=LeRobotDatasetMetadata("it", dataset).stats)
+        for part in (policy, *processors):
+            part.save_pretrained(saved)
+        started = resolved_from(saved, dataset, kind)
+        found, expected = started.policy.start().state_dict(), policy.state_dict()
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+        trained = in_process.train(started, Shard(started)).named()
+        assert any(not torch.equal(value, expected[name]) for name, value in trained.items() if name in expected)
+
+        if rewrite := {"pi0": openpis, "pi0_fast": openpis, "xvla": microsofts}.get(kind):
+            file = saved / "model.safetensors"
+            save_file(rewrite(load_file(file)), file)
+            theirs = get_policy_class(policy.config.type).from_pretrained(
+                saved, config=copy.deepcopy(started.policy.config)
+            )
+            found, expected = resolved_from(saved, dataset, kind).policy.start().state_dict(), theirs.state_dict()
+            assert all(torch.equal(found[name], expected[name]) for name in found | expected)
+
+        if lora := KINDS[kind].lora:
+            layers = {} if lora == "own" else {"peft.target_modules": lora}
+            adapted = resolved_from(saved, dataset, kind, **{"peft.r": 4, **layers})
+            trained = in_process.train(adapted, Shard(adapted))
+            started_at_zero = [value for name, value in trained.named().items() if "lora_B" in name]
+            assert any(value.any() for value in started_at_zero)
 
 
 def test_all_that_a_step_changes_is_saved_resumed_and_exported(dataset):
@@ -290,6 +345,8 @@ def test_prompts_of_several_blocks_become_what_the_longest_needs(dataset):
 # ---- two workers ----------------------------------------------------------------------------------------------------
 
 FEW = 4
+# `lerobots_own_difference` after ten steps of one process, here.
+OWN_DIFFERENCES = {"diffusion": 3e-5, "vqbet": 2e-3}
 
 
 def both(rank, world, root, folder):
@@ -301,7 +358,7 @@ def both(rank, world, root, folder):
     for kind, tiny in KINDS.items():
         try:
             with tiny.here():
-                run = resolved(root, kind, **{"steps": FEW, "scaling.num_workers": world})
+                run = resolved(root, kind, folder / str(rank), **{"steps": FEW, "scaling.num_workers": world})
                 torch.manual_seed(run.config.seed)
                 trained = in_process.train(run, worker=Rank(run, rank, world)).named()
                 expected = lerobots(run, root, rank, world)[0].state_dict()
@@ -320,9 +377,11 @@ def two_workers(dataset):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_workers_are_two_of_lerobots_processes(two_workers, kind):
+def test_two_workers_are_two_of_lerobots_processes(two_workers, kind, record_property):
     """Statistics of batch norms are each process's own, as LeRobot's are; rank 0's are saved."""
     for found in two_workers:
         assert isinstance(found[kind], dict), found[kind]
-        apart = {name: value for name, value in found[kind].items() if value > 1e-6}
+        record_property("relative difference", max(found[kind].values()))
+        limit = 1e-6 + OWN_DIFFERENCES.get(kind, 0.0)
+        apart = {name: value for name, value in found[kind].items() if value > limit}
         assert not apart and len(found[kind]) > 10

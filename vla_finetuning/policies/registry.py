@@ -7,8 +7,10 @@ from lerobot.configs import PreTrainedConfig
 
 from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from vla_finetuning.policies.family import Family
+from vla_finetuning.policies.pi0 import PI0
 from vla_finetuning.policies.pi05 import PI05
 from vla_finetuning.policies.vqbet import VQBeT
+from vla_finetuning.policies.xvla import XVLA
 
 PALIGEMMA = "google/paligemma-3b-pt-224"
 
@@ -21,10 +23,10 @@ FAMILIES = {
         PI05("pi05", as_lerobot=True, chunk_draws="noise", tokenizer=PALIGEMMA),
         Family("act", as_lerobot=True, chunk_draws="nothing"),
         Family("diffusion", as_lerobot=True),
-        Family("pi0", as_lerobot=True, chunk_draws="noise", tokenizer=PALIGEMMA),
+        PI0("pi0", as_lerobot=True, chunk_draws="noise", tokenizer=PALIGEMMA),
         Family("smolvla", as_lerobot=True, chunk_draws="noise", tokenizer_option="vlm_model_name"),
-        Family("pi0_fast", as_lerobot=True, tokenizer_option="text_tokenizer_name"),
-        Family("xvla", as_lerobot=True, tokenizer_option="tokenizer_name"),
+        PI0("pi0_fast", as_lerobot=True, tokenizer_option="text_tokenizer_name"),
+        XVLA("xvla", as_lerobot=True, tokenizer_option="tokenizer_name"),
         VQBeT("vqbet", as_lerobot=True),
         Family("multi_task_dit", as_lerobot=True, tokenizer_option="text_encoder_name"),
         Family("tdmpc", refused="its target network follows the others after every step, without a gradient"),
