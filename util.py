@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -166,6 +167,16 @@ def enable_gpu_perf_flags(deterministic: bool = False) -> None:
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
+
+
+def enable_expandable_segments() -> None:
+    """Have PyTorch's allocator grow its segments of a GPU's memory, unless the environment says how it allocates.
+
+    Prompts of several lengths make blocks of several sizes, which segments of fixed sizes would not share.
+    """
+    if torch.cuda.is_available() and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # Not by the environment: PyTorch reads it once, and in Ray Train's workers it has by now (torch 2.11).
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def peak_flops(device: torch.device) -> float | None:

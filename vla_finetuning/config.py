@@ -348,7 +348,7 @@ class WorkerOptions:
     accelerator_type: str | None = option(None, "Ray's name of the GPU type that workers need, e.g. L4 or A100-80G.")
     strategy: Strategy = option(
         "ddp",
-        "How what trains is spread over workers. ddp: a replica on each, the fastest where it fits. fsdp2: a shard of "
+        "How what trains is spread over workers. ddp: a replica on each. fsdp2: a shard of "
         "parameters, gradients and Adam's moments on each; parameters are whole during a step (as ZeRO-2). "
         "fsdp2_reshard: parameters are whole only where they are computed with (as ZeRO-3). hsdp: as fsdp2 among the "
         "workers of a node, with a replica on every node, so that nothing but gradients travels between nodes. "
