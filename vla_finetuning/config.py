@@ -570,7 +570,8 @@ class PolicyOptions:
     )
     rename_map: dict[str, str] = option(
         {},
-        "Names of the policy for features of the dataset (of any of several), or of the environment.",
+        "Names of the policy for features of the dataset (of any of several), or of the environment; of the dataset's "
+        'own features any, as {"state": "observation.state", "actions": "action"}.',
         form="""JSON, as '{"observation.images.front": "observation.images.base_0_rgb"}'""",
     )
 

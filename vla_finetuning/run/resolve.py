@@ -17,7 +17,7 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.config import CACHE_DIR, PRESETS, Config
 from vla_finetuning.data.episode_weights import episode_weights
-from vla_finetuning.data.metadata import DatasetMetadata, fetch_dataset, load_metadata
+from vla_finetuning.data.metadata import DatasetMetadata, fetch_dataset
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.reader import frame_of
 from vla_finetuning.data.selection import of_each
@@ -40,7 +40,8 @@ from vla_finetuning.run.mixture import Stats, check_alike, check_ranges, named_a
 from vla_finetuning.run.preflight import (
     absolute,
     check_camera_keys,
-    storage_policy,
+    load_datasets,
+    observations_renamed,
     with_absolute_paths,
 )
 from vla_finetuning.run.row_weights import row_weights
@@ -113,7 +114,8 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     config, roots = with_absolute_paths(config)
     config, roots, policy_path = _fetched(config, roots)
     d = config.dataset
-    metas = metas or [load_metadata(root, storage_policy=storage_policy(d)) for root in roots]
+    metas = metas or load_datasets(config, roots)
+    asked_names, config = config.rename_map, replace(config, rename_map=observations_renamed(config.rename_map))
     metas = named_alike(metas, config.rename_map)
     base = _base(config, policy_path)
     config = replace(config, policy_path=policy_path, policy_revision=base.identity["revision"])
@@ -175,6 +177,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
         stand_in = replace(spec, stats=_stand_in(needed, metas[0]))
     (stand_in if missing else spec).processors()  # a tokenizer that is out of reach, or unfit, is reported now
     job = make_job(config, spec, steps, rows.identity, spec.what_trains)
+    config = replace(config, rename_map=asked_names)
     return Run(config, job, spec, rows, match, missing, decision.told, (*chosen.notes, *smaller))
 
 
