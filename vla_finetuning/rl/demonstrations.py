@@ -27,8 +27,8 @@ from vla_finetuning.training.held_out import read_chunk
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.stream import Columns, Deferred
 
-# Micro-batches that a rank has read before it needs them.
-LOOK_AHEAD = 4
+# Micro-batches that a rank has read before it needs them. Few: each is a process of its own, which imports LeRobot.
+LOOK_AHEAD = 2
 
 # From stream positions of some micro-batches to their rows, prepared for the policy, one after the other.
 Read = Callable[[Sequence[np.ndarray]], Iterator[Columns]]
