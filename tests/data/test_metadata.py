@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from diagnostics import show_dataset
 from lerobot_datasource import read_lerobot
 from tests.datasets import make_dataset, read_frame_number
 from vla_finetuning.data import metadata as lerobot_metadata
-from vla_finetuning.data.metadata import Feature, check_files, key_frame_rows, load_metadata, select_episodes
+from vla_finetuning.data.dataset_files import check_files, find_holes
+from vla_finetuning.data.metadata import Feature, key_frame_rows, load_metadata, select_episodes
 from vla_finetuning.data.safe_parquet import open_parquet
 
 EPISODES = (6, 4, 9, 1, 5, 7, 3, 8, 2, 5, 4, 6)
@@ -675,6 +677,34 @@ def test_check_files_names_the_file_and_its_episodes(root, kind, what):
     else:
         with pytest.raises(FileNotFoundError, match=re.escape(path)):
             check_files(meta, camera_keys=[])
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.9, "bytes", "header"])
+@pytest.mark.parametrize("kind", ["mp4", "parquet"])
+def test_files_that_are_cut_short_are_found(root, kind, kept):
+    """As a copy that ended early leaves them, or one that wrote something else in their place."""
+    meta = load_metadata(root)
+    path = root / (meta.video_files[TOP][0] if kind == "mp4" else meta.data_files[0])
+    content = path.read_bytes()
+    damaged = {"bytes": b"x" * len(content), "header": content[:6]}.get(kept)
+    path.write_bytes(content[: int(kept * len(content)) or 1] if damaged is None else damaged)
+    users = np.flatnonzero((meta.episode_video_file[TOP] if kind == "mp4" else meta.episode_data_file) == 0)
+    holes = find_holes(meta)
+    assert holes.episodes.tolist() == users.tolist()
+    assert f"cut short at {path.stat().st_size} bytes, or no {kind} file (needed by episodes" in str(holes)
+    assert holes.cameras == ((TOP,) if kind == "mp4" else ()) and not holes.without_folder
+
+
+def test_an_mp4_of_other_recorders_is_whole(root):
+    """Boxes with 64-bit sizes, a last one up to the end of the file, and kinds that nobody knows."""
+    path = root / load_metadata(root).video_files[TOP][0]
+    content = path.read_bytes()
+    last = content.index(b"mdat") - 4
+    assert int.from_bytes(content[last : last + 4], "big") == len(content) - last
+    path.write_bytes(
+        struct.pack(">I4sQ", 1, b"free", 20) + b"1234" + content[:last] + struct.pack(">I", 0) + content[last + 4 :]
+    )
+    assert not find_holes(load_metadata(root))
 
 
 def test_check_files_without_a_whole_folder(root):

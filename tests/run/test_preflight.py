@@ -1,6 +1,7 @@
 """What a start would refuse is refused by a dry run, before PyTorch, LeRobot and Ray are imported."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -80,6 +81,23 @@ def an_episode(setting, folder):
     return flags(setting, **{"output_dir": folder, "dataset.episodes": "0,99"})
 
 
+def a_hole(setting, folder):
+    """Without the file of the second camera video, and half of the first."""
+    root = shutil.copytree(setting[1], folder.parent / "holes")
+    first, second = load_metadata(root).video_files["observation.images.top"][:2]
+    os.truncate(root / first, (root / first).stat().st_size // 2)
+    (root / second).unlink()
+    more = {"dataset.root": root, "dataset.camera_keys": "observation.images.top"}
+    return flags(setting, output_dir=folder, **more)
+
+
+def lance(setting, folder):
+    root = shutil.copytree(setting[1], folder.parent / "lance")
+    path = root / "meta/info.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "storage_format": "lance"}))
+    return flags(setting, output_dir=folder, **{"dataset.root": root})
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -90,8 +108,10 @@ def an_episode(setting, folder):
         (a_camera, "'observation.images.topp', but observation.images.top; did you mean observation.images.top?"),
         (an_episode, "99"),
         (lambda setting, folder: flags(setting, output_dir=folder, **{"dataset.root": folder}), "no such folder"),
+        (a_hole, "--dataset.exclude_episodes="),
+        (lance, "Lance"),
     ],
-    ids=["occupied", "going on", "going on, resumed", "below a file", "camera", "episode", "dataset"],
+    ids=["occupied", "going on", "going on, resumed", "below a file", "camera", "episode", "dataset", "hole", "lance"],
 )
 def test_refused_before_anything_heavy_is_imported(setting, tmp_path, case, message):
     argv = case(setting, tmp_path / "run")

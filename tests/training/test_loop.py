@@ -209,6 +209,7 @@ def test_rows_are_named_without_asking_the_storage(setting, monkeypatch):
         pytest.fail("it was asked")
 
     monkeypatch.setattr("lerobot_datasource.check_files", hangs)
+    monkeypatch.setattr("vla_finetuning.run.holes.find_holes", hangs)
     dealt = Dealt(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
     assert "rows by `index`" in what_batch(run.rows, dealt, 0)
     with pytest.raises(pytest.fail.Exception):

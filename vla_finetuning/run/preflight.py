@@ -27,6 +27,7 @@ from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.options import did_you_mean
 from vla_finetuning.run.episodes import select
 from vla_finetuning.run.folder import check_folder, is_finished
+from vla_finetuning.run.holes import certain_cameras, check_holes
 from vla_finetuning.terminal import tell, tell_error
 
 OBSERVATION = "observation."
@@ -223,5 +224,7 @@ def _datasets(config: Config) -> tuple[DatasetMetadata, ...]:
     for meta in metas:
         check_camera_keys(meta, config.dataset.camera_keys)
     if metas:  # frames that do not move are found in the data files, which takes longer
-        select(metas, roots, replace(config, dataset=replace(config.dataset, skip_idle=None)))
+        chosen = select(metas, roots, replace(config, dataset=replace(config.dataset, skip_idle=None)))
+        if config.dataset.episode_weights is None:  # else some are left out, by columns and files of their own
+            check_holes(config, roots, metas, chosen, certain_cameras(config, metas[0]))
     return metas

@@ -16,8 +16,9 @@ from lerobot.configs.policies import PreTrainedConfig
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.config import CACHE_DIR, PRESETS, Config
+from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
-from vla_finetuning.data.metadata import DatasetMetadata, fetch_dataset
+from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.reader import frame_of
 from vla_finetuning.data.selection import of_each
@@ -34,6 +35,7 @@ from vla_finetuning.run.base_policy import check_policy, check_policy_options, r
 from vla_finetuning.run.checkpoint import Progress
 from vla_finetuning.run.episodes import ChosenEpisodes, select
 from vla_finetuning.run.folder import SKIPPED_NAME
+from vla_finetuning.run.holes import check_holes
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.mixing import mixing_of
 from vla_finetuning.run.mixture import Stats, check_alike, check_ranges, named_alike, names_of_first, ordered_alike
@@ -127,6 +129,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     dropped = _dropped(config, base.config)
     weights = None if d.episode_weights is None else episode_weights(metas, roots, d.episode_weights, absolute)
     chosen = select(metas, roots, config, dropped, weights)
+    holes = check_holes(config, roots, metas, chosen, match.camera_keys)
     trained = chosen.rows(metas, dropped)
     config, smaller = _fitting_batch(config, trained)
     steps = config.resolve_steps(trained)
@@ -178,7 +181,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     (stand_in if missing else spec).processors()  # a tokenizer that is out of reach, or unfit, is reported now
     job = make_job(config, spec, steps, rows.identity, spec.what_trains)
     config = replace(config, rename_map=asked_names)
-    return Run(config, job, spec, rows, match, missing, decision.told, (*chosen.notes, *smaller))
+    return Run(config, job, spec, rows, match, missing, decision.told, (*chosen.notes, *holes, *smaller))
 
 
 def with_config(run: Run, config: Config, steps: int | None = None) -> Run:
@@ -364,7 +367,7 @@ def _rows(
     dropped: int,
     steps: int,
 ) -> tuple[Config, Rows]:
-    """The options with what "auto" became in them, and the run's rows. Checks that all files are there."""
+    """The options with what "auto" became in them, and the run's rows."""
     selection = Selection(
         episodes=chosen.train,
         drop_n_last_frames=dropped,
@@ -403,6 +406,7 @@ def _rows(
         num_cpus=config.scaling.cpus_per_read_task,
         on_error=d.on_error,
         skip_log=config.folder / SKIPPED_NAME,
+        check_files=False,
     )
     source = LeRobotDatasource(metas, selection, features, order, reading)
     per_epoch, decoded_bytes = source.plan.rows_per_epoch, source.decoded_bytes()
@@ -427,8 +431,6 @@ def _rows(
         rename_map=config.rename_map,
         described=chosen.told,
     )
-    if config.eval_steps:
-        rows.held_out(check_files=True)
     return config, rows
 
 
