@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -168,6 +169,16 @@ def enable_gpu_perf_flags(deterministic: bool = False) -> None:
     torch.backends.cudnn.benchmark = True
 
 
+def enable_expandable_segments() -> None:
+    """Have PyTorch's allocator grow its segments of a GPU's memory, unless the environment says how it allocates.
+
+    Prompts of several lengths make blocks of several sizes, which segments of fixed sizes would not share.
+    """
+    if torch.cuda.is_available() and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # Not by the environment: PyTorch reads it once, and in Ray Train's workers it has by now (torch 2.11).
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Peak dense bf16 FLOP/s of a GPU; None for others and for the CPU."""
     if device.type != "cuda":
@@ -304,21 +315,24 @@ def take_optimizer(
         decay: of the parameters' average, which starts as they are; None for none.
     """
     named = trainable_parameters(module)
-    all_parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    # Such as the statistics of batch norms; PI0.5 has none.
-    buffers = {name: value for name, value in module.state_dict().items() if name not in all_parameters}
     keeps_gradients = all(param.grad is not None for param in named.values())
     return TrainableOptimizer(
         optimizer,
         list(named),
         list(named.values()),
-        buffers,
+        saved_buffers(module),
         schedule,
         clip_norm,
         keeps_gradients,
         average=[] if decay is None else [param.detach().clone() for param in named.values()],
         decay=decay or 0.0,
     )
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """What of a module is saved and is no parameter, by name: statistics of batch norms, codebooks; PI0.5 has none."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in module.state_dict().items() if name not in parameters}
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

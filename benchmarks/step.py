@@ -251,7 +251,7 @@ class Ours:
             weight_decay=preset.weight_decay,
             clip_norm=preset.grad_clip_norm,
         )
-        self.config, self.device = config, device
+        self.config, self.device, self.compiler = config, device, compiler
         self.autocast = torch.bfloat16 if bf16 else None
         self.collate = NumpyToTorchCollate(pin_memory=device.type == "cuda")
         self.window = Window(device)
@@ -299,13 +299,22 @@ CONTENDERS: dict[str, Callable[..., Any]] = {"naive": Naive, "lerobot": LeRobot,
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
+class NotCompiledError(RuntimeError):
+    """What was to be measured as compiled code did not run as such, or not throughout."""
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measure(contender: Any, columns: list[Columns], accum: int, seconds: float, device: torch.device) -> dict[str, Any]:
-    """Steps of one contender at one batch size, timed as a whole; then one more to see where the host waits."""
+    """Steps of one contender at one batch size, timed as a whole; then one more to see where the host waits.
+
+    Raises:
+        NotCompiledError: its layers are to be compiled, and no compiled code was called, or something was compiled
+            after the warm-up.
+    """
     rows = len(columns[0]["action"])
     batches = contender.feed(itertools.cycle([contender.stored(c) for c in columns]))
     numbers = itertools.count()
@@ -321,12 +330,15 @@ def measure(contender: Any, columns: list[Columns], accum: int, seconds: float, 
     steps = min(max(MIN_STEPS, math.ceil(seconds / (time.perf_counter() - start))), MAX_STEPS)
     contender.finish()
 
+    compiler: Compiler | None = getattr(contender, "compiler", None)
+    calls, compilations = (compiler.calls, compiler.compilations) if compiler else (0, 0)
     start = time.perf_counter()
     for _ in range(steps):
         contender.step(batches, accum, next(numbers))
     contender.finish()
     synchronize(device)
     step_s = (time.perf_counter() - start) / steps
+    compiled = _compiled(compiler, calls, compilations, steps) if compiler else {}
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     reads = HostReads()
     with reads:
@@ -340,13 +352,26 @@ def measure(contender: Any, columns: list[Columns], accum: int, seconds: float, 
         "host_reads_per_step": reads.count,
         "host_blocked_s_per_step": host_blocked_s(lambda: contender.step(batches, accum, next(numbers)), device),
         "peak_memory_bytes": peak,
+        **compiled,
     }
+
+
+def _compiled(compiler: Compiler, calls: int, compilations: int, steps: int) -> dict[str, Any]:
+    """How often compiled code was called in so many steps. The numbers are what they were before."""
+    called, compiled = compiler.calls - calls, compiler.compilations - compilations
+    if compiler.failed or not called:
+        why = "compiling failed, as a warning says" if compiler.failed else "Dynamo skipped them without a word"
+        raise NotCompiledError(f"compiled layers were called {called} times in {steps} steps: {why}")
+    if compiled:
+        raise NotCompiledError(f"{compiled} graphs were compiled in {steps} steps, after {WARM_UP_STEPS} to warm up")
+    return {"compiled_calls_per_step": called / steps}
 
 
 class HostReads(TorchDispatchMode):
     """Counts what the host reads of tensors: single values (`.item()`, `float()`, `if tensor`), copies from CUDA."""
 
     count = 0
+    ignore_compile_internals = classmethod(lambda cls: True)  # else Dynamo gives up what is compiled, for good
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -34,6 +34,7 @@ from vla_finetuning.config import (
     RecordConfig,
     refuse_credentials,
 )
+from vla_finetuning.files import MAX_JSON_BYTES, read_regular
 from vla_finetuning.lerobot_train import answer
 from vla_finetuning.options import Option, did_you_mean, leaves, options_of, set_option
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
@@ -272,10 +273,12 @@ def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
 
 def _saved_options(path: Path, kind: type) -> Iterator[tuple[str, Any]]:
     """Options of a config.json, by their paths; but not those of one start."""
-    text = path.read_text()
+    text = read_regular(path, MAX_JSON_BYTES).decode(errors="replace")
     refuse_credentials(text, str(path))
     try:
         saved = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{path}: nested too deep; give a run's {CONFIG_NAME}") from error
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); give a run's {CONFIG_NAME}") from error
     known = {of.path: of for of in options_of(kind)}

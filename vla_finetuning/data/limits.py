@@ -24,6 +24,8 @@ MAX_TASKS = 1_000_000
 # The columns that are read of those tables, texts unpacked: 200 bytes for each of so many rows.
 MAX_EPISODES_BYTES = MAX_EPISODES * 200
 MAX_TASKS_BYTES = MAX_TASKS * 200
+# Characters of an instruction; a tokenizer cuts it after some hundred.
+MAX_INSTRUCTION = 20_000
 # Statistics of each episode in LeRobot v2.1, 5 KB of text for 25 joints and a camera: of 50,000 episodes.
 MAX_EPISODES_STATS_BYTES = 256 * 2**20
 

@@ -29,6 +29,7 @@ from vla_finetuning.data.limits import (
     MAX_EPISODES_BYTES,
     MAX_FRAME_PIXELS,
     MAX_INFO_BYTES,
+    MAX_INSTRUCTION,
     MAX_ROW_NUMBERS,
     MAX_ROW_PIXELS,
     MAX_STATS_BYTES,
@@ -556,9 +557,19 @@ def _read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
     if len(tasks) != len(indices):
         raise ValueError(f"{TASKS_PATH}: a task_index appears twice in {shorten(sorted(indices))}")
     for index, text in tasks.items():
-        if "\0" in text:
-            raise ValueError(f"{TASKS_PATH}: task {index} holds a NUL character: {text!r:.100}")
+        check_instruction(TASKS_PATH, index, text)
     return tasks
+
+
+def check_instruction(where: str, index: int, text: str) -> None:
+    """Raises ValueError for a text that no one would tell a robot: every row of it is tokenised."""
+    if "\0" in text:
+        raise ValueError(f"{where}: task {index} holds a NUL character: {text!r:.100}")
+    if len(text) > MAX_INSTRUCTION:
+        raise ValueError(
+            f"{where}: task {index} has {len(text):,} characters, more than the {MAX_INSTRUCTION:,} of an instruction: "
+            f"{text!r:.100}"
+        )
 
 
 def episode_files(fs: fsspec.AbstractFileSystem, base: str) -> list[str]:

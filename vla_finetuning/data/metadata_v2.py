@@ -21,6 +21,7 @@ from vla_finetuning.data.limits import (
     MAX_EPISODES,
     MAX_EPISODES_BYTES,
     MAX_EPISODES_STATS_BYTES,
+    MAX_INSTRUCTION,
     MAX_TASKS,
     MAX_TASKS_BYTES,
 )
@@ -43,8 +44,10 @@ def read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
     for where, line in _lines(fs, base, TASKS_PATH, MAX_TASKS, MAX_TASKS_BYTES):
         index = _whole_number(where, line, "task_index", 0)
         text = line.get("task")
-        if not isinstance(text, str) or "\0" in text:
-            raise ValueError(f"{where}: task is {text!r:.100}, expected a text")
+        if not isinstance(text, str) or "\0" in text or len(text) > MAX_INSTRUCTION:
+            raise ValueError(
+                f"{where}: task is {text!r:.100}, expected a text of at most {MAX_INSTRUCTION:,} characters"
+            )
         if index in tasks:
             raise ValueError(f"{where}: task_index {index} appears twice")
         tasks[index] = text

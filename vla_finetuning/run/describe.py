@@ -215,7 +215,7 @@ def _cached_frames(d: DatasetOptions, rows: Rows) -> list[str]:
         return ["             none are kept (--dataset.frame_cache=auto): none are read twice"]
     return [
         f"             decoded in every epoch: {size} of frames are more than --dataset.frame_cache_gb="
-        f"{d.frame_cache_gb:g}, or than fits the disk of {FRAMES_DIR} with a margin "
+        f"{d.frame_cache_gb:g}, or than fits the disk of {FRAMES_DIR} with a margin, or that is memory "
         "(--dataset.frame_cache=DIR keeps what fits)"
     ]
 

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
-from lerobot.policies.factory import get_policy_class
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.config import CACHE_DIR, PRESETS, Config
 from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
-from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
+from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.reader import frame_of
 from vla_finetuning.data.selection import of_each
@@ -27,7 +26,7 @@ from vla_finetuning.data.statistics import check_stats
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch, match_features
-from vla_finetuning.policies.optim import make_recipe, require_shown
+from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.processors import normalization_mode, required_stats
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along
@@ -43,7 +42,8 @@ from vla_finetuning.run.mixture import Stats, check_alike, check_ranges, named_a
 from vla_finetuning.run.preflight import (
     absolute,
     check_camera_keys,
-    storage_policy,
+    load_datasets,
+    observations_renamed,
     with_absolute_paths,
 )
 from vla_finetuning.run.row_weights import row_weights
@@ -116,7 +116,8 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     config, roots = with_absolute_paths(config)
     config, roots, policy_path = _fetched(config, roots)
     d = config.dataset
-    metas = metas or [load_metadata(root, storage_policy=storage_policy(d)) for root in roots]
+    metas = metas or load_datasets(config, roots)
+    asked_names, config = config.rename_map, replace(config, rename_map=observations_renamed(config.rename_map))
     metas = named_alike(metas, config.rename_map)
     base = _base(config, policy_path)
     config = replace(config, policy_path=policy_path, policy_revision=base.identity["revision"])
@@ -148,7 +149,9 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
         missing = exact_needed(metas[0].features, needed)
     config = replace(config, dataset=replace(config.dataset, statistics=decision.statistics))
     cameras, train, flops = len(match.camera_keys), config.train, {}
-    if prompts := family_of(base.config).prompt_lengths(base.config, cameras, train.trim_prompts):
+    family = family_of(base.config)
+    prompts = family.prompt_lengths(base.config, cameras, train.trim_prompts)
+    if prompts and family.from_config:
         flops = flops_by_prompt(base.config, cameras, train.mode, train.noise_draws, prompts, config.peft)
     spec = PolicySpec(
         config=base.config,
@@ -177,6 +180,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
         stand_in = replace(spec, stats=_stand_in(needed, metas[0]))
     (stand_in if missing else spec).processors()  # a tokenizer that is out of reach, or unfit, is reported now
     job = make_job(config, spec, steps, rows.identity, spec.what_trains)
+    config = replace(config, rename_map=asked_names)
     return Run(config, job, spec, rows, match, missing, decision.told, (*chosen.notes, *holes, *smaller))
 
 
@@ -295,22 +299,16 @@ def _fetched(config: Config, roots: list[str]) -> tuple[Config, list[str], str |
 
 
 def _base(config: Config, path: str | None) -> _Base:
-    """The policy that the run starts from. Refuses types that are not trained here as LeRobot does."""
+    """The policy that the run starts from."""
     base = _Base(*resolve_policy(config, path))
     kind = base.config.type
     if (brought := brought_along(base.config)) and not config.policy_trust_remote_code:
         raise RemoteCodeError(f"{base.name}: a '{kind}' runs code that comes with {brought}: {HOW_TO_TRUST}")
-    if hasattr(get_policy_class(kind), "update"):
-        raise ValueError(
-            f"{base.name}: a '{kind}' changes after every step otherwise than by its gradients, which is not done "
-            "here: train it with lerobot-train"
-        )
     if config.dataset.on_error == "skip" and not family_of(base.config).row_losses:
         raise ValueError(
             f"{base.name}: --dataset.on_error=skip needs a loss that can leave rows out, as that of "
             f"{types_that(lambda family: family.row_losses)}; this is a '{kind}': use --dataset.on_error=stop"
         )
-    require_shown(base.config, base.name)
     return base
 
 
