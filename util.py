@@ -7,6 +7,7 @@ steps stay device tensors until `Window.gather` fetches all of them in one colle
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -150,6 +151,12 @@ class TimedIterator:
     def __iter__(self) -> TimedIterator:
         return self
 
+    def peek(self) -> Batch:
+        """The batch that is next, which stays next."""
+        batch = next(self)
+        self._batches = itertools.chain([batch], self._batches)
+        return batch
+
     def __next__(self) -> Batch:
         start = time.perf_counter()
         try:
@@ -237,8 +244,11 @@ class TrainableOptimizer:
         self.optimizer.step()
         self._follow(skipped)
         clock.mark("zero_grad_schedule")
-        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+        self.clear_gradients()
         return norm.detach(), skipped
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
 
     def named_average(self) -> dict[str, Tensor]:
         """The averaged parameters, `average.<name>`; none where there is no average."""

@@ -35,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,19 +54,21 @@ from util import (
     Window,
     cuda_prefetcher,
     enable_gpu_perf_flags,
-    make_trainable_optimizer,
     peak_flops,
     train_step,
 )
-from vla_finetuning.config import Config, TrainMode
-from vla_finetuning.policies.attention import Kernel
-from vla_finetuning.policies.compiling import Compiler
+from vla_finetuning.config import Attention, Config, Precision, TrainMode, TrainOptions
+from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.counting import flops_per_sample
-from vla_finetuning.policies.processors import DeviceHalf, to_float
+from vla_finetuning.policies.optim import make_recipe
+from vla_finetuning.policies.processors import to_float
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
+from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.training.memory import StepMemory, step_memory
+from vla_finetuning.training.model import build_model, build_optimizer, check_attention
+from vla_finetuning.training.parallel import keeps_casts
 
 Columns = dict[str, np.ndarray]
 Draws = tuple[torch.Tensor, torch.Tensor]
@@ -131,6 +134,44 @@ def prompt_lengths(config: Any) -> tuple[int, ...]:
 def prompt(config: Any) -> int:
     """The length that ours cuts these rows' prompts to."""
     return next(n for n in prompt_lengths(config) if n >= config.tokenizer_max_length // 2)
+
+
+class NotCompiledError(RuntimeError):
+    """What was to be measured as compiled code did not run as such, or not throughout."""
+
+
+@dataclass(frozen=True)
+class Prepared(PolicySpec):
+    """The policy of a run whose rows are prepared already. Its random weights are made on the device."""
+
+    device: torch.device = torch.device("cpu")
+
+    def start(self) -> PreTrainedPolicy:
+        return make_policy(self.config, self.train.mode, self.device)
+
+    def processors(self, config: PreTrainedConfig | None = None) -> Any:
+        return None, None
+
+
+def prepared_spec(
+    config: Any, mode: TrainMode, device: torch.device, bf16: bool, attention: Attention, compiled: bool
+) -> Prepared:
+    """As a run of the program has it, with a constant learning rate."""
+    precision: Precision = "bf16" if bf16 else "fp32"
+    run = Config(train=TrainOptions(mode=mode, precision=precision, attention=attention, compile=compiled))
+    return Prepared(
+        config=config,
+        folder=None,
+        base={},
+        train=run.train,
+        adapters=run.peft,
+        recipe=replace(make_recipe(run, config), peak=LR, scheduler=None, short=None),
+        cameras=CAMERAS,
+        stats=None,
+        seed=0,
+        prompts=prompt_lengths(config),
+        device=device,
+    )
 
 
 # ---- contenders: each holds a policy, and takes one optimizer step at a time ----------------------------------------
@@ -226,6 +267,8 @@ class LeRobot:
 
 
 class Ours:
+    """What a training process of the program makes and runs, on one GPU."""
+
     def __init__(
         self,
         config: Any,
@@ -233,26 +276,16 @@ class Ours:
         device: torch.device,
         bf16: bool,
         *,
-        attention: Kernel = "sdpa",
-        compiler: Compiler | None = None,
+        attention: Attention = "sdpa",
+        compiled: bool = False,
     ):
-        policy = make_policy(config, mode, device)
-        if bf16:
-            cast_frozen(policy, torch.bfloat16)
-        images = DeviceHalf(None, config)
-        options: dict[str, Any] = {"images": images, "attention": attention, "compile": compiler}
-        self.loss = family_of(config).make_loss(policy, **options).to(device)
-        preset = config.get_optimizer_preset()
-        self.optimizer = make_trainable_optimizer(
-            policy,
-            schedule=lambda step: LR,
-            betas=preset.betas,
-            eps=preset.eps,
-            weight_decay=preset.weight_decay,
-            clip_norm=preset.grad_clip_norm,
-        )
-        self.config, self.device, self.compiler = config, device, compiler
-        self.autocast = torch.bfloat16 if bf16 else None
+        spec = prepared_spec(config, mode, device, bf16, attention, compiled)
+        self.loss, self.autocast = build_model(spec, device)
+        self.config, self.device, self.compiler = config, device, getattr(self.loss, "compiler", None)
+        if compiled and self.compiler is None:
+            raise NotCompiledError(str(why_not(device)))
+        check_attention(spec, self.loss, device, self.autocast, None)
+        self.optimizer = build_optimizer(spec, self.loss, MAX_STEPS)
         self.collate = NumpyToTorchCollate(pin_memory=device.type == "cuda")
         self.window = Window(device)
 
@@ -284,6 +317,7 @@ class Ours:
             ),
             autocast=self.autocast,
             device=self.device,
+            keep_casts=keeps_casts("ddp", accum, checkpointing=False),
         )
         self.window.add(result, rows * accum)
         return result.loss
@@ -297,10 +331,6 @@ CONTENDERS: dict[str, Callable[..., Any]] = {"naive": Naive, "lerobot": LeRobot,
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
-
-
-class NotCompiledError(RuntimeError):
-    """What was to be measured as compiled code did not run as such, or not throughout."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -350,7 +380,7 @@ def measure(contender: Any, columns: list[Columns], accum: int, seconds: float, 
         "ms_per_sample": step_s / (rows * accum) * 1000,
         "samples_per_s": rows * accum / step_s,
         "host_reads_per_step": reads.count,
-        "host_blocked_s_per_step": host_blocked_s(lambda: contender.step(batches, accum, next(numbers)), device),
+        "host_blocked": host_blocked(contender, batches, next(numbers), device),
         "peak_memory_bytes": peak,
         **compiled,
     }
@@ -380,17 +410,22 @@ class HostReads(TorchDispatchMode):
         return result
 
 
-def host_blocked_s(step: Callable[[], Any], device: torch.device) -> float | None:
-    """Seconds of one step in which the host waits inside CUDA calls; None without CUDA."""
-    if device.type != "cuda":
-        return None
+def host_blocked(contender: Any, batches: Iterator[Any], number: int, device: torch.device) -> float | None:
+    """The share of a step of one micro-batch in which the host waits inside CUDA calls; None without CUDA.
+
+    Of the profiler's raw events: making its table of a step of 300,000 takes half a minute.
+    """
+    on_gpu = device.type == "cuda"
     synchronize(device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, record_function("the step"):
-        step()
-    events = profiler.events() or []
-    span = next(event.time_range for event in events if event.name == "the step" and event.cpu_time_total > 0)
-    waits = [e.time_range for e in events if WAITS.fullmatch(e.name) and span.start <= e.time_range.start < span.end]
-    return sum(wait.end - wait.start for wait in waits) / 1e6
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler, record_function("the step"):
+        contender.step(batches, 1, number)
+    recorded: Any = profiler.profiler
+    events = recorded.kineto_results.events()
+    # On the device there may be another of that name, for what the host began meanwhile.
+    step = next(e for e in events if e.name() == "the step" and e.device_type() == torch.autograd.DeviceType.CPU)
+    waits = [e for e in events if WAITS.fullmatch(e.name()) and step.start_ns() <= e.start_ns() < step.end_ns()]
+    return sum(wait.duration_ns() for wait in waits) / step.duration_ns() if on_gpu else None
 
 
 def compare(options: argparse.Namespace, device: torch.device, bf16: bool, rows: int) -> dict[TrainMode, Any]:
@@ -590,14 +625,14 @@ def table(mode: str, result: dict[str, Any]) -> str:
     for name, sizes in result["contenders"].items():
         for size, r in sizes.items():
             accum = round(r["rows_per_step"] / int(size))
-            blocked, memory = r.get("host_blocked_s_per_step"), r.get("peak_memory_bytes")
+            blocked, memory = r.get("host_blocked"), r.get("peak_memory_bytes")
             cells = (
                 f"{size} x {accum}",
                 f"{r['ms_per_sample']:.2f}",
                 f"{r['samples_per_s']:.1f}",
                 "-" if r["mfu"] is None else f"{r['mfu']:.1%}",
                 f"{r['host_reads_per_step']:.0f}",
-                "-" if blocked is None else f"{blocked / r['step_s']:.0%}",
+                "-" if blocked is None else f"{blocked:.0%}",
                 "-" if memory is None else f"{memory / 2**30:.1f} GiB",
             )
             lines.append(f"  {name:10}" + "".join(f"{cell:>14}" for cell in cells))

@@ -1,12 +1,15 @@
 """What `benchmarks/step.py` measures is what it says: the same training, and only ours reads nothing."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks import step
+from util import train_step
 from vla_finetuning.policies.compiling import Compiler
+from vla_finetuning.training import model
 
 CPU = torch.device("cpu")
 
@@ -43,7 +46,8 @@ def fresh_dynamo():
 def ours_compiled():
     """A contender, and batches for it."""
     config = step.policy_config(CPU)
-    ours = step.Ours(config, "heads", CPU, bf16=False, compiler=Compiler("eager"))
+    with mock.patch.multiple(model, why_not=lambda device: None, Compiler=lambda: Compiler("eager")):
+        ours = step.Ours(config, "heads", CPU, bf16=False, compiled=True)
     return ours, [step.prepared_rows(config, 2, 0)]
 
 
@@ -78,3 +82,20 @@ def test_a_compiled_cell_in_which_something_compiles_late_fails(fresh_dynamo, mo
     longer = step.prepared_rows(ours.config, 3, 0)  # its first turn comes after the warm-up
     with pytest.raises(step.NotCompiledError, match="3 graphs were compiled in 2 steps"):
         step.measure(ours, [*columns * 3, longer, *columns], 1, 0.0, CPU)
+
+
+@pytest.mark.parametrize("mode", ["heads", "full"])
+def test_ours_is_what_the_program_trains(mode):
+    """The weights that the plan of such a run counts, and casts kept where the program keeps them."""
+    config = step.policy_config(CPU)
+    ours = step.Ours(config, mode, CPU, bf16=True)
+    needed = step.planned(config, mode, 2, 2, bf16=True)
+    assert sum(t.nbytes for t in (*ours.loss.parameters(), *ours.loss.buffers())) == needed.weights
+    given = []
+    batches = ours.feed(iter([ours.stored(step.prepared_rows(config, 2, 0))] * 3))
+    with mock.patch.object(
+        step, "train_step", lambda *args, **options: given.append(options) or train_step(*args, **options)
+    ):
+        ours.step(batches, 2, 0)
+        ours.step(batches, 1, 1)
+    assert [options["keep_casts"] for options in given] == [True, False]

@@ -65,6 +65,9 @@ class Compiler:
 
     def __init__(self, backend: str | Callable[..., Any] = "inductor", most: int = MOST_SHAPES):
         torch._dynamo.config.recompile_limit = most
+        # Else Dynamo cuts what is called inside of DDP at the ends of DDP's buckets, a layer into several graphs: for
+        # models compiled as a whole, whose one graph would have all gradients ready at once (torch 2.11).
+        torch._dynamo.config.optimize_ddp = False
         self.backend = backend
         self.failed = False
         self.compilations = self.calls = 0

@@ -82,6 +82,8 @@ class PI05Loss(FlowLoss):
         checkpointing: keep only what enters each layer, and compute the layer again in backward. The same numbers from
             less memory. Also on if the configuration asks for `gradient_checkpointing`.
         compile: what to make of a layer's function before it is used, e.g. a `compiling.Compiler`.
+    Attributes:
+        compiler: what `compile` was.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class PI05Loss(FlowLoss):
             )
         )
         self._units: dict[nn.Module, Unit] = {}
+        self.compiler = compile
         layers: list[Callable[..., Any]] = [_vision_layer, _prefix_layer, _suffix_layer]
         self._vision_layer, self._prefix_layer, self._suffix_layer = map(compile, layers) if compile else layers
 
