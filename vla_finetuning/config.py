@@ -257,7 +257,8 @@ class StepOptions:
     )
     compile: bool = option(
         False,
-        "PI0.5: torch.compile the layers, on GPUs where that works. Same up to rounding; they are compiled before the first step, for every length of prompts.",
+        "PI0.5: torch.compile the layers, on GPUs where that works. Same up to rounding; they are compiled before the "
+        "first step, for every length of prompts.",
     )
     deterministic: bool = option(False, "Use deterministic kernels only: runs repeat bit by bit.")
     max_nonfinite: int = option(
