@@ -686,7 +686,10 @@ class ScheduleOptions(LearningOptions):
 
     steps: int | None = option(None, "Optimizer updates; MAX_TRAIN_STEPS in the environment caps them.", min=1)
     num_epochs: float | None = option(
-        None, "Length of the run in passes over the data, instead of --steps; 1 when both are absent.", above=0
+        None,
+        "Length of the run in passes over the data, instead of --steps; 1 when both are absent, and with --preset demo "
+        "on your own dataset 2, within 300 to 1,000 steps.",
+        above=0,
     )
     grad_accum: int = option(1, "Micro-batches of a step on each worker.", min=1)
     use_policy_training_preset: bool = option(
@@ -817,10 +820,21 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
         most = self.scaling.num_workers
         return self.batch_size * math.lcm(*range(self.scaling.min_workers or most, most + 1))
 
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether the run is the demo's on somebody's own dataset."""
+        return self.preset == "demo" and bool(self.roots or self.dataset.repo_id)
+
     def resolve_steps(self, rows_per_epoch: int) -> int:
-        """Optimizer steps of the run: `steps`, or `num_epochs` of the data; capped by MAX_TRAIN_STEPS."""
+        """Optimizer steps of the run: `steps`, or `num_epochs` of the data; capped by MAX_TRAIN_STEPS.
+
+        Of a rehearsal on one's own dataset that says neither: REHEARSAL_EPOCHS, within REHEARSAL_STEPS.
+        """
         if self.steps is not None:
             steps = self.steps
+        elif self.is_rehearsal and self.num_epochs is None:
+            least, most = REHEARSAL_STEPS
+            steps = max(least, min(most, math.ceil(REHEARSAL_EPOCHS * rows_per_epoch / self.global_batch_size)))
         else:
             steps = math.ceil((self.num_epochs or 1.0) * rows_per_epoch / self.global_batch_size)
         cap = os.environ.get("MAX_TRAIN_STEPS")
@@ -857,6 +871,12 @@ class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyO
 
 # Where only the other one is given.
 WARMUP_FRAC, FINAL_LR_FRAC = 0.033, 0.1
+
+# A rehearsal's length: with these, the error on held-out episodes of a Unitree G1 is below that of the mean action, on
+# five of its episodes (300 steps are 13 epochs; with more the held-out loss rises) as on 83 (1,000 are two).
+REHEARSAL_STEPS, REHEARSAL_EPOCHS = (300, 1_000), 2.0
+# Rows per second of a rehearsal, by which its plan says about how long it takes: one camera of 480x640, 2 CPUs.
+REHEARSAL_ROWS_PER_S = 150
 
 # What each preset sets; any flag overrides. Those of GPUs are in cards.py.
 PRESETS: dict[str, dict[str, str]] = {

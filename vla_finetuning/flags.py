@@ -207,6 +207,12 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
     for chosen, other in (("steps", "num_epochs"), ("num_epochs", "steps")):
         if chosen in names and other not in names:
             defaults[other] = "null"
+    if (
+        preset == "demo"
+        and program.kind is Config
+        and {"dataset.root", "dataset.repo_id", "dataset.mixture"} & names.keys()
+    ):
+        defaults["steps"] = "null"  # a rehearsal is as long as its dataset asks for
     config = program.kind()
     for path, value in BEFORE_OPTIONS.items() if resumed else ():
         if path in flags:
