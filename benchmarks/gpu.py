@@ -34,7 +34,7 @@ import torch
 
 from benchmarks import step
 from diagnostics.audit_syncs import audit
-from diagnostics.environment import Environment
+from diagnostics.report import Environment
 from util import enable_gpu_perf_flags, peak_flops
 from vla_finetuning.config import TrainMode
 from vla_finetuning.files import read_json, read_lines, write_json

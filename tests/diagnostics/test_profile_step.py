@@ -15,8 +15,9 @@ from torch.autograd import DeviceType
 
 import util
 import vla
-from diagnostics import charts, profile_step, step_clock
+from diagnostics import profile_step, step_clock
 from diagnostics.profile_step import judge, parse_options
+from diagnostics.report import COLOURS, page
 from diagnostics.step_report import Settings, StepReport
 from tests import in_process
 from util import Phase, TrainableOptimizer, Window
@@ -462,13 +463,13 @@ def test_the_trace_is_on_one_clock(tmp_path):
 
 
 def test_the_page_shows_every_step(report, tmp_path):
-    html = charts.page("A step", "two cores", profile_step.charts(report), profile_step.table(report))
+    html = page("A step", "two cores", profile_step.charts(report), profile_step.table(report))
     parsed = ElementTree.fromstring(html.removeprefix("<!doctype html>").replace('<meta charset="utf-8">', ""))
     bar, line = parsed.iter("svg")
     shares = [float(rectangle.get("width")) for rectangle in bar.iter("rect")]
     assert sum(shares) == pytest.approx(960, abs=0.1)
     assert len(list(line.iter("rect"))) == len(report.phases) * report.settings.steps
-    assert set(charts.COLOURS) >= set(PHASES)
+    assert set(COLOURS) >= set(PHASES)
     assert "ms untouched" in "".join(parsed.itertext())
 
 
