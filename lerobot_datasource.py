@@ -30,12 +30,12 @@ from ray.data.datasource import Datasource, ReadTask
 
 from vla_finetuning.config import FRAME_CACHE_GB, DatasetOptions, OnError
 from vla_finetuning.data.columns import IS_SKIPPED
+from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.features import checked_size, common_features, resolve_delta_indices
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     DatasetMetadata,
-    check_files,
     key_frame_rows,
     load_metadata,
     select_episodes,
@@ -147,7 +147,8 @@ class LeRobotDatasource(Datasource):
         stream, sharding = order.stream, order.sharding
         self._with_position = stream is not None
         for meta, chosen in zip(self.metas, selected, strict=True) if reading.check_files else ():
-            check_files(meta, episodes=chosen, camera_keys=[k for k in meta.video_keys if k in self._features])
+            videos = [key for key in meta.video_keys if key in self._features]
+            check_files(meta, episodes=chosen, camera_keys=videos, skip=self.skips)
 
         row_bytes = self.row_bytes()
         segments = None if order.shuffle_seed is None else order.window_segments

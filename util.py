@@ -7,8 +7,10 @@ steps stay device tensors until `Window.gather` fetches all of them in one colle
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -149,6 +151,12 @@ class TimedIterator:
     def __iter__(self) -> TimedIterator:
         return self
 
+    def peek(self) -> Batch:
+        """The batch that is next, which stays next."""
+        batch = next(self)
+        self._batches = itertools.chain([batch], self._batches)
+        return batch
+
     def __next__(self) -> Batch:
         start = time.perf_counter()
         try:
@@ -166,6 +174,16 @@ def enable_gpu_perf_flags(deterministic: bool = False) -> None:
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
+
+
+def enable_expandable_segments() -> None:
+    """Have PyTorch's allocator grow its segments of a GPU's memory, unless the environment says how it allocates.
+
+    Prompts of several lengths make blocks of several sizes, which segments of fixed sizes would not share.
+    """
+    if torch.cuda.is_available() and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # Not by the environment: PyTorch reads it once, and in Ray Train's workers it has by now (torch 2.11).
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -226,8 +244,11 @@ class TrainableOptimizer:
         self.optimizer.step()
         self._follow(skipped)
         clock.mark("zero_grad_schedule")
-        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+        self.clear_gradients()
         return norm.detach(), skipped
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
 
     def named_average(self) -> dict[str, Tensor]:
         """The averaged parameters, `average.<name>`; none where there is no average."""
@@ -304,21 +325,24 @@ def take_optimizer(
         decay: of the parameters' average, which starts as they are; None for none.
     """
     named = trainable_parameters(module)
-    all_parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    # Such as the statistics of batch norms; PI0.5 has none.
-    buffers = {name: value for name, value in module.state_dict().items() if name not in all_parameters}
     keeps_gradients = all(param.grad is not None for param in named.values())
     return TrainableOptimizer(
         optimizer,
         list(named),
         list(named.values()),
-        buffers,
+        saved_buffers(module),
         schedule,
         clip_norm,
         keeps_gradients,
         average=[] if decay is None else [param.detach().clone() for param in named.values()],
         decay=decay or 0.0,
     )
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """What of a module is saved and is no parameter, by name: statistics of batch norms, codebooks; PI0.5 has none."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in module.state_dict().items() if name not in parameters}
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -97,7 +97,7 @@ from vla_finetuning.training.export import export, exported_checkpoint, policy_a
 from vla_finetuning.training.fitting import fit, worker_group
 from vla_finetuning.training.held_out import HeldOutLoss
 from vla_finetuning.training.memory import GIB
-from vla_finetuning.training.model import build_model, build_optimizer, check_attention, make_prepare
+from vla_finetuning.training.model import build_model, build_optimizer, check_attention, compile_all, make_prepare
 from vla_finetuning.training.parallel import keeps_casts, replicas, spread
 from vla_finetuning.training.stream import Columns, Dealt, Deferred, TrainingData, or_timeout, stream_batches
 from vla_finetuning.training.worker import RayWorker, Worker
@@ -207,6 +207,11 @@ def train(
             limit=config.max_eval_samples,
             timeout_s=config.dataset.batch_timeout_s,
         )
+
+    if config.train.compile and progress.step < job.steps:
+        draws = noise_for(policy, progress.step, dealt, device)(0)
+        evaluates = held_out is not None
+        compile_all(policy, policy_loss, model, optimizer, batches.peek(), draws, autocast, evaluates=evaluates)
 
     gc.disable()  # collected at log steps: in between it would stall the host at random
     gc.collect()

@@ -2,50 +2,54 @@
 
     python -m benchmarks.gpu --minutes 20 --json FILE [--tiny]
 
-In this order: the machine; every attention kernel at every length of prompts, forward and backward; what waits for the
-device between two log steps; the tests marked `gpu`; the training step of the three modes, eager and compiled, at batch
-sizes up to what the plan's memory allows, with LeRobot's own update and the naive loop beside it (benchmarks/step.py);
-a checkpoint and its resume; prediction as evaluation does it; the live data engine on the machine's cores; a whole run
-of the program with a resume. PI0.5 has its real size and random weights; the whole run is the demo's.
+In this order: the machine; a whole run of the program, with a checkpoint, a resume and the export; the training step of
+the three modes, eager and compiled, at batch sizes up to what the plan's memory allows; LeRobot's own update and the
+naive loop (benchmarks/step.py); then the probes: a checkpoint's bits, prediction as evaluation does it, the live data
+engine on the machine's cores, every attention kernel at every length of prompts, what waits for the device between two
+log steps, the tests marked `gpu`. PI0.5 has its real size and random weights; the whole run is the demo's.
 
-Each result is in FILE as soon as it is there. What fails is recorded and does not end the others; what no longer fits
-into the minutes is left out, and recorded too. At the end a table of what was predicted and what was measured. `--tiny`
-runs all of it on a CPU, at sizes that say nothing about speed.
+Each is a section in a process of its own (benchmarks/sections.py), with a time limit: what fails, crashes or hangs is
+recorded and does not end the others; what no longer fits into the minutes is left out, and recorded too. Each result
+is in FILE as soon as it is there. At the end a table of what was predicted and what was measured. `--tiny` rehearses
+all of it on a CPU, at sizes that say nothing about speed, with layers compiled up to the code generator.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast
+from unittest import mock
 
 import torch
 
 from benchmarks import step
+from benchmarks.sections import Results, Section, run_sections
 from diagnostics.audit_syncs import audit
 from diagnostics.report import Environment
-from util import enable_gpu_perf_flags, peak_flops
+from util import enable_expandable_segments, enable_gpu_perf_flags, peak_flops
 from vla_finetuning.config import TrainMode
-from vla_finetuning.files import read_json, read_lines, write_json
+from vla_finetuning.files import read_json, read_lines
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies.attention import CANDIDATES, UNAVAILABLE, Kernel, choose_kernel, what_is_wrong
+from vla_finetuning.policies.attention import CANDIDATES, UNAVAILABLE, choose_kernel, what_is_wrong
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.counting import flops_per_sample, meta_policy
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.prompts import ALIGNMENT
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.policies.trainable import choose_trainable
+from vla_finetuning.policies.trainable import autocast_of, cast_frozen, choose_trainable
 from vla_finetuning.run.checkpoint import (
     OPTIMIZER,
     TRAINABLE,
@@ -59,6 +63,7 @@ from vla_finetuning.run.checkpoint import (
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME
 from vla_finetuning.run.resolve import resolve
 from vla_finetuning.terminal import tell, tell_error, tell_text
+from vla_finetuning.training import model
 from vla_finetuning.training.capacity import fits
 from vla_finetuning.training.memory import GIB
 
@@ -68,32 +73,30 @@ ACCUMULATED_ROWS = 8
 TARGETS: dict[TrainMode, dict[str, float]] = {"full": {"rows_per_s": 30, "mfu": 0.45}, "expert": {"rows_per_s": 90}}
 
 
+# In the order in which they are measured: what is aimed at first.
+MODES: tuple[TrainMode, ...] = ("full", "expert", "heads")
+PEERS = ("lerobot", "naive")
+
+
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured. `about_s`: what a measurement of each kind takes, by which it is begun or left out."""
+    """How much is measured.
 
-    batch_sizes: tuple[int, ...] = (1, 4, 8, 16, 32, 64)
-    peers_at: tuple[int, ...] = (1, 4, 8, 16)
+    Attributes:
+        seconds: of a measured step. tests: where they are, and what marks them.
+        share: of what a measurement takes on a GPU, by which it is begun or left out.
+        patience: how many times longer than on a GPU a section may take.
+    """
+
+    batch_sizes: tuple[int, ...] = (1, 8, 16, 32, 64)
+    peers_at: tuple[int, ...] = (1, 8, 16)
     seconds: float = 3.0
     steps: int = 200
     live_rows: int = step.LIVE_ROWS
     predicted_rows: tuple[int, ...] = (1, 8, 32)
-    tests: str = "tests"
-    about_s: dict[str, float] = field(
-        default_factory=lambda: {
-            "machine": 1.0,
-            "plan": 40.0,
-            "attention": 90.0,
-            "audit": 60.0,
-            "tests": 120.0,
-            "step": 40.0,
-            "compiled": 150.0,
-            "checkpoint": 60.0,
-            "prediction": 40.0,
-            "live": 90.0,
-            "run": 120.0,
-        }
-    )
+    tests: tuple[str, ...] = ("tests", "-m", "gpu")
+    share: float = 1.0
+    patience: float = 1.0
 
 
 TINY = Sizes(
@@ -103,46 +106,10 @@ TINY = Sizes(
     steps=4,
     live_rows=step.LIVE_ROWS // 4,
     predicted_rows=(2,),
-    tests="tests/test_util.py",
-    about_s=dict.fromkeys(Sizes().about_s, 5.0),
+    tests=("tests/test_util.py", "-m", "gpu"),
+    share=0.1,
+    patience=4.0,
 )
-
-
-class Results:
-    """Measurements by name, in a file from the moment that each is there."""
-
-    def __init__(self, path: Path, minutes: float, about_s: dict[str, float]):
-        self.path, self._about_s = path, about_s
-        self._ends = time.monotonic() + 60 * minutes
-        self.found: dict[str, Any] = {}
-
-    @property
-    def left_s(self) -> float:
-        return self._ends - time.monotonic()
-
-    def take(self, name: str, kind: str, measure: Callable[[], Any]) -> Any:
-        """Measure, and write it down: the result, why there is none, or that there is no time. Returns the result."""
-        needed = self._about_s[kind]
-        entry: dict[str, Any] = {}
-        if self.left_s < needed:
-            entry = {"left_out": f"takes about {needed:g} s, and {max(self.left_s, 0):.0f} s are left"}
-        else:
-            started = time.monotonic()
-            try:
-                entry = {"result": measure()}
-            except Exception as error:
-                entry = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-            entry["seconds"] = time.monotonic() - started
-        self.write(name, entry)
-        gc.collect()
-        torch.cuda.empty_cache()
-        return entry.get("result")
-
-    def write(self, name: str, entry: dict[str, Any]) -> None:
-        self.found[name] = entry
-        write_json(self.path, self.found)
-        said = entry.get("error") or entry.get("left_out") or json.dumps(entry["result"])
-        tell(f"{name}: {said[:300]}")
 
 
 # ---- what is measured -----------------------------------------------------------------------------------------------
@@ -196,9 +163,9 @@ def waits(device: torch.device) -> dict[str, Any]:
     return {"looked_at": found.seen, "steps": found.steps, "waits": lines}
 
 
-def gpu_tests(where: str, left_s: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", where, "-m", "gpu", "-q", "-p", "no:cacheprovider", "--no-header"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=left_s)
+def gpu_tests(device: torch.device, *, chosen: Sequence[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "pytest", *chosen, "-q", "-p", "no:cacheprovider", "--no-header"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return {"status": done.returncode, "tail": done.stdout.splitlines()[-20:]}
 
 
@@ -212,71 +179,39 @@ def measure_step(contender: Any, device: torch.device, mode: TrainMode, size: in
     return {**sample, "mfu": flops * sample["samples_per_s"] / peak if flops and peak else None}
 
 
-def fitting(mode: TrainMode, batch_sizes: Sequence[int], device: torch.device, bf16: bool) -> dict[int, int]:
-    """The batch sizes that fit the device as the plan has it, each with the bytes that its step is said to take."""
-    gib = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else None
-    planned: dict[int, int] = {}
-    for size in batch_sizes:
-        accum = max(1, ACCUMULATED_ROWS // size)
-        needed = step.planned(step.policy_config(device), mode, size, accum, bf16)
-        if gib is not None and not fits(needed, gib):
-            break
-        planned[size] = needed.peak
-    return planned
+def planned_bytes(mode: TrainMode, size: int, device: torch.device, bf16: bool) -> int | None:
+    """What the plan says that a step takes; None where it does not fit the device by what a run is refused for."""
+    needed = step.planned(step.policy_config(device), mode, size, max(1, ACCUMULATED_ROWS // size), bf16)
+    if device.type == "cuda" and not fits(needed, torch.cuda.get_device_properties(device).total_memory / GIB):
+        return None
+    return needed.peak
 
 
-def steps(results: Results, sizes: Sizes, device: torch.device, bf16: bool, kernel: Kernel) -> None:
-    """Each mode: ours eager and compiled, LeRobot's and the naive loop, in one process, at growing batch sizes."""
-    for mode in get_args(TrainMode):
-        planned = results.take(f"plan, {mode}", "plan", partial(fitting, mode, sizes.batch_sizes, device, bf16)) or {}
-
-        def ours(mode: TrainMode = mode, compiled: bool = False) -> Any:
-            compiler = Compiler() if compiled else None
-            return step.Ours(step.policy_config(device), mode, device, bf16, attention=kernel, compiler=compiler)
-
-        _at_sizes(results, f"step, {mode}, ours", "step", ours, mode, planned, device, sizes)
-        if reason := why_not(device):
-            results.write(f"step, {mode}, ours, compiled", {"left_out": reason})
-        elif planned:
-            # The sizes of interest: one that is bound by launches, and the largest.
-            ends = {size: planned[size] for size in {min(planned), max(planned)}}
-            name = f"step, {mode}, ours, compiled"
-            _at_sizes(results, name, "compiled", partial(ours, compiled=True), mode, ends, device, sizes)
-        for name in ("lerobot", "naive"):
-
-            def peer(mode: TrainMode = mode, name: str = name) -> Any:
-                return step.CONTENDERS[name](step.policy_config(device), mode, device, bf16)
-
-            at = dict.fromkeys(sizes.peers_at)
-            _at_sizes(results, f"step, {mode}, {name}", "step", peer, mode, at, device, sizes)
-
-
-def _at_sizes(
+def at_sizes(
     results: Results,
     name: str,
-    kind: str,
     make: Callable[[], Any],
     mode: TrainMode,
-    planned: dict[int, Any],
+    batch_sizes: Sequence[int],
     device: torch.device,
     sizes: Sizes,
+    plan: Callable[[int], int | None] | None,
+    about_s: float,
 ) -> None:
-    """One contender, made once, at growing batch sizes, until one of them fails."""
+    """One contender, made once, at growing batch sizes, until one of them fails or does not fit by the plan."""
     made: list[Any] = []
 
-    def measured(size: int) -> dict[str, Any]:
+    def measured(size: int, planned: int | None) -> dict[str, Any]:
         if not made:
             made.append(make())
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        return {**measure_step(made[0], device, mode, size, sizes.seconds), "planned_bytes": planned[size]}
+        return {**measure_step(made[0], device, mode, size, sizes.seconds), "planned_bytes": planned}
 
-    for size in sorted(planned):
-        if results.take(f"{name}, {size} rows", kind, partial(measured, size)) is None:
+    for size in sorted(batch_sizes):
+        planned = plan(size) if plan else None
+        if plan and planned is None:
             break
-    made.clear()
-    gc.collect()
-    torch.cuda.empty_cache()
+        if results.take(f"{name}, {size} rows", sizes.share * about_s, partial(measured, size, planned)) is None:
+            break
 
 
 def checkpoint(device: torch.device, bf16: bool, mode: TrainMode = "expert") -> dict[str, Any]:
@@ -324,73 +259,183 @@ def checkpoint(device: torch.device, bf16: bool, mode: TrainMode = "expert") -> 
     }
 
 
-def prediction(device: torch.device, rows: int) -> dict[str, Any]:
-    """One batch of chunks, as the open-loop evaluation predicts them."""
-    config = step.policy_config(device)
-    policy = step.make_policy(config, "heads", device).eval()
+def prediction(device: torch.device, rows: int, mode: TrainMode = "expert") -> dict[str, Any]:
+    """One batch of chunks, as the open-loop evaluation predicts them: in its precision, and what is frozen cast."""
+    config, bf16 = step.policy_config(device), device.type == "cuda"
+    autocast = autocast_of("bf16" if bf16 else "fp32", device)
+    policy = step.make_policy(config, mode, device).eval()
+    if autocast is not None:
+        cast_frozen(policy, autocast)
     columns = step.prepared_rows(config, rows, seed=0)
     batch = DeviceHalf(None, config)({key: torch.from_numpy(value).to(device) for key, value in columns.items()})
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     seconds = []
     for _ in range(2):  # once to warm up
         step.synchronize(device)
         started = time.perf_counter()
-        with torch.inference_mode():
-            policy.predict_action_chunk(batch)
+        with torch.no_grad(), torch.autocast(device.type, autocast, enabled=autocast is not None):
+            chunk = policy.predict_action_chunk(batch)
         step.synchronize(device)
         seconds.append(time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return {"rows": rows, "rows_per_s": rows / seconds[-1], "peak_memory_bytes": peak}
+    return {
+        "rows": rows,
+        "rows_per_s": rows / seconds[-1],
+        "chunk": list(chunk.shape),
+        "precision": str(autocast or torch.float32),
+        "peak_memory_bytes": peak,
+    }
 
 
 def whole_run(device: torch.device, steps: int) -> dict[str, Any]:
-    """The program, from the command line to the evaluation: half of the demo's steps, then a resume to the end."""
-    import vla
+    """The program, from the command line to the evaluation: half of the demo's steps, then a resume to the end.
 
+    Each in a process as a user starts it: what Ray Train holds of a cluster, it holds until its driver ends.
+    """
     half = max(1, steps // 2)
     with tempfile.TemporaryDirectory(prefix="gpu-") as name:
         folder = Path(name) / "run"
         first = [*demo_flags(device, folder), f"--steps={half}", f"--save_freq={half}", "--log_freq=2"]
-        statuses = [vla.main(first), vla.main([f"--output_dir={folder}", "--resume", f"--steps={steps}"])]
+        then = [f"--output_dir={folder}", "--resume", f"--steps={steps}"]
+        statuses = [subprocess.run([sys.executable, "vla.py", *flags], cwd=ROOT).returncode for flags in (first, then)]
         lines = [json.loads(line) for line in read_lines(folder / METRICS_NAME)]
         evaluation = read_json(folder / EVALUATION_NAME)
+        exported = sorted(path.name for path in (folder / "pretrained_model").glob("*.safetensors"))
+    if any(statuses):
+        raise RuntimeError(f"the run, and its resume, ended with the statuses {statuses}")
     last = lines[-1] if lines else {}
     keys = ("step", "loss", "samples_per_s", "step_s", "data_wait_s", "mfu", "peak_memory_bytes", "checkpoint_pause_s")
     errors = {name: (evaluation.get("trained", {}).get(name) or {}).get("mse") for name in ("policy", "mean_action")}
-    return {"statuses": statuses, "steps": [line["step"] for line in lines], **{k: last.get(k) for k in keys}, **errors}
+    return {
+        "statuses": statuses,
+        "exported": exported,
+        "steps": [line["step"] for line in lines],
+        **{key: last.get(key) for key in keys},
+        **errors,
+    }
 
 
-# ---- all of it ------------------------------------------------------------------------------------------------------
+# ---- sections -------------------------------------------------------------------------------------------------------
 
 
-def measure_all(results: Results, sizes: Sizes, device: torch.device) -> None:
-    bf16 = device.type == "cuda"
-    results.take("machine", "machine", lambda: machine(device))
-    probe = results.take("attention", "attention", lambda: attention(device, torch.bfloat16))
-    kernel: Kernel = probe["chosen"] if probe else "sdpa"
-    results.take("audit_syncs", "audit", lambda: waits(device))
-    results.take("tests", "tests", lambda: gpu_tests(sizes.tests, results.left_s))
-    enable_gpu_perf_flags()
-    steps(results, sizes, device, bf16, kernel)
-    results.take("checkpoint", "checkpoint", lambda: checkpoint(device, bf16))
+def one(
+    results: Results, *, name: str, about_s: float, measure: Callable[[torch.device], Any], device: torch.device
+) -> None:
+    """A section of one measurement."""
+    prepare_process(device)
+    results.take(name, about_s, partial(measure, device))
+
+
+def ours(results: Results, *, mode: TrainMode, compiled: bool, sizes: Sizes, device: torch.device) -> None:
+    """Our step at growing batch sizes."""
+    prepare_process(device)
+    bf16, name = device.type == "cuda", f"step, {mode}, ours{', compiled' if compiled else ''}"
+    batch_sizes: Sequence[int] = sizes.batch_sizes
+    eager = {size: results.found.get(f"step, {mode}, ours, {size} rows", {}).get("result") for size in batch_sizes}
+    if compiled and any(eager.values()):
+        # The sizes of interest: one that is bound by launches, and the largest that fits.
+        fitting = [size for size, result in eager.items() if result]
+        batch_sizes = sorted({fitting[0], fitting[-1]})
+
+    def plan(size: int) -> int | None:
+        known = eager[size]
+        return known["planned_bytes"] if known else planned_bytes(mode, size, device, bf16)
+
+    def make() -> step.Ours:
+        # Where there is no GPU to generate code for, all else that compiling does.
+        graphs_only = mock.patch.multiple(model, why_not=lambda device: None, Compiler=partial(Compiler, "aot_eager"))
+        with graphs_only if compiled and device.type != "cuda" else contextlib.nullcontext():
+            return step.Ours(step.policy_config(device), mode, device, bf16, compiled=compiled)
+
+    if compiled and device.type == "cuda" and (reason := why_not(device)):
+        results.write(name, {"left_out": reason})
+        return
+    at_sizes(results, name, make, mode, batch_sizes, device, sizes, plan, 60.0 if compiled else 25.0)
+
+
+def peer(results: Results, *, mode: TrainMode, name: str, sizes: Sizes, device: torch.device) -> None:
+    """Another's step at growing batch sizes."""
+    prepare_process(device)
+    make = partial(step.CONTENDERS[name], step.policy_config(device), mode, device, device.type == "cuda")
+    at_sizes(results, f"step, {mode}, {name}", make, mode, sizes.peers_at, device, sizes, None, 20.0)
+
+
+def predictions(results: Results, *, sizes: Sizes, device: torch.device) -> None:
+    prepare_process(device)
     for rows in sizes.predicted_rows:
-        results.take(f"prediction, {rows} rows", "prediction", partial(prediction, device, rows))
+        name = f"prediction, {rows} rows"
+        results.take(name, sizes.share * 30, partial(prediction, device, rows))
+
+
+def prepare_process(device: torch.device) -> None:
+    """As a training process begins."""
+    enable_gpu_perf_flags()
+    enable_expandable_segments()
+    if device.type != "cuda":
+        torch.set_num_threads(1)  # of so little, more would only wait for each other
+
+
+def sections_of(sizes: Sizes, device: torch.device) -> list[Section]:
+    """All of them, the ones first that matter most."""
+    bf16 = device.type == "cuda"
+
+    def single(name: str, measure: Callable[[torch.device], Any], about_s: float, limit_s: float) -> Section:
+        about_s *= sizes.share
+        return Section(name, partial(one, name=name, about_s=about_s, measure=measure, device=device), about_s, limit_s)
+
+    found = [
+        single("machine", machine, 5, 60),
+        single("run", partial(whole_run, steps=sizes.steps), 90, 300),
+    ]
+    for mode, compiled in itertools.product(MODES, (False, True)):
+        measure = partial(ours, mode=mode, compiled=compiled, sizes=sizes, device=device)
+        about_s, limit_s = (90.0, 300.0) if compiled else (60.0, 200.0)
+        name = f"steps, {mode}, ours{', compiled' if compiled else ''}"
+        found.append(Section(name, measure, sizes.share * about_s, limit_s))
+    for mode, name in itertools.product(MODES, PEERS):
+        measure_peer = partial(peer, mode=mode, name=name, sizes=sizes, device=device)
+        found.append(Section(f"steps, {mode}, {name}", measure_peer, sizes.share * 45, 120))
     size, seconds = sizes.batch_sizes[1], 10 * sizes.seconds
-    results.take("live data", "live", lambda: step.live("expert", device, bf16, size, 1, seconds, sizes.live_rows))
-    results.take("run", "run", lambda: whole_run(device, sizes.steps))
+    found += [
+        single("checkpoint", partial(checkpoint, bf16=bf16), 60, 150),
+        Section("predictions", partial(predictions, sizes=sizes, device=device), sizes.share * 40, 150),
+        single("live data", partial(live, bf16=bf16, size=size, seconds=seconds, rows=sizes.live_rows), 90, 200),
+        single("attention", partial(attention, dtype=torch.bfloat16), 60, 200),
+        single("audit_syncs", waits, 60, 150),
+        single("tests", partial(gpu_tests, chosen=sizes.tests), 60, 240),
+    ]
+    return [replace(section, limit_s=sizes.patience * section.limit_s) for section in found]
+
+
+def live(device: torch.device, *, bf16: bool, size: int, seconds: float, rows: int) -> dict[str, Any]:
+    return step.live("expert", device, bf16, size, 1, seconds, rows)
+
+
+@contextlib.contextmanager
+def own_ray() -> Iterator[None]:
+    """Have Ray start its own cluster in every process: one that runs on this machine is neither seen nor joined."""
+    # Not where temporary files are: the paths of Ray's sockets may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, mock.patch.dict(os.environ):
+        os.environ.pop("RAY_ADDRESS", None)
+        os.environ["RAY_TMPDIR"] = folder
+        yield
 
 
 def table(found: dict[str, Any]) -> str:
     """What was predicted, beside what was measured."""
     rows = [("", "rows/s", "aimed at", "MFU", "aimed at", "memory", "planned", "measured/planned")]
     for name, entry in found.items():
-        if not name.startswith("step, "):
+        if not name.startswith("step"):
             continue
         result = entry.get("result")
         if result is None:
             rows.append((name, entry.get("left_out") or entry["error"].splitlines()[0][:80], *[""] * 6))
             continue
         measured, planned = result["peak_memory_bytes"], result["planned_bytes"]
-        of_mode = TARGETS.get(name.split(", ")[1], {}) if "ours" in name else {}  # type: ignore[call-overload]
+        of_mode = TARGETS.get(cast(TrainMode, name.split(", ")[1]), {}) if "ours" in name else {}
         rows.append(
             (
                 name,
@@ -424,13 +469,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
     sizes = TINY if options.tiny else Sizes()
-    results = Results(options.json, options.minutes, sizes.about_s)
-    if options.tiny:
-        torch.set_num_threads(1)  # of so little, more would only wait for each other
-    measure_all(results, sizes, device)
-    tell_text(table(results.found))
+    with own_ray():
+        found = run_sections(sections_of(sizes, device), options.json, options.minutes)
+    tell_text(table(found))
     tell(f"written to {options.json}")
-    return int(any("error" in entry for entry in results.found.values()))
+    return int(any("error" in entry for entry in found.values()))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def make(folder: Path, episodes: int) -> None:
         for chunk, place in sorted(set(zip((file // 1000).tolist(), (file % 1000).tolist(), strict=True))):
             path = folder / f"{prefix}/chunk-{chunk:03d}/file-{place:03d}.{suffix}"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"-")
+            path.write_bytes(b"PAR1" * 3 if suffix == "parquet" else b"\0\0\0\x08moov")  # whole, and empty
     before = np.cumsum(length) - length
     for key in CAMERAS:
         first = before[number // EPISODES_OF_FILE["videos"] * EPISODES_OF_FILE["videos"]]
@@ -134,7 +134,7 @@ def source_of(meta: DatasetMetadata, stream: tuple[int, int] | None = None) -> L
 
 
 def metadata(folder: Path) -> dict[str, Any]:
-    from vla_finetuning.data.metadata import check_files
+    from vla_finetuning.data.dataset_files import check_files
 
     meta = load_metadata(folder / "dataset")
     check_files(meta)

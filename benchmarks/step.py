@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,20 +54,22 @@ from util import (
     Window,
     cuda_prefetcher,
     enable_gpu_perf_flags,
-    make_trainable_optimizer,
     peak_flops,
     train_step,
 )
-from vla_finetuning.config import Config, TrainMode
+from vla_finetuning.config import Attention, Config, Precision, TrainMode, TrainOptions
 from vla_finetuning.files import write_json
-from vla_finetuning.policies.attention import Kernel
-from vla_finetuning.policies.compiling import Compiler
+from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.counting import flops_per_sample
-from vla_finetuning.policies.processors import DeviceHalf, to_float
+from vla_finetuning.policies.optim import make_recipe
+from vla_finetuning.policies.processors import to_float
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
-from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
+from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.training.memory import StepMemory, step_memory
+from vla_finetuning.training.model import build_model, build_optimizer, check_attention
+from vla_finetuning.training.parallel import keeps_casts
 
 Columns = dict[str, np.ndarray]
 Draws = tuple[torch.Tensor, torch.Tensor]
@@ -131,6 +134,44 @@ def prompt_lengths(config: Any) -> tuple[int, ...]:
 def prompt(config: Any) -> int:
     """The length that ours cuts these rows' prompts to."""
     return next(n for n in prompt_lengths(config) if n >= config.tokenizer_max_length // 2)
+
+
+class NotCompiledError(RuntimeError):
+    """What was to be measured as compiled code did not run as such, or not throughout."""
+
+
+@dataclass(frozen=True)
+class Prepared(PolicySpec):
+    """The policy of a run whose rows are prepared already. Its random weights are made on the device."""
+
+    device: torch.device = torch.device("cpu")
+
+    def start(self) -> PreTrainedPolicy:
+        return make_policy(self.config, self.train.mode, self.device)
+
+    def processors(self, config: PreTrainedConfig | None = None) -> Any:
+        return None, None
+
+
+def prepared_spec(
+    config: Any, mode: TrainMode, device: torch.device, bf16: bool, attention: Attention, compiled: bool
+) -> Prepared:
+    """As a run of the program has it, with a constant learning rate."""
+    precision: Precision = "bf16" if bf16 else "fp32"
+    run = Config(train=TrainOptions(mode=mode, precision=precision, attention=attention, compile=compiled))
+    return Prepared(
+        config=config,
+        folder=None,
+        base={},
+        train=run.train,
+        adapters=run.peft,
+        recipe=replace(make_recipe(run, config), peak=LR, scheduler=None, short=None),
+        cameras=CAMERAS,
+        stats=None,
+        seed=0,
+        prompts=prompt_lengths(config),
+        device=device,
+    )
 
 
 # ---- contenders: each holds a policy, and takes one optimizer step at a time ----------------------------------------
@@ -226,6 +267,8 @@ class LeRobot:
 
 
 class Ours:
+    """What a training process of the program makes and runs, on one GPU."""
+
     def __init__(
         self,
         config: Any,
@@ -233,26 +276,16 @@ class Ours:
         device: torch.device,
         bf16: bool,
         *,
-        attention: Kernel = "sdpa",
-        compiler: Compiler | None = None,
+        attention: Attention = "sdpa",
+        compiled: bool = False,
     ):
-        policy = make_policy(config, mode, device)
-        if bf16:
-            cast_frozen(policy, torch.bfloat16)
-        images = DeviceHalf(None, config)
-        options: dict[str, Any] = {"images": images, "attention": attention, "compile": compiler}
-        self.loss = family_of(config).make_loss(policy, **options).to(device)
-        preset = config.get_optimizer_preset()
-        self.optimizer = make_trainable_optimizer(
-            policy,
-            schedule=lambda step: LR,
-            betas=preset.betas,
-            eps=preset.eps,
-            weight_decay=preset.weight_decay,
-            clip_norm=preset.grad_clip_norm,
-        )
-        self.config, self.device = config, device
-        self.autocast = torch.bfloat16 if bf16 else None
+        spec = prepared_spec(config, mode, device, bf16, attention, compiled)
+        self.loss, self.autocast = build_model(spec, device)
+        self.config, self.device, self.compiler = config, device, getattr(self.loss, "compiler", None)
+        if compiled and self.compiler is None:
+            raise NotCompiledError(str(why_not(device)))
+        check_attention(spec, self.loss, device, self.autocast, None)
+        self.optimizer = build_optimizer(spec, self.loss, MAX_STEPS)
         self.collate = NumpyToTorchCollate(pin_memory=device.type == "cuda")
         self.window = Window(device)
 
@@ -284,6 +317,7 @@ class Ours:
             ),
             autocast=self.autocast,
             device=self.device,
+            keep_casts=keeps_casts("ddp", accum, checkpointing=False),
         )
         self.window.add(result, rows * accum)
         return result.loss
@@ -305,7 +339,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure(contender: Any, columns: list[Columns], accum: int, seconds: float, device: torch.device) -> dict[str, Any]:
-    """Steps of one contender at one batch size, timed as a whole; then one more to see where the host waits."""
+    """Steps of one contender at one batch size, timed as a whole; then one more to see where the host waits.
+
+    Raises:
+        NotCompiledError: its layers are to be compiled, and no compiled code was called, or something was compiled
+            after the warm-up.
+    """
     rows = len(columns[0]["action"])
     batches = contender.feed(itertools.cycle([contender.stored(c) for c in columns]))
     numbers = itertools.count()
@@ -321,12 +360,15 @@ def measure(contender: Any, columns: list[Columns], accum: int, seconds: float, 
     steps = min(max(MIN_STEPS, math.ceil(seconds / (time.perf_counter() - start))), MAX_STEPS)
     contender.finish()
 
+    compiler: Compiler | None = getattr(contender, "compiler", None)
+    calls, compilations = (compiler.calls, compiler.compilations) if compiler else (0, 0)
     start = time.perf_counter()
     for _ in range(steps):
         contender.step(batches, accum, next(numbers))
     contender.finish()
     synchronize(device)
     step_s = (time.perf_counter() - start) / steps
+    compiled = _compiled(compiler, calls, compilations, steps) if compiler else {}
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     reads = HostReads()
     with reads:
@@ -338,15 +380,28 @@ def measure(contender: Any, columns: list[Columns], accum: int, seconds: float, 
         "ms_per_sample": step_s / (rows * accum) * 1000,
         "samples_per_s": rows * accum / step_s,
         "host_reads_per_step": reads.count,
-        "host_blocked_s_per_step": host_blocked_s(lambda: contender.step(batches, accum, next(numbers)), device),
+        "host_blocked": host_blocked(contender, batches, next(numbers), device),
         "peak_memory_bytes": peak,
+        **compiled,
     }
+
+
+def _compiled(compiler: Compiler, calls: int, compilations: int, steps: int) -> dict[str, Any]:
+    """How often compiled code was called in so many steps. The numbers are what they were before."""
+    called, compiled = compiler.calls - calls, compiler.compilations - compilations
+    if compiler.failed or not called:
+        why = "compiling failed, as a warning says" if compiler.failed else "Dynamo skipped them without a word"
+        raise NotCompiledError(f"compiled layers were called {called} times in {steps} steps: {why}")
+    if compiled:
+        raise NotCompiledError(f"{compiled} graphs were compiled in {steps} steps, after {WARM_UP_STEPS} to warm up")
+    return {"compiled_calls_per_step": called / steps}
 
 
 class HostReads(TorchDispatchMode):
     """Counts what the host reads of tensors: single values (`.item()`, `float()`, `if tensor`), copies from CUDA."""
 
     count = 0
+    ignore_compile_internals = classmethod(lambda cls: True)  # else Dynamo gives up what is compiled, for good
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -355,17 +410,22 @@ class HostReads(TorchDispatchMode):
         return result
 
 
-def host_blocked_s(step: Callable[[], Any], device: torch.device) -> float | None:
-    """Seconds of one step in which the host waits inside CUDA calls; None without CUDA."""
-    if device.type != "cuda":
-        return None
+def host_blocked(contender: Any, batches: Iterator[Any], number: int, device: torch.device) -> float | None:
+    """The share of a step of one micro-batch in which the host waits inside CUDA calls; None without CUDA.
+
+    Of the profiler's raw events: making its table of a step of 300,000 takes half a minute.
+    """
+    on_gpu = device.type == "cuda"
     synchronize(device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler, record_function("the step"):
-        step()
-    events = profiler.events() or []
-    span = next(event.time_range for event in events if event.name == "the step" and event.cpu_time_total > 0)
-    waits = [e.time_range for e in events if WAITS.fullmatch(e.name) and span.start <= e.time_range.start < span.end]
-    return sum(wait.end - wait.start for wait in waits) / 1e6
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler, record_function("the step"):
+        contender.step(batches, 1, number)
+    recorded: Any = profiler.profiler
+    events = recorded.kineto_results.events()
+    # On the device there may be another of that name, for what the host began meanwhile.
+    step = next(e for e in events if e.name() == "the step" and e.device_type() == torch.autograd.DeviceType.CPU)
+    waits = [e for e in events if WAITS.fullmatch(e.name()) and step.start_ns() <= e.start_ns() < step.end_ns()]
+    return sum(wait.duration_ns() for wait in waits) / step.duration_ns() if on_gpu else None
 
 
 def compare(options: argparse.Namespace, device: torch.device, bf16: bool, rows: int) -> dict[TrainMode, Any]:
@@ -565,14 +625,14 @@ def table(mode: str, result: dict[str, Any]) -> str:
     for name, sizes in result["contenders"].items():
         for size, r in sizes.items():
             accum = round(r["rows_per_step"] / int(size))
-            blocked, memory = r.get("host_blocked_s_per_step"), r.get("peak_memory_bytes")
+            blocked, memory = r.get("host_blocked"), r.get("peak_memory_bytes")
             cells = (
                 f"{size} x {accum}",
                 f"{r['ms_per_sample']:.2f}",
                 f"{r['samples_per_s']:.1f}",
                 "-" if r["mfu"] is None else f"{r['mfu']:.1%}",
                 f"{r['host_reads_per_step']:.0f}",
-                "-" if blocked is None else f"{blocked / r['step_s']:.0%}",
+                "-" if blocked is None else f"{blocked:.0%}",
                 "-" if memory is None else f"{memory / 2**30:.1f} GiB",
             )
             lines.append(f"  {name:10}" + "".join(f"{cell:>14}" for cell in cells))

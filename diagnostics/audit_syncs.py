@@ -171,6 +171,8 @@ def _shortened(run: Run, folder: str) -> Run:
 class _Watch(TorchDispatchMode):
     """Sees every operation, and counts those that wait for the device, by the line that caused them."""
 
+    ignore_compile_internals = classmethod(lambda cls: True)  # else Dynamo gives up what is compiled, for good
+
     def __init__(self, device_type: str):
         super().__init__()
         self.device_type = device_type

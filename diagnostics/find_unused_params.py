@@ -212,13 +212,13 @@ def advice(report: UnusedReport, run: Run) -> list[str]:
             "Freeze what is never used"
             + (f": the policy has {', '.join(freezes)}." if freezes else "; the policy has no option for it.")
         )
-    said.append(
-        "DDP is told to search for such parameters in every step (--scaling.find_unused_parameters=true), so several "
-        "workers can train this."
-        if search
-        else "As it is, several workers need --scaling.find_unused_parameters=true, a search in every step."
-    )
-    return said
+    if not family.modes:
+        how = f"DDP searches for them in every step of a {family.type}, as lerobot-train has it do"
+    elif search:
+        how = "DDP is told to search for such parameters in every step (--scaling.find_unused_parameters=true)"
+    else:
+        return [*said, "As it is, several workers need --scaling.find_unused_parameters=true, a search in every step."]
+    return [*said, f"{how}, so several workers can train this."]
 
 
 def prepare(run: Run, options: Namespace) -> Callable[[], Result]:

@@ -1,41 +1,93 @@
 """The command for the day that there is a GPU, on a day that there is none: all of it, tiny."""
 
 import json
+import os
+import time
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import torch
 
-from benchmarks import gpu
-from vla_finetuning.config import TrainMode
+from benchmarks import gpu, step
+from benchmarks.sections import Results, Section, run_sections
+from tests.benchmarks import planted
 from vla_finetuning.training.memory import GIB, StepMemory
 
-ORDER = ("machine", "attention", "audit_syncs", "tests", "plan", "step", "checkpoint", "prediction", "live data", "run")
+CPU = torch.device("cpu")
+ORDER = ("machine", "run", "step", "checkpoint", "prediction", "live data", "attention", "audit_syncs", "tests")
 
 
 @pytest.mark.ray
-@pytest.mark.slow  # two worker groups and a data engine
-def test_all_of_it_runs_on_a_cpu(no_ray_cluster, tmp_path, capsys):
+@pytest.mark.slow  # 20 processes, two worker groups and a data engine
+@pytest.mark.timeout(1500)
+def test_all_of_it_runs_on_a_cpu(no_ray_cluster, tmp_path, capfd, monkeypatch):
     path = tmp_path / "found.json"
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # where nobody answers: whoever asks there fails
     assert gpu.main(["--tiny", "--minutes=30", f"--json={path}"]) == 0, path.read_text()
     found = json.loads(path.read_text())
     kinds = list(dict.fromkeys(name.split(",")[0] for name in found))
     assert kinds == list(ORDER)
+    modes = list(dict.fromkeys(name.split(", ")[1] for name in found if name.startswith("step")))
+    assert modes == ["full", "expert", "heads"]
     assert found["attention"]["result"]["chosen"] == "sdpa"
     assert found["audit_syncs"]["result"]["waits"] == []
-    for mode in get_args(TrainMode):
-        for who in ("ours, 1 rows", "ours, 2 rows", "lerobot, 2 rows", "naive, 2 rows"):
+    for mode in modes:
+        for who in ("ours, 1 rows", "ours, 2 rows", "ours, compiled, 1 rows", "lerobot, 2 rows", "naive, 2 rows"):
             assert found[f"step, {mode}, {who}"]["result"]["samples_per_s"] > 0
-        assert "only GPUs gain" in found[f"step, {mode}, ours, compiled"]["left_out"]
+        assert found[f"step, {mode}, ours, compiled, 2 rows"]["result"]["compiled_calls_per_step"] > 0
+    assert found["prediction, 2 rows"]["result"]["chunk"][0] == 2
     assert found["checkpoint"]["result"]["same_bits"] is True
     assert found["run"]["result"]["statuses"] == [0, 0] and found["run"]["result"]["steps"] == [2, 4]
-    told = capsys.readouterr().out
+    assert found["run"]["result"]["exported"] == ["model.safetensors"]
+    told = capfd.readouterr().out
     assert "host waits between log steps: 0, predicted 0" in told and "failed: nothing" in told
 
 
-def results(path, minutes=1.0):
-    return gpu.Results(path, minutes, {"step": 1.0, "run": 100.0})
+def test_ray_sees_no_cluster_of_others(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with gpu.own_ray():
+        assert "RAY_ADDRESS" not in os.environ and os.listdir(os.environ["RAY_TMPDIR"]) == []
+    assert os.environ["RAY_ADDRESS"] == "127.0.0.1:1"
+
+
+# ---- sections -------------------------------------------------------------------------------------------------------
+
+
+def section(name, about_s=0.0, limit_s=120.0):
+    return Section(name, partial(getattr(planted, name)), about_s, limit_s)
+
+
+def test_what_breaks_a_process_is_a_result_and_the_others_are_complete(tmp_path, capfd):
+    path = tmp_path / "found.json"
+    names = ("out_of_memory", "crash", "hang", "fine")
+    found = run_sections([section(name, limit_s=15.0 if name == "hang" else 120.0) for name in names], path, 10.0)
+    assert found == json.loads(path.read_text())
+    assert found["a small one"]["result"] == 1
+    assert found["a large one"]["error"] == "OutOfMemoryError: CUDA out of memory"
+    assert "in out_of_memory" in found["out_of_memory"]["traceback"]  # the sticky error after it ends the process
+    assert found["out_of_memory"]["error"] == "ChildProcessError: ended with status 1"
+    assert found["crash"]["error"] == "ChildProcessError: ended by SIGSEGV"
+    assert "in crash" in found["crash"]["traceback"]
+    assert found["before the hang"]["result"] == 2
+    assert found["hang"]["error"] == "TimeoutError: not done after 15 s" and "in hang" in found["hang"]["traceback"]
+    assert found["fine"]["result"] == 3
+    stat = Path(f"/proc/{found['child of the hang']['result']}/stat")
+    # What it had started is gone with it, or waits for somebody to ask how it ended.
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_it_ends_within_its_minutes(tmp_path):
+    started = time.monotonic()
+    found = run_sections([section("hang", limit_s=600.0), section("fine")], tmp_path / "found.json", 6 / 60)
+    assert time.monotonic() - started < 60  # not 600
+    assert found["hang"]["error"].startswith("TimeoutError: not done after 6 s")
+    assert found["fine"]["left_out"] == "takes about 0 s, and 0 s are left"
+
+
+def results(path, seconds=60.0):
+    return Results(path, time.monotonic() + seconds)
 
 
 def test_what_fails_is_recorded_and_the_rest_is_measured(tmp_path):
@@ -47,9 +99,9 @@ def test_what_fails_is_recorded_and_the_rest_is_measured(tmp_path):
         assert json.loads(path.read_text())["first"]["result"] == 1
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    assert taking.take("first", "step", lambda: 1) == 1
-    assert taking.take("second", "step", fails) is None
-    assert taking.take("third", "step", lambda: 3) == 3
+    assert taking.take("first", 1.0, lambda: 1) == 1
+    assert taking.take("second", 1.0, fails) is None
+    assert taking.take("third", 1.0, lambda: 3) == 3
     found = json.loads(path.read_text())
     assert (
         found["second"]["error"] == "OutOfMemoryError: CUDA out of memory" and "fails" in found["second"]["traceback"]
@@ -59,9 +111,9 @@ def test_what_fails_is_recorded_and_the_rest_is_measured(tmp_path):
 
 def test_what_does_not_fit_into_the_minutes_is_left_out(tmp_path):
     taking = results(tmp_path / "found.json")
-    assert taking.take("long", "run", lambda: pytest.fail("it was begun")) is None
+    assert taking.take("long", 100.0, lambda: pytest.fail("it was begun")) is None
     assert taking.found["long"] == {"left_out": "takes about 100 s, and 60 s are left"}
-    assert taking.take("short", "step", lambda: 2) == 2
+    assert taking.take("short", 1.0, lambda: 2) == 2
 
 
 def test_a_contender_goes_no_further_than_its_memory(tmp_path):
@@ -73,9 +125,8 @@ def test_a_contender_goes_no_further_than_its_memory(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "measure_step", lambda _, device, mode, size, seconds: {"rows": size} if size < 4 else 1 / 0)
-        gpu._at_sizes(
-            taking, "step, full, ours", "step", make, "full", {1: 10, 4: 40, 8: 80}, torch.device("cpu"), gpu.TINY
-        )
+        name, plan = "step, full, ours", {1: 10, 4: 40, 8: 80}.get
+        gpu.at_sizes(taking, name, make, "full", (1, 4, 8), CPU, gpu.TINY, plan, 1.0)
     assert list(taking.found) == ["step, full, ours, 1 rows", "step, full, ours, 4 rows"] and made == [1]
     assert taking.found["step, full, ours, 1 rows"]["result"] == {"rows": 1, "planned_bytes": 10}
 
@@ -83,11 +134,11 @@ def test_a_contender_goes_no_further_than_its_memory(tmp_path):
 def test_sizes_are_those_that_the_plan_has_room_for(monkeypatch):
     """With what a GPU holds beside the step, as a run of the program is refused or not."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=20 * GIB))
-    monkeypatch.setattr(gpu.step, "policy_config", lambda device: None)
-    monkeypatch.setattr(gpu.step, "planned", lambda config, mode, size, *_: StepMemory(0, 0, 0, 0, size * GIB, 4 * GIB))
-    assert gpu.fitting("full", (1, 8, 16, 32), torch.device("cuda"), True) == {n: n * GIB for n in (1, 8, 16)}
+    monkeypatch.setattr(step, "policy_config", lambda device: None)
+    monkeypatch.setattr(step, "planned", lambda config, mode, size, *_: StepMemory(0, 0, 0, 0, size * GIB, 4 * GIB))
+    assert gpu.planned_bytes("full", 16, torch.device("cuda"), True) == 16 * GIB
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=19 * GIB))
-    assert list(gpu.fitting("full", (1, 8, 16, 32), torch.device("cuda"), True)) == [1, 8]
+    assert gpu.planned_bytes("full", 16, torch.device("cuda"), True) is None
 
 
 def test_predictions_stand_beside_measurements():

@@ -1,9 +1,15 @@
 """What `benchmarks/step.py` measures is what it says: the same training, and only ours reads nothing."""
 
+import contextlib
+from unittest import mock
+
 import pytest
 import torch
 
 from benchmarks import step
+from util import train_step
+from vla_finetuning.policies.compiling import Compiler
+from vla_finetuning.training import model
 
 CPU = torch.device("cpu")
 
@@ -27,3 +33,69 @@ def test_only_ours_reads_nothing_from_the_device(monkeypatch):
         assert sample["samples_per_s"] == pytest.approx(2 / sample["step_s"])
         reads[name] = sample["host_reads_per_step"]
     assert reads["ours"] == 0 and reads["naive"] > 0 and reads["lerobot"] >= 2
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):
+        yield
+    torch._dynamo.reset()
+
+
+def ours_compiled():
+    """A contender, and batches for it."""
+    config = step.policy_config(CPU)
+    with mock.patch.multiple(model, why_not=lambda device: None, Compiler=lambda: Compiler("eager")):
+        ours = step.Ours(config, "heads", CPU, bf16=False, compiled=True)
+    return ours, [step.prepared_rows(config, 2, 0)]
+
+
+def test_what_counts_host_reads_leaves_compiled_code_in_use(fresh_dynamo):
+    """Under a dispatch mode, and after it, the step runs the code that it ran before."""
+    ours, columns = ours_compiled()
+    batches = ours.feed(iter([ours.stored(columns[0])] * 3))
+    calls = []
+    for number in range(3):
+        before = ours.compiler.calls
+        with step.HostReads() if number == 1 else contextlib.nullcontext():
+            ours.step(batches, 1, number)
+        calls.append(ours.compiler.calls - before)
+    # Each of the layers; in the first step once more, to try it.
+    layers = 2 + 2 + 3  # of vision, language (but the last) and actions
+    assert calls == [layers + 3, layers, layers]
+
+
+def test_a_compiled_cell_in_which_nothing_compiled_ran_fails(fresh_dynamo, monkeypatch):
+    monkeypatch.setattr(step, "MAX_STEPS", 2)
+    ours, columns = ours_compiled()
+    assert step.measure(ours, columns, 1, 0.0, CPU)["compiled_calls_per_step"] == 7
+
+    ours, columns = ours_compiled()
+    with torch.compiler.set_stance("force_eager"), pytest.raises(step.NotCompiledError, match="called 0 times in 2"):
+        step.measure(ours, columns, 1, 0.0, CPU)
+
+
+def test_a_compiled_cell_in_which_something_compiles_late_fails(fresh_dynamo, monkeypatch):
+    monkeypatch.setattr(step, "MAX_STEPS", 2)
+    ours, columns = ours_compiled()
+    longer = step.prepared_rows(ours.config, 3, 0)  # its first turn comes after the warm-up
+    with pytest.raises(step.NotCompiledError, match="3 graphs were compiled in 2 steps"):
+        step.measure(ours, [*columns * 3, longer, *columns], 1, 0.0, CPU)
+
+
+@pytest.mark.parametrize("mode", ["heads", "full"])
+def test_ours_is_what_the_program_trains(mode):
+    """The weights that the plan of such a run counts, and casts kept where the program keeps them."""
+    config = step.policy_config(CPU)
+    ours = step.Ours(config, mode, CPU, bf16=True)
+    needed = step.planned(config, mode, 2, 2, bf16=True)
+    assert sum(t.nbytes for t in (*ours.loss.parameters(), *ours.loss.buffers())) == needed.weights
+    given = []
+    batches = ours.feed(iter([ours.stored(step.prepared_rows(config, 2, 0))] * 3))
+    with mock.patch.object(
+        step, "train_step", lambda *args, **options: given.append(options) or train_step(*args, **options)
+    ):
+        ours.step(batches, 2, 0)
+        ours.step(batches, 1, 1)
+    assert [options["keep_casts"] for options in given] == [True, False]

@@ -262,7 +262,7 @@ def test_projection_and_limit_reach_the_source(ray_cluster, roots):
     if not broken.exists():
         shutil.copytree(roots["rollover"], broken)
         for file in (broken / "videos" / TOP).rglob("*.mp4"):
-            file.write_bytes(b"not a video")
+            file.write_bytes(b"\0\0\0\x08moov")  # whole, and no video
     dataset = read_lerobot(broken)
     assert dataset.select_columns(["index", WRIST]).count() == 54
     rows = dataset.select_columns(["index", "action"]).take_all()  # would fail if the camera were decoded
@@ -648,7 +648,7 @@ def test_a_truncated_video(copy):
     video = first_video(root)
     video.write_bytes(video.read_bytes()[: video.stat().st_size // 2])
     with pytest.raises(ValueError, match=f"{TOP}.*(truncated|damaged)"):
-        read_directly(datasource([load_metadata(root)]))
+        read_directly(datasource([load_metadata(root)], check_files=False))
 
 
 def test_a_video_shorter_than_the_metadata_says(copy):
@@ -818,8 +818,10 @@ def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tm
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert sorted(p for line in lines for p in line["positions"]) == np.flatnonzero(gone & theirs).tolist()
 
+    with pytest.raises(FileNotFoundError, match="cut short"):
+        datasource([meta], delta_timestamps=windows)
     with pytest.raises(ValueError, match="again"):
-        next(datasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
+        next(datasource([meta], delta_timestamps=windows, check_files=False).read_rows(range(54), 54))
     # As `select_columns`: what names the rows need not be among what is wanted.
     few = source().apply_projection({"action": "action"})
     np.testing.assert_array_equal(next(few.read_rows(range(54), 54))["action"][~gone], sound["action"][~gone])

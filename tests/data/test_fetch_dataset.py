@@ -9,7 +9,8 @@ import pytest
 
 from tests.data.test_metadata_v2 import as_v2
 from tests.datasets import make_dataset
-from vla_finetuning.data.metadata import check_files, fetch_dataset, load_metadata
+from vla_finetuning.data.dataset_files import check_files, fetch_dataset
+from vla_finetuning.data.metadata import load_metadata
 
 TOP = "observation.images.top"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

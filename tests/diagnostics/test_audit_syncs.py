@@ -1,5 +1,6 @@
 """The audit finds nothing in our loop, and everything that is planted there."""
 
+import contextlib
 import gc
 import warnings
 from dataclasses import replace
@@ -17,6 +18,7 @@ from util import NumpyToTorchCollate, TrainableOptimizer, Window
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import build, pi05
+from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.run.resolve import resolve
@@ -457,3 +459,18 @@ def test_a_planted_sync_is_found_on_the_gpu(planted, setting, monkeypatch, one_s
     plant(monkeypatch, planted)
     found = audit_syncs.audit(run).syncs
     assert {tuple(sync.where) for sync in found} == {(__file__, planted.__code__.co_firstlineno + 1, planted.__name__)}
+
+
+def test_what_watches_leaves_compiled_code_in_use():
+    """Under the watch, and after it, compiled code is called as before."""
+    torch._dynamo.reset()
+    compiler, calls = Compiler("eager"), []
+    layer = compiler(lambda layer, values: layer(values).sum())
+    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):
+        for watch in (None, audit_syncs._CudaWatch("cpu"), None):
+            before = compiler.calls
+            with watch or contextlib.nullcontext():
+                layer(torch.nn.Linear(2, 2), torch.ones(1, 2)).backward()
+            calls.append(compiler.calls - before)
+    torch._dynamo.reset()
+    assert calls == [2, 1, 1]  # the first is also tried

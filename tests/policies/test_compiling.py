@@ -22,9 +22,9 @@ CPU = torch.device("cpu")
 def _fresh():
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    limit = torch._dynamo.config.recompile_limit
-    yield
-    torch._dynamo.config.recompile_limit = limit
+    config = torch._dynamo.config
+    with config.patch(recompile_limit=config.recompile_limit, optimize_ddp=config.optimize_ddp):
+        yield
     torch._dynamo.reset()
 
 
@@ -110,7 +110,8 @@ def test_under_autocast_and_ddp(process_group):
     choose_trainable(policy, "expert")
     plain = copy.deepcopy(policy)
     backend = Counting()
-    module = DistributedDataParallel(PI05Loss(policy, attention="sdpa", compile=Compiler(backend)))
+    # Of buckets as small as a layer, at whose ends Dynamo would cut.
+    module = DistributedDataParallel(PI05Loss(policy, attention="sdpa", compile=Compiler(backend)), bucket_cap_mb=0.02)
     reference = DistributedDataParallel(PI05Loss(plain, attention="sdpa"))
     found = train(policy, module, 3, accum=2, autocast=torch.bfloat16)
     assert found == pytest.approx(train(plain, reference, 3, accum=2, autocast=torch.bfloat16), rel=1e-4)

@@ -414,6 +414,79 @@ def test_the_last_layers_unused_half_is_not_computed():
     PI05Loss(policy)(*make_batch(policy))
 
 
+def test_patches_stay_in_the_order_of_their_memory():
+    """Through all of the vision tower, forward and backward; transformers' own hands on transposed ones."""
+    policy, entered = make_policy(1), []
+    choose_trainable(policy, "full")
+    tower = policy.model.paligemma_with_expert.paligemma.model.vision_tower.vision_model
+
+    def note(module, arguments):
+        entered.append(arguments[0])
+        arguments[0].register_hook(lambda gradient: entered.append(gradient))
+
+    for layer in tower.encoder.layers:
+        for module in (layer.layer_norm1, layer.layer_norm2):
+            module.register_forward_pre_hook(note)
+    PI05Loss(policy)(*make_batch(policy)).backward()
+    assert len(entered) == 2 * 2 * len(tower.encoder.layers)
+    assert all(tensor.is_contiguous() for tensor in entered)
+    entered.clear()
+    policy.forward(make_batch(policy)[0])
+    assert not any(tensor.is_contiguous() for tensor in entered)
+
+
+# --- rotary angles ------------------------------------------------------------------------------------------
+
+
+class OuterProducts(TorchDispatchMode):
+    """Counts matrix products over a dimension of one: what angles are, as a product of positions and frequencies."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            self.count += arguments[0].shape[-1] == 1
+        return function(*arguments, **(options or {}))
+
+
+def rotary_of(loss):
+    return loss.policy.model.paligemma_with_expert.paligemma.model.language_model.rotary_emb
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_is_gemmas_and_no_product_of_matrices(dtype):
+    loss, positions = PI05Loss(make_policy(1)), torch.arange(968)[None].expand(2, -1)
+    with OuterProducts() as ours:
+        found = loss._rotation(torch.empty(0, dtype=dtype), positions)
+    with OuterProducts() as gemmas:
+        expected = rotary_of(loss)(torch.empty(0, dtype=dtype), positions)
+    assert (ours.count, gemmas.count) == (0, 1)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == dtype and torch.equal(mine, theirs.unsqueeze(1))
+
+
+def test_no_angle_of_a_step_is_a_product_of_matrices():
+    policy = make_policy(1)
+    with OuterProducts() as ours:
+        PI05Loss(policy)(*make_batch(policy)).backward()
+    with OuterProducts() as lerobots:
+        policy.forward(make_batch(policy)[0])
+    assert ours.count == 0 < lerobots.count
+
+
+@pytest.mark.gpu
+def test_angles_at_far_positions_are_exact_whatever_matrix_products_are():
+    loss, before = PI05Loss(make_policy(1, head_dim=256)).cuda(), torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = loss._rotation(torch.empty(0, device="cuda"), torch.tensor([[900]], device="cuda"))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    angles = 900 * rotary_of(loss).inv_freq.double().cpu()
+    for mine, exact in zip(found, (angles.cos(), angles.sin()), strict=True):
+        assert (mine.double().cpu().flatten() - exact.repeat(2)).abs().max() < 1e-4
+
+
 class ListSyncs(TorchDispatchMode):
     """Notes every operation that would make the host wait for a CUDA device, or copy to or from one."""
 

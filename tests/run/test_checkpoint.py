@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda import _pin_memory_utils
 
 from tests.data.test_hostile import json_values
@@ -214,8 +216,12 @@ def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, mo
 
 def test_checkpoints_share_host_memory_in_few_pieces_that_are_pinned_once(monkeypatch):
     """On a CPU, with the driver stood in for: what is pinned, when, and given back."""
-    pinned, unpinned = [], []
-    monkeypatch.setattr(_pin_memory_utils, "pin_memory", lambda at, size: pinned.append((at, size)))
+    pinned, unpinned, devices = [], [], {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.update({threading.get_ident(): device}))
+    # By whom it is pinned, and what that thread's device is by then.
+    monkeypatch.setattr(
+        _pin_memory_utils, "pin_memory", lambda at, size: pinned.append((at, size, devices.get(threading.get_ident())))
+    )
     monkeypatch.setattr(_pin_memory_utils, "unpin_memory", unpinned.append)
     tensors = {
         "a": torch.randn(7, 3),
@@ -232,14 +238,18 @@ def test_checkpoints_share_host_memory_in_few_pieces_that_are_pinned_once(monkey
     assert {name: t.data_ptr() for name, t in first.items()} == {name: t.data_ptr() for name, t in again.items()}
     assert torch.equal(first["a"], 2 * tensors["a"])
     staging.close()
-    assert not pinned and not unpinned  # only for a GPU
+    assert not pinned and not unpinned and not devices  # only for a GPU
 
-    monkeypatch.setattr(Staging, "_on_gpu", staticmethod(lambda tensors: True))
+    gpu = torch.device("cuda", 3)
+    with FakeTensorMode():
+        assert Staging._gpu_of({"a": torch.ones(3), "b": torch.ones(3, device=gpu)}) == gpu
+    monkeypatch.setattr(Staging, "_gpu_of", staticmethod(lambda tensors: gpu))
     staging = Staging(tensors)
     staging.copied("a", tensors["a"])
-    assert [size for _, size in pinned] == [256]
+    assert [(size, device) for _, size, device in pinned] == [(256, gpu)]
+    assert threading.get_ident() not in devices
     staging.close()
-    assert unpinned == [at for at, _ in pinned]
+    assert unpinned == [at for at, _, _ in pinned]
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog):
@@ -247,7 +257,8 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog):
         raise RuntimeError("locked memory is limited")
 
     monkeypatch.setattr(_pin_memory_utils, "pin_memory", refuse)
-    monkeypatch.setattr(Staging, "_on_gpu", staticmethod(lambda tensors: True))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(Staging, "_gpu_of", staticmethod(lambda tensors: torch.device("cuda", 0)))
     staging = Staging({"a": torch.ones(3)})
     assert staging.copied("a", torch.ones(3)).sum() == 3
     assert "locked memory is limited" in caplog.text

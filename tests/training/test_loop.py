@@ -1,5 +1,6 @@
 """What a training process does around its steps, without Ray."""
 
+import gc
 import logging
 import threading
 from dataclasses import replace
@@ -17,6 +18,7 @@ import vla
 from tests import in_process
 from tests.datasets import make_dataset
 from tests.tiny import make_base
+from util import TimedIterator
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import compiling, pi05
@@ -26,11 +28,12 @@ from vla_finetuning.policies.trainable import UNUSED
 from vla_finetuning.run.checkpoint import OPTIMIZER, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.folder import STOP_NAME, prepare_folder
 from vla_finetuning.run.resolve import resolve
-from vla_finetuning.training import checkpoint_writer, model
+from vla_finetuning.training import attempt, checkpoint_writer, model
 from vla_finetuning.training.batches import check_finite, mfu, noise_for, what_batch
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.parallel import keeps_casts
 from vla_finetuning.training.stream import Dealt
+from vla_finetuning.training.worker import Worker
 
 CPU = torch.device("cpu")
 
@@ -200,11 +203,6 @@ def test_more_steps_are_done_than_asked_for(setting):
         prepare_folder(run.config, run.job.start, run.job.steps, run.job.disk_bytes)
 
 
-def test_a_policy_that_changes_itself_is_refused(setting):
-    with pytest.raises(ValueError, match="a 'tdmpc' changes after every step otherwise.*lerobot-train"):
-        resolve(parse_args([f"--dataset.root={setting[1][0]}", "--policy.type=tdmpc", "--output_dir=/o"]), gpus_found=0)
-
-
 def test_rows_are_named_without_asking_the_storage(setting, monkeypatch):
     """It may be what hangs."""
     run = resolved(setting)
@@ -213,6 +211,7 @@ def test_rows_are_named_without_asking_the_storage(setting, monkeypatch):
         pytest.fail("it was asked")
 
     monkeypatch.setattr("lerobot_datasource.check_files", hangs)
+    monkeypatch.setattr("vla_finetuning.run.holes.find_holes", hangs)
     dealt = Dealt(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
     assert "rows by `index`" in what_batch(run.rows, dealt, 0)
     with pytest.raises(pytest.fail.Exception):
@@ -251,6 +250,83 @@ def test_compiling_is_refused_with_a_reason_and_training_goes_on(setting, caplog
     monkeypatch.setattr(model, "why_not", lambda device: None)
     build_model(run.policy, CPU)
     assert made == [1]
+
+
+def test_all_lengths_of_prompts_are_compiled_before_the_first_step(setting, monkeypatch):
+    """As held-out losses need them too; and nothing of it is left: the loop's losses are those without."""
+    run = resolved(setting, **{"train.compile": "true", "train.mode": "full"})
+    run = replace(run, policy=replace(run.policy, prompts=(16, 24)))
+    dealt = Dealt(run.config.batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
+    data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
+    row = data.prepare(data.read(stream=(0, run.rows.last_row)).example())
+    columns = {key: np.repeat(value, run.config.batch_size, axis=0) for key, value in row.items()}
+    batch = {key: torch.from_numpy(value) for key, value in columns.items()}
+    draws = noise_for(run.policy, 0, dealt, CPU)(0)
+    monkeypatch.setattr(model, "why_not", lambda device: None)
+    monkeypatch.setattr(model, "Compiler", lambda: compiling.Compiler("eager"))
+    torch._dynamo.reset()
+    config = torch._dynamo.config
+    with config.patch(recompile_limit=config.recompile_limit, optimize_ddp=config.optimize_ddp):
+        loss, _ = build_model(run.policy, CPU)
+        optimizer = build_optimizer(run.policy, loss, 2)
+        before = {name: value.clone() for name, value in loss.state_dict().items()}
+        model.compile_all(run.policy, loss, loss, optimizer, batch, draws, None, evaluates=True)
+        assert all(param.grad is None for param in loss.parameters())
+        assert all(torch.equal(value, before[name]) for name, value in loss.state_dict().items())
+        made = loss.compiler.compilations
+        assert made == 2 * (1 + 2 * len(run.policy.prompts))  # the vision tower knows no prompts
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for length in run.policy.prompts:
+                cut = {key: value[:, :length] if ".language." in key else value for key, value in batch.items()}
+                loss(cut, *draws).backward()
+                loss.eval()
+                with torch.no_grad():
+                    loss(cut, *draws, per_row=True)
+                loss.train()
+    torch._dynamo.reset()
+
+
+def test_the_loop_compiles_before_its_first_step(setting, monkeypatch):
+    """At whichever step it begins, with the batch that the first step then trains on."""
+    given = []
+    run = resolved(setting, **{"train.compile": "true", "steps": 1, "log_freq": 1})
+    batches = TimedIterator([{"number": n} for n in range(3)])
+    monkeypatch.setattr(vla, "feed", lambda *_, **options: batches)
+    monkeypatch.setattr(vla, "build_model", lambda *_: (torch.nn.Linear(1, 1), None))
+    monkeypatch.setattr(vla, "check_attention", lambda *_: None)
+    monkeypatch.setattr(vla, "begin", lambda *_: attempt.Attempt(0, run.job.start, None))
+    monkeypatch.setattr(vla, "compile_all", lambda *args, **options: given.append(args[4]))
+    monkeypatch.setattr(vla, "MetricsLog", lambda *_: None)
+
+    def first_step(model, optimizer, batches, **options):
+        given.append(next(batches))
+        raise InterruptedError
+
+    monkeypatch.setattr(vla, "train_step", first_step)
+    gc_was_on = gc.isenabled()
+    with pytest.raises(InterruptedError):
+        vla.train(run, Worker(CPU), make_optimizer=lambda *_: None, make_checkpoints=lambda *_: None)
+    gc.unfreeze()
+    if gc_was_on:
+        gc.enable()
+    assert given == [{"number": 0}, {"number": 0}]
+
+
+@pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_of_gpu_memory_grow_unless_the_user_says_how_they_do(setting, variable, monkeypatch):
+    run = resolved(setting, output_dir=setting[0] / f"segments-{variable}")
+    run.job.output_dir.mkdir()
+    monkeypatch.setattr(attempt, "log_to", lambda folder: None)
+    told, apply = [], torch._C._accelerator_setAllocatorSettings
+    # PyTorch takes it: it refuses what it does not know.
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: told.append(text) or apply(text))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "max_split_size_mb:512")
+    attempt.begin(run.job, Worker(CPU), deterministic=False)
+    assert told == ([] if variable else ["expandable_segments:True"])
 
 
 def test_what_training_never_uses_is_not_on_the_device(setting):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import lookup_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
@@ -58,17 +59,33 @@ class Compiler:
         most: becomes this process's limit (`torch._dynamo.config.recompile_limit`).
     Attributes:
         compilations: so far, of all functions.
+        calls: of compiled code, so far. A function that Dynamo skips runs as written and nothing is raised: under a
+            `TorchDispatchMode` whose `ignore_compile_internals` is false, and from then on for good (torch 2.11).
     """
 
     def __init__(self, backend: str | Callable[..., Any] = "inductor", most: int = MOST_SHAPES):
         torch._dynamo.config.recompile_limit = most
+        # Else Dynamo cuts what is called inside of DDP at the ends of DDP's buckets, a layer into several graphs: for
+        # models compiled as a whole, whose one graph would have all gradients ready at once (torch 2.11).
+        torch._dynamo.config.optimize_ddp = False
         self.backend = backend
         self.failed = False
-        self.compilations = 0
+        self.compilations = self.calls = 0
+
+    def _compile(self, graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+        """What Dynamo calls for a captured graph: the backend's code, with its calls counted."""
+        backend = lookup_backend(self.backend) if isinstance(self.backend, str) else self.backend
+        code = backend(graph, examples)
+
+        def counted(*arguments: Any) -> Any:
+            self.calls += 1
+            return code(*arguments)
+
+        return counted
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, compiled at its first call. Its modules and tensors must come as arguments."""
-        compiled = torch.compile(function, backend=self.backend, dynamic=False, fullgraph=True)
+        compiled = torch.compile(function, backend=self._compile, dynamic=False, fullgraph=True)
         tried = False
 
         @functools.wraps(function)

@@ -82,6 +82,8 @@ class PI05Loss(FlowLoss):
         checkpointing: keep only what enters each layer, and compute the layer again in backward. The same numbers from
             less memory. Also on if the configuration asks for `gradient_checkpointing`.
         compile: what to make of a layer's function before it is used, e.g. a `compiling.Compiler`.
+    Attributes:
+        compiler: what `compile` was.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class PI05Loss(FlowLoss):
             )
         )
         self._units: dict[nn.Module, Unit] = {}
+        self.compiler = compile
         layers: list[Callable[..., Any]] = [_vision_layer, _prefix_layer, _suffix_layer]
         self._vision_layer, self._prefix_layer, self._suffix_layer = map(compile, layers) if compile else layers
 
@@ -187,7 +190,9 @@ class PI05Loss(FlowLoss):
         """LeRobot's `embed_image`, layer by layer: float32 (N, 3, H, W) to (N, tokens, width)."""
         paligemma = self.policy.model.paligemma_with_expert.paligemma.model
         vision = paligemma.vision_tower.vision_model
-        hidden = vision.embeddings(images)
+        # Patches come out of a convolution with channels first, transposed in name only. Every layer would keep that
+        # order, and each of its norms and residuals copy from it (transformers 5.5).
+        hidden = vision.embeddings(images).contiguous()
         for layer in vision.encoder.layers:
             hidden = self._run(self._vision_layer, layer, hidden)
         return paligemma.multi_modal_projector(vision.post_layernorm(hidden)).to(images.dtype)
@@ -219,8 +224,12 @@ class PI05Loss(FlowLoss):
         autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
         rotary = self.policy.model.paligemma_with_expert.paligemma.model.language_model.rotary_emb
-        cosines, sines = rotary(hidden.new_empty(0, dtype=dtype), positions)
-        return cosines.unsqueeze(1), sines.unsqueeze(1)
+        # Gemma's own multiplies them as matrices, which `set_float32_matmul_precision("high")` has done in TF32: wrong
+        # by 0.2 rad at position 900 (transformers 5.5, #48428).
+        angles = positions[:, None, :, None].float() * rotary.inv_freq.float()
+        angles = torch.cat((angles, angles), dim=-1)
+        cosines, sines = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+        return cosines.to(dtype), sines.to(dtype)
 
     def _run(self, function: Any, layer: nn.Module, *arguments: Any) -> Any:
         """Call for a layer; with checkpointing, keep only the arguments and call again in backward."""

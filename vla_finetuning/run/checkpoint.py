@@ -40,6 +40,7 @@ from safetensors import SafetensorError
 from vla_finetuning.files import let_others_read, write_json
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -134,21 +135,24 @@ class Staging:
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._places, self._sizes = staging_slots({name: tensor.nbytes for name, tensor in tensors.items()})
-        self._pin = self._on_gpu(tensors)
+        self._gpu = self._gpu_of(tensors)
         self._pinned: list[Tensor] = []
         maker = ThreadPoolExecutor(1, thread_name_prefix="staging")
         self._pieces: Future[list[Tensor]] = maker.submit(self._make)
         maker.shutdown(wait=False)
 
     @staticmethod
-    def _on_gpu(tensors: Mapping[str, Tensor]) -> bool:
-        return any(tensor.is_cuda for tensor in tensors.values())
+    def _gpu_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
+        """Where they are, if on a GPU."""
+        return next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
 
     def _make(self) -> list[Tensor]:
         import torch
 
         pieces = [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
-        if self._pin:
+        if self._gpu is not None:
+            # A thread begins on device 0, and to pin memory makes a context there: half a GiB for each other rank.
+            torch.cuda.set_device(self._gpu)
             from torch.cuda._pin_memory_utils import pin_memory  # torch 2.11's own, for its checkpoints
 
             for piece in pieces:

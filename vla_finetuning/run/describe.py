@@ -65,7 +65,10 @@ def _datasets(config: Config, rows: Rows) -> list[str]:
         for key in meta.camera_keys:
             feature = meta.features[key]
             used = "" if key in rows.camera_keys else "  (not used)"
-            lines.append(f"             camera {key} {_size(feature.shape)} {feature.dtype}{used}")
+            kind = "depth " if feature.is_depth else ""
+            lines.append(f"             camera {key} {_size(feature.shape)} {kind}{feature.dtype}{used}")
+        texts = [key for key, feature in meta.features.items() if feature.dtype in ("string", "language")]
+        lines += [f"             not read: {what}" for what in (*([", ".join(texts)] if texts else []), *meta.not_read)]
     return lines
 
 
@@ -212,7 +215,7 @@ def _cached_frames(d: DatasetOptions, rows: Rows) -> list[str]:
         return ["             none are kept (--dataset.frame_cache=auto): none are read twice"]
     return [
         f"             decoded in every epoch: {size} of frames are more than --dataset.frame_cache_gb="
-        f"{d.frame_cache_gb:g}, or than fits the disk of {FRAMES_DIR} with a margin "
+        f"{d.frame_cache_gb:g}, or than fits the disk of {FRAMES_DIR} with a margin, or that is memory "
         "(--dataset.frame_cache=DIR keeps what fits)"
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from util import enable_gpu_perf_flags
+from util import enable_expandable_segments, enable_gpu_perf_flags
 from vla_finetuning.run.checkpoint import Progress, check_resumable, latest_checkpoint, load_progress
 from vla_finetuning.run.folder import start_attempt
 from vla_finetuning.run.job import Job
@@ -31,6 +31,7 @@ def begin(job: Job, worker: Worker, deterministic: bool) -> Attempt:
     """Log to the run's folder, set PyTorch up, and find where the run goes on. Every rank must call it."""
     log_to(job.output_dir)
     enable_gpu_perf_flags(deterministic)
+    enable_expandable_segments()
     progress, checkpoint = saved_progress(job, worker)
     is_first = worker.rank == 0
     number = worker.broadcast(start_attempt(job.output_dir, progress.step, worker.world) if is_first else None)

@@ -8,8 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F  # noqa: N812
+from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
+from torch import nn
 
-from util import TrainableOptimizer, take_optimizer
+from util import Batch, Draws, TrainableOptimizer, take_optimizer
 from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.build import build_loss
@@ -20,6 +23,7 @@ from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.trainable import autocast_of
 from vla_finetuning.run.record import record_attention
 from vla_finetuning.run.rows import Rows
+from vla_finetuning.training.parallel import free_gathered
 from vla_finetuning.training.stream import Columns, WithPosition
 
 logger = logging.getLogger(__name__)
@@ -75,6 +79,47 @@ def check_attention(
     loss.attention = choice.kernel
     if record_in is not None:
         record_attention(record_in, asdict(choice))
+
+
+def compile_all(
+    spec: PolicySpec,
+    loss: PolicyLoss,
+    model: nn.Module,
+    optimizer: TrainableOptimizer,
+    batch: Batch,
+    draws: Draws,
+    autocast: torch.dtype | None,
+    *,
+    evaluates: bool,
+) -> None:
+    """With --train.compile, compile the layers for every length of prompts, before the first step.
+
+    In every process at the same time: one that compiled in a step of its own would have all others wait. Nothing but
+    the time differs afterwards. All ranks must call it.
+
+    Args:
+        loss, model: `model` is `loss`, spread over the processes.
+        batch, draws: a micro-batch as the loss takes it, of which prompts are cut and padded.
+        evaluates: whether held-out losses are computed, which takes the layers without gradients too.
+    """
+    if getattr(loss, "compiler", None) is None:
+        return
+    for length in spec.prompts:
+        fitted = {
+            key: F.pad(value, (0, length - value.shape[1]))
+            for key, value in batch.items()
+            if key in (OBS_LANGUAGE_TOKENS, OBS_LANGUAGE_ATTENTION_MASK)
+        }
+        with torch.autocast(batch[ACTION].device.type, autocast, enabled=autocast is not None):
+            result = model({**batch, **fitted}, *draws)
+        result.backward()
+        if evaluates:
+            loss.eval()
+            with torch.no_grad(), torch.autocast(result.device.type, autocast, enabled=autocast is not None):
+                loss({**batch, **fitted}, *draws)
+            loss.train()
+            free_gathered(loss)
+    optimizer.clear_gradients()
 
 
 def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> TrainableOptimizer:

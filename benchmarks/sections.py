@@ -1,0 +1,153 @@
+"""Measurements in processes of their own, so that what breaks one of them is a result and not the end.
+
+A section is a process: after a CUDA error that stays, out of memory, a crash or a hang, the next one starts afresh.
+Imports nothing that takes long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from vla_finetuning.files import read_json, write_json
+from vla_finetuning.terminal import tell
+
+# What a process that broke had said last, characters.
+TAIL = 4000
+# A process that starts needs as much before it measures anything; with less left none is started.
+SHORTEST_S = 2.0
+
+
+class Results:
+    """Measurements by name, in a file from the moment that each is there. One process writes at a time.
+
+    Args:
+        ends: when there must be an end of it, by `time.monotonic`, which all processes of a machine share.
+    """
+
+    def __init__(self, path: Path, ends: float):
+        self.path, self._ends = path, ends
+
+    @property
+    def found(self) -> dict[str, Any]:
+        return read_json(self.path)
+
+    @property
+    def left_s(self) -> float:
+        return self._ends - time.monotonic()
+
+    def take(self, name: str, about_s: float, measure: Callable[[], Any]) -> Any:
+        """Measure, and write it down: the result, why there is none, or that there is no time. Returns the result.
+
+        Args:
+            about_s: what it takes, by which it is begun or left out.
+        """
+        if self.left_s < about_s:
+            self.leave_out(name, about_s)
+            return None
+        started = time.monotonic()
+        try:
+            entry: dict[str, Any] = {"result": measure()}
+        except Exception as error:
+            entry = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        self.write(name, {**entry, "seconds": time.monotonic() - started})
+        gc.collect()
+        return entry.get("result")
+
+    def leave_out(self, name: str, about_s: float) -> None:
+        self.write(name, {"left_out": f"takes about {about_s:g} s, and {max(self.left_s, 0):.0f} s are left"})
+
+    def write(self, name: str, entry: dict[str, Any]) -> None:
+        write_json(self.path, {**self.found, name: entry})
+        said = entry.get("error") or entry.get("left_out") or json.dumps(entry["result"])
+        tell(f"{name}: {said[:300]}")
+
+
+@dataclass(frozen=True)
+class Section:
+    """What one process measures.
+
+    Attributes:
+        measure: is given the `Results`; must be found by its name in a module, as pickle has it.
+        about_s: what it takes, by which it is begun or left out. limit_s: after which its process is ended.
+    """
+
+    name: str
+    measure: Callable[[Results], None]
+    about_s: float
+    limit_s: float
+
+
+def run_sections(sections: Sequence[Section], path: Path, minutes: float) -> dict[str, Any]:
+    """All of them in turn, within so many minutes. Returns what the file holds then.
+
+    What ends a process early is the section's own entry: how it ended, and the last that it said.
+    """
+    results = Results(path, time.monotonic() + 60 * minutes)
+    write_json(path, {})
+    for section in sections:
+        if results.left_s < max(section.about_s, SHORTEST_S):
+            results.leave_out(section.name, section.about_s)
+            continue
+        with tempfile.NamedTemporaryFile("r", prefix="section-", errors="replace") as log:
+            started, limit_s = time.monotonic(), min(section.limit_s, results.left_s)
+            ended = _ended(section, path, Path(log.name), limit_s)
+            said = log.read()
+        sys.stderr.write(said)
+        if ended is not None:
+            seconds = time.monotonic() - started
+            results.write(section.name, {"error": ended, "traceback": said[-TAIL:], "seconds": seconds})
+    return results.found
+
+
+def _ended(section: Section, path: Path, log: Path, limit_s: float) -> str | None:
+    """How the section's process ended, in words; None if it came to its end."""
+    # Not forked: this process may have asked CUDA how many devices there are, and its children could use none.
+    process = multiprocessing.get_context("spawn").Process(target=_measure, args=(section, path, log, limit_s))
+    with _ending(process):
+        process.start()
+        process.join(limit_s)
+        if process.is_alive():
+            return f"TimeoutError: not done after {limit_s:.0f} s"
+    code = process.exitcode or 0
+    if code < 0:
+        return f"ChildProcessError: ended by {signal.Signals(-code).name}"
+    return f"ChildProcessError: ended with status {code}" if code else None
+
+
+@contextlib.contextmanager
+def _ending(process: BaseProcess) -> Iterator[None]:
+    """Afterwards the process is gone, and what it has started with it."""
+    try:
+        yield
+    finally:
+        if process.pid is not None and process.is_alive():
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has not come to make a group of its own
+                process.kill()
+            process.join()
+
+
+def _measure(section: Section, path: Path, log: Path, limit_s: float) -> None:
+    """In the section's process."""
+    os.setsid()
+    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 2)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(limit_s - 1, 0.5))  # where it hangs
+    section.measure(Results(path, time.monotonic() + limit_s))
+    faulthandler.cancel_dump_traceback_later()
