@@ -36,13 +36,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from ray import cloudpickle
 
-from diagnostics.environment import Environment
+from benchmarks.datasets import CAMERAS
+from diagnostics.report import Environment
 from lerobot_datasource import LeRobotDatasource
 from tests.memory import Growth
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
 from vla_finetuning.data.options import Features, Order, Reading
+from vla_finetuning.files import write_json
 
-CAMERAS = ("observation.images.top", "observation.images.left", "observation.images.right")
 INSTRUCTIONS = 10_000
 # Of files as LeRobot limits them: data of 100 MB, videos of 200 MB, metadata of 100 MB with the statistics of each.
 EPISODES_OF_FILE = {"data": 2000, "videos": 130, "meta": 12_000}
@@ -221,7 +222,7 @@ def main() -> None:
             )
     results["hardware"] = Environment.here().model_dump()
     if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+        write_json(options.json, results)
 
 
 if __name__ == "__main__":

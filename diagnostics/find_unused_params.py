@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 import vla
-from diagnostics.charts import shares
-from diagnostics.environment import Environment, Record
-from diagnostics.report import Options, Report, Result, count, host_batches, run_tool, scratch_run, truth
+from diagnostics.report import Environment, Record, Report, shares
+from diagnostics.tool import Options, Result, count, host_batches, run_tool, scratch_run, truth
 from util import UNWATCHED, Clock, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.resolve import Run, with_config, with_stats
@@ -229,8 +228,8 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
         report = find_unused(ready, options.unused_batches)
         sizes = {str(fate): float(sum(p.size for p in report.of(fate))) for fate in MEANING}
         failed = options.fail_if_unused and report.unreached
-        told = table(report, ready, options.include_zero_grad)
-        return Result(report, told, [("Parameters", shares(sizes))], status=1 if failed else 0)
+        text = table(report, ready, options.include_zero_grad)
+        return Result(report, text, [("Parameters", shares(sizes))], status=1 if failed else 0)
 
     return examine
 

@@ -455,7 +455,7 @@ def test_planning_is_quick_and_a_read_task_ships_only_its_own_episodes(roots, mo
         took_s[episodes] = time.process_time() - start
         assert sum(task.metadata.num_rows for task in tasks) == np.diff(source.execution(0)) > 2_000_000
         assert max(len(cloudpickle.dumps(task.read_fn)) for task in tasks[::50]) < 100_000
-    assert took_s[100_000] < min(2, 15 * took_s[10_000]), took_s
+    assert took_s[100_000] < 30 * took_s[10_000], took_s  # ten times the episodes: not their square
 
 
 @pytest.mark.parametrize(("episodes", "seed"), [(20_000, None), (5000, 0), (20_000, 0)])
