@@ -71,9 +71,13 @@ def find_holes(
         if folder not in sizes:
             sizes[folder] = _list_sizes(meta, folder)
         size = sizes[folder].get(name)
+        try:
+            whole = not size or path not in opened or _is_whole(Path(meta.base) / path, size)
+        except OSError as error:
+            raise unreachable(meta.root, error) from error
         if not size:
             what = "is missing" if size is None else "is empty"
-        elif path in opened and not _is_whole(Path(meta.base) / path, size):
+        elif not whole:
             what = f"is cut short at {size} bytes, or no {path.rpartition('.')[2]} file"
         else:
             continue
