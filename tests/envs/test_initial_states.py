@@ -95,7 +95,7 @@ def libero(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "lerobot.envs.libero", raising=False)
     yield importlib.import_module("lerobot.envs.libero")
-    monkeypatch.delitem(sys.modules, "lerobot.envs.libero", raising=False)
+    sys.modules.pop("lerobot.envs.libero", None)  # not by `monkeypatch`, which would put it back
 
 
 def test_liberos_states_are_those_that_lerobot_resets_to(libero):

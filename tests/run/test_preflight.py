@@ -196,5 +196,5 @@ def test_what_a_run_does_not_read_is_said(setting, tmp_path):
     assert "not read: 'observation.sound': a feature of dtype 'audio'" in text
     info["features"]["action"]["dtype"] = "object"
     path.write_text(json.dumps(info))
-    with pytest.raises(ValueError, match="the dataset has no 'action'.*not read of the dataset: 'action': a feature"):
+    with pytest.raises(ValueError, match="no feature is called action.*not read of the dataset: 'action': a feature"):
         run_of(setting, **{"dataset.root": root})

@@ -134,7 +134,8 @@ def _check_names(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> None:
     flag = f"; --rename_map '{json.dumps(proposed)}' gives them LeRobot's names" if proposed else ""
     raise ValueError(
         f"dataset {meta.root}: no feature is called {' or '.join(lacks)}; its features are "
-        f"{', '.join(key for key in meta.features if key not in FRAME_FEATURES)}{flag}"
+        f"{', '.join(key for key in meta.features if key not in FRAME_FEATURES)}"
+        f"{''.join(f'; not read of the dataset: {line}' for line in meta.not_read)}{flag}"
     )
 
 
