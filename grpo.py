@@ -25,7 +25,7 @@ import gc
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -60,12 +60,13 @@ from vla_finetuning.rl.learning import (
     frozen_copy,
     held_out,
     iteration_line,
+    make_demonstrations,
     make_rollouts,
     metrics_of,
-    play_groups,
+    play_iteration,
 )
 from vla_finetuning.rl.objective import Objective, totals
-from vla_finetuning.rl.resolve import GrpoRun, describe_grpo, resolve_grpo
+from vla_finetuning.rl.resolve import INITIAL_STATES_NAME, GrpoRun, describe_grpo, resolve_grpo
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_checkpoint
 from vla_finetuning.run.failures import root_cause
@@ -115,6 +116,8 @@ def train(run: GrpoRun, worker: Worker) -> bool:
     actor = Actor(
         loss, player, prompts=policy.prompts, inference_batch=options.inference_batch, autocast=autocast, device=device
     )
+    loss.mask_padding = options.method == "filtered"  # of own chunks what was executed
+    demonstrations = make_demonstrations(run)
     objective = Objective(loss, run.sde, options).to(device)
     start = frozen_copy(objective) if options.kl else None
     model = spread(objective, config.scaling.strategy, device, world, autocast=autocast)
@@ -134,17 +137,32 @@ def train(run: GrpoRun, worker: Worker) -> bool:
             log.write(0, {**before, **seconds})
 
     stop, nonfinite = False, 0
+    # Of the demonstrations where there are any, with which nothing is played again; otherwise episodes.
+    first_row, episodes = progress.rows, first * run.episodes if demonstrations is not None else progress.rows
     for iteration in range(first, job.steps):
         times, done = Times(), iteration + 1
         explorer = Explorer(actor, run.sde, config.seed, iteration)
-        played = play_groups(run, rollouts, explorer, iteration, worker)
+        played, rounds = play_iteration(run, rollouts, explorer, iteration, worker)
+        episodes += sum(one.returns.numel() for one in rounds)
         check_first(options, iteration, played)
         times.mark("play")
-        lessons = Lessons(run, objective, start, actor, explorer, played, iteration=iteration, worker=worker)
+        lessons = Lessons(
+            run,
+            objective,
+            start,
+            actor,
+            explorer,
+            played,
+            iteration=iteration,
+            worker=worker,
+            demonstrations=demonstrations,
+            first_row=first_row,
+        )
         times.mark("score")
         results = learn(options, model, objective, optimizer, lessons, iteration, worker, autocast)
+        first_row += lessons.demonstrated
         times.mark("update")
-        metrics = metrics_of(run, played, lessons, objective, results)
+        metrics = metrics_of(run, played, rounds, lessons, objective, results)
         nonfinite += metrics["nonfinite_steps"]
         check_finite(config.train.max_nonfinite, nonfinite)
         if done % options.eval_every == 0 or done == job.steps:
@@ -158,9 +176,10 @@ def train(run: GrpoRun, worker: Worker) -> bool:
         if log is not None:
             if iteration == first:
                 first_step_done(job.output_dir, done, time.monotonic() - began)
-            log.write(done, {"episodes": done * run.episodes, "lr": optimizer.schedule(iteration), **metrics})
+            log.write(done, {"episodes": episodes, "lr": optimizer.schedule(iteration), **metrics})
         if done == job.steps or done % config.save_freq == 0 or stop or due:
-            progress = replace(progress, step=done, rows=done * run.episodes, loss=-metrics["success"])
+            rows = episodes if demonstrations is None else first_row
+            progress = replace(progress, step=done, rows=rows, loss=-metrics["success"])
             checkpoints.save(progress)
         if stop:
             break
@@ -249,6 +268,10 @@ def work(run: GrpoRun) -> int:
         )
 
         record_run(job, run.policy, describe_grpo(run), ray.cluster_resources())
+        if run.scene.states:
+            write_json(
+                job.output_dir / INITIAL_STATES_NAME, {task: asdict(own) for task, own in run.scene.states.items()}
+            )
         beside.callback(write_grpo_report, job.output_dir)
         workers = partial(worker_group, job, train_loop_per_worker, {"run": ray.put(run)})
         steps_done = fit(job, workers, iteration_line)

@@ -1,4 +1,4 @@
-"""LeRobot v3 datasets as a Ray Data source: metadata -> plan -> read tasks -> decoded Arrow blocks.
+"""LeRobot datasets as a Ray Data source: metadata -> plan -> read tasks -> decoded Arrow blocks.
 
 Rows are those of ``LeRobotDataset.__getitem__`` (pyav backend, ``return_uint8=True``), except that camera columns are
 uint8 (H, W, 3), depth maps float32 (H, W, 1), `index` is absolute, and there is one more column, `dataset_index`. A
@@ -30,12 +30,12 @@ from ray.data.datasource import Datasource, ReadTask
 
 from vla_finetuning.config import FRAME_CACHE_GB, DatasetOptions, OnError
 from vla_finetuning.data.columns import IS_SKIPPED
+from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.features import checked_size, common_features, resolve_delta_indices
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     DatasetMetadata,
-    check_files,
     key_frame_rows,
     load_metadata,
     select_episodes,
@@ -108,7 +108,7 @@ class BlockShare:
 
 
 class LeRobotDatasource(Datasource):
-    """Ray Data source over one or several LeRobot v3 datasets. Most callers want `read_lerobot`.
+    """Ray Data source over one or several LeRobot datasets. Most callers want `read_lerobot`.
 
     Args:
         metas: the datasets; their position is `dataset_index`.
@@ -147,7 +147,8 @@ class LeRobotDatasource(Datasource):
         stream, sharding = order.stream, order.sharding
         self._with_position = stream is not None
         for meta, chosen in zip(self.metas, selected, strict=True) if reading.check_files else ():
-            check_files(meta, episodes=chosen, camera_keys=[k for k in meta.video_keys if k in self._features])
+            videos = [key for key in meta.video_keys if key in self._features]
+            check_files(meta, episodes=chosen, camera_keys=videos, skip=self.skips)
 
         row_bytes = self.row_bytes()
         segments = None if order.shuffle_seed is None else order.window_segments
@@ -551,7 +552,7 @@ def read_lerobot(
     label_selector: dict[str, str] | None = None,
     ray_remote_args: dict[str, Any] | None = None,
 ) -> Dataset:
-    """Read LeRobot v3 datasets as a Ray Dataset of frames.
+    """Read LeRobot datasets as a Ray Dataset of frames.
 
     Every execution of it, each `iter_batches` among them, gives its rows in the same order; for another order in a
     further epoch, read with another `shuffle_seed`.

@@ -369,21 +369,24 @@ def take_optimizer(
         decay: of the parameters' average, which starts as they are; None for none.
     """
     named = trainable_parameters(module)
-    all_parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    # Such as the statistics of batch norms; PI0.5 has none.
-    buffers = {name: value for name, value in module.state_dict().items() if name not in all_parameters}
     keeps_gradients = all(param.grad is not None for param in named.values())
     return TrainableOptimizer(
         optimizer,
         list(named),
         list(named.values()),
-        buffers,
+        saved_buffers(module),
         schedule,
         clip_norm,
         keeps_gradients,
         average=[] if decay is None else [param.detach().clone() for param in named.values()],
         decay=decay or 0.0,
     )
+
+
+def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """What of a module is saved and is no parameter, by name: statistics of batch norms, codebooks; PI0.5 has none."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in module.state_dict().items() if name not in parameters}
 
 
 def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

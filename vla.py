@@ -1,4 +1,4 @@
-"""Fine-tune a vision-language-action policy on LeRobot v3 datasets, on one laptop or a cluster.
+"""Fine-tune a vision-language-action policy on LeRobot datasets, on one laptop or a cluster.
 
     python vla.py --preset demo
     python vla.py --preset l4 --dataset.root s3://bucket/my_robot --policy.path lerobot/pi05_base --output_dir out

@@ -8,7 +8,6 @@ a fifth and nine tenths of the rows. Ours reads several epochs, on a warm Ray cl
 over all the time. `growth` compares a dataset with ten times the episodes, and times the plan of up to 100 000 of them.
 `numbers` is the CPU time of a row's numbers, in data files of 100 MB with one row group each, or one for each episode.
 `kept_frames` compares an epoch without a cache of decoded frames, the first with one, and later ones.
-`store` reads from an S3 on loopback that takes 30 ms for every answer, and compares clients on its requests.
 Results go to `benchmarks/results/data-<hardware>-<date>.json`, dataset by dataset; a table is printed.
 """
 
@@ -39,9 +38,10 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.datasets import CAMERAS, DATASETS, FPS, LAYOUTS, NUMBER_FILES, grow, make, make_numbers, scratch_of
-from diagnostics.environment import Environment
+from diagnostics.report import Environment
 from vla_finetuning.config import DatasetOptions
 from vla_finetuning.data.options import Features, Order, Reading
+from vla_finetuning.files import write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -369,7 +369,7 @@ def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
     return found
 
 
-# ---- decoded frames that are kept -------------------------------------------------------------------------------
+# ---- cached frames ----------------------------------------------------------------------------------------------
 
 
 def kept_frames(root: Path, rounds: int, cores: int, seeds: Iterator[int]) -> dict[str, Any]:
@@ -410,72 +410,6 @@ def kept_frames(root: Path, rounds: int, cores: int, seeds: Iterator[int]) -> di
         "later_of_loader": medians["later epochs"] / medians["LeRobot DataLoader, pyav"],
         "samples": samples,
     }
-
-
-# ---- an object store --------------------------------------------------------------------------------------------
-
-LATENCY_S = 0.03
-
-
-def store(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
-    """Shuffled rows per second from the local disk and from a store on loopback, in turn; and what its clients cost.
-
-    The store's own CPU time is taken from the same cores: `of_the_store` of what reading from it takes.
-    """
-    import psutil
-
-    from benchmarks.object_store import clients, served
-
-    samples: dict[str, list[dict[str, float]]] = {"local": [], "store": []}
-    with served(root.absolute(), LATENCY_S) as (url, options):
-        for place, there in ((root, None), (url, options)):  # processes start, numbers are unpacked
-            for _ in shuffled(place, OUR_ROWS // 4, seeds, storage_options=there):
-                pass
-        (server,) = (p for p in psutil.Process().children() if "benchmarks.object_store" in p.cmdline())
-        for _ in range(rounds):
-            samples["local"].append(measure(partial(shuffled, root, OUR_ROWS, seeds)))
-            before = sum(server.cpu_times()[:2])
-            found = measure(partial(shuffled, url, OUR_ROWS, seeds, storage_options=options))
-            found["of_the_store"] = (sum(server.cpu_times()[:2]) - before) * 1000 / found["rows"]
-            samples["store"].append(found)
-        requests = requests_of_windows(url, options, windows=3)
-        by_client = clients(options["endpoint_url"], requests, rounds)
-    medians = {k: statistics.median(s["rows_per_s"] for s in runs) for k, runs in samples.items()}
-    cpu = {k: statistics.median(s["cpu_s_per_1000_rows"] for s in runs) for k, runs in samples.items()}
-    cpu["of_the_store"] = statistics.median(s["of_the_store"] for s in samples["store"])
-    return {
-        "cpu_s_per_1000_rows": cpu,
-        "latency_s": LATENCY_S,
-        "rows_per_s": medians,
-        "store_of_local": medians["store"] / medians["local"],
-        "requests_of_3_windows": {"number": len(requests), "bytes": sum(r[2] - r[1] for r in requests)},
-        "clients": by_client,
-        "samples": samples,
-    }
-
-
-def requests_of_windows(url: str, options: dict[str, Any], windows: int) -> list[tuple[str, int, int]]:
-    """The ranges that some shuffled windows ask the store for, in this process."""
-    from lerobot_datasource import LeRobotDatasource, _read_of
-    from vla_finetuning.data import rows
-    from vla_finetuning.data.metadata import load_metadata
-    from vla_finetuning.data.storage import RemoteFileSystem
-
-    source = LeRobotDatasource([load_metadata(url, storage_options=options)], order=Order(shuffle_seed=0))
-    readers, size = [rows.DatasetFiles.of(meta) for meta in source.metas], source._read_rows
-    found: list[tuple[str, int, int]] = []
-    original = RemoteFileSystem.read_range
-
-    def noted(self: Any, path: str, start: int, end: int, content: Any) -> bytes:
-        found.append((path, start, end))
-        return original(self, path, start, end, content)
-
-    for number in range(-1, windows):  # the first also reads the indexes
-        read = _read_of(list(source.plan.slices((number + 1) * size, (number + 2) * size)), source._places)
-        with mock.patch.object(RemoteFileSystem, "read_range", noted if number >= 0 else original):
-            for _ in rows.read_rows(readers, read, 0, source._options(size)):
-                pass
-    return found
 
 
 # ---- growth -----------------------------------------------------------------------------------------------------
@@ -537,7 +471,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2000, help="of each dataset")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth", "numbers", "kept_frames", "store")))
+    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth", "numbers", "kept_frames")))
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
 
@@ -552,7 +486,6 @@ def main() -> None:
         "growth": before.get("growth"),
         "numbers": before.get("numbers"),
         "kept_frames": before.get("kept_frames"),
-        "store": before.get("store"),
         "date": today,
         "command": shlex.join(sys.orig_argv[1:]),
         "hardware": Environment.here().model_dump(),
@@ -569,10 +502,6 @@ def main() -> None:
                 root = make("av1_240x320x3", options.rows)
                 results[name] = settings | kept_frames(root, options.rounds, options.cores, seeds)
                 print(json.dumps(results[name], indent=2), flush=True)
-            elif name == "store":
-                root = grow(make("av1_240x320x3", options.rows), 10)
-                results[name] = settings | store(root, options.rounds, seeds)
-                print(json.dumps(results[name], indent=2), flush=True)
             elif name == "numbers":
                 results[name] = numbers(100)
                 print(json.dumps(results[name], indent=2), flush=True)
@@ -582,8 +511,7 @@ def main() -> None:
             else:
                 results["datasets"][name] = settings | compare(name, options.rows, options.rounds, options.cores, seeds)
                 print(table(name, results["datasets"][name]), flush=True)
-            RESULTS.mkdir(exist_ok=True)
-            path.write_text(json.dumps(results, indent=2) + "\n")
+            write_json(path, results)
     finally:
         ray.shutdown()
     print(f"written to {path}")

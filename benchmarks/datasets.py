@@ -43,7 +43,7 @@ def scratch_of(folder: Path) -> Path:
 
 
 def grow(root: Path, times: int) -> Path:
-    """A dataset of so many copies of the episodes at `root`, put together by LeRobot itself."""
+    """Repeat the episodes at `root` so many times, aggregated by LeRobot."""
     from lerobot.datasets.aggregate import aggregate_datasets
 
     folder = root.with_name(f"{root.name}-times-{times}")

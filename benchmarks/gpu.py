@@ -38,7 +38,7 @@ import torch
 from benchmarks import step
 from benchmarks.sections import Results, Section, run_sections
 from diagnostics.audit_syncs import audit
-from diagnostics.environment import Environment
+from diagnostics.report import Environment
 from util import enable_expandable_segments, enable_gpu_perf_flags, peak_flops
 from vla_finetuning.config import TrainMode
 from vla_finetuning.files import read_json, read_lines

@@ -23,9 +23,9 @@ import psutil
 import torch
 
 from benchmarks.data import RESULTS
-from diagnostics.environment import Environment
+from diagnostics.report import Environment
 from tests.tiny import ACTION_DIM, make_batch, make_policy
-from vla_finetuning.files import read_json, read_lines
+from vla_finetuning.files import read_json, read_lines, write_json
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.rl.flow_sde import FlowSDE, Walk, sample, score
 from vla_finetuning.terminal import tell_text
@@ -47,7 +47,7 @@ def main() -> int:
         "gains": gains(),
     }
     path = RESULTS / f"grpo-{psutil.cpu_count()}cpu-{date}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(path, result)
     tell_text(json.dumps({"runs": result["runs"], "gains": result["gains"]}, indent=1))
     return 0
 

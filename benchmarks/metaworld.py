@@ -31,7 +31,7 @@ from lerobot.configs.policies import PreTrainedConfig
 
 import record
 import vla
-from diagnostics.environment import Environment
+from diagnostics.report import Environment
 from vla_finetuning.config import ENVIRONMENT_NAME, EvalOptions
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, task_makers
@@ -293,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = benchmark.result()
     tell_text(table(result["success"]))
     if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(options.json, result)
     return 0
 
 

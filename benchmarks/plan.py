@@ -36,13 +36,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from ray import cloudpickle
 
-from diagnostics.environment import Environment
+from benchmarks.datasets import CAMERAS
+from diagnostics.report import Environment
 from lerobot_datasource import LeRobotDatasource
 from tests.memory import Growth
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
 from vla_finetuning.data.options import Features, Order, Reading
+from vla_finetuning.files import write_json
 
-CAMERAS = ("observation.images.top", "observation.images.left", "observation.images.right")
 INSTRUCTIONS = 10_000
 # Of files as LeRobot limits them: data of 100 MB, videos of 200 MB, metadata of 100 MB with the statistics of each.
 EPISODES_OF_FILE = {"data": 2000, "videos": 130, "meta": 12_000}
@@ -78,7 +79,7 @@ def make(folder: Path, episodes: int) -> None:
         for chunk, place in sorted(set(zip((file // 1000).tolist(), (file % 1000).tolist(), strict=True))):
             path = folder / f"{prefix}/chunk-{chunk:03d}/file-{place:03d}.{suffix}"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"-")
+            path.write_bytes(b"PAR1" * 3 if suffix == "parquet" else b"\0\0\0\x08moov")  # whole, and empty
     before = np.cumsum(length) - length
     for key in CAMERAS:
         first = before[number // EPISODES_OF_FILE["videos"] * EPISODES_OF_FILE["videos"]]
@@ -133,7 +134,7 @@ def source_of(meta: DatasetMetadata, stream: tuple[int, int] | None = None) -> L
 
 
 def metadata(folder: Path) -> dict[str, Any]:
-    from vla_finetuning.data.metadata import check_files
+    from vla_finetuning.data.dataset_files import check_files
 
     meta = load_metadata(folder / "dataset")
     check_files(meta)
@@ -221,7 +222,7 @@ def main() -> None:
             )
     results["hardware"] = Environment.here().model_dump()
     if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+        write_json(options.json, results)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import argparse
 import datetime
 import gc
 import itertools
-import json
 import logging
 import math
 import os
@@ -47,7 +46,8 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diagnostics.environment import Environment
+from benchmarks.data import RESULTS
+from diagnostics.report import Environment
 from util import (
     NumpyToTorchCollate,
     TimedIterator,
@@ -58,6 +58,7 @@ from util import (
     train_step,
 )
 from vla_finetuning.config import Attention, Config, Precision, TrainMode, TrainOptions
+from vla_finetuning.files import write_json
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.counting import flops_per_sample
 from vla_finetuning.policies.optim import make_recipe
@@ -80,7 +81,6 @@ MIN_STEPS, MAX_STEPS = 3, 300
 LOSS_STEPS = 50
 LIVE_ROWS = 400
 LR = 1e-4
-RESULTS = Path(__file__).parent / "results"
 # Calls of CUDA's in which the host waits. A copy from memory that is not pinned is one of them.
 WAITS = re.compile(r"cuda(Stream|Device|Event)Synchronize|cudaMemcpy(Async)?")
 
@@ -575,7 +575,7 @@ def live(
         config = policy_config(device)
         config.input_features = run.policy.config.input_features
         config.output_features = run.policy.config.output_features
-        if config.type == "tiny_pi05":  # of which the vocabulary is the dataset's
+        if config.type == "tiny_pi05":  # its vocabulary is the dataset's
             config.vocabulary = run.policy.config.vocabulary
         contender = Ours(config, mode, device, bf16)
         missing = prompt(config) - run.policy.config.tokenizer_max_length
@@ -682,9 +682,8 @@ def main() -> None:
     for curve in results["losses"]:
         worst = curve["largest_relative_difference"]
         print(f"losses over {LOSS_STEPS} steps, {compared}, {curve['precision']}: apart by at most {worst:.1e}")
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"step-{re.sub('[^a-z0-9]+', '-', name.lower())}-{results['date']}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    write_json(path, results)
     print(f"written to {path}")
 
 

@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import vla
-from diagnostics.report import with_any_stats
+from diagnostics.tool import with_any_stats
 from util import Batch, NumpyToTorchCollate, Window
 from vla_finetuning.config import Precision
 from vla_finetuning.flags import VLA, parse_args

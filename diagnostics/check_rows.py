@@ -6,7 +6,7 @@ The run must have been started with `--run.record_rows`. What its training proce
 with the frames that the dataset's metadata say there are: without those that --dataset.skip_idle leaves out, and with
 --dataset.episode_weights as often as the weight of its episode says. Of a run that is not at its end, what its newest
 checkpoint contains is checked. Exit status: 0 each row as often as due; 1 rows are missing, doubled or not among those
-chosen; 2 cannot be told.
+chosen; 2 the record cannot be read.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def check_rows(run: Run) -> list[Epoch]:
     while end < progress.rows:
         number, begin, end = plan.epoch_at(end)
         counts += seen[number]
-        # Of an epoch that is under way, it is not told here which of its rows are due.
+        # The record does not say which rows of an unfinished epoch are due.
         missing, doubled = [], []
         for rows, least, most in zip(there, *plan.times(min(end, progress.rows)), strict=True):
             missing += [row for row in rows if counts[row] < least]

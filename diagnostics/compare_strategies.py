@@ -36,9 +36,8 @@ import torch.distributed as dist
 from torch import nn
 
 import vla
-from diagnostics.charts import time_line
-from diagnostics.environment import Environment, Record
-from diagnostics.report import Options, Report, Result, count, host_batches, run_tool, scratch_run
+from diagnostics.report import Environment, Record, Report, time_line
+from diagnostics.tool import Options, Result, count, host_batches, run_tool, scratch_run
 from util import Batch, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.config import Strategy
 from vla_finetuning.policies.registry import family_of
@@ -279,15 +278,15 @@ def fill(peak_of: Callable[[int], int], limit: int) -> tuple[int, dict[int, int]
     Memory grows with the batch along a straight line, so a batch is tried only where the line through the last two says
     that it will fit: a GPU that ran out of memory would leave the others waiting for it. One row is taken to fit.
     """
-    room = FILL * limit
+    capacity = FILL * limit
     peaks = {rows: peak_of(rows) for rows in (0, 1)}
     while True:
         (before, low), (last, high) = list(peaks.items())[-2:]
         # At least a byte a row, should rows not show beside what the step takes anyway.
         slope = max(1.0, (high - low) / (last - before))
-        following = min(int(last + (room - high) / slope), 2 * last)
+        following = min(int(last + (capacity - high) / slope), 2 * last)
         if following <= last:
-            return max((rows for rows, peak in peaks.items() if peak <= room), default=0), peaks
+            return max((rows for rows, peak in peaks.items() if peak <= capacity), default=0), peaks
         peaks[following] = peak_of(following)
 
 

@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 import vla
-from diagnostics.charts import shares
-from diagnostics.environment import Environment, Record
-from diagnostics.report import Options, Report, Result, count, host_batches, run_tool, scratch_run, truth
+from diagnostics.report import Environment, Record, Report, shares
+from diagnostics.tool import Options, Result, count, host_batches, run_tool, scratch_run, truth
 from util import UNWATCHED, Clock, TrainableOptimizer, cuda_prefetcher, train_step
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.resolve import Run, with_config, with_stats
@@ -213,13 +212,13 @@ def advice(report: UnusedReport, run: Run) -> list[str]:
             "Freeze what is never used"
             + (f": the policy has {', '.join(freezes)}." if freezes else "; the policy has no option for it.")
         )
-    said.append(
-        "DDP is told to search for such parameters in every step (--scaling.find_unused_parameters=true), so several "
-        "workers can train this."
-        if search
-        else "As it is, several workers need --scaling.find_unused_parameters=true, a search in every step."
-    )
-    return said
+    if not family.modes:
+        how = f"DDP searches for them in every step of a {family.type}, as lerobot-train has it do"
+    elif search:
+        how = "DDP is told to search for such parameters in every step (--scaling.find_unused_parameters=true)"
+    else:
+        return [*said, "As it is, several workers need --scaling.find_unused_parameters=true, a search in every step."]
+    return [*said, f"{how}, so several workers can train this."]
 
 
 def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
@@ -229,8 +228,8 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
         report = find_unused(ready, options.unused_batches)
         sizes = {str(fate): float(sum(p.size for p in report.of(fate))) for fate in MEANING}
         failed = options.fail_if_unused and report.unreached
-        told = table(report, ready, options.include_zero_grad)
-        return Result(report, told, [("Parameters", shares(sizes))], status=1 if failed else 0)
+        text = table(report, ready, options.include_zero_grad)
+        return Result(report, text, [("Parameters", shares(sizes))], status=1 if failed else 0)
 
     return examine
 

@@ -36,10 +36,9 @@ import ray
 import torch
 
 import vla
-from diagnostics.charts import shares, time_line
-from diagnostics.environment import Environment, Record
-from diagnostics.report import Options, Report, Result, Spread, count, run_tool, scratch_run
+from diagnostics.report import Environment, Record, Report, Spread, shares, time_line
 from diagnostics.step_report import StepReport
+from diagnostics.tool import Options, Result, count, run_tool, scratch_run
 from util import Batch, Clock, NumpyToTorchCollate, Phase
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data import videos as lerobot_videos
@@ -99,7 +98,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     options.add("profile_warmup", count, 20, "batches before those")
     options.add("against", Path, None, "a result of profile_step")
     found, rest = options.parse_known_args(argv)
-    if found.against:  # what is wrong with it is told before a dataset is made, or read
+    if found.against:  # a wrong file is refused before a dataset is made or read
         found.against = StepReport.read(found.against)
     return found, rest
 
@@ -492,8 +491,8 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
         batches = options.profile_warmup + options.profile_batches
         tell(f"Pulling {batches} batches by each of {run.config.scaling.num_workers} workers ...")
         report = profile(run, options)
-        told = "\n".join([table(report), "", *balance(report, step)]) if step is not None else table(report)
-        return Result(report, told, charts(report))
+        text = "\n".join([table(report), "", *balance(report, step)]) if step is not None else table(report)
+        return Result(report, text, charts(report))
 
     return examine
 

@@ -43,12 +43,10 @@ import torch
 from torch import Tensor
 
 import vla
-from diagnostics.charts import shares, time_line
-from diagnostics.environment import Environment
-from diagnostics.report import Options, Result, Spread, count, run_tool, scratch_run, truth
+from diagnostics.report import Environment, Spread, shares, time_line
 from diagnostics.step_clock import Communication, Pass, StepClock
-from diagnostics.step_comparison import compare, judge
-from diagnostics.step_report import PhaseSummary, RankProfile, Settings, StepReport
+from diagnostics.step_report import PhaseSummary, RankProfile, Settings, StepReport, compare, judge
+from diagnostics.tool import Options, Result, count, run_tool, scratch_run, truth
 from util import UNWATCHED, Clock, Phase, TrainableOptimizer
 from vla_finetuning.files import read_lines
 from vla_finetuning.policies.family import PolicyLoss

@@ -1,183 +1,77 @@
-"""What the diagnostics have in common: from the command line to the result, in text, as JSON and as a page."""
+"""A tool's result: where it was measured, its JSON, and a page that needs nothing else.
+
+Benchmarks note their `Environment` here, too. Importing this module imports neither PyTorch nor Ray.
+"""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
+import datetime
+import html
+import importlib.metadata
 import os
-import shutil
-import sys
-import tempfile
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import platform
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, Self
+from typing import Any, Literal, Self
 
 import numpy as np
-import torch
-from pydantic import ValidationError
-from ray.exceptions import RayError
-from ray.train import TrainingFailedError
+import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from diagnostics.charts import page
-from diagnostics.environment import Environment, Record
-from util import Batch, NumpyToTorchCollate
-from vla_finetuning.flags import VLA, parse_args
-from vla_finetuning.run.failures import root_cause
-from vla_finetuning.run.resolve import Run, resolve, with_config
-from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
-from vla_finetuning.training.model import make_prepare
-from vla_finetuning.training.stream import Dealt
+from vla_finetuning.run.record import code_revision
 
-TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+PACKAGES = ("torch", "ray", "lerobot", "transformers", "numpy", "av", "pyarrow")
 
 
-# ---- from the command line to the exit status ---------------------------------------------------------------------
+class Record(BaseModel):
+    """Part of a result: nothing in it is missing, of another type or unknown."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Result(NamedTuple):
-    """What a tool has found.
+class Environment(Record):
+    """Where and with what something was measured."""
 
-    Attributes:
-        report: for scripts. table: for people. charts: for the page, titles and SVG. status: the exit status.
-    """
+    date: str
+    git_revision: str
+    cpu: str
+    cores: int
+    memory_bytes: int
+    gpus: list[str]
+    driver: str | None
+    python: str
+    versions: dict[str, str]
 
-    report: Report
-    table: str
-    charts: Sequence[tuple[str, str]] = ()
-    status: int = 0
+    @classmethod
+    def here(cls) -> Self:
+        """Of the calling process: call it where the work is done."""
+        import torch
 
+        driver = Path("/proc/driver/nvidia/version")
+        return cls(
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            git_revision=code_revision(),
+            cpu=_cpu_name(),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            memory_bytes=psutil.virtual_memory().total,
+            gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            driver=driver.read_text().splitlines()[0] if driver.exists() else None,
+            python=platform.python_version(),
+            versions={package: importlib.metadata.version(package) for package in PACKAGES},
+        )
 
-def run_tool(
-    argv: Sequence[str] | None,
-    doc: str | None,
-    parse_options: Callable[[Sequence[str]], tuple[Namespace, list[str]]],
-    prepare: Callable[[Run, Namespace], Callable[[], Result]],
-) -> int:
-    """What all tools do around what each of them does.
-
-    Args:
-        argv: the command line; the process's own when absent.
-        doc: what --help says before the flags of `vla.py`.
-        parse_options: the tool's own options, of which `json` and `html` say where to write, and what is left.
-        prepare: checks a resolved run, and returns what examines it.
-    Returns:
-        The result's exit status; 1 when examining failed, 2 when it could not start.
-    """
-    argv = sys.argv[1:] if argv is None else argv
-    escape_warnings()
-    if "--help" in argv or "-h" in argv:
-        tell_text(f"{doc}\n{VLA.help()}")
-        return 0
-    try:
-        options, rest = parse_options(argv)
-        examine = prepare(resolve(parse_args(rest), gpus_found=torch.cuda.device_count()), options)
-    except (ValueError, OSError, RayError) as error:
-        tell_error(root_cause(error))
-        return 2
-    try:
-        result = examine()
-    except (TrainingFailedError, RayError, ValueError, OSError, RuntimeError) as error:
-        tell_error(root_cause(error))
-        return 1
-    tell_text(result.table)
-    if options.json:
-        result.report.write(options.json)
-        tell(f"written to {options.json}")
-    if options.html:
-        title = f"{result.report.tool}: {doc.splitlines()[0] if doc else ''}"
-        options.html.parent.mkdir(parents=True, exist_ok=True)
-        options.html.write_text(page(title, result.report.environment.line(), result.charts, result.table))
-        tell(f"page written to {options.html}")
-    return result.status
+    def line(self) -> str:
+        gpus = f"{len(self.gpus)}x {self.gpus[0]}, " if self.gpus else ""
+        return (
+            f"{gpus}{self.cores} cores of {self.cpu}; torch {self.versions['torch']}, ray {self.versions['ray']}, "
+            f"lerobot {self.versions['lerobot']}, {self.git_revision[:12]}, {self.date}"
+        )
 
 
-# ---- options ------------------------------------------------------------------------------------------------------
-
-
-class Options(argparse.ArgumentParser):
-    """A tool's own flags; what they do not know is left to `vla.py`'s. Mistakes are ValueErrors.
-
-    All have `--html PATH` (PROFILE_HTML in the environment) and `--json PATH`, whose longer name is `json` here.
-    """
-
-    def __init__(self, json: str) -> None:
-        super().__init__(add_help=False, allow_abbrev=False)
-        self.add(json, Path, None, "the result for scripts", "--json", dest="json")
-        self.add("profile_html", Path, None, "the result as a page", "--html", dest="html")
-
-    def add(
-        self, name: str, kind: Callable[[str], Any], default: Any, help: str, *aliases: str, **settings: Any
-    ) -> None:
-        """`--name`, or NAME in the environment; the flag wins. A bare flag of kind `truth` means true."""
-        in_environment = os.environ.get(name.upper())
-        if in_environment:
-            try:
-                default = kind(in_environment)
-            except (ValueError, argparse.ArgumentTypeError) as error:
-                raise ValueError(f"{name.upper()}={in_environment!r} in the environment: {error}") from error
-        bare: dict[str, Any] = {"nargs": "?", "const": True} if kind is truth else {}
-        metavar = name.rsplit("_")[-1]
-        settings = {"type": kind, "default": default, "help": help, "metavar": metavar, **bare, **settings}
-        self.add_argument(f"--{name}", *aliases, **settings)
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def truth(text: str) -> bool:
-    if text.lower() not in TRUTHS:
-        raise argparse.ArgumentTypeError(f"expected true or false, found {text!r}")
-    return TRUTHS[text.lower()]
-
-
-def count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number, found {text!r}")
-    return int(text)
-
-
-# ---- a run that leaves nothing behind -----------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def scratch_run(run: Run) -> Iterator[Run]:
-    """The run with another folder, beside its own so that all nodes share it too, and gone afterwards.
-
-    It starts from the beginning, on as many workers as it may have at most, and nothing is tried twice.
-    """
-    run.job.output_dir.parent.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix=f".{run.job.output_dir.name}-", dir=run.job.output_dir.parent)
-    scaling = replace(run.config.scaling, min_workers=None, max_failures=0)
-    try:
-        yield with_config(run, replace(run.config, output_dir=folder, resume=False, eval_steps=0, scaling=scaling))
-    finally:
-        shutil.rmtree(folder)
-
-
-def with_any_stats(run: Run) -> Run:
-    """The run with made-up statistics in the place of those that are to be computed, which takes a pass and Ray."""
-    if not run.missing_stats:
-        return run
-    made_up = {"q01": -1.0, "q10": -1.0, "min": -1.0, "mean": 0.0, "std": 1.0, "q90": 1.0, "q99": 1.0, "max": 1.0}
-    features, known = run.rows.metas[0].features, run.rows.metas[0].stats
-    stats = {key: dict(known.get(key, {})) for key in {*known, *run.missing_stats}}
-    for key in run.missing_stats:
-        stats[key] |= {name: np.full(features[key].shape, value, np.float32) for name, value in made_up.items()}
-    return replace(run, policy=replace(run.policy, stats=stats), missing_stats={})
-
-
-def host_batches(run: Run, dealt: Dealt, batches: int) -> Iterator[Batch]:
-    """A rank's first batches, read and prepared in this process by the functions of the run's read tasks."""
-    prepare, collate = make_prepare(run.policy, run.rows), NumpyToTorchCollate(run.job.use_gpu)
-    source = run.rows.source()
-    for micro in range(batches):
-        for rows in source.read_rows(dealt.rows(micro).tolist(), run.config.batch_size):
-            yield collate(prepare(rows))
-
-
-# ---- results ------------------------------------------------------------------------------------------------------
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 class Report(Record):
@@ -222,3 +116,92 @@ class Spread(Record):
 
     def columns(self) -> str:
         return "".join(f"{1e3 * value:11.2f}" for value in (self.mean, self.median, self.p95))
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------
+
+COLOURS = {
+    "data_wait": "#c0392b",
+    "copy": "#e59866",
+    "forward": "#2471a3",
+    "backward": "#5dade2",
+    "clip": "#76448a",
+    "optimizer": "#af7ac5",
+    "zero_grad_schedule": "#d2b4de",
+    "metrics": "#b7950b",
+    "checkpoint": "#7d6608",
+    "evaluation": "#d4ac0d",
+    "other": "#aab7b8",
+    # stages of the data engine
+    "read": "#1e8449",
+    "decode": "#2471a3",
+    "convert": "#5dade2",
+    "resize": "#76448a",
+    "shuffle": "#b7950b",
+    "prepare": "#af7ac5",
+    "transfer": "#c0392b",
+    "collate": "#e59866",
+    # fates of parameters
+    "unused": "#c0392b",
+    "sometimes": "#e59866",
+    "zero": "#b7950b",
+    "frozen": "#aab7b8",
+    "used": "#1e8449",
+}
+WIDTH, BAR, CHART = 960, 26, 220
+STYLE = """
+body { font: 14px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #222 }
+h1 { font-size: 20px } h2 { font-size: 16px; margin-top: 2em } svg { width: 100%; height: auto }
+pre { overflow-x: auto; background: #f6f7f8; padding: 1em; font-size: 12px; line-height: 1.45 }
+.key { display: inline-block; margin-right: 1.2em; white-space: nowrap }
+.key i { display: inline-block; width: 11px; height: 11px; margin-right: .4em }
+"""
+
+
+def page(title: str, measured_on: str, charts: Sequence[tuple[str, str]], table: str) -> str:
+    """HTML, UTF-8. charts: titles, and what `shares` and `time_line` draw. table: the result as text, shown below."""
+    drawn = "".join(f"<h2>{html.escape(name)}</h2>{svg}" for name, svg in charts)
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{STYLE}</style><h1>{html.escape(title)}</h1><p>{html.escape(measured_on)}</p>"
+        f"{drawn}<pre>{html.escape(table)}</pre></html>\n"
+    )
+
+
+def shares(parts: Mapping[str, float]) -> str:
+    """One bar, the whole width: each part as large as its share of the sum; and what their colours mean."""
+    drawn, x, whole = [], 0.0, sum(parts.values()) or 1.0
+    for name, part in parts.items():
+        drawn.append(_rectangle(name, x, 0, part / whole * WIDTH, BAR, f"{part / whole:.1%}"))
+        x += part / whole * WIDTH
+    keys = "".join(f'<span class="key"><i style="background:{_colour(name)}"></i>{name}</span>' for name in parts)
+    return f'<svg viewBox="0 0 {WIDTH} {BAR}" role="img">{"".join(drawn)}</svg><p>{keys}</p>'
+
+
+def time_line(seconds: Mapping[str, Sequence[float]]) -> str:
+    """A column for each step: what it consists of on top of each other, under a scale that reaches to the longest."""
+    steps = list(zip(*seconds.values(), strict=True))
+    longest = max(map(sum, steps))
+    width, parts = WIDTH / len(steps), []
+    for i, step in enumerate(steps):
+        y = float(CHART)
+        for name, part in zip(seconds, step, strict=True):
+            height = part / longest * CHART
+            y -= height
+            parts.append(_rectangle(name, i * width, y, 0.9 * width, height, f"step {i}: {1e3 * part:.2f} ms"))
+    scale = (
+        f'<line x1="0" x2="{WIDTH}" y1="0.5" y2="0.5" stroke="#ccc"/>'
+        f'<text x="{WIDTH}" y="14" text-anchor="end" font-size="12">{1e3 * longest:.1f} ms</text>'
+    )
+    return f'<svg viewBox="0 0 {WIDTH} {CHART}" role="img">{"".join(parts)}{scale}</svg>'
+
+
+def _colour(name: str) -> str:
+    return COLOURS.get(name, "#2471a3")
+
+
+def _rectangle(name: str, x: float, y: float, width: float, height: float, text: str) -> str:
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{_colour(name)}">'
+        f"<title>{name}, {text}</title></rect>"
+    )

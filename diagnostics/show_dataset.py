@@ -1,4 +1,4 @@
-"""Look at any LeRobot v3 dataset before training on it: one self-contained page, and warnings on the terminal.
+"""Look at any LeRobot dataset before training on it: one self-contained page, and warnings on the terminal.
 
     python -m diagnostics.show_dataset ROOT [--output FILE]
     python -m diagnostics.show_dataset --repo_id USER/NAME [--revision R] [--output FILE]
@@ -35,14 +35,16 @@ from typing import Any
 
 from tqdm import tqdm
 
+from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.frames import movement_keys, stretches_of, table, told_weights
-from vla_finetuning.data.metadata import DatasetMetadata, fetch_dataset, load_metadata
+from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
 from vla_finetuning.files import write_json
 from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.dataset_look import look_at
 from vla_finetuning.report.episode_scores import score_episodes
 from vla_finetuning.report.page import write_dataset_page
+from vla_finetuning.run.preflight import with_names
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
 # As a run's options say it.
@@ -70,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     which.add_argument("root", nargs="?", help="a local folder, s3://, gs://")
     which.add_argument("--repo_id", help="a dataset on the Hugging Face Hub, which is downloaded")
     parser.add_argument("--revision", help="of the dataset on the Hub (default: as of now)")
+    parser.add_argument("--rename_map", type=json.loads, default={}, help="names of features, as a run's --rename_map")
     parser.add_argument("--output", type=Path, default=Path("dataset.html"), help="the page (default: %(default)s)")
     parser.add_argument("--scores", type=Path, help="score every episode; a JSON line each into this file")
     parser.add_argument("--exclude_to", type=Path, help="score, and write the list of the episodes that look bad")
@@ -81,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         root = fetch_dataset(options.repo_id, options.revision)[0] if options.repo_id else options.root
         meta = load_metadata(root)
+        if options.rename_map:
+            (meta,) = with_names([meta], options.rename_map)
         look, scores = look_at(meta), None
         if options.augmentation:
             look = replace(look, sheet=augmented(look.sheet, config_of(AUGMENTATIONS[options.augmentation])))
@@ -104,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tell(*selection)
     tell(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
     tell(*look.shares)
+    tell(*(f"not read: {what}" for what in meta.not_read))
     tell(str(page))
     return 0
 

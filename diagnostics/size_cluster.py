@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Literal
 
 import vla
-from diagnostics.environment import Environment, Record
-from diagnostics.report import Options, Report, Result, count, run_tool, with_any_stats
+from diagnostics.report import Environment, Record, Report
 from diagnostics.step_report import StepReport
+from diagnostics.tool import Options, Result, count, run_tool, with_any_stats
 from lerobot_datasource import MAX_READS_PER_TASK, LeRobotDatasource
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.rows import DatasetFiles, column_to_numpy, read_rows
@@ -98,7 +98,7 @@ class Size(Record):
         decode_cpus: CPUs for read tasks. nodes, cpu_nodes: that train, and that only decode beside them.
         stored_bytes_per_s: out of the dataset's store, where no node keeps anything.
         node_bytes_per_s: into a node that trains, from those that decode.
-        node_store_bytes: what a node's object store should have, of which the data may fill DATA_SHARE.
+        node_store_bytes: capacity of a node's object store; the data may fill DATA_SHARE of it.
         coordinators: processes that deal blocks, each to a group of GPUs. coordinator_share: of the time of one of
             them; above 1 they are the limit.
     """

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd import DeviceType
 
-from diagnostics.environment import Record
+from diagnostics.report import Record
 from util import Clock, Phase
 
 # What a step of a profile is for.

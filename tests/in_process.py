@@ -72,6 +72,21 @@ class Shard:
             yield collate_fn({**rows, "position": position, **self._batch_columns(micro, len(position))})
 
 
+class GivenTime:
+    """Stands in for the module `time`: all its clocks are one, and only `spend` moves it."""
+
+    def __init__(self):
+        self._now_s = 1000.0
+
+    def spend(self, seconds):
+        self._now_s += seconds
+
+    def time(self):
+        return self._now_s
+
+    perf_counter = monotonic = process_time = time
+
+
 class NoCheckpoints:
     """Stands in for `CheckpointWriter`."""
 
@@ -94,12 +109,15 @@ class NoCheckpoints:
         pass
 
 
-def train(run, shard=None, *, device=CPU, make_checkpoints=NoCheckpoints, by=None, **options):
-    """`vla.train` (or `by`) by one worker in this process; checkpoints are not written, or by `make_checkpoints`."""
+def train(run, shard=None, *, device=CPU, worker=None, make_checkpoints=NoCheckpoints, by=None, **options):
+    """`vla.train` (or `by`) by a worker in this process, the only one unless `worker` is given.
+
+    Checkpoints are not written, or by `make_checkpoints`.
+    """
     run.job.output_dir.mkdir(parents=True, exist_ok=True)
     with mock.patch.object(gc, "collect", lambda *_: 0):  # takes longer than everything else
         try:
-            worker = Worker(device, shard or Shard(run))
+            worker = worker or Worker(device, shard or Shard(run))
             return (by or vla.train)(run, worker, make_checkpoints=make_checkpoints, **options)
         finally:
             gc.enable()  # the loop turns it off

@@ -41,6 +41,20 @@ def check_grpo(config: GrpoConfig) -> None:
     """Raises ValueError where options of a run of `grpo.py` do not go together."""
     g, s = config.grpo, config.scaling
     _check_gpus(config.scaling)
+    if g.demonstrations is not None and g.method != "filtered":
+        raise ValueError(
+            f"--grpo.demonstrations={g.demonstrations} with --grpo.method={g.method}: only imitation takes them, "
+            "--grpo.method=filtered"
+        )
+    if g.resample and g.method == "filtered":
+        raise ValueError(
+            f"--grpo.resample={g.resample} with --grpo.method=filtered, which learns from every success, also of "
+            "groups whose returns are all equal: leave it out"
+        )
+    if config.lr is None:
+        raise ValueError(
+            "--lr=null: imitation's own rate is far too high for learning from success; give a number, as 5e-6"
+        )
     if g.groups % s.num_workers:
         raise ValueError(
             f"--grpo.groups={g.groups} with --scaling.num_workers={s.num_workers}: workers play equally many groups; "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import tempfile
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -40,11 +39,12 @@ FIRST_ANSWER_TIMEOUT_S = 15.0
 CACHE_SIZE_GB = 100.0
 # Decoded frames are large (data/frame_cache.py): 16 GB for every hour of three cameras of 224x224 at 10 Hz.
 FRAME_CACHE_GB = 200.0
-FRAMES_DIR = os.environ.get("VLA_FRAMES_DIR") or f"{tempfile.gettempdir()}/vla-fine-tuning-{os.getuid()}/frames"
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "vla-fine-tuning"
+FRAMES_DIR = os.environ.get("VLA_FRAMES_DIR") or str(_CACHE / "frames")
 # Unpacked numbers of data files (data/number_cache.py), on every node's own disk: a hundredth of what the videos take.
-# The folder is of one user's; what VLA_NUMBERS_DIR names instead must be a local disk too.
-NUMBERS_DIR = os.environ.get("VLA_NUMBERS_DIR") or f"{tempfile.gettempdir()}/vla-fine-tuning-{os.getuid()}/numbers"
-NUMBERS_GB = 20.0
+# Where the home folder is a network drive, VLA_NUMBERS_DIR and VLA_FRAMES_DIR should name a local disk.
+NUMBERS_DIR = os.environ.get("VLA_NUMBERS_DIR") or str(_CACHE / "numbers")
+NUMBERS_GB = float(os.environ.get("VLA_NUMBERS_GB") or 20)
 
 
 @dataclass
@@ -68,7 +68,8 @@ class DatasetOptions:
     """Where the episodes are, and which of them are trained on."""
 
     root: str | None = option(
-        None, "A LeRobot v3 dataset: a local folder, s3://..., gs://..., or several separated by commas."
+        None,
+        "A LeRobot dataset (v3.0, v2.1 or v2.0): a local folder, s3://..., gs://..., or several separated by commas.",
     )
     repo_id: str | None = option(
         None, "A dataset on the Hugging Face Hub; its revision is pinned in the run's config.json."
@@ -393,8 +394,8 @@ class ScalingOptions(WorkerOptions):
     # `python -m diagnostics.find_unused_params` tells whether there is any; PI0.5 has none.
     find_unused_parameters: bool = option(
         False,
-        "Let DDP search, every step, for parameters without a gradient: for policies that may leave some of what "
-        "trains out of a batch.",
+        "Let DDP search, every step, for parameters without a gradient, where PI0.5 is changed to leave out some of "
+        "what trains. Other policies are searched in any case.",
     )
     cpus_per_read_task: float = option(1.0, "CPUs (and decoder threads) of a read task.", above=0)
 
@@ -480,16 +481,28 @@ class EvalOptions:
 
 @dataclass
 class GrpoOptions:
-    """How a policy learns from success alone (docs/grpo.md). Defaults are those published for PI0.5."""
+    """How a policy learns from success alone (docs/grpo.md). Sampler and clip are by default RLinf's for PI0.5."""
 
     method: Method = option(
         "grpo",
         "grpo: clipped policy gradient, returns compared within a group. rloo: REINFORCE with the mean of the others "
-        "as its baseline. filtered: imitation of the episodes that succeeded. All on the same episodes.",
+        "as its baseline, ratios not clipped. filtered: imitation of the episodes that succeeded, which has no stop by "
+        "divergence. All on the same episodes.",
+    )
+    demonstrations: str | None = option(
+        None,
+        "A LeRobot dataset, whose rows are half of each minibatch of --grpo.method filtered: a policy that imitates "
+        "its own samples alone loses precision.",
     )
     iterations: int = option(100, "Iterations: groups x group_size episodes each, then updates.", min=1)
     groups: int = option(16, "Groups of an iteration.", min=1)
     group_size: int = option(8, "Episodes of a group, all from the same initial state.", min=2)
+    resample: int = option(
+        0,
+        "Times that groups whose returns are all equal are replaced by groups that begin elsewhere (dynamic sampling). "
+        "The episodes count.",
+        min=0,
+    )
     reward: Literal["success", "return"] = option(
         "success", "What an episode is worth: success (1 or 0), or its return (the sum of its rewards)."
     )
@@ -497,14 +510,17 @@ class GrpoOptions:
     noise_level: float = option(0.5, "How much noise the random sampler adds (a).", above=0)
     random_steps: Literal["all", "one"] = option("all", "Steps of each decision that are random.")
     epochs: int = option(2, "Passes over an iteration's decisions.", min=1)
-    minibatch: int = option(64, "Decisions of a minibatch over all workers, evenly cut.", min=1)
+    minibatch: int = option(
+        64, "Decisions of a minibatch over all workers, evenly cut; the presets of GPUs have 2048.", min=1
+    )
     clip_low: float = option(0.2, "The ratio of probabilities is clipped at 1 - clip_low below.", above=0, below=1)
     clip_high: float = option(0.2, "The ratio of probabilities is clipped at 1 + clip_high above.", above=0)
     dual_clip: float | None = option(3.0, "Bound of a bad episode's loss; null: none.", above=0)
     normalise: bool = option(True, "Divide advantages by the group's standard deviation.")
     target_kl: float | None = option(
-        0.05,
-        "Divergence from the policy that acted at which an iteration's updates end; null: they never do.",
+        0.001,
+        "Divergence from the policy that acted at which an iteration's updates end, per executed dimension: of each of "
+        "the n_action_steps x action dimensions of a step; null: they never end early.",
         above=0,
     )
     kl: float = option(
@@ -517,6 +533,12 @@ class GrpoOptions:
         10,
         "Iterations between evaluations: --eval.n_episodes held-out episodes by the deterministic sampler.",
         min=1,
+    )
+    reserved_states: int = option(
+        10,
+        "Initial states of each task that only evaluation uses, the last ones, where the environment has a list of "
+        "them (LIBERO: 50 a task).",
+        min=0,
     )
     env_actors: int = option(
         2,
@@ -549,7 +571,8 @@ class PolicyOptions:
     )
     rename_map: dict[str, str] = option(
         {},
-        "Names of the policy for features of the dataset (of any of several), or of the environment.",
+        "Names of the policy for features of the dataset (of any of several), or of the environment; of the dataset's "
+        'own features any, as {"state": "observation.state", "actions": "action"}.',
         form="""JSON, as '{"observation.images.front": "observation.images.base_0_rgb"}'""",
     )
 
@@ -663,7 +686,10 @@ class ScheduleOptions(LearningOptions):
 
     steps: int | None = option(None, "Optimizer updates; MAX_TRAIN_STEPS in the environment caps them.", min=1)
     num_epochs: float | None = option(
-        None, "Length of the run in passes over the data, instead of --steps; 1 when both are absent.", above=0
+        None,
+        "Length of the run in passes over the data, instead of --steps; 1 when both are absent, and with --preset demo "
+        "on your own dataset 2, within 300 to 1,000 steps.",
+        above=0,
     )
     grad_accum: int = option(1, "Micro-batches of a step on each worker.", min=1)
     use_policy_training_preset: bool = option(
@@ -794,10 +820,21 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
         most = self.scaling.num_workers
         return self.batch_size * math.lcm(*range(self.scaling.min_workers or most, most + 1))
 
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether the run is the demo's on somebody's own dataset."""
+        return self.preset == "demo" and bool(self.roots or self.dataset.repo_id)
+
     def resolve_steps(self, rows_per_epoch: int) -> int:
-        """Optimizer steps of the run: `steps`, or `num_epochs` of the data; capped by MAX_TRAIN_STEPS."""
+        """Optimizer steps of the run: `steps`, or `num_epochs` of the data; capped by MAX_TRAIN_STEPS.
+
+        Of a rehearsal on one's own dataset that says neither: REHEARSAL_EPOCHS, within REHEARSAL_STEPS.
+        """
         if self.steps is not None:
             steps = self.steps
+        elif self.is_rehearsal and self.num_epochs is None:
+            least, most = REHEARSAL_STEPS
+            steps = max(least, min(most, math.ceil(REHEARSAL_EPOCHS * rows_per_epoch / self.global_batch_size)))
         else:
             steps = math.ceil((self.num_epochs or 1.0) * rows_per_epoch / self.global_batch_size)
         cap = os.environ.get("MAX_TRAIN_STEPS")
@@ -835,6 +872,12 @@ class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyO
 # Where only the other one is given.
 WARMUP_FRAC, FINAL_LR_FRAC = 0.033, 0.1
 
+# A rehearsal's length: with these, the error on held-out episodes of a Unitree G1 is below that of the mean action, on
+# five of its episodes (300 steps are 13 epochs; with more the held-out loss rises) as on 83 (1,000 are two).
+REHEARSAL_STEPS, REHEARSAL_EPOCHS = (300, 1_000), 2.0
+# Rows per second of a rehearsal, by which its plan says about how long it takes: one camera of 480x640, 2 CPUs.
+REHEARSAL_ROWS_PER_S = 150
+
 # What each preset sets; any flag overrides. Those of GPUs are in cards.py.
 PRESETS: dict[str, dict[str, str]] = {
     "demo": {
@@ -867,6 +910,7 @@ GRPO_PRESETS: dict[str, dict[str, str]] = {
         "grpo.iterations": "60",
         "grpo.noise_level": "0.6",
         "grpo.dual_clip": "null",
+        "grpo.target_kl": "0.0016667",  # 0.05 for the 10 x 3 executed dimensions together
         "grpo.env_actors": "2",
         "grpo.envs_per_actor": "32",
         "grpo.env_actor_cpus": "0.25",

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
+
+# Of a JSON file that came from elsewhere: a configuration, a pipeline, an index of weights. Python's objects take up to
+# 25 times the bytes of the text.
+MAX_JSON_BYTES = 16 * 2**20
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -13,6 +18,35 @@ def write_json(path: Path, value: Any) -> None:
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(json.dumps(value, indent=2) + "\n")
     os.replace(scratch, path)
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """A file that came from elsewhere. A pipe, which could be waited at for ever, or a device is none.
+
+    Raises:
+        OSError: it cannot be opened. ValueError: it is no regular file, or larger than `most_bytes`.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        if found.st_size > most_bytes:
+            size, most = found.st_size / 2**20, most_bytes / 2**20
+            raise ValueError(f"{path} has {size:,.0f} MiB, more than the {most:,.0f} MiB that it may have")
+        return file.read(most_bytes)
+
+
+def read_foreign_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
+    """What a JSON file that came from elsewhere holds.
+
+    Raises:
+        OSError, ValueError: as `read_regular`; it is not JSON, or nested deeper than Python reads.
+    """
+    try:
+        return json.loads(read_regular(path, most_bytes))
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deep") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

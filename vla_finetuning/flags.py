@@ -34,6 +34,7 @@ from vla_finetuning.config import (
     RecordConfig,
     refuse_credentials,
 )
+from vla_finetuning.files import MAX_JSON_BYTES, read_regular
 from vla_finetuning.lerobot_train import answer
 from vla_finetuning.options import Option, did_you_mean, leaves, options_of, set_option
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
@@ -105,7 +106,7 @@ class Program[C]:
 
 VLA = Program(
     command="vla.py",
-    summary="Fine-tune a vision-language-action policy on LeRobot v3 datasets.",
+    summary="Fine-tune a vision-language-action policy on LeRobot datasets.",
     kind=Config,
     check=check_run,
     first=(
@@ -206,6 +207,12 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
     for chosen, other in (("steps", "num_epochs"), ("num_epochs", "steps")):
         if chosen in names and other not in names:
             defaults[other] = "null"
+    if (
+        preset == "demo"
+        and program.kind is Config
+        and {"dataset.root", "dataset.repo_id", "dataset.mixture"} & names.keys()
+    ):
+        defaults["steps"] = "null"  # a rehearsal is as long as its dataset asks for
     config = program.kind()
     for path, value in BEFORE_OPTIONS.items() if resumed else ():
         if path in flags:
@@ -272,10 +279,12 @@ def _pairs(argv: Sequence[str], program: Program[Any]) -> list[tuple[str, str]]:
 
 def _saved_options(path: Path, kind: type) -> Iterator[tuple[str, Any]]:
     """Options of a config.json, by their paths; but not those of one start."""
-    text = path.read_text()
+    text = read_regular(path, MAX_JSON_BYTES).decode(errors="replace")
     refuse_credentials(text, str(path))
     try:
         saved = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{path}: nested too deep; give a run's {CONFIG_NAME}") from error
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); give a run's {CONFIG_NAME}") from error
     known = {of.path: of for of in options_of(kind)}

@@ -262,7 +262,7 @@ def test_projection_and_limit_reach_the_source(ray_cluster, roots):
     if not broken.exists():
         shutil.copytree(roots["rollover"], broken)
         for file in (broken / "videos" / TOP).rglob("*.mp4"):
-            file.write_bytes(b"not a video")
+            file.write_bytes(b"\0\0\0\x08moov")  # whole, and no video
     dataset = read_lerobot(broken)
     assert dataset.select_columns(["index", WRIST]).count() == 54
     rows = dataset.select_columns(["index", "action"]).take_all()  # would fail if the camera were decoded
@@ -455,7 +455,7 @@ def test_planning_is_quick_and_a_read_task_ships_only_its_own_episodes(roots, mo
         took_s[episodes] = time.process_time() - start
         assert sum(task.metadata.num_rows for task in tasks) == np.diff(source.execution(0)) > 2_000_000
         assert max(len(cloudpickle.dumps(task.read_fn)) for task in tasks[::50]) < 100_000
-    assert took_s[100_000] < min(2, 15 * took_s[10_000]), took_s
+    assert took_s[100_000] < 30 * took_s[10_000], took_s  # ten times the episodes: not their square
 
 
 @pytest.mark.parametrize(("episodes", "seed"), [(20_000, None), (5000, 0), (20_000, 0)])
@@ -648,7 +648,7 @@ def test_a_truncated_video(copy):
     video = first_video(root)
     video.write_bytes(video.read_bytes()[: video.stat().st_size // 2])
     with pytest.raises(ValueError, match=f"{TOP}.*(truncated|damaged)"):
-        read_directly(datasource([load_metadata(root)]))
+        read_directly(datasource([load_metadata(root)], check_files=False))
 
 
 def test_a_video_shorter_than_the_metadata_says(copy):
@@ -818,8 +818,10 @@ def test_an_episode_that_cannot_be_read_is_skipped_and_the_others_are_as_ever(tm
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert sorted(p for line in lines for p in line["positions"]) == np.flatnonzero(gone & theirs).tolist()
 
+    with pytest.raises(FileNotFoundError, match="cut short"):
+        datasource([meta], delta_timestamps=windows)
     with pytest.raises(ValueError, match="again"):
-        next(datasource([meta], delta_timestamps=windows).read_rows(range(54), 54))
+        next(datasource([meta], delta_timestamps=windows, check_files=False).read_rows(range(54), 54))
     # As `select_columns`: what names the rows need not be among what is wanted.
     few = source().apply_projection({"action": "action"})
     np.testing.assert_array_equal(next(few.read_rows(range(54), 54))["action"][~gone], sound["action"][~gone])

@@ -7,8 +7,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.data.test_metadata_v2 import as_v2
 from tests.datasets import make_dataset
-from vla_finetuning.data.metadata import check_files, fetch_dataset, load_metadata
+from vla_finetuning.data.dataset_files import check_files, fetch_dataset
+from vla_finetuning.data.metadata import load_metadata
 
 TOP = "observation.images.top"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -102,10 +104,22 @@ def test_fetch_a_commit_asks_nothing(original, tmp_path, monkeypatch):
 def test_fetch_refuses_another_version(original, tmp_path, monkeypatch):
     root = Path(shutil.copytree(original, tmp_path / "dataset"))
     info = json.loads((root / "meta/info.json").read_text())
-    (root / "meta/info.json").write_text(json.dumps({**info, "codebase_version": "v2.1"}))
+    (root / "meta/info.json").write_text(json.dumps({**info, "codebase_version": "v1.6"}))
     FakeHub(monkeypatch, root, tmp_path / "cache")
-    with pytest.raises(ValueError, match="convert_dataset_v21_to_v30"):
+    with pytest.raises(ValueError, match="'v1.6'; v3.0, v2.1 and v2.0 are read here"):
         fetch_dataset("user/name")
+
+
+def test_fetch_an_episode_of_v21(tmp_path, monkeypatch):
+    one_each = {"data_files_size_in_mb": 1e-6, "video_files_size_in_mb": 1e-6}
+    v3 = make_dataset(tmp_path / "v3", episodes=(3, 4), cameras={"observation.images.top": (48, 64)}, **one_each)
+    FakeHub(monkeypatch, as_v2(v3, tmp_path / "v21"), tmp_path / "cache")
+    folder, _ = fetch_dataset("user/name", episodes=[1])
+    fetched = {str(path.relative_to(folder)) for path in Path(folder).rglob("*.*") if path.is_file()}
+    files = {path for path in fetched if not path.startswith("meta/")}
+    video = "videos/chunk-000/observation.images.top/episode_000001.mp4"
+    assert files == {"data/chunk-000/episode_000001.parquet", video}
+    check_files(load_metadata(folder), episodes=[1])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from lerobot_datasource import _read_of
 from tests.datasets import datasource, make_dataset
 from tests.memory import takes_at_most
 from vla_finetuning.data import metadata as lerobot_metadata
-from vla_finetuning.data import number_cache
+from vla_finetuning.data import number_cache, paths
 from vla_finetuning.data.decode import decode_image
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.plan import Episodes, StreamPlan
@@ -46,12 +46,23 @@ def root(original, tmp_path):
 
 
 def read_all(root):
-    source = datasource([load_metadata(root)])
+    source = datasource([load_metadata(root)], check_files=False)
     read = _read_of(list(source.plan.slices(0, sum(LENGTHS))), source._places)
     return list(read_rows([DatasetFiles.of(m) for m in source.metas], read, 0, source._options(64)))
 
 
 # ---- videos --------------------------------------------------------------------------------------------------------
+
+
+def test_frames_of_one_size_that_the_file_has_no_bytes_for(root):
+    """FFmpeg would list 80 million of them, 2 GB, while it opens the file."""
+    file = load_metadata(root).video_files[TOP][0]
+    data = bytearray((root / file).read_bytes())
+    at = data.index(b"stsz") + 8
+    struct.pack_into(">II", data, at, 1, 80_000_000)
+    (root / file).write_bytes(bytes(data))
+    with takes_at_most(50), pytest.raises(ValueError, match=rf"{file} .*claims 80,000,000 frames of 1 bytes .*copy"):
+        read_all(root)
 
 
 def h264_that_claims(width, height):
@@ -250,6 +261,31 @@ def test_json_of_any_size(root, name):
         pytest.raises(ValueError, match=rf"{name} has 2,048.0 MiB, more than the \d+ MiB that it may"),
     ):
         load_metadata(root)
+
+
+@pytest.mark.parametrize("name", ["meta/info.json", "meta/stats.json", "meta/tasks.parquet"])
+def test_a_pipe_is_not_waited_at(root, name):
+    (root / name).unlink()
+    os.mkfifo(root / name)
+    with pytest.raises(ValueError, match=f"{name} is not a regular file"):
+        load_metadata(root)
+
+
+def test_an_instruction_of_any_length(root):
+    tasks = pq.read_table(root / "meta/tasks.parquet").to_pandas()
+    text = "wave" * 20_000_000
+    texts = [text, *(f"go {i}" for i in range(1, len(tasks)))]
+    pq.write_table(pa.table({"task_index": range(len(tasks)), "task": texts}), root / "meta/tasks.parquet")
+    with takes_at_most(500), pytest.raises(ValueError, match="task 0 has 80,000,000 characters, more than the 20,000"):
+        load_metadata(root)
+
+
+def test_a_file_for_each_of_millions_of_episodes(monkeypatch):
+    """As one megabyte of metadata may claim, for each of sixteen cameras."""
+    monkeypatch.setattr(paths, "_render", None)  # no path is made
+    episodes = {"episode_index": np.arange(4_000_000), "data/chunk_index": np.zeros(4_000_000, np.int32)}
+    with pytest.raises(ValueError, match="data_path: 4,000,000 files, more than the 2,000,000 that a dataset may have"):
+        paths.assign_files({}, episodes | {"data/file_index": np.arange(4_000_000)})
 
 
 def test_a_footer_of_any_size(root):

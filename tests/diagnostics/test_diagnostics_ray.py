@@ -34,7 +34,7 @@ def test_two_ranks_are_told_apart(step_json, argv):
     assert report.global_batch_size == 2 * 2 * 2
     for rank in report.ranks:
         total = sum(map(sum, rank.timed.exposed.values())) / report.settings.steps
-        assert total == pytest.approx(np.mean(rank.block_step_s["timed"]), rel=0.05)
+        assert 0 < total <= np.mean(rank.block_step_s["timed"]) * (1 + 1e-9)  # phases are within the blocks
         assert len(rank.communication.total_s) == COMMUNICATION_STEPS
         assert all(seconds > 0 for seconds in rank.communication.total_s)
         assert rank.checkpoint_s > 0

@@ -10,10 +10,11 @@ import pytest
 import ray
 import torch
 
+import util
 import vla
 from diagnostics import profile_dataloader, profile_step
-from diagnostics.environment import Environment
 from diagnostics.profile_dataloader import PRODUCED, LoaderReport, RankFetches, StageClock, balance
+from diagnostics.report import Environment
 from tests import in_process
 from vla_finetuning.run.resolve import with_config
 from vla_finetuning.training.worker import Worker
@@ -52,33 +53,40 @@ def pull(run, tmp_path, produced_at_s, *argv, before_batch=lambda: None):
     return RankFetches.model_validate_json((tmp_path / "fetches-0.json").read_bytes()), options
 
 
-def test_a_slow_source_is_seen_at_its_pace(run, tmp_path):
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass only when a test says so, for the tool and for the iterator that times waits."""
+    clock = in_process.GivenTime()
+    monkeypatch.setattr(profile_dataloader, "time", clock)
+    monkeypatch.setattr(util, "time", clock)
+    return clock
+
+
+def test_a_slow_source_is_seen_at_its_pace(run, tmp_path, clock):
     rank, options = pull(
         run,
         tmp_path,
-        lambda _: time.time(),
+        lambda _: clock.time(),
         "--profile_batches=10",
         "--profile_warmup=3",
-        before_batch=lambda: time.sleep(0.03),
+        before_batch=lambda: clock.spend(0.5),
     )
-    assert len(rank.fetch_s) == 10
-    assert min(rank.fetch_s) >= 0.03
+    assert rank.fetch_s == [0.5] * 10
     assert rank.copy_s is None
     report = profile_dataloader.summarise(run, options, [rank], {"decode": 1.0}, 1.0, STORE)
-    assert report.rows == 10 * 2
-    assert report.rows_per_s == pytest.approx(20 / sum(rank.fetch_s), rel=0.1)
+    assert (report.rows, report.wall_s, report.rows_per_s) == (10 * 2, 5.0, 4.0)
 
 
-def test_rows_that_lay_in_buffers_do_not_count(run, tmp_path):
+def test_rows_that_lay_in_buffers_do_not_count(run, tmp_path, clock):
     """Seven of ten batches had been read before the clock started."""
-    start = time.time()
+    start = clock.time()
     rank, options = pull(
         run,
         tmp_path,
-        lambda micro: start if micro < 10 else time.time() + 1,
+        lambda micro: start if micro < 10 else clock.time(),
         "--profile_batches=10",
         "--profile_warmup=3",
-        before_batch=lambda: time.sleep(0.01),
+        before_batch=lambda: clock.spend(0.25),
     )
     report = profile_dataloader.summarise(run, options, [rank], {"decode": 1.0}, 1.0, STORE)
     assert report.rows == 3 * 2
@@ -112,7 +120,7 @@ def test_rates_of_ranks_add_up_over_the_time_until_the_last_is_done(run):
 
 
 def test_the_stages_are_those_of_the_read_tasks(setting):
-    """All of the CPU's time is in one stage or another, and each stage has some."""
+    """Most of the CPU's time is in one stage or another, and each stage has some."""
     run = in_process.resolved(setting, **{"dataset.image_size": "[56,56]"})
     data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
     with in_process.tasks_here():
@@ -123,30 +131,24 @@ def test_the_stages_are_those_of_the_read_tasks(setting):
         spent = time.process_time() - before
     assert stages.keys() == profile_dataloader.EXPLAINED.keys()
     assert all(seconds > 0 for seconds in stages.values()), stages
-    # One task holds all the rows of this short run.
-    assert sum(stages.values()) * run.rows.last_row / 1000 == pytest.approx(spent, rel=0.2)
+    # One task holds all the rows of this short run. Outside the stages its tasks are planned.
+    assert 0.5 * spent < sum(stages.values()) * run.rows.last_row / 1000 < spent
 
 
-def test_a_stage_inside_another_is_not_counted_twice():
-    def burn(seconds):
-        end = time.process_time() + seconds
-        while time.process_time() < end:
-            pass
-
-    clock = StageClock()
-    decode = clock.watched(lambda: burn(0.05), "decode")
+def test_a_stage_inside_another_is_not_counted_twice(clock):
+    stages = StageClock()
+    decode = stages.watched(lambda: clock.spend(4), "decode")
 
     def shuffle():
-        burn(0.02)
+        clock.spend(1)
         decode()
+        clock.spend(2)
 
-    clock.watched(shuffle, "shuffle")()
-    assert clock.cpu_s["decode"] == pytest.approx(0.05, abs=0.01)
-    assert clock.cpu_s["shuffle"] == pytest.approx(0.02, abs=0.01)
-    assert sum(clock.cpu_s.values()) == pytest.approx(0.07, abs=0.02)
+    stages.watched(shuffle, "shuffle")()
+    assert {name: seconds for name, seconds in stages.cpu_s.items() if seconds} == {"decode": 4, "shuffle": 3}
 
 
-def test_stamps_come_off_before_the_policy_sees_the_batch(run):
+def test_stamps_come_off_before_the_policy_sees_the_batch(run, clock):
     data = vla.build_dataset(run.rows, run.policy, run.job.checkpoints_dir)
     stamped = profile_dataloader.Stamped(data.prepare)
     row = data.read(stream=(0, run.rows.last_row)).example()
@@ -154,7 +156,7 @@ def test_stamps_come_off_before_the_policy_sees_the_batch(run):
     assert batch.keys() == data.prepare(row).keys() | {PRODUCED}
     collate = profile_dataloader._StampReader(False)
     assert collate(batch).keys() == data.prepare(row).keys()
-    assert collate.produced_at_s[0] == pytest.approx(time.time(), abs=60)
+    assert collate.produced_at_s == {0: clock.time()}
 
 
 # --- which side is the bottleneck -------------------------------------------------------------------------
@@ -238,7 +240,8 @@ def test_every_environment_variable_changes_what_it_should(run, monkeypatch, nam
 
 
 def test_wrong_options_end_with_status_2(tmp_path, capsys):
+    before = ray.is_initialized()
     assert profile_dataloader.main(["--profile_batches=0"]) == 2
     assert profile_dataloader.main([f"--against={tmp_path / 'step.json'}", "--preset=demo"]) == 2
     assert "step.json does not exist" in capsys.readouterr().err
-    assert not ray.is_initialized()
+    assert ray.is_initialized() == before

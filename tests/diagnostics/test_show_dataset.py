@@ -17,6 +17,7 @@ from tests.pages import check_page
 from vla_finetuning.config import Config
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.files import write_json
+from vla_finetuning.flags import parse_args
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report.augmented_frames import EPOCHS_SHOWN, augmented, config_of
 from vla_finetuning.report.dataset_look import look_at, ranges_of, sample_episodes
@@ -125,6 +126,38 @@ PLANTED = {
     "frozen": (freeze_a_camera, IMAGES),
 }
 DAMAGED = {"image": (break_an_image, IMAGES), "number": (break_a_number, "episode 0"), "video": (lose_a_video, VIDEO)}
+
+
+def test_files_that_are_missing_are_told_and_the_rest_is_looked_at(clean, tmp_path):
+    root = shutil.copytree(clean, tmp_path / "holes")
+    meta = load_metadata(root)
+    (root / meta.data_files[0]).unlink()
+    (root / meta.video_files[VIDEO][-1]).unlink()
+    lost = meta.episode_data_file == 0
+    lost |= meta.episode_video_file[VIDEO] == len(meta.video_files[VIDEO]) - 1
+    look = look_at(meta)
+    (told,) = (found.text for found in look.findings if "--dataset.exclude_episodes" in found.text)
+    assert meta.data_files[0] in told and meta.video_files[VIDEO][-1] in told
+    argv = [told.rpartition(" by ")[2], "--dataset.root=x", "--policy.path=y", "--output_dir=z"]
+    assert parse_args(argv).dataset.exclude_episodes == np.flatnonzero(lost).tolist()
+    assert look.episodes.tolist() == np.flatnonzero(meta.episode_data_file != 0).tolist()
+    assert (~lost).any() and look.sheet[0].episode in np.flatnonzero(~lost)
+    shutil.rmtree(root / "data")
+    with pytest.raises(FileNotFoundError, match="is missing"):
+        look_at(meta)
+
+
+def test_columns_that_are_not_looked_at_need_not_be_readable(copy, tmp_path, capsys):
+    """Annotations and features of later versions, here without a column in the parquet files."""
+
+    def annotate(info):
+        info["features"]["language_events"] = {"dtype": "language", "shape": [1], "names": None}
+        info["features"]["observation.sound"] = {"dtype": "audio", "shape": [2], "names": None}
+
+    edit_json(copy / "meta/info.json", annotate)
+    assert main([str(copy), "--output", str(tmp_path / "page.html")]) == 0
+    told = capsys.readouterr().out
+    assert "no warnings;" in told and "not read: 'observation.sound': a feature of dtype 'audio'" in told
 
 
 def test_a_clean_dataset_has_no_findings(clean):

@@ -189,3 +189,27 @@ def test_other_environments_are_refused_with_what_there_is():
         env_config("two_bins", ["--length=3"])
     with pytest.raises(ValueError, match="isaaclab_arena would run code from the Hub"):
         env_config("isaaclab_arena")
+
+
+def test_a_third_of_the_straight_passes_at_full_speed_count_as_staying(env):
+    """What its page says: of points 3 cm apart on a line, four are within 5 cm of one on it in 10 / 3 - 3 of cases."""
+    env.unwrapped.rendering, counted = False, []
+    for seed in range(600):
+        observation, _ = env.reset(seed=seed)
+        start, goal = observation["agent_pos"], np.array(env.unwrapped._scene.place(env.unwrapped.task))
+        beyond = start + 3 * (goal - start)
+        shares = [
+            (edge - at) / (to - at)
+            for at, to, low, high in zip(start, beyond, env.action_space.low, env.action_space.high, strict=True)
+            for edge in (low, high)
+            if (edge - at) * (to - at) > 0
+        ]
+        end = (start + min(shares) * (beyond - start)).astype(np.float32)  # on the table's edge, in a straight line
+        moved, over = np.inf, False
+        while moved > 0.01 and not over:
+            before = observation["agent_pos"]
+            observation, _, over, _, info = env.step(end)
+            moved = np.linalg.norm(observation["agent_pos"] - before)
+        # Passed: at its end it moved on at full speed.
+        counted.append(bool(info["is_success"]) and moved > 2.99)
+    assert np.mean(counted) == pytest.approx(10 / 3 - 3, abs=0.06)

@@ -23,6 +23,8 @@ class Started(TwoBins):
         shift: of the starts, in cm; what tells one task from another.
     """
 
+    initial_states = len(STARTS)
+
     def __init__(self, shift, horizon):
         super().__init__("rgb_array")
         self.shift, self._max_episode_steps = shift, horizon or UNLIMITED

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lerobot.configs import PreTrainedConfig
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.vqbet.configuration_vqbet import VQBeTConfig
 
@@ -9,7 +10,8 @@ from tests.datasets import make_dataset
 from tests.tiny import make_config
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.family import UNUSED, Family, PolicyLoss
-from vla_finetuning.policies.registry import FAMILIES, family_of, types_that
+from vla_finetuning.policies.registry import FAMILIES, family_of, require_trained, types_that
+from vla_finetuning.run import base_policy
 from vla_finetuning.run.resolve import resolve
 from vla_finetuning.training.model import build_model
 
@@ -20,9 +22,49 @@ def test_a_derived_type_is_of_the_family_it_derives_from():
     assert family_of(ACTConfig()) is FAMILIES["act"]
 
 
-def test_a_type_in_no_line_is_plain_and_not_shown():
+def test_a_type_in_no_line_is_plain_and_not_shown(monkeypatch):
+    monkeypatch.delitem(FAMILIES, "vqbet", raising=False)
     family = family_of(VQBeTConfig())
     assert type(family) is Family and family.type == "vqbet" and not family.as_lerobot
+
+
+def test_every_type_of_lerobots_is_trained_or_refused_with_a_reason():
+    theirs = {name for name, kind in PreTrainedConfig.get_known_choices().items() if "lerobot" in kind.__module__}
+    assert {name for name, family in FAMILIES.items() if family.as_lerobot or family.refused} == theirs
+    assert not [name for name, family in FAMILIES.items() if family.as_lerobot and family.refused]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        # A configuration of these asks the Hub.
+        ("eo1", "a 'eo1' is not trained here: its images pass through the processor of a language model"),
+        ("molmoact2", "its processors are made of the dataset's metadata. Train it with lerobot-train"),
+        ("tdmpc", "its target network follows the others after every step"),
+        ("wall_x", "its forward reads instructions as text"),
+        ("perceptron", "no policy is of type 'perceptron'; LeRobot knows act, "),
+    ],
+)
+def test_a_type_is_refused_by_its_name(dataset, kind, reason, monkeypatch):
+    monkeypatch.setattr(base_policy, "policy_config_of", None)
+    argv = [f"--dataset.root={dataset}", f"--policy.type={kind}", f"--output_dir={dataset.parent / 'out'}"]
+    with pytest.raises(ValueError, match=f"^--policy.type={kind}: .*{reason}"):
+        resolve(parse_args(argv), gpus_found=0)
+
+
+def test_a_folder_of_a_refused_type_is_not_read_further(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(base_policy, "policy_config_of", None)
+    (tmp_path / "config.json").write_text('{"type": "eo1"}')
+    (tmp_path / "model.safetensors").touch()
+    argv = [f"--dataset.root={dataset}", f"--policy.path={tmp_path}", f"--output_dir={dataset.parent / 'out'}"]
+    with pytest.raises(ValueError, match=f"policy {tmp_path}: a 'eo1' is not trained here: its images"):
+        resolve(parse_args(argv), gpus_found=0)
+
+
+def test_a_type_that_is_not_known_is_refused(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "vqbet", Family("vqbet"))
+    with pytest.raises(ValueError, match="policy p: that a 'vqbet' is trained here as by lerobot-train is shown by no"):
+        require_trained("vqbet", "policy p")
 
 
 class Doubled(PolicyLoss):

@@ -1,7 +1,9 @@
 """Loading and saving against LeRobot's own."""
 
 import copy
+import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from lerobot.utils.constants import ACTION, OBS_STATE
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.memory import takes_at_most
 from tests.tiny import ACTION_DIM, STATE_DIM, make_batch, make_config, make_policy, real_config
 from vla_finetuning.policies import loading as policy_module
 from vla_finetuning.policies.loading import (
@@ -31,9 +34,10 @@ from vla_finetuning.policies.loading import (
     load_policy_config,
     make_policy_config,
     new_policy,
+    read_weights,
     save_pretrained,
 )
-from vla_finetuning.policies.pipelines import make_processors
+from vla_finetuning.policies.pipelines import _check_normalizer, make_processors
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
 
@@ -524,3 +528,57 @@ def test_a_configuration_is_read_as_lerobot_reads_it_and_leaves_no_file(tmp_path
 )
 def test_options_of_a_policy_are_values(option, of):
     assert of(make_policy_config("pi05", [option]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("chunk_size", 50_000_000), ("empty_cameras", 10_000_000), ("depth", 100_000)]
+)
+def test_sizes_that_no_policy_has_are_refused_before_anything_is_made_of_them(folder, field, value):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, field: value}))
+    with pytest.raises(ValueError, match=f"config.json: {field} is {value:,}, more than the"):
+        load_policy_config(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"{field} is {value:,}, more than the"):
+        load_policy_config(folder, [f"--{field}={value}"])
+
+
+def test_a_header_of_many_tensors_is_not_parsed(folder):
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"t{i}": entry for i in range(200_000)}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with takes_at_most(50), pytest.raises(ValueError, match="claims a header of 1. MiB, more than the 8 MiB"):
+        read_weights(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *itertools.product(["config.json", "policy_preprocessor.json", "model.safetensors.index.json"], ["deep"]),
+        *itertools.product(["config.json", "model.safetensors.index.json"], ["pipe"]),
+    ],
+)
+def test_json_that_is_nested_deep_and_pipes_are_refused(folder, name, kind):
+    (folder / name).unlink(missing_ok=True)
+    if name.endswith("index.json"):
+        (folder / "model.safetensors").unlink()
+    if kind == "deep":
+        (folder / name).write_text("[" * 200_000)
+    else:
+        os.mkfifo(folder / name)
+    message = "nested too deep" if kind == "deep" else "is not a regular file|no model.safetensors"
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        config = load_policy_config(folder)
+        make_processors(folder, config, STATS, {})
+        read_weights(folder)
+
+
+def test_a_tokenizer_that_makes_texts_longer_and_longer(tmp_path):
+    steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaaaaaaa"}] * 9
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"normalizer": {"type": "Sequence", "normalizers": steps}}))
+    with pytest.raises(ValueError, match="may make a text 1,000,000,000 times as long"):
+        _check_normalizer(path)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    path.write_text(json.dumps({"normalizer": spaces}))
+    _check_normalizer(path)

@@ -9,7 +9,7 @@ from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 from util import warmup_cosine
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies.optim import make_recipe, require_shown
+from vla_finetuning.policies.optim import make_recipe
 
 RUN = ["--dataset.root=/data", "--policy.type=act", "--output_dir=/out"]
 
@@ -82,11 +82,3 @@ def test_a_rate_in_proportion():
 def test_what_there_is_not_is_said(flag, message):
     with pytest.raises(ValueError, match=message):
         recipe(ACTConfig(device="cpu"), f"--{flag}")
-
-
-def test_a_type_of_which_nothing_is_shown_is_refused():
-    require_shown(PI05Config(device="cpu"), "policy p")
-    with pytest.raises(ValueError, match="policy p: that a 'vqbet' is trained here as by lerobot-train is shown by no"):
-        from lerobot.policies.vqbet.configuration_vqbet import VQBeTConfig
-
-        require_shown(VQBeTConfig(device="cpu"), "policy p")

@@ -55,6 +55,16 @@ def test_the_table_and_the_pictures_are_the_evaluations(folder):
     assert "c.webp is gone" in page.text and "not shown. ended in another state" in page.text
 
 
+def test_a_link_is_no_picture_of_the_page(folder, tmp_path):
+    """What it leads to may be private, and pages are given to others."""
+    (folder / "secret").write_bytes(WEBP + b"private")
+    (folder / "films/a.webp").unlink()
+    (folder / "films/a.webp").symlink_to(folder / "secret")
+    page = check_page(write_report(folder, []).read_text())
+    assert len([image for image in page.all("img") if image.get("class") == "film"]) == 1
+    assert "a.webp is a link" in page.text
+
+
 def test_success_over_steps_is_a_chart_and_a_table(folder):
     write_json(folder / "evaluation.json", {"trained": ERRORS})
     lines = [

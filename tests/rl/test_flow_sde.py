@@ -1,6 +1,7 @@
 """The random sampler: its densities are PyTorch's, its walk without noise is LeRobot's, its marginals are the same."""
 
 import copy
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from tests.tiny import ACTION_DIM, make_batch, make_policy
 from vla_finetuning.policies.pi05 import PI05Loss
-from vla_finetuning.rl.flow_sde import FlowSDE, Walk, follow, log_prob, sample, score
+from vla_finetuning.rl.flow_sde import Draws, FlowSDE, Walk, follow, log_prob, sample, score
 
 SDE = FlowSDE(steps=5, noise_level=0.6)
 
@@ -185,3 +186,74 @@ def test_gradients_of_the_density_are_autograds_through_the_plain_forward(loss):
     for name, found in together.named_parameters():
         if name in expected:
             torch.testing.assert_close(found.grad, expected[name], atol=1e-5 * largest, rtol=1e-3)
+
+
+@pytest.mark.parametrize("executed", [1, 2, 6])
+def test_only_executed_actions_are_scored(loss, executed):
+    """Their density is torch's, of the same means as the whole chunk's; what else is predicted has no gradient."""
+    batch, draws = inputs(loss), draw(SDE, loss, 6)
+    _, walk = sample(loss, batch, SDE, draws)
+    _, means, stds = score(loss, batch, SDE, walk)  # of whole chunks
+    velocities = []
+
+    def kept(*arguments):
+        velocities.append(velocity(*arguments))
+        velocities[-1].retain_grad()
+        return velocities[-1]
+
+    velocity = loss.velocity
+    with mock.patch.object(loss, "velocity", kept):
+        found, mean, _ = score(loss, batch, SDE, walk.executed(executed))
+    normal = torch.distributions.Normal(means[:, :, :executed], stds[:, :, None, None])
+    expected = normal.log_prob(walk.after[:, :, :executed]).sum((2, 3))
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
+    assert mean.shape == (6, 5, executed, ACTION_DIM)
+    found.sum().backward()
+    gradient = velocities[0].grad.abs().amax(0)
+    assert gradient[:executed, :ACTION_DIM].min() > 0
+    assert gradient[executed:].sum() == 0 and gradient[:, ACTION_DIM:].sum() == 0
+    # What is not executed may end anywhere.
+    elsewhere = walk.after.clone()
+    elsewhere[:, :, executed:] += 100.0
+    again, _, _ = score(loss, batch, SDE, walk._replace(after=elsewhere).executed(executed))
+    assert torch.equal(again, found)
+    loss.zero_grad()
+
+
+class Straight(torch.nn.Module):
+    """In place of a network: a velocity that is a parameter at each position of the chunk."""
+
+    def __init__(self, positions):
+        super().__init__()
+        self.goal, self.images = torch.nn.Parameter(torch.zeros(positions)), lambda batch: batch
+
+    def prefix(self, batch):
+        return None
+
+    def velocity(self, x, time, prefix):
+        return x * 0 - self.goal[:, None]
+
+
+def test_leaving_out_what_is_not_executed_keeps_the_gradient_and_removes_its_noise():
+    """REINFORCE on a reward of the first of 16 positions: the same mean gradient at it, and less variance overall."""
+    rows, positions, sde = 20_000, 16, FlowSDE(2, 0.6)
+    network, generator = Straight(positions), torch.Generator().manual_seed(0)
+    start = torch.randn(rows, positions, 1, generator=generator)
+    noise = torch.randn(rows, 2, positions, 1, generator=generator)
+    chunk, walk = sample(network, {}, sde, Draws(start, noise, torch.arange(2).expand(rows, -1)))
+    reward = chunk[:, 0, 0]
+
+    def estimates(walk):
+        """Of the gradient, by 200 batches of 100 decisions: mean and variance (positions,)."""
+        found = []
+        for part in torch.arange(rows).split(100):
+            own = Walk(walk.x[part], walk.after[part], walk.which[part])
+            worth = reward[part] - reward[part].mean()
+            (gradient,) = torch.autograd.grad((score(network, {}, sde, own)[0].sum(1) * worth).mean(), network.goal)
+            found.append(gradient)
+        return torch.stack(found).mean(0), torch.stack(found).var(0)
+
+    (whole, whole_noise), (mine, my_noise) = estimates(walk), estimates(walk.executed(1))
+    torch.testing.assert_close(mine[0], whole[0], rtol=1e-3, atol=1e-3)
+    assert mine[0] > 0.5 and mine[1:].abs().max() == 0  # the reward's own derivative, and nothing else
+    assert whole_noise.sum() > 8 * my_noise.sum()

@@ -5,44 +5,60 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lerobot.envs.utils import preprocess_observation
+from lerobot.policies.factory import make_pre_post_processors
 from safetensors.torch import load_file
 
 import grpo
+from tests.evaluation import several  # noqa: F401  # registers an environment with lists of initial states
 from tests.in_process import TINY
 from tests.tiny import make_config
 from tests.training.test_parallel import broadcast, meet, processes
 from vla_finetuning.envs.configs import task_makers
-from vla_finetuning.envs.stage import Stage
+from vla_finetuning.envs.stage import Stage, Start
 from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, INSTRUCTIONS
 from vla_finetuning.evaluation.closed_loop import concatenate
+from vla_finetuning.evaluation.episodes import Episode
+from vla_finetuning.evaluation.player import Player
 from vla_finetuning.flags import parse_grpo
 from vla_finetuning.policies import tiny_pi05
-from vla_finetuning.rl import learning
+from vla_finetuning.policies.flow import FlowLoss
+from vla_finetuning.rl import before_after, flow_sde, learning
+from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
 from vla_finetuning.rl.expected import Simulated, expected_times
-from vla_finetuning.rl.resolve import describe_grpo, resolve_grpo
-from vla_finetuning.run.checkpoint import latest_checkpoint
+from vla_finetuning.rl.resolve import decision_bytes, describe_grpo, resolve_grpo
+from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint
 from vla_finetuning.training import attempt
 from vla_finetuning.training.export import export, exported_checkpoint
+from vla_finetuning.training.model import build_model
 from vla_finetuning.training.worker import Worker
 
 CPU = torch.device("cpu")
 
 
 class LocalRollouts:
-    """Stands in for `rollout.Rollouts`: two stages in this process. Every third episode is worth more than others."""
+    """Stands in for `rollout.Rollouts`: two stages in this process. Every third episode is worth more than others.
 
-    def __init__(self, scene, worth):
+    With seed 13 none is, and with seed 14 none of the first round's odd groups.
+    """
+
+    def __init__(self, scene, seed):
         self._stages = [Stage(task_makers(scene.env), 8, 60.0) for _ in range(2)]
-        self._worth = worth
+        self._seed = seed
+
+    def _worth(self, number):
+        alike = self._seed == 13 or (self._seed == 14 and number < 12 and number // 3 % 2)
+        return float(number % 3 == 0 and not alike)
 
     def play(self, episodes, decide):
         ended, waiting = {}, []
         for stage, own in zip(self._stages, (episodes[::2], episodes[1::2]), strict=True):
             (_, decisions), seen = stage.advance(own)
-            waiting.append((stage, decisions, seen))
+            waiting += [(stage, decisions, seen)] if decisions else []
         while waiting:
             actions = decide(concatenate([seen for *_, seen in waiting]), [d for _, own, _ in waiting for d in own])
             first, left = 0, []
@@ -52,7 +68,7 @@ class LocalRollouts:
                 ended |= {one.number: one for one in over}
                 left += [(stage, more, seen)] if more else []
             waiting = left
-        return {n: replace(one, total_reward=float(n % 3 == 0) * self._worth) for n, one in sorted(ended.items())}
+        return {n: replace(one, total_reward=self._worth(n)) for n, one in sorted(ended.items())}
 
     def take_seconds(self):
         return 0.0, 0.0
@@ -77,13 +93,12 @@ class Rank(Worker):
 
 
 def train_as(run, rank=0, world=1):
-    rollouts = mock.patch.object(grpo, "make_rollouts", lambda scene, *_: LocalRollouts(scene, run.config.seed != 13))
+    rollouts = mock.patch.object(grpo, "make_rollouts", lambda scene, *_: LocalRollouts(scene, run.config.seed))
     with rollouts, mock.patch.object(attempt, "log_to"):
         return grpo.train(run, Rank(rank, world))
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def make_base(folder, **options):
     features = {
         f"observation.images.{name}": {"dtype": "video", "shape": (*size, 3), "names": ["height", "width", "channels"]}
         for name, size in CAMERAS.items()
@@ -91,13 +106,19 @@ def base(tmp_path_factory):
     vector = {"dtype": "float32", "shape": (3,), "names": AXES}
     stats = {"q01": [-20.0, 4, 3], "q99": [20.0, 30, 16], "mean": [0.0] * 3, "std": [1.0] * 3}
     return tiny_pi05.make_tiny_base(
-        tmp_path_factory.mktemp("learning") / "base",
+        folder,
         features=features | {"observation.state": vector, "action": vector},
         tasks=list(INSTRUCTIONS.values()),
         stats={key: stats for key in ("observation.state", "action")},
         fps=10,
         **TINY,
+        **options,
     )
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_base(tmp_path_factory.mktemp("learning") / "base")
 
 
 def resolved(base, folder, **changes):
@@ -159,6 +180,56 @@ def test_updates_end_where_the_policy_has_moved_far_enough(base, tmp_path):
     assert told[1]["updates"] == 2  # the first, at which it had not moved yet, and the one that showed it
 
 
+def test_only_executed_actions_are_remembered_and_learned_from(base, tmp_path, monkeypatch):
+    """Four of ten; the network sees the whole chunk, and the plan counts what is held."""
+    seen, log_prob = set(), flow_sde.log_prob
+
+    def noted(value, mean, std):
+        seen.add((tuple(value.shape[1:]), tuple(mean.shape[1:])))
+        return log_prob(value, mean, std)
+
+    monkeypatch.setattr(flow_sde, "log_prob", noted)
+    run = resolved(base, tmp_path / "run", **{"policy.n_action_steps": 4, "grpo.iterations": 1})
+    kept, columns = [], Explorer.columns
+    monkeypatch.setattr(Explorer, "columns", lambda self: kept.append(columns(self)) or kept[-1])
+    _, told = train(run)
+    assert seen == {((4, 3), (4, 3))} and told[1]["updates"] > 0 and told[1]["ratio_off"] > 0
+    assert kept[0]["x"].shape[1:] == (3, 10, run.policy.config.max_action_dim)
+    walk = sum(kept[0][name][0].nbytes for name in ("x", "after", "action"))
+    images = sum(value[0].nbytes for value in kept[0].values() if value.dtype == torch.uint8)
+    tokens = 9 * run.policy.config.tokenizer_max_length
+    assert decision_bytes(run.scene.env, run.policy.config, run.sde) == walk + images + tokens
+
+
+@pytest.mark.parametrize("explore", [True, False])
+def test_relative_actions_of_more_rows_than_a_batch(tmp_path, explore):
+    """Five decisions, two at once: each row's actions are absolute from its own state, as LeRobot's processors say."""
+    folder = make_base(tmp_path / "base", use_relative_actions=True)
+    run = resolved(folder, tmp_path / "run", **{"grpo.inference_batch": 2})
+    loss, autocast = build_model(run.policy, CPU)
+    player = Player(loss.policy, *run.policy.processors(), env=run.scene.env, rename_map={})
+    actor = Actor(loss, player, prompts=run.policy.prompts, inference_batch=2, autocast=autocast, device=CPU)
+    stage = Stage(task_makers(run.scene.env), 5, 60.0)
+    (_, decisions), seen = stage.advance([Start(number, "two_bins", 50 + number) for number in range(5)])
+    chunks = []
+
+    def noted(predicted):
+        chunks.append(predicted)
+        return to_env(predicted)
+
+    to_env, player.to_env = player.to_env, noted
+    episodes = {n: Episode("plain", "two_bins", n, 50 + n) for n in range(5)}
+    decide = Explorer(actor, run.sde, 0, 0) if explore else Exploiter(actor, 0, episodes)
+    actions = decide(seen, decisions)
+    pre, post = make_pre_post_processors(loss.policy.config, pretrained_path=str(folder))
+    for row, chunk in enumerate(torch.cat(chunks)):
+        own = {key: value[row : row + 1] for key, value in seen.items() if key != "pixels"}
+        own["pixels"] = {name: image[row : row + 1] for name, image in seen["pixels"].items()}
+        pre({**preprocess_observation(own), "task": [decisions[row].instruction]})
+        np.testing.assert_allclose(actions[row], post(chunk[None])[0].numpy(), atol=1e-5)
+    assert len({tuple(state) for state in seen["agent_pos"].tolist()}) == 5
+
+
 def test_what_was_learned_is_exported(base, tmp_path):
     run = resolved(base, tmp_path / "run", **{"grpo.iterations": 1})
     learned, _ = train(run)
@@ -174,9 +245,10 @@ def two(rank, world, run, folder):
     dist.destroy_process_group()
 
 
-def test_two_processes_are_one_with_twice_the_groups(base, tmp_path):
-    """Also where micro-batches differ in size and one of the two has none of a minibatch's rows."""
-    changes = {"grpo.minibatch": 3, "grpo.iterations": 1, "batch_size": 2, "lr": 1e-6}
+@pytest.mark.parametrize("seed", [1000, 14])
+def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed):
+    """Also where micro-batches differ in size and one of the two has none of a minibatch's rows, or of replacements."""
+    changes = {"grpo.minibatch": 3, "grpo.iterations": 1, "batch_size": 2, "lr": 1e-6, "grpo.resample": 1, "seed": seed}
     whole, told = train(resolved(base, tmp_path / "one", **changes))
     run = resolved(base, tmp_path / "two", **changes, **{"scaling.num_workers": 2})
     processes(two, run, tmp_path, world=2)
@@ -186,8 +258,9 @@ def test_two_processes_are_one_with_twice_the_groups(base, tmp_path):
     for name in moments:
         torch.testing.assert_close(found[name], whole[name], atol=2e-3 * largest, rtol=0.02)
     for one, other in zip(told, metrics(run), strict=True):
-        for key in ("success", "decisions", "used", "updates", "held_out_successes", "loss"):
+        for key in ("success", "decisions", "used", "updates", "held_out_successes", "loss", "resampled_groups"):
             assert one.get(key) == pytest.approx(other.get(key), rel=1e-3, abs=1e-4), key
+    assert told[1]["resampled_groups"] == (2 if seed == 14 else 0)
     # What two processes spent adds up to the iteration, whichever of them waited where.
     line = json.loads((run.job.output_dir / "metrics.jsonl").read_text().splitlines()[-1])
     spent = sum(line[f"{name}_s"] for name in ("play", "score", "update", "held_out"))
@@ -214,6 +287,15 @@ def test_a_reset_that_does_not_decide_the_state_is_said():
     learning._check_alike({3: ended[0], 1: ended[1]}, 3)
 
 
+def test_the_rate_is_the_runs_own_never_the_imitations(base, tmp_path):
+    run = resolved(base, tmp_path / "run", lr=3e-6)
+    loss = FlowLoss(run.policy.start())
+    optimizer = learning.build_grpo_optimizer(run.config, loss)
+    assert [optimizer.schedule(iteration) for iteration in (0, 3, 50)] == pytest.approx([3e-6 / 4, 3e-6, 3e-6])
+    assert parse_grpo(["--policy.path=p", "--env.type=two_bins", "--output_dir=o"]).lr == 5e-6
+    assert loss.policy.config.get_optimizer_preset().lr > 2e-5
+
+
 def test_gradients_that_are_not_finite_end_the_run(base, tmp_path):
     run = resolved(base, tmp_path / "run")
     learning.check_finite(run.config.train.max_nonfinite, 10)
@@ -234,6 +316,7 @@ def test_a_presets_flags_come_before_the_users():
         ({"grpo.groups": 3, "scaling.num_workers": 2}, "equally many groups; give 4"),
         ({"grpo.method": "ppo"}, "expected one of grpo, rloo, filtered"),
         ({"grpo.clip_low": 1}, "below 1"),
+        ({"lr": "null"}, "--lr=null: imitation's own rate.*give a number"),
         ({"scaling.strategy": "fsdp2"}, "use --scaling.strategy=ddp"),
         ({"env.type": "nowhere"}, "LeRobot knows no such environment"),
         ({"dataset.root": "/data"}, "unknown flag --dataset.root"),
@@ -285,3 +368,148 @@ def test_the_plan_says_how_long_an_iteration_takes_and_what_it_waits_for(base, t
     assert "on a H100 at 35% of its peak (assumed)" in told and "an iteration 5 s" in told
     assert "it waits for the simulation: --grpo.env_actors " in told
     assert "it waits" not in "\n".join(expected_times(run, Simulated(0.0, 0.0, 0.0)))
+
+
+# ---- lists of initial states ----------------------------------------------------------------------------------------
+
+
+def in_lists(base, folder, **changes):
+    """Three tasks with a list of three initial states each, of which the last is reserved."""
+    lists = {"env.type": "several", "env.episode_length": 10, "grpo.reserved_states": 1, "grpo.iterations": 3}
+    return resolved(base, folder, **{**lists, "eval.n_episodes": 2, **changes})
+
+
+def test_no_group_begins_where_evaluation_does(base, tmp_path, monkeypatch):
+    """By the state that the environment itself came to after its reset."""
+    run, began = in_lists(base, tmp_path / "run"), {Explorer: [], Exploiter: []}
+    play = LocalRollouts.play
+
+    def noted(self, episodes, decide):
+        ended = play(self, episodes, decide)
+        tasks = {start.number: start.task for start in episodes}
+        scenes = {start.number: start.seed for start in episodes}
+        began[type(decide)] += [(tasks[n], scenes[n], one.initial_state) for n, one in ended.items()]
+        return ended
+
+    monkeypatch.setattr(LocalRollouts, "play", noted)
+    assert train_as(run)
+
+    def place(task, seed, state):
+        """Where in the task's list the environment is in that state."""
+        env = task_makers(run.scene.env)[task]()
+        for number in range(3):
+            env.unwrapped.init_state_id = number
+            env.reset(seed=seed)
+            if env.unwrapped.state_hash() == state:
+                return number
+        raise AssertionError
+
+    assert {place(*one) for one in began[Explorer]} == {0, 1}
+    assert {place(*one) for one in began[Exploiter]} == {2}
+    assert {task for task, *_ in began[Explorer]} == {"near/0", "near/1", "far/0"}
+
+
+def test_fresh_episodes_begin_in_reserved_states_too(base, tmp_path, monkeypatch):
+    """With other noise than the held-out ones: no number is the same."""
+    run, asked = in_lists(base, tmp_path / "run"), {}
+    (run.job.output_dir / "pretrained_model").symlink_to(base)
+
+    class Asked:
+        def __init__(self, *_, number, count, **__):
+            asked[None] = [number("far/0", i) for i in range(count)]
+
+        def played(self, _):
+            return []
+
+        def score(self, *_):
+            return {}
+
+        def films(self, *_):
+            return []
+
+    monkeypatch.setattr(before_after, "SideBySide", Asked)
+    before_after.before_and_after(run)
+    held_out = [run.scene.eval_number("far/0", i) for i in range(run.config.eval.n_episodes)]
+    assert {number % 3 for number in [*held_out, *asked[None]]} == {2}
+    assert len({*held_out, *asked[None]}) == len(held_out) + -(-before_after.FRESH_EPISODES // 3)
+
+
+def test_the_plan_says_which_states_are_held_out_and_a_resume_keeps_them(base, tmp_path):
+    run = in_lists(base, tmp_path / "run")
+    told = describe_grpo(run)
+    assert "9 initial states in 3 lists, one per task: 6 train, 2.0 groups begin in each" in told
+    assert "3 are held out of training, for evaluation: the last 1 per task (initial_states.json)" in told
+    assert "States" not in describe_grpo(resolved(base, tmp_path / "other"))
+    assert "evaluation is on states that were trained" in describe_grpo(
+        in_lists(base, tmp_path / "none", **{"grpo.reserved_states": 0})
+    )
+    with pytest.raises(ValueError, match="near/0 has 3 initial states, and --grpo.reserved_states=10"):
+        in_lists(base, tmp_path / "all", **{"grpo.reserved_states": 10})
+    other = in_lists(base, tmp_path / "other", **{"grpo.reserved_states": 2}).job.start
+    with pytest.raises(ValueError, match=r"reserved: was .*\[2\].*, is .*\[1, 2\]"):
+        check_resumable(run.job.start, other)
+
+
+def test_a_run_from_before_an_option_existed_resumes(base, tmp_path):
+    """Its identity, as checkpoints have it, had none of the later options."""
+    start = resolved(base, tmp_path / "run").job.start
+    assert not {"reserved_states", "reserved"} & start.stream.keys()
+
+
+# ---- groups that are all alike --------------------------------------------------------------------------------------
+
+
+def alike_at_first(monkeypatch, until):
+    """Every group's first `until` replacements have equal returns, but of group 0, whose never differ.
+
+    Returns: the starts of all groups that were played.
+    """
+    played, play = [], LocalRollouts.play
+
+    def noted(self, episodes, decide):
+        ended = play(self, episodes, decide)
+        if isinstance(decide, Explorer):
+            played.extend(episodes)
+            for n, one in ended.items():
+                again, group = divmod(n // 3, 4)
+                same = again < until or group == 0
+                ended[n] = replace(one, total_reward=1.0 if same else float(n % 3 == 0))
+        return ended
+
+    monkeypatch.setattr(LocalRollouts, "play", noted)
+    return played
+
+
+def test_groups_that_are_all_alike_are_replaced_and_their_episodes_count(base, tmp_path, monkeypatch):
+    played = alike_at_first(monkeypatch, until=1)
+    whole, told = train(resolved(base, tmp_path / "run", **{"grpo.resample": 3, "grpo.iterations": 1}))
+    # All four groups again, then twice the one that stays alike; each begins elsewhere.
+    assert len(played) == 12 + 12 + 3 + 3 and told[1]["episodes"] == 30 and told[1]["resampled_groups"] == 6
+    assert told[1]["mixed_groups"] == 0.75 and told[1]["return"] == pytest.approx((21 + 3) / 30)
+    assert len({start.seed for start in played}) == 10 and len({start.number for start in played}) == 30
+    # What is learned is what those groups did: the decisions of the three that were replaced once.
+    assert 0 < told[1]["used"] < told[1]["decisions"] and told[1]["ratio_off"] > 0
+    none, told = train(resolved(base, tmp_path / "none", **{"grpo.resample": 1, "grpo.iterations": 1}))
+    assert told[1]["episodes"] == 24 and all(torch.equal(whole[name], none[name]) for name in whole)
+
+
+def test_a_resumed_run_counts_all_episodes(base, tmp_path, monkeypatch):
+    alike_at_first(monkeypatch, until=1)
+    options = {"grpo.resample": 1, "grpo.eval_every": 9}
+    train(resolved(base, tmp_path / "run", **options))
+    _, told = train(resolved(base, tmp_path / "run", **options, **{"grpo.iterations": 3}))
+    assert [line["episodes"] for line in told[1:]] == [24, 48, 72]
+
+
+def test_the_first_iteration_of_equal_returns_is_refused_only_after_the_replacements(base, tmp_path, monkeypatch):
+    alike_at_first(monkeypatch, until=1)
+    with pytest.raises(ValueError, match="in none of the first iteration's"):
+        train(resolved(base, tmp_path / "run"))
+
+
+def test_what_replaces_a_group_is_in_the_plan(base, tmp_path):
+    told = describe_grpo(resolved(base, tmp_path / "run", **{"grpo.resample": 2}))
+    assert "groups all alike are replaced, 2 times at most: at most 72 episodes" in told
+    assert "GiB of host memory per worker: 72 decisions of" in told
+    with pytest.raises(ValueError, match="--grpo.resample=1 with --grpo.method=filtered"):
+        resolved(base, tmp_path / "other", **{"grpo.resample": 1, "grpo.method": "filtered"})

@@ -11,7 +11,7 @@ from tests.tiny import ACTION_DIM, make_policy
 from vla_finetuning.config import GrpoOptions
 from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.rl.flow_sde import Walk, log_prob, sample, score
-from vla_finetuning.rl.objective import Objective, advantages, clipped, totals
+from vla_finetuning.rl.objective import Objective, advantages, clipped, surrogate, totals
 
 
 def test_advantages_compare_within_a_group():
@@ -135,6 +135,25 @@ def test_the_divergence_from_the_start_is_that_of_torchs_normals(loss):
     torch.testing.assert_close(found, 0.5 * expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("executed", [2, 6])
+def test_the_reported_divergence_is_per_executed_dimension(loss, executed):
+    """By torch's normals, from densities that another policy had."""
+    batch, other = micro_batch(loss), PI05Loss(make_policy(seed=1))
+    batch["after"] = batch["after"][:, :, :executed]
+    found = []
+    for policy in (loss, other):
+        with torch.no_grad():
+            _, mean, std = score(policy, batch, SDE, walk_of(batch))
+        normal = torch.distributions.Normal(mean, 20 * std[:, :, None, None])  # near enough to one another
+        found.append(normal.log_prob(batch["after"]).sum((2, 3)))
+    now, then = found
+    batch["old"] = score(loss, batch, SDE, walk_of(batch))[0].detach() - (now - then)
+    objective = Objective(loss, SDE, GrpoOptions())
+    objective(batch)
+    expected = ((now - then).exp() - 1 - (now - then)).mean() / (executed * ACTION_DIM)
+    assert totals(objective.sums).kl == pytest.approx(float(expected), rel=1e-3) and expected > 1e-6
+
+
 def test_on_a_gaussian_task_it_is_reinforces_gradient():
     """One step, one decision: the mean over many draws is the derivative of the expected reward, which is known."""
     generator = torch.Generator().manual_seed(0)
@@ -148,6 +167,27 @@ def test_on_a_gaussian_task_it_is_reinforces_gradient():
     (gradient,) = torch.autograd.grad(loss.mean(), mean)
     # E[-(x - goal)^2] = -(mean - goal)^2 - std^2
     assert float(gradient) == pytest.approx(2 * (0.3 - goal), rel=0.02)
+
+
+def test_rloo_on_samples_of_an_older_policy_is_the_gradient_of_the_policy_now():
+    """The derivative of the expected reward, which is known, at a mean that the samples were not drawn from."""
+    generator = torch.Generator().manual_seed(0)
+    mean, then = torch.tensor(0.3, requires_grad=True), 0.0
+    std, goal, rows = 0.5, 1.0, 400_000
+    value = then + std * torch.randn(rows, generator=generator)
+    reward = -((value - goal) ** 2)
+    scale = torch.full((rows, 1, 1), std)
+    now = log_prob(value[:, None, None], mean.expand(rows, 1, 1), scale)
+    old = log_prob(value[:, None, None], torch.full((rows, 1, 1), then), scale)
+    ratio = (now - old).exp()
+    advantage = reward - (reward * ratio.detach()).mean()
+    losses, flat = surrogate(GrpoOptions(method="rloo"), ratio, advantage)
+    (gradient,) = torch.autograd.grad(losses.mean(), mean)
+    assert float(gradient) == pytest.approx(2 * (0.3 - goal), rel=0.02) and not flat.any()
+    (stale,) = torch.autograd.grad(
+        -(advantage * log_prob(value[:, None, None], mean.expand(rows, 1, 1), scale)).mean(), mean
+    )
+    assert abs(float(stale) - 2 * (0.3 - goal)) > 0.1
 
 
 def test_actions_are_all_that_counts(loss):

@@ -295,12 +295,14 @@ def test_resumed_with_another_number_of_workers(interrupted, workers, tmp_path):
     assert_every_row_once(folder)
 
 
-def test_a_truncated_mp4_is_skipped(setting, undisturbed, capsys):
+def test_a_damaged_mp4_is_skipped(setting, undisturbed, capsys):
     root = shutil.copytree(setting[1], setting[0] / "damaged")
     meta = load_metadata(root)
     camera = meta.video_keys[0]
     path = root / meta.video_files[camera][meta.episode_video_file[camera][2]]
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    content = path.read_bytes()
+    index = content.rindex(b"moov") + 4
+    path.write_bytes(content[:index] + bytes(len(content) - index))  # its size is right: found only when it is read
     changes = {"dataset.root": root, "dataset.on_error": "skip"}
     assert vla.main(flags(setting, "too_many", **changes)) == 1
     told = capsys.readouterr().err

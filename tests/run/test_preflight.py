@@ -1,6 +1,7 @@
 """What a start would refuse is refused by a dry run, before PyTorch, LeRobot and Ray are imported."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -80,6 +81,23 @@ def an_episode(setting, folder):
     return flags(setting, **{"output_dir": folder, "dataset.episodes": "0,99"})
 
 
+def a_hole(setting, folder):
+    """Without the file of the second camera video, and half of the first."""
+    root = shutil.copytree(setting[1], folder.parent / "holes")
+    first, second = load_metadata(root).video_files["observation.images.top"][:2]
+    os.truncate(root / first, (root / first).stat().st_size // 2)
+    (root / second).unlink()
+    more = {"dataset.root": root, "dataset.camera_keys": "observation.images.top"}
+    return flags(setting, output_dir=folder, **more)
+
+
+def lance(setting, folder):
+    root = shutil.copytree(setting[1], folder.parent / "lance")
+    path = root / "meta/info.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "storage_format": "lance"}))
+    return flags(setting, output_dir=folder, **{"dataset.root": root})
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -90,8 +108,10 @@ def an_episode(setting, folder):
         (a_camera, "'observation.images.topp', but observation.images.top; did you mean observation.images.top?"),
         (an_episode, "99"),
         (lambda setting, folder: flags(setting, output_dir=folder, **{"dataset.root": folder}), "no such folder"),
+        (a_hole, "--dataset.exclude_episodes="),
+        (lance, "Lance"),
     ],
-    ids=["occupied", "going on", "going on, resumed", "below a file", "camera", "episode", "dataset"],
+    ids=["occupied", "going on", "going on, resumed", "below a file", "camera", "episode", "dataset", "hole", "lance"],
 )
 def test_refused_before_anything_heavy_is_imported(setting, tmp_path, case, message):
     argv = case(setting, tmp_path / "run")
@@ -157,3 +177,24 @@ def test_chunks_longer_than_episodes_are_said(setting):
     padded = sum(at + step >= length for length in lengths for at in range(length) for step in range(8))
     assert f"spans 8 frames, and 2 of 6 episodes are shorter: {padded / (8 * sum(lengths)):.0%} of the steps" in text
     assert "are shorter" not in describe(run_of(setting, **{"dataset.episodes": "0,2"}))
+
+
+def test_what_a_run_does_not_read_is_said(setting, tmp_path):
+    """What LeRobot writes beside numbers and videos: annotations, subtasks, types of a later version."""
+    from lerobot.datasets.language import language_feature_info
+
+    root = shutil.copytree(setting[1], tmp_path / "annotated")
+    path = root / "meta/info.json"
+    info = json.loads(path.read_text())
+    info["features"] |= language_feature_info()
+    info["features"]["subtask_index"] = {"dtype": "int64", "shape": [1], "names": None}
+    info["features"]["observation.sound"] = {"dtype": "audio", "shape": [2], "names": None}
+    path.write_text(json.dumps(info))
+    text = describe(run_of(setting, **{"dataset.root": root}))  # no column of theirs is in the parquet files
+    assert "not read: language_persistent, language_events" in text
+    assert "not read: meta/subtasks.parquet: the texts of 'subtask_index'" in text
+    assert "not read: 'observation.sound': a feature of dtype 'audio'" in text
+    info["features"]["action"]["dtype"] = "object"
+    path.write_text(json.dumps(info))
+    with pytest.raises(ValueError, match="no feature is called action.*not read of the dataset: 'action': a feature"):
+        run_of(setting, **{"dataset.root": root})

@@ -24,6 +24,7 @@ from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER
 from vla_finetuning.run import push
+from vla_finetuning.run.preflight import Examined
 
 REPO = "me/pick"
 HOSTILE = "arm | <script>alert(1)</script> `x`"
@@ -274,11 +275,13 @@ def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatc
     config = parse_args(argv)
     resolved = SimpleNamespace(
         config=config,
-        job=SimpleNamespace(output_dir=out, use_gpu=False),
+        job=SimpleNamespace(output_dir=out, use_gpu=False, start=None, steps=1, disk_bytes=0),
         policy=None,
         rows=SimpleNamespace(frame_bytes=0),
     )
-    monkeypatch.setattr(vla, "resolve", lambda config, gpus_found: resolved)
+    monkeypatch.setattr(vla, "examine", lambda config: Examined())
+    monkeypatch.setattr(vla, "check_start", lambda *_: None)
+    monkeypatch.setattr(vla, "resolve", lambda config, gpus_found, metas: resolved)
     monkeypatch.setattr(vla, "describe", lambda run: "the plan")
     assert vla.main(argv) == 2
     assert "error: model somebody/arm: the token of me may not write to it" in capsys.readouterr().err

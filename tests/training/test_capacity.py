@@ -1,29 +1,65 @@
 """What fits which GPU, and what a run is told that does not."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
+from lerobot.configs import PreTrainedConfig
+from lerobot.configs.types import FeatureType, PolicyFeature
+from lerobot.utils.constants import ACTION
 
 import vla
-from benchmarks import presets
 from tests import in_process
 from tests.tiny import real_config
 from vla_finetuning.cards import CARDS_GIB, OF_PRESET
-from vla_finetuning.config import GRPO_PRESETS, PRESETS
-from vla_finetuning.flags import parse_args
+from vla_finetuning.config import GRPO_PRESETS, PRESETS, TrainMode
+from vla_finetuning.flags import parse_args, parse_grpo
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.resolve import with_config
 from vla_finetuning.training import capacity
 from vla_finetuning.training.capacity import (
     card_of,
     check_capacity,
     describe_memory,
+    needed_by,
     planned_memory,
     planned_shards,
     rows_that_fit,
 )
 from vla_finetuning.training.memory import GIB, StepMemory
+
+PATHS = ("--dataset.root=d", "--output_dir=o")
+CAMERAS, FRAME_BYTES, PROMPT = (1, 2, 3), 480 * 640 * 3, 200
+MODES = get_args(TrainMode)  # from what trains least
+
+
+def modes_of(preset):
+    """The mode that a preset names, and those that train less."""
+    return MODES[: MODES.index(PRESETS[preset]["train.mode"]) + 1]
+
+
+def config_of(preset, mode):
+    return parse_args([f"--preset={preset}", f"--train.mode={mode}", "--policy.type=pi05", *PATHS])
+
+
+def plan_of_options(config, cameras):
+    """The memory plan of a worker of a run of PI0.5 at its real size, from pretrained weights, with these options."""
+    policy = PreTrainedConfig.get_choice_class("pi05")(device="cpu", pretrained_path=Path("pi05_base"))
+    policy.output_features = {ACTION: PolicyFeature(FeatureType.ACTION, (policy.max_action_dim,))}
+    policy = family_of(policy).with_cameras(policy, cameras, PROMPT)
+    return needed_by(config, policy, cameras=cameras, frame_bytes=cameras * FRAME_BYTES)
+
+
+def plan_of_grpo(preset, cameras):
+    """The same of a run of `grpo.py`, whose micro-batches have all random steps of a row."""
+    config = parse_grpo([f"--preset={preset}", "--policy.path=p", "--env.type=two_bins", "--output_dir=o"])
+    training = config.training()
+    train = replace(training.train, noise_draws=config.grpo.flow_steps)
+    return plan_of_options(replace(training, train=train), cameras)
+
 
 # Each takes what the preset it stands for takes, camera by camera.
 ALIKE = {"h100": "a100", "h200": "a100", "b200": "a100"}
@@ -34,19 +70,19 @@ CASES = [
         preset,
         mode,
         n,
-        marks=[] if preset in QUICK and (mode, n) == (presets.modes_of(preset)[-1], 3) else pytest.mark.slow,
+        marks=[] if preset in QUICK and (mode, n) == (modes_of(preset)[-1], 3) else pytest.mark.slow,
     )
     for preset in OF_PRESET
     if preset not in ALIKE
     # What trains more than the preset's own mode takes other flags: the refusal names them.
-    for mode in presets.modes_of(preset)
-    for n in presets.CAMERAS
+    for mode in modes_of(preset)
+    for n in CAMERAS
 ]
 
 
 @pytest.mark.parametrize(("preset", "mode", "cameras"), CASES)
 def test_a_preset_is_planned_to_fit_with_4_gib_to_spare(preset, mode, cameras):
-    needed = presets.planned(preset, mode, cameras).needed
+    needed = plan_of_options(config_of(preset, mode), cameras).needed
     for name in (preset, *(name for name, other in ALIKE.items() if other == preset)):
         assert needed / GIB + 4 <= OF_PRESET[name].gib
 
@@ -54,14 +90,16 @@ def test_a_preset_is_planned_to_fit_with_4_gib_to_spare(preset, mode, cameras):
 # All but l4 differ in their card alone, of which this is the smallest.
 @pytest.mark.parametrize("preset", ["l4", "a100_40"])
 def test_a_preset_of_grpo_is_planned_to_fit_with_4_gib_to_spare(preset):
-    assert presets.planned_grpo(preset, 3).needed / GIB + 4 <= OF_PRESET[preset].gib
+    assert plan_of_grpo(preset, 3).needed / GIB + 4 <= OF_PRESET[preset].gib
     assert GRPO_PRESETS.keys() == PRESETS.keys()
+    # RLinf's examples/embodiment/config/libero_10_grpo_openpi_pi05.yaml: actor.optim.lr, actor.global_batch_size.
+    assert (GRPO_PRESETS[preset]["lr"], GRPO_PRESETS[preset]["grpo.minibatch"]) == ("5e-6", "2048")
     assert all(GRPO_PRESETS[other] == GRPO_PRESETS["a100_40"] for other in OF_PRESET if other != "l4")
 
 
 def planned_for(preset, mode, *flags):
     """The options, and the memory plan, of a run of PI0.5 at its real size with three cameras of 480 x 640."""
-    config = parse_args([f"--preset={preset}", f"--train.mode={mode}", "--policy.type=pi05", *presets.PLACES, *flags])
+    config = parse_args([f"--preset={preset}", f"--train.mode={mode}", "--policy.type=pi05", *PATHS, *flags])
     config.scaling.use_gpu = True
     spec = SimpleNamespace(config=real_config(3), cameras=3, prompts=(200,))
     return config, planned_memory(spec, 3 * 480 * 640 * 3)
@@ -85,7 +123,7 @@ def test_what_a_preset_does_not_name_is_refused_with_flags_that_fit():
 def test_presets_train_on_64_rows_and_those_alike_are():
     assert OF_PRESET.keys() == PRESETS.keys() - {"demo"}
     for preset in OF_PRESET:
-        config = presets.config_of(preset, PRESETS[preset]["train.mode"])
+        config = config_of(preset, PRESETS[preset]["train.mode"])
         assert (config.global_batch_size, config.grad_accum) == (64, 2 if preset == "l4" else 1)
     assert all(PRESETS[name] == PRESETS[other] for name, other in ALIKE.items())
 

@@ -128,7 +128,7 @@ def test_ranks_of_several_groups_get_what_one_coordinator_deals(source):
         thread.start()
     all_wait.wait()
     cluster = ray.cluster_resources()
-    for _ in range(60):  # each execution looks once a second who else there is
+    for _ in range(240):  # each execution looks once a second who else there is
         limits = ray.get([actor.__ray_call__.remote(limits_of) for actor in actors])
         if sum(given.object_store_memory for _, given in limits) <= 0.5 * cluster["object_store_memory"]:
             break

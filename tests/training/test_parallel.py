@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diagnostics import compare_strategies
-from diagnostics.charts import page
 from diagnostics.compare_strategies import StrategiesReport
-from diagnostics.environment import Environment
+from diagnostics.report import Environment, page
 from diagnostics.step_clock import StepClock
 from tests import in_process
 from util import accumulating, full_tensor, make_trainable_optimizer, train_step

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +23,53 @@ VIDEO_FORMAT = "mp4"
 # Walking this many frames is cheaper than seeking; beyond it, seek to the key frame before the target.
 SEEK_AFTER_FRAMES = 8
 
+# Of one level of an mp4: a handful, or two for each fragment.
+MAX_BOXES = 100_000
+
 _TimedFrame = tuple[float, av.VideoFrame]  # when it is shown, in seconds
+
+
+def check_samples(source: Any, name: str) -> None:
+    """Refuse a local mp4 that claims more samples of one constant size than it has bytes for: FFmpeg would list them.
+
+    Layout: ISO/IEC 14496-12, 8.7.3. Other tables hold an entry for each sample, so that their size bounds them.
+
+    Raises:
+        ValueError: names the file.
+    """
+    if not isinstance(source, (str, Path)):
+        return  # of an object store: `video_index` reads its tables
+    try:
+        with open(source, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            for first, last in _boxes(file, [b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsz"], 0, size):
+                file.seek(first)
+                _, sample_bytes, count = struct.unpack(">III", file.read(min(12, last - first)).ljust(12, b"\0"))
+                if sample_bytes * count > size:
+                    raise ValueError(
+                        f"{name}: claims {count:,} frames of {sample_bytes:,} bytes in a file of {size:,}: it is "
+                        "damaged; copy it again"
+                    )
+    except OSError:
+        return  # what is wrong with the file is said where it is opened
+
+
+def _boxes(file: Any, kinds: list[bytes], first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Where the contents of boxes begin and end that are found along a path of kinds, [first, last) in the file."""
+    for _ in range(MAX_BOXES):
+        if last - first < 8:
+            return
+        file.seek(first)
+        size, kind = struct.unpack(">I4s", file.read(8))
+        begin = first + 8
+        if size == 1:
+            size, begin = struct.unpack(">Q", file.read(8).ljust(8, b"\0"))[0], first + 16
+        end = last if size == 0 else min(last, first + size)
+        if end < begin:
+            return
+        if kind == kinds[0]:
+            yield from [(begin, end)] if len(kinds) == 1 else _boxes(file, kinds[1:], begin, end)
+        first = end
 
 
 class VideoReader:
@@ -57,6 +106,7 @@ class VideoReader:
         self._depth_mm = depth_mm
         # FFmpeg decodes a little already to find out what a file holds. Codecs code whole blocks of up to 128 pixels.
         options = {"max_pixels": str(-(-height // 128) * -(-width // 128) * 128**2)}
+        check_samples(source, name)
         try:
             # As what a LeRobot dataset holds, whatever the file says it is: FFmpeg would also follow playlists to other
             # files and addresses, and knows hundreds of formats that nobody looks after.

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.csv
 from fsspec.implementations.local import LocalFileSystem
 
+from vla_finetuning.data import metadata_v2
 from vla_finetuning.data.limits import MAX_EPISODES, MAX_EPISODES_BYTES
 from vla_finetuning.data.metadata import DatasetMetadata, episode_files
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
@@ -67,6 +68,14 @@ def _checked(weight: np.ndarray, where: str) -> np.ndarray:
 
 def _column(meta: DatasetMetadata, name: str) -> np.ndarray:
     """A column of meta/episodes, float64 (E,), NaN where it has no value."""
+    weight = np.full(meta.num_episodes, np.nan)
+    if meta.codebase_version in metadata_v2.VERSIONS:
+        try:
+            index, weight_of = metadata_v2.read_column(meta.fs, meta.base, name)
+        except ValueError as error:
+            raise ValueError(f"dataset {meta.root}: {FLAG}={name}: {error}; a file is given as @FILE") from error
+        weight[index] = weight_of
+        return weight
     numbers, values = [], []
     budget = Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES)
     for path in episode_files(meta.fs, meta.base):
@@ -83,7 +92,6 @@ def _column(meta: DatasetMetadata, name: str) -> np.ndarray:
             part = read_columns(file, ["episode_index", name], budget, name=where)
         numbers.append(_numbers(part["episode_index"]))
         values.append(_numbers(part[name]))
-    weight = np.full(meta.num_episodes, np.nan)
     weight[np.concatenate(numbers).astype(np.int64)] = np.concatenate(values)
     return weight
 

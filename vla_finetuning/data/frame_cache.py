@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from vla_finetuning.data.node_cache import NodeCache, node_cache
+from vla_finetuning.data.private import open_own
 
 # To be raised with every change of what `decode` makes of a file.
 RULES = 1
@@ -172,9 +173,9 @@ class CachedVideo:
                     if old not in names:
                         old.unlink(missing_ok=True)
             if create or names[1].exists():
-                frames = os.open(names[0], os.O_RDWR | os.O_CREAT, 0o600)
+                frames = open_own(names[0], os.O_RDWR | os.O_CREAT)
                 try:
-                    self._files = frames, os.open(names[1], os.O_RDWR | os.O_CREAT, 0o600)
+                    self._files = frames, open_own(names[1], os.O_RDWR | os.O_CREAT)
                 except OSError:
                     os.close(frames)
                     raise

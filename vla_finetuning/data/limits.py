@@ -1,4 +1,4 @@
-"""How large a LeRobot v3 dataset and its parts may be: what a file that says more is refused for, before it is read.
+"""How large a LeRobot dataset and its parts may be: what a file that says more is refused for, before it is read.
 
 A few hundred kilobytes can unpack into all the memory of a machine. Every limit is far above what robots record, and
 below what hurts the machine that looks. They hold for what a header, a footer or a file's size declares.
@@ -24,6 +24,10 @@ MAX_TASKS = 1_000_000
 # The columns that are read of those tables, texts unpacked: 200 bytes for each of so many rows.
 MAX_EPISODES_BYTES = MAX_EPISODES * 200
 MAX_TASKS_BYTES = MAX_TASKS * 200
+# Characters of an instruction; a tokenizer cuts it after some hundred.
+MAX_INSTRUCTION = 20_000
+# Statistics of each episode in LeRobot v2.1, 5 KB of text for 25 joints and a camera: of 50,000 episodes.
+MAX_EPISODES_STATS_BYTES = 256 * 2**20
 
 # What is unpacked of a data file at once: its row groups that hold wanted rows. LeRobot's files have 100 MB, those of
 # its converter in a single row group, and numbers of a robot pack ten to one at the very best.

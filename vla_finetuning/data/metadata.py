@@ -1,14 +1,13 @@
-"""What a LeRobot v3 dataset says about itself: features, tasks, statistics, which file holds which episode.
+"""What a LeRobot dataset says about itself: features, tasks, statistics, which file holds which episode.
 
 Nothing here decodes a frame or starts Ray. A dataset's files are data, never trusted: paths are those that
 `paths` allows, parquet is opened by `safe_parquet`, and every number is checked before it is used.
-Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`.
+Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`; of older versions `metadata_v2`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import math
 import re
@@ -24,12 +23,13 @@ import pyarrow.compute as pc
 from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.config import ENVIRONMENT_NAME, FIRST_ANSWER_TIMEOUT_S, refuse_credentials
-from vla_finetuning.data.hub import download_snapshot, resolve_commit
+from vla_finetuning.data import metadata_v2
 from vla_finetuning.data.limits import (
     MAX_EPISODES,
     MAX_EPISODES_BYTES,
     MAX_FRAME_PIXELS,
     MAX_INFO_BYTES,
+    MAX_INSTRUCTION,
     MAX_ROW_NUMBERS,
     MAX_ROW_PIXELS,
     MAX_STATS_BYTES,
@@ -93,7 +93,7 @@ def key_frame_rows(features: Iterable[Feature]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class DatasetMetadata:
-    """A LeRobot v3 dataset's metadata, E episodes. Made by `load_metadata`.
+    """A LeRobot dataset's metadata, E episodes. Made by `load_metadata`.
 
     Attributes:
         root: as the caller gave it, without a trailing slash; `base` is the same place inside `fs`.
@@ -112,6 +112,7 @@ class DatasetMetadata:
         video_files: per video key, mp4 files relative to `base`, unique, in order of first use.
         episode_video_file: per video key, int32 (E,), index into `video_files[key]`.
         episode_video_start_s: per video key, float64 (E,), the episode's start inside that file, seconds.
+        not_read: what the dataset has beside, a line for each.
     """
 
     root: str
@@ -133,6 +134,7 @@ class DatasetMetadata:
     video_files: dict[str, tuple[str, ...]]
     episode_video_file: dict[str, np.ndarray]
     episode_video_start_s: dict[str, np.ndarray]
+    not_read: tuple[str, ...] = ()
 
     @property
     def num_episodes(self) -> int:
@@ -154,9 +156,9 @@ class DatasetMetadata:
 def load_metadata(
     root: str | Path, *, storage_options: dict | None = None, storage_policy: StoragePolicy | None = None
 ) -> DatasetMetadata:
-    """Read and check the metadata of the LeRobot v3 dataset at `root`. Runs on the driver.
+    """Read and check the metadata of the LeRobot dataset at `root`. Runs on the driver.
 
-    Reads `meta/` only; `check_files` tells whether the files it names are there.
+    Reads `meta/` only; `dataset_files.check_files` tells whether the files it names are there.
 
     Args:
         root: a local folder, or a URL of a store that is read (`s3://`, `gs://`; `storage.PROTOCOLS`).
@@ -164,24 +166,36 @@ def load_metadata(
         storage_policy: how long requests to an object store may take, and whether blocks of files are cached.
     Raises:
         FileNotFoundError: no such place, not a LeRobot dataset, or a file of `meta/` is missing.
-        ValueError: another version than v3.0 (with the conversion command), or a file of `meta/` that is
-            corrupt, contradicts another, or points outside the root.
+        ValueError: another version than v3.0, v2.1 or v2.0, or a file of `meta/` that is corrupt, contradicts another,
+            or points outside the root.
         OSError: the place cannot be read (credentials, permissions, network).
     """
     fs, base, root = _open_root(root, storage_options, storage_policy or StoragePolicy())
     with _naming_dataset(root):
         info = _read_json(fs, base, INFO_PATH, MAX_INFO_BYTES)
-        version = _check_version(info, root)
-        features = _parse_features(info)
+        version = _check_version(info)
+        if (storage := info.get("storage_format")) not in (None, "parquet"):
+            raise ValueError(
+                f"is stored as {storage!r:.50}, which is not read here, but parquet and mp4 files are. Where this is a "
+                "Lance table, its publisher usually has the same dataset as parquet and mp4 files; else read it with a "
+                "LeRobot that knows Lance (after 0.6.1), and write its frames with LeRobotDataset.create"
+            )
+        if version in metadata_v2.VERSIONS:
+            info = metadata_v2.TEMPLATES | info
+        features, not_read = _parse_features(info)
         fps = _parse_fps(info)
         robot_type = info.get("robot_type")
         if robot_type is not None and not isinstance(robot_type, str):
             raise ValueError(f"{INFO_PATH}: robot_type is {robot_type!r}, expected a string")
-        has_stats = fs.exists(f"{base}/{STATS_PATH}")
-        stats = _parse_stats(_read_json(fs, base, STATS_PATH, MAX_STATS_BYTES)) if has_stats else {}
-        tasks = _read_tasks(fs, base)
         video_keys = [key for key, feature in features.items() if feature.dtype == "video"]
-        episodes, episode_tasks = _read_episodes(fs, base, info, video_keys, set(tasks.values()))
+        stats = _read_stats(fs, base, version)
+        if version in metadata_v2.VERSIONS:
+            tasks = metadata_v2.read_tasks(fs, base)
+            table = metadata_v2.read_episodes(fs, base, video_keys, set(tasks.values()))
+        else:
+            tasks = _read_tasks(fs, base)
+            table = _read_episodes(fs, base, video_keys, set(tasks.values()))
+        episodes, episode_tasks = _in_order(info, *table)
         num_episodes, length = len(episode_tasks), episodes["length"]
 
         data_files, data_file = assign_files(info, episodes)
@@ -217,6 +231,7 @@ def load_metadata(
         video_files=video_files,
         episode_video_file=video_file,
         episode_video_start_s=video_start_s,
+        not_read=not_read,
     )
 
 
@@ -258,9 +273,9 @@ def reorder_dimensions(
 
 
 def dimension_names(meta: DatasetMetadata, key: str) -> list[str]:
-    """The feature's own names, or its key with a number."""
-    feature = meta.features[key]
-    return list(feature.names or [f"{key}[{i}]" for i in range(feature.shape[0])])
+    """The feature's own names; its key with a number where it has none, or not as many as dimensions."""
+    names, width = meta.features[key].names or (), meta.features[key].shape[0]
+    return list(names) if len(names) == width else [f"{key}[{i}]" for i in range(width)]
 
 
 def select_episodes(meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray | None) -> np.ndarray:
@@ -281,84 +296,11 @@ def select_episodes(meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray 
         raise ValueError(f"{where}: expected a list of whole numbers, got {episodes!r:.200}")
     unknown = chosen[(chosen < 0) | (chosen > last)]
     if unknown.size:
-        raise ValueError(f"{where}: {_shorten(unknown.tolist())} not in the dataset, which has 0..{last}")
+        raise ValueError(f"{where}: {shorten(unknown.tolist())} not in the dataset, which has 0..{last}")
     values, counts = np.unique(chosen, return_counts=True)
     if (counts > 1).any():
-        raise ValueError(f"{where}: {_shorten(values[counts > 1].tolist())} chosen more than once")
+        raise ValueError(f"{where}: {shorten(values[counts > 1].tolist())} chosen more than once")
     return values.astype(np.int64)
-
-
-def check_files(
-    meta: DatasetMetadata,
-    *,
-    episodes: Sequence[int] | np.ndarray | None = None,
-    camera_keys: Sequence[str] | None = None,
-) -> None:
-    """Check that every parquet and mp4 file the chosen episodes and cameras need is there and not empty.
-
-    Runs on the driver; one listing per folder, so it is cheap on object storage too.
-
-    Raises:
-        FileNotFoundError: naming the files that are missing or empty, and the episodes that need them.
-        ValueError: an episode or a camera that the dataset does not have.
-    """
-    chosen = select_episodes(meta, episodes)
-    sizes: dict[str, dict[str, int]] = {}
-    problems = []
-    for path, used_by in _needed_files(meta, chosen, camera_keys).items():
-        folder, _, name = path.rpartition("/")
-        if folder not in sizes:
-            sizes[folder] = _list_sizes(meta, folder)
-        size = sizes[folder].get(name)
-        if not size:
-            what = "is missing" if size is None else "is empty"
-            problems.append(f"{path} {what} (needed by episodes {_shorten(used_by.tolist())})")
-    if problems:
-        more = f"; and {len(problems) - 5} more files" if len(problems) > 5 else ""
-        raise FileNotFoundError(
-            f"dataset {meta.root}: {'; '.join(problems[:5])}{more}. Copy or download the dataset again, "
-            "or leave these episodes out"
-        )
-
-
-def fetch_dataset(
-    repo_id: str,
-    revision: str | None = None,
-    *,
-    episodes: Sequence[int] | None = None,
-    camera_keys: Sequence[str] | None = None,
-    cache_dir: str | Path | None = None,
-) -> tuple[str, str]:
-    """Download a dataset, or what the chosen episodes and cameras need of it, from the Hugging Face Hub.
-
-    Runs on the driver. A token is found by `huggingface_hub` itself (`HF_TOKEN` or its token file).
-
-    Args:
-        repo_id: `user/name`.
-        revision: branch, tag or commit. None is the tag `v3.0`, as in LeRobot, or else the default branch.
-        cache_dir: None is LeRobot's own cache of Hub datasets, so nothing is downloaded twice.
-    Returns:
-        The local folder, and the full commit hash it holds; giving that as `revision` repeats it exactly.
-    Raises:
-        ValueError: no such repository or revision, no access, not a LeRobot v3 dataset, or an episode or a
-            camera that it does not have.
-        OSError: the Hub cannot be reached.
-    """
-    from lerobot.utils.constants import HF_LEROBOT_HUB_CACHE
-
-    if cache_dir is None:
-        cache_dir = HF_LEROBOT_HUB_CACHE
-    commit = resolve_commit(repo_id, revision, repo_type="dataset", default_revision="v3.0")
-    folder = download_snapshot(repo_id, commit, repo_type="dataset", cache_dir=cache_dir, allow_patterns=["meta/*"])
-    meta = load_metadata(folder)
-    needed = _needed_files(meta, select_episodes(meta, episodes), camera_keys)
-    if episodes is None and camera_keys is None:
-        # The hub client matches every file with every pattern: name folders where that is enough.
-        patterns = sorted({f"{glob.escape(path.split('/')[0])}/*" for path in needed})
-    else:
-        patterns = [glob.escape(path) for path in needed]
-    download_snapshot(repo_id, commit, repo_type="dataset", cache_dir=cache_dir, allow_patterns=patterns)
-    return folder, commit
 
 
 def how_drawn(meta: DatasetMetadata) -> dict[str, Any]:
@@ -399,17 +341,17 @@ def _open_root(
                 raise FileNotFoundError(f"dataset {root}: is a file; give the folder that holds meta/, data/, …")
             names = sorted(str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(base, detail=False))
             raise FileNotFoundError(
-                f"dataset {root}: not a LeRobot dataset: {INFO_PATH} is missing (found {_shorten(names)}); "
+                f"dataset {root}: not a LeRobot dataset: {INFO_PATH} is missing (found {shorten(names)}); "
                 "give the folder that holds meta/, data/ and videos/"
             )
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise _unreachable(root, error) from error
+        raise unreachable(root, error) from error
     return found, base, root
 
 
-def _unreachable(root: str, error: OSError) -> OSError:
+def unreachable(root: str, error: OSError) -> OSError:
     if isinstance(error, StorageError):
         return StorageError(f"dataset {root}: {error}")
     return type(error)(f"dataset {root}: cannot be read: {type(error).__name__}: {error}; check its permissions")
@@ -425,10 +367,10 @@ def _naming_dataset(root: str) -> Iterator[None]:
     except ValueError as error:
         raise ValueError(f"dataset {root}: {error}") from error.__cause__
     except OSError as error:
-        raise _unreachable(root, error) from error
+        raise unreachable(root, error) from error
 
 
-def _shorten(items: Sequence[Any], limit: int = 10) -> str:
+def shorten(items: Sequence[Any], limit: int = 10) -> str:
     text = ", ".join(str(item) for item in items[:limit])
     return f"[{text}{f', … {len(items)} in all' if len(items) > limit else ''}]"
 
@@ -458,26 +400,14 @@ def _read_json(fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: 
 # --- info.json and stats.json -------------------------------------------------------------------------------
 
 
-def _check_version(info: dict[str, Any], root: str) -> str:
+def _check_version(info: dict[str, Any]) -> str:
     version = info.get("codebase_version")
     if not isinstance(version, str):
         raise ValueError(f"{INFO_PATH}: codebase_version is {version!r}, expected 'v3.0'")
     number = version.removeprefix("v")
-    if number == "3.0":
-        return version
-    if number == "2.1":
-        raise ValueError(
-            "is in LeRobot's format v2.1, expected v3.0. Convert it with LeRobot's own command: "
-            "`python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=USER/NAME` "
-            f"(a local folder, which stays local: add `--root={root} --push-to-hub=false`)"
-        )
-    if number == "2.0":
-        raise ValueError(
-            "is in LeRobot's format v2.0, expected v3.0. Convert it to v2.1 with a LeRobot that still has "
-            "`lerobot/datasets/v21/convert_dataset_v20_to_v21.py` (0.3), then with "
-            "`python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=USER/NAME`"
-        )
-    raise ValueError(f"is in LeRobot's format {version!r:.50}; only v3.0 is supported here")
+    if f"v{number}" in ("v3.0", *metadata_v2.VERSIONS):
+        return f"v{number}"
+    raise ValueError(f"is in LeRobot's format {version!r:.50}; v3.0, v2.1 and v2.0 are read here")
 
 
 def _parse_fps(info: dict[str, Any]) -> int:
@@ -489,11 +419,20 @@ def _parse_fps(info: dict[str, Any]) -> int:
     return fps
 
 
-def _parse_features(info: dict[str, Any]) -> dict[str, Feature]:
+def _parse_features(info: dict[str, Any]) -> tuple[dict[str, Feature], tuple[str, ...]]:
+    """The features that rows have, and lines on what else there is: no policy here takes it."""
     raw = info.get("features")
     if not isinstance(raw, dict):
         raise ValueError(f"{INFO_PATH}: features is {raw!r:.50}, expected an object of features")
-    features = {key: _parse_feature(key, value) for key, value in raw.items()}
+    of_unknown_type = {
+        key: value["dtype"]
+        for key, value in raw.items()
+        if isinstance(value, dict) and isinstance(value.get("dtype"), str) and value["dtype"] not in DTYPES
+    }
+    features = {key: _parse_feature(key, value) for key, value in raw.items() if key not in of_unknown_type}
+    not_read = [f"{key!r:.100}: a feature of dtype {dtype!r:.50}" for key, dtype in of_unknown_type.items()]
+    if "subtask_index" in features:
+        not_read.append("meta/subtasks.parquet: the texts of 'subtask_index', which rows have as a number")
     missing = [key for key in FRAME_FEATURES if key not in features]
     if missing:
         raise ValueError(f"{INFO_PATH}: features lacks {missing}, which every LeRobot v3 dataset has")
@@ -504,7 +443,7 @@ def _parse_features(info: dict[str, Any]) -> dict[str, Feature]:
             f"{INFO_PATH}: the frames of its {len(cameras)} cameras have {pixels / 1e6:.1f} megapixels together, more "
             f"than the {MAX_ROW_PIXELS / 1e6:.1f} that a row may have; repair the shapes, or remove cameras"
         )
-    return features
+    return features, tuple(not_read)
 
 
 def _parse_feature(key: str, raw: Any) -> Feature:
@@ -547,17 +486,31 @@ def _check_size(where: str, dtype: str, shape: Sequence[int], is_depth: bool) ->
 
 
 def _parse_names(where: str, names: Any) -> tuple[str, ...] | None:
-    """Flatten the forms that datasets use: a list, `{"motors": [...]}`, nested lists."""
+    """Flatten the forms that datasets use: a list, `{"motors": [...]}`, `{"axis_0": 0}`, numbers, nested lists."""
     if names is None:
         return None
-    if isinstance(names, str):
-        return (names,)
-    if isinstance(names, dict):
-        # Older datasets name entries by number: {"axis_0": 0}
-        names = [key if isinstance(value, int) else value for key, value in names.items()]
-    if not isinstance(names, list):
+    if not isinstance(names, str | list | dict):
         raise ValueError(f"{where}: names is {names!r:.50}, expected a list of strings")
-    return tuple(name for part in names for name in _parse_names(where, part) or ())
+    found: list[str] = []
+    left = [names]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            part = [key if value is None or isinstance(value, int) else value for key, value in part.items()]
+        if isinstance(part, list):
+            left += reversed(part)
+        elif part is not None:
+            found.append(str(part))
+    return tuple(found) or None
+
+
+def _read_stats(fs: fsspec.AbstractFileSystem, base: str, version: str) -> dict[str, dict[str, np.ndarray]]:
+    """Statistics of all rows; empty where the dataset has none."""
+    if fs.exists(f"{base}/{STATS_PATH}"):
+        return _parse_stats(_read_json(fs, base, STATS_PATH, MAX_STATS_BYTES))
+    if version in metadata_v2.VERSIONS and fs.exists(f"{base}/{metadata_v2.STATS_PATH}"):
+        return metadata_v2.read_stats(fs, base, _parse_stats)
+    return {}
 
 
 def _parse_stats(raw: dict[str, Any]) -> dict[str, dict[str, np.ndarray]]:
@@ -602,11 +555,21 @@ def _read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
         raise ValueError(f"{TASKS_PATH}: {text_column} has type {texts.type}, expected texts without nulls")
     tasks = dict(zip(indices, texts.to_pylist(), strict=True))
     if len(tasks) != len(indices):
-        raise ValueError(f"{TASKS_PATH}: a task_index appears twice in {_shorten(sorted(indices))}")
+        raise ValueError(f"{TASKS_PATH}: a task_index appears twice in {shorten(sorted(indices))}")
     for index, text in tasks.items():
-        if "\0" in text:
-            raise ValueError(f"{TASKS_PATH}: task {index} holds a NUL character: {text!r:.100}")
+        check_instruction(TASKS_PATH, index, text)
     return tasks
+
+
+def check_instruction(where: str, index: int, text: str) -> None:
+    """Raises ValueError for a text that no one would tell a robot: every row of it is tokenised."""
+    if "\0" in text:
+        raise ValueError(f"{where}: task {index} holds a NUL character: {text!r:.100}")
+    if len(text) > MAX_INSTRUCTION:
+        raise ValueError(
+            f"{where}: task {index} has {len(text):,} characters, more than the {MAX_INSTRUCTION:,} of an instruction: "
+            f"{text!r:.100}"
+        )
 
 
 def episode_files(fs: fsspec.AbstractFileSystem, base: str) -> list[str]:
@@ -623,9 +586,9 @@ def episode_files(fs: fsspec.AbstractFileSystem, base: str) -> list[str]:
 
 
 def _read_episodes(
-    fs: fsspec.AbstractFileSystem, base: str, info: dict[str, Any], video_keys: list[str], known: set[str]
+    fs: fsspec.AbstractFileSystem, base: str, video_keys: list[str], known: set[str]
 ) -> tuple[dict[str, np.ndarray], list[tuple[str, ...]]]:
-    """Read what is needed of `meta/episodes`, in the order of `episode_index`, and check it.
+    """Read what is needed of `meta/episodes`, and check it.
 
     Returns the columns, numbers of files and their chunks as int32, and the instructions of each episode. There may be
     millions: columns take shape file by file, and equal instructions are one object.
@@ -645,7 +608,7 @@ def _read_episodes(
         with open_parquet(fs, f"{base}/{path}", name=path) as file:
             missing = sorted(set(wanted) - set(file.schema_arrow.names))
             if missing:
-                raise ValueError(f"{path}: lacks the columns {_shorten(missing)}")
+                raise ValueError(f"{path}: lacks the columns {shorten(missing)}")
             part = read_columns(file, wanted[:-1], budget, name=path)
             texts = read_columns(file, wanted[-1:], texts_budget, name=path)["tasks"]
         for name in ("episode_index", "length"):
@@ -660,21 +623,27 @@ def _read_episodes(
         tasks += (same.setdefault(t, t) for t in _episode_tasks(texts, index, known, path))
 
     # A column at a time, so that there are never two of all.
-    columns = {name: np.concatenate(parts.pop(name)) for name in wanted[:-1]}
+    return {name: np.concatenate(parts.pop(name)) for name in wanted[:-1]}, tasks
+
+
+def _in_order(
+    info: dict[str, Any], columns: dict[str, np.ndarray], tasks: list[tuple[str, ...]]
+) -> tuple[dict[str, np.ndarray], list[tuple[str, ...]]]:
+    """The table of episodes in the order of `episode_index`. Raises ValueError unless each is there once."""
     index = columns["episode_index"]
     order = np.argsort(index, kind="stable")
     if not len(index):
-        raise ValueError(f"{EPISODES_DIR} holds no episode; record one or more first")
+        raise ValueError("meta/episodes holds no episode; record one or more first")
     wrong = np.flatnonzero(index[order] != np.arange(len(index)))
     if wrong.size:
         raise ValueError(
-            f"{EPISODES_DIR}: {len(index)} episodes must be numbered 0..{len(index) - 1}, each once; "
+            f"meta/episodes: {len(index)} episodes must be numbered 0..{len(index) - 1}, each once; "
             f"found {index[order][wrong[0]]} where {wrong[0]} was expected"
         )
     for key, actual in (("total_episodes", len(index)), ("total_frames", int(columns["length"].sum()))):
         if type(info.get(key)) is not int or info[key] != actual:
             raise ValueError(
-                f"{INFO_PATH}: {key} is {info.get(key)!r:.50}, but {EPISODES_DIR} holds {actual}; "
+                f"{INFO_PATH}: {key} is {info.get(key)!r:.50}, but meta/episodes holds {actual}; "
                 "the metadata is incomplete or from two versions: copy the dataset again"
             )
     if (np.diff(order) < 0).any():
@@ -735,40 +704,3 @@ def _episode_tasks(column: pa.ChunkedArray, index: np.ndarray, known: set[str], 
     for end in ends.tolist():
         yield tuple(flat[begin:end])
         begin = end
-
-
-# --- files that are needed -----------------------------------------------------------------------------------
-
-
-def _needed_files(
-    meta: DatasetMetadata, episodes: np.ndarray, camera_keys: Sequence[str] | None
-) -> dict[str, np.ndarray]:
-    """The files that these episodes and cameras need, each with the episodes that need it."""
-    unknown = sorted(set(camera_keys or ()) - set(meta.camera_keys))
-    if unknown:
-        raise ValueError(f"dataset {meta.root}: no camera {unknown}; it has {meta.camera_keys}")
-    uses = [(meta.data_files, meta.episode_data_file)]
-    for key in meta.video_keys:
-        if camera_keys is None or key in camera_keys:
-            uses.append((meta.video_files[key], meta.episode_video_file[key]))
-    needed: dict[str, np.ndarray] = {}
-    for files, episode_file in uses:
-        # Without a loop over episodes, of which there may be 100 000.
-        order = np.argsort(episode_file[episodes], kind="stable")
-        numbers, first = np.unique(episode_file[episodes][order], return_index=True)
-        for number, used_by in zip(numbers, np.split(episodes[order], first[1:]), strict=False):
-            needed[files[number]] = used_by
-    return needed
-
-
-def _list_sizes(meta: DatasetMetadata, folder: str) -> dict[str, int]:
-    """Sizes in bytes of the files in a folder of the dataset; empty when there is no such folder."""
-    path = f"{meta.base}/{folder}".rstrip("/")
-    meta.fs.invalidate_cache(path)
-    try:
-        found = meta.fs.find(path, maxdepth=1, detail=True)
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise _unreachable(meta.root, error) from error
-    return {name.rpartition("/")[2]: int(entry.get("size") or 0) for name, entry in found.items()}

@@ -14,10 +14,11 @@ import hashlib
 import logging
 import os
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from vla_finetuning.data.private import make_private, open_own
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ FULLEST_DISK = 0.9
 ROOM_SHARE = 0.8
 # A process that found no room asks again so much later: somebody may have ended who held another dataset's place.
 ASK_AGAIN_S = 60.0
+# A dataset that a process has not opened a file of for so long may be dropped though that process lives.
+IDLE_S = 1800.0
 # What says that there is no room, or no right to write: what was kept before can be read all the same.
 _NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -38,7 +41,7 @@ LEDGER = "ledger"
 @contextlib.contextmanager
 def locked_ledger(folder: Path) -> Iterator[int]:
     """The file descriptor of a folder's ledger, locked. Whoever makes room in the folder does it under this lock."""
-    descriptor = os.open(folder / LEDGER, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = open_own(folder / LEDGER, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield descriptor
@@ -61,6 +64,17 @@ def has_capacity(folder: Path, size: int) -> bool:
     return size <= ROOM_SHARE * (FULLEST_DISK * (used + free) - (used - own))
 
 
+def is_in_memory(folder: Path) -> bool:
+    """Whether a folder (which need not be there) is on a disk in memory (tmpfs), as far as this system says."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return False
+    kinds = {line.split(" ")[1]: line.split(" ")[2] for line in mounts}
+    real = Path(os.path.realpath(folder))
+    return next((kinds[str(place)] for place in (real, *real.parents) if str(place) in kinds), "") in ("tmpfs", "ramfs")
+
+
 class NodeCache:
     """A folder with a folder for each dataset. Get it from `node_cache`, which gives a process one of each.
 
@@ -80,17 +94,21 @@ class NodeCache:
         self._writable = True
         self._full_until = -float("inf")
         self._held: dict[Path, int] = {}
+        self._used: dict[Path, float] = {}
         self._told = False
 
     def place(self, dataset: str) -> Path:
         """The folder of a dataset, which is not dropped as long as this process lives. Raises OSError."""
         place = self.folder / hashlib.sha256(dataset.encode()).hexdigest()[:32]
+        if place in self._held and not os.fstat(self._held[place]).st_nlink:
+            os.close(self._held.pop(place))  # somebody has removed the folder
         while place not in self._held:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private(self.folder)
             place.mkdir(exist_ok=True, mode=0o700)
-            _check_owner(self.folder, place)
+            if (found := place.lstat()).st_uid != os.geteuid() or found.st_mode & 0o022:
+                raise PermissionError(errno.EPERM, "belongs to another user, or others may write there", str(place))
             try:
-                descriptor = os.open(place / self.IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
+                descriptor = open_own(place / self.IN_USE, os.O_RDWR | os.O_CREAT)
             except FileNotFoundError:
                 continue  # dropped in between
             fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -99,6 +117,7 @@ class NodeCache:
                 self._held[place] = descriptor
             else:
                 os.close(descriptor)  # whoever dropped the folder had the lock
+        self._used[place] = time.monotonic()
         return place
 
     @property
@@ -108,7 +127,7 @@ class NodeCache:
 
     def reserve_capacity(self, size: int) -> bool:
         """Whether `size` more bytes may be stored; they count as stored from now on. Raises OSError."""
-        if not self.takes:
+        if not self.takes or not self.limit_bytes:
             return False
         with locked_ledger(self.folder) as ledger:
             known = os.pread(ledger, 20, 0)
@@ -128,10 +147,13 @@ class NodeCache:
     def doing_without(self) -> Iterator[None]:
         """An OSError inside ends the block, and the use of the folder, with a warning: the first of the process.
 
-        After one that speaks of room or rights what is there is still read.
+        After one that speaks of room or rights what is there is still read. A file that is gone ends the block alone:
+        the folder was removed, and `place` makes it anew.
         """
         try:
             yield
+        except FileNotFoundError:
+            pass
         except OSError as error:
             self._writable = False
             self.works = self.works and error.errno in _NO_WRITING
@@ -157,12 +179,15 @@ class NodeCache:
         for _, size, place in sorted(found):
             if stored <= goal_bytes:
                 break
+            # Of this process what it has not asked for lately, a notebook's dataset of an hour ago, may go too.
+            if place in self._held and time.monotonic() - self._used[place] > IDLE_S:
+                os.close(self._held.pop(place))
             if place not in self._held and self._drop_place(place):
                 stored -= size
         return stored
 
     def _drop_place(self, place: Path) -> bool:
-        descriptor = os.open(place / self.IN_USE, os.O_RDWR)
+        descriptor = open_own(place / self.IN_USE, os.O_RDWR)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(place)
@@ -176,14 +201,6 @@ class NodeCache:
         disk = os.statvfs(self.folder)
         used, free = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_bavail * disk.f_frsize
         return used + size > FULLEST_DISK * (used + free)
-
-
-def _check_owner(folder: Path, place: Path) -> None:
-    """Nobody else can put files there, which would be read as if they were this user's: the folder may be in /tmp."""
-    mine, status = os.geteuid(), folder.stat()
-    open_to_all = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
-    if status.st_uid not in (0, mine) or open_to_all or place.lstat().st_uid != mine:
-        raise PermissionError(errno.EPERM, "belongs to another user, or anybody may write there", str(folder))
 
 
 @functools.cache

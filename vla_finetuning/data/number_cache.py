@@ -25,6 +25,7 @@ from numpy.typing import DTypeLike
 from vla_finetuning.config import NUMBERS_DIR, NUMBERS_GB
 from vla_finetuning.data.limits import MAX_DATA_BYTES
 from vla_finetuning.data.node_cache import NodeCache, node_cache
+from vla_finetuning.data.private import open_own
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 
 # Rows that are written at once, in bytes.
@@ -242,7 +243,7 @@ class _RowCopy:
         """No other process is here at the same time."""
         descriptor = None
         with self._cache.doing_without():
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+            descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:
             yield
@@ -256,7 +257,7 @@ class _RowCopy:
         """Fill `places` with the rows of `spans`; returns which of them are not here, by `names` or position."""
         missing = list(range(len(spans)) if names is None else names)
         with self._cache.doing_without(), contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(self._path, os.O_RDONLY)
+            descriptor = open_own(self._path, os.O_RDONLY)
             try:
                 pairs = zip(list(missing), spans, places, strict=True)
                 missing = [name for name, span, place in pairs if not self._read_span(descriptor, span.first, place)]
@@ -272,7 +273,7 @@ class _RowCopy:
 
     def begins(self, row: int) -> bool:
         """Whether something was written for a row."""
-        with self._cache.doing_without(), open(self._path, "rb", buffering=0) as file:
+        with self._cache.doing_without(), open(open_own(self._path, os.O_RDONLY), "rb", buffering=0) as file:
             return os.pread(file.fileno(), 8, row * self.type.itemsize).strip(b"\0") != b""
         return True
 
@@ -281,7 +282,7 @@ class _RowCopy:
         rows["checksum"] = _checksums(view)
         with self._cache.doing_without():
             if self._cache.reserve_capacity(rows.nbytes):
-                descriptor = os.open(self._path, os.O_WRONLY)
+                descriptor = open_own(self._path, os.O_WRONLY)
                 try:
                     os.pwrite(descriptor, view.reshape(-1).data, first * self.type.itemsize)
                 finally:

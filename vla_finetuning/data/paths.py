@@ -6,8 +6,10 @@ the root. Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import stat
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +20,8 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 INFO_PATH = "meta/info.json"
+# Of one kind, of a camera or of numbers: v2.1 has one for each episode, v3.0 one for dozens.
+MAX_FILES = 2_000_000
 MAX_INDEX = 10**9  # of files and their chunks, and therefore the widest number in a path
 # LeRobot's values for an info.json that does not state them.
 DEFAULT_TEMPLATES = {
@@ -60,6 +64,8 @@ def assign_files(
     else:
         identity = columns["chunk_index"].astype(np.int64) * MAX_INDEX + columns["file_index"]
     _, first, inverse = np.unique(identity, return_index=True, return_inverse=True)
+    if len(first) > MAX_FILES:
+        raise ValueError(f"{where}: {len(first):,} files, more than the {MAX_FILES:,} that a dataset may have")
     by_first_use = np.argsort(first)
     rank = np.empty_like(by_first_use)
     rank[by_first_use] = np.arange(len(first))
@@ -101,6 +107,9 @@ def check_inside(fs: fsspec.AbstractFileSystem, base: str, paths: Sequence[str])
             allowed.append(str(folder.parent.parent / "blobs"))
     for path in paths:
         real = os.path.realpath(os.path.join(base, path))
+        with contextlib.suppress(OSError):  # what is not there is said where it is read
+            if not stat.S_ISREG(os.stat(real).st_mode):
+                raise ValueError(f"{path} is not a regular file; copy the dataset again")
         if not any(real.startswith(folder.rstrip("/") + "/") for folder in allowed):
             raise ValueError(
                 f"{path} is a link to {real}, outside the dataset; copy the file into the dataset's folder, "

@@ -101,7 +101,7 @@ def sample_rows(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str]
     """A few episodes' values, float64 (N, D) by feature, and how many episodes; a pure function of the dataset.
 
     Runs on the driver and reads the row groups of at most SAMPLE_FILE_EPISODES episodes in each of SAMPLE_FILES files.
-    A file that is damaged is left out: training reads it again, and tells.
+    A file that is damaged or missing is left out: training reads it again, and tells.
     """
     files = np.unique(meta.episode_data_file[episodes])
     found: dict[str, list[np.ndarray]] = {key: [] for key in keys}
@@ -124,7 +124,7 @@ def sample_rows(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str]
             data = DataFile(meta.fs, path, path, meta.root)
             groups = read_groups(data, {f.key: None for f in features.values()}, spans, None)
             table = {key: numbers(groups.table[f.key], None, f.shape, path) for key, f in features.items()}
-        except ValueError as error:
+        except (ValueError, FileNotFoundError) as error:
             _logger.warning("dataset %s: not looked at before training: %s", meta.root, error)
             continue
         read += len(spans)

@@ -106,6 +106,10 @@ def open_parquet(
             file = fs.open(path, "rb")
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{name} is missing; copy it again") from error
+    except StorageError:
+        raise
+    except OSError as error:  # links in a circle, no permission
+        raise StorageError(f"{name}: {error}") from error
     try:
         with file, naming_file(name):
             metadata = None if identity is None else _footers.get(identity)

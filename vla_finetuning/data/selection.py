@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from vla_finetuning.data.metadata import DatasetMetadata, select_episodes
+from vla_finetuning.files import read_foreign_json
 
 # Episodes by number; of several datasets, {root: numbers}. None: nothing is said of any.
 Choice = Sequence[int] | Mapping[str, Sequence[int]] | None
@@ -22,7 +23,7 @@ def read_choice(path: str | Path) -> Choice:
     Raises ValueError or FileNotFoundError naming the file.
     """
     try:
-        found = json.loads(Path(path).expanduser().read_text())
+        found = read_foreign_json(Path(path).expanduser())
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file; expected a JSON list of episodes") from None
     except (ValueError, OSError) as error:

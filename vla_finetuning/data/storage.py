@@ -29,6 +29,7 @@ from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_rando
 
 from vla_finetuning.config import CACHE_SIZE_GB, READ_TIMEOUT_S
 from vla_finetuning.data.node_cache import locked_ledger
+from vla_finetuning.data.private import make_private, open_own
 
 logger = logging.getLogger(__name__)
 
@@ -528,6 +529,8 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 # Cache folders that failed in this process.
 _given_up: set[Path] = set()
+# Those that are this user's own.
+_checked: set[Path] = set()
 
 
 class BlockCache:
@@ -553,7 +556,9 @@ class BlockCache:
         if self.folder in _given_up:
             return None
         try:
-            data = path.read_bytes()
+            self._make()
+            with open(open_own(path, os.O_RDONLY), "rb") as file:
+                data = file.read()
             block = data[:-4]
             if len(block) != length or zlib.crc32(block).to_bytes(4) != data[-4:]:
                 path.unlink(missing_ok=True)
@@ -573,7 +578,7 @@ class BlockCache:
         if size > self.limit_bytes or self.folder in _given_up:
             return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._make()
             with locked_ledger(self.folder) as ledger:
                 known = os.pread(ledger, 20, 0)
                 stored = int(known) if known.isdigit() else self._drop(self.limit_bytes)
@@ -581,12 +586,19 @@ class BlockCache:
                     stored = self._drop(self.limit_bytes * (1 - self.FREED_SHARE) - size)
                 os.pwrite(ledger, b"%020d" % (stored + size), 0)
                 scratch = self.folder / self.SCRATCH
-                with open(scratch, "wb") as file:
+                scratch.unlink(missing_ok=True)  # of a process that was killed
+                with open(open_own(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
                     file.write(block)
                     file.write(zlib.crc32(block).to_bytes(4))
                 os.replace(scratch, self._path(key))
         except OSError as error:
             self._give_up(error)
+
+    def _make(self) -> None:
+        """Make the folder, and check once in a process that nobody else can have put a block there."""
+        if self.folder not in _checked or not self.folder.is_dir():
+            make_private(self.folder)
+            _checked.add(self.folder)
 
     def _give_up(self, error: OSError) -> None:
         _given_up.add(self.folder)

@@ -18,6 +18,7 @@ import xxhash
 
 from vla_finetuning.data.decode import SEEK_AFTER_FRAMES
 from vla_finetuning.data.number_cache import numbers_cache
+from vla_finetuning.data.private import open_own
 from vla_finetuning.data.storage import BLOCK_BYTES, RemoteFile, RemoteFileSystem, file_identity
 
 # An index beyond this is no dataset's: of a day at 60 Hz it has 60 MB.
@@ -110,7 +111,8 @@ class _Kept:
         cache = numbers_cache()
         with cache.doing_without(), contextlib.suppress(FileNotFoundError):
             if cache.works:
-                content = (cache.place(self._dataset) / self._name).read_bytes()
+                with open(open_own(cache.place(self._dataset) / self._name, os.O_RDONLY), "rb") as file:
+                    content = file.read()
         if len(content) < 16 or struct.unpack("<Q", content[:8])[0] != xxhash.xxh3_64_intdigest(content[8:]):
             return None
         count = struct.unpack_from("<Q", content, 8)[0]
@@ -126,7 +128,9 @@ class _Kept:
             if cache.reserve_capacity(len(content)):
                 path = cache.place(self._dataset) / self._name
                 scratch = path.with_name(f"{self._name}.{os.getpid()}")
-                scratch.write_bytes(content)
+                scratch.unlink(missing_ok=True)
+                with open(open_own(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                    file.write(content)
                 os.replace(scratch, path)
 
 

@@ -26,7 +26,7 @@ from lerobot.utils.constants import ACTION, OBS_ENV_STATE, OBS_IMAGE, OBS_IMAGES
 from vla_finetuning.config import ENVIRONMENT_NAME
 from vla_finetuning.envs import metaworld, two_bins
 from vla_finetuning.envs.libero import DrawnOnDemand
-from vla_finetuning.envs.stage import Maker, choose_gl
+from vla_finetuning.envs.stage import Maker, choose_gl, initial_states
 from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, FPS
 from vla_finetuning.files import read_json
 from vla_finetuning.lerobot_options import make_config
@@ -172,6 +172,27 @@ def longest_episode(config: EnvConfig) -> int | None:
     return max(env.unwrapped._max_episode_steps for env in made)
 
 
+def initial_state_counts(config: EnvConfig) -> dict[str, int]:
+    """How many initial states each task has, of the tasks that have a list of them; others draw theirs from the seed.
+
+    What says so is `initial_states` of a configuration, for all of its tasks, or of an environment: a count, or None.
+
+    Raises:
+        ValueError: as `task_makers`.
+    """
+    count = getattr(config, "initial_states", None)
+    if count is not None:
+        return dict.fromkeys(task_makers(config), count)
+    if type(config).create_envs is EnvConfig.create_envs or isinstance(config, MetaworldConfig):
+        return {}
+    return {
+        f"{suite}/{task_id}": count
+        for suite, vectors in _create_envs(config).items()
+        for task_id, vector in vectors.items()
+        if (count := initial_states(_adapted(config, vector.envs[0]))) is not None
+    }
+
+
 def how_drawn(config: EnvConfig) -> dict[str, Any]:
     """What decides how an environment's pictures look, where that can be chosen; JSON. Otherwise nothing."""
     if not isinstance(config, MetaworldConfig):
@@ -243,9 +264,12 @@ def _lerobot_env(config: EnvConfig, suite: str, task_id: int) -> gymnasium.Env[A
     if "task_ids" in {field.name for field in fields(config)}:
         changes["task_ids"] = [task_id]
     env = _create_envs(replace(config, **changes))[suite][task_id].envs[0]
-    if isinstance(config, LiberoEnv):
-        env = DrawnOnDemand(env)
-    return gymnasium.wrappers.TimeLimit(env, env.unwrapped._max_episode_steps)
+    return gymnasium.wrappers.TimeLimit(_adapted(config, env), env.unwrapped._max_episode_steps)
+
+
+def _adapted(config: EnvConfig, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+    """LeRobot's environment with what ours can do besides."""
+    return DrawnOnDemand(env) if isinstance(config, LiberoEnv) else env
 
 
 def env_config(kind: str, options: Sequence[str] = ()) -> EnvConfig:

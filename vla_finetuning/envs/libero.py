@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -27,6 +27,15 @@ class DrawnOnDemand(gymnasium.Wrapper):
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
         self.rendering, self.rendering_s = True, 0.0
+
+    @property
+    def initial_states(self) -> int | None:
+        """States that LeRobot loaded for the task, of which a reset takes number `init_state_id` modulo their count.
+
+        None with `--env.init_states=false`.
+        """
+        states = cast(Any, self.unwrapped)._init_states
+        return None if states is None else len(states)
 
     def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
         seen = self.env.reset(**options)

@@ -210,6 +210,11 @@ class _Slot:
         return self._env.has_wrapper_attr("state_hash") or looked(self._env)
 
 
+def initial_states(env: gymnasium.Env[Any, Any]) -> int | None:
+    """How many states an environment's list of initial states has, by its `initial_states`; None: it has no list."""
+    return env.get_wrapper_attr("initial_states") if env.has_wrapper_attr("initial_states") else None
+
+
 def choose_initial_state(env: gymnasium.Env[Any, Any], number: int) -> None:
     """Have the next reset begin from a state of the environment's list, where it has one, as LeRobot's LIBERO."""
     if hasattr(env.unwrapped, "init_state_id"):

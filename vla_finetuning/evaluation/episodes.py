@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,8 @@ class Condition:
 class Episode:
     """One of the list. `seed` is the environment's; `condition` names one of the evaluation's conditions.
 
-    Where an environment has a list of states to start from, `episode` is the place in it, as in `lerobot-eval`.
+    Where an environment has a list of states to start from, `episode` modulo its length is the place in it, as in
+    `lerobot-eval`.
     """
 
     condition: str
@@ -51,10 +52,20 @@ class Episode:
     seed: int
 
 
-def episode_list(conditions: Iterable[str], tasks: Iterable[str], count: int, seed: int) -> list[Episode]:
-    """`count` episodes of each task for each condition, the same ones: seeds from `seed` on, as in `lerobot-eval`."""
+def episode_list(
+    conditions: Iterable[str],
+    tasks: Iterable[str],
+    count: int,
+    seed: int,
+    number: Callable[[str, int], int] = lambda _, i: i,
+) -> list[Episode]:
+    """`count` episodes of each task for each condition, the same ones: seeds from `seed` on, as in `lerobot-eval`.
+
+    Args:
+        number: `Episode.episode` of a task's i-th.
+    """
     names = list(conditions)
-    return [Episode(name, task, i, seed + i) for task in tasks for i in range(count) for name in names]
+    return [Episode(name, task, number(task, i), seed + i) for task in tasks for i in range(count) for name in names]
 
 
 def noise(seed: int, task: str, episode: int, decision: int, shape: tuple[int, ...]) -> np.ndarray:

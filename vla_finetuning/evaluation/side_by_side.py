@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class SideBySide:
     Args:
         conditions, sources: by the names that scores and conditions have for them.
         count: episodes of each task. first_seed: of the environments, counted up. seed: of the noise.
+        number: as `episode_list` takes it.
     Raises:
         ValueError, OSError, RuntimeError: see `closed_loop.play`.
     """
@@ -42,6 +43,7 @@ class SideBySide:
         first_seed: int,
         seed: int,
         use_gpu: bool,
+        number: Callable[[str, int], int] = lambda _, i: i,
     ):
         self._makers = makers
         self._lines: dict[tuple[str, str, int], Line] = {}
@@ -54,7 +56,7 @@ class SideBySide:
             self._actions[_key(line)] = executed
 
         play(
-            episode_list(conditions, makers, count, first_seed),
+            episode_list(conditions, makers, count, first_seed, number),
             conditions,
             {name: source.shared() for name, source in sources.items()},
             makers,

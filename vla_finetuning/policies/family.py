@@ -51,9 +51,12 @@ class PolicyLoss(nn.Module):
         images: makes floats of uint8 cameras; needed for policies that normalise images.
     Attributes:
         attention: the kernel of what `attentions` lists; may be changed to what `attention.choose_kernel` says.
+        reaches_all: every parameter that trains gets a gradient in every step. LeRobot's own losses leave some out (of
+            PI0 5 tensors): DDP looks for them in every step, as `lerobot-train` has it do.
     """
 
     attention: Kernel = "eager"
+    reaches_all: bool = False
 
     def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None):
         super().__init__()
@@ -97,6 +100,7 @@ class Family:
     Attributes:
         type: LeRobot's name of it.
         as_lerobot: tests/training/test_as_lerobot.py shows that steps here are lerobot-train's.
+        refused: why it is not trained here, in words; empty where it is.
         chunk_draws: what its `predict_action_chunk` does about random numbers: takes the noise that it starts from,
             (N, chunk_size, max_action_dim); draws nothing; or draws for itself.
         tokenizer, or tokenizer_option, the policy's option that names it: see `tokenizer_name`.
@@ -114,6 +118,7 @@ class Family:
 
     type: str
     as_lerobot: bool = False
+    refused: str = ""
     chunk_draws: Literal["noise", "nothing", "its own"] = "its own"
     tokenizer: str | None = None
     tokenizer_option: str | None = None
@@ -153,6 +158,10 @@ class Family:
         if unknown := [name for name, given in asked.items() if given]:
             raise ValueError(f"LeRobot's own loss of a '{policy.config.type}' has no {unknown[0]}: leave it out")
         return PolicyLoss(policy, images=images)
+
+    def training_state(self) -> dict[str, Tensor]:
+        """What its loss adds to the state of the policy, by name, to be read into: saved and resumed, not exported."""
+        return {}
 
     def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
         """Draw what the loss needs in a step of so many rows, a function of (seed, step, rows); None: it draws itself.
@@ -200,10 +209,13 @@ class Family:
     def prompt_lengths(self, config: PreTrainedConfig, cameras: int, trim: bool) -> tuple[int, ...]:
         """The lengths that prompts are cut to in batches with so many cameras, ascending; none: they stay as they are.
 
+        Where the policy has prompts padded to the longest of a batch, these are all lengths, as `Prepare` pads to one.
+
         Args:
             trim: whether prompts are cut; otherwise there is one length, which need not be the tokenizer's.
         """
-        return ()
+        longest = "longest" in (getattr(config, name, None) for name in ("pad_language_to", "tokenizer_padding"))
+        return tuple(range(1, getattr(config, "tokenizer_max_length", 0) + 1)) if longest and trim else ()
 
     # ---- processors and files ----------------------------------------------------------------------------------------
 

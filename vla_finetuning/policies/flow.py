@@ -64,6 +64,8 @@ class FlowLoss(PolicyLoss):
             micro-batches' losses. Off: they count as any other step, as in LeRobot's PI0.5 and openpi.
     """
 
+    reaches_all = True  # `Family.parts` says what is unused, and that is frozen
+
     def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None, mask_padding: bool = False):
         super().__init__(policy, images=images)
         self.mask_padding = mask_padding

@@ -6,11 +6,13 @@ not load, cameras that do not match, states too wide. The processors are `pipeli
 
 import contextlib
 import copy
+import dataclasses
 import difflib
 import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ from torch import Tensor
 from transformers.initialization import no_init_weights
 
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
-from vla_finetuning.files import let_others_read
+from vla_finetuning.files import let_others_read, read_foreign_json
 from vla_finetuning.lerobot_options import make_config
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.lora import write_adapters
@@ -52,6 +54,8 @@ from vla_finetuning.policies.remote_code import remote_code
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
+# Of a safetensors file: a tensor takes 100 bytes, PI0.5 has 800 of them.
+MAX_HEADER_BYTES = 8 * 2**20
 PRETRAINED_FILES = ("*.json", "*.safetensors", "*.model")
 
 
@@ -66,7 +70,7 @@ def load_policy_config(folder: Path, options: Sequence[str] = ()) -> PreTrainedC
     Raises:
         OSError, ValueError: config.json cannot be read, is no policy's, or an option is not the policy's.
     """
-    saved = json.loads((folder / "config.json").read_text())
+    saved = read_foreign_json(folder / "config.json")
     return make_policy_config(saved.pop("type"), options, saved, "config.json")
 
 
@@ -77,7 +81,27 @@ def make_policy_config(
     cls = PreTrainedConfig.get_choice_class(kind)
     config = cast(PreTrainedConfig, make_config(cls, "policy", options, {**(saved or {}), "device": "cpu"}, source))
     config.device = "cpu"
+    _check_sizes(config, source)
     return config
+
+
+# Of a policy's options by what their names hold, the largest sensible value: far above those of any policy, and below
+# what makes the memory plan, or the features that LeRobot makes of them, take minutes or all memory.
+_LARGEST = {
+    r"cameras|depth|layers|blocks|heads|n_obs_steps": 1000,
+    r"chunk_size|horizon|n_action_steps|inference_steps|length|timesteps": 100_000,
+    r"dim|width|size|tokens|vocab": 10_000_000,
+}
+
+
+def _check_sizes(config: PreTrainedConfig, source: str) -> None:
+    """Refuse sizes that no policy has: of a configuration that came from elsewhere, anything may be asked for."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        most = next((limit for names, limit in _LARGEST.items() if re.search(names, field.name)), None)
+        if type(value) is int and most is not None and value > most:
+            where = f"{source}: " if source else ""
+            raise ValueError(f"{where}{field.name} is {value:,}, more than the {most:,} that a policy may have")
 
 
 def fetch_pretrained(path: str, revision: str | None = None) -> tuple[Path, str | None]:
@@ -182,7 +206,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         files = [WEIGHTS_FILE]
     elif (folder / WEIGHTS_INDEX).is_file():
         try:
-            files = sorted(set(json.loads((folder / WEIGHTS_INDEX).read_text())["weight_map"].values()))
+            files = sorted(set(read_foreign_json(folder / WEIGHTS_INDEX)["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{folder / WEIGHTS_INDEX} is no index of safetensors shards: {error!r}") from error
         for file in files:
@@ -196,6 +220,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         )
     weights: dict[str, Tensor] = {}
     for file in files:
+        check_header(folder / file)
         try:
             with safe_open(folder / file, framework="pt", device="cpu") as opened:
                 weights.update({key: opened.get_tensor(key) for key in opened.keys()})  # noqa: SIM118
@@ -204,6 +229,20 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{folder / file} is truncated or no safetensors file: {error}") from error
     return weights
+
+
+def check_header(path: Path) -> None:
+    """Refuse a safetensors file whose header lists more tensors than a policy has, before it is parsed."""
+    if not path.exists():
+        return
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        size = int.from_bytes(file.read(8), "little") if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+    if size is None or size > MAX_HEADER_BYTES:
+        what = "is not a regular file" if size is None else f"claims a header of {size / 2**20:,.0f} MiB"
+        raise ValueError(
+            f"{path} {what}, more than the {MAX_HEADER_BYTES / 2**20:.0f} MiB that the names of a policy's tensors "
+            "take: it is truncated or no safetensors file"
+        )
 
 
 def _check_keys(

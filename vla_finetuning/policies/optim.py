@@ -20,7 +20,6 @@ from torch import nn
 from util import trainable_parameters, warmup_cosine
 from vla_finetuning.config import FINAL_LR_FRAC, WARMUP_FRAC, Config
 from vla_finetuning.lerobot_options import read_options
-from vla_finetuning.policies.registry import family_of, types_that
 
 
 @dataclass(frozen=True)
@@ -139,15 +138,6 @@ def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
         own_groups=config.use_policy_training_preset,
         clip_norm=clip_norm if clip_norm > 0 else float("inf"),
     )
-
-
-def require_shown(policy_config: PreTrainedConfig, where: str) -> None:
-    """Raises ValueError for a policy of whose training it is not known whether it is LeRobot's."""
-    if not family_of(policy_config).as_lerobot:
-        raise ValueError(
-            f"{where}: that a '{policy_config.type}' is trained here as by lerobot-train is shown by no test, as it is "
-            f"for {types_that(lambda family: family.as_lerobot)}: train it with lerobot-train"
-        )
 
 
 def _replaced(registry: Any, preset: Any, options: Iterable[str], group: str) -> Any:

@@ -5,7 +5,6 @@
 
 import copy
 import inspect
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +24,8 @@ from lerobot.utils.constants import ACTION, POLICY_POSTPROCESSOR_DEFAULT_NAME, P
 from transformers import AutoTokenizer
 
 from vla_finetuning.data.hub import require_model
+from vla_finetuning.files import read_foreign_json
+from vla_finetuning.policies.loading import check_header
 from vla_finetuning.policies.processors import (
     EMPTY_CAMERA,
     TOKENIZER_FOLDER,
@@ -36,6 +37,9 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import RemoteCodeError, remote_code
 
 logger = logging.getLogger(__name__)
+
+# A tokenizer.json: PaliGemma's has 34 MB. How much longer its normalizers may make a text: those of known ones do not.
+MAX_TOKENIZER_BYTES, MAX_GROWTH = 256 * 2**20, 16
 
 # Of the steps that LeRobot 0.6.1 registers, those that pipelines of its policies share. Others talk to robots,
 # teleoperators and environments, or load a second model; a policy's own stand beside its configuration.
@@ -98,6 +102,7 @@ def make_processors(
             }
             after["absolute_actions_processor"] = {"enabled": True}
         if "tokenizer_processor" in steps and (folder / TOKENIZER_FOLDER).is_dir():
+            _check_normalizer(folder / TOKENIZER_FOLDER / "tokenizer.json")
             with remote_code(trusted):
                 local_tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER)
             before["tokenizer_processor"] = {"tokenizer": local_tokenizer}
@@ -153,8 +158,7 @@ def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, 
         file = folder / f"{name}.json"
         try:
             steps = [
-                (s["registry_name"], s.get("config", {}), s.get("state_file"))
-                for s in json.loads(file.read_text())["steps"]
+                (s["registry_name"], s.get("config", {}), s.get("state_file")) for s in read_foreign_json(file)["steps"]
             ]
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{folder} has one of its two processor files, but not {file.name}") from error
@@ -168,8 +172,38 @@ def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, 
                 raise ValueError(
                     f"{file}: the step {step!r:.100} {reason}; write the file anew with LeRobot, or leave it out"
                 )
+            if state_file is not None:
+                check_header(folder / state_file)
             found[step] = options
     return found
+
+
+def _check_normalizer(path: Path) -> None:
+    """Refuse a tokenizer that makes texts so much longer before it cuts them that memory ends.
+
+    Raises:
+        ValueError: normalizers that replace texts by longer ones, one after the other.
+    """
+    if not path.exists():
+        return
+    saved = read_foreign_json(path, MAX_TOKENIZER_BYTES)
+    pending = [saved.get("normalizer")] if isinstance(saved, dict) else []
+    growth = 1.0
+    while pending:
+        step = pending.pop()
+        if not isinstance(step, dict):
+            continue
+        pending += step.get("normalizers") or []
+        pattern, content = step.get("pattern"), step.get("content")
+        if isinstance(content, str):
+            # An expression may match an empty text, between any two characters.
+            own = pattern.get("String") if isinstance(pattern, dict) else None
+            growth *= max(1.0, len(content) / len(own) if own else 1 + len(content))
+    if growth > MAX_GROWTH:
+        raise ValueError(
+            f"{path}: its normalizers may make a text {growth:,.0f} times as long, more than {MAX_GROWTH}: it is made "
+            "to exhaust the memory; save the tokenizer anew"
+        )
 
 
 def _why_not(step: Any, options: Any, state_file: Any, config: PreTrainedConfig) -> str | None:

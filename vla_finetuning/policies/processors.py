@@ -17,7 +17,9 @@ from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature, PreTr
 from lerobot.processor import (
     NormalizerProcessorStep,
     PolicyProcessorPipeline,
+    ProcessorStep,
     RenameObservationsProcessorStep,
+    TokenizerProcessorStep,
 )
 from lerobot.utils.constants import (
     ACTION,
@@ -45,6 +47,10 @@ NORMALIZATION_STATS = {
     NormalizationMode.QUANTILES: frozenset({"q01", "q99"}),
     NormalizationMode.QUANTILE10: frozenset({"q10", "q90"}),
 }
+
+
+# XVLA's own step for images, and one before it that leaves those alone that are in [0, 1].
+IMAGENET_STEP = "xvla_imagenet_normalize"
 
 
 class DatasetFeature(Protocol):
@@ -139,7 +145,7 @@ class Prepare:
         self._features = {key for key, feature in features.items() if feature.type is not FeatureType.VISUAL}
         self._keep = tuple(keep)
         self._pipeline = copy.copy(preprocessor)
-        self._pipeline.steps = [copy.copy(step) for step in preprocessor.steps]
+        self._pipeline.steps = [_fixed_shape(copy.copy(step)) for step in preprocessor.steps]
         self._check_split(config)
         for step in self._pipeline.steps:
             step._current_transition = None  # what it remembers of the made-up row
@@ -241,6 +247,16 @@ class Prepare:
                 )
 
 
+def _fixed_shape(step: ProcessorStep) -> ProcessorStep:
+    """Have a tokenizer pad to its longest prompt, not to a block's: the rows of a batch come from several blocks.
+
+    `Family.prompt_lengths` then cuts prompts to the batch's longest.
+    """
+    if isinstance(step, TokenizerProcessorStep) and step.padding == "longest":
+        step.padding = "max_length"
+    return step
+
+
 def _blank_prepare(trusted: bool) -> Prepare:
     """Called before the rest of a pickle is opened, which may hold objects of classes that came with a policy."""
     if trusted:
@@ -289,7 +305,13 @@ class DeviceHalf(nn.Module):
         self.register_buffer("divisor", torch.tensor(255.0), persistent=False)
         self._keys = tuple(config.image_features)
         self._scales: dict[str, tuple[NormalizationMode, str, str]] = {}
-        normalizer = None if preprocessor is None else _normalizer(preprocessor)
+        if preprocessor is None:
+            return
+        if any(getattr(step, "_registry_name", None) == IMAGENET_STEP for step in preprocessor.steps):
+            for number, key in enumerate(self._keys):
+                mean, std = (torch.tensor(IMAGENET_STATS[name]).reshape(3, 1, 1) for name in ("mean", "std"))
+                self._register(number, key, NormalizationMode.MEAN_STD, mean, std)
+        normalizer = _normalizer(preprocessor)
         if normalizer is None:
             return
         mode = normalizer.norm_map.get(FeatureType.VISUAL, NormalizationMode.IDENTITY)
@@ -304,9 +326,12 @@ class DeviceHalf(nn.Module):
                 low, high = sorted(NORMALIZATION_STATS[mode], key=("min", "q01", "q10", "max", "q99", "q90").index)
                 shift, scale = stats[low], stats[high] - stats[low]
                 scale = torch.where(scale == 0, torch.tensor(normalizer.eps, dtype=scale.dtype), scale)
-            self.register_buffer(f"shift_{number}", shift.clone(), persistent=False)
-            self.register_buffer(f"scale_{number}", scale.clone(), persistent=False)
-            self._scales[key] = (mode, f"shift_{number}", f"scale_{number}")
+            self._register(number, key, mode, shift, scale)
+
+    def _register(self, number: int, key: str, mode: NormalizationMode, shift: Tensor, scale: Tensor) -> None:
+        self.register_buffer(f"shift_{number}", shift.clone(), persistent=False)
+        self.register_buffer(f"scale_{number}", scale.clone(), persistent=False)
+        self._scales[key] = (mode, f"shift_{number}", f"scale_{number}")
 
     def forward(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Replace cameras uint8 (B, H, W, 3) by float32 (B, 3, H, W); the rest stays.

@@ -1,14 +1,21 @@
 """The families that are known, by LeRobot's name of the policy type: a new one is a line here."""
 
 from collections.abc import Callable
+from typing import Any
 
 from lerobot.configs import PreTrainedConfig
 
 from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from vla_finetuning.policies.family import Family
+from vla_finetuning.policies.pi0 import PI0
 from vla_finetuning.policies.pi05 import PI05
+from vla_finetuning.policies.vqbet import VQBeT
+from vla_finetuning.policies.xvla import XVLA
 
 PALIGEMMA = "google/paligemma-3b-pt-224"
+
+TEXT = "its forward reads instructions as text, and only numbers reach a training process here"
+VLM = "its images pass through the processor of a language model before they are numbers that a forward takes"
 
 FAMILIES = {
     family.type: family
@@ -16,22 +23,57 @@ FAMILIES = {
         PI05("pi05", as_lerobot=True, chunk_draws="noise", tokenizer=PALIGEMMA),
         Family("act", as_lerobot=True, chunk_draws="nothing"),
         Family("diffusion", as_lerobot=True),
-        Family("pi0", as_lerobot=True, chunk_draws="noise", tokenizer=PALIGEMMA),
-        Family("smolvla", chunk_draws="noise", tokenizer_option="vlm_model_name"),
-        Family("pi0_fast", tokenizer_option="text_tokenizer_name"),
-        Family("xvla", tokenizer_option="tokenizer_name"),
-        Family("multi_task_dit", tokenizer_option="text_encoder_name"),
+        PI0("pi0", as_lerobot=True, chunk_draws="noise", tokenizer=PALIGEMMA),
+        Family("smolvla", as_lerobot=True, chunk_draws="noise", tokenizer_option="vlm_model_name"),
+        PI0("pi0_fast", as_lerobot=True, tokenizer_option="text_tokenizer_name"),
+        XVLA("xvla", as_lerobot=True, tokenizer_option="tokenizer_name"),
+        VQBeT("vqbet", as_lerobot=True),
+        Family("multi_task_dit", as_lerobot=True, tokenizer_option="text_encoder_name"),
+        Family("tdmpc", refused="its target network follows the others after every step, without a gradient"),
+        Family("gaussian_actor", refused="it is an actor of online reinforcement learning, and its forward is no loss"),
+        Family("groot", refused=f"{VLM}, and its processors are made of the dataset's metadata"),
+        Family("eo1", refused=VLM),
+        Family("molmoact2", refused=f"{VLM}, and its processors are made of the dataset's metadata"),
+        Family("evo1", refused=TEXT),
+        Family("vla_jepa", refused=TEXT),
+        Family("wall_x", refused=f"{TEXT}; it also needs the packages torchdiffeq and qwen-vl-utils"),
+        Family("lingbot_va", refused=TEXT),
+        Family("fastwam", refused=TEXT),
     )
 }
 
 
 def family_of(config: PreTrainedConfig) -> Family:
     """The family of a policy by its configuration, or of what its configuration derives from; else a plain one."""
+    return _family_of(type(config), config.type)
+
+
+def _family_of(config_class: type, kind: str) -> Family:
     names = {kind: name for name, kind in PreTrainedConfig.get_known_choices().items()}
-    known = (FAMILIES.get(names.get(kind, "")) for kind in type(config).__mro__)
-    return next(filter(None, known), Family(config.type))
+    known = (FAMILIES.get(names.get(kind, "")) for kind in config_class.__mro__)
+    return next(filter(None, known), Family(kind))
 
 
 def types_that(can: Callable[[Family], object]) -> str:
     """The policy types of which something is true, for a message."""
     return ", ".join(name for name, family in FAMILIES.items() if can(family))
+
+
+def require_trained(kind: Any, where: str) -> None:
+    """Refuse a type that is not trained here, by its name alone: making a configuration of some asks the Hub.
+
+    Raises:
+        ValueError: there is no such type; it is not trained here, and why; no test shows that it is trained as LeRobot
+            does. Says `where` it was asked for.
+    """
+    known = PreTrainedConfig.get_known_choices()
+    if not isinstance(kind, str) or kind not in known:
+        raise ValueError(f"{where}: no policy is of type {kind!r}; LeRobot knows {', '.join(sorted(known))}")
+    family = _family_of(known[kind], kind)
+    if family.refused:
+        raise ValueError(f"{where}: a '{kind}' is not trained here: {family.refused}. Train it with lerobot-train")
+    if not family.as_lerobot:
+        raise ValueError(
+            f"{where}: that a '{kind}' is trained here as by lerobot-train is shown by no test, as it is for "
+            f"{types_that(lambda family: family.as_lerobot)}: train it with lerobot-train"
+        )

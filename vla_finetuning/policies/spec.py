@@ -15,7 +15,8 @@ from vla_finetuning.config import ImageTransformOptions, PeftOptions, TrainOptio
 from vla_finetuning.policies.loading import load_policy, new_policy
 from vla_finetuning.policies.optim import Recipe
 from vla_finetuning.policies.pipelines import Stats, load_processors, make_processors
-from vla_finetuning.policies.trainable import TrainableReport
+from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.trainable import TrainableReport, with_float32_masters
 
 Processors = tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]
 
@@ -38,7 +39,8 @@ class PolicySpec:
         export_average: whether the average is what is evaluated and exported.
         parameters: how many there are and which train; None for policies that are not built on the driver.
         prompts: lengths of prompts that a micro-batch may have, ascending; empty where prompts are not cut.
-        flops_by_prompt: forward and backward of a row, counted, by the length of its prompt.
+        flops_by_prompt: forward and backward of a row, counted, by the length of its prompt; empty where the policy is
+            not built on the driver.
     """
 
     config: PreTrainedConfig
@@ -60,11 +62,16 @@ class PolicySpec:
     flops_by_prompt: dict[int, int] = field(default_factory=dict)
 
     def start(self) -> PreTrainedPolicy:
-        """The policy with the weights that the run starts from, on the CPU: pretrained, or random by the seed."""
+        """The policy with the weights that the run starts from, on the CPU: pretrained, or random by the seed.
+
+        What trains is float32.
+        """
         if self.folder is not None:
-            return load_policy(self.folder, self.config, trusted=self.trusted)
-        torch.manual_seed(self.seed)
-        return new_policy(self.config, trusted=self.trusted)
+            policy = load_policy(self.folder, self.config, trusted=self.trusted)
+        else:
+            torch.manual_seed(self.seed)
+            policy = new_policy(self.config, trusted=self.trusted)
+        return policy if family_of(self.config).from_config else with_float32_masters(policy)
 
     def processors(self, config: PreTrainedConfig | None = None) -> Processors:
         """The policy's pre- and postprocessor. `config` replaces the policy's own."""

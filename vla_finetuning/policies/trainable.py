@@ -1,5 +1,6 @@
 """What of a policy trains, what it is kept in, and what no training process need hold."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,8 @@ from vla_finetuning.config import PeftOptions, TrainMode
 from vla_finetuning.policies.family import UNUSED
 from vla_finetuning.policies.lora import add_adapters
 from vla_finetuning.policies.registry import family_of, types_that
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,23 @@ def choose_trainable(
             frozen[part] = frozen.get(part, 0) + parameter.numel()
     total = sum(parameter.numel() for parameter in policy.parameters())
     return TrainableReport(total, total - sum(frozen.values()), frozen)
+
+
+def with_float32_masters(policy: PreTrainedPolicy) -> PreTrainedPolicy:
+    """A policy made float32, in place, if anything that its configuration lets train is in another precision.
+
+    Some of LeRobot's policies take the precision of a backbone's configuration: SmolVLA's expert is bfloat16 where
+    SmolVLM's text model says so (LeRobot 0.6.1), and steps of Adam are then mostly rounded away. Frozen weights become
+    float32 too, as forwards do not expect two precisions where they had one; `cast_frozen` casts them for training.
+    """
+    low = [p for p in policy.parameters() if p.requires_grad and p.is_floating_point() and p.dtype != torch.float32]
+    if not low:
+        return policy
+    logger.warning(
+        "%d weights that train are %s by the configuration of a '%s': all are made float32, or updates would be lost",
+        *(sum(p.numel() for p in low), str(low[0].dtype).removeprefix("torch."), policy.config.type),
+    )
+    return policy.float()
 
 
 def leave_off_unused(policy: PreTrainedPolicy) -> list[str]:

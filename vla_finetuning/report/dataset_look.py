@@ -15,10 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from lerobot_datasource import LeRobotDatasource
+from vla_finetuning.data.dataset_files import check_files, find_holes
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature, dimension_names
-from vla_finetuning.data.options import Features
+from vla_finetuning.data.options import Features, Reading
 from vla_finetuning.data.quantiles import LIMITS, outside
 from vla_finetuning.data.reader import height_width
+from vla_finetuning.run.holes import episode_ranges
 
 STATE, ACTION = "observation.state", "action"
 
@@ -138,6 +140,8 @@ def look_at(meta: DatasetMetadata) -> Look:
 
     Damaged rows and videos become findings, so that the rest can still be looked at.
     """
+    check_files(meta, camera_keys=[], skip=True)
+    holes = find_holes(meta)
     columns = _Columns(vector_keys(meta))
     findings: list[Finding] = []
     source = looking_source(meta, [])
@@ -151,17 +155,30 @@ def look_at(meta: DatasetMetadata) -> Look:
         try:
             (batch,) = source.read_rows(range(first, first + rows), rows)
         except (ValueError, OSError) as error:
-            damaged.setdefault(_reason(meta, error), []).append(episode)
+            if episode not in holes.episodes:
+                damaged.setdefault(_reason(meta, error), []).append(episode)
             continue
         read.append(episode)
         columns.add(episode, batch)
     # In the middle of the sample, and with enough frames to see something move.
-    shown = max(read[len(read) // 4 :] or [0], key=lambda e: min(int(meta.episode_length[e]), 100))
-    sheet, camera_findings = _look_through_cameras(meta, shown, read)
+    whole = [episode for episode in read if episode not in holes.episodes] or read
+    shown = max(whole[len(whole) // 4 :] or [0], key=lambda e: min(int(meta.episode_length[e]), 100))
+    cameras = [key for key in meta.camera_keys if not meta.features[key].is_depth]
+    if len(holes.episodes) == meta.num_episodes:
+        cameras = [key for key in cameras if key not in holes.cameras]
+    sheet, camera_findings = _look_through_cameras(meta, cameras[:MAX_CAMERAS], shown, whole)
 
     findings += [
         Finding("damaged", f"{_episodes(members)}: cannot be read: {why}") for why, members in list(damaged.items())[:5]
     ]
+    if holes:
+        findings.append(
+            Finding(
+                "damaged",
+                f"{holes}: training goes on without the {len(holes.episodes)} episodes that need these files by "
+                f"--dataset.exclude_episodes={episode_ranges(holes.episodes.tolist())}",
+            )
+        )
     findings += columns.not_finite()
     findings += camera_findings
     findings += columns.gaps(meta.fps)
@@ -410,11 +427,12 @@ class _Columns:
         return findings
 
 
-def _look_through_cameras(meta: DatasetMetadata, shown: int, read: Sequence[int]) -> tuple[list[Moment], list[Finding]]:
+def _look_through_cameras(
+    meta: DatasetMetadata, cameras: Sequence[str], shown: int, read: Sequence[int]
+) -> tuple[list[Moment], list[Finding]]:
     """The contact sheet, and the cameras that show nothing or always the same."""
     others = [e for e in np.asarray(read)[np.linspace(0, len(read) - 1, CAMERA_EPISODES).astype(int)] if e != shown]
     chosen = list(dict.fromkeys([shown, *map(int, others)]))[:CAMERA_EPISODES] if read else []
-    cameras = [key for key in meta.camera_keys if not meta.features[key].is_depth][:MAX_CAMERAS]
     seen: dict[str, dict[int, np.ndarray]] = {key: {} for key in cameras}
     times: dict[int, np.ndarray] = {}
     findings = []
@@ -467,9 +485,9 @@ def looking_source(
     meta: DatasetMetadata, camera_keys: list[str], image_size: tuple[int, int] | None = None
 ) -> LeRobotDatasource:
     """In stored order: the position of a row is its `index`. Any frame near its time will do for looking."""
-    return LeRobotDatasource(
-        [meta], features=Features(camera_keys=camera_keys, image_size=image_size, tolerance_s=0.5 / meta.fps)
-    )
+    columns = vector_keys(meta)
+    features = Features(camera_keys, columns, image_size=image_size, tolerance_s=0.5 / meta.fps)
+    return LeRobotDatasource([meta], features=features, reading=Reading(check_files=False))
 
 
 def _shown_size(feature: Feature) -> tuple[int, int] | None:

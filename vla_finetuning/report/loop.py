@@ -79,7 +79,9 @@ def shown_films(films: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[s
         uri, problem = None, film["problem"]
         if film["file"]:
             path = folder / FILMS / Path(film["file"]).name
-            if path.is_file():
+            if path.is_symlink() or path.parent.is_symlink():
+                problem = f"{path} is a link, and what it leads to is not for a page that others are shown"
+            elif path.is_file():
                 uri = "data:image/webp;base64," + base64.b64encode(path.read_bytes()).decode()
             else:
                 problem = f"{path} is gone"

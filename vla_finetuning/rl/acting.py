@@ -33,6 +33,7 @@ class Actor:
 
     Attributes:
         busy_s: seconds spent deciding; whoever reads it may set it back.
+        n_action_steps: executed of a chunk. shape: of a chunk: its length, the padded and the real width of an action.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Actor:
         self._checked = False
         self.busy_s = 0.0
         config = loss.policy.config
+        self.n_action_steps: int = config.n_action_steps
         self.shape = (config.chunk_size, config.max_action_dim, config.output_features[ACTION].shape[0])
 
     def see(self, observation: Observation, instructions: Sequence[str]) -> Batch:
@@ -78,7 +80,11 @@ class Actor:
         return (slice(first, first + self._at_once) for first in range(0, len(decisions), self._at_once))
 
     def executed(self, chunks: Sequence[Tensor]) -> np.ndarray:
-        return np.concatenate([self._player.to_env(chunk) for chunk in chunks])
+        """The actions of all rows last seen, whose chunks were made one batch after the other: (N, n_action_steps, A).
+
+        Together: what makes relative actions absolute remembers the states of all these rows.
+        """
+        return self._player.to_env(torch.cat(list(chunks)))
 
 
 def _to_uint8(key: str, image: Tensor, check: bool) -> Tensor:
@@ -116,6 +122,7 @@ class Explorer:
             with actor.computing():
                 chunk, walk = sample(actor.loss, actor.on_device(own), self._sde, draws)
             chunks.append(chunk)
+            walk = walk.executed(actor.n_action_steps)
             kept = {"x": walk.x, "after": walk.after, "which": walk.which, ACTION: chunk}
             self._kept.append(own | {key: value.cpu() for key, value in kept.items()})
             for decision in decisions[part]:

@@ -18,6 +18,7 @@ from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.rl.resolve import GrpoRun
 
 # Fresh ones: the held-out list, which is looked at on the way, begins at the run's seed; groups' seeds are above 2^31.
+# Where an environment has a list of initial states, fresh episodes begin in the held-out ones, with other noise.
 FRESH_SEED, FRESH_EPISODES = 1_000_000, 200
 # Pairs of episodes that are shown: the same scene before and after.
 PAIRS_SHOWN = 4
@@ -54,6 +55,7 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
         first_seed=FRESH_SEED,
         seed=job.seed,
         use_gpu=job.use_gpu,
+        number=lambda task, i: run.scene.eval_number(task, run.config.eval.n_episodes + i),
     )
     # A scene that only one of them could play has no pair.
     after_of = {(line["task"], line["episode"]): line for line in beside.played("after")}

@@ -9,10 +9,17 @@ known mean and standard deviation (Flow-GRPO, arXiv 2505.05470; for VLAs pi-RL, 
     mean     = x - v dt - sigma^2 dt / (2 t) (x + (1 - t) v)
     std      = sigma sqrt(dt)
 
-Only the real dimensions of an action are random; what pads them to the policy's width follows the ODE. So the density
-is over exactly what was drawn. All arithmetic but the network's own is float32.
+Only the real dimensions of an action are random; what pads them to the policy's width follows the ODE. All arithmetic
+but the network's own is float32.
 
-Legend: B rows, K steps of the walk, S of them random and recorded, T chunk, A action, W the padded action width.
+Given x, a step's Gaussian is independent over positions of the chunk and dimensions of an action, so the density of the
+first E positions of a step, those that are executed, is the product over these alone: exactly the conditional density
+of what moves the robot, whatever the others do. A decision is scored by these. In the last step nothing is lost: no
+other position can change what is executed. In earlier steps the others do change, by the network's attention, what is
+executed; leaving out their factors there too is an approximation, as in pi-RL's code.
+
+Legend: B rows, K steps of the walk, S of them random and recorded, T chunk, E of it executed, A action, W the padded
+action width.
 """
 
 from __future__ import annotations
@@ -51,13 +58,17 @@ class Walk(NamedTuple):
     """What is kept of a decision's random steps, to score them again.
 
     Attributes:
-        x: float32 (B, S, T, W), before the step. after: float32 (B, S, T, A), after it, where it is random.
+        x: float32 (B, S, T, W), before the step. after: float32 (B, S, E, A), after it: what is scored.
         which: int64 (B, S), the number of the step, from 0.
     """
 
     x: Tensor
     after: Tensor
     which: Tensor
+
+    def executed(self, steps: int) -> Walk:
+        """The same with E = `steps`: to score only the first actions of the chunk."""
+        return self._replace(after=self.after[:, :, :steps])
 
 
 @dataclass(frozen=True)
@@ -96,14 +107,14 @@ class FlowSDE:
 
 
 def log_prob(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Logarithm of the density of `value` (N, T, A) under independent Gaussians, (N,); std (N, 1, 1)."""
+    """Logarithm of the density of `value` (N, E, A) under independent Gaussians, (N,); std (N, 1, 1)."""
     squares = ((value - mean) / std).square().sum((1, 2))
     return -0.5 * squares - value[0].numel() * (std[:, 0, 0].log() + 0.5 * LOG_TWO_PI)
 
 
 @torch.no_grad()
 def sample(loss: FlowLoss, batch: Batch, sde: FlowSDE, draws: Draws) -> tuple[Tensor, Walk]:
-    """Walk at random: normalised chunks float32 (B, T, A), and what is kept of the walk.
+    """Walk at random: normalised chunks float32 (B, T, A), and what is kept of the walk, with E = T.
 
     Images and language are computed once for a decision, however many steps there are.
     """
@@ -139,14 +150,14 @@ def follow(loss: FlowLoss, batch: Batch, start: Tensor, steps: int) -> Tensor:
 
 
 def score(loss: FlowLoss, batch: Batch, sde: FlowSDE, walk: Walk) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities (B, S) of recorded steps under the weights as they are; their means (B, S, T, A), stds (B, S).
+    """Log-probabilities (B, S) of recorded steps under the weights as they are; their means (B, S, E, A), stds (B, S).
 
     Gradients flow. All steps of a row are draws of one suffix over one prefix.
     """
     rows, steps = walk.which.shape
-    width = walk.after.shape[-1]
+    executed, width = walk.after.shape[2:]
     x, time = walk.x.flatten(0, 1), sde.times(walk.x.device)[walk.which.flatten()]
     velocity = loss.velocity(x, time, loss.prefix(loss.images(batch))).float()
-    mean, std = sde.transition(x[..., :width], velocity[..., :width], time)
+    mean, std = sde.transition(x[:, :executed, :width], velocity[:, :executed, :width], time)
     found = log_prob(walk.after.flatten(0, 1), mean, std)
     return found.view(rows, steps), mean.unflatten(0, (rows, steps)), std.view(rows, steps)

@@ -20,17 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from util import Batch, StepResult, TrainableOptimizer, make_trainable_optimizer
-from vla_finetuning.config import EvalOptions, GrpoConfig, GrpoOptions
+from vla_finetuning.config import DatasetOptions, EvalOptions, GrpoConfig, GrpoOptions
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import Ended, Start
 from vla_finetuning.evaluation.episodes import episode_list
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
-from vla_finetuning.rl.minibatches import Table, group_seed, minibatches, rank_of
+from vla_finetuning.rl.demonstrations import Read, as_lessons, in_tasks, micro_positions
+from vla_finetuning.rl.minibatches import Minibatch, Table, group_seed, minibatches, rank_of
 from vla_finetuning.rl.objective import Objective, advantages, totals
 from vla_finetuning.rl.resolve import GrpoRun, Scene
 from vla_finetuning.rl.rollout import Rollouts
 from vla_finetuning.run.progress import keep_metrics
+from vla_finetuning.training.stream import Columns
 from vla_finetuning.training.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -68,40 +70,100 @@ def make_rollouts(scene: Scene, options: GrpoOptions, limits: EvalOptions) -> Ro
     )
 
 
+def make_demonstrations(run: GrpoRun) -> Read | None:
+    """How this process reads the demonstrations; None where there are none."""
+    if run.demonstrations is None:
+        return None
+    return in_tasks(run.demonstrations, run.policy, DatasetOptions().batch_timeout_s)
+
+
 @dataclass(frozen=True)
 class Played:
-    """What all ranks know of an iteration's episodes.
+    """What all ranks know of some groups' episodes.
 
     Attributes:
-        returns, success: float32 (N, G). decisions, steps: int64 (E,), of each episode.
+        returns, success: float32 (N, G). decisions, steps, numbers: int64 (N G,), of each episode.
     """
 
     returns: Tensor
     success: Tensor
     decisions: np.ndarray
     steps: np.ndarray
+    numbers: np.ndarray
+
+    @property
+    def alike(self) -> Tensor:
+        """Groups whose returns are all equal, bool (N,): nothing distinguishes their episodes."""
+        return (self.returns == self.returns[:, :1]).all(dim=1)
+
+    def with_groups(self, others: Played, places: Tensor) -> Played:
+        """The same with other groups at `places`, int64 (number of the others,)."""
+        size = self.returns.shape[1]
+        episodes = (places[:, None] * size + torch.arange(size)).flatten().numpy()
+        columns = {name: getattr(self, name).copy() for name in ("decisions", "steps", "numbers")}
+        for name, column in columns.items():
+            column[episodes] = getattr(others, name)
+        returns = self.returns.index_copy(0, places, others.returns)
+        return Played(returns, self.success.index_copy(0, places, others.success), **columns)
 
 
-def play_groups(run: GrpoRun, rollouts: Rollouts, explorer: Explorer, iteration: int, worker: Worker) -> Played:
-    """Play this rank's groups, and learn from the other ranks how theirs went. Every rank must call it."""
-    size, groups = run.options.group_size, range(run.options.groups)
-    own = [group for group in groups if rank_of(group, worker.world) == worker.rank]
+def play_iteration(
+    run: GrpoRun, rollouts: Rollouts, explorer: Explorer, iteration: int, worker: Worker
+) -> tuple[Played, list[Played]]:
+    """The groups to learn from, and all that were played for them. Every rank must call it.
+
+    With `--grpo.resample`, groups whose returns are all equal are replaced by groups that begin elsewhere, so many
+    times at most (dynamic sampling, DAPO, arXiv 2503.14476).
+    """
+    found = play_groups(run, rollouts, explorer, iteration, worker)
+    rounds = [found]
+    for again in range(1, run.options.resample + 1):
+        places = found.alike.nonzero().flatten()
+        if not len(places):
+            break
+        rounds.append(play_groups(run, rollouts, explorer, iteration, worker, places.tolist(), again))
+        found = found.with_groups(rounds[-1], places)
+    return found, rounds
+
+
+def play_groups(
+    run: GrpoRun,
+    rollouts: Rollouts,
+    explorer: Explorer,
+    iteration: int,
+    worker: Worker,
+    groups: Sequence[int] | None = None,
+    again: int = 0,
+) -> Played:
+    """Play this rank's groups, and learn from the other ranks how theirs went. Every rank must call it.
+
+    Args:
+        groups: of the iteration; all when None. again: how many times these have been replaced.
+    """
+    size, count = run.options.group_size, run.options.groups
+    groups = range(count) if groups is None else groups
     tasks, starts = run.scene.tasks, []
-    for group in own:
-        nth = iteration * run.options.groups + group
-        task, seed = tasks[nth % len(tasks)], group_seed(run.config.seed, iteration, group)
-        starts += [Start(group * size + i, task, seed, nth // len(tasks)) for i in range(size)]
+    places: dict[int, int] = {}  # of episodes in the table, by their numbers
+    for place, group in enumerate(groups):
+        if rank_of(group, worker.world) != worker.rank:
+            continue
+        number, nth = again * count + group, (iteration + again) * count + group
+        task, seed = tasks[nth % len(tasks)], group_seed(run.config.seed, iteration, number)
+        state = run.scene.train_number(task, nth // len(tasks))
+        starts += [Start(number * size + i, task, seed, state) for i in range(size)]
+        places |= {number * size + i: place * size + i for i in range(size)}
     ended = rollouts.play(starts, explorer)
     _check_alike(ended, size)
-    table = torch.zeros((run.episodes, 4), dtype=torch.float64)
+    table = torch.zeros((len(groups) * size, 5), dtype=torch.float64)
     for number, one in ended.items():
         worth = float(one.success_once) if run.options.reward == "success" else one.total_reward
-        table[number] = torch.tensor([worth, one.success_once, explorer.decisions(number), one.steps])
+        told = [worth, one.success_once, explorer.decisions(number), one.steps, number]
+        table[places[number]] = torch.tensor(told)
     device = explorer.device
     whole = everyone(table.to(device)).sum(dim=0).cpu()
     returns, success = (whole[:, column].float().view(-1, size) for column in (0, 1))
-    decisions, steps = (whole[:, column].long().numpy() for column in (2, 3))
-    return Played(returns, success, decisions, steps)
+    decisions, steps, numbers = (whole[:, column].long().numpy() for column in (2, 3, 4))
+    return Played(returns, success, decisions, steps, numbers)
 
 
 def _check_alike(ended: Mapping[int, Ended], size: int) -> None:
@@ -146,7 +208,8 @@ def check_finite(limit: int, nonfinite: int) -> None:
 def held_out(run: GrpoRun, rollouts: Rollouts, actor: Actor, worker: Worker) -> dict[str, int]:
     """Success of the deterministic sampler on the held-out list, shared out to the ranks. Every rank must call it."""
     config = run.config
-    episodes = dict(enumerate(episode_list(["plain"], run.scene.tasks, config.eval.n_episodes, config.seed)))
+    listed = episode_list(["plain"], run.scene.tasks, config.eval.n_episodes, config.seed, run.scene.eval_number)
+    episodes = dict(enumerate(listed))
     own = {number: one for number, one in episodes.items() if number % worker.world == worker.rank}
     starts = [Start(number, one.task, one.seed, one.episode) for number, one in own.items()]
     ended = rollouts.play(starts, Exploiter(actor, config.seed, own))
@@ -163,6 +226,8 @@ class Lessons:
 
     Args:
         start: the policy that the run started from, for `--grpo.kl`.
+        demonstrations: reads the rows of a dataset that are as many of each minibatch as decisions are.
+        first_row: of their stream.
     """
 
     def __init__(
@@ -176,8 +241,11 @@ class Lessons:
         *,
         iteration: int,
         worker: Worker,
+        demonstrations: Read | None = None,
+        first_row: int = 0,
     ) -> None:
         options, rank, world = run.options, worker.rank, worker.world
+        self._demonstrations, self._first_row = demonstrations, first_row
         self._run, self._actor, self._iteration, self._rank, self._world = run, actor, iteration, rank, world
         worth, used = advantages(played.returns, options.method, options.normalise)
         self._table = Table.of(played.decisions, used.flatten().numpy())
@@ -186,7 +254,7 @@ class Lessons:
         own = np.flatnonzero(self._owner == rank)
         # Where a row of the table is in this rank's columns.
         self._place = np.full(len(self._table.episode), -1)
-        self._place[own] = explorer.rows(self._table.episode[own], self._table.decision[own])
+        self._place[own] = explorer.rows(played.numbers[self._table.episode[own]], self._table.decision[own])
         self._advantage = worth.flatten()[self._table.episode]
         self._old: Tensor | None = None
         self._start_mean: Tensor | None = None
@@ -200,24 +268,47 @@ class Lessons:
         """Decisions to learn from, of all ranks."""
         return len(self._table.episode)
 
+    @property
+    def demonstrated(self) -> int:
+        """Rows of the demonstrations that all passes take, of all ranks."""
+        return self.rows * self._run.options.epochs if self._demonstrations else 0
+
     def epoch(self, number: int) -> Iterator[tuple[int, list[Batch]]]:
         """A pass: of each minibatch its rows on all ranks, and this rank's micro-batches of it."""
-        for minibatch in self._minibatches(number):
-            yield len(minibatch[0]), [self._micro_batch(rows, number) for rows in minibatch[1]]
+        listed = list(self._minibatches(number))
+        if self._demonstrations is None:
+            for minibatch in listed:
+                yield minibatch.rows, [self._micro_batch(rows, number) for rows in minibatch.micros]
+            return
+        first, beside = self._first_row + number * self.rows, []
+        for minibatch in listed:
+            shares = {"rank": self._rank, "ranks": self._world, "micro_rows": self._run.config.batch_size}
+            beside.append(micro_positions(first, minibatch.rows, **shares))
+            first += minibatch.rows
+        # A rank without rows of its own in a micro-batch fills it up with the stream's first.
+        read = self._demonstrations([p if len(p) else np.array([self._first_row]) for micros in beside for p in micros])
+        for minibatch, micros in zip(listed, beside, strict=True):
+            own = [self._micro_batch(rows, number) for rows in minibatch.micros]
+            yield 2 * minibatch.rows, own + [self._demonstration(next(read), positions) for positions in micros]
 
-    def _minibatches(self, number: int) -> Iterator[tuple[range, list[np.ndarray]]]:
-        config = self._run.config
-        key = (config.seed, self._iteration, number)
-        for one in minibatches(
+    def _minibatches(self, number: int) -> Iterator[Minibatch]:
+        config, options = self._run.config, self._run.options
+        return minibatches(
             self._table,
             self._owner,
             rank=self._rank,
             ranks=self._world,
-            size=self._run.options.minibatch,
+            size=options.minibatch if self._demonstrations is None else max(1, options.minibatch // 2),
             micro_rows=config.batch_size,
-            key=key,
-        ):
-            yield range(one.rows), one.micros
+            key=(config.seed, self._iteration, number),
+        )
+
+    def _demonstration(self, columns: Columns, positions: np.ndarray) -> Batch:
+        """Prepared rows at these positions of the stream as `Objective` takes them; of none, one of weight zero."""
+        batch = self._actor.on_device(as_lessons(columns))
+        names = [(self._run.config.seed, int(position)) for position in positions] or [(0, 0)]
+        own = {"weight": torch.full((len(names),), float(len(positions) > 0)), **self._noise(names)}
+        return batch | {key: value.to(self._actor.device) for key, value in own.items()}
 
     def _score(self, objective: Objective, start: Objective | None) -> None:
         """Log-probabilities before the first update, by the learner itself and in the first epoch's micro-batches.
@@ -227,8 +318,8 @@ class Lessons:
         steps = self._columns["which"].shape[1] if self._columns else 0
         old = torch.zeros(self.rows, steps)
         means = []
-        for _, micros in self._minibatches(0):
-            for rows in micros:
+        for minibatch in self._minibatches(0):
+            for rows in minibatch.micros:
                 if not len(rows):
                     continue
                 with torch.no_grad(), self._actor.computing():
@@ -256,16 +347,19 @@ class Lessons:
         if self._start_mean is not None:
             own["start_mean"] = self._start_mean[rows]
         if self._run.options.method == "filtered":
-            own |= self._draws(rows, epoch)
+            key = (self._run.config.seed, self._iteration, epoch)
+            own |= self._noise([(*key, self._table.episode[row], self._table.decision[row]) for row in rows])
+            # What was not executed is no example of success.
+            config: Any = self._run.policy.config
+            own["action_is_pad"] = (torch.arange(config.chunk_size) >= config.n_action_steps).repeat(len(rows), 1)
         return batch | {key: value.to(self._actor.device) for key, value in own.items()}
 
-    def _draws(self, rows: np.ndarray, epoch: int) -> dict[str, Tensor]:
-        """Noise and time of imitation, LeRobot's distributions (`policies.flow.sample_noise_and_time`)."""
+    def _noise(self, names: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
+        """Noise and time of imitation of each row, LeRobot's distributions (`policies.flow.sample_noise_and_time`)."""
         config: Any = self._run.policy.config
         noise, times = [], []
-        for row in rows:
-            name = [self._table.episode[row], self._table.decision[row]]
-            rng = np.random.default_rng([self._run.config.seed, self._iteration, epoch, *name])
+        for name in names:
+            rng = np.random.default_rng(name)
             noise.append(rng.standard_normal((config.chunk_size, config.max_action_dim), np.float32))
             fraction = rng.beta(config.time_sampling_beta_alpha, config.time_sampling_beta_beta)
             times.append(fraction * config.time_sampling_scale + config.time_sampling_offset)
@@ -275,7 +369,8 @@ class Lessons:
 def build_grpo_optimizer(config: GrpoConfig, loss: FlowLoss) -> TrainableOptimizer:
     """AdamW with the policy's own constants but no decay, which would pull away from the policy that was imitated."""
     preset = loss.policy.config.get_optimizer_preset()
-    peak, warmup = config.lr or preset.lr, config.grpo.warmup
+    assert config.lr is not None  # the check refuses it
+    peak, warmup = config.lr, config.grpo.warmup
     return make_trainable_optimizer(
         loss.policy,
         schedule=lambda iteration: peak * min(1.0, (iteration + 1) / (warmup + 1)),
@@ -328,23 +423,33 @@ class Times:
 
 
 def metrics_of(
-    run: GrpoRun, played: Played, lessons: Lessons, objective: Objective, results: Sequence[StepResult]
+    run: GrpoRun,
+    played: Played,
+    rounds: Sequence[Played],
+    lessons: Lessons,
+    objective: Objective,
+    results: Sequence[StepResult],
 ) -> dict[str, Any]:
-    """An iteration in numbers, the same on all ranks. Every rank must call it."""
+    """An iteration in numbers, the same on all ranks. Every rank must call it.
+
+    Args:
+        played: the groups that it learned from. rounds: all that were played, whose success and costs these are.
+    """
     said = totals(everyone(objective.sums))
     norms = [float(result.grad_norm) for result in results]
-    mixed = (played.returns != played.returns[:, :1]).any(dim=1)
     return {
-        "success": float(played.success.mean()),
-        "return": float(played.returns.mean()),
-        "mixed_groups": float(mixed.float().mean()),
-        "decisions": int(played.decisions.sum()),
+        "success": float(torch.cat([one.success for one in rounds]).mean()),
+        "return": float(torch.cat([one.returns for one in rounds]).mean()),
+        "mixed_groups": 1.0 - float(played.alike.float().mean()),
+        "resampled_groups": sum(len(one.returns) for one in rounds[1:]),
+        "decisions": sum(int(one.decisions.sum()) for one in rounds),
         "used": lessons.rows,
-        "env_steps": int(played.steps.sum()),
+        "demonstrated": lessons.demonstrated,
+        "env_steps": sum(int(one.steps.sum()) for one in rounds),
         "updates": len(results),
         "nonfinite_steps": int(sum(float(result.skipped) for result in results)),
         "loss": said.loss,
-        "kl": said.kl,
+        "kl": None if run.options.method == "filtered" else said.kl,
         "kl_start": said.kl_start if run.options.kl else None,
         "clipped": said.clipped,
         "ratio_off": said.ratio_off,

@@ -2,7 +2,8 @@
 
 Pure functions of numbers, and `Objective`, the module that a training loop wraps in DDP and calls.
 
-Legend: B rows (decisions), S random steps of each, T chunk, A action, N groups, G episodes of a group.
+Legend: B rows (decisions), S random steps of each, T chunk, E of it executed, A action, N groups, G episodes of a
+group.
 """
 
 from __future__ import annotations
@@ -63,14 +64,28 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: flo
     return loss, flat
 
 
+def surrogate(options: GrpoOptions, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+    """A loss whose gradient raises the return, and where it is flat; of steps drawn by the policy that acted.
+
+    grpo: `clipped`. rloo: -r A, whose gradient is REINFORCE's by importance sampling, so that samples of the policy
+    before the first update stay right in later ones; only the stop at `--grpo.target_kl` bounds r.
+
+    Args:
+        ratio: of the density now to that of the policy that acted. advantage: broadcasts to it.
+    """
+    if options.method == "rloo":
+        return -ratio * advantage, torch.zeros_like(ratio, dtype=torch.bool)
+    return clipped(ratio, advantage, options.clip_low, options.clip_high, options.dual_clip)
+
+
 @dataclass(frozen=True)
 class Totals:
     """What an update says of itself, of all ranks.
 
     Attributes:
-        loss: mean. kl: of the policy that acted to the policy now, by (r - 1) - log r. clipped: share of the steps that
-            the clip left without a gradient. ratio_off: the largest |r - 1|. kl_start: to the policy that the run
-            started from.
+        loss: mean. kl: of the policy that acted to the policy now, by (r - 1) - log r, per executed dimension (of an
+            action, times actions). clipped: share of the steps that the clip left without a gradient. ratio_off: the
+            largest |r - 1|. kl_start: as kl, to the policy that the run started from.
     """
 
     loss: float
@@ -85,7 +100,7 @@ class Objective(nn.Module):
 
     A micro-batch, all of B rows: what `FlowLoss` takes of images and language; `weight` float32 (B,), 0 for a row
     that only fills up; and for grpo and rloo `x`, `after`, `which` (`flow_sde.Walk`), `advantage` (B,), `old` (B, S),
-    the log-probabilities before the first update, and `start_mean` (B, S, T, A) with `--grpo.kl`; for filtered
+    the log-probabilities before the first update, and `start_mean` (B, S, E, A) with `--grpo.kl`; for filtered
     `action` (B, T, A), `noise` and `time`.
 
     Attributes:
@@ -111,22 +126,21 @@ class Objective(nn.Module):
         # A row that fills up must not even be NaN times zero.
         change = torch.where(weight[:, None] > 0, found - batch["old"], 0.0)
         ratio, advantage = change.exp(), batch["advantage"][:, None]
-        if options.method == "rloo":
-            losses, flat = -advantage * torch.where(weight[:, None] > 0, found, 0.0), torch.zeros_like(ratio)
-        else:
-            losses, flat = clipped(ratio, advantage, options.clip_low, options.clip_high, options.dual_clip)
+        losses, flat = surrogate(options, ratio, advantage)
         away = torch.zeros_like(losses)
         if options.kl:
             away = ((mean - batch["start_mean"]) / std[:, :, None, None]).square().sum((2, 3)) / 2.0
             losses = losses + options.kl * away
         loss = (losses.mean(dim=1) * weight).sum()
         with torch.no_grad():
-            divergence = ratio - 1.0 - change
+            dimensions = batch["after"][0, 0].numel()
+            divergence = (ratio - 1.0 - change) / dimensions
 
             def total(values: Tensor) -> Tensor:
                 return (values.float().mean(dim=1) * weight).sum()
 
-            self._add(weight.sum(), loss, total(divergence), total(flat), (ratio - 1.0).abs().max(), total(away))
+            off = (ratio - 1.0).abs().max()
+            self._add(weight.sum(), loss, total(divergence), total(flat), off, total(away / dimensions))
         return loss
 
     def score(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

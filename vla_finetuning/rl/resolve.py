@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,45 @@ from lerobot.envs.utils import env_to_policy_features
 from lerobot.utils.constants import POLICY_PREPROCESSOR_DEFAULT_NAME
 
 from vla_finetuning.config import GrpoConfig, GrpoOptions, PeftOptions
-from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, how_drawn, longest_episode, task_makers
+from vla_finetuning.envs.configs import (
+    check_drawn,
+    drawn_for,
+    env_config,
+    how_drawn,
+    initial_state_counts,
+    longest_episode,
+    task_makers,
+)
+from vla_finetuning.envs.initial_states import InitialStates, reserve_last
 from vla_finetuning.evaluation.player import check_fits
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.rl.demonstrations import resolve_demonstrations
 from vla_finetuning.rl.flow_sde import FlowSDE
 from vla_finetuning.run.base_policy import check_policy, resolve_policy
 from vla_finetuning.run.job import Job
+from vla_finetuning.run.preflight import absolute
 from vla_finetuning.run.resolve import make_job
+from vla_finetuning.run.rows import Rows
 from vla_finetuning.terminal import escaped
 
-# Options of GRPO that may change when a run is resumed: how long it goes on, and what changes no result.
-FREE = ("iterations", "eval_every", "env_actors", "envs_per_actor", "env_actor_cpus", "inference_batch")
+# Options of GRPO that may change when a run is resumed: how long it goes on, what changes no result, and a path, behind
+# which are the rows that do count.
+FREE = (
+    "demonstrations",
+    "iterations",
+    "eval_every",
+    "env_actors",
+    "envs_per_actor",
+    "env_actor_cpus",
+    "inference_batch",
+)
+# Options that older runs were started without: at its default, each of these leaves a run as it was.
+LATER = ("reserved_states", "resample")
+# In the run's folder: the lists of initial states, by task.
+INITIAL_STATES_NAME = "initial_states.json"
 # An environment that does not say how long its episodes are.
 UNKNOWN_LENGTH = 300
 
@@ -40,12 +66,15 @@ class Scene:
         env: whose observations the policy sees. cameras: of it, by their policy keys.
         tasks: of the environment, which groups take in turns.
         longest: steps of an episode at most; None where that is not known.
+        states: of the tasks with a list of initial states, which of them train and which are held out. The others'
+            initial states are drawn from seeds, and those of training and evaluation differ.
     """
 
     env: EnvConfig
     cameras: tuple[str, ...]
     tasks: tuple[str, ...]
     longest: int | None
+    states: Mapping[str, InitialStates] = field(default_factory=dict)
 
     @property
     def drawn(self) -> dict[str, Any]:
@@ -56,15 +85,28 @@ class Scene:
         """Of an episode, where a decision executes so many actions."""
         return math.ceil((self.longest or UNKNOWN_LENGTH) / n_action_steps)
 
+    def train_number(self, task: str, nth: int) -> int:
+        """The number of a task's n-th group: where in the list of initial states it begins."""
+        return self.states[task].train_number(nth) if task in self.states else nth
+
+    def eval_number(self, task: str, nth: int) -> int:
+        """The number of a task's n-th episode of evaluation."""
+        return self.states[task].eval_number(nth) if task in self.states else nth
+
 
 @dataclass(frozen=True)
 class GrpoRun:
-    """A run of `grpo.py`: what it does, which policy, in which scene. Its steps are iterations."""
+    """A run of `grpo.py`: what it does, which policy, in which scene. Its steps are iterations.
+
+    Attributes:
+        demonstrations: rows of a dataset that it imitates too.
+    """
 
     config: GrpoConfig
     job: Job
     policy: PolicySpec
     scene: Scene
+    demonstrations: Rows | None = None
 
     @property
     def options(self) -> GrpoOptions:
@@ -86,7 +128,7 @@ def decision_bytes(env: EnvConfig, config: Any, sde: FlowSDE) -> int:
     images = sum(math.prod(feature.shape) for feature in features if feature.type is FeatureType.VISUAL)
     width, actions = config.max_action_dim, config.output_features["action"].shape[0]
     steps = 1 if sde.one else sde.steps
-    walk = 4 * config.chunk_size * (steps * (width + actions) + actions)
+    walk = 4 * (config.chunk_size * (steps * width + actions) + steps * config.n_action_steps * actions)
     return images + 9 * config.tokenizer_max_length + walk
 
 
@@ -106,6 +148,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     )
     env = env_config(config.env_type or "", config.env_options)
     tasks = tuple(task_makers(env))
+    states = reserve_last(initial_state_counts(env), config.grpo.reserved_states)
     policy_config, folder, base = resolve_policy(config.training(), config.policy_path)
     assert folder is not None  # there was a path
     if not family_of(policy_config).flow:
@@ -125,7 +168,12 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     cameras = tuple(key for key in policy_config.image_features if key in shown)
     prompts = family_of(policy_config).prompt_lengths(policy_config, len(cameras), config.train.trim_prompts)
     steps = 1 if config.grpo.random_steps == "one" else config.grpo.flow_steps
-    decided = {name: value for name, value in asdict(config.grpo).items() if name not in FREE}
+    usual = asdict(GrpoOptions())
+    decided = {
+        name: value
+        for name, value in asdict(config.grpo).items()
+        if name not in FREE and not (name in LATER and value == usual[name])
+    }
     config = replace(config, policy_revision=base["revision"])
     training = config.training()
     policy = PolicySpec(
@@ -146,8 +194,18 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     )
     policy.processors()
     identity = {"environment": config.env_type, "env_options": config.env_options, "seed": config.seed, **decided}
+    # Runs of before scored whole chunks, and their --grpo.target_kl was of all dimensions together.
+    identity["density"] = "executed actions, divergence per dimension"
+    demonstrations = None
+    if config.grpo.demonstrations is not None:
+        root = absolute(config.grpo.demonstrations)
+        config = replace(config, grpo=replace(config.grpo, demonstrations=root))
+        demonstrations = resolve_demonstrations(config, root)
+        identity["demonstrations"] = demonstrations.identity
+    if states:
+        identity["reserved"] = {task: list(own.reserved) for task, own in states.items()}
     job = make_job(training, policy, config.grpo.iterations, identity, config.train.mode, config.grpo.minibatch)
-    return GrpoRun(config, job, policy, Scene(env, cameras, tasks, longest_episode(env)))
+    return GrpoRun(config, job, policy, Scene(env, cameras, tasks, longest_episode(env), states), demonstrations)
 
 
 def describe_grpo(run: GrpoRun) -> str:
@@ -157,13 +215,17 @@ def describe_grpo(run: GrpoRun) -> str:
     decisions = scene.most_decisions(policy.config.n_action_steps)
     size = decision_bytes(scene.env, policy.config, run.sde)
     workers, per_worker = config.scaling.num_workers, run.episodes // config.scaling.num_workers
+    # Where all groups of a worker are replaced each time; those that were replaced are still held.
+    per_worker *= 1 + g.resample
     held = per_worker * decisions * size
+    ends = f", an iteration's updates end at a KL of {g.target_kl:g} per executed dimension" if g.target_kl else ""
     advantage = {
         "grpo": f"ratio clipped to {1 - g.clip_low:g} .. {1 + g.clip_high:g}"
         + (f", dual clip {g.dual_clip:g}" if g.dual_clip else "")
-        + (f", a step of updates ends at a KL of {g.target_kl:g}" if g.target_kl else ""),
-        "rloo": "REINFORCE, less the mean of the group's others",
-        "filtered": "imitation of the episodes that succeeded",
+        + ends,
+        "rloo": f"REINFORCE, less the mean of the group's others, ratio not clipped{ends}",
+        "filtered": "imitation of the episodes that succeeded; --grpo.target_kl does not stop it"
+        + (f"; half of each minibatch from {g.demonstrations}" if g.demonstrations else ""),
     }[g.method]
     tasks = len(scene.tasks)
     lines = [
@@ -178,6 +240,7 @@ def describe_grpo(run: GrpoRun) -> str:
         f"CPUs each; cameras {', '.join(scene.cameras)}",
         f"Iteration    {g.groups} groups x {g.group_size} episodes = {run.episodes}, told their {g.reward}; "
         f"{g.iterations} iterations, {g.iterations * run.episodes:,} episodes",
+        *_describe_resampling(run),
         f"Sampler      {g.flow_steps} steps, {g.random_steps} of them random, noise level {g.noise_level:g}",
         f"Learning     {g.method}: {advantage}",
         f"             {g.epochs} epochs in minibatches of {g.minibatch} decisions, at most {config.batch_size} at "
@@ -185,9 +248,35 @@ def describe_grpo(run: GrpoRun) -> str:
         f"Rollouts     at most {held / 2**30:.2f} GiB of host memory per worker: {per_worker * decisions:,} "
         f"decisions of {size / 1e6:.2f} MB",
         f"Held out     {config.eval.n_episodes} episodes every {g.eval_every} iterations, by the deterministic sampler",
+        *_describe_states(run),
         f"Checkpoints  every {config.save_freq} iterations and at the end, the last {config.keep_checkpoints} kept, in "
         f"{job.checkpoints_dir}",
         f"Hardware     {workers} {'GPU' if job.use_gpu else 'CPU'} workers, {config.scaling.strategy}, "
         f"{config.train.precision} precision",
     ]
     return "\n".join(map(escaped, lines))
+
+
+def _describe_states(run: GrpoRun) -> list[str]:
+    """The plan's lines about lists of initial states; none where all are drawn from seeds."""
+    states = run.scene.states.values()
+    if not states:
+        return []
+    trained, evaluated = sum(len(own.trained) for own in states), sum(len(own.evaluated) for own in states)
+    per_state = run.options.iterations * run.options.groups / len(run.scene.tasks)
+    per_state /= min(len(own.trained) for own in states)
+    lines = [
+        f"States       {sum(own.count for own in states)} initial states in {len(states)} lists, one per task: "
+        f"{trained} train, {per_state:.1f} groups begin in each"
+    ]
+    if run.options.reserved_states:
+        held = f"{evaluated} are held out of training, for evaluation: the last {run.options.reserved_states} per task"
+        return [*lines, f"             {held} ({INITIAL_STATES_NAME})"]
+    return [*lines, "             none is held out: evaluation is on states that were trained"]
+
+
+def _describe_resampling(run: GrpoRun) -> list[str]:
+    resample, most = run.options.resample, run.options.iterations * run.episodes * (1 + run.options.resample)
+    if not resample:
+        return []
+    return [f"             groups all alike are replaced, {resample} times at most: at most {most:,} episodes"]

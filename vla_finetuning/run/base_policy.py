@@ -5,12 +5,10 @@ Runs on the driver, and loads no weights.
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from lerobot.configs.policies import PreTrainedConfig
 
 from vla_finetuning.config import (
@@ -19,13 +17,14 @@ from vla_finetuning.config import (
     PeftOptions,
     TrainOptions,
 )
+from vla_finetuning.files import read_foreign_json
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.family import TRAIN_OPTIONS
 from vla_finetuning.policies.loading import check_weights, fetch_pretrained, load_policy_config, make_policy_config
 from vla_finetuning.policies.processors import (
     TOKENIZER_FOLDER,
 )
-from vla_finetuning.policies.registry import family_of, types_that
+from vla_finetuning.policies.registry import family_of, require_trained, types_that
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.trainable import TrainableReport, choose_trainable
 from vla_finetuning.run.checkpoint import check_base, file_digest, latest_checkpoint, load_progress
@@ -52,19 +51,25 @@ def check_policy(
                 "out, or look for the like among the policy's own options (--policy.*)"
             )
     if not family.from_config:
+        _require_float32(str(getattr(policy_config, "dtype", "float32")))
         return None  # building others may download their backbones
     policy = meta_policy(policy_config)
     if folder is not None:
         check_weights(folder, policy)
     report = choose_trainable(policy, train.mode, adapters)
-    trained = {parameter.dtype for parameter in policy.parameters() if parameter.requires_grad}
-    if others := sorted(str(dtype).removeprefix("torch.") for dtype in trained - {torch.float32}):
+    for dtype in {parameter.dtype for parameter in policy.parameters() if parameter.requires_grad}:
+        _require_float32(str(dtype).removeprefix("torch."))
+    return report
+
+
+def _require_float32(dtype: str) -> None:
+    """Refuse a policy some of whose weights that train would be of this precision."""
+    if dtype != "float32":
         raise ValueError(
-            f"--policy.dtype={others[0]}, the user's or the pretrained policy's own: weights that train must "
+            f"--policy.dtype={dtype}, the user's or the pretrained policy's own: weights that train must "
             "be float32, or small updates are lost; give --policy.dtype=float32 (--train.precision says what the step "
             "computes in, and keeps what is frozen in bf16)"
         )
-    return report
 
 
 def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, Path | None, dict[str, Any]]:
@@ -75,11 +80,13 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
     Returns:
         The configuration; the folder, None without one; `{"path", "revision", "digest", "files"}`.
     Raises:
-        ValueError, OSError: there is none, it cannot be read, or it is not the one that a resumed run started from.
+        ValueError, OSError: there is none, it cannot be read, it is not the one that a resumed run started from, or its
+            type is not trained here.
     """
     if path is None:
         kind = config.policy_type or ""
         nothing = {"path": f"{kind} from random weights", "revision": None, "digest": None}
+        require_trained(kind, f"--policy.type={kind}")
         return policy_config_of(f"--policy.type={kind}", kind, None, config.policy_options), None, nothing
     folder, revision = fetch_pretrained(path, config.policy_revision)
     folder = folder.absolute()
@@ -98,9 +105,10 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
         # be the one that the run was started from.
         check_base(load_progress(newest), base)
     try:
-        kind = json.loads((folder / "config.json").read_bytes())["type"]
+        kind = read_foreign_json(folder / "config.json")["type"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"policy {path}: config.json is damaged or no policy's ({error!r}); copy it again") from error
+    require_trained(kind, f"policy {path}")
     policy_config = policy_config_of(f"policy {path}", kind, folder, config.policy_options)
     policy_config.pretrained_path = folder
     return policy_config, folder, base
@@ -115,9 +123,6 @@ def _digests(folder: Path, weights: Path) -> dict[str, str]:
 
 def policy_config_of(where: str, kind: str, folder: Path | None, options: list[str]) -> PreTrainedConfig:
     """LeRobot's configuration of a policy, the folder's or the type's defaults, with the user's own options."""
-    known = PreTrainedConfig.get_known_choices()
-    if kind not in known:
-        raise ValueError(f"{where}: no policy is of type {kind!r}; LeRobot knows {', '.join(sorted(known))}")
     try:
         with warnings.catch_warnings(), remote_code(trusted=False):
             warnings.simplefilter("ignore")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lerobot_datasource import SEGMENT_ROWS
-from vla_finetuning.config import FRAMES_DIR, Config, DatasetOptions
+from vla_finetuning.config import FRAMES_DIR, REHEARSAL_ROWS_PER_S, Config, DatasetOptions
 from vla_finetuning.policies.augment import WRIST
 from vla_finetuning.policies.remote_code import brought_along
 from vla_finetuning.policies.spec import PolicySpec
@@ -65,7 +65,10 @@ def _datasets(config: Config, rows: Rows) -> list[str]:
         for key in meta.camera_keys:
             feature = meta.features[key]
             used = "" if key in rows.camera_keys else "  (not used)"
-            lines.append(f"             camera {key} {_size(feature.shape)} {feature.dtype}{used}")
+            kind = "depth " if feature.is_depth else ""
+            lines.append(f"             camera {key} {_size(feature.shape)} {kind}{feature.dtype}{used}")
+        texts = [key for key, feature in meta.features.items() if feature.dtype in ("string", "language")]
+        lines += [f"             not read: {what}" for what in (*([", ".join(texts)] if texts else []), *meta.not_read)]
     return lines
 
 
@@ -95,6 +98,12 @@ def _steps(config: Config, steps: int, rows: Rows) -> list[str]:
         f"{' on average' if rows.epoch_ends else ''}, {rows.per_epoch / batch:.1f} steps each); a line every "
         f"{config.log_freq}",
     ]
+    if config.is_rehearsal:
+        minutes = steps * batch / REHEARSAL_ROWS_PER_S / 60
+        lines.append(
+            f"             about {minutes:.0f} minutes at the {REHEARSAL_ROWS_PER_S} rows/s of 2 CPUs and a 480x640 "
+            "camera; each line says what is left"
+        )
     lines += _padded(rows)
     text = "             epochs follow each other without a gap"
     if rows.epoch_ends:
@@ -212,7 +221,7 @@ def _cached_frames(d: DatasetOptions, rows: Rows) -> list[str]:
         return ["             none are kept (--dataset.frame_cache=auto): none are read twice"]
     return [
         f"             decoded in every epoch: {size} of frames are more than --dataset.frame_cache_gb="
-        f"{d.frame_cache_gb:g}, or than fits the disk of {FRAMES_DIR} with a margin "
+        f"{d.frame_cache_gb:g}, or than fits the disk of {FRAMES_DIR} with a margin, or that is memory "
         "(--dataset.frame_cache=DIR keeps what fits)"
     ]
 

@@ -6,21 +6,39 @@ between the two, folders and datasets may change.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vla_finetuning.config import Config, DatasetOptions, JobOptions
-from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
+from vla_finetuning.data.metadata import (
+    CAMERA_DTYPES,
+    FRAME_FEATURES,
+    DatasetMetadata,
+    load_metadata,
+    rename_features,
+)
 from vla_finetuning.data.selection import Choice, read_choice
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.options import did_you_mean
 from vla_finetuning.run.episodes import select
 from vla_finetuning.run.folder import check_folder, is_finished
+from vla_finetuning.run.holes import certain_cameras, check_holes
 from vla_finetuning.terminal import tell, tell_error
+
+OBSERVATION = "observation."
+# Names outside LeRobot's own, and what they stand for: openpi's LIBERO, DROID and ALOHA datasets.
+WELL_KNOWN = {
+    **{"state": "observation.state", "joint_position": "observation.state", "qpos": "observation.state"},
+    **{"actions": "action", "image": "observation.images.base_0_rgb", "cam_high": "observation.images.base_0_rgb"},
+    "exterior_image_1_left": "observation.images.base_0_rgb",
+    **dict.fromkeys(("wrist_image", "wrist_image_left", "cam_left_wrist"), "observation.images.left_wrist_0_rgb"),
+    **dict.fromkeys(("cam_right_wrist", "exterior_image_2_left"), "observation.images.right_wrist_0_rgb"),
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +82,83 @@ def check_start_of(config: JobOptions) -> Examined:
         sys.exit(0)
     tell(f"Checked      {examined}; loading PyTorch, LeRobot and Ray")
     return examined
+
+
+def load_datasets(config: Config, roots: Sequence[str]) -> tuple[DatasetMetadata, ...]:
+    """Read the metadata of the run's datasets, with the names that --rename_map gives their features.
+
+    Names of observations are left alone: as in lerobot-train, the policy's own processors rename those.
+
+    Raises:
+        OSError, ValueError: a dataset cannot be read, has no feature of a name, or lacks what a policy needs.
+    """
+    metas = [load_metadata(root, storage_policy=storage_policy(config.dataset)) for root in roots]
+    return with_names(metas, config.rename_map)
+
+
+def with_names(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> tuple[DatasetMetadata, ...]:
+    """The datasets with the names that --rename_map gives their features. Raises ValueError as `load_datasets`."""
+    names = features_renamed(rename_map)
+    for key, name in names.items() if metas else ():
+        where = f'--rename_map has "{key}": "{name}"'
+        if key in FRAME_FEATURES:
+            raise ValueError(f"{where}; LeRobot's own columns {', '.join(FRAME_FEATURES)} keep their names")
+        if not any(key in meta.features for meta in metas):
+            known = sorted({key for meta in metas for key in meta.features})
+            raise ValueError(f"{where}, and the datasets' features are {', '.join(known)}{did_you_mean(key, known)}")
+    found = tuple(
+        rename_features(meta, {key: name for key, name in names.items() if key in meta.features}) for meta in metas
+    )
+    for meta in found:
+        _check_names(meta, rename_map)
+    return found
+
+
+def features_renamed(rename_map: Mapping[str, str]) -> dict[str, str]:
+    """What of --rename_map is the dataset's: names that lerobot-train does not rename."""
+    return {key: name for key, name in rename_map.items() if not key.startswith(OBSERVATION)}
+
+
+def observations_renamed(rename_map: Mapping[str, str]) -> dict[str, str]:
+    """What of --rename_map the policy's processors do, as in lerobot-train."""
+    return {key: name for key, name in rename_map.items() if key.startswith(OBSERVATION)}
+
+
+def _check_names(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> None:
+    """Refuse a dataset without actions or observations by LeRobot's names, and propose the flag that gives them."""
+    lacks = [] if "action" in meta.features else ["action"]
+    lacks += [] if any(key.startswith(OBSERVATION) for key in meta.features) else [f"{OBSERVATION}*"]
+    if not lacks:
+        return
+    proposed = {**rename_map, **proposed_names(meta)}
+    flag = f"; --rename_map '{json.dumps(proposed)}' gives them LeRobot's names" if proposed else ""
+    raise ValueError(
+        f"dataset {meta.root}: no feature is called {' or '.join(lacks)}; its features are "
+        f"{', '.join(key for key in meta.features if key not in FRAME_FEATURES)}"
+        f"{''.join(f'; not read of the dataset: {line}' for line in meta.not_read)}{flag}"
+    )
+
+
+def proposed_names(meta: DatasetMetadata) -> dict[str, str]:
+    """LeRobot's names for features as openpi's LIBERO, DROID and ALOHA examples call them, and their like.
+
+    Cameras get those of PI0.5 where it is known which is which.
+    """
+    free = [key for key in meta.features if not key.startswith(OBSERVATION) and key not in ("action", *FRAME_FEATURES)]
+    taken = set(meta.features)
+    proposed: dict[str, str] = {}
+
+    def propose(key: str, name: str) -> None:
+        if key in free and key not in proposed and name not in taken:
+            proposed[key] = name
+            taken.add(name)
+
+    for key, name in WELL_KNOWN.items():
+        propose(key, name)
+    for key in free:
+        if meta.features[key].dtype in CAMERA_DTYPES:
+            propose(key, f"{OBSERVATION}images.{key.rpartition('.')[2]}")
+    return proposed
 
 
 def check_camera_keys(meta: DatasetMetadata, camera_keys: list[str] | None) -> None:
@@ -126,9 +221,11 @@ def _of_absolute(choice: Choice) -> Any:
 
 def _datasets(config: Config) -> tuple[DatasetMetadata, ...]:
     config, roots = with_absolute_paths(config)
-    metas = tuple(load_metadata(root, storage_policy=storage_policy(config.dataset)) for root in roots)
+    metas = load_datasets(config, roots)
     for meta in metas:
         check_camera_keys(meta, config.dataset.camera_keys)
     if metas:  # frames that do not move are found in the data files, which takes longer
-        select(metas, roots, replace(config, dataset=replace(config.dataset, skip_idle=None)))
+        chosen = select(metas, roots, replace(config, dataset=replace(config.dataset, skip_idle=None)))
+        if config.dataset.episode_weights is None:  # else some are left out, by columns and files of their own
+            check_holes(config, roots, metas, chosen, certain_cameras(config, metas[0]))
     return metas

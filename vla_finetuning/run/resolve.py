@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
-from lerobot.policies.factory import get_policy_class
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.config import CACHE_DIR, PRESETS, Config
+from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
-from vla_finetuning.data.metadata import DatasetMetadata, fetch_dataset, load_metadata
+from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.reader import frame_of
 from vla_finetuning.data.selection import of_each
@@ -26,7 +26,7 @@ from vla_finetuning.data.statistics import check_stats
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch, match_features
-from vla_finetuning.policies.optim import make_recipe, require_shown
+from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.processors import normalization_mode, required_stats
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along
@@ -35,13 +35,15 @@ from vla_finetuning.run.base_policy import check_policy, check_policy_options, r
 from vla_finetuning.run.checkpoint import Progress
 from vla_finetuning.run.episodes import ChosenEpisodes, select
 from vla_finetuning.run.folder import SKIPPED_NAME
+from vla_finetuning.run.holes import check_holes
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.mixing import mixing_of
 from vla_finetuning.run.mixture import Stats, check_alike, check_ranges, named_alike, names_of_first, ordered_alike
 from vla_finetuning.run.preflight import (
     absolute,
     check_camera_keys,
-    storage_policy,
+    load_datasets,
+    observations_renamed,
     with_absolute_paths,
 )
 from vla_finetuning.run.row_weights import row_weights
@@ -114,7 +116,8 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     config, roots = with_absolute_paths(config)
     config, roots, policy_path = _fetched(config, roots)
     d = config.dataset
-    metas = metas or [load_metadata(root, storage_policy=storage_policy(d)) for root in roots]
+    metas = metas or load_datasets(config, roots)
+    asked_names, config = config.rename_map, replace(config, rename_map=observations_renamed(config.rename_map))
     metas = named_alike(metas, config.rename_map)
     base = _base(config, policy_path)
     config = replace(config, policy_path=policy_path, policy_revision=base.identity["revision"])
@@ -126,6 +129,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     dropped = _dropped(config, base.config)
     weights = None if d.episode_weights is None else episode_weights(metas, roots, d.episode_weights, absolute)
     chosen = select(metas, roots, config, dropped, weights)
+    holes = check_holes(config, roots, metas, chosen, match.camera_keys)
     trained = chosen.rows(metas, dropped)
     config, smaller = _fitting_batch(config, trained)
     steps = config.resolve_steps(trained)
@@ -145,7 +149,9 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
         missing = exact_needed(metas[0].features, needed)
     config = replace(config, dataset=replace(config.dataset, statistics=decision.statistics))
     cameras, train, flops = len(match.camera_keys), config.train, {}
-    if prompts := family_of(base.config).prompt_lengths(base.config, cameras, train.trim_prompts):
+    family = family_of(base.config)
+    prompts = family.prompt_lengths(base.config, cameras, train.trim_prompts)
+    if prompts and family.from_config:
         flops = flops_by_prompt(base.config, cameras, train.mode, train.noise_draws, prompts, config.peft)
     spec = PolicySpec(
         config=base.config,
@@ -174,7 +180,8 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
         stand_in = replace(spec, stats=_stand_in(needed, metas[0]))
     (stand_in if missing else spec).processors()  # a tokenizer that is out of reach, or unfit, is reported now
     job = make_job(config, spec, steps, rows.identity, spec.what_trains)
-    return Run(config, job, spec, rows, match, missing, decision.told, (*chosen.notes, *smaller))
+    config = replace(config, rename_map=asked_names)
+    return Run(config, job, spec, rows, match, missing, decision.told, (*chosen.notes, *holes, *smaller))
 
 
 def with_config(run: Run, config: Config, steps: int | None = None) -> Run:
@@ -292,22 +299,16 @@ def _fetched(config: Config, roots: list[str]) -> tuple[Config, list[str], str |
 
 
 def _base(config: Config, path: str | None) -> _Base:
-    """The policy that the run starts from. Refuses types that are not trained here as LeRobot does."""
+    """The policy that the run starts from."""
     base = _Base(*resolve_policy(config, path))
     kind = base.config.type
     if (brought := brought_along(base.config)) and not config.policy_trust_remote_code:
         raise RemoteCodeError(f"{base.name}: a '{kind}' runs code that comes with {brought}: {HOW_TO_TRUST}")
-    if hasattr(get_policy_class(kind), "update"):
-        raise ValueError(
-            f"{base.name}: a '{kind}' changes after every step otherwise than by its gradients, which is not done "
-            "here: train it with lerobot-train"
-        )
     if config.dataset.on_error == "skip" and not family_of(base.config).row_losses:
         raise ValueError(
             f"{base.name}: --dataset.on_error=skip needs a loss that can leave rows out, as that of "
             f"{types_that(lambda family: family.row_losses)}; this is a '{kind}': use --dataset.on_error=stop"
         )
-    require_shown(base.config, base.name)
     return base
 
 
@@ -328,7 +329,8 @@ def _match(config: Config, meta: DatasetMetadata, rename_map: dict[str, str], ba
             left_out=sorted(set(meta.camera_keys) - set(d.camera_keys or meta.camera_keys)),
         )
     except ValueError as error:
-        raise ValueError(f"dataset {meta.root} and {base.name}: {error}") from error
+        not_read = f" (not read of the dataset: {'; '.join(meta.not_read)})" if meta.not_read else ""
+        raise ValueError(f"dataset {meta.root} and {base.name}: {error}{not_read}") from error
     if config.augments:
         keys = list(base.config.image_features)
         augmentation_of(config.train.augmentation, d.image_transforms, config.seed, keys)  # what it would refuse
@@ -366,7 +368,7 @@ def _rows(
     dropped: int,
     steps: int,
 ) -> tuple[Config, Rows]:
-    """The options with what "auto" became in them, and the run's rows. Checks that all files are there."""
+    """The options with what "auto" became in them, and the run's rows."""
     selection = Selection(
         episodes=chosen.train,
         drop_n_last_frames=dropped,
@@ -405,6 +407,7 @@ def _rows(
         num_cpus=config.scaling.cpus_per_read_task,
         on_error=d.on_error,
         skip_log=config.folder / SKIPPED_NAME,
+        check_files=False,
     )
     source = LeRobotDatasource(metas, selection, features, order, reading)
     per_epoch, decoded_bytes = source.plan.rows_per_epoch, source.decoded_bytes()
@@ -429,8 +432,6 @@ def _rows(
         rename_map=config.rename_map,
         described=chosen.told,
     )
-    if config.eval_steps:
-        rows.held_out(check_files=True)
     return config, rows
 
 

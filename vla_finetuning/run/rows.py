@@ -13,7 +13,7 @@ from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
 from vla_finetuning.config import FRAMES_DIR, Config, DatasetOptions
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import DatasetMetadata, how_drawn
-from vla_finetuning.data.node_cache import has_capacity
+from vla_finetuning.data.node_cache import has_capacity, is_in_memory
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.reader import Decoding, frame_of
@@ -250,11 +250,13 @@ def sharding_of(d: DatasetOptions) -> Sharding | None:
 def frame_cache_of(d: DatasetOptions, decoded_bytes: int, reads_again: bool) -> FrameCache | None:
     """Where decoded frames are cached.
 
-    "auto" caches frames where a run reads them more than once (`reads_again`) and all of them fit this node's disk.
+    "auto" caches frames where a run reads them more than once (`reads_again`) and all of them fit this node's disk,
+    which must not be memory.
     """
     if d.frame_cache != "auto":
         return FrameCache(d.frame_cache, d.frame_cache_gb) if d.frame_cache else None
-    if reads_again and 0 < decoded_bytes <= d.frame_cache_gb * 1e9 and has_capacity(Path(FRAMES_DIR), decoded_bytes):
+    fits = 0 < decoded_bytes <= d.frame_cache_gb * 1e9 and has_capacity(Path(FRAMES_DIR), decoded_bytes)
+    if reads_again and fits and not is_in_memory(Path(FRAMES_DIR)):
         return FrameCache(FRAMES_DIR, d.frame_cache_gb)
     return None
 

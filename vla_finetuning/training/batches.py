@@ -63,7 +63,7 @@ class WorkCounter:
 
     def add(self, batch: Batch) -> None:
         spec = self._spec
-        if spec.prompts:
+        if spec.flops_by_prompt:
             rows, prompt = batch[OBS_LANGUAGE_TOKENS].shape
             tokens = family_of(spec.config).tokens(spec.config, spec.cameras, spec.train.noise_draws, prompt)
             self._tokens += rows * tokens

@@ -13,6 +13,7 @@ from vla_finetuning.config import ENVIRONMENT_NAME
 from vla_finetuning.files import write_json
 from vla_finetuning.policies.loading import save_adapters, save_pretrained
 from vla_finetuning.policies.lora import add_adapters, merge
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.checkpoint import (
     AVERAGE,
@@ -45,7 +46,7 @@ def _trained_policy(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolic
     """`policy_at`, with the run's adapters still beside its weights; and PEFT's model of it, None without any."""
     policy, peft = spec.start(), spec.adapters
     adapted = add_adapters(policy, peft, spec.seed) if peft.enabled else None
-    tensors = policy.state_dict()
+    tensors = policy.state_dict() | family_of(spec.config).training_state()
 
     def held(kind: str, prefix: str = "") -> dict[str, Tensor]:
         names = checkpoint_names(checkpoint, kind)

@@ -65,7 +65,7 @@ class HeldOutLoss:
         source = rows.held_out()
         room = KEPT_SHARE * ray.cluster_resources().get("object_store_memory", 0)
         self._keeps = len(self._rows.positions) * source.row_bytes() <= room
-        self._read: Any = ray.remote(_read_chunk).options(num_cpus=source.num_cpus)
+        self._read: Any = ray.remote(read_chunk).options(num_cpus=source.num_cpus)
         self._shared = ray.put(source), ray.put(Deferred(make_prepare(spec, rows)))
         self._asked: dict[int, Any] = {}
 
@@ -174,7 +174,7 @@ class HeldOutLoss:
             self._asked[number] = self._read.remote(*self._shared, positions)
 
 
-def _read_chunk(source: LeRobotDatasource, prepare: Deferred, positions: np.ndarray) -> Columns:
+def read_chunk(source: LeRobotDatasource, prepare: Deferred, positions: np.ndarray) -> Columns:
     """Rows at these places, as the policy sees them. Runs in a task of its own."""
     (rows,) = source.read_rows(positions.tolist(), len(positions))
     return prepare(rows)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from util import local_shard
+from util import local_shard, saved_buffers
 from vla_finetuning.config import Strategy
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.training.worker import Worker
@@ -57,13 +57,15 @@ def spread(
         copies: for hsdp, the ranks that hold each copy together, from `replicas_on`; all hold one when absent.
         autocast: what the forward runs under. FSDP2 then gathers units of nothing but linear layers in that precision,
             to which autocast would cast their weights anyway. Gradients travel in float32.
-        find_unused_parameters: DDP's search, in every step, for what trains and got no gradient. FSDP2 needs none.
+        find_unused_parameters: DDP's search, in every step, for what trains and got no gradient; in any case where a
+            policy's loss may leave some out (`PolicyLoss.reaches_all`). FSDP2 needs none.
             What got none on any process then has none, and AdamW leaves it alone: zeros, it would decay. So gradients
             are not kept, and while they are accumulated there are two of each, the second in the buckets.
     """
     if world == 1:
         return loss
     if strategy == "ddp":
+        find_unused_parameters |= isinstance(loss, PolicyLoss) and not loss.reaches_all
         trained = sum(parameter.nbytes for parameter in loss.parameters() if parameter.requires_grad)
         if not find_unused_parameters:
             # DDP moves gradients that it finds into its buckets. Those made later, between the exchanges, would stay
@@ -74,7 +76,8 @@ def spread(
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             bucket_cap_mb=bucket_mb(trained),
-            broadcast_buffers=False,  # constants
+            # Rank 0's, before every forward, where training changes some; others are constants.
+            broadcast_buffers=isinstance(loss, PolicyLoss) and bool(saved_buffers(loss.policy)),
             find_unused_parameters=find_unused_parameters,
         )
     # Here: importing it takes half a second, and most runs need none of it.

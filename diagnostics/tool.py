@@ -1,0 +1,175 @@
+"""Run a diagnostic tool: from the command line to the result in text, as JSON and as a page."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from ray.exceptions import RayError
+from ray.train import TrainingFailedError
+
+from diagnostics.report import Report, page
+from util import Batch, NumpyToTorchCollate
+from vla_finetuning.flags import VLA, parse_args
+from vla_finetuning.run.failures import root_cause
+from vla_finetuning.run.resolve import Run, resolve, with_config
+from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+from vla_finetuning.training.model import make_prepare
+from vla_finetuning.training.stream import Dealt
+
+TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+# ---- from the command line to the exit status ---------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    """What a tool has found.
+
+    Attributes:
+        report: for scripts. table: for people. charts: for the page, titles and SVG. status: the exit status.
+    """
+
+    report: Report
+    table: str
+    charts: Sequence[tuple[str, str]] = ()
+    status: int = 0
+
+
+def run_tool(
+    argv: Sequence[str] | None,
+    doc: str | None,
+    parse_options: Callable[[Sequence[str]], tuple[Namespace, list[str]]],
+    prepare: Callable[[Run, Namespace], Callable[[], Result]],
+) -> int:
+    """What all tools do around what each of them does.
+
+    Args:
+        argv: the command line; the process's own when absent.
+        doc: what --help says before the flags of `vla.py`.
+        parse_options: returns the tool's own options (`json` and `html` say where to write) and the remaining flags.
+        prepare: checks a resolved run, and returns what examines it.
+    Returns:
+        The result's exit status; 1 when examining failed, 2 when it could not start.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    escape_warnings()
+    if "--help" in argv or "-h" in argv:
+        tell_text(f"{doc}\n{VLA.help()}")
+        return 0
+    try:
+        options, rest = parse_options(argv)
+        examine = prepare(resolve(parse_args(rest), gpus_found=torch.cuda.device_count()), options)
+    except (ValueError, OSError, RayError) as error:
+        tell_error(root_cause(error))
+        return 2
+    try:
+        result = examine()
+    except (TrainingFailedError, RayError, ValueError, OSError, RuntimeError) as error:
+        tell_error(root_cause(error))
+        return 1
+    tell_text(result.table)
+    if options.json:
+        result.report.write(options.json)
+        tell(f"written to {options.json}")
+    if options.html:
+        title = f"{result.report.tool}: {doc.splitlines()[0] if doc else ''}"
+        options.html.parent.mkdir(parents=True, exist_ok=True)
+        options.html.write_text(page(title, result.report.environment.line(), result.charts, result.table))
+        tell(f"page written to {options.html}")
+    return result.status
+
+
+# ---- options ------------------------------------------------------------------------------------------------------
+
+
+class Options(argparse.ArgumentParser):
+    """A tool's own flags; what they do not know is left to `vla.py`'s. Mistakes are ValueErrors.
+
+    All have `--html PATH` (PROFILE_HTML in the environment) and `--json PATH`, whose longer name is `json` here.
+    """
+
+    def __init__(self, json: str) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.add(json, Path, None, "the result for scripts", "--json", dest="json")
+        self.add("profile_html", Path, None, "the result as a page", "--html", dest="html")
+
+    def add(
+        self, name: str, kind: Callable[[str], Any], default: Any, help: str, *aliases: str, **settings: Any
+    ) -> None:
+        """`--name`, or NAME in the environment; the flag wins. A bare flag of kind `truth` means true."""
+        in_environment = os.environ.get(name.upper())
+        if in_environment:
+            try:
+                default = kind(in_environment)
+            except (ValueError, argparse.ArgumentTypeError) as error:
+                raise ValueError(f"{name.upper()}={in_environment!r} in the environment: {error}") from error
+        bare: dict[str, Any] = {"nargs": "?", "const": True} if kind is truth else {}
+        metavar = name.rsplit("_")[-1]
+        settings = {"type": kind, "default": default, "help": help, "metavar": metavar, **bare, **settings}
+        self.add_argument(f"--{name}", *aliases, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def truth(text: str) -> bool:
+    if text.lower() not in TRUTHS:
+        raise argparse.ArgumentTypeError(f"expected true or false, found {text!r}")
+    return TRUTHS[text.lower()]
+
+
+def count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, found {text!r}")
+    return int(text)
+
+
+# ---- a run that leaves nothing behind -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def scratch_run(run: Run) -> Iterator[Run]:
+    """The run with another folder, beside its own so that all nodes share it too, and gone afterwards.
+
+    It starts from the beginning, on as many workers as it may have at most, and nothing is tried twice.
+    """
+    run.job.output_dir.parent.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix=f".{run.job.output_dir.name}-", dir=run.job.output_dir.parent)
+    scaling = replace(run.config.scaling, min_workers=None, max_failures=0)
+    try:
+        yield with_config(run, replace(run.config, output_dir=folder, resume=False, eval_steps=0, scaling=scaling))
+    finally:
+        shutil.rmtree(folder)
+
+
+def with_any_stats(run: Run) -> Run:
+    """The run with made-up statistics in the place of those that are to be computed, which takes a pass and Ray."""
+    if not run.missing_stats:
+        return run
+    made_up = {"q01": -1.0, "q10": -1.0, "min": -1.0, "mean": 0.0, "std": 1.0, "q90": 1.0, "q99": 1.0, "max": 1.0}
+    features, known = run.rows.metas[0].features, run.rows.metas[0].stats
+    stats = {key: dict(known.get(key, {})) for key in {*known, *run.missing_stats}}
+    for key in run.missing_stats:
+        stats[key] |= {name: np.full(features[key].shape, value, np.float32) for name, value in made_up.items()}
+    return replace(run, policy=replace(run.policy, stats=stats), missing_stats={})
+
+
+def host_batches(run: Run, dealt: Dealt, batches: int) -> Iterator[Batch]:
+    """A rank's first batches, read and prepared in this process by the functions of the run's read tasks."""
+    prepare, collate = make_prepare(run.policy, run.rows), NumpyToTorchCollate(run.job.use_gpu)
+    source = run.rows.source()
+    for micro in range(batches):
+        for rows in source.read_rows(dealt.rows(micro).tolist(), run.config.batch_size):
+            yield collate(prepare(rows))

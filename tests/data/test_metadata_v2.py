@@ -1,0 +1,228 @@
+"""LeRobot v2.0 and v2.1 read as they are, against LeRobot's own converter and `LeRobotDataset`."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from lerobot.scripts.convert_dataset_v21_to_v30 import convert_dataset
+
+from tests.datasets import datasource, make_dataset
+from vla_finetuning.data.dataset_files import check_files
+from vla_finetuning.data.episode_weights import episode_weights
+from vla_finetuning.data.frame_cache import FrameCache
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.metadata_v2 import EPISODES_PATH, STATS_PATH, TASKS_PATH
+
+LENGTHS = (12, 7, 15, 1)
+REAL = Path(__file__).resolve().parents[3] / "shared/real/g1_inspire_v21"
+CAMERAS = {"observation.images.top": (48, 64), "observation.images.wrist": (96, 80)}
+
+
+def as_v2(v3, root, version="v2.1", chunks_size=3):
+    """A v3.0 dataset with a file per episode, in the layout of an older version."""
+    meta = load_metadata(v3)
+    info = json.loads((v3 / "meta/info.json").read_text())
+    info |= {"codebase_version": version, "chunks_size": chunks_size, "total_chunks": 1, "total_videos": 0}
+    info["data_path"] = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
+    info["video_path"] = "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
+    (root / "meta").mkdir(parents=True)
+    (root / "meta/info.json").write_text(json.dumps(info))
+    number = {text: index for index, text in meta.tasks.items()}
+    write_lines(root / TASKS_PATH, [{"task_index": index, "task": text} for text, index in number.items()])
+    of_episodes = pq.read_table(v3 / "meta/episodes").to_pylist()
+    lines, stats = [], []
+    for row in sorted(of_episodes, key=lambda row: row["episode_index"]):
+        episode = row["episode_index"]
+        lines.append({name: row[name] for name in ("episode_index", "tasks", "length")} | {"quality": 0.5 + episode})
+        own = {}
+        for name, value in row.items():
+            if name.startswith("stats/") and name.rpartition("/")[2] in ("min", "max", "mean", "std", "count"):
+                own.setdefault(name.split("/")[1], {})[name.rpartition("/")[2]] = value
+        stats.append({"episode_index": episode, "stats": own})
+        chunk = f"chunk-{episode // chunks_size:03d}"
+        data = meta.data_files[meta.episode_data_file[episode]]
+        copy(v3 / data, root / f"data/{chunk}/episode_{episode:06d}.parquet")
+        for key in meta.video_keys:
+            video = meta.video_files[key][meta.episode_video_file[key][episode]]
+            copy(v3 / video, root / f"videos/{chunk}/{key}/episode_{episode:06d}.mp4")
+    write_lines(root / EPISODES_PATH, lines)
+    if version == "v2.1":
+        write_lines(root / STATS_PATH, stats)
+    else:
+        shutil.copy(v3 / "meta/stats.json", root / "meta/stats.json")
+    return root
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def copy(source, target):
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(source, target)
+
+
+@pytest.fixture(scope="module")
+def v3(tmp_path_factory):
+    root = tmp_path_factory.mktemp("v2") / "v3"
+    return make_dataset(
+        root, episodes=LENGTHS, cameras=CAMERAS, data_files_size_in_mb=1e-6, video_files_size_in_mb=1e-6,
+        true_quantiles=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def v21(v3):
+    return as_v2(v3, v3.parent / "v21")
+
+
+@pytest.fixture(scope="module")
+def converted(v21):
+    """What LeRobot's own converter makes of it: v3.0, several episodes in a file."""
+    root = shutil.copytree(v21, v21.parent / "converted")
+    logging.disable()
+    try:
+        convert_dataset("local/converted", root=root, push_to_hub=False)
+    finally:
+        logging.disable(logging.NOTSET)
+    return root
+
+
+@pytest.fixture
+def copied(v21, tmp_path):
+    return shutil.copytree(v21, tmp_path / "copied")
+
+
+WINDOWS = {"action": [0.0, 0.1, 0.2], "observation.state": [-0.1, 0.0], "observation.images.top": [-0.1, 0.0]}
+
+
+@pytest.mark.parametrize("windows", [None, WINDOWS], ids=["plain", "windows"])
+def test_rows_are_those_of_lerobots_conversion(v21, converted, windows):
+    root, total = v21, sum(LENGTHS)
+    dataset = LeRobotDataset(
+        "local/converted", root=converted, video_backend="pyav", delta_timestamps=windows, return_uint8=True
+    )
+    meta = load_metadata(root)
+    check_files(meta)
+    source = datasource([meta], delta_timestamps=windows)
+    (rows,) = source.read_rows(range(total), total)
+    assert len(dataset) == total
+    for i in range(total):
+        row = dataset[i]
+        assert rows["task"][i] == row["task"]
+        for key in ("action", "observation.state", "timestamp", "episode_index", "frame_index", "index"):
+            np.testing.assert_array_equal(rows[key][i], row[key].numpy())
+        for key in CAMERAS:
+            np.testing.assert_array_equal(rows[key][i], np.moveaxis(row[key].numpy(), -3, -1))
+
+
+def test_statistics_are_those_of_lerobots_conversion(v21, converted):
+    found, expected = load_metadata(v21).stats, load_metadata(converted).stats
+    for key in ("action", "observation.state", "timestamp", "observation.images.top"):
+        for name in ("min", "max", "mean", "std", "count"):
+            np.testing.assert_allclose(found[key][name], expected[key][name], rtol=1e-12, atol=1e-15)
+        assert found[key].keys() == {"min", "max", "mean", "std", "count"}  # and no quantiles, which it never had
+
+
+def test_the_table_of_episodes_is_that_of_v3(v3, v21):
+    found, expected = load_metadata(v21), load_metadata(v3)
+    assert (found.codebase_version, found.fps, found.tasks) == ("v2.1", expected.fps, expected.tasks)
+    assert found.episode_tasks == expected.episode_tasks
+    for name in ("episode_index", "episode_length", "episode_start", "episode_data_row"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    assert found.data_files[3] == "data/chunk-001/episode_000003.parquet"
+    (weights,) = episode_weights([found], [str(v21)], "quality")
+    assert weights.tolist() == [0.5, 1.5, 2.5, 3.5]
+
+
+def test_v20_and_a_mixture_of_versions(v3, v21, tmp_path):
+    """v2.0 has the statistics of all rows; frames that are cached are those of either version."""
+    v20 = as_v2(v3, tmp_path / "v20", "v2.0")
+    metas = [load_metadata(v20), load_metadata(v3), load_metadata(v21)]
+    np.testing.assert_array_equal(metas[0].stats["action"]["q99"], metas[1].stats["action"]["q99"])
+    total = sum(LENGTHS)
+    cache = FrameCache(str(tmp_path / "frames"), 1.0)
+    source = datasource(metas, frame_cache=cache, weights=[1.0, 1.0, 1.0], shuffle_seed=0)
+    (rows,) = source.read_rows(range(3 * total), 3 * total)
+    (again,) = source.read_rows(range(3 * total), 3 * total)
+    seen = {}
+    for i in range(3 * total):
+        name = int(rows["index"][i])
+        seen.setdefault(name, []).append(rows["observation.images.top"][i].tobytes() + rows["action"][i].tobytes())
+        np.testing.assert_array_equal(rows["observation.images.top"][i], again["observation.images.top"][i])
+    assert len(seen) == total and all(len(found) == 3 and len(set(found)) == 1 for found in seen.values())
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "message"),
+    [
+        (EPISODES_PATH, lambda lines: lines[1].update(length=0), r"episodes.jsonl, line 2: length is 0, expected"),
+        (EPISODES_PATH, lambda lines: lines[1].update(length=8), r"total_frames is 35, but meta/episodes holds 36"),
+        (EPISODES_PATH, lambda lines: lines[1].update(episode_index=0), "must be numbered 0..3, each once"),
+        (EPISODES_PATH, lambda lines: lines.pop(), "total_episodes is 4, but meta/episodes holds 3"),
+        (
+            EPISODES_PATH,
+            lambda lines: lines[0].update(tasks=["fly"]),
+            "the task 'fly', which meta/tasks.jsonl lacks",
+        ),
+        (EPISODES_PATH, lambda lines: lines[0].update(tasks="go"), "tasks is 'go', expected a list of texts"),
+        (EPISODES_PATH, lambda lines: lines.__setitem__(2, 3), "line 3: expected a JSON object, found int"),
+        (TASKS_PATH, lambda lines: lines[1].update(task_index=0), "task_index 0 appears twice"),
+        (TASKS_PATH, lambda lines: lines[1].update(task=7), "task is 7, expected a text"),
+        (STATS_PATH, lambda lines: lines[1].update(stats=[]), r"stats is \[\], expected an object"),
+        (STATS_PATH, lambda lines: lines[1]["stats"]["action"].update(mean=["a"]), "'mean' of 'action' is"),
+        (STATS_PATH, lambda lines: lines[1]["stats"]["action"].update(mean=[1.0]), "'action' differ in shape"),
+    ],
+)
+def test_what_is_wrong_is_named(copied, path, change, message):
+    lines = [json.loads(line) for line in (copied / path).read_text().splitlines()]
+    change(lines)
+    write_lines(copied / path, lines)
+    with pytest.raises(ValueError, match=message) as refused:
+        load_metadata(copied)
+    assert str(copied) in str(refused.value)
+
+
+def test_files_that_are_missing_deep_or_large_are_refused(copied, monkeypatch):
+    (copied / EPISODES_PATH).write_text("[" * 200_000 + "\n")
+    with pytest.raises(ValueError, match="episodes.jsonl, line 1 is not valid JSON"):
+        load_metadata(copied)
+    monkeypatch.setattr("vla_finetuning.data.metadata_v2.MAX_EPISODES_BYTES", 100)
+    with pytest.raises(ValueError, match=r"episodes.jsonl has .* MiB, more than the 0 MiB"):
+        load_metadata(copied)
+    (copied / EPISODES_PATH).unlink()
+    with pytest.raises(FileNotFoundError, match="episodes.jsonl is missing"):
+        load_metadata(copied)
+    (copied / EPISODES_PATH).symlink_to("/etc/hostname")
+    with pytest.raises(ValueError, match="outside the dataset"):
+        load_metadata(copied)
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="shared/real is not there")
+def test_a_real_robots_episodes(tmp_path):
+    """A Unitree G1's, 26 joints, one camera: rows and statistics equal those of LeRobot's conversion."""
+    root = shutil.copytree(REAL, tmp_path / "g1", copy_function=shutil.copyfile)
+    for path in [root, *root.rglob("*")]:
+        path.chmod(0o755)
+    logging.disable()
+    convert_dataset("local/g1", root=root, push_to_hub=False)
+    logging.disable(logging.NOTSET)
+    dataset = LeRobotDataset("local/g1", root=root, video_backend="pyav", return_uint8=True)
+    meta = load_metadata(REAL)
+    source = datasource([meta])
+    chosen = [0, 392, 393, 1000, 1870]
+    (rows,) = source.read_rows(chosen, len(chosen))
+    for at, i in enumerate(chosen):
+        row = dataset[i]
+        assert rows["task"][at] == row["task"]
+        for key in ("action", "observation.state", "timestamp", "index"):
+            np.testing.assert_array_equal(rows[key][at], row[key].numpy())
+        image = row["observation.images.cam_high"].numpy()
+        np.testing.assert_array_equal(rows["observation.images.cam_high"][at], np.moveaxis(image, -3, -1))
+    expected = load_metadata(root).stats["action"]
+    np.testing.assert_allclose(meta.stats["action"]["std"], expected["std"], rtol=1e-9)

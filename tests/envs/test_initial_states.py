@@ -1,0 +1,118 @@
+"""Environments with a list of initial states: what counts them, and which of them train.
+
+LIBERO itself is not needed: LeRobot's own environment runs over a simulator that notes what it is set to.
+"""
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.evaluation import several
+from vla_finetuning.envs.configs import env_config, initial_state_counts
+from vla_finetuning.envs.initial_states import InitialStates, reserve_last
+from vla_finetuning.envs.libero import DrawnOnDemand
+from vla_finetuning.envs.stage import choose_initial_state, initial_states
+
+COUNT = 50
+
+
+def test_training_and_evaluation_share_no_state():
+    states = reserve_last({"a": COUNT}, 10)["a"]
+    assert states.reserved == tuple(range(40, 50))
+    trained = [states.train_number(nth) % COUNT for nth in range(200)]
+    assert sorted(trained) == sorted(list(range(40)) * 5)  # in turns: each as often as another
+    numbers = [states.eval_number(nth) for nth in range(100)]
+    assert sorted(number % COUNT for number in numbers) == sorted(list(range(40, 50)) * 10)
+    assert len(set(numbers)) == 100  # and so each with noise of its own
+
+
+def test_all_states_are_used_by_both_where_none_is_reserved():
+    states = InitialStates(3)
+    assert (
+        [states.train_number(nth) for nth in range(7)] == [states.eval_number(nth) for nth in range(7)] == [*range(7)]
+    )
+
+
+def test_a_task_without_a_state_to_train_on_is_refused():
+    with pytest.raises(ValueError, match="far/0 has 3 initial states, and --grpo.reserved_states=3 .* give fewer"):
+        reserve_last({"near/0": 50, "far/0": 3}, 3)
+    with pytest.raises(ValueError, match="of 3 initial states"):
+        InitialStates(3, (3,))
+
+
+def test_an_environment_says_how_many_states_its_list_has():
+    assert initial_state_counts(several.SeveralConfig()) == dict.fromkeys(["near/0", "near/1", "far/0"], 3)
+    assert initial_state_counts(env_config("two_bins")) == {}  # drawn from the seed
+    assert initial_state_counts(env_config("metaworld")) == {}  # without making its environments
+
+
+class Simulator:
+    """In place of LIBERO's: notes the state that it is set to."""
+
+    def __init__(self, **_):
+        self.robots, self.set_to = [SimpleNamespace(controller=SimpleNamespace(use_delta=True, ee_ori_mat=0))], []
+        image = np.zeros((2, 2, 3), np.uint8)
+        self.seen = {"agentview_image": image, "robot0_eye_in_hand_image": image}
+        self.env = SimpleNamespace(_observables={})
+
+    def seed(self, _):
+        pass
+
+    def reset(self):
+        return self.seen
+
+    def set_init_state(self, state):
+        self.set_to.append(float(state[0]))
+        return self.seen
+
+    def step(self, _):
+        return self.seen, 0.0, False, {}
+
+
+@pytest.fixture
+def libero(tmp_path, monkeypatch):
+    """What LeRobot's LIBERO imports: a suite of two tasks, and files of initial states as LIBERO's."""
+    tasks = [
+        SimpleNamespace(name=f"t{n}", language="do", problem_folder="p", bddl_file="b", init_states_file=f"t{n}.init")
+        for n in range(2)
+    ]
+    (tmp_path / "p").mkdir()
+    for n, task in enumerate(tasks):
+        torch.save(np.arange(COUNT - 20 * n, dtype=float)[:, None], tmp_path / "p" / task.init_states_file)
+    suite = SimpleNamespace(tasks=tasks, get_task=tasks.__getitem__)
+    names = ("libero", "libero.libero", "libero.libero.benchmark", "libero.libero.envs")
+    made = {name: ModuleType(name) for name in names}
+    made["libero.libero.benchmark"].get_benchmark_dict = lambda: {"libero_10": lambda: suite}
+    made["libero.libero.benchmark"].Benchmark = object
+    made["libero.libero"].benchmark = made["libero.libero.benchmark"]
+    made["libero.libero"].get_libero_path = lambda _: str(tmp_path)
+    made["libero.libero.envs"].OffScreenRenderEnv = Simulator
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "lerobot.envs.libero", raising=False)
+    yield importlib.import_module("lerobot.envs.libero")
+    sys.modules.pop("lerobot.envs.libero", None)  # not by `monkeypatch`, which would put it back
+
+
+def test_liberos_states_are_those_that_lerobot_resets_to(libero):
+    config = env_config("libero", ["--task=libero_10", "--obs_type=pixels", "--episode_length=9"])
+    counts = initial_state_counts(config)
+    assert counts == {"libero_10/0": 50, "libero_10/1": 30}
+    states = reserve_last(counts, 10)["libero_10/0"]
+    env = DrawnOnDemand(config.create_envs(n_envs=1)["libero_10"][0].envs[0])
+    assert isinstance(env.unwrapped, libero.LiberoEnv) and initial_states(env) == 50
+    numbers = [*map(states.train_number, range(90)), *map(states.eval_number, range(25))]
+    for number in numbers:
+        choose_initial_state(env, number)
+        env.reset(seed=number)
+    set_to = env.unwrapped._env.set_to
+    assert set(set_to[:90]) == set(range(40)) and set(set_to[90:]) == set(range(40, 50))
+
+
+def test_libero_without_its_list_has_none(libero):
+    config = env_config("libero", ["--task=libero_10", "--obs_type=pixels", "--init_states=false"])
+    assert initial_state_counts(config) == {}

@@ -1,0 +1,138 @@
+"""Imitation of own successes beside rows of a dataset: which rows, when, and what is computed of them."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+import grpo
+from tests.rl.test_learning import CPU, make_base, resolved, train
+from vla_finetuning.demo import make_demo_dataset
+from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.rl.demonstrations import as_lessons, in_tasks, micro_positions
+from vla_finetuning.rl.objective import Objective
+from vla_finetuning.training.held_out import read_chunk
+from vla_finetuning.training.model import make_prepare
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_base(tmp_path_factory.mktemp("demonstrations") / "base")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return make_demo_dataset(tmp_path_factory.mktemp("demonstrations") / "dataset", pairs=2)
+
+
+def filtered(base, folder, root, **changes):
+    options = {"grpo.method": "filtered", "grpo.demonstrations": root, "grpo.minibatch": 8}
+    return resolved(base, folder, **options, **changes)
+
+
+def in_process(run, noted):
+    """In place of tasks of a cluster; notes the positions that are read."""
+    source, prepare = run.demonstrations.source(), make_prepare(run.policy, run.demonstrations)
+
+    def read(micros):
+        for positions in micros:
+            noted.append(positions.tolist())
+            yield read_chunk(source, prepare, positions)
+
+    return read
+
+
+def trained(run):
+    noted = []
+    with mock.patch.object(grpo, "make_demonstrations", lambda run: in_process(run, noted)):
+        return (*train(run), [position for micro in noted for position in micro])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_take_each_row_once_in_equally_many_micro_batches(ranks):
+    for count in range(1, 30):
+        each = [micro_positions(100, count, rank=rank, ranks=ranks, micro_rows=4) for rank in range(ranks)]
+        assert sorted(np.concatenate([p for micros in each for p in micros])) == list(range(100, 100 + count))
+        assert len({len(micros) for micros in each}) == 1
+        assert all(len(micro) <= 4 for micros in each for micro in micros)
+
+
+def test_each_row_is_used_once_and_a_resumed_run_goes_on_with_the_next(base, root, tmp_path):
+    """Four iterations are two, a resume and two bit for bit; rows are those of the stream, without a gap."""
+    whole, told, rows = trained(filtered(base, tmp_path / "whole", root, **{"grpo.iterations": 4}))
+    *_, before = trained(filtered(base, tmp_path / "parts", root))
+    parts, told_in_parts, after = trained(filtered(base, tmp_path / "parts", root, **{"grpo.iterations": 4}))
+    assert before + after == rows == list(range(len(rows))) and before and after
+    assert all(torch.equal(whole[name], parts[name]) for name in whole) and told == told_in_parts
+    assert [line["demonstrated"] for line in told[1:]] == [2 * line["used"] for line in told[1:]]  # of two passes
+    alone, *_ = train(resolved(base, tmp_path / "alone", **{"grpo.method": "filtered", "grpo.iterations": 4}))
+    assert not all(torch.equal(whole[name], alone[name]) for name in whole)
+
+
+def test_rows_are_what_imitation_trains_on(base, root, tmp_path):
+    """LeRobot's dataset through LeRobot's processors, and LeRobot's loss of it."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+    from lerobot.policies.factory import make_pre_post_processors
+
+    run = filtered(base, tmp_path / "run", root)
+    source, prepare = run.demonstrations.source(), make_prepare(run.policy, run.demonstrations)
+    (rows,) = source.read_rows([3, 90, 5], 3)
+    found = as_lessons(read_chunk(source, prepare, np.array([3, 90, 5])))
+    seconds = [i / 10 for i in range(10)]
+    dataset = LeRobotDataset("local/t", root=root, video_backend="pyav", delta_timestamps={"action": seconds})
+    batch = torch.utils.data.default_collate([dataset[int(index)] for index in rows["index"]])
+    policy = run.policy.start()
+    pre, _ = make_pre_post_processors(policy.config, pretrained_path=str(base))
+    expected = pre(batch)
+    torch.testing.assert_close(found["action"], expected["action"])
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(3, 10, policy.config.max_action_dim, generator=generator)
+    time = torch.rand(3, generator=generator)
+    images, masks = policy._preprocess_images(expected)
+    language = expected["observation.language.tokens"], expected["observation.language.attention_mask"]
+    losses = policy.model.forward(images, masks, *language, policy.prepare_action(expected), noise, time)
+    theirs = losses[:, :, :3].mean()
+    loss = PI05Loss(policy)
+    loss.mask_padding = True  # as the run's
+    objective = Objective(loss, run.sde, run.options).to(CPU)
+    ours = objective({**found, "weight": torch.ones(3), "noise": noise, "time": time})
+    torch.testing.assert_close(ours, 3 * theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_actions_that_were_not_executed_are_no_example(base, tmp_path):
+    run = resolved(base, tmp_path / "run", **{"grpo.method": "filtered", "policy.n_action_steps": 4})
+    seen, forward = [], Objective.forward
+
+    def noted(self, batch, *rest):
+        assert self.loss.mask_padding
+        seen.append(batch["action_is_pad"])
+        return forward(self, batch, *rest)
+
+    with mock.patch.object(Objective, "forward", noted):
+        train(run)
+    assert {tuple(row) for batch in seen for row in batch.tolist()} == {(False,) * 4 + (True,) * 6}
+
+
+def test_what_cannot_be_is_refused(base, root, tmp_path):
+    with pytest.raises(ValueError, match="only imitation takes them, --grpo.method=filtered"):
+        resolved(base, tmp_path / "run", **{"grpo.demonstrations": root})
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        filtered(base, tmp_path / "run", tmp_path / "nowhere")
+
+
+@pytest.mark.ray
+def test_tasks_of_a_cluster_whose_cpus_are_all_held_read_them(base, root, tmp_path, ray_cluster):
+    """As simulators hold them, which wait meanwhile."""
+    run = filtered(base, tmp_path / "run", root)
+    source, prepare = run.demonstrations.source(), make_prepare(run.policy, run.demonstrations)
+    holder = ray.util.placement_group([{"CPU": ray.available_resources()["CPU"]}])
+    ray.get(holder.ready(), timeout=60)
+    try:
+        micros = [np.array([7, 2]), np.array([11]), *[np.array([n]) for n in range(6)]]
+        for positions, found in zip(micros, in_tasks(run.demonstrations, run.policy, 120.0)(micros), strict=True):
+            expected = read_chunk(source, prepare, positions)
+            assert all(np.array_equal(found[key], expected[key]) for key in expected)
+    finally:
+        ray.util.remove_placement_group(holder)

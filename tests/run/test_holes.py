@@ -1,0 +1,109 @@
+"""Files of a dataset that are missing: the flags that a run proposes let it go on."""
+
+import re
+import shlex
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.datasets import make_dataset
+from tests.tiny import make_base
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.flags import parse_args
+from vla_finetuning.run.describe import describe
+from vla_finetuning.run.preflight import examine
+from vla_finetuning.run.resolve import resolve
+
+TOP, WRIST = "observation.images.top", "observation.images.wrist"
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("holes")
+    root = make_dataset(folder / "dataset")
+    return folder, root, make_base(folder / "base", load_metadata(root), chunk_size=8)
+
+
+@pytest.fixture
+def root(setting, tmp_path):
+    """A dataset without a data file and a video; `lost` are the episodes that need them."""
+    root = shutil.copytree(setting[1], tmp_path / "holes")
+    meta = load_metadata(root)
+    (root / meta.data_files[1]).unlink()
+    (root / meta.video_files[WRIST][0]).unlink()
+    return root
+
+
+def lost(meta):
+    return np.flatnonzero((meta.episode_data_file == 1) | (meta.episode_video_file[WRIST] == 0)).tolist()
+
+
+def run(setting, **changes):
+    folder, root, base = setting
+    options = {"dataset.root": root, "policy.path": base, "output_dir": folder / "out", "batch_size": 2, "steps": 5}
+    return [f"--{name}={value}" for name, value in {**options, **changes}.items()]
+
+
+def refused(argv, check):
+    with pytest.raises(FileNotFoundError) as error:
+        check(argv)
+    return str(error.value)
+
+
+def checked(argv):
+    """As before anything heavy is imported: of a policy's cameras only those are known that flags name."""
+    return examine(parse_args([*argv, f"--dataset.camera_keys={TOP},{WRIST}"]))
+
+
+def resolved(argv):
+    return resolve(parse_args(argv), gpus_found=0)
+
+
+@pytest.mark.parametrize("check", [checked, resolved])
+def test_the_proposed_flag_goes_on_without_the_episodes(setting, root, check):
+    meta = load_metadata(root)
+    argv = run(setting, **{"dataset.root": root})
+    message = refused(argv, check)
+    assert meta.data_files[1] in message and meta.video_files[WRIST][0] in message
+    proposed = shlex.split(message[message.index("--dataset.exclude_episodes=") :])
+    check([*argv, *proposed])
+    chosen = resolved([*argv, *proposed]).rows.train_episodes[0].tolist()
+    assert chosen == sorted(set(range(6)) - set(lost(meta)))
+    # What is left out already stays so: a flag that is given twice counts once.
+    first = chosen[0]
+    message = refused([*argv, f"--dataset.exclude_episodes={first}"], check)
+    proposed = shlex.split(message[message.index("--dataset.exclude_episodes=") :])
+    assert resolved([*argv, *proposed]).rows.train_episodes[0].tolist() == chosen[1:]
+
+
+def test_of_a_mixture_each_dataset_is_named(setting, root):
+    argv = [a for a in run(setting) if "dataset.root" not in a] + [f"--dataset.root={setting[1]},{root}"]
+    message = refused(argv, resolved)
+    proposed = shlex.split(message[message.index("--dataset.exclude_episodes=") :])
+    whole, holes = resolved([*argv, *proposed]).rows.train_episodes
+    assert whole.tolist() == list(range(6))
+    assert holes.tolist() == sorted(set(range(6)) - set(lost(load_metadata(root))))
+
+
+def test_skipping_covers_missing_files_up_to_its_limit(setting, root):
+    argv = run(setting, **{"dataset.root": root, "dataset.on_error": "skip"})
+    for check in (checked, resolved):
+        assert re.search(r"--dataset.max_skipped=0.01 is less than their \d+% of the frames", refused(argv, check))
+    found = resolved([*argv, "--dataset.max_skipped=0.9"])
+    many = len(lost(load_metadata(root)))
+    assert found.rows.train_episodes[0].tolist() == list(range(6))
+    assert f"the rows of {many} episodes are skipped, by --dataset.on_error" in describe(found)
+
+
+def test_a_camera_without_files_is_named(setting, root):
+    """What is skipped is what some episodes lack, not a folder that is somewhere else."""
+    shutil.copytree(setting[1] / "data", root / "data", dirs_exist_ok=True)
+    shutil.rmtree(root / "videos" / WRIST)
+    for more in ({}, {"dataset.on_error": "skip", "dataset.max_skipped": 1}):
+        argv = run(setting, **{"dataset.root": root}, **more)
+        message = refused(argv, resolved)
+        assert f"whose files are there: --dataset.camera_keys={TOP}" in message
+        assert ("is for folders that lack some files" in message) == bool(more)
+    shutil.rmtree(root / "data")
+    assert "train on another: every episode needs such files" in refused(argv, resolved)

@@ -1,0 +1,232 @@
+"""LeRobot's policies at sizes that train in a second: ordinary options, and local folders in place of the Hub's.
+
+What LeRobot 0.6.1 takes from no option and no folder is patched, for as long as a `Kind`'s `here` lasts.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lerobot.policies.pi0 import modeling_pi0
+from lerobot.policies.pi0_fast import modeling_pi0_fast
+from lerobot.processor import tokenizer_processor
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    PreTrainedTokenizerFast,
+    SmolVLMConfig,
+    SmolVLMImageProcessor,
+    SmolVLMProcessor,
+    SmolVLMVideoProcessor,
+)
+
+from vla_finetuning.policies import pipelines
+from vla_finetuning.policies.tiny_pi05 import PAD_TOKEN, UNKNOWN_TOKEN, make_tokenizer
+
+WORDS = ["go", "to", "the", "red", "blue", "bin"]
+VOCABULARY = 512
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A policy type to be tried.
+
+    Attributes:
+        options: of the policy, `--policy.*`.
+        folders: writes what the options name into a folder, and returns those options.
+        here: what has to be patched to build it.
+        run: options of the run.
+        type: of the policy, where it is not the name in KINDS.
+        lora: names of layers for adapters, as a regular expression; "own": LeRobot's choice; None: there are none.
+    """
+
+    options: dict[str, str | float | int]
+    folders: Callable[[Path], dict[str, str]] = lambda folder: {}
+    here: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    run: dict[str, str] = field(default_factory=dict)
+    type: str | None = None
+    lora: str | None = r".*(q_proj|v_proj|qkv|adaLN_modulation.1)"
+
+
+def make_small_tokenizer(**tokens):
+    """A tokenizer of a few words, with special tokens."""
+    special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": PAD_TOKEN, "unk_token": UNKNOWN_TOKEN}
+    backend = make_tokenizer(WORDS).backend_tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=tokens, **special)
+
+
+class ActionTokenizer:
+    """In place of FAST, which is code on the Hub: as many tokens as the actions' first and second sums say."""
+
+    def __call__(self, actions):
+        return [(chunk.abs().sum(-1) * 10 % 64).to(torch.int64).tolist() for chunk in actions]
+
+
+@contextlib.contextmanager
+def tiny_paligemma(modeling):
+    """LeRobot's PI0 or PI0-FAST, by its module, with a small vision tower and vocabulary; a tokenizer of this file."""
+    sizes = SimpleNamespace(width=32, depth=2, mlp_dim=32, num_heads=8, num_kv_heads=1, head_dim=8)
+    names = ("PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM")
+    paligemma, expert = (getattr(modeling, name, None) for name in names)
+
+    def small(config):
+        vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+        for name, value in (*vision.items(), ("image_size", 28), ("patch_size", 14), ("projection_dim", 32)):
+            setattr(config.vision_config, name, value)
+        config.text_config.vocab_size = config._vocab_size = config.image_token_index = VOCABULARY
+        return paligemma(config)
+
+    def small_expert(config):
+        config.vocab_size = VOCABULARY
+        return expert(config)
+
+    tokenizers = SimpleNamespace(from_pretrained=lambda *_, **__: make_small_tokenizer())
+    action_tokenizers = SimpleNamespace(from_pretrained=lambda *_, **__: ActionTokenizer())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling, "get_gemma_config", lambda variant: sizes)
+        patch.setattr(modeling, names[0], small)
+        if expert is not None:
+            patch.setattr(modeling, names[1], small_expert)
+        for module in (tokenizer_processor, modeling):
+            patch.setattr(module, "AutoTokenizer", tokenizers, raising=False)
+            patch.setattr(module, "AutoProcessor", action_tokenizers, raising=False)
+        patch.setattr(pipelines, "require_model", lambda *_: None)
+        yield
+
+
+# Small, and with schedules of which ten steps see every part.
+ACT = Kind(
+    {
+        **{"chunk_size": 4, "n_action_steps": 4, "dim_model": 16, "n_heads": 2, "dim_feedforward": 16},
+        **{"n_encoder_layers": 1, "n_vae_encoder_layers": 1, "latent_dim": 4, "pretrained_backbone_weights": "null"},
+        # Two rates.
+        **{"optimizer_lr": 1e-4, "optimizer_lr_backbone": 1e-5, "optimizer_weight_decay": 0.1},
+    },
+    lora=None,
+)
+DIFFUSION = Kind(
+    {
+        **{"horizon": 8, "n_action_steps": 4, "down_dims": "[8, 16]", "diffusion_step_embed_dim": 8, "n_groups": 4},
+        **{"crop_shape": "[40, 40]", "spatial_softmax_num_keypoints": 4, "num_train_timesteps": 10},
+        **{"scheduler_warmup_steps": 3, "optimizer_weight_decay": 0.01, "pretrained_backbone_weights": "null"},
+    },
+    lora=None,
+)
+PALIGEMMA = {
+    **{"chunk_size": 4, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "tokenizer_max_length": 12},
+    **{"image_resolution": "[28, 28]", "scheduler_warmup_steps": 3, "scheduler_decay_steps": 7, "optimizer_lr": 1e-4},
+}
+PI0 = Kind(PALIGEMMA, here=lambda: tiny_paligemma(modeling_pi0), lora="own")
+
+PI0_FAST = Kind(
+    {
+        **{key: value for key, value in PALIGEMMA.items() if key not in ("tokenizer_max_length",)},
+        **{"tokenizer_max_length": 24, "max_action_tokens": 12},
+    },
+    here=lambda: tiny_paligemma(modeling_pi0_fast),
+    run={"policy.trust_remote_code": "true"},
+)
+VQBET = Kind(
+    {
+        **{"n_obs_steps": 2, "n_action_pred_token": 2, "action_chunk_size": 3, "crop_shape": "[40, 40]"},
+        **{"vqvae_n_embed": 4, "vqvae_embedding_dim": 8, "vqvae_enc_hidden_dim": 8, "n_vqvae_training_steps": 2},
+        **{"gpt_block_size": 32, "gpt_input_dim": 16, "gpt_output_dim": 16, "gpt_n_layer": 1, "gpt_n_head": 2},
+        **{"gpt_hidden_dim": 16, "spatial_softmax_num_keypoints": 4, "pretrained_backbone_weights": "null"},
+        **{"scheduler_warmup_steps": 3, "offset_loss_weight": 10, "optimizer_vqvae_lr": 1e-3},
+    },
+    lora=None,
+)
+VQBET_GROUP_NORM = replace(VQBET, options={**VQBET.options, "use_group_norm": "true"}, type="vqbet")
+
+
+def clip(folder):
+    """A CLIP of two small towers, and its tokenizer."""
+    folder /= "clip"
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**tower, "vocab_size": VOCABULARY, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 1}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        vision = {**tower, "image_size": 32, "patch_size": 16}
+        CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).save_pretrained(folder)
+    make_small_tokenizer().save_pretrained(folder)
+    return {"vision_encoder_name": str(folder), "text_encoder_name": str(folder)}
+
+
+MULTI_TASK_DIT = Kind(
+    {
+        **{"horizon": 8, "n_action_steps": 4, "num_train_timesteps": 10, "hidden_dim": 16, "num_layers": 1},
+        **{"num_heads": 2, "timestep_embed_dim": 8, "tokenizer_max_length": 12, "image_crop_shape": "[32, 32]"},
+        **{"scheduler_warmup_steps": 3, "optimizer_lr": 1e-4, "optimizer_weight_decay": 0.01},
+    },
+    folders=clip,
+)
+
+
+def smolvlm(folder, dtype="float32"):
+    """A SmolVLM of two small towers, its tokenizer and processors; `dtype` is what its text model says of itself."""
+    folder /= "smolvlm"
+    image_tokens = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>"}
+    tokens = {**image_tokens, "global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>"}
+    tokenizer = make_small_tokenizer(**tokens)
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**tower, "model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 8}
+    SmolVLMConfig(
+        vision_config={**tower, "image_size": 32, "patch_size": 8},
+        text_config={**text, "vocab_size": VOCABULARY, "pad_token_id": 0, "dtype": dtype},
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=0,
+    ).save_pretrained(folder)
+    SmolVLMProcessor(SmolVLMImageProcessor(), tokenizer, SmolVLMVideoProcessor()).save_pretrained(folder)
+    return {"vlm_model_name": str(folder)}
+
+
+SMOLVLA = Kind(
+    {
+        **{"chunk_size": 4, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "tokenizer_max_length": 12},
+        **{"resize_imgs_with_padding": "[32, 32]", "num_vlm_layers": 2, "expert_width_multiplier": 1.0},
+        **{"optimizer_lr": 1e-4, "scheduler_warmup_steps": 3, "scheduler_decay_steps": 7},
+    },
+    folders=smolvlm,
+    lora="own",
+)
+
+
+def bart_tokenizer(folder):
+    make_small_tokenizer().save_pretrained(folder / "tokenizer")
+    return {"tokenizer_name": str(folder / "tokenizer")}
+
+
+FLORENCE = {
+    "vision_config": {
+        **{"depths": [1, 1], "embed_dim": [8, 16], "num_heads": [1, 2], "num_groups": [1, 2], "window_size": 4},
+        **{"patch_size": [7, 3], "patch_stride": [4, 2], "patch_padding": [3, 1], "patch_prenorm": [False, True]},
+        **{"projection_dim": 16, "max_position_embeddings": 16, "max_temporal_embeddings": 4, "drop_path_rate": 0.1},
+    },
+    "text_config": {
+        **{"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16},
+        **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": VOCABULARY},
+        **{"max_position_embeddings": 64, "dropout": 0.1},
+    },
+}
+XVLA = Kind(
+    {
+        **{"chunk_size": 4, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "tokenizer_max_length": 12},
+        **{"florence_config": json.dumps(FLORENCE), "hidden_size": 16, "depth": 1, "num_heads": 2, "num_domains": 2},
+        **{"len_soft_prompts": 2, "dim_time": 8, "max_len_seq": 64, "action_mode": "auto"},
+        **{"resize_imgs_with_padding": "[32, 32]", "optimizer_lr": 1e-4, "optimizer_weight_decay": 0.01},
+        **{"scheduler_warmup_steps": 3, "scheduler_decay_steps": 7},
+    },
+    folders=bart_tokenizer,
+)
+
+KINDS = {
+    **{"act": ACT, "diffusion": DIFFUSION, "pi0": PI0, "pi0_fast": PI0_FAST, "smolvla": SMOLVLA, "vqbet": VQBET},
+    **{"vqbet with GroupNorm": VQBET_GROUP_NORM, "multi_task_dit": MULTI_TASK_DIT, "xvla": XVLA},
+}

@@ -1,0 +1,209 @@
+"""Which files the episodes of a dataset need: downloaded from the Hub, or looked for where the dataset is."""
+
+from __future__ import annotations
+
+import glob
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from fsspec.implementations.local import LocalFileSystem
+
+from vla_finetuning.data.hub import download_snapshot, resolve_commit
+from vla_finetuning.data.metadata import DatasetMetadata, load_metadata, select_episodes, shorten, unreachable
+
+# Local files whose ends are looked at; a dataset with more is looked at in places.
+MAX_OPENED = 5_000
+_TOLD = 5
+# Of an mp4; recorders that write in fragments make many, and a film of nothing else would take long to read.
+_MAX_BOXES = 10_000
+
+
+@dataclass(frozen=True, eq=False)
+class Holes:
+    """What is missing of the files that some episodes need.
+
+    Attributes:
+        found: {path: what is wrong with it}.
+        episodes: int64, ascending: those that need one of these files.
+        cameras: the cameras with such a file.
+        without_folder: paths of files whose folder is missing or empty.
+    """
+
+    found: dict[str, str]
+    episodes: np.ndarray
+    cameras: tuple[str, ...]
+    without_folder: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.found)
+
+    def __str__(self) -> str:
+        told = [f"{path} {what}" for path, what in list(self.found.items())[:_TOLD]]
+        more = f"; and {len(self.found) - _TOLD} more files" if len(self.found) > _TOLD else ""
+        return "; ".join(told) + more
+
+
+def find_holes(
+    meta: DatasetMetadata,
+    *,
+    episodes: Sequence[int] | np.ndarray | None = None,
+    camera_keys: Sequence[str] | None = None,
+) -> Holes:
+    """Look for the parquet and mp4 files that the chosen episodes and cameras need. Runs on the driver.
+
+    One listing per folder, so it is cheap on object storage too. Local files, on which a copy may have ended early, are
+    also opened: the end of each must be where its format says.
+
+    Raises:
+        ValueError: an episode or a camera that the dataset does not have.
+    """
+    chosen = select_episodes(meta, episodes)
+    needed = _needed_files(meta, chosen, camera_keys)
+    sizes: dict[str, dict[str, int]] = {}
+    found: dict[str, str] = {}
+    local = isinstance(meta.fs, LocalFileSystem)
+    opened = set(list(needed)[:: -(-len(needed) // MAX_OPENED)] if local and needed else ())
+    for path, used_by in needed.items():
+        folder, _, name = path.rpartition("/")
+        if folder not in sizes:
+            sizes[folder] = _list_sizes(meta, folder)
+        size = sizes[folder].get(name)
+        try:
+            whole = not size or path not in opened or _is_whole(Path(meta.base) / path, size)
+        except OSError as error:
+            raise unreachable(meta.root, error) from error
+        if not size:
+            what = "is missing" if size is None else "is empty"
+        elif not whole:
+            what = f"is cut short at {size} bytes, or no {path.rpartition('.')[2]} file"
+        else:
+            continue
+        found[path] = f"{what} (needed by episodes {shorten(used_by.tolist())})"
+    lost = [needed[path] for path in found]
+    cameras = (key for key in meta.video_keys if not found.keys().isdisjoint(meta.video_files[key]))
+    return Holes(
+        found=found,
+        episodes=np.unique(np.concatenate(lost)) if lost else np.empty(0, np.int64),
+        cameras=tuple(cameras),
+        without_folder=tuple(path for path in found if not any(sizes[path.rpartition("/")[0]].values())),
+    )
+
+
+def check_files(
+    meta: DatasetMetadata,
+    *,
+    episodes: Sequence[int] | np.ndarray | None = None,
+    camera_keys: Sequence[str] | None = None,
+    skip: bool = False,
+) -> None:
+    """Check that every parquet and mp4 file the chosen episodes and cameras need is there, as `find_holes` looks.
+
+    Args:
+        skip: files may be missing, but not all of a folder: then the dataset is somewhere else.
+    Raises:
+        FileNotFoundError: naming the files that are missing, empty or cut short, and the episodes that need them.
+        ValueError: an episode or a camera that the dataset does not have.
+    """
+    holes = find_holes(meta, episodes=episodes, camera_keys=camera_keys)
+    if holes and (holes.without_folder or not skip):
+        raise FileNotFoundError(
+            f"dataset {meta.root}: {holes}. Copy or download the dataset again, or leave these episodes out"
+        )
+
+
+def fetch_dataset(
+    repo_id: str,
+    revision: str | None = None,
+    *,
+    episodes: Sequence[int] | None = None,
+    camera_keys: Sequence[str] | None = None,
+    cache_dir: str | Path | None = None,
+) -> tuple[str, str]:
+    """Download a dataset, or what the chosen episodes and cameras need of it, from the Hugging Face Hub.
+
+    Runs on the driver. A token is found by `huggingface_hub` itself (`HF_TOKEN` or its token file).
+
+    Args:
+        repo_id: `user/name`.
+        revision: branch, tag or commit. None is the tag `v3.0`, as in LeRobot, or else the default branch.
+        cache_dir: None is LeRobot's own cache of Hub datasets, so nothing is downloaded twice.
+    Returns:
+        The local folder, and the full commit hash it holds; giving that as `revision` repeats it exactly.
+    Raises:
+        ValueError: no such repository or revision, no access, not a LeRobot dataset, or an episode or a camera that it
+            does not have.
+        OSError: the Hub cannot be reached.
+    """
+    from lerobot.utils.constants import HF_LEROBOT_HUB_CACHE
+
+    if cache_dir is None:
+        cache_dir = HF_LEROBOT_HUB_CACHE
+    commit = resolve_commit(repo_id, revision, repo_type="dataset", default_revision="v3.0")
+    folder = download_snapshot(repo_id, commit, repo_type="dataset", cache_dir=cache_dir, allow_patterns=["meta/*"])
+    meta = load_metadata(folder)
+    needed = _needed_files(meta, select_episodes(meta, episodes), camera_keys)
+    if episodes is None and camera_keys is None:
+        # The hub client matches every file with every pattern: name folders where that is enough.
+        patterns = sorted({f"{glob.escape(path.split('/')[0])}/*" for path in needed})
+    else:
+        patterns = [glob.escape(path) for path in needed]
+    download_snapshot(repo_id, commit, repo_type="dataset", cache_dir=cache_dir, allow_patterns=patterns)
+    return folder, commit
+
+
+def _needed_files(
+    meta: DatasetMetadata, episodes: np.ndarray, camera_keys: Sequence[str] | None
+) -> dict[str, np.ndarray]:
+    """The files that these episodes and cameras need, each with the episodes that need it."""
+    unknown = sorted(set(camera_keys or ()) - set(meta.camera_keys))
+    if unknown:
+        raise ValueError(f"dataset {meta.root}: no camera {unknown}; it has {meta.camera_keys}")
+    uses = [(meta.data_files, meta.episode_data_file)]
+    for key in meta.video_keys:
+        if camera_keys is None or key in camera_keys:
+            uses.append((meta.video_files[key], meta.episode_video_file[key]))
+    needed: dict[str, np.ndarray] = {}
+    for files, episode_file in uses:
+        # Without a loop over episodes, of which there may be 100 000.
+        order = np.argsort(episode_file[episodes], kind="stable")
+        numbers, first = np.unique(episode_file[episodes][order], return_index=True)
+        for number, used_by in zip(numbers, np.split(episodes[order], first[1:]), strict=False):
+            needed[files[number]] = used_by
+    return needed
+
+
+def _list_sizes(meta: DatasetMetadata, folder: str) -> dict[str, int]:
+    """Sizes in bytes of the files in a folder of the dataset; empty when there is no such folder."""
+    path = f"{meta.base}/{folder}".rstrip("/")
+    meta.fs.invalidate_cache(path)
+    try:
+        found = meta.fs.find(path, maxdepth=1, detail=True)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise unreachable(meta.root, error) from error
+    return {name.rpartition("/")[2]: int(entry.get("size") or 0) for name, entry in found.items()}
+
+
+def _is_whole(path: Path, size: int) -> bool:
+    """Whether a parquet or mp4 file ends where it says, and has what is needed to open it. Others are not judged."""
+    with open(path, "rb") as file:
+        if path.suffix == ".parquet":
+            file.seek(max(0, size - 4))
+            return size >= 12 and file.read(4) == b"PAR1"
+        # Boxes, one after the other (ISO/IEC 14496-12): bytes in it, kind; 1: bytes in 8 more; 0: up to the end.
+        at, kinds = 0, set()
+        for _ in range(_MAX_BOXES if path.suffix == ".mp4" else 0):
+            file.seek(at)
+            header = file.read(16)
+            length, kind = struct.unpack_from(">I4s", header.ljust(16, b"\0"))
+            if length == 1:
+                (length,) = struct.unpack_from(">Q", header.ljust(16, b"\0"), 8)
+            kinds.add(kind)
+            at = size if length == 0 else at + max(length, 8)
+            if at >= size:
+                return at == size and b"moov" in kinds
+    return True

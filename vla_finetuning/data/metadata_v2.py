@@ -1,0 +1,177 @@
+"""What LeRobot's formats v2.0 and v2.1 keep otherwise than v3.0: a file per episode, and JSON lines in `meta/`.
+
+    meta/tasks.jsonl            {"task_index": 0, "task": "pick up the bottle"}
+    meta/episodes.jsonl         {"episode_index": 0, "tasks": ["pick up the bottle"], "length": 393}
+    meta/episodes_stats.jsonl   v2.1: {"episode_index": 0, "stats": {"action": {"min": [...], ..., "count": [393]}}}
+    meta/stats.json             v2.0: statistics of all rows
+
+Read as they are, into what `metadata` makes of v3.0. Layout: LeRobot 0.3, `lerobot/datasets/utils.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from vla_finetuning.data.limits import (
+    MAX_EPISODES,
+    MAX_EPISODES_BYTES,
+    MAX_EPISODES_STATS_BYTES,
+    MAX_INSTRUCTION,
+    MAX_TASKS,
+    MAX_TASKS_BYTES,
+)
+from vla_finetuning.data.paths import MAX_INDEX, check_inside
+from vla_finetuning.data.storage import naming_file
+
+VERSIONS = ("v2.0", "v2.1")
+TASKS_PATH, EPISODES_PATH, STATS_PATH = "meta/tasks.jsonl", "meta/episodes.jsonl", "meta/episodes_stats.jsonl"
+# For an info.json that does not state them.
+TEMPLATES = {
+    "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+    "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+}
+Stats = dict[str, dict[str, np.ndarray]]
+
+
+def read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
+    """Instructions by their numbers. Raises ValueError, FileNotFoundError."""
+    tasks: dict[int, str] = {}
+    for where, line in _lines(fs, base, TASKS_PATH, MAX_TASKS, MAX_TASKS_BYTES):
+        index = _whole_number(where, line, "task_index", 0)
+        text = line.get("task")
+        if not isinstance(text, str) or "\0" in text or len(text) > MAX_INSTRUCTION:
+            raise ValueError(
+                f"{where}: task is {text!r:.100}, expected a text of at most {MAX_INSTRUCTION:,} characters"
+            )
+        if index in tasks:
+            raise ValueError(f"{where}: task_index {index} appears twice")
+        tasks[index] = text
+    return tasks
+
+
+def read_episodes(
+    fs: fsspec.AbstractFileSystem, base: str, video_keys: Sequence[str], known: set[str]
+) -> tuple[dict[str, np.ndarray], list[tuple[str, ...]]]:
+    """The columns that `metadata` reads of v3.0's `meta/episodes`, and the instructions of each episode.
+
+    Every episode has files of its own, in which it begins at 0.
+
+    Args:
+        known: the instructions of `meta/tasks.jsonl`.
+    Raises:
+        ValueError, FileNotFoundError: naming the line.
+    """
+    index, length, tasks = [], [], []
+    same: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for where, line in _lines(fs, base, EPISODES_PATH, MAX_EPISODES, MAX_EPISODES_BYTES):
+        index.append(_whole_number(where, line, "episode_index", 0))
+        length.append(_whole_number(where, line, "length", 1))
+        texts = line.get("tasks")
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{where}: tasks is {texts!r:.100}, expected a list of texts")
+        if unknown := [text for text in texts if text not in known]:
+            raise ValueError(
+                f"{where}: episode {index[-1]} has the task {unknown[0]!r:.200}, which {TASKS_PATH} lacks; the two "
+                "files do not belong together"
+            )
+        tasks.append(same.setdefault(tuple(texts), tuple(texts)))
+    columns: dict[str, np.ndarray] = {"episode_index": np.array(index, np.int64), "length": np.array(length, np.int64)}
+    for prefix in ("data", *(f"videos/{key}" for key in video_keys)):
+        # Paths are made of the episode's number (`TEMPLATES`).
+        columns[f"{prefix}/chunk_index"] = np.zeros(len(index), np.int32)
+        columns[f"{prefix}/file_index"] = columns["episode_index"].astype(np.int32)
+    for key in video_keys:
+        columns[f"videos/{key}/from_timestamp"] = np.zeros(len(index))
+    return columns, tasks
+
+
+def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any) -> Stats:
+    """Statistics of all rows, joined from those of the episodes as LeRobot's `aggregate_stats` does.
+
+    Args:
+        parsed: turns the JSON of statistics into arrays, or raises ValueError.
+    """
+    of_episodes: dict[str, list[dict[str, np.ndarray]]] = {}
+    for where, line in _lines(fs, base, STATS_PATH, MAX_EPISODES, MAX_EPISODES_STATS_BYTES):
+        stats = line.get("stats")
+        if not isinstance(stats, dict):
+            raise ValueError(f"{where}: stats is {stats!r:.50}, expected an object")
+        for key, values in parsed(stats).items():
+            if {"min", "max", "mean", "std", "count"} <= values.keys():
+                of_episodes.setdefault(key, []).append(values)
+    return {key: _joined(key, found) for key, found in of_episodes.items()}
+
+
+def read_column(fs: fsspec.AbstractFileSystem, base: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of episodes, int64 (N,), and what `meta/episodes.jsonl` says of each under a name, float64 (N,).
+
+    Raises:
+        ValueError: it says no number of one of them.
+    """
+    index, values = [], []
+    for where, line in _lines(fs, base, EPISODES_PATH, MAX_EPISODES, MAX_EPISODES_BYTES):
+        value = line.get(name)
+        if not isinstance(value, (int, float)):
+            usable = sorted(key for key, one in line.items() if isinstance(one, (int, float)))
+            raise ValueError(f"{where}: {name} is {value!r:.50}, expected a number; those are {usable!s:.300}")
+        index.append(_whole_number(where, line, "episode_index", 0))
+        values.append(float(value))
+    return np.array(index, np.int64), np.array(values)
+
+
+def _joined(key: str, found: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Mean and variance of all rows by the parallel formula, from those of D dimensions in each episode."""
+    names = ("min", "max", "mean", "std")
+    try:
+        low, high, mean, std = (np.stack([one[name] for one in found]) for name in names)
+        count = np.stack([one["count"] for one in found]).astype(np.float64)
+        weight = (count / count.sum(0)).reshape(-1, *[1] * (mean.ndim - 1))
+    except ValueError as error:
+        raise ValueError(f"{STATS_PATH}: the statistics of {key!r:.100} differ in shape between episodes") from error
+    mean_of_all = (mean * weight).sum(0)
+    variance = ((std**2 + (mean - mean_of_all) ** 2) * weight).sum(0)
+    joined = {"min": low.min(0), "max": high.max(0), "mean": mean_of_all, "std": np.sqrt(variance)}
+    return joined | {"count": count.sum(0).astype(np.int64)}
+
+
+def _lines(
+    fs: fsspec.AbstractFileSystem, base: str, path: str, most: int, most_bytes: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON lines, each with the words by which errors call it."""
+    check_inside(fs, base, [path])
+    try:
+        with naming_file(path):
+            size = fs.size(f"{base}/{path}")
+            text = fs.cat_file(f"{base}/{path}") if size <= most_bytes else b""
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing; copy the dataset again") from None
+    if size > most_bytes:
+        raise ValueError(
+            f"{path} has {size / 2**20:,.1f} MiB, more than the {most_bytes / 2**20:,.0f} MiB that it may have: it is "
+            "damaged or made to exhaust the memory"
+        )
+    for number, line in enumerate(text.splitlines(), 1):
+        if number > most:
+            raise ValueError(f"{path}: more than {most:,} lines: it is damaged or made to exhaust the memory")
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} is not valid JSON ({error}); restore the file") from error
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}: expected a JSON object, found {type(value).__name__}")
+        yield where, value
+
+
+def _whole_number(where: str, line: Mapping[str, Any], name: str, least: int) -> int:
+    value = line.get(name)
+    if type(value) is not int or not least <= value < MAX_INDEX:
+        raise ValueError(f"{where}: {name} is {value!r:.50}, expected a whole number from {least} to {MAX_INDEX - 1}")
+    return value

@@ -1,0 +1,89 @@
+"""Rows of a dataset beside a policy's own chunks: half of what filtered imitation learns from.
+
+The rows are a stream in the plan's shuffled order, each once per epoch of the dataset. An update takes the next ones of
+the stream, as many as it has decisions of the policy's own; where the next update begins is a number, which checkpoints
+have (`Progress.rows`). Ranks take rows in turn.
+
+Legend: T chunk, A action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import GetTimeoutError
+from torch import Tensor
+
+from vla_finetuning.config import DatasetOptions, GrpoConfig
+from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.run.resolve import resolve
+from vla_finetuning.run.rows import Rows
+from vla_finetuning.training.held_out import read_chunk
+from vla_finetuning.training.model import make_prepare
+from vla_finetuning.training.stream import Columns, Deferred
+
+# Micro-batches that a rank has read before it needs them. Few: each is a process of its own, which imports LeRobot.
+LOOK_AHEAD = 2
+
+# From stream positions of some micro-batches to their rows, prepared for the policy, one after the other.
+Read = Callable[[Sequence[np.ndarray]], Iterator[Columns]]
+
+
+def resolve_demonstrations(config: GrpoConfig, root: str) -> Rows:
+    """Find and check the dataset. Runs on the driver.
+
+    Raises:
+        ValueError, FileNotFoundError: it is not there, or does not fit the policy.
+    """
+    training = config.training()
+    # The policy sees through its own processors and their statistics; those of the dataset are not looked at.
+    training.dataset = DatasetOptions(root=root, statistics="lerobot")
+    training.steps = 1
+    return resolve(training, gpus_found=0).rows
+
+
+def in_tasks(rows: Rows, policy: PolicySpec, timeout_s: float) -> Read:
+    """Read in tasks of the cluster that this process has joined.
+
+    They hold no CPU: the processes that simulate do, and wait while the policy learns.
+    """
+    task: Any = ray.remote(read_chunk).options(num_cpus=0)
+    shared = ray.put(rows.source()), ray.put(Deferred(make_prepare(policy, rows)))
+
+    def read(micros: Sequence[np.ndarray]) -> Iterator[Columns]:
+        asked: dict[int, Any] = {}
+        for number in range(len(micros)):
+            for ahead in range(number, min(number + LOOK_AHEAD, len(micros))):
+                if ahead not in asked:
+                    asked[ahead] = task.remote(*shared, micros[ahead])
+            try:
+                yield ray.get(asked.pop(number), timeout=timeout_s)
+            except GetTimeoutError as error:
+                raise TimeoutError(
+                    f"no demonstrations for {timeout_s:g} s: a read task of --grpo.demonstrations hangs (`ray list "
+                    "tasks` tells)"
+                ) from error
+
+    return read
+
+
+def micro_positions(first: int, count: int, *, rank: int, ranks: int, micro_rows: int) -> list[np.ndarray]:
+    """Stream positions of this rank's micro-batches, of `count` rows from `first` on; ranks have equally many of these.
+
+    An empty one is to be filled up.
+    """
+    own = np.arange(first + rank, first + count, ranks)
+    most = -(-count // ranks)
+    return np.array_split(own, -(-most // micro_rows))
+
+
+def as_lessons(columns: Columns) -> dict[str, Tensor]:
+    """Prepared rows as the loss takes them: `action_is_pad` bool (N, T) is false, as imitation counts padded steps."""
+    found = {key: torch.from_numpy(np.ascontiguousarray(v)) for key, v in columns.items() if key not in ROW_COLUMNS}
+    found["action_is_pad"] = torch.zeros(found["action"].shape[:2], dtype=torch.bool)
+    return found

@@ -1,0 +1,115 @@
+"""What a run does about files of its datasets that are missing: which flag goes on without the episodes they cost."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+
+from vla_finetuning.config import Config
+from vla_finetuning.data.dataset_files import Holes, find_holes
+from vla_finetuning.data.metadata import DatasetMetadata
+from vla_finetuning.data.selection import Choice, of_each
+from vla_finetuning.run.episodes import ChosenEpisodes
+
+# A longer list of episodes is no flag to paste.
+_MAX_FLAG = 2_000
+
+
+def check_holes(
+    config: Config,
+    roots: Sequence[str],
+    metas: Sequence[DatasetMetadata],
+    chosen: ChosenEpisodes,
+    camera_keys: Sequence[str],
+) -> list[str]:
+    """Look for the files of all episodes that are trained on or held out, as `find_holes`.
+
+    Args:
+        roots: as flags name the datasets.
+    Returns:
+        With --dataset.on_error skip, notes on the episodes whose rows will be skipped.
+    Raises:
+        FileNotFoundError: files are missing, empty or cut short, and flags that go on without them.
+    """
+    episodes = [np.union1d(*of) for of in zip(chosen.train, chosen.held_out, strict=True)]
+    holes = [
+        find_holes(meta, episodes=of, camera_keys=[key for key in camera_keys if key in meta.camera_keys])
+        for meta, of in zip(metas, episodes, strict=True)
+    ]
+    if not any(holes):
+        return []
+    lost = sum(int(meta.episode_length[hole.episodes].sum()) for meta, hole in zip(metas, holes, strict=True))
+    share = lost / sum(int(meta.episode_length[of].sum()) for meta, of in zip(metas, episodes, strict=True))
+    d = config.dataset
+    if d.on_error == "skip" and share <= d.max_skipped and not any(hole.without_folder for hole in holes):
+        return [
+            f"{meta.root}: the rows of {len(hole.episodes)} episodes are skipped, by --dataset.on_error: {hole}"
+            for meta, hole in zip(metas, holes, strict=True)
+            if hole
+        ]
+    found = "; ".join(f"dataset {meta.root}: {hole}" for meta, hole in zip(metas, holes, strict=True) if hole)
+    remedy = _remedy(config, roots, metas, holes, episodes, share)
+    raise FileNotFoundError(
+        f"{found}. Copy or download the dataset again, or {remedy}{_not_skipped(config, holes, share)}"
+    )
+
+
+def _not_skipped(config: Config, holes: Sequence[Holes], share: float) -> str:
+    """Why --dataset.on_error skip does not cover it."""
+    d = config.dataset
+    if d.on_error != "skip":
+        return ""
+    if gone := [path for hole in holes for path in hole.without_folder]:
+        return f" (--dataset.on_error=skip is for folders that lack some files, not all, as that of {gone[0]})"
+    return f" (--dataset.max_skipped={d.max_skipped:g} is less than their {share:.0%} of the frames)"
+
+
+def certain_cameras(config: Config, meta: DatasetMetadata) -> list[str]:
+    """The cameras that are decoded whatever the policy has."""
+    if config.dataset.camera_keys is not None:
+        return config.dataset.camera_keys
+    if config.policy_path:
+        return [key for key in meta.camera_keys if key in config.rename_map]
+    return [key for key in meta.camera_keys if not meta.features[key].is_depth]
+
+
+def _remedy(
+    config: Config,
+    roots: Sequence[str],
+    metas: Sequence[DatasetMetadata],
+    holes: Sequence[Holes],
+    episodes: Sequence[np.ndarray],
+    share: float,
+) -> str:
+    d = config.dataset
+    if any(hole and len(hole.episodes) == len(of) for hole, of in zip(holes, episodes, strict=True)):
+        whole = [key for key in metas[0].camera_keys if not any(key in hole.cameras for hole in holes)]
+        data = any(path in meta.data_files for meta, hole in zip(metas, holes, strict=True) for path in hole.found)
+        if data or not whole:
+            return "train on another: every episode needs such files"
+        return f"choose cameras whose files are there: --dataset.camera_keys={shlex.quote(','.join(whole))}"
+    before = of_each(cast(Choice, d.exclude_episodes), roots, "--dataset.exclude_episodes")
+    out = {
+        root: np.union1d(hole.episodes, np.asarray(already or [], np.int64)).tolist()
+        for root, hole, already in zip(roots, holes, before, strict=True)
+    }
+    value = (
+        json.dumps({root: of for root, of in out.items() if of}) if len(roots) > 1 else episode_ranges(*out.values())
+    )
+    flag = f"--dataset.exclude_episodes={shlex.quote(value)}"
+    if len(flag) > _MAX_FLAG:
+        flag = f"--dataset.on_error=skip --dataset.max_skipped={min(1, np.ceil(share * 100) / 100):g}"
+    count = sum(len(hole.episodes) for hole in holes)
+    left = sum(map(len, episodes)) - count
+    return f"go on with {left} episodes, without the {count} that need such files: {flag}"
+
+
+def episode_ranges(numbers: Sequence[int]) -> str:
+    """Numbers, ascending, as an option takes them: 3,7,20:30."""
+    ends = np.flatnonzero(np.diff(numbers) != 1) + 1
+    runs = [run.tolist() for run in np.split(np.asarray(numbers), ends)]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}:{run[-1] + 1}" for run in runs)
