@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         root = fetch_dataset(options.repo_id, options.revision)[0] if options.repo_id else options.root
         meta = load_metadata(root)
         if options.rename_map:
-            (meta,) = with_names([meta], options.rename_map)
+            (meta,) = with_names([meta], options.rename_map, observations=True)
         look, scores = look_at(meta), None
         if options.augmentation:
             look = replace(look, sheet=augmented(look.sheet, config_of(AUGMENTATIONS[options.augmentation])))

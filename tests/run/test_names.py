@@ -12,7 +12,7 @@ from tests.datasets import make_dataset
 from tests.in_process import resolved, train
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.run.preflight import proposed_names
+from vla_finetuning.run.preflight import proposed_names, with_names
 
 # As openpi's LIBERO example calls them.
 OWN = {
@@ -111,6 +111,23 @@ def test_the_look_at_a_dataset_takes_names_too(settings, tmp_path, capsys):
     assert show_dataset([str(root), "--rename_map", MAP, "--output", str(tmp_path / "page.html")]) == 0
     assert "action: of the values" in capsys.readouterr().out
     assert "observation.images.left_wrist_0_rgb" in (tmp_path / "page.html").read_text()
+
+
+def test_the_look_renames_observations_too_and_refuses_names_that_are_not_there(settings, tmp_path, capsys):
+    root, page = settings[0][1], tmp_path / "page.html"
+    names = {"observation.state": "observation.joints"}
+    assert show_dataset([str(root), "--rename_map", json.dumps(names), "--output", str(page)]) == 0
+    assert "observation.joints" in page.read_text()
+    assert show_dataset([str(root), "--rename_map", '{"observation.stat": "a"}', "--output", str(page)]) == 2
+    assert "did you mean observation.state?" in capsys.readouterr().err
+
+
+def test_a_state_in_two_features_is_said(tmp_path):
+    """As in openpi's DROID."""
+    root = make_dataset(tmp_path / "droid", episodes=(2,), cameras={}, extra_features=True)
+    rename_files(root, {"observation.state": "joint_position", "observation.counter": "gripper_position"})
+    with pytest.raises(ValueError, match="joint_position is the state then, without gripper_position: join the two"):
+        with_names([load_metadata(rename_files(root, {"action": "actions"}))], {})
 
 
 def test_cameras_that_nobody_knows_keep_their_own_name(settings, tmp_path):

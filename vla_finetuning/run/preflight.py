@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -96,9 +97,15 @@ def load_datasets(config: Config, roots: Sequence[str]) -> tuple[DatasetMetadata
     return with_names(metas, config.rename_map)
 
 
-def with_names(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> tuple[DatasetMetadata, ...]:
-    """The datasets with the names that --rename_map gives their features. Raises ValueError as `load_datasets`."""
-    names = features_renamed(rename_map)
+def with_names(
+    metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str], *, observations: bool = False
+) -> tuple[DatasetMetadata, ...]:
+    """The datasets with the names that --rename_map gives their features. Raises ValueError as `load_datasets`.
+
+    Args:
+        observations: rename those, too, where no policy's processors will.
+    """
+    names = dict(rename_map) if observations else features_renamed(rename_map)
     for key, name in names.items() if metas else ():
         where = f'--rename_map has "{key}": "{name}"'
         if key in FRAME_FEATURES:
@@ -131,7 +138,12 @@ def _check_names(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> None:
     if not lacks:
         return
     proposed = {**rename_map, **proposed_names(meta)}
-    flag = f"; --rename_map '{json.dumps(proposed)}' gives them LeRobot's names" if proposed else ""
+    flag = f"; --rename_map {shlex.quote(json.dumps(proposed))} gives them LeRobot's names" if proposed else ""
+    if {"joint_position", "gripper_position"} <= meta.features.keys():
+        flag += (
+            "; joint_position is the state then, without gripper_position: join the two in the dataset if the policy "
+            "is to see the gripper"
+        )
     raise ValueError(
         f"dataset {meta.root}: no feature is called {' or '.join(lacks)}; its features are "
         f"{', '.join(key for key in meta.features if key not in FRAME_FEATURES)}"
