@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     which.add_argument("--repo_id", help="a dataset on the Hugging Face Hub, which is downloaded")
     parser.add_argument("--revision", help="of the dataset on the Hub (default: as of now)")
     parser.add_argument("--rename_map", type=json.loads, default={}, help="names of features, as a run's --rename_map")
+    parser.add_argument("--state_features", help="features that are the state, as a run's --dataset.state_features")
     parser.add_argument("--output", type=Path, default=Path("dataset.html"), help="the page (default: %(default)s)")
     parser.add_argument("--scores", type=Path, help="score every episode; a JSON line each into this file")
     parser.add_argument("--exclude_to", type=Path, help="score, and write the list of the episodes that look bad")
@@ -84,8 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         root = fetch_dataset(options.repo_id, options.revision)[0] if options.repo_id else options.root
         meta = load_metadata(root)
-        if options.rename_map:
-            (meta,) = with_names([meta], options.rename_map, observations=True)
+        if options.rename_map or options.state_features:
+            state = options.state_features.split(",") if options.state_features else []
+            (meta,) = with_names([meta], options.rename_map, state, observations=True)
         look, scores = look_at(meta), None
         if options.augmentation:
             look = replace(look, sheet=augmented(look.sheet, config_of(AUGMENTATIONS[options.augmentation])))

@@ -146,6 +146,11 @@ class DatasetOptions:
         "How often each training episode comes in an epoch, on average; 0 leaves it out.",
         form="a column of the dataset's meta/episodes, or @FILE",
     )
+    state_features: list[str] | None = option(
+        None,
+        "Features, by the dataset's names, that are joined into observation.state in this order, as float32.",
+        form="dataset keys, as joint_position,gripper_position",
+    )
     camera_keys: list[str] | None = option(
         None,
         "Cameras to decode; those that the policy wants when absent.",

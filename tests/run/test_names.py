@@ -1,17 +1,27 @@
 """A dataset whose features have other names than LeRobot's trains as if it had those."""
 
+import itertools
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from diagnostics.show_dataset import main as show_dataset
+from tests.data.test_relative_actions import one_after_the_other
 from tests.datasets import make_dataset
 from tests.in_process import resolved, train
 from tests.tiny import make_base
+from vla_finetuning.data import quantiles, statistics
+from vla_finetuning.data.frames import movement_keys
+from vla_finetuning.data.idle import runs_kept
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.quantiles import Source, exact_stats, sample_rows
+from vla_finetuning.data.relative_actions import RelativeActions, check_relative
+from vla_finetuning.data.statistics import STATISTICS, complete_stats, digest, episode_arrays, files_of
 from vla_finetuning.run.preflight import proposed_names, with_names
 
 # As openpi's LIBERO example calls them.
@@ -45,6 +55,43 @@ def rename_files(root, names):
     return root
 
 
+def split_state(root, parts):
+    """Store `observation.state` (4,) of a v3.0 dataset as several features, by name those of its entries."""
+    for path in (root / "meta/info.json", root / "meta/stats.json"):
+        content = json.loads(path.read_text())
+        features = content.get("features", content)
+        state = features.pop("observation.state")
+        for name, entries in parts.items():
+            if "shape" in state:
+                names = [state["names"][i] for i in entries]
+                features[name] = {"dtype": "float32", "shape": [len(entries)], "names": names}
+            else:
+                features[name] = {n: v if n == "count" else [v[i] for i in entries] for n, v in state.items()}
+        path.write_text(json.dumps(content))
+    for path in root.glob("data/*/*.parquet"):
+        table = pq.read_table(path)
+        state = np.stack(table["observation.state"].to_numpy()).astype(np.float32)
+        table = table.drop_columns(["observation.state"])
+        for name, entries in parts.items():
+            lists = state[:, entries]
+            column = pa.array(lists[:, 0] if len(entries) == 1 else list(lists))
+            table = table.append_column(name, column)
+        pq.write_table(table, path)
+    return root
+
+
+# As in openpi's DROID; the order in the files is another one.
+DROID = {"gripper_position": [3], "joint_position": [0, 1, 2]}
+JOINED = {"dataset.state_features": "joint_position,gripper_position"}
+
+
+@pytest.fixture(scope="module")
+def split(settings):
+    folder, own, base = settings[0][0].parent / "c", settings[0][0].parent / "split", settings[0][2]
+    make_dataset(own, episodes=(6, 5, 4), cameras=CAMERAS)
+    return folder, split_state(own, DROID), base
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     """The same dataset with LeRobot's names and with its own, and a base policy for it."""
@@ -74,14 +121,22 @@ def test_rows_statistics_and_processors_are_those_of_lerobots_names(settings, st
     assert json.loads(json.dumps(own.config.rename_map)) == json.loads(MAP), "what a resumed run is started with"
 
 
-def test_losses_are_those_of_lerobots_names(settings):
+def test_losses_and_exported_processors_are_those_of_lerobots_names(settings, split, tmp_path):
     def losses(setting, **more):
-        run = resolved(setting, steps=3, **{"dataset.statistics": "stored"}, **more)
+        run = resolved(setting, steps=3, log_freq=1, **{"dataset.statistics": "stored"}, **more)
         run.job.output_dir.mkdir(parents=True, exist_ok=True)
         train(run)
+        for processor in run.policy.processors():
+            processor.save_pretrained(tmp_path / setting[0].name)
         return [json.loads(line)["loss"] for line in (run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
 
-    assert losses(settings[1], rename_map=MAP) == losses(settings[0])
+    expected = losses(settings[0])
+    assert len(set(expected)) == 3
+    assert losses(settings[1], rename_map=MAP) == expected and losses(split, **JOINED) == expected
+    exported = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert any(name.endswith("normalizer_processor.safetensors") for name in exported)
+    for other, name in itertools.product("bc", exported):
+        assert (tmp_path / other / name).read_bytes() == (tmp_path / "a" / name).read_bytes(), name
 
 
 def test_names_that_are_well_known_are_proposed_and_work(settings):
@@ -99,6 +154,10 @@ def test_names_that_are_well_known_are_proposed_and_work(settings):
         ({"stat": "observation.state"}, r'"stat": "observation.state", and .*did you mean state\?'),
         ({"state": "action", "actions": "action"}, "would all be called 'action'"),
         ({"index": "row"}, "LeRobot's own columns .* keep their names"),
+        (
+            {"observation.image": "observation.images.top"},
+            r'"observation.image": "observation.images.top", and the datasets',
+        ),
     ],
 )
 def test_names_that_do_not_fit_are_refused(settings, names, message):
@@ -122,15 +181,149 @@ def test_the_look_renames_observations_too_and_refuses_names_that_are_not_there(
     assert "did you mean observation.state?" in capsys.readouterr().err
 
 
-def test_a_state_in_two_features_is_said(tmp_path):
+@pytest.mark.parametrize("statistics", ["stored", "lerobot"])
+def test_a_state_in_several_features_is_that_of_one(settings, split, statistics):
+    more = {"dataset.statistics": statistics}
+    plain, joined = resolved(settings[0], **more), resolved(split, **more, **JOINED)
+    (expected,), (found,) = (run.rows.source().read_rows(range(15), 15) for run in (plain, joined))
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        np.testing.assert_array_equal(found[key], values)
+    assert joined.missing_stats == plain.missing_stats
+    assert joined.policy.stats.keys() >= {"observation.state", "action"}
+    for name, value in plain.policy.stats["observation.state"].items():
+        np.testing.assert_array_equal(joined.policy.stats["observation.state"][name], value, err_msg=name)
+    assert joined.rows.metas[0].features["observation.state"].names == ("joint_0", "joint_1", "joint_2", "joint_3")
+
+
+def test_computed_statistics_of_a_joined_state_are_those_of_one(settings, split, monkeypatch):
+    plain = load_metadata(settings[0][1])
+    (joined,) = with_names([load_metadata(split[1])], {}, ["joint_position", "gripper_position"])
+    for module in (quantiles, statistics):
+        monkeypatch.setattr(module, "over_files", one_after_the_other)
+    required = {"observation.state": set(STATISTICS)}
+    exact, as_lerobot = [], []
+    for meta in (plain, joined):
+        of_rows, _ = exact_stats([Source(meta, meta.episode_index, 1.0)], ["observation.state"], cache_dir=None)
+        exact.append(of_rows["observation.state"])
+        found, _ = complete_stats(replace(meta, stats={}), required, cache_dir=None)
+        as_lerobot.append(found["observation.state"])
+    for one, other in (exact, as_lerobot):
+        assert one.keys() == other.keys() and len(one) == len(STATISTICS)
+        for name, value in one.items():
+            np.testing.assert_array_equal(other[name], value, err_msg=name)
+
+
+def test_a_joined_state_is_looked_at_moved_and_made_relative_as_one(settings, split):
+    plain = load_metadata(settings[0][1])
+    (joined,) = with_names([load_metadata(split[1])], {}, ["joint_position", "gripper_position"])
+    keys, everything = ["observation.state", "action"], plain.episode_index
+    for (expected, _), (found, _) in [[sample_rows(meta, everything, keys) for meta in (plain, joined)]]:
+        for key in keys:
+            np.testing.assert_array_equal(found[key], expected[key])
+    of_both = [runs_kept(meta, everything, movement_keys(meta), 0.3) for meta in (plain, joined)]
+    np.testing.assert_array_equal(*of_both)
+    assert joined.stats["observation.state"].keys() == plain.stats["observation.state"].keys()
+    how = RelativeActions(2, (True, True, False))
+    for meta in (plain, joined):
+        check_relative(meta, how, everything)
+    of_files = [
+        [
+            arrays
+            for file in files_of(meta, everything)
+            for _, arrays in episode_arrays(meta.fs, features=[meta.features[key] for key in keys], **file)
+        ]
+        for meta in (plain, joined)
+    ]
+    for expected, found in zip(*of_files, strict=True):
+        np.testing.assert_array_equal(found["observation.state"], expected["observation.state"])
+
+
+def test_the_order_of_a_joined_state_is_the_flags_own_and_tells_statistics_apart(split):
+    one, other = (
+        with_names([load_metadata(split[1])], {}, keys)[0]
+        for keys in (list(DROID), ["joint_position", "gripper_position"])
+    )
+    assert one.features["observation.state"].names == ("joint_3", "joint_0", "joint_1", "joint_2")
+    assert len({digest(meta, ["observation.state"], meta.episode_index) for meta in (one, other)}) == 2
+    np.testing.assert_array_equal(
+        one.stats["observation.state"]["mean"], other.stats["observation.state"]["mean"][[3, 0, 1, 2]]
+    )
+
+
+def test_a_mixture_joins_where_there_are_several(settings, split):
+    both = {"dataset.root": f"{settings[0][1]},{split[1]}", "dataset.statistics": "exact"}
+    mixed = resolved(split, **both, **JOINED)
+    plain, joined = (meta.features["observation.state"] for meta in mixed.rows.metas)
+    assert not plain.joined and len(joined.joined) == 2
+    (rows,) = mixed.rows.source().read_rows(range(30), 30)
+    episode, frame, state = (rows[key] for key in ("episode_index", "frame_index", "observation.state"))
+    order = np.lexsort((frame, episode))  # the two datasets' rows side by side
+    np.testing.assert_array_equal(state[order[::2]], state[order[1::2]])
+    assert len(np.unique(state, axis=0)) == 15
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("joint_positon,gripper_position", "no feature 'joint_positon' to join into 'observation.state'; it has .*"),
+        ("joint_positon", "did you mean joint_position?"),
+        ("joint_position,joint_position", "joined twice"),
+        ("joint_position,timestamp", "'timestamp' cannot be joined"),
+        ("joint_position,observation.images.base_0_rgb", "cannot be joined .* no vector"),
+    ],
+)
+def test_features_that_cannot_be_joined_are_refused(split, keys, message):
+    with pytest.raises(ValueError, match=message):
+        resolved(split, **{"dataset.state_features": keys})
+
+
+def test_a_state_beside_those_to_be_joined_is_not_hidden(tmp_path):
+    root = make_dataset(tmp_path / "both", episodes=(2,), cameras={}, extra_features=True)
+    meta = load_metadata(root)
+    with pytest.raises(ValueError, match="has a feature 'observation.state' beside observation.counter; name it"):
+        with_names([meta], {}, ["observation.counter"])
+    (joined,) = with_names([meta], {}, ["observation.state", "observation.counter"])
+    assert joined.features["observation.state"].shape == (6,)
+
+
+def test_a_state_in_two_features_is_proposed_and_works(split, tmp_path):
     """As in openpi's DROID."""
-    root = make_dataset(tmp_path / "droid", episodes=(2,), cameras={}, extra_features=True)
-    rename_files(root, {"observation.state": "joint_position", "observation.counter": "gripper_position"})
-    with pytest.raises(ValueError, match="joint_position is the state then, without gripper_position: join the two"):
-        with_names([load_metadata(rename_files(root, {"action": "actions"}))], {})
+    root = make_dataset(tmp_path / "droid", episodes=(2,), cameras={})
+    root = rename_files(split_state(root, DROID), {"action": "actions"})
+    with pytest.raises(ValueError, match="no feature is called action or observation") as refused:
+        with_names([load_metadata(root)], {})
+    flags = re.search(r"--rename_map '(.*)' --dataset.state_features (\S+) gives them", str(refused.value))
+    assert (json.loads(flags[1]), flags[2]) == ({"actions": "action"}, "joint_position,gripper_position")
+    (meta,) = with_names([load_metadata(root)], json.loads(flags[1]), flags[2].split(","))
+    assert meta.features["observation.state"].shape == (4,) and "action" in meta.features
+
+
+def test_what_gr00ts_modality_names_is_proposed(tmp_path):
+    root = make_dataset(tmp_path / "gr00t", episodes=(2,), cameras={"observation.images.base_0_rgb": (48, 64)})
+    split_state(root, {"arm": [0, 1], "hand": [2, 3]})
+    rename_files(root, {"action": "command", "observation.images.base_0_rgb": "ego"})
+    modality = {
+        "state": {
+            "left_arm": {"original_key": "arm", "start": 0, "end": 1},
+            "right_arm": {"original_key": "arm", "start": 1, "end": 2},
+            "hand": {"original_key": "hand", "start": 0, "end": 2},
+        },
+        "action": {"arms": {"original_key": "command", "start": 0, "end": 3}},
+        "video": {"ego_view": {"original_key": "ego"}, "gone": {}},
+    }
+    path = root / "meta/modality.json"
+    path.write_text(json.dumps(modality))
+    with pytest.raises(ValueError, match="state_features arm,hand gives") as refused:
+        with_names([load_metadata(root)], {})
+    flag = re.search(r"--rename_map '(.*)' --dataset", str(refused.value))[1]
+    assert json.loads(flag) == {"command": "action", "ego": "observation.images.ego_view"}
+    path.write_text(json.dumps({"state": {"arm": 3}}))
+    with pytest.raises(ValueError, match="modality.json: state is .* expected an object of objects"):
+        with_names([load_metadata(root)], {})
 
 
 def test_cameras_that_nobody_knows_keep_their_own_name(settings, tmp_path):
     root = make_dataset(tmp_path / "odd", episodes=(2,), cameras=CAMERAS)
     meta = load_metadata(rename_files(root, {"observation.images.base_0_rgb": "cams.overhead"}))
-    assert proposed_names(meta) == {"cams.overhead": "observation.images.overhead"}
+    assert proposed_names(meta) == ({"cams.overhead": "observation.images.overhead"}, [])

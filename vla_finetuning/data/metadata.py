@@ -69,6 +69,7 @@ class Feature:
         is_depth: a depth map, not an RGB image.
         info: LeRobot's `info` of a camera (`video.codec`, `video.fps`, …); else empty.
         order: of a vector, where the files have the entries of a row's (`reorder_dimensions`); None: as they have them.
+        joined: of a vector made of several columns (`join_features`), those in order; else empty.
     """
 
     key: str
@@ -78,6 +79,20 @@ class Feature:
     is_depth: bool
     info: dict[str, Any]
     order: tuple[int, ...] | None = None
+    joined: tuple[Feature, ...] = ()
+
+    @property
+    def columns(self) -> tuple[Feature, ...]:
+        """The columns of the data files that hold it."""
+        return self.joined or (self,)
+
+    def values(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Its values in N rows, (N, *shape) in the files' order, from those of its columns by `key`."""
+        if not self.joined:
+            return arrays[self.key]
+        return np.concatenate(
+            [arrays[c.key].reshape(-1, *c.shape).astype(self.dtype, copy=False) for c in self.joined], axis=1
+        )
 
 
 def key_frame_rows(features: Iterable[Feature]) -> int:
@@ -259,6 +274,49 @@ def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetM
     )
 
 
+def join_features(meta: DatasetMetadata, keys: Sequence[str], name: str) -> DatasetMetadata:
+    """The dataset with one float32 vector `name` in place of the vectors `keys`, their entries in that order.
+
+    Its statistics are theirs, where all have them; an entry without a name is called by its feature.
+
+    Raises:
+        ValueError: a feature is missing, given twice or no vector of numbers; another one is called `name`.
+    """
+    where = f"dataset {meta.root}"
+    if twice := sorted({key for key in keys if list(keys).count(key) > 1}):
+        raise ValueError(f"{where}: {twice} would be joined twice into {name!r}")
+    if name in meta.features and name not in keys:
+        raise ValueError(
+            f"{where}: it has a feature {name!r} beside {', '.join(keys)}; name it among those to be joined"
+        )
+    for key in keys:
+        feature = meta.features.get(key)
+        if feature is None:
+            raise ValueError(f"{where}: no feature {key!r} to join into {name!r}; it has {sorted(meta.features)}")
+        if key in FRAME_FEATURES or feature.dtype not in NUMERIC_DTYPES or len(feature.shape) != 1:
+            raise ValueError(f"{where}: {key!r} cannot be joined into {name!r}: it is no vector that a robot reports")
+    joined = tuple(meta.features[key] for key in keys)
+    names = sum(
+        (
+            [key] if f.names is None and f.shape == (1,) else dimension_names(meta, key)
+            for key, f in zip(keys, joined, strict=True)
+        ),
+        [],
+    )
+    feature = Feature(name, "float32", (len(names),), tuple(names), False, {}, joined=joined)
+    of_each = [meta.stats.get(key, {}) for key in keys]
+    stats = {
+        n: of_each[0][n] if n == "count" else np.concatenate([np.ravel(stats[n]) for stats in of_each])
+        for n in of_each[0]
+        if all(n in stats for stats in of_each)
+    }
+    return replace(
+        meta,
+        features={name: feature, **{key: f for key, f in meta.features.items() if key not in keys}},
+        stats={**{key: s for key, s in meta.stats.items() if key not in keys}, **({name: stats} if stats else {})},
+    )
+
+
 def reorder_dimensions(
     meta: DatasetMetadata, orders: Mapping[str, tuple[int, ...]], names_of: DatasetMetadata
 ) -> DatasetMetadata:
@@ -316,6 +374,30 @@ def how_drawn(meta: DatasetMetadata) -> dict[str, Any]:
         if not isinstance(drawn, dict):
             raise ValueError(f"{path}: drawn is {drawn!r:.100}, expected a JSON object")
     return drawn
+
+
+def read_modality(meta: DatasetMetadata) -> dict[str, dict[str, str]]:
+    """The columns that GR00T's meta/modality.json names, by "state", "action" and "video" and its names for them.
+
+    Empty without that file. Source: `gr00t/data/schema.py`, where `original_key` has these defaults.
+
+    Raises:
+        ValueError, OSError: as `load_metadata`.
+    """
+    path, base = "meta/modality.json", meta.base
+    defaults = {"state": "observation.state", "action": "action", "video": "observation.images.{}"}
+    with _naming_dataset(meta.root):
+        raw = _read_json(meta.fs, base, path, MAX_INFO_BYTES) if meta.fs.exists(f"{base}/{path}") else {}
+        found: dict[str, dict[str, str]] = {}
+        for kind, default in defaults.items():
+            entries = raw.get(kind, {})
+            if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+                raise ValueError(f"{path}: {kind} is {entries!r:.100}, expected an object of objects")
+            columns = {name: entry.get("original_key") or default.format(name) for name, entry in entries.items()}
+            if any(not isinstance(column, str) for column in columns.values()):
+                raise ValueError(f"{path}: an original_key of {kind} is no text: {entries!r:.100}")
+            found[kind] = columns
+    return found
 
 
 # --- opening the root, errors -------------------------------------------------------------------------------

@@ -122,14 +122,15 @@ def sample_rows(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str]
         features = {key: meta.features[key] for key in keys}
         try:
             data = DataFile(meta.fs, path, path, meta.root)
-            groups = read_groups(data, {f.key: None for f in features.values()}, spans, None)
-            table = {key: numbers(groups.table[f.key], None, f.shape, path) for key, f in features.items()}
+            columns = {c.key: c for f in features.values() for c in f.columns}
+            groups = read_groups(data, dict.fromkeys(columns), spans, None)
+            table = {key: numbers(groups.table[key], None, c.shape, path) for key, c in columns.items()}
         except (ValueError, FileNotFoundError) as error:
             _logger.warning("dataset %s: not looked at before training: %s", meta.root, error)
             continue
         read += len(spans)
         for key, feature in features.items():
-            values = _vectors(table[key], feature).astype(np.float64)
+            values = _vectors(feature.values(table), feature).astype(np.float64)
             found[key] += [values[groups.at(span.first) :][: len(span)] for span in spans]
     return {key: np.concatenate([np.empty((0, _width(meta.features[key]))), *rows]) for key, rows in found.items()}, (
         read
@@ -332,9 +333,7 @@ def _pass(
         tallies: list[Tally] = []
         try:
             for _, arrays in episode_arrays(fs, features=list(features.values()), **file):
-                rows = {
-                    key: _vectors(arrays[feature.key], feature).astype(np.float32) for key, feature in features.items()
-                }
+                rows = {key: _vectors(arrays[f.key], f).astype(np.float32) for key, f in features.items()}
                 if relative is not None and ACTION in names:
                     rows[ACTION] = relative_chunks(rows[ACTION], rows[STATE], relative)
                 tallies += [

@@ -18,7 +18,7 @@ import fsspec
 import numpy as np
 
 from vla_finetuning.data.metadata import DatasetMetadata, select_episodes
-from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, over_files
+from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, over_files, stored_as
 
 ACTION, STATE = "action", "observation.state"
 
@@ -51,7 +51,7 @@ def relative_action_stats(
     episodes = select_episodes(meta, None)
     check_relative(meta, how, episodes)
     state = meta.features[STATE]
-    described = {**asdict(how), "state": [state.key, state.dtype, state.shape]}
+    described = {**asdict(how), "state": stored_as(state)}
     name = digest(meta, [ACTION], episodes, described)
     return cached_stats([ACTION], cache_dir, name, partial(_compute, meta, how, episodes))[ACTION]
 

@@ -274,7 +274,8 @@ def _read_tabular(
 
         numeric = [k for k in stored if reader.features[k].dtype in NUMERIC_DTYPES]
         wanted = {("", key): Column(key, np.dtype(dtype), (1,), _row_bytes((1,))) for key, dtype in BOOKKEEPING.items()}
-        wanted |= {("row", key): _column(reader.features[key]) for key in numeric}
+        of_row = {key: [_column(feature) for feature in reader.features[key].columns] for key in numeric}
+        wanted |= {("row", column.key): column for own in of_row.values() for column in own}
         distinct = list(dict.fromkeys(wanted.values()))
         arrays = dict(zip(distinct, read_numbers(data_file, distinct, spans, identity), strict=True))
         begin = np.cumsum([0, *map(len, spans)])
@@ -287,8 +288,9 @@ def _read_tabular(
             # LeRobot compares video times with the timestamp column, not with frame_index / fps.
             e.timestamps = bookkeeping["timestamp"][row].astype(np.float64)
         for key in numeric:
-            values, order = arrays[wanted["row", key]], reader.features[key].order
-            values = values if order is None else values[:, list(order)]
+            values = reader.features[key].values({column.key: arrays[column] for column in of_row[key]})
+            if (order := reader.features[key].order) is not None:
+                values = values[:, list(order)]
             for e in members:
                 _fill_numbers(columns, key, values, e, total, options)
 

@@ -140,14 +140,15 @@ def episode_arrays(
     lengths: Sequence[int],
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
     """Each episode's index and values by feature, of one parquet file. Arguments and errors as `file_episode_stats`."""
-    keys = [feature.key for feature in features]
+    columns = {column.key: column for feature in features for column in feature.columns}
     with open_parquet(fs, path) as file:
-        absent = sorted({"episode_index", *keys} - set(file.schema_arrow.names))
+        absent = sorted({"episode_index", *columns} - set(file.schema_arrow.names))
         if absent:
             raise ValueError(f"{path} lacks the columns {absent}, which meta/info.json promises")
-        table = read_columns(file, ["episode_index", *keys], Budget("rows", None, MAX_DATA_BYTES), name=path)
+        table = read_columns(file, ["episode_index", *columns], Budget("rows", None, MAX_DATA_BYTES), name=path)
     index = numbers(table["episode_index"], np.int64, (1,), f"{path}: column episode_index")
-    arrays = {f.key: numbers(table[f.key], None, f.shape, f"{path}: column {f.key}") for f in features}
+    stored = {key: numbers(table[key], None, c.shape, f"{path}: column {key}") for key, c in columns.items()}
+    arrays = {feature.key: feature.values(stored) for feature in features}
     for episode, first, length in zip(episodes, first_rows, lengths, strict=True):
         part = index[first : first + length]
         if len(part) != length or (part != episode).any():
@@ -308,7 +309,7 @@ def digest(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray, how
         "format": _CACHE_FORMAT,
         "lerobot": lerobot.__version__,
         "root": meta.base,
-        "features": {key: [f.key, f.dtype, f.shape] for key, f in meta.features.items() if key in keys},
+        "features": {key: stored_as(f) for key, f in meta.features.items() if key in keys},
         "data_files": meta.data_files,
         "listing": _listing(meta),
     } | ({} if how is None else {"how": how})
@@ -316,6 +317,12 @@ def digest(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray, how
     for array in (meta.episode_length, meta.episode_data_file, meta.episode_data_row, episodes):
         sha.update(np.ascontiguousarray(array).tobytes() + b"|")
     return sha.hexdigest()[:32]
+
+
+def stored_as(feature: Feature) -> list[Any]:
+    """What a digest says of a feature: its columns."""
+    columns = [[column.key, column.dtype, column.shape] for column in feature.columns]
+    return columns if feature.joined else columns[0]
 
 
 def _listing(meta: DatasetMetadata) -> list[list[str]]:

@@ -20,7 +20,9 @@ from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     FRAME_FEATURES,
     DatasetMetadata,
+    join_features,
     load_metadata,
+    read_modality,
     rename_features,
 )
 from vla_finetuning.data.selection import Choice, read_choice
@@ -32,6 +34,9 @@ from vla_finetuning.run.holes import certain_cameras, check_holes
 from vla_finetuning.terminal import tell, tell_error
 
 OBSERVATION = "observation."
+STATE = "observation.state"
+# openpi's DROID has the state of the arm and of the gripper in features of their own.
+DROID_STATE = ["joint_position", "gripper_position"]
 # Names outside LeRobot's own, and what they stand for: openpi's LIBERO, DROID and ALOHA datasets.
 WELL_KNOWN = {
     **{"state": "observation.state", "joint_position": "observation.state", "qpos": "observation.state"},
@@ -94,19 +99,35 @@ def load_datasets(config: Config, roots: Sequence[str]) -> tuple[DatasetMetadata
         OSError, ValueError: a dataset cannot be read, has no feature of a name, or lacks what a policy needs.
     """
     metas = [load_metadata(root, storage_policy=storage_policy(config.dataset)) for root in roots]
-    return with_names(metas, config.rename_map)
+    return with_names(metas, config.rename_map, config.dataset.state_features or ())
 
 
 def with_names(
-    metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str], *, observations: bool = False
+    metas: Sequence[DatasetMetadata],
+    rename_map: Mapping[str, str],
+    state_features: Sequence[str] = (),
+    *,
+    observations: bool = False,
 ) -> tuple[DatasetMetadata, ...]:
     """The datasets with the names that --rename_map gives their features. Raises ValueError as `load_datasets`.
 
     Args:
+        state_features: joined into `observation.state`, by the names in the files, in all datasets that have any.
         observations: rename those, too, where no policy's processors will.
     """
+    joined = [any(key in meta.features for key in state_features) for meta in metas]
+    if state_features and metas and not any(joined):
+        known = sorted({key for meta in metas for key in meta.features})
+        raise ValueError(
+            f"--dataset.state_features {','.join(state_features)}: the datasets' features are {', '.join(known)}"
+            f"{did_you_mean(state_features[0], known)}"
+        )
+    metas = [
+        join_features(meta, state_features, STATE) if has_some else meta
+        for meta, has_some in zip(metas, joined, strict=True)
+    ]
     names = dict(rename_map) if observations else features_renamed(rename_map)
-    for key, name in names.items() if metas else ():
+    for key, name in rename_map.items() if metas else ():
         where = f'--rename_map has "{key}": "{name}"'
         if key in FRAME_FEATURES:
             raise ValueError(f"{where}; LeRobot's own columns {', '.join(FRAME_FEATURES)} keep their names")
@@ -137,13 +158,10 @@ def _check_names(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> None:
     lacks += [] if any(key.startswith(OBSERVATION) for key in meta.features) else [f"{OBSERVATION}*"]
     if not lacks:
         return
-    proposed = {**rename_map, **proposed_names(meta)}
-    flag = f"; --rename_map {shlex.quote(json.dumps(proposed))} gives them LeRobot's names" if proposed else ""
-    if {"joint_position", "gripper_position"} <= meta.features.keys():
-        flag += (
-            "; joint_position is the state then, without gripper_position: join the two in the dataset if the policy "
-            "is to see the gripper"
-        )
+    proposed, state = proposed_names(meta)
+    flags = f"--rename_map {shlex.quote(json.dumps({**rename_map, **proposed}))}" if proposed else ""
+    flags += f" --dataset.state_features {','.join(state)}" if state else ""
+    flag = f"; {flags.strip()} gives them LeRobot's names" if flags else ""
     raise ValueError(
         f"dataset {meta.root}: no feature is called {' or '.join(lacks)}; its features are "
         f"{', '.join(key for key in meta.features if key not in FRAME_FEATURES)}"
@@ -151,26 +169,38 @@ def _check_names(meta: DatasetMetadata, rename_map: Mapping[str, str]) -> None:
     )
 
 
-def proposed_names(meta: DatasetMetadata) -> dict[str, str]:
-    """LeRobot's names for features as openpi's LIBERO, DROID and ALOHA examples call them, and their like.
+def proposed_names(meta: DatasetMetadata) -> tuple[dict[str, str], list[str]]:
+    """LeRobot's names for features of a dataset, and the features that are its state together, if several are.
 
-    Cameras get those of PI0.5 where it is known which is which.
+    As GR00T's meta/modality.json says, or as openpi's LIBERO, DROID and ALOHA examples and their like call them;
+    cameras get PI0.5's names where it is known which is which.
     """
+    modality = {kind: {k: c for k, c in of.items() if c in meta.features} for kind, of in read_modality(meta).items()}
+    state = list(dict.fromkeys(modality["state"].values()))
+    state = state or (DROID_STATE if meta.features.keys() >= set(DROID_STATE) else [])
     free = [key for key in meta.features if not key.startswith(OBSERVATION) and key not in ("action", *FRAME_FEATURES)]
-    taken = set(meta.features)
-    proposed: dict[str, str] = {}
+    taken, proposed = set(meta.features), dict[str, str]()
+    if len(state) > 1:
+        free = [key for key in free if key not in state]
+        taken.add(STATE)
 
     def propose(key: str, name: str) -> None:
         if key in free and key not in proposed and name not in taken:
             proposed[key] = name
             taken.add(name)
 
+    for key in state[:1]:
+        propose(key, STATE)
+    if len(actions := list(dict.fromkeys(modality["action"].values()))) == 1:
+        propose(actions[0], "action")
+    for name, key in modality["video"].items():
+        propose(key, f"{OBSERVATION}images.{name}")
     for key, name in WELL_KNOWN.items():
         propose(key, name)
     for key in free:
         if meta.features[key].dtype in CAMERA_DTYPES:
             propose(key, f"{OBSERVATION}images.{key.rpartition('.')[2]}")
-    return proposed
+    return proposed, state if len(state) > 1 else []
 
 
 def check_camera_keys(meta: DatasetMetadata, camera_keys: list[str] | None) -> None:
