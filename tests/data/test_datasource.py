@@ -839,6 +839,27 @@ def test_a_dataset_that_is_gone_is_no_reason_to_skip(tmp_path, gone, unmounted):
         next(source.read_rows(range(9), 9))
 
 
+@pytest.mark.parametrize("lists", [pa.list_(pa.float32()), pa.large_list(pa.float64())], ids=str)
+def test_vectors_stored_as_lists_of_any_length(tmp_path, lists):
+    """As converters write them that do not use LeRobot's writer."""
+    root = make_dataset(tmp_path / "lists", episodes=(4, 3), cameras={}, extra_features=True)
+    meta, read = load_metadata(root), ["observation.state", "action", "observation.counter", "next.reward"]
+    (before,) = datasource([meta], delta_timestamps={"action": WINDOWS["action"]}).read_rows(range(7), 7)
+    for path in root.glob("data/*/*.parquet"):
+        table = pq.read_table(path)
+        for key in ("observation.state", "action"):
+            at = table.column_names.index(key)
+            table = table.set_column(at, key, pa.array(table[key].to_pylist(), lists))
+        pq.write_table(table.replace_schema_metadata(None), path)
+    items = lerobot(root, delta_timestamps={"action": WINDOWS["action"]})
+    source = datasource([load_metadata(root)], delta_timestamps={"action": WINDOWS["action"]})
+    (after,) = source.read_rows(range(7), 7)
+    for key in read:
+        np.testing.assert_array_equal(after[key], before[key])
+        theirs = np.stack([np.asarray(items[i][key]) for i in range(7)])
+        np.testing.assert_array_equal(after[key], theirs.reshape(after[key].shape))
+
+
 def test_a_file_that_is_gone_is_skipped(tmp_path):
     root = make_dataset(tmp_path / "here")
     meta = load_metadata(root)

@@ -20,6 +20,7 @@ from collections import Counter
 from functools import partial
 
 import boto3
+import numpy as np
 import psutil
 import pytest
 import ray
@@ -317,6 +318,24 @@ def test_a_damaged_mp4_is_skipped(setting, undisturbed, capsys):
     first = int(meta.episode_start[2])
     assert set(range(first, first + int(meta.episode_length[2]))) <= skipped
     assert not skipped & {index for line in recorded for _, index in line["rows"]}
+
+
+def test_a_missing_data_file_is_skipped(setting, undisturbed, capsys):
+    root = shutil.copytree(setting[1], setting[0] / "missing")
+    meta = load_metadata(root)
+    (root / meta.data_files[meta.episode_data_file[1]]).unlink()
+    lost = np.flatnonzero(meta.episode_data_file == meta.episode_data_file[1])
+    assert 0 < len(lost) < meta.num_episodes
+    changes = {"dataset.root": root, "dataset.on_error": "skip", "dataset.max_skipped": 0.7}
+    assert vla.main(flags(setting, "without", **changes)) == 0
+    assert f"the rows of {len(lost)} episode" in capsys.readouterr().out
+    folder = setting[0] / "without"
+    assert_every_row_once(folder)
+    recorded = list(recorded_rows(folder))
+    trained = {index for line in recorded for _, index in line["rows"]}
+    skipped = {index for line in recorded for _, index in line["skipped"]}
+    there = ~np.isin(np.repeat(meta.episode_index, meta.episode_length), lost)
+    assert trained and trained <= set(np.flatnonzero(there)) and skipped <= set(np.flatnonzero(~there))
 
 
 DRIVER = """
