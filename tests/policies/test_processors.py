@@ -24,11 +24,13 @@ from transformers import AutoTokenizer
 
 from tests.datasets import make_dataset
 from tests.tiny import make_config
+from vla_finetuning.policies import tokenizer_check
 from vla_finetuning.policies.loading import match_features, save_pretrained
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, required_stats, to_float
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base, make_tokenizer
+from vla_finetuning.policies.tokenizer_check import check_tokenizer
 
 TOKENS, MASK = "observation.language.tokens", "observation.language.attention_mask"
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
@@ -488,3 +490,35 @@ class SimpleFeature:
     dtype: str
     shape: tuple
     names: list | None
+
+
+def written_tokenizer(folder, **changes):
+    make_tokenizer(["go to the bin"]).save_pretrained(folder)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return path
+
+
+def test_a_tokenizer_that_makes_texts_longer_and_longer(tmp_path):
+    steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaaaaaaa"}] * 9
+    with pytest.raises(ValueError, match="may make a text 1,000,000,000 times as long"):
+        check_tokenizer(written_tokenizer(tmp_path, normalizer={"type": "Sequence", "normalizers": steps}))
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    check_tokenizer(written_tokenizer(tmp_path, normalizer=spaces))
+
+
+@pytest.mark.parametrize("what", ["time", "memory"])
+def test_a_tokenizer_that_takes_forever_or_all_memory(tmp_path, monkeypatch, case, what):
+    """No rule on what is written in the file finds these: the library is let try."""
+    monkeypatch.setattr(tokenizer_check, "MAX_CPU_S", 2)
+    folder = shutil.copytree(case.folder, tmp_path / "base")
+    if what == "time":
+        pattern = {"Regex": "a{0,900}a{0,900}[^a!]"}
+        changes = {"pre_tokenizer": {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}}
+    else:
+        whole = {"Sequence": {"id": "A", "type_id": 0}}
+        template = {"type": "TemplateProcessing", "single": [whole] * 50_000, "special_tokens": {}}
+        changes = {"post_processor": template | {"pair": [whole, {"Sequence": {"id": "B", "type_id": 1}}]}}
+    written_tokenizer(folder / "tokenizer", **changes)
+    with pytest.raises(ValueError, match="tokenizer.json: .* takes more than 2 s of CPU time or 1 GiB"):
+        make_processors(folder, case.config, case.meta.stats, {})

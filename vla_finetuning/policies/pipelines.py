@@ -22,6 +22,7 @@ from lerobot.processor import (
 from lerobot.processor.rename_processor import rename_stats
 from lerobot.utils.constants import ACTION, POLICY_POSTPROCESSOR_DEFAULT_NAME, POLICY_PREPROCESSOR_DEFAULT_NAME
 from transformers import AutoTokenizer
+from transformers.utils import cached_file
 
 from vla_finetuning.data.hub import require_model
 from vla_finetuning.files import read_foreign_json
@@ -35,11 +36,11 @@ from vla_finetuning.policies.processors import (
 )
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import RemoteCodeError, remote_code
+from vla_finetuning.policies.tokenizer_check import check_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# A tokenizer.json: PaliGemma's has 34 MB. How much longer its normalizers may make a text: those of known ones do not.
-MAX_TOKENIZER_BYTES, MAX_GROWTH = 256 * 2**20, 16
+TOKENIZER_FILE = "tokenizer.json"
 
 # Of the steps that LeRobot 0.6.1 registers, those that pipelines of its policies share. Others talk to robots,
 # teleoperators and environments, or load a second model; a policy's own stand beside its configuration.
@@ -102,7 +103,6 @@ def make_processors(
             }
             after["absolute_actions_processor"] = {"enabled": True}
         if "tokenizer_processor" in steps and (folder / TOKENIZER_FOLDER).is_dir():
-            _check_normalizer(folder / TOKENIZER_FOLDER / "tokenizer.json")
             with remote_code(trusted):
                 local_tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER)
             before["tokenizer_processor"] = {"tokenizer": local_tokenizer}
@@ -113,8 +113,8 @@ def make_processors(
             "preprocessor_overrides": before,
             "postprocessor_overrides": after,
         }
-    if tokenizer is not None and not Path(tokenizer).is_dir():
-        _require_tokenizer(config, tokenizer)
+    if tokenizer is not None:
+        _check_named_tokenizer(config, tokenizer)
     try:
         with remote_code(trusted):
             preprocessor, postprocessor = make_pre_post_processors(config, **options)
@@ -141,7 +141,9 @@ def load_processors(
     Raises:
         ValueError: a pipeline has steps other than such a policy's, or (`RemoteCodeError`) brings code along.
     """
-    _saved_steps(folder, config)
+    tokenizer = _saved_steps(folder, config).get("tokenizer_processor", {}).get("tokenizer_name")
+    if tokenizer is not None:
+        _check_named_tokenizer(config, tokenizer)
     with remote_code(trusted):
         return make_pre_post_processors(config, pretrained_path=str(folder))
 
@@ -175,35 +177,8 @@ def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, 
             if state_file is not None:
                 check_header(folder / state_file)
             found[step] = options
+    check_tokenizer(folder / TOKENIZER_FOLDER / TOKENIZER_FILE)
     return found
-
-
-def _check_normalizer(path: Path) -> None:
-    """Refuse a tokenizer that makes texts so much longer before it cuts them that memory ends.
-
-    Raises:
-        ValueError: normalizers that replace texts by longer ones, one after the other.
-    """
-    if not path.exists():
-        return
-    saved = read_foreign_json(path, MAX_TOKENIZER_BYTES)
-    pending = [saved.get("normalizer")] if isinstance(saved, dict) else []
-    growth = 1.0
-    while pending:
-        step = pending.pop()
-        if not isinstance(step, dict):
-            continue
-        pending += step.get("normalizers") or []
-        pattern, content = step.get("pattern"), step.get("content")
-        if isinstance(content, str):
-            # An expression may match an empty text, between any two characters.
-            own = pattern.get("String") if isinstance(pattern, dict) else None
-            growth *= max(1.0, len(content) / len(own) if own else 1 + len(content))
-    if growth > MAX_GROWTH:
-        raise ValueError(
-            f"{path}: its normalizers may make a text {growth:,.0f} times as long, more than {MAX_GROWTH}: it is made "
-            "to exhaust the memory; save the tokenizer anew"
-        )
 
 
 def _why_not(step: Any, options: Any, state_file: Any, config: PreTrainedConfig) -> str | None:
@@ -224,12 +199,19 @@ def _why_not(step: Any, options: Any, state_file: Any, config: PreTrainedConfig)
     return None
 
 
-def _require_tokenizer(config: PreTrainedConfig, name: str) -> None:
+def _check_named_tokenizer(config: PreTrainedConfig, name: str) -> None:
+    """Check a tokenizer in a folder, or of the Hub, of which the file is fetched unless it is cached."""
+    if Path(name).is_dir():
+        check_tokenizer(Path(name) / TOKENIZER_FILE)
+        return
     beside = f"or put its files into the folder of the policy, as {TOKENIZER_FOLDER}/"
     try:
         require_model(name, "tokenizer_config.json")
+        found = cached_file(name, TOKENIZER_FILE, _raise_exceptions_for_missing_entries=False)
     except (ValueError, OSError) as error:
         raise type(error)(f"the tokenizer of the '{config.type}' policy: {error}; {beside}") from error
+    if found is not None:
+        check_tokenizer(Path(found))
 
 
 def _check_prompt_length(config: PreTrainedConfig, preprocessor: PolicyProcessorPipeline, folder: Path | None) -> None:

@@ -1,0 +1,93 @@
+"""Load a tokenizer that came from elsewhere in a process that may take so much time and memory, before this one does.
+
+Expressions and replacements in a tokenizer.json can take any time and memory for a short text, and the `tokenizers`
+library can be told neither when to stop nor to say which did. The process imports that library alone: 0.1 s, and 0.7 s
+for a vocabulary of 257,000.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+from vla_finetuning.data.limits import MAX_INSTRUCTION
+from vla_finetuning.files import read_foreign_json
+
+# PaliGemma's has 34 MB.
+MAX_BYTES = 256 * 2**20
+# How much longer the normalizers may make a text: those of known tokenizers do not.
+MAX_GROWTH = 16
+MAX_CPU_S, MAX_MEMORY_BYTES = 10, 2**30
+
+
+def check_tokenizer(path: Path) -> None:
+    """Refuse a tokenizer.json that takes too long, too much memory or makes texts much longer.
+
+    Args:
+        path: of the file; nothing is checked where there is none.
+    Raises:
+        ValueError: it does so, with an instruction as long as may be, or it cannot be loaded.
+    """
+    if path.exists():
+        found = path.stat()
+        _check(path, (found.st_mtime_ns, found.st_size))
+
+
+@lru_cache(maxsize=8)
+def _check(path: Path, content: tuple[int, int]) -> None:
+    _check_growth(path)
+    command = [sys.executable, "-m", __name__, str(path), str(MAX_CPU_S)]
+    # The limit is of CPU time, which other work on the machine does not shorten; a pipe that nobody fills takes none.
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=60 * MAX_CPU_S, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"{path}: loading it did not end in {error.timeout:.0f} s; save the tokenizer anew") from error
+    if done.returncode:
+        # A library that gets no memory or no more time ends its process.
+        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        raise ValueError(
+            f"{path}: loading it and splitting one instruction takes more than {MAX_CPU_S} s of CPU time or "
+            f"{MAX_MEMORY_BYTES / 2**30:.0f} GiB, or fails ({reason:.200}); save the tokenizer anew"
+        )
+
+
+def _check_growth(path: Path) -> None:
+    """Refuse normalizers that replace texts by longer ones, one after the other, whatever text that is."""
+    saved = read_foreign_json(path, MAX_BYTES)
+    pending = [saved.get("normalizer")] if isinstance(saved, dict) else []
+    growth = 1.0
+    while pending:
+        step = pending.pop()
+        if not isinstance(step, dict):
+            continue
+        pending += step.get("normalizers") or []
+        pattern, content = step.get("pattern"), step.get("content")
+        if isinstance(content, str):
+            # An expression may match an empty text, between any two characters.
+            own = pattern.get("String") if isinstance(pattern, dict) else None
+            growth *= max(1.0, len(content) / len(own) if own else 1 + len(content))
+    if growth > MAX_GROWTH:
+        raise ValueError(
+            f"{path}: its normalizers may make a text {growth:,.0f} times as long, more than {MAX_GROWTH}: it is made "
+            "to exhaust the memory; save the tokenizer anew"
+        )
+
+
+def _load(path: str, cpu_s: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(path)
+    printable = "".join(map(chr, range(32, 127)))
+    alike = "a" * (MAX_INSTRUCTION - 1) + "!"  # what expressions with nested repetitions take longest for
+    for text in ((printable * (MAX_INSTRUCTION // len(printable) + 1))[:MAX_INSTRUCTION], alike):
+        tokenizer.encode(text)
+
+
+if __name__ == "__main__":
+    _load(sys.argv[1], int(sys.argv[2]))
