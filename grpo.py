@@ -4,18 +4,18 @@
     python grpo.py --policy.path outputs/demo/pretrained_model --env.type two_bins --output_dir outputs/learned
 
 The architecture, top to bottom: `main` resolves the run and starts it; `train`, in every training process, has the
-policy play groups of episodes in environments of its own, and updates it by what came of them. No weights travel: who
-trains also acts. The mathematics is in docs/grpo.md.
+policy play groups of episodes in environments of its own, and updates it by what came of them. No weights travel: the
+process that trains also acts. The mathematics is in docs/grpo.md.
 """
 
 from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":  # help and what is wrong is told before seconds of imports
+if __name__ == "__main__":  # help and errors come before seconds of imports
     from vla_finetuning.flags import GRPO, check_command_line
 
-    CONFIG = check_command_line(GRPO, told="checked")
+    CONFIG = check_command_line(GRPO, then="checked")
     from vla_finetuning.run.preflight import check_start_of
 
     EXAMINED = check_start_of(CONFIG)
@@ -117,7 +117,7 @@ def train(run: GrpoRun, worker: Worker) -> bool:
         loss, player, prompts=policy.prompts, inference_batch=options.inference_batch, autocast=autocast, device=device
     )
     loss.mask_padding = options.method == "filtered"  # of own chunks what was executed
-    demonstrations = make_demonstrations(run)
+    demonstrations = make_demonstrations(run.demonstrations, policy)
     objective = Objective(loss, run.sde, options).to(device)
     start = frozen_copy(objective) if options.kl else None
     model = spread(objective, config.scaling.strategy, device, world, autocast=autocast)
@@ -130,7 +130,7 @@ def train(run: GrpoRun, worker: Worker) -> bool:
     first = progress.step
     if first == 0:
         times = Times()
-        before = held_out(run, rollouts, actor, worker)
+        before = held_out(config, run.scene, rollouts, actor, worker)
         times.mark("held_out")
         seconds = times.gather(rollouts, actor)
         if log is not None:
@@ -142,18 +142,17 @@ def train(run: GrpoRun, worker: Worker) -> bool:
     for iteration in range(first, job.steps):
         times, done = Times(), iteration + 1
         explorer = Explorer(actor, run.sde, config.seed, iteration)
-        played, rounds = play_iteration(run, rollouts, explorer, iteration, worker)
+        played, rounds = play_iteration(options, run.scene, rollouts, explorer, worker)
         episodes += sum(one.returns.numel() for one in rounds)
         check_first(options, iteration, played)
         times.mark("play")
         lessons = Lessons(
-            run,
+            config,
             objective,
             start,
             actor,
             explorer,
             played,
-            iteration=iteration,
             worker=worker,
             demonstrations=demonstrations,
             first_row=first_row,
@@ -162,11 +161,11 @@ def train(run: GrpoRun, worker: Worker) -> bool:
         results = learn(options, model, objective, optimizer, lessons, iteration, worker, autocast)
         first_row += lessons.demonstrated
         times.mark("update")
-        metrics = metrics_of(run, played, rounds, lessons, objective, results)
+        metrics = metrics_of(options, played, rounds, lessons, objective, results)
         nonfinite += metrics["nonfinite_steps"]
         check_finite(config.train.max_nonfinite, nonfinite)
         if done % options.eval_every == 0 or done == job.steps:
-            metrics |= held_out(run, rollouts, actor, worker)
+            metrics |= held_out(config, run.scene, rollouts, actor, worker)
         times.mark("held_out")
         metrics |= times.gather(rollouts, actor)
         gc.collect()
@@ -306,7 +305,7 @@ def imitated(held: contextlib.ExitStack) -> Path:
             held.callback(ray.shutdown)
         cluster.connect()  # for both halves
         shutil.rmtree(folder, ignore_errors=True)
-        tell("Imitation    of demonstrators of whom 30 % go to the wrong bin, by vla.py; once")
+        tell("Imitation    of demonstrators, 30 % of which go to the wrong bin, by vla.py; once")
         flags = ["--preset", "demo", "--dataset.root", str(root), "--output_dir", str(folder), "--steps", "220"]
         if vla.main([*flags, "--dataset.eval_split", "0"]):
             raise ValueError(f"the demo's imitation failed; {folder} has its log")

@@ -67,7 +67,7 @@ from vla_finetuning.data.videos import Frames, name_shape
 from vla_finetuning.options import did_you_mean
 
 # Rows walked through in one go, at most: fewer mix better and jump more often (docs/data_engine.md: what that costs).
-# A window that has room for few rows is made of shorter segments, so that it still mixes `window_segments` of them.
+# A window of few rows is made of shorter segments, so that it still mixes `window_segments` of them.
 SEGMENT_ROWS = 16
 # A read task decodes a window at a time and holds its rows in memory: bound them. Several windows per task at most.
 READ_BYTES = 192 * 2**20
@@ -79,7 +79,7 @@ READS_PER_EXECUTION = 4096
 MAX_TASKS = 4096
 # In the context of a dataset: which `BlockShare` of the stream its executions read; all of it where there is none.
 SHARE = "lerobot_share"
-# In the same place: whether its rows name the frames that are kept (`name_frames`), and what a block then weighs.
+# In the same place: whether its rows name cached frames (`name_frames`), and a block's bytes then.
 NAMES, NAMING_BLOCK_BYTES = "lerobot_names", "lerobot_naming_block_bytes"
 # In the same place: how many shards its rows are divided into.
 SHARDS = "lerobot_shards"
@@ -100,7 +100,7 @@ class BlockShare:
     def runs(self, first: int, last: int, block_rows: int) -> np.ndarray:
         """Where it has rows among stream positions [first, last): runs [start, end), int64 (N, 2), in order.
 
-        Of `of` blocks that are not all there, nobody gets any.
+        An incomplete turn of `of` blocks is dealt to no rank.
         """
         turn = self.of * block_rows
         starts = first + np.arange((last - first) // turn, dtype=np.int64) * turn
@@ -273,7 +273,7 @@ class LeRobotDatasource(Datasource):
         return total * int(self.plan.episodes.length.sum()) // self.shards
 
     def _block_rows(self, row_bytes: int) -> int:
-        """Rows of a block, of which whole ones make a window."""
+        """Rows of a block; a window has whole blocks."""
         most = max(1, min(self._window, BLOCK_BYTES // row_bytes))
         return self._prescribed_rows or next(n for n in range(most, 0, -1) if self._window % n == 0)
 
@@ -289,21 +289,21 @@ class LeRobotDatasource(Datasource):
 
     @property
     def nameable(self) -> frozenset[str]:
-        """Cameras whose frames can be named: videos, if all frames may be kept and no row is left blank."""
+        """Cameras whose frames can be named: videos, if all frames may be cached and no row is left blank."""
         cache = self._reading.frame_cache
         if cache is None or self.skips or self.decoded_bytes() > cache.gb * 1e9:
             return frozenset()
         read = self._features.keys() & set(self.columns())
         return frozenset(key for key in read if all(meta.features[key].dtype == "video" for meta in self.metas))
 
-    def has_room_for_frames(self) -> bool:
-        """Whether the disk of this node has room for all frames that are to be kept."""
+    def has_space_for_frames(self) -> bool:
+        """Whether the disk of this node has space for all frames that are to be cached."""
         try:
             return self._reading.frame_cache is not None and has_capacity(
                 Path(self._reading.frame_cache.folder), self.decoded_bytes()
             )
         except OSError:
-            return False  # whoever tries to keep one says what is wrong
+            return False  # writing one reports what is wrong
 
     def frames(self) -> Frames:
         """Fills in what rows name (`name_frames`)."""
@@ -374,8 +374,8 @@ class LeRobotDatasource(Datasource):
             bounds = np.unique(np.linspace(first, last, self._reading.num_tasks + 1).astype(np.int64))
         else:
             bounds = task_bounds(first, last, self._task_rows(first, last), self.block_rows)
-        # Part of a stream: each task is told its rows, so that none needs the whole plan. An epoch: that is the whole
-        # plan, which a node holds once, and each task is told its place in it.
+        # Part of a stream: each task gets its rows, so that none needs the whole plan. An epoch: a node holds its
+        # whole plan once, and each task gets its place in it.
         whole = None if self._with_position else self._whole_epoch(first, last)
         tasks = []
         for a, b in itertools.pairwise(bounds.tolist()):
@@ -526,7 +526,7 @@ def reads_per_task(reads: int, read_bytes: int, cluster: Mapping[str, float]) ->
     return int(max(1, min(by_turns, by_store, MAX_READS_PER_TASK)))
 
 
-# ---- for whoever reads -------------------------------------------------------------------------------------------
+# ---- the public functions ----------------------------------------------------------------------------------------
 
 
 def read_lerobot(
@@ -566,8 +566,8 @@ def read_lerobot(
         camera_keys: decode only these cameras; None for all.
         delta_timestamps: offsets in seconds per key, e.g. ``{"action": [0.0, 1 / 30, 2 / 30]}``; the key's column then
             has a leading time axis, and `<key>_is_pad` marks offsets outside the episode, where the edge repeats.
-        image_size: (height, width) that frames are fitted into right after decoding, proportions kept, black around, as
-            PI0.5 does with its 224x224, within one level of uint8 (`lerobot_decode.resize_with_pad`). What enters the
+        image_size: (height, width) that frames are fitted into right after decoding, padded with black as by PI0.5
+            for its 224x224, within one level of uint8 (`lerobot_decode.resize_with_pad`). What enters the
             object store is then 1.5 times less for cameras of 240x320, 6.1 times for 480x640. None: as stored.
         shuffle_seed: None for stored order; otherwise rows are shuffled (see `data.plan`), the same way for the
             same seed.
@@ -582,7 +582,7 @@ def read_lerobot(
         on_error: "stop": an episode that cannot be read ends the job with an error that names it. "skip": its rows are
             blank, and true in one more column, `is_skipped`; a warning in Ray's logs says why.
         frame_cache: a folder on each node's own disk that keeps the frames decoded of videos, so that they are decoded
-            once, of this dataset or whoever reads it again. None: nothing is kept.
+            once, by any later read of this dataset. None: no cache.
         frame_cache_gb: the most it holds on a node, in 10^9 bytes; frames that do not fit are decoded every time.
         memory: bytes that a read task reserves. concurrency: read tasks at once, at most. label_selector: the nodes
             that read, by their labels, so that nodes with GPUs need not. ray_remote_args: further options of read
@@ -642,7 +642,7 @@ def read_source(source: LeRobotDatasource, **ray_options: Any) -> Dataset:
     dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=source.num_cpus, **ray_options)
     # ... and a target a little under a block's size makes Ray pass each on at once, neither merged nor cut.
     dataset.context.target_max_block_size = _target_bytes(source.block()[1])
-    if source.nameable and source.has_room_for_frames():
+    if source.nameable and source.has_space_for_frames():
         dataset.context.set_config(NAMING_BLOCK_BYTES, source.block(naming=True)[1])
     # Blocks that a task may have ready before Ray Data takes one. It takes what is there ten times a second, and a task
     # that has more waits with its CPU idle. Ray Data counts them as bytes that are on their way. The name is private in
@@ -653,16 +653,16 @@ def read_source(source: LeRobotDatasource, **ray_options: Any) -> Dataset:
 
 
 def keeps_frames(dataset: Dataset) -> bool:
-    """Whether all frames that rows of a dataset from `read_source` could name may be kept."""
+    """Whether all frames that rows of a dataset from `read_source` could name may be cached."""
     return dataset.context.get_config(NAMING_BLOCK_BYTES) is not None
 
 
 def name_frames(dataset: Dataset, used_on: Iterable[str], where_used: bool = False) -> bool:
-    """Have rows of a dataset from `read_source` name the frames that are kept, for `data.videos.Frames` to fill in.
+    """Have rows of a dataset from `read_source` name cached frames, for `data.videos.Frames` to fill in.
 
-    Returns whether they will: only if all can be kept, and rows are read where they are used: if `where_used` says so,
-    or the cluster has CPUs on no node but that of `used_on`, node ids. A node that joins later reads too; what it keeps
-    is decoded once more where it is used.
+    Returns whether they will: only if all can be cached, and rows are read where they are used: `where_used`, or only
+    nodes of `used_on` (node ids) have CPUs. A node that joins later reads too; what it caches is decoded once more
+    where it is used.
     """
     nodes = set(used_on)
     if not keeps_frames(dataset) or len(nodes) < dataset.context.get_config(SHARDS):
@@ -678,7 +678,7 @@ def name_frames(dataset: Dataset, used_on: Iterable[str], where_used: bool = Fal
 def local_batches(source: LeRobotDatasource, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
     """Numpy batches of all of a source's rows for this process; the last may be smaller.
 
-    As ``read_source(source).iter_batches``; but on a cluster of one node, frames that are kept do not pass through the
+    As ``read_source(source).iter_batches``; but on a cluster of one node, cached frames do not pass through the
     object store.
     """
     dataset, frames = read_source(source), source.frames()

@@ -1,4 +1,4 @@
-"""The training step and what feeds it. Knows nothing of which policy it trains.
+"""The training step and its batches. Independent of the policy.
 
 Between two log steps nothing here reads a value from the device: losses, gradient norms and the count of skipped
 steps stay device tensors until `Window.gather` fetches all of them in one collective and one read.
@@ -50,7 +50,7 @@ Phase = Literal[
 
 
 class Clock:
-    """Is told what a training process does next. This one does not listen; that of diagnostics/step_clock.py does."""
+    """Hooks on what a training process does next. These do nothing; diagnostics/step_clock.py measures."""
 
     def steps(self, numbers: range, model: nn.Module) -> Iterable[int]:
         """The steps to run. Each lasts until the next is asked for, and begins with the phase `other`."""
@@ -192,7 +192,7 @@ def peak_flops(device: torch.device) -> float | None:
     """Peak dense bf16 FLOP/s of a GPU; None for others and for the CPU."""
     if device.type != "cuda":
         return None
-    # "A100-SXM4-80GB" is an A100; "RTX A1000" is none, nor is an "L40" an L4.
+    # "A100-SXM4-80GB" is an A100; "RTX A1000" is not, nor is an "L40" an L4.
     words = set(re.split(r"[\s-]", torch.cuda.get_device_name(device)))
     return next((card.flops for card in CARDS if words >= set(card.words.split())), None)
 
@@ -201,8 +201,8 @@ def peak_flops(device: torch.device) -> float | None:
 class TrainableOptimizer:
     """Adam over what trains, its parameter list made once, and the learning rate as a function of the step.
 
-    A step whose gradients are not all finite changes nothing: the fused kernel is told so by a device flag, which the
-    host does not read.
+    A step whose gradients are not all finite changes nothing: a device flag tells the fused kernel, which the host does
+    not read.
 
     Attributes:
         optimizer: Adam or AdamW. A parameter group may have an `lr_scale`: its share of the schedule's rate.
@@ -514,7 +514,7 @@ def train_step(
         autocast: bf16, or None for fp32.
         keep_casts: weights that autocast casts are cast once for all micro-batches, and not for each. The copies stay
             until the last backward; of layers that are not computed again, each backward has them anyway.
-        clock: is told what happens when.
+        clock: gets what happens when.
     """
     total = torch.zeros((), device=device)
     casting = partial(torch.autocast, device.type, autocast)

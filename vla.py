@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import sys
 
-if __name__ == "__main__":  # help and what is wrong is told before seconds of imports
+if __name__ == "__main__":  # help and errors come before seconds of imports
     from vla_finetuning.flags import VLA, check_command_line
 
-    CONFIG = check_command_line(VLA, told="checked")
+    CONFIG = check_command_line(VLA, then="checked")
     from vla_finetuning.run.preflight import check_start_of
 
     EXAMINED = check_start_of(CONFIG)
@@ -398,7 +398,7 @@ def gpu_gib() -> float | None:
 
 
 def on_cluster(run: Run) -> tuple[Run, ray.data.ExecutionOptions]:
-    """Join or start the run's cluster, and wait until there is room: the run with all its statistics, and for its data.
+    """Join or start the run's cluster, and wait for capacity: the run with all its statistics, and for its data.
 
     Statistics come first: nodes that an autoscaler brings for training should not stand idle meanwhile.
     """

@@ -376,7 +376,7 @@ def kept_frames(root: Path, rounds: int, cores: int, seeds: Iterator[int]) -> di
     """Shuffled rows per second without a cache of decoded frames, with an empty one, and with one that has them all.
 
     A single epoch each, and in turn: an empty cache is empty once. Decoder and DataLoader are measured beside them, and
-    what no cache can be faster than: Ray Data with rows that nobody reads.
+    an upper bound of every cache: Ray Data with rows that are not read.
     """
     from vla_finetuning.data.frame_cache import FrameCache
     from vla_finetuning.data.metadata import load_metadata
@@ -550,8 +550,8 @@ def compare(name: str, rows: int, rounds: int, cores: int, seeds: Iterator[int])
             cache = FrameCache(str(Path(folder).absolute()), 200.0)
             epoch = partial(shuffled, root, rows, seeds, frame_cache=cache)
             later = partial(shuffled, root, OUR_ROWS, seeds, frame_cache=cache)
-            kept: dict[str, Contender] = {"ours, first epoch with frames kept": epoch, "ours, later epochs": later}
-            for label, batches in (contenders | (kept if cameras else {})).items():
+            cached: dict[str, Contender] = {"ours, first epoch with a frame cache": epoch, "ours, later epochs": later}
+            for label, batches in (contenders | (cached if cameras else {})).items():
                 if label == "ours, shuffled":
                     limits.append(decoder_alone(root, cores))  # next to what is compared with it
                 samples.setdefault(label, []).append(measure(batches))

@@ -103,7 +103,7 @@ def gains() -> dict[str, float]:
             score(loss, batch, sde, part)[0].sum().backward()
         loss.zero_grad()
 
-    steps = [Walk(*(kept[:, number : number + 1] for kept in walk)) for number in range(STEPS)]
+    steps = [Walk(*(tensor[:, number : number + 1] for tensor in walk)) for number in range(STEPS)]
 
     def adam(fused: bool) -> Callable[[], None]:
         params = [torch.nn.Parameter(param.detach().clone()) for param in policy.parameters()]

@@ -1,4 +1,4 @@
-"""Does a policy learn Meta-World from its experts? Several tasks at once, told apart by language, tried in the loop.
+"""Does a policy learn Meta-World from its experts? Several tasks at once, distinguished by language, in closed loop.
 
     make metaworld
     python -m benchmarks.metaworld --folder outputs/metaworld --json benchmarks/results/metaworld.json
@@ -6,7 +6,7 @@
     record      scripted experts play --episodes of each task (record.py)
     train       vla.py trains a tiny PI0.5 from random weights on all of them together, language with it
     evaluate    --eval_episodes of each task from initial states that no expert has begun in, by evaluate.py's engine:
-                before training, trained, and trained but told another task's instruction
+                before training, trained, and trained but given another task's instruction
 
 The same command goes on where it was broken off: what is recorded stays, training goes on at its last checkpoint (by
 Ctrl-C or SIGTERM it takes one; timeout needs --foreground, for it signals Ray's processes too), and of the evaluation
@@ -49,7 +49,7 @@ from vla_finetuning.terminal import tell, tell_error, tell_text
 
 # Far from each other: initial states that are evaluated are in no demonstration.
 FIRST_RECORDED, FIRST_EVALUATED = 100_000, 1000
-LABELS = {"untrained": "before training", "trained": "trained", "other_instruction": "trained, told another task"}
+LABELS = {"untrained": "before training", "trained": "trained", "other_instruction": "trained, with another task"}
 PACKAGES = ("metaworld", "mujoco")
 
 
@@ -101,7 +101,7 @@ class Benchmark:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "settings.json", self.settings)
 
-    # ---- the three parts, each of which leaves what is done as it is -----------------------------------------------
+    # ---- the three stages; each skips what is done ----------------------------------------------------------------
 
     def record(self) -> int:
         root = self.folder / "dataset"
@@ -163,7 +163,7 @@ class Benchmark:
             "untrained": Condition("untrained"),
             "trained": Condition("trained"),
             "other_instruction": Condition(
-                "trained", told=other_instructions(load_metadata(self.folder / "dataset").tasks.values())
+                "trained", instructions=other_instructions(load_metadata(self.folder / "dataset").tasks.values())
             ),
         }
         episodes = episode_list(conditions, self.makers, o.eval_episodes, FIRST_EVALUATED)

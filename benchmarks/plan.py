@@ -3,7 +3,7 @@
     python -m benchmarks.plan [--episodes 1000000] [--json FILE]
 
 The dataset is metadata alone, as LeRobot writes it: episodes of 100 to 500 rows, 3 cameras of 480x640 whose frames are
-kept as stored, which makes the shortest segments and so the most of them. Every stage runs in a process of its own, and
+as stored, which makes the shortest segments and so the most of them. Every stage runs in a process of its own, and
 what it is given has been through a pickle, as in a run. `peak_mb` is what the process grew by at the most, beyond what
 the imports take.
 
@@ -138,7 +138,7 @@ def metadata(folder: Path) -> dict[str, Any]:
 
     meta = load_metadata(folder / "dataset")
     check_files(meta)
-    return {"kept": {"meta": meta}, "rows": meta.total_frames}
+    return {"travels": {"meta": meta}, "rows": meta.total_frames}
 
 
 def plan(folder: Path) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def plan(folder: Path) -> dict[str, Any]:
     mixed = source.plan.expected_episodes(256)
     source.plan.identity()
     return {
-        "kept": {"source": source},
+        "travels": {"source": source},
         "window_rows": source.plan.window_rows,
         "segment_rows": source.plan.segment_rows,
         "episodes_in_a_batch_of_256": mixed,
@@ -161,17 +161,17 @@ def coordinator(folder: Path) -> dict[str, Any]:
     tasks = source_of(meta, (0, 2 * rows)).get_read_tasks(1)
     resumed = source_of(meta, (rows + rows // 2, 2 * rows)).get_read_tasks(1)
     largest = max([*tasks[::100], *resumed[::100]], key=lambda task: len(cloudpickle.dumps(task.read_fn)))
-    return {"kept": {"task": largest.read_fn}, "tasks": len(tasks)}
+    return {"travels": {"task": largest.read_fn}, "tasks": len(tasks)}
 
 
 def epoch(folder: Path) -> dict[str, Any]:
     tasks = source_of(load(folder, "meta")).get_read_tasks(1)
-    return {"kept": {"epoch": tasks[len(tasks) // 2].read_fn}, "tasks": len(tasks)}
+    return {"travels": {"epoch": tasks[len(tasks) // 2].read_fn}, "tasks": len(tasks)}
 
 
 def walk(folder: Path, name: str) -> dict[str, Any]:
     rows = sum(len(read) for read in load(folder, name).reads)
-    return {"kept": {}, "rows": rows}
+    return {"travels": {}, "rows": rows}
 
 
 def measure(stage: str, folder: Path) -> dict[str, Any]:
@@ -192,8 +192,8 @@ def measure(stage: str, folder: Path) -> dict[str, Any]:
         start, cpu = time.perf_counter(), time.process_time()
         found = stages[stage](folder)
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-    kept = {name: keep(folder, name, value) / 1e6 for name, value in found.pop("kept").items()}
-    return {"seconds": seconds, "cpu_s": cpu_s, "peak_mb": growth.mebibytes * 1.048576, **found, "travels_mb": kept}
+    sizes_mb = {name: keep(folder, name, value) / 1e6 for name, value in found.pop("travels").items()}
+    return {"seconds": seconds, "cpu_s": cpu_s, "peak_mb": growth.mebibytes * 1.048576, **found, "travels_mb": sizes_mb}
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ On a GPU PI0.5 has its real size, without one it is the tiny one; weights are ra
 
 All are fed by the same rows, stored in the form in which each one's loader delivers them. Naive and ours accumulate to
 at least `--global_batch` rows per step; LeRobot cannot. Batch sizes grow until memory is full. MFU counts the
-operations that the mode needs, whoever computes more. `--live` feeds ours by the live data engine as well. Results go
+operations that the mode needs; extra ones do not count. `--live` feeds ours by the live data engine as well. Results go
 to `benchmarks/results/step-<hardware>-<date>.json`; a table is printed.
 """
 

@@ -35,7 +35,7 @@ def problems_before(notebook: nbformat.NotebookNode) -> list[str]:
         if missing := PARAMETERS - named:
             found.append(f"cell {number}, `parameters`, does not set {', '.join(sorted(missing))}")
     if not tagged(notebook, "figure"):
-        found.append("no cell is tagged `figure`: nobody would notice when the figures are gone")
+        found.append("no cell is tagged `figure`: missing figures would go unnoticed")
     return found
 
 

@@ -270,7 +270,7 @@ def image_problems(image_uri: str, root: Path) -> Iterator[str]:
 def image_found(image_uri: str, default_registry: str | None, timeout_s: float = 30.0) -> str | None:
     """Ask the image's registry (registry HTTP API v2, anonymously) for its manifest.
 
-    Returns None when it is there, otherwise what to say. Raises LookupError when there is nobody to ask: the image
+    Returns None when it is there, otherwise what to say. Raises LookupError when there is no registry to ask: the image
     names no registry and no default was given.
     """
     first, _, rest = image_uri.partition("/")

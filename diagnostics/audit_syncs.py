@@ -581,7 +581,7 @@ def _build_without_storage(spec: PolicySpec) -> tuple[PolicyLoss, torch.dtype | 
 def _replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
     """Give a module other parameters and buffers; those that are shared stay shared."""
     made: dict[int, Any] = {}
-    replaced = []  # kept, so that no other tensor gets the id of one of them
+    replaced = []  # referenced, so that no other tensor gets the id of one of them
     for child in module.modules():
         for tensors in cast(list[dict[str, Any]], [child._parameters, child._buffers]):
             for name, tensor in tensors.items():

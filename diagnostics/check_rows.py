@@ -114,17 +114,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     starts = attempts(folder)
     tell(f"{folder}: {len(starts)} starts, resumed from steps {[line['resumed_from_step'] for line in starts]}")
     for epoch in epochs:
-        told = f"epoch {epoch.number}: {epoch.trained} of {epoch.rows} rows trained"
+        text = f"epoch {epoch.number}: {epoch.trained} of {epoch.rows} rows trained"
         if epoch.skipped:
-            told += f", {epoch.skipped} skipped because they cannot be read"
+            text += f", {epoch.skipped} skipped because they cannot be read"
         for name, rows in (
             ("missing", epoch.missing),
             ("doubled", epoch.doubled),
             ("not among those chosen", epoch.unknown),
         ):
             if rows:
-                told += f"; {len(rows)} {name}, e.g. (dataset_index, index) {rows[:3]}"
-        tell(f"{told}, as often as due" if epoch.ok else told)
+                text += f"; {len(rows)} {name}, e.g. (dataset_index, index) {rows[:3]}"
+        tell(f"{text}, as often as due" if epoch.ok else text)
     return 0 if all(epoch.ok for epoch in epochs) else 1
 
 

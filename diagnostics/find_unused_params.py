@@ -215,7 +215,7 @@ def advice(report: UnusedReport, run: Run) -> list[str]:
     if not family.modes:
         how = f"DDP searches for them in every step of a {family.type}, as lerobot-train has it do"
     elif search:
-        how = "DDP is told to search for such parameters in every step (--scaling.find_unused_parameters=true)"
+        how = "DDP searches for such parameters in every step (--scaling.find_unused_parameters=true)"
     else:
         return [*said, "As it is, several workers need --scaling.find_unused_parameters=true, a search in every step."]
     return [*said, f"{how}, so several workers can train this."]

@@ -6,8 +6,8 @@
     python -m diagnostics.show_dataset ROOT --augmentation openpi
     python -m diagnostics.show_dataset ROOT --skip_idle 0.5 --episode_weights quality
 
-The page shows every camera at a few moments of an episode, state and action curves, how long the episodes are, what
-they are told to do, and the ranges that a policy's input is normalised by. It warns of what training would suffer from;
+The page shows every camera at a few moments of an episode, state and action curves, how long the episodes are,
+their instructions, and the ranges that a policy's input is normalised by. It warns of what training would suffer from;
 `report/dataset_look.py` says what is looked for, and how much of a large dataset is read.
 
 With --scores or --exclude_to every episode is read and scored (`report/episode_scores.py`: idle, jerk, saturation,

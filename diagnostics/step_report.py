@@ -117,7 +117,7 @@ class StepReport(Report):
 
     @property
     def untouched_s(self) -> float:
-        """Mean seconds of a step that nobody watched."""
+        """Mean seconds of a step that is not measured inside."""
         return float(np.mean(self.step_s["untouched"]))
 
     @property

@@ -75,7 +75,7 @@ def test_the_notebook_shows_the_run_and_what_was_learned(demo):
     cells = nbformat.read(demo / "README.ipynb", as_version=4).cells
     printed = "".join(output.get("text", "") for cell in cells for output in cell.get("outputs", []))
     trained = json.loads((demo / "run" / "evaluation.json").read_text())["trained"]["policy"]["mse"]
-    assert "trained, told another instruction (c)" in printed and f"{trained:.4g}" in printed
+    assert "trained, with another instruction (c)" in printed and f"{trained:.4g}" in printed
     # A line per log step, as a notebook is no terminal.
     assert "step 300/300" in printed and "samples/s" in printed and "waiting for data" in printed
     assert (demo / "run" / "pretrained_model" / "model.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""What is wrong with options together, as far as it can be told without looking at any file.
+"""Contradictions between options, without looking at any file.
 
 What is wrong with one alone, its type and bounds say (options.py); what needs files, run/plan.py refuses.
 """
@@ -168,7 +168,7 @@ def _check_env(config: Config) -> None:
     if config.keep_best_by == "success" and config.export == "best":
         raise ValueError(
             "--export=best with --keep_best=N,success: the best to export has the lowest held-out loss, and may not "
-            "be among those kept; leave one of them out"
+            "be among the checkpoints; leave one of them out"
         )
     if config.env_eval_freq % config.save_freq:
         raise ValueError(
@@ -189,7 +189,7 @@ def _check_held_out(config: Config) -> None:
     if config.eval_steps and config.best_kept and config.save_freq % config.eval_steps:
         raise ValueError(
             f"--save_freq={config.save_freq} with --eval_steps={config.eval_steps}: checkpoints at steps without a "
-            "held-out loss cannot be told from the best; give a --save_freq that is a multiple of --eval_steps"
+            "held-out loss cannot be compared with the best; give a --save_freq that is a multiple of --eval_steps"
         )
 
 

@@ -31,7 +31,7 @@ MAX_SEED = 2**32 - 1
 CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
 
 # Object stores: time for one request with its retries. Long enough to sit out an overload or a restart of the store
-# (half a minute to a minute), short enough that a run whose store is gone says so while somebody is still looking.
+# (half a minute to a minute), short enough that a run reports a lost store while its user is still watching.
 READ_TIMEOUT_S = 120.0
 # The very first request has less: a store that does not answer at all is more often a wrong name than an outage.
 FIRST_ANSWER_TIMEOUT_S = 15.0
@@ -568,7 +568,7 @@ class PolicyOptions:
     )
     # As given: --chunk_size=20 and so on.
     policy_options: list[str] = option([], "An option of the policy itself: --policy.chunk_size 20.", flag="policy.*")
-    # Only ever as this start's command line says: who can write a run's folder must not be able to ask for it.
+    # Only from this start's command line: write access to a run's folder must not enable it.
     policy_trust_remote_code: bool = option(
         False,
         "Run code that comes with the policy, for types that need it. What runs is named.",
@@ -641,9 +641,9 @@ class CheckpointOptions:
     save_every_s: float | None = option(
         None, "Besides, take a checkpoint at the first log step this many seconds after the last one.", above=0
     )
-    keep_checkpoints: int = option(2, "Number of newest checkpoints that are kept.", min=1)
+    keep_checkpoints: int = option(2, "Number of newest checkpoints to keep.", min=1)
     keep_best: int = option(
-        0, "Number of best checkpoints kept besides the newest: those with the most success while training.", min=0
+        0, "Number of best checkpoints to keep besides the newest: those with the most success while training.", min=0
     )
 
 
@@ -670,7 +670,7 @@ class RecordConfig(EnvironmentOptions):
     """The recording: demonstrations to write as a dataset (record.py)."""
 
     episodes: int = option(50, "Episodes to play, of each task.", min=1)
-    # Far from those that are evaluated unless told otherwise, so that those are held out.
+    # Far from the default seeds of evaluations, so that those are held out.
     seed: int = option(100_000, "The first episode's seed, the next one's is one more.", min=0)
     root: str | None = option(None, "The dataset's folder; on a cluster a path that all nodes share.")
 
@@ -742,7 +742,7 @@ class BestCheckpointOptions(CheckpointOptions):
     # Where neither is measured, the lowest training loss since the checkpoint before counts.
     keep_best: int = option(
         0,
-        "Number of best checkpoints kept besides the newest: those with the lowest held-out loss (--eval_steps; else "
+        "Number of best checkpoints to keep besides the newest: with the lowest held-out loss (--eval_steps; else "
         "training loss), or 2,success: with the most success in --env.type.",
         form="a whole number, or one with what is best, as 2,loss or 2,success",
         min=0,
@@ -816,7 +816,7 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
 
     @property
     def best_kept(self) -> int:
-        """Checkpoints kept for their loss, besides the newest: the best one also if it is to be exported."""
+        """Checkpoints to keep for their loss, besides the newest: the best one also if it is to be exported."""
         return max(self.keep_best, int(self.export == "best"))
 
     @property
@@ -827,7 +827,7 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
 
     @property
     def is_rehearsal(self) -> bool:
-        """Whether the run is the demo's on somebody's own dataset."""
+        """Whether the run is the demo's on a dataset of the user's."""
         return self.preset == "demo" and bool(self.roots or self.dataset.repo_id)
 
     def resolve_steps(self, rows_per_epoch: int) -> int:
@@ -864,7 +864,7 @@ class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyO
     save_freq: int = option(10, "Iterations between checkpoints.", min=1)
 
     def training(self) -> Config:
-        """What the rooms of training read of a run: these options, and defaults of those that GRPO does not have.
+        """The options that `training/` reads: these, and defaults of those that GRPO does not have.
 
         Without the environment: the workers play in it themselves (--grpo.eval_every).
         """

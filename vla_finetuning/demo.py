@@ -74,7 +74,7 @@ def make_demo_dataset(
     folder = Path(folder)
     if pairs <= SHORT_PAIR:
         raise ValueError(f"the demo dataset has at least {SHORT_PAIR + 1} pairs of episodes, not {pairs}")
-    shown = [(scene, told) for scene in demo_scenes(pairs, seed) for told in INSTRUCTIONS]
+    shown = [(scene, given) for scene in demo_scenes(pairs, seed) for given in INSTRUCTIONS]
     other = dict(zip(INSTRUCTIONS, reversed(INSTRUCTIONS), strict=True))
     wrong = disobeyed(pairs, disobedient, seed)
     episodes = [(*one, other[one[1]] if is_wrong else one[1]) for one, is_wrong in zip(shown, wrong, strict=True)]
@@ -103,9 +103,9 @@ def make_demo_dataset(
             data_files_size_in_mb=DATA_FILE_MB,
         )
         try:
-            for scene, told, colour in episodes:
+            for scene, given, colour in episodes:
                 for state, action in zip(*demonstrate(scene, colour), strict=True):
-                    frame = {"observation.state": state, "action": action, "task": INSTRUCTIONS[told]}
+                    frame = {"observation.state": state, "action": action, "task": INSTRUCTIONS[given]}
                     images = {f"observation.images.{name}": image for name, image in render(scene, state).items()}
                     dataset.add_frame(images | frame)
                 dataset.save_episode(parallel_encoding=False)
@@ -132,8 +132,8 @@ def prepare_demo(cache_dir: Path, dataset_root: str | Path | None = None) -> tup
     """The dataset and the base policy of a demo run, made now or reused from an earlier run.
 
     Args:
-        cache_dir: where the demo dataset and the base policies are kept.
-        dataset_root: anybody's LeRobot v3 dataset, path or URI, to rehearse with; None is the demo dataset.
+        cache_dir: of the demo dataset and the base policies.
+        dataset_root: a LeRobot dataset, path or URI, to rehearse with; None is the demo dataset.
     Returns:
         The dataset's root, and a LeRobot pretrained folder of a tiny PI0.5 for its cameras, state and action.
     Raises:

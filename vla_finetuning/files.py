@@ -21,7 +21,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """A file that came from elsewhere. A pipe, which could be waited at for ever, or a device is none.
+    """A file that came from elsewhere. Refuses pipes, which could block for ever, and devices.
 
     Raises:
         OSError: it cannot be opened. ValueError: it is no regular file, or larger than `most_bytes`.

@@ -146,17 +146,17 @@ PROGRAMS: tuple[Program[Any], ...] = (VLA, GRPO, EVALUATE, RECORD)
 parse_args, parse_grpo, parse_evaluate, parse_record = VLA.parse, GRPO.parse, EVALUATE.parse, RECORD.parse
 
 
-def check_command_line[C](program: Program[C], told: str = "checked; loading PyTorch, LeRobot and Ray") -> C:
+def check_command_line[C](program: Program[C], then: str = "checked; loading PyTorch, LeRobot and Ray") -> C:
     """The configuration; ends the process where the command line asks for help or is wrong.
 
-    Called before the imports of what it would run, which take seconds. `told` is printed of flags that are right.
+    Called before the imports of what it would run, which take seconds. `then` is printed if the flags are right.
     """
     argv = sys.argv[1:]
     escape_warnings()
     if asks_for_help(argv):
         try:
             tell_text(program.help())
-        except BrokenPipeError:  # whoever reads it, `head` say, has enough; neither does the flush at the end matter
+        except BrokenPipeError:  # the reader, `head` say, has enough; neither does the flush at the end matter
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     try:
@@ -164,7 +164,7 @@ def check_command_line[C](program: Program[C], told: str = "checked; loading PyT
     except (ValueError, OSError) as error:
         tell_error(error)
         sys.exit(2)
-    tell(f"Flags        {told}")
+    tell(f"Flags        {then}")
     return config
 
 
@@ -173,7 +173,7 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def lerobots(flags: Mapping[str, Option]) -> dict[str, Option]:
-    """Groups of flags that are LeRobot's, by what those begin with: kept as given, `--chunk_size=20`, in a list."""
+    """Groups of flags that are LeRobot's, by what those begin with: stored as given, `--chunk_size=20`, in a list."""
     return {name.removesuffix("*"): of for name, of in flags.items() if name.endswith(".*")}
 
 
@@ -203,7 +203,7 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
     for option, value in (("peft.method_type", "lora"), ("sample_weighting.type", "rabc")):
         if option not in names and any(name.startswith(f"{option.partition('.')[0]}.") for name in names):
             defaults[option] = value
-    # Two ways to say how long, of which the user's own replaces the other.
+    # Two ways to say how long: the user's own replaces the other.
     for chosen, other in (("steps", "num_epochs"), ("num_epochs", "steps")):
         if chosen in names and other not in names:
             defaults[other] = "null"
@@ -227,8 +227,8 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
         else:  # LeRobot's; given again, it stands in for what it was
             prefix, _, own = name.partition(".")
             path = groups[f"{prefix}."].path
-            kept = {listed.partition("=")[0]: listed for listed in getattr(config, path)}
-            setattr(config, path, list((kept | {f"--{own}": f"--{own}={text}"}).values()))
+            others = {listed.partition("=")[0]: listed for listed in getattr(config, path)}
+            setattr(config, path, list((others | {f"--{own}": f"--{own}={text}"}).values()))
     return config
 
 

@@ -19,7 +19,7 @@ from draccus.utils import DraccusException
 
 from vla_finetuning.options import did_you_mean
 
-# What draccus raises of a value that is none.
+# What draccus raises for an invalid value.
 NO_VALUE = (DraccusException, ValueError, TypeError, AttributeError, KeyError)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from vla_finetuning.terminal import tell
 
-# Same name, same meaning. `.*`: all options of that group, of which LeRobot's own classes say what there is.
+# Same name, same meaning. `.*`: all options of that group, as LeRobot's own classes have them.
 TAKEN = (
     *("dataset.repo_id", "dataset.root", "dataset.episodes", "dataset.revision", "dataset.eval_split", "policy.*"),
     *("output_dir", "resume", "seed", "batch_size", "steps", "log_freq", "save_freq", "tolerance_s", "rename_map"),
@@ -25,7 +25,7 @@ TAKEN = (
 
 _LOADER = "there is no DataLoader: read tasks use the CPUs that are free (--scaling.cpus_per_read_task)"
 _TRACKER = "--track wandb; its run goes on with --resume, and what wandb reads from its environment applies"
-_NO_RECORDING = "of episodes, actions are kept and some are shown (--eval.videos); no dataset is made of them"
+_NO_RECORDING = "actions of episodes are recorded and some are shown (--eval.videos); no dataset is made of them"
 _JOBS = "start it on the cluster: `ray job submit`, or the job files in configs/"
 
 # What else `lerobot-train` has, and the answer. A name that ends in `.*` stands for all options of that group.

@@ -58,13 +58,13 @@ class Option:
         return f"{self.form or form_of(self.kind)}{f', {bounds}' if bounds else ''}{absent}"
 
     def decode(self, value: Any) -> Any:
-        """A value of a JSON file as one of the option's. Raises ValueError where it is none."""
+        """A value of a JSON file as one of the option's. Raises ValueError if it is invalid."""
         with suppress(ValueError):
             return self._bounded(as_kind(self.kind, value))
         raise ValueError(self._refused(json.dumps(value)))
 
     def read(self, text: str) -> Any:
-        """The text of a flag as a value of the option. Raises ValueError where it is none."""
+        """The text of a flag as a value of the option. Raises ValueError if it is invalid."""
         for value in _readings(text):
             with suppress(ValueError):
                 return self._bounded(as_kind(self.kind, value))
@@ -190,7 +190,7 @@ def _readings(text: str) -> Iterator[Any]:
     with suppress(ValueError):
         yield _numbers(text)
     yield text
-    if text.strip()[:1] not in ("[", "{"):  # of JSON that is none, nothing is guessed
+    if text.strip()[:1] not in ("[", "{"):  # invalid JSON is not guessed at
         yield [part.strip() for part in text.split(",")]
 
 

@@ -27,7 +27,7 @@ def tell(*lines: str, file: TextIO | None = None) -> None:
 
 
 def tell_text(text: str) -> None:
-    """Print a text whose lines are its own: whoever made it has escaped what others say in them."""
+    """Print a text of several lines, in which untrusted text is escaped already."""
     tell(*text.split("\n"))
 
 

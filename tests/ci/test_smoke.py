@@ -81,7 +81,10 @@ def test_a_notebook_needs_parameters_and_figures():
     assert problems_before(notebook()) == []
     assert "0 cells are tagged `parameters`" in problems_before(v4.new_notebook(cells=[code("", "figure")]))[0]
     assert "2 cells are tagged `parameters`" in problems_before(notebook(code(PARAMETERS, "parameters")))[0]
-    assert "nobody would notice" in problems_before(v4.new_notebook(cells=[code(PARAMETERS, "parameters")]))[0]
+    assert (
+        "missing figures would go unnoticed"
+        in problems_before(v4.new_notebook(cells=[code(PARAMETERS, "parameters")]))[0]
+    )
 
 
 @pytest.mark.parametrize(

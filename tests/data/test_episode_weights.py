@@ -111,6 +111,6 @@ def test_files_that_cannot_be_meant(metas, tmp_path, name, text, message):
 
 def test_whose_episodes_of_several_datasets(metas, tmp_path):
     (tmp_path / "w.json").write_text('{"1": 2}')
-    with pytest.raises(ValueError, match="of which of 2 datasets are these episodes"):
+    with pytest.raises(ValueError, match="names no dataset for its episodes, and there are 2"):
         weights_of(metas, f"@{tmp_path / 'w.json'}")
     assert np.array_equal(weights_of(metas[:1], f"@{tmp_path / 'w.json'}"), [[1, 2, 1, 1, 1, 1]])

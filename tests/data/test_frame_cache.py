@@ -1,4 +1,4 @@
-"""Decoded frames kept on the node: the same rows without decoding, whatever happens to the folder."""
+"""Decoded frames cached on the node: the same rows without decoding, whatever happens to the folder."""
 
 import errno
 import os

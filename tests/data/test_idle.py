@@ -107,7 +107,7 @@ def test_the_table_adds_up(meta):
     everything = np.arange(4)
     left = stretches_of(meta, everything, keys=movement_keys(meta), skip_idle=0.6, weight=np.array([1, 0.5, 2, 1.0]))
     whole, *tasks = shares(meta, everything, left)
-    assert (whole.episodes, whole.frames, whole.kept, whole.rows) == (4, 87, 57, 20 + 6 + 50)
+    assert (whole.episodes, whole.frames, whole.used, whole.rows) == (4, 87, 57, 20 + 6 + 50)
     assert [(s.name, s.left_out, s.rows) for s in tasks] == [
         ("'go to the blue bin'", 20, 6.0),
         ("'go to the red bin'", 10, 70.0),

@@ -17,7 +17,7 @@ from vla_finetuning.evaluation.episodes import Condition, episode_list
 
 pytestmark = pytest.mark.ray
 OTHER = dict(zip(INSTRUCTIONS.values(), reversed(INSTRUCTIONS.values()), strict=True))
-CONDITIONS = {"plain": Condition(), "other": Condition(told=OTHER)}
+CONDITIONS = {"plain": Condition(), "other": Condition(instructions=OTHER)}
 SEED = 50
 
 
@@ -25,7 +25,7 @@ def plain_loop(episodes):
     """Each episode alone, by gymnasium and the player itself."""
     lines = {}
     for episode in episodes:
-        told = CONDITIONS[episode.condition].told
+        told = CONDITIONS[episode.condition].instructions
         with gymnasium.make(two_bins.GYM_ID) as env:
             observation, _ = env.reset(seed=episode.seed)
             begun, instruction = env.unwrapped.state_hash(), env.unwrapped.task_description

@@ -11,8 +11,8 @@ def test_the_table_counts_what_was_played_and_says_what_was_not():
     }
     _, trained, other, blindfolded = success_table(scores).splitlines()
     assert "3 of 4, 75.0 % (30.1 to 95.4); 1 more ended in an error" in trained
-    assert other.startswith("  trained, told the other instruction  0 of 5, 0.0 % (0.0 to 43.4); ")
-    assert other.endswith("; 4 went to the bin they were told")
+    assert other.startswith("  trained, with the other instruction  0 of 5, 0.0 % (0.0 to 43.4); ")
+    assert other.endswith("; 4 went to the bin that they were given")
     assert blindfolded.endswith("(11.8 to 76.9); 3 went to a bin")
 
 

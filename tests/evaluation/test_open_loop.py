@@ -229,7 +229,7 @@ def test_the_table_says_what_was_measured():
         "mean action (a)": ["8", "1.000"],
         "before training (b)": ["16", "2.000"],
         "trained": ["2", "0.250"],
-        "trained, told another instruction (c)": ["12", "1.500"],
+        "trained, with another instruction (c)": ["12", "1.500"],
     }
     assert json.loads(json.dumps(trained)) == trained
     assert "before training" not in error_table(trained)

@@ -273,13 +273,13 @@ def test_losses_that_are_not_finite_and_half_a_line_are_survived(folder):
     assert "from 0.4 to 0.03636" in page.all("svg")[0]["aria-label"]
 
 
-def test_an_evaluation_of_before_tasks_were_kept(folder):
+def test_an_evaluation_of_before_tasks_were_recorded(folder):
     evaluation = json.loads((folder / "evaluation.json").read_text())
     for errors in evaluation.values():
         del errors["by_task"], errors["examples"]
     write_json(folder / "evaluation.json", evaluation)
     text = read(folder).text
-    assert "Errors by task were not recorded" in text and "No predicted chunks were kept" in text
+    assert "Errors by task were not recorded" in text and "This run recorded no predicted chunks" in text
 
 
 def test_a_dataset_that_is_gone_is_said(folder):

@@ -352,7 +352,7 @@ def test_an_environment_of_another_robot_is_refused(tmp_path):
 
 def test_the_plan_says_what_a_run_is(base, tmp_path):
     told = describe_grpo(resolved(base, tmp_path / "run"))
-    assert "4 groups x 3 episodes = 12, told their return; 2 iterations, 24 episodes" in told
+    assert "4 groups x 3 episodes = 12, by their return; 2 iterations, 24 episodes" in told
     assert "GiB of host memory per worker: 24 decisions of" in told and "ratio clipped to 0.8 .. 1.2" in told
 
 

@@ -146,7 +146,7 @@ def test_a_dry_run_prints_the_plan_and_does_nothing(run, root, base, tmp_path):
         "action 3 -> action 3 QUANTILES",
         "Batch 4 rows x 2 micro-steps x 1 workers = 8 per step",
         "Steps 4 (0.91 epochs of 35 rows, 4.4 steps each); a line every 1",
-        f"Checkpoints every 2 steps and at the end, the last 2 kept, in {tmp_path / 'out'}",
+        f"Checkpoints every 2 steps and at the end, keeping the last 2, in {tmp_path / 'out'}",
     ):
         assert line in text
     assert not (tmp_path / "out").exists()
@@ -388,7 +388,7 @@ def test_no_disk_space_for_a_checkpoint(refused, run, base, tmp_path, monkeypatc
     full(1e6)
     message = refused()
     assert f"no space for two checkpoints and the trained policy in {tmp_path / 'out'}" in message
-    assert "0.00 GB free; make room or choose another --output_dir" in message
+    assert "0.00 GB free; free some or choose another --output_dir" in message
     # Room for the policy and what else is on the disk, but not for what Adam remembers of it.
     full(SPARE_BYTES + 1.5 * (base / "model.safetensors").stat().st_size)
     assert "no space for two checkpoints" in refused(**{"train.mode": "full"})

@@ -127,7 +127,9 @@ def test_a_run_does_not_wait_for_ever_for_nodes_that_are_gone(looks_often, monke
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     with pytest.raises(ValueError, match=r"needs 3 CPUs, 2 found; 1 GPU, 0 found; none came for 0.2 s .--scaling.node"):
         cluster.wait_for(Future(), wanting(0.2))
-    assert capsys.readouterr().err.count("waiting      for room, at most 0.2 s: the cluster is too small for 1 w") == 1
+    assert (
+        capsys.readouterr().err.count("waiting      for capacity, at most 0.2 s: the cluster is too small for 1 w") == 1
+    )
 
 
 def test_nodes_that_come_back_are_waited_for(looks_often, monkeypatch, capsys):
@@ -144,7 +146,7 @@ def test_nodes_that_come_back_are_waited_for(looks_often, monkeypatch, capsys):
     monkeypatch.setattr(cluster, "time", SimpleNamespace(monotonic=itertools.count().__next__))
     # Each time 1 s, which is less than the limit; all together are more.
     assert cluster.wait_for(trained, wanting(1.5)) == "done"
-    assert capsys.readouterr().err.count("waiting      for room") == 4
+    assert capsys.readouterr().err.count("waiting      for capacity") == 4
     failed = Future()
     failed.set_exception(TimeoutError("of training itself"))
     with pytest.raises(TimeoutError, match="of training itself"):
@@ -330,12 +332,15 @@ def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_clu
         ):
             wait(1)
         said = capsys.readouterr().err
-        assert said.count("waiting      for room, at most 1 s: the cluster is too small for 1 worker and one read") == 1
+        assert (
+            said.count("waiting      for capacity, at most 1 s: the cluster is too small for 1 worker and one read")
+            == 1
+        )
 
         waited = []
         waiting = threading.Thread(target=lambda: waited.append(wait()))
         waiting.start()
-        while waiting.is_alive() and "waiting      for room, at most 60 s: the cluster" not in said:
+        while waiting.is_alive() and "waiting      for capacity, at most 60 s: the cluster" not in said:
             time.sleep(0.05)
             said = capsys.readouterr().err
         assert not checked
@@ -348,7 +353,7 @@ def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_clu
         wait()  # what was asked for is given back
         assert checked == [2]
         with pytest.raises(
-            ValueError, match="no room for 1 worker with 2.5 CPUs and L4 each and one read task: .* no nod"
+            ValueError, match="no capacity for 1 worker with 2.5 CPUs and L4 each and one read task: .* no nod"
         ):
             wait(1, cpus_per_worker=2.5, cpus_per_read_task=0.5)  # enough in all, but not in one place
         with pytest.raises(
@@ -371,7 +376,7 @@ def test_a_run_that_waits_for_room_is_ended_by_ctrl_c(ray_cluster, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        assert any("waiting      for room" in line for line in process.stderr)
+        assert any("waiting      for capacity" in line for line in process.stderr)
         process.send_signal(signal.SIGINT)
         assert "KeyboardInterrupt" in process.stderr.read()
     assert process.returncode != 0

@@ -81,7 +81,7 @@ def test_frames_are_kept_by_themselves_where_they_are_read_again_and_fit(setting
 
     where, text = kept(again)
     assert where == FrameCache(str(tmp_path / "frames"), 200.0)
-    assert f"decoded once: 0.0 GB of frames are kept in {tmp_path / 'frames'}, on every node" in text
+    assert f"decoded once: 0.0 GB of frames are cached in {tmp_path / 'frames'}, on every node" in text
     where, text = kept(once)
     assert where is None and "none are read twice" in text
     where, text = kept(again, f"--dataset.frame_cache_gb={size / 1e9 * 0.99}")
@@ -114,7 +114,7 @@ def test_shards_are_of_the_workers_nodes_and_stay_when_there_are_others(setting)
     assert run.rows.order.sharding == Sharding(2, 2 * run.rows.block_rows) and run.rows.per_epoch == 54
     text = describe(run)
     assert "2 shards, equally many rows of each in a batch: each node reads one, for its own workers" in text
-    assert "are kept in" in text and "on each node those of its shard" in text
+    assert "are cached in" in text and "on each node those of its shard" in text
     assert run.rows.cached_bytes == 54 // 2 * 48 * 64 * 3
     # Its rows and their order are part of the run: fewer workers take them as they are.
     (run.job.output_dir / CONFIG_NAME).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Columns that say which rows a batch holds, for those who need their names alone."""
+"""Names of the columns that identify a batch's rows. Imports nothing."""
 
 # Added by a read that may skip rows: true for those that could not be read.
 IS_SKIPPED = "is_skipped"

@@ -16,7 +16,7 @@ from vla_finetuning.data.metadata import DatasetMetadata, load_metadata, select_
 
 # Local files whose ends are looked at; a dataset with more is looked at in places.
 MAX_OPENED = 5_000
-_TOLD = 5
+_MOST_NAMED = 5
 # Of an mp4; recorders that write in fragments make many, and a film of nothing else would take long to read.
 _MAX_BOXES = 10_000
 
@@ -41,9 +41,9 @@ class Holes:
         return bool(self.found)
 
     def __str__(self) -> str:
-        told = [f"{path} {what}" for path, what in list(self.found.items())[:_TOLD]]
-        more = f"; and {len(self.found) - _TOLD} more files" if len(self.found) > _TOLD else ""
-        return "; ".join(told) + more
+        named = [f"{path} {what}" for path, what in list(self.found.items())[:_MOST_NAMED]]
+        more = f"; and {len(self.found) - _MOST_NAMED} more files" if len(self.found) > _MOST_NAMED else ""
+        return "; ".join(named) + more
 
 
 def find_holes(
@@ -167,7 +167,7 @@ def _needed_files(
             uses.append((meta.video_files[key], meta.episode_video_file[key]))
     needed: dict[str, np.ndarray] = {}
     for files, episode_file in uses:
-        # Without a loop over episodes, of which there may be 100 000.
+        # Without a loop over episodes: there may be 100 000.
         order = np.argsort(episode_file[episodes], kind="stable")
         numbers, first = np.unique(episode_file[episodes][order], return_index=True)
         for number, used_by in zip(numbers, np.split(episodes[order], first[1:]), strict=False):

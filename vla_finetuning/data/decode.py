@@ -108,8 +108,8 @@ class VideoReader:
         options = {"max_pixels": str(-(-height // 128) * -(-width // 128) * 128**2)}
         check_samples(source, name)
         try:
-            # As what a LeRobot dataset holds, whatever the file says it is: FFmpeg would also follow playlists to other
-            # files and addresses, and knows hundreds of formats that nobody looks after.
+            # Only a LeRobot dataset's format, whatever the file claims: FFmpeg would follow playlists to other files or
+            # addresses, and has hundreds of hardly maintained formats.
             self._container = av.open(source, format=VIDEO_FORMAT, options=options)
             self._stream = self._container.streams.video[0]
         except (av.FFmpegError, IndexError) as error:
@@ -306,10 +306,10 @@ def _open_image(
 
 
 def resize_with_pad(rgb: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Fit uint8 (H, W, 3) into (height, width, 3): proportions kept, centred, black around, as PI0.5 does.
+    """Fit uint8 (H, W, 3) into (height, width, 3): same proportions, centred, padded with black, as PI0.5 does.
 
     Bilinear without antialiasing, as LeRobot's `resize_with_pad_torch` on float images: every value is within one
-    level (1/255) of its, a fifth of a level on average, most of which is the rounding to uint8.
+    level (1/255) of its, a fifth of a level on average, mostly the rounding to uint8.
     """
     ratio = max(rgb.shape[1] / width, rgb.shape[0] / height)
     inner = int(rgb.shape[0] / ratio), int(rgb.shape[1] / ratio)

@@ -128,7 +128,9 @@ def _of_file(path: Path, roots: Sequence[str], named: Callable[[str], str]) -> F
     except (ValueError, TypeError, KeyError, pa.ArrowException) as error:
         raise ValueError(f"{path}: {error}; {FLAG}=@FILE takes {FORMS}") from error
     if "" in found and len(roots) > 1:
-        raise ValueError(f"{path}: of which of {len(roots)} datasets are these episodes? {FLAG}=@FILE takes {FORMS}")
+        raise ValueError(
+            f"{path}: names no dataset for its episodes, and there are {len(roots)}; {FLAG}=@FILE takes {FORMS}"
+        )
     if unknown := sorted(found.keys() - {"", *roots}):
         raise ValueError(f"{path} names {unknown}, which are not among the datasets {list(roots)}")
     return found

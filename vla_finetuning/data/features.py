@@ -63,17 +63,17 @@ def common_features(
                 raise ValueError(f"{meta.root}: no cameras {unknown}; it has {list(meta.camera_keys)}")
     chosen: dict[str, Feature] = {}
     for meta in metas:
-        kept = {}
+        own = {}
         for key, feature in meta.features.items():
             wanted = camera_keys if key in meta.camera_keys else columns
             if wanted is None or key in wanted or key in BOOKKEEPING:
-                kept[key] = feature
+                own[key] = feature
         if not chosen:
-            chosen = kept
+            chosen = own
         differing = sorted(
             k
-            for k in chosen.keys() | kept.keys()
-            if k not in chosen or k not in kept or _array_of(chosen[k], image_size) != _array_of(kept[k], image_size)
+            for k in chosen.keys() | own.keys()
+            if k not in chosen or k not in own or _array_of(chosen[k], image_size) != _array_of(own[k], image_size)
         )
         if differing:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Decoded frames on the node's own disk, so that epochs after the first do not decode.
 
-Frames are kept as rows have them (uint8, at the size that was asked for), and served only to who would decode the very
-same: of the same content of a file, at the same time, by the same rules and libraries. Who plans knows nothing of it.
+Frames are stored as rows have them (uint8, at the requested size), and served only where the same would be decoded:
+of the same content of a file, at the same time, by the same rules and libraries. The plan does not depend on it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FrameCache:
         return node_cache(
             Path(self.folder),
             int(self.gb * 1e9),
-            "other frames are decoded in every epoch; make room there, raise --dataset.frame_cache_gb, or choose "
+            "other frames are decoded in every epoch; free some there, raise --dataset.frame_cache_gb, or choose "
             "another folder for --dataset.frame_cache",
         )
 
@@ -129,7 +129,7 @@ class CachedVideo:
     def lacks(self, times_s: np.ndarray) -> list[int]:
         """Which of the frames at `times_s` (float64, ascending, (n,)) are not here, by their marks.
 
-        If all are, what lies between the first and the last is read ahead, where the system can be told to (Linux).
+        If all are, what lies between the first and the last is read ahead, where the system supports it (Linux).
         """
         with self._cache.doing_without():
             if self._cache.works and self._open():
@@ -150,7 +150,7 @@ class CachedVideo:
         return False
 
     def write(self, time_s: float, frame: np.ndarray) -> None:
-        """Keep a frame, if there was room for it."""
+        """Store a frame, if it got space."""
         number = self._number(time_s)
         with self._cache.doing_without():
             if self._cache.takes and self._files is not None and number < _MOST_FRAMES:

@@ -11,7 +11,7 @@ from vla_finetuning.data.idle import runs_kept
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata
 from vla_finetuning.data.relative_actions import ACTION, STATE
 
-# Lines of a table: that many tasks, those first of which the most is otherwise than in the dataset.
+# Most lines of a table: tasks, those that differ most from the dataset first.
 MOST_TASKS = 8
 
 
@@ -56,7 +56,7 @@ def stretches_of(
     skip_idle: float | None = None,
     weight: np.ndarray | None = None,
 ) -> Stretches:
-    """What is left of some episodes; of those of which nothing is, there is no stretch.
+    """The frames of some episodes that are left; episodes without any have no stretch.
 
     Args:
         episodes: int64, ascending. dropped: of each, so many of its last frames are not rows.
@@ -87,12 +87,12 @@ class EpochShare:
     name: str
     episodes: int
     frames: int
-    kept: int
+    used: int
     rows: float
 
     @property
     def left_out(self) -> int:
-        return self.frames - self.kept
+        return self.frames - self.used
 
 
 def shares(meta: DatasetMetadata, episodes: np.ndarray, left: Stretches) -> list[EpochShare]:
@@ -128,7 +128,7 @@ def table(meta: DatasetMetadata, episodes: np.ndarray, left: Stretches) -> list[
         rows = f"{s.rows:,.0f} ({s.rows / s.frames:6.2f}x)"
         lines.append(f"{s.episodes:9,} {s.frames:12,} {out:>20} {rows:>20}  {s.name}")
     if len(found) > 1 + MOST_TASKS:
-        lines.append(f"{'':53} and {len(found) - 1 - MOST_TASKS} tasks of which less is otherwise")
+        lines.append(f"{'':53} and {len(found) - 1 - MOST_TASKS} tasks that differ less")
     return lines
 
 

@@ -3,8 +3,8 @@
 openpi leaves out of DROID what lies in runs of 7 frames or more (at 15 Hz) whose actions, velocities of joints, differ
 by less than 1e-3 from one frame to the next (`examples/droid/compute_droid_nonidle_ranges.py`). Here state and action
 count, whatever they are in: each dimension by its own range over the whole dataset, and over the whole run instead of
-from frame to frame, so that a slow movement is one at any frame rate. Of a run, openpi keeps the first frame, and here
-the last is kept, from which on something moves.
+from frame to frame, so that a slow movement is one at any frame rate. Of a run, openpi keeps the first frame; here
+it is the last one, after which something moves.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def runs_kept(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str], 
             or holds NaN. FileNotFoundError: a data file is missing.
     """
     if wrong := [key for key in keys if meta.features[key].dtype not in NUMERIC_DTYPES]:
-        raise ValueError(f"{meta.root}: {wrong} are no numbers, so it cannot be told when they do not move")
+        raise ValueError(f"{meta.root}: {wrong} are no numbers, so when they do not move is unknown")
     features, spans = [meta.features[key] for key in keys], [span_of(meta, key) for key in keys]
     moves = math.floor(seconds * meta.fps + 1e-6) + 1
 

@@ -541,7 +541,7 @@ def _parse_feature(key: str, raw: Any) -> Feature:
         raise ValueError(f"{where}: shape is {shape!r:.100}, expected 1 to 5 positive whole numbers")
     if dtype in CAMERA_DTYPES and len(shape) != 3:
         raise ValueError(f"{where}: shape is {shape}, expected three numbers for a camera (height, width, 3)")
-    video_info = raw.get("video_info")  # where LeRobot kept it before v2.1
+    video_info = raw.get("video_info")  # where LeRobot had it before v2.1
     if not isinstance(info or {}, dict) or not isinstance(video_info or {}, dict):
         raise ValueError(f"{where}: info is {info or video_info!r:.50}, expected an object")
     flags = [(info or {}).get("is_depth_map"), (info or {}).get("video.is_depth_map")]
@@ -551,7 +551,7 @@ def _parse_feature(key: str, raw: Any) -> Feature:
 
 
 def _check_size(where: str, dtype: str, shape: Sequence[int], is_depth: bool) -> None:
-    """Refuse a feature of which a single row would be out of all proportion."""
+    """Refuse a feature if a single row of it would be out of all proportion."""
     found = "x".join(map(str, shape))
     if dtype not in CAMERA_DTYPES:
         if math.prod(shape) > MAX_ROW_NUMBERS:

@@ -1,7 +1,7 @@
 """Folders on a node's own disk that keep what was dear to work out: whose place is there, and how large it may grow.
 
-What is kept can be worked out again at any time. So a folder that is full, broken or gone costs a warning and the
-cache, never the run. Any number of processes and runs share a folder; checksums tell whether what they keep is whole.
+A cache's content can be computed again at any time. So a folder that is full, broken or gone costs a warning and the
+cache, never the run. Any number of processes and runs share a folder; checksums detect damaged content.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from vla_finetuning.data.private import make_private, open_own
 
 logger = logging.getLogger(__name__)
 
-# Ray stops putting objects on a disk that is fuller than 0.95, and checkpoints need room too.
+# Ray stops putting objects on a disk that is fuller than 0.95, and checkpoints need space too.
 FULLEST_DISK = 0.9
 # What is meant to fit may take this share of what is left below that.
-ROOM_SHARE = 0.8
-# A process that found no room asks again so much later: somebody may have ended who held another dataset's place.
+SPACE_SHARE = 0.8
+# A process that found no space asks again after this time: another one that held a dataset may have ended.
 ASK_AGAIN_S = 60.0
 # A dataset that a process has not opened a file of for so long may be dropped though that process lives.
 IDLE_S = 1800.0
-# What says that there is no room, or no right to write: what was kept before can be read all the same.
+# No space, or no permission to write: what is cached already can be read all the same.
 _NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -40,7 +40,7 @@ LEDGER = "ledger"
 
 @contextlib.contextmanager
 def locked_ledger(folder: Path) -> Iterator[int]:
-    """The file descriptor of a folder's ledger, locked. Whoever makes room in the folder does it under this lock."""
+    """The file descriptor of a folder's ledger, locked. Files in the folder are dropped under this lock."""
     descriptor = open_own(folder / LEDGER, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -61,7 +61,7 @@ def has_capacity(folder: Path, size: int) -> bool:
     disk = os.statvfs(there)
     used, free = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_bavail * disk.f_frsize
     own = min(int(known), used) if known.isdigit() else 0
-    return size <= ROOM_SHARE * (FULLEST_DISK * (used + free) - (used - own))
+    return size <= SPACE_SHARE * (FULLEST_DISK * (used + free) - (used - own))
 
 
 def is_in_memory(folder: Path) -> bool:
@@ -78,9 +78,9 @@ def is_in_memory(folder: Path) -> bool:
 class NodeCache:
     """A folder with a folder for each dataset. Get it from `node_cache`, which gives a process one of each.
 
-    Nothing of a dataset that a process reads is ever dropped: an epoch reads everything once, so to drop what was not
-    used for longest would be to drop what is wanted next. What does not fit is not kept. Datasets that nobody reads go
-    when there is no room, the one read longest ago first.
+    Nothing of a dataset that a process reads is ever dropped: an epoch reads all of it once, so the least recently used
+    is wanted next. What does not fit is not cached. Datasets that no process reads are dropped for space, the one read
+    longest ago first.
 
     Attributes:
         works: whether anything can be read; False after an error of the disk.
@@ -101,7 +101,7 @@ class NodeCache:
         """The folder of a dataset, which is not dropped as long as this process lives. Raises OSError."""
         place = self.folder / hashlib.sha256(dataset.encode()).hexdigest()[:32]
         if place in self._held and not os.fstat(self._held[place]).st_nlink:
-            os.close(self._held.pop(place))  # somebody has removed the folder
+            os.close(self._held.pop(place))  # the folder was removed
         while place not in self._held:
             make_private(self.folder)
             place.mkdir(exist_ok=True, mode=0o700)
@@ -116,13 +116,13 @@ class NodeCache:
                 os.utime(descriptor)
                 self._held[place] = descriptor
             else:
-                os.close(descriptor)  # whoever dropped the folder had the lock
+                os.close(descriptor)  # the folder was dropped under the lock
         self._used[place] = time.monotonic()
         return place
 
     @property
     def takes(self) -> bool:
-        """Whether it is worth asking for room."""
+        """Whether it is worth asking for space."""
         return self._writable and time.monotonic() >= self._full_until
 
     def reserve_capacity(self, size: int) -> bool:
@@ -147,8 +147,8 @@ class NodeCache:
     def doing_without(self) -> Iterator[None]:
         """An OSError inside ends the block, and the use of the folder, with a warning: the first of the process.
 
-        After one that speaks of room or rights what is there is still read. A file that is gone ends the block alone:
-        the folder was removed, and `place` makes it anew.
+        After one about space or permissions, cached content is still read. A missing file ends the block only: the
+        folder was removed, and `place` makes it anew.
         """
         try:
             yield
@@ -167,7 +167,7 @@ class NodeCache:
             )
 
     def _drop(self, goal_bytes: float) -> int:
-        """Drop datasets that nobody reads until `goal_bytes` are left; returns the bytes that are. Under the lock."""
+        """Drop datasets that no process reads until `goal_bytes` are left; returns the bytes left. Under the lock."""
         found = []
         for entry in os.scandir(self.folder):
             if entry.is_dir(follow_symlinks=False):

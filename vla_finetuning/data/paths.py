@@ -1,6 +1,6 @@
 """Which file of a LeRobot v3 dataset holds which episode, and that it lies inside the dataset.
 
-Path templates and links are somebody else's: templates are parsed and not `.format`-ted, and every path stays below
+Path templates and links are not trusted: templates are parsed and not `.format`-ted, and every path stays below
 the root. Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`.
 """
 

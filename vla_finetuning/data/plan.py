@@ -12,8 +12,8 @@ Order within an epoch::
               ──window──►  positions [k·W, (k+1)·W) form a window; its rows are permuted among themselves
 
 so a window mixes at least ``window_rows / segment_rows`` places of the dataset while every video is still read forward.
-An epoch of more than `PART_SEGMENTS` segments goes by in parts, each of which has about the same number of segments of
-every episode, so that only a part is ever cut, permuted and held. In stored order, an episode is one segment. Epochs
+An epoch of more than `PART_SEGMENTS` segments goes by in parts, each with about the same number of segments of every
+episode, so that only a part is ever cut, permuted and held. In stored order, an episode is one segment. Epochs
 after the first may have segments of their own (`later_segment_rows`): of single rows, each epoch is one permutation of
 all rows, which is for frames that need no decoder any more.
 
@@ -73,7 +73,7 @@ class Episodes:
 
 @dataclass(frozen=True)
 class WindowSlice:
-    """Rows ``[lo, hi)`` of one shuffled window: what a read task is told to produce, in output order.
+    """Rows ``[lo, hi)`` of one shuffled window: what a read task produces, in output order.
 
     The parts are contiguous runs of rows, in stored order: part ``i`` is rows ``[start[i], end[i])`` of its dataset,
     all inside episode ``episode[i]`` (a position in `Episodes`). ``shuffle_key`` seeds the permutation; None keeps
@@ -202,7 +202,7 @@ class StreamPlan(Plan):
     Args:
         episodes: what to draw from; at least one.
         seed: None for stored order (every epoch alike); otherwise every epoch differs.
-        segment_rows: longest run of consecutive rows kept together for the decoder's sake.
+        segment_rows: longest run of consecutive rows that stay together, which the decoder needs.
         cut_at: how many frames a video's key frames are apart. If `segment_rows` is a multiple, segments begin at key
             frames, and what comes before them need not be decoded.
         window_rows: rows shuffled among themselves.
@@ -294,7 +294,7 @@ class StreamPlan(Plan):
     ) -> float:
         """As any plan's.
 
-        An episode of L rows is cut into 1 + (L - 1) / S segments of s rows, of which a window of W of a source's N rows
+        An episode of L rows is cut into 1 + (L - 1) / S segments of s rows; a window of W of a source's N rows
         holds s' = s W / (W + s - 1), as its ends cut some. So a segment is there with probability s W / (s' N), and
         then none of it is among b rows of the window with probability C(W - s', b) / C(W, b). Segments are taken for
         independent.

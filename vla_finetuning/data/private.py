@@ -1,4 +1,4 @@
-"""Folders and files that nobody but this user, or root, can have made or changed.
+"""Folders and files that only this user, or root, can have made or changed.
 
 What a cache holds is read as if it were the dataset. So another user of the machine must not be able to put a file
 there, to put a folder or a link in its place, or to have this user write through a link.
@@ -15,7 +15,7 @@ from pathlib import Path
 def make_private(folder: Path) -> None:
     """Make a folder, for this user alone where it is not there, and check it and everything that leads to it.
 
-    Nobody else can change what passed: whoever may rename or remove a part of the path owns it.
+    No other user can change what passed: only owners may rename or remove a component of the path.
 
     Raises:
         PermissionError: a part of the path belongs to another user, or others may write there. OSError.

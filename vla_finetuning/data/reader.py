@@ -50,7 +50,7 @@ class DatasetFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How frames of videos are decoded, and where they are kept; `threads` of a decoder.
+    """How frames of videos are decoded, and where they are cached; `threads` of a decoder.
 
     `image_size`: (height, width) that they are fitted into; None: as stored. `frame_cache`: None for nowhere; images in
     data files are decoded every time.

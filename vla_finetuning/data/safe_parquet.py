@@ -1,4 +1,4 @@
-"""Opening parquet files that somebody else wrote. Runs on the driver and in read tasks."""
+"""Opening parquet files that are not trusted. Runs on the driver and in read tasks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def open_parquet(
     deserialises registered types the moment it opens a file, and Ray's have run pickled code from there
     (CVE-2026-41486, closed in Ray 2.55; an environment variable opens it again).
 
-    Read it with `read_columns`, which unpacks no more than there is room for: texts come out of Arrow as dictionaries.
+    Read it with `read_columns`, which unpacks no more than its budget: texts come out of Arrow as dictionaries.
 
     Args:
         path: inside `fs`.
@@ -160,7 +160,7 @@ class _Footers:
 
     def keep(self, identity: str, metadata: pq.FileMetaData) -> None:
         self._by_identity[identity] = metadata
-        held = sum(kept.serialized_size for kept in self._by_identity.values())
+        held = sum(footer.serialized_size for footer in self._by_identity.values())
         for oldest in list(self._by_identity)[:-1]:
             if held <= self._limit_bytes:
                 break
@@ -316,7 +316,7 @@ def _read_footer(file: Any) -> bytes:
 def _extension_names_in_footer(footer: bytes) -> Iterator[str]:
     """Read the extension types in the Arrow schemas of a parquet footer, without letting Arrow do it.
 
-    Raises OSError where they cannot be followed: nobody knows then what Arrow would make of them.
+    Raises OSError where they cannot be followed: what Arrow would make of them is unknown.
 
     The footer is Thrift (compact protocol): a string is its length as a varint, then its bytes; the value of
     a key follows after one byte 0x18 (next field, binary). The schema is base64 of an Arrow IPC message.

@@ -60,7 +60,7 @@ def choose_episodes(
     """The episodes of a dataset that are used, and what is to be said of the others.
 
     Args:
-        episodes: only these; None for all. exclude: without these, all of which must be in the dataset.
+        episodes: only these; None for all. exclude: without these; all must be in the dataset.
         tasks: only episodes with an instruction that one of these patterns fits (*, ? and [...], as a shell's, upper
             and lower case alike).
         weight: of all episodes of the dataset; without those that have 0.
@@ -70,18 +70,18 @@ def choose_episodes(
         ValueError: an episode that the dataset has not, a pattern that fits no task, or nothing is left.
     """
     asked = chosen = select_episodes(meta, episodes)
-    told = []
+    left_out = []
     if exclude is not None and len(exclude):
         chosen = np.setdiff1d(chosen, select_episodes(meta, exclude))
-        told.append(f"{len(asked) - len(chosen)} are left out by --dataset.exclude_episodes")
+        left_out.append(f"{len(asked) - len(chosen)} are left out by --dataset.exclude_episodes")
     if weight is not None and not weight[chosen].all():
-        told.append(f"{len(chosen) - np.count_nonzero(weight[chosen])} have weight 0 by --dataset.episode_weights")
+        left_out.append(f"{len(chosen) - np.count_nonzero(weight[chosen])} have weight 0 by --dataset.episode_weights")
         chosen = chosen[weight[chosen] > 0]
     notes = []
     if tasks:
         fits = _fitting(meta, tasks)
         of_these = [episode for episode in chosen.tolist() if fits.intersection(meta.episode_tasks[episode])]
-        told.append(f"{len(chosen) - len(of_these)} have no task that --dataset.tasks names")
+        left_out.append(f"{len(chosen) - len(of_these)} have no task that --dataset.tasks names")
         chosen = np.asarray(of_these, np.int64)
         if mixed := [episode for episode in of_these if not fits.issuperset(meta.episode_tasks[episode])]:
             notes.append(
@@ -89,9 +89,9 @@ def choose_episodes(
                 f"{mixed[0]}: {list(meta.episode_tasks[mixed[0]])}), and are trained on as a whole"
             )
     if not len(chosen):
-        raise ValueError(f"{meta.root}: no episode is left of {len(asked)}: {'; '.join(told)}")
-    if told:
-        notes.insert(0, f"{meta.root}: {len(chosen)} of {meta.num_episodes} episodes are used: {'; '.join(told)}")
+        raise ValueError(f"{meta.root}: no episode is left of {len(asked)}: {'; '.join(left_out)}")
+    if left_out:
+        notes.insert(0, f"{meta.root}: {len(chosen)} of {meta.num_episodes} episodes are used: {'; '.join(left_out)}")
     return chosen, notes
 
 

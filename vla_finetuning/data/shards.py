@@ -6,9 +6,9 @@ The run's stream takes ``turn_rows`` rows of each in turn::
     shard 0 │ shard 1 │ … │ shard N-1 │ shard 0 │ shard 1 │ …
     0       G        2G                NG                       stream positions, G = turn_rows
 
-so that every batch has as many rows of one shard as of another, and who takes every N-th turn takes one shard. An epoch
+so that every batch has as many rows of one shard as of another, and every N-th turn is one shard's. An epoch
 is an epoch of every shard. As it may begin and end within a turn, and shards are equal but for a few rows, its last two
-rounds of turns go to whoever has rows left where the one whose turn it is has none.
+rounds of turns go to shards that have rows left.
 
 Like `data.plan`: pure, and without Ray, files or frames.
 """
@@ -95,7 +95,7 @@ def divide(
 
 @dataclass(frozen=True)
 class _Epoch:
-    """An epoch of the stream: positions [begin, end), of which [begin, tail) are nothing but turns.
+    """An epoch of the stream: positions [begin, end); [begin, tail) are whole turns.
 
     first: where each shard's own epoch begins in its own stream, int64 (shards,). rest: what follows, in order: where
     a run of rows begins in the stream, its shard, and where it begins in that shard's own stream.

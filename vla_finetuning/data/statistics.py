@@ -248,7 +248,7 @@ def _compute(meta: DatasetMetadata, keys: list[str], episodes: np.ndarray) -> St
 
 def files_of(meta: DatasetMetadata, episodes: np.ndarray) -> list[dict[str, Any]]:
     """The parquet files that have some of the episodes (int64, ascending), each as arguments of `episode_arrays`."""
-    # Without a loop over episodes, of which there may be millions.
+    # Without a loop over episodes: there may be millions.
     order = np.argsort(meta.episode_data_file[episodes], kind="stable")
     files, first = np.unique(meta.episode_data_file[episodes][order], return_index=True)
     return [
@@ -298,7 +298,7 @@ def over_files(
 
 
 def digest(meta: DatasetMetadata, keys: Sequence[str], episodes: np.ndarray, how: Any = None) -> str:
-    """Identify the dataset's content as far as it can be told without reading it, and what is computed of it.
+    """Identify the dataset's content as far as possible without reading it, and what is computed of it.
 
     `how`, as JSON, where that is not as LeRobot does.
     """

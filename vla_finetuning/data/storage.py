@@ -4,7 +4,7 @@
 fsspec file system, whose patience is configured here: one policy of retries for all stores, on top, so that a store
 that fails for good is reported within `StoragePolicy.timeout_s`, and one that stalls never hangs a run. What is known
 to be wanted is asked for beforehand, many requests side by side; what an object is was learned from a listing, and
-every request is for that content alone. Blocks that were read may be kept on a local disk.
+every request is for that content alone. Blocks that were read may be cached on a local disk.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 # What is read: local files, Amazon's and Google's stores and what speaks as they do; memory:// is for tests.
 PROTOCOLS = ("file", "local", "s3", "s3a", "gs", "gcs", "memory")
-# Objects are fetched, remembered and kept in blocks of so many bytes. A segment of a shuffled window is less.
+# Objects are fetched and cached in blocks of so many bytes. A segment of a shuffled window is less.
 BLOCK_BYTES = 2**17
-# Read around what nobody has asked for beforehand: a smaller one costs round trips, one after the other.
+# Read around what was not requested beforehand: a smaller one costs round trips, one after the other.
 AHEAD_BYTES = 2**20
 # Blocks that an open file remembers.
 KEPT_BLOCKS = 256
@@ -178,8 +178,8 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
         if policy.cache_dir is not None:
             self.cache = BlockCache(Path(policy.cache_dir), int(policy.cache_size_gb * 1e9))
         if "s3" in fs.protocol:
-            # s3fs retries 5 times what it has retried 5 times already; instances, unlike classes, cannot be told so
-            # by an option (2026.2.0).
+            # s3fs retries 5 times what it has retried 5 times already; no option of an instance
+            # says so (2026.2.0).
             fs.retries = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -289,8 +289,8 @@ def _explained(error: Exception, elapsed_s: float) -> StorageError:
             "changed since this run looked which files there are; datasets must not be written to while they are read: "
             "go on with --resume when it is whole"
         )
-    told = " ".join(str(error).split())
-    words = f"{type(error).__name__}: {told}" if told else "no answer"
+    message = " ".join(str(error).split())
+    words = f"{type(error).__name__}: {message}" if message else "no answer"
     if _may_pass(error):
         return StorageError(
             f"cannot be read: {words}; gave up after {elapsed_s:.0f} s of retries: check the network, the endpoint, "
@@ -337,7 +337,7 @@ def file_identity(fs: fsspec.AbstractFileSystem, path: str) -> str | None:
         try:
             status = os.stat(path)
         except OSError:
-            return None  # whoever opens it says what is the matter
+            return None  # opening it raises the error
         # A copy may have the old one's size and time of writing; when it came here only the system sets.
         return f"file\0{path}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}"
     if not isinstance(fs, RemoteFileSystem):
@@ -368,7 +368,7 @@ class RemoteFile(io.RawIOBase):
         self.fs, self.path, self._content = fs, path, fs.content(path)
         self.size = self._content.size
         identity = _identity(fs, path, self._content)
-        # Without one nothing is kept on disk.
+        # Without one nothing is cached on disk.
         self._identity = None if identity is None else f"{identity}\0{BLOCK_BYTES}"
         self._blocks: dict[int, bytes] = {}
         self._coming: dict[int, tuple[int, Future[list[bytes]]]] = {}  # a request, and the first block of it
@@ -400,7 +400,7 @@ class RemoteFile(io.RawIOBase):
         first, last = self._at // BLOCK_BYTES, -(-min(self._at + len(view), self.size) // BLOCK_BYTES)
         done = 0
         for number in range(first, last):
-            # Asked for one by one: of a long read no more is in memory than is kept anyway.
+            # Requested one by one: a long read holds no more in memory than is cached anyway.
             block = self._block(number, last)
             part = memoryview(block)[self._at - number * BLOCK_BYTES :][: len(view) - done]
             view[done : done + len(part)] = part
@@ -409,7 +409,7 @@ class RemoteFile(io.RawIOBase):
         return done
 
     def ask(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Have the bytes of some [start, end) fetched while other things are done; errors are told when they are read.
+        """Fetch the bytes of some [start, end) in the background; errors are raised when they are read.
 
         What lies near together comes in one request. All of it is in memory until it is read.
         """
@@ -419,7 +419,7 @@ class RemoteFile(io.RawIOBase):
             self._coming |= dict.fromkeys(range(first, last), (first, request))
 
     def know(self, blocks: Mapping[int, bytes]) -> None:
-        """Take blocks that somebody has kept."""
+        """Take cached blocks."""
         self._blocks |= blocks
 
     def blocks(self, ranges: Sequence[tuple[int, int]]) -> dict[int, bytes]:
@@ -441,7 +441,7 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
     def _block(self, number: int, wanted: int) -> bytes:
-        """Block `number`; when nobody has asked for it, with what is around, and those up to block `wanted`."""
+        """Block `number`; if it was not requested, with what is around, and those up to block `wanted`."""
         block = self._blocks.pop(number, None)
         if block is None and number in self._coming:
             first, request = self._coming.pop(number)
@@ -573,7 +573,7 @@ class BlockCache:
         return block
 
     def put(self, key: str, block: bytes) -> None:
-        """Keep a block, dropping what was not used for longest when there is no room."""
+        """Store a block, dropping the least recently used ones for space."""
         size = len(block) + 4
         if size > self.limit_bytes or self.folder in _given_up:
             return
@@ -595,7 +595,7 @@ class BlockCache:
             self._give_up(error)
 
     def _make(self) -> None:
-        """Make the folder, and check once in a process that nobody else can have put a block there."""
+        """Make the folder, and check once in a process that no other user can have put a block there."""
         if self.folder not in _checked or not self.folder.is_dir():
             make_private(self.folder)
             _checked.add(self.folder)

@@ -1,8 +1,8 @@
 """Frames of videos: out of the node's cache or the decoder, to where rows want them; or named, to be filled in later.
 
-Rows that are used on the node they were read on need not carry their frames through the object store, which is what
-most of a kept frame's time goes into. They name them, the read task sees to it that they are kept, and where batches
-are made each frame is copied once (`Frames`).
+Rows that are used on the node they were read on need not carry their frames through the object store, which takes
+most of a cached frame's time. They name them, the read task makes sure that they are cached, and where batches are
+made each frame is copied once (`Frames`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Wanted:
 
     Attributes:
         times_s: when they are shown in the file, float64 (n,), ascending.
-        target: where each goes in `out`, maybe to several places. out: None where they only have to be kept.
+        target: where each goes in `out`, maybe to several places. out: None where they are only cached.
         episode: whose they are, for errors; None where that is not known.
     """
 
@@ -126,10 +126,10 @@ class Video:
                 if w.out is not None:
                     out, target = w.out, w.target
                 elif keep is not None:
-                    # Each where the one before it was: it is of no use but to be kept.
+                    # Each over the one before it: it is only cached.
                     out, target = empty(*frame_of(feature, decoding.image_size)), [[()]] * len(w.times_s)
                 else:
-                    continue  # whoever wants it decodes it
+                    continue  # decoded where it is used
 
                 def sink(
                     n: int,
@@ -169,7 +169,7 @@ def read_videos(videos: Sequence[Video], decoding: Decoding) -> None:
 
 
 def cached_video(reader: DatasetFiles, key: str, file: str, decoding: Decoding) -> CachedVideo | None:
-    """The frames of a file that this node has decoded before; None where none are kept."""
+    """The frames of a file that this node has decoded before; None without a cache."""
     if decoding.frame_cache is None:
         return None
     path, feature = reader.path(file), reader.features[key]
@@ -267,7 +267,7 @@ class Frames:
         """The batch with all its frames; as it is where it carries them.
 
         Raises:
-            ValueError, FileNotFoundError: one is not kept any more, and cannot be decoded.
+            ValueError, FileNotFoundError: one is not cached any more, and cannot be decoded.
         """
         with self._lock:
             asked: dict[_File, _Asked] = {}
@@ -323,7 +323,7 @@ class Frames:
             self._told = True
             logger.warning(
                 "%d frames were not in the frame cache any more, and are decoded where batches are made, which may "
-                "keep training waiting: has its disk failed, or has somebody emptied it? (%s)",
+                "keep training waiting: has its disk failed, or was it emptied? (%s)",
                 frames,
                 self._decoding.frame_cache and self._decoding.frame_cache.folder,
             )

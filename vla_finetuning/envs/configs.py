@@ -97,7 +97,7 @@ class MetaworldConfig(MetaworldEnv):
             "agent_pos": (PolicyFeature(FeatureType.STATE, (4,)), OBS_STATE),
             "environment_state": (PolicyFeature(FeatureType.ENV, (39,)), OBS_ENV_STATE),
         }
-        shown = {key: told for key, told in shown.items() if key in self.obs_type}
+        shown = {key: value for key, value in shown.items() if key in self.obs_type}
         shown[ACTION] = PolicyFeature(FeatureType.ACTION, (4,)), ACTION
         self.features = {key: feature for key, (feature, _) in shown.items()}
         self.features_map = {key: name for key, (_, name) in shown.items()}
@@ -226,10 +226,10 @@ def check_drawn(trained: Any, config: EnvConfig, where: object) -> None:
 def _create_envs(config: EnvConfig) -> dict[str, dict[int, Any]]:
     """LeRobot's vector environments, of one environment each, by suite and task. They load their simulators later."""
     choose_gl()
-    told = io.StringIO()
+    printed = io.StringIO()
     try:
         # LIBERO's first import asks at the terminal where its files are.
-        with contextlib.redirect_stdout(told), _no_input():
+        with contextlib.redirect_stdout(printed), _no_input():
             return config.create_envs(n_envs=1)
     except ImportError as error:
         raise ValueError(
@@ -238,7 +238,7 @@ def _create_envs(config: EnvConfig) -> dict[str, dict[int, Any]]:
         ) from error
     except EOFError as error:
         raise ValueError(
-            f"--env.type={config.type} asks a question when it is first imported ({told.getvalue().strip()[-200:]!r}): "
+            f"--env.type={config.type} asks a question at its first import ({printed.getvalue().strip()[-200:]!r}): "
             "import it once in a terminal, on every node that simulates, and answer"
         ) from error
     except (KeyError, AssertionError, FileNotFoundError) as error:

@@ -1,6 +1,6 @@
-"""LIBERO as LeRobot makes it, drawn only where somebody looks: its cameras take most of its time.
+"""LeRobot's LIBERO, rendered only on demand: its cameras take most of its time.
 
-Knows gymnasium alone; that the environment inside is LeRobot's, which stands on robosuite, is for whoever wraps it.
+Imports gymnasium only. The caller wraps LeRobot's environment, which needs robosuite.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Sensor = Callable[[Any], np.ndarray]
 
 
 class DrawnOnDemand(gymnasium.Wrapper):
-    """LeRobot's LIBERO, with the same states, rewards and pictures, but for pictures that nobody asked for.
+    """LeRobot's LIBERO with the same states and rewards, and the same images where they are requested.
 
     Attributes:
         rendering: whether steps look through the cameras. Off, they show what was seen last.
-        rendering_s: seconds spent on that; whoever reads it may set it back.
+        rendering_s: seconds spent on that; the reader may reset it.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
@@ -30,7 +30,7 @@ class DrawnOnDemand(gymnasium.Wrapper):
 
     @property
     def initial_states(self) -> int | None:
-        """States that LeRobot loaded for the task, of which a reset takes number `init_state_id` modulo their count.
+        """Number of states that LeRobot loaded for the task; a reset takes `init_state_id` modulo it.
 
         None with `--env.init_states=false`.
         """

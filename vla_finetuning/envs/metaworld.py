@@ -1,4 +1,4 @@
-"""Meta-World's 50 tasks as gymnasium environments: LeRobot's episodes, drawn where somebody looks and as asked for.
+"""Meta-World's 50 tasks as gymnasium environments: LeRobot's episodes, rendered only on demand.
 
 `configs` makes them for `--env.type metaworld`, `record` writes datasets of their scripted experts. Needs the packages
 of requirements-metaworld.txt, and no LeRobot: a process that only simulates is small and starts fast.
@@ -36,7 +36,7 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
 
     Args:
         task: by Meta-World's name.
-        instruction: what a policy is told.
+        instruction: for the policy.
         obs_type: what is observed. `pixels`: the camera, uint8 (H, W, 3). `agent_pos`: where the gripper is, in metres,
             and how far it is open, float64 (4,). `environment_state`: what scripted experts see, float64 (39,).
         image_size: H, W.

@@ -34,7 +34,7 @@ class RecordingBatch:
     """Episodes of one task that one process plays and writes.
 
     Attributes:
-        folder: where; there is none if no episode of it succeeded.
+        folder: where they are; it does not exist if no episode succeeded.
         failed: seeds of those that did not.
     """
 
@@ -47,7 +47,7 @@ class RecordingBatch:
 def record_share(share: RecordingBatch, maker: Maker) -> RecordingBatch:
     """Play a share's episodes and write those that succeed. Runs in a Ray task; done again, it begins anew."""
     choose_gl()
-    # Only those who record need it: it takes seconds to load.
+    # Needed for recording only, and takes seconds to import.
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     shutil.rmtree(share.folder, ignore_errors=True)

@@ -52,12 +52,12 @@ class Ended:
 
     Attributes:
         number: which of the list.
-        instruction: of the environment, whatever the policy was told.
+        instruction: of the environment; the policy's may be another one.
         success_once, success_at_end, success_at_reset: what `info["is_success"]` said.
         total_reward: undiscounted.
         initial_state: hash of the state after `reset`.
         info: strings, numbers and truth values of the last step's info.
-        final_state: hash of the state after the last step; "" where only images could tell, and nobody looked.
+        final_state: hash of the state after the last step; "" where only images show it, and none were rendered.
     """
 
     number: int
@@ -93,12 +93,12 @@ class Stage:
     def advance(
         self, begin: Sequence[Start], chunks: np.ndarray | None = None, first: int = 0
     ) -> tuple[tuple[list[Ended], list[Decision]], Observation | None]:
-        """Execute a chunk in each episode that waits, and begin others where there is room.
+        """Execute a chunk in each waiting episode, and begin others in free slots.
 
         Args:
             begin: episodes; those for which no slot becomes free are left alone.
-            chunks: float (N, T, A), of which rows from `first` on belong to the decisions that the last call returned,
-                in their order. None where there are none.
+            chunks: float (N, T, A); rows from `first` on are for the last call's decisions, in their order. None if
+                none was pending.
         Returns:
             What ended, and what waits; and what those see, stacked, in their order.
         """

@@ -30,7 +30,7 @@ from vla_finetuning.envs.two_bins_scene import (
 GYM_ID = "vla_finetuning/TwoBins-v0"
 # Demonstrations take at most 23 frames.
 EPISODE_LENGTH = 40
-# What the drives do in a frame, however far away they are told to be. Demonstrations need 2.5.
+# The most that the drives move in a frame. Demonstrations need 2.5.
 MAX_CM_PER_FRAME = 3.0
 # Within so much of the bin's middle, the gripper (4 cm wide) is wholly over the bin (15 cm wide). It need not stop: at
 # full speed, DWELL_FRAMES fit into 9 of the 10 cm, so that every third straight pass through the very middle counts.
@@ -41,7 +41,7 @@ RENDER_SCALE = 4
 class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
     """A gripper, two bins, and an instruction that names one of them.
 
-    An action is where the gripper is told to be, float (3,) in cm; the drives go there straight, at most
+    An action is the gripper's target position, float (3,) in cm; the drives go there straight, at most
     `MAX_CM_PER_FRAME` a frame, and no further than the table. The episode ends when the gripper has stayed within
     `GOAL_RADIUS_CM` of a bin's middle for `DWELL_FRAMES` frames in a row: a success, and reward 1, if it is the bin of
     the instruction. A straight pass at full speed counts in a third of the cases if it is through the middle, and in
@@ -51,7 +51,7 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
     Attributes:
         task_description: the instruction, as LeRobot asks for it.
         rendering: whether steps look through the cameras, which takes nearly all of their time. Off, images are black.
-        rendering_s: seconds spent on that; whoever reads it may set it back.
+        rendering_s: seconds spent on that; the reader may reset it.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}
@@ -83,10 +83,10 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._observation(), self._info()
 
     def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        told = np.asarray(action, np.float32)
-        if told.shape != self.action_space.shape or not np.isfinite(told).all():
-            raise ValueError(f"the gantry is told to go to {action!r:.200}; expected x, y, z in cm, finite numbers")
-        move = np.clip(told, self._low, self._high) - self._position
+        target = np.asarray(action, np.float32)
+        if target.shape != self.action_space.shape or not np.isfinite(target).all():
+            raise ValueError(f"the gantry cannot go to {action!r:.200}; expected x, y, z in cm, finite numbers")
+        move = np.clip(target, self._low, self._high) - self._position
         share = MAX_CM_PER_FRAME / max(float(np.linalg.norm(move)), MAX_CM_PER_FRAME)
         self._position = np.clip(self._position + move * np.float32(share), self._low, self._high)
         for colour in self._frames_over:

@@ -48,7 +48,7 @@ def demonstrate(scene: Scene, colour: str) -> tuple[np.ndarray, np.ndarray]:
     """Move straight to the bin of a colour at constant speed, and stay there for a moment.
 
     Returns:
-        State and action, float32 (N, 3), in cm: where the gripper is, and where it is told to be one frame later.
+        State and action, float32 (N, 3), in cm: the gripper's position, and its target one frame later.
     """
     goal = np.array(scene.place(colour))
     start = np.array(scene.start)

@@ -1,7 +1,7 @@
 """Does the robot succeed? Many episodes of an environment at once, on Ray, and one batch of decisions after the other.
 
 Stages (`envs/stage.py`) simulate, on CPUs: each executes whole chunks in its episodes and then waits for decisions.
-Policy servers decide for whoever waits, from whatever stage. The driver sees neither images nor weights: it holds the
+Policy servers decide for the waiting episodes of all stages. The driver sees neither images nor weights: it holds the
 list (`episodes.py`), hands out episodes, and writes down how they ended. Which process plays an episode, and with which
 others, leaves no trace in it; so what a dead process held is simply played again.
 """
@@ -33,8 +33,8 @@ ATTEMPTS = 3
 SERVER_DEATHS = 3
 # Stages that fail without an episode that ends between them, before it gives up: then it is no single episode's fault.
 IN_VAIN = 20
-# How often to look whether what was started has started, and when to say that something waits for room. On a busy
-# machine a process that has its room may take as long until it is there.
+# How often to look whether processes have started, and when to say that some wait for capacity. On a busy machine a
+# process may take as long to start after it was placed.
 LOOK_EVERY_S = 10.0
 TELL_AFTER_S = 30.0
 # Two processes share a CPU: while one waits for decisions, the other simulates or decides.
@@ -188,7 +188,7 @@ class Cast:
         servers, stages: that decide, and that simulate.
         threads: of a server, for what it computes on CPUs.
         slots: how many episodes a stage plays at once. While every server decides for a batch, another is simulated.
-            More would only take memory, of which an environment that draws has a lot: one of Meta-World's 155 MB.
+            More would only take memory: an environment of Meta-World that renders has 155 MB.
     """
 
     servers: int
@@ -213,7 +213,7 @@ class Cast:
 
 
 class NoCapacityError(RuntimeError):
-    """The cluster has no room for the processes of an evaluation; says what lacks."""
+    """The cluster has no capacity for the processes of an evaluation; says what is missing."""
 
 
 @dataclass(eq=False)
@@ -221,7 +221,7 @@ class _Seat:
     """A stage, and what the driver knows of it.
 
     Attributes:
-        starting: its start to come; None when it has started. One for which there is no room yet holds no episode.
+        starting: its pending start; None when it has started. Until then it holds no episode.
         playing: numbers of the episodes that run in it. handed: those that it may begin in the call it is in.
         call: its results to come, (what ended and waits, what is seen); None when it is not in a call.
     """
@@ -270,7 +270,7 @@ class _Game:
     ) -> None:
         self._episodes, self._conditions, self._options, self._seed = episodes, conditions, options, seed
         self._written, self._acted, self._stopped = written, acted, stopped
-        # The chunks of episodes that are being played, where somebody wants to know.
+        # The chunks of episodes that are being played, where actions are recorded.
         self._chunks: dict[int, list[np.ndarray]] = {}
         self._pending = deque(range(len(episodes)))
         # Episodes of a process that died: whose fault it was is not known, so each is played again alone.
@@ -373,9 +373,9 @@ class _Game:
 
     def _take_stage(self, seat: _Seat) -> None:
         assert seat.call is not None
-        (told, seen), seat.call = seat.call, None
+        (outcome, seen), seat.call = seat.call, None
         try:
-            ended, decisions = ray.get(told)
+            ended, decisions = ray.get(outcome)
             self._in_vain = 0 if ended else self._in_vain
         except RayError as error:
             if isinstance(error, RayActorError) and error.actor_init_failed:
@@ -423,13 +423,13 @@ class _Game:
     # -- policies --
 
     def _next_server(self, rows: int) -> _Server | None:
-        """Who is to decide for so many that wait: whoever is free; for a whole batch, also who will be next."""
+        """The server for so many waiting rows: a free one; for a whole batch, also the next that becomes free."""
         ahead = BATCHES_AHEAD if rows >= self._options.batch_size else 1
         there = [server for server in self._servers if server.starting is None and server.batches < ahead]
         return min(there, key=lambda server: server.batches, default=None)
 
     def _serve(self) -> None:
-        """Give whoever waits to policy servers, unless more are about to come."""
+        """Give waiting rows to policy servers, unless more are about to come."""
         while self._requests:
             waiting = sum(len(request.decisions) for request in self._requests)
             server = self._next_server(waiting)
@@ -451,9 +451,9 @@ class _Game:
         episode = self._episodes[decision.number]
         condition = self._conditions[episode.condition]
         self._decided[decision.number] = decision.decision + 1
-        told = condition.told.get(decision.instruction, decision.instruction)
+        instruction = condition.instructions.get(decision.instruction, decision.instruction)
         key = (self._seed, episode.task, episode.episode, decision.decision)
-        return Row(condition.policy, told, condition.blindfolded, key)
+        return Row(condition.policy, instruction, condition.blindfolded, key)
 
     def _take_chunks(self, ref: ray.ObjectRef[Any]) -> None:
         server, batch = self._serving.pop(ref)
@@ -485,14 +485,14 @@ class _Game:
 
 
 class _Waits:
-    """Whoever waits for room on a cluster is told what lacks, and does not wait for ever."""
+    """Report what the cluster lacks while processes wait for capacity, and end the wait after a limit."""
 
     def __init__(self, limit_s: float, gpus: int) -> None:
         self._limit_s, self._gpus = limit_s, gpus
         self._since, self._told = time.monotonic(), False
 
     def look(self, stuck: bool, decides: bool) -> None:
-        """Raises NoCapacityError when it has been stuck for too long. `decides`: there is room for a policy."""
+        """Raises NoCapacityError when it has been stuck for too long. `decides`: a policy has capacity."""
         now = time.monotonic()
         if not stuck:
             self._since = now
@@ -501,10 +501,10 @@ class _Waits:
         if now - self._since > self._limit_s:
             raise NoCapacityError(
                 f"no process that {'simulates' if decides else 'decides'} has started for {self._limit_s:g} s "
-                f"(--eval.room_timeout_s): {lacks or 'the cluster has room for it, but it did not start'}"
+                f"(--eval.room_timeout_s): {lacks or 'the cluster has capacity for it, but it did not start'}"
             )
         if lacks and not self._told and now - self._since > TELL_AFTER_S:
-            tell(f"waiting      for room, at most {self._limit_s:g} s: {lacks}", file=sys.stderr)
+            tell(f"waiting      for capacity, at most {self._limit_s:g} s: {lacks}", file=sys.stderr)
             self._told = True
 
 

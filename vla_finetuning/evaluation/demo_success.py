@@ -23,7 +23,7 @@ SCENES, FIRST_SEED = 60, 1000
 LABELS = {
     "trained": "trained",
     "untrained": "before training",
-    "other_instruction": "trained, told the other instruction",
+    "other_instruction": "trained, with the other instruction",
     "blindfolded": "trained, blindfolded",
 }
 # What else is counted of a condition: its name in the score, and in which episodes it is so.
@@ -50,7 +50,7 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
         `{"trained": {"successes": n, "episodes": m}, "untrained": ..., "other_instruction": ..., "blindfolded": ...}`,
         each with its `label` and `interval`, and what `make_films` says of a scene for each instruction under all
         conditions, and of some in which the trained policy failed. Success is that of the scene's own instruction, also
-        where the policy was told the other one; `other_instruction` says besides in how many episodes it
+        where the policy got the other one; `other_instruction` says besides in how many episodes it
         `went_where_told`, and `blindfolded` in how many it `went_to_a_bin`. `errors`, where there are any, is how many
         more episodes could not be played to their end. Without the untrained policy if the run had no weights to start
         from.
@@ -64,7 +64,7 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
     sources = {"trained": PolicySource(job.output_dir / "pretrained_model", trained, **options)}
     conditions = {
         "trained": Condition("trained"),
-        "other_instruction": Condition("trained", told=other_instructions(INSTRUCTIONS.values())),
+        "other_instruction": Condition("trained", instructions=other_instructions(INSTRUCTIONS.values())),
         "blindfolded": Condition("trained", blindfolded=True),
     }
     if policy.folder is not None:
@@ -111,12 +111,12 @@ def success_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
         if name not in scores:
             continue
         score = scores[name]
-        told = f"  {label:{width}}  {share(score['successes'], score['episodes'])}"
+        line = f"  {label:{width}}  {share(score['successes'], score['episodes'])}"
         if "went_where_told" in score:
-            told += f"; {score['went_where_told']} went to the bin they were told"
+            line += f"; {score['went_where_told']} went to the bin that they were given"
         if "went_to_a_bin" in score:
-            told += f"; {score['went_to_a_bin']} went to a bin"
+            line += f"; {score['went_to_a_bin']} went to a bin"
         if "errors" in score:
-            told += f"; {score['errors']} more ended in an error"
-        lines.append(told)
+            line += f"; {score['errors']} more ended in an error"
+        lines.append(line)
     return "\n".join(lines)

@@ -2,8 +2,8 @@
 
 Runs on the driver, in a thread. `OUTPUT_DIR/evaluations.jsonl` has a line for each checkpoint that has played, of
 several tasks with the figures of each, and a folder beside it its episodes; checkpoints stay until they have
-(`run.folder.prune_checkpoints`). So what a run has missed, because it was killed, or because the cluster had no room,
-is done by whoever goes on with it, at the latest at its end.
+(`run.folder.prune_checkpoints`). What a run has missed, because it was killed or the cluster had no capacity, is done
+when it is resumed, at the latest at its end.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ PolicyAt = Callable[[PolicySpec, Path], PreTrainedPolicy]
 
 
 class Evaluator:
-    """The evaluations of one run, of which one goes on at a time.
+    """The evaluations of one run, one at a time.
 
     Raises:
-        ValueError: the environment is none, or the run's policy cannot play in it, or it was recorded otherwise.
+        ValueError: no such environment, or the run's policy cannot play in it, or it was recorded otherwise.
     """
 
     def __init__(self, run: Run, policy_at: PolicyAt) -> None:
@@ -69,7 +69,7 @@ class Evaluator:
 
     @contextlib.contextmanager
     def beside(self, run: Run, data: ExecutionOptions) -> Iterator[None]:
-        """While the block trains: evaluate each checkpoint that is due, where the cluster has room for that.
+        """While the block trains: evaluate each checkpoint that is due, where the cluster has capacity for that.
 
         Args:
             run: with all its statistics. data: what the run's data may use, from which what is needed here is taken.
@@ -95,7 +95,7 @@ class Evaluator:
             self._training.clear()
 
     def close(self) -> None:
-        """Let go of what is being played; whoever goes on with the run goes on with that."""
+        """Stop playing; a resumed run plays the rest."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -110,12 +110,12 @@ class Evaluator:
             self._try(step, run.config.eval)
         prune_checkpoints(run.config, run.job.steps)
         _tell_last(run.job.output_dir)
-        told = {line["step"] for line in evaluations(run.job.output_dir)}
+        done = {line["step"] for line in evaluations(run.job.output_dir)}
         for line in evaluations(run.job.output_dir):
             tell(f"Success      step {line['step']}: {share(line['successes'], line['episodes'])}")
         freq = run.config.env_eval_freq
         gone = (
-            [step for step in range(freq, run.job.steps, freq) if step not in told | self._failed.keys()]
+            [step for step in range(freq, run.job.steps, freq) if step not in done | self._failed.keys()]
             if freq
             else []
         )
@@ -128,7 +128,7 @@ class Evaluator:
     # ---- one after the other ------------------------------------------------------------------------------------
 
     def _follow(self, options: EvalOptions) -> None:
-        """In its thread, until the training is over; the last checkpoint is left for the end, when there is room."""
+        """In its thread, until the training is over; the last checkpoint is left for the end, when capacity is free."""
         while self._training.is_set() and not self._stop.is_set():
             step = self._next(self._run.job.steps - 1)
             if step is None:
@@ -251,7 +251,7 @@ def capacity_beside(scaling: ScalingOptions, options: EvalOptions, cluster: dict
 
 
 def _tell_last(output_dir: Path) -> None:
-    """Have the last line of `metrics.jsonl` tell of the last evaluation. For when nobody else writes there any more."""
+    """Write the last evaluation into the last line of `metrics.jsonl`. Only after training, which writes there, too."""
     path, played = output_dir / METRICS_NAME, evaluations(output_dir)
     lines = [json.loads(line) for line in read_lines(path)]
     if played and lines:

@@ -29,12 +29,12 @@ class Condition:
 
     Attributes:
         policy: which of the policies that take part.
-        told: what the policy hears instead of an instruction; as it is where there is none.
+        instructions: what the policy gets in place of an instruction; itself where there is no entry.
         blindfolded: the policy sees black images.
     """
 
     policy: str = "policy"
-    told: Mapping[str, str] = field(default_factory=dict)
+    instructions: Mapping[str, str] = field(default_factory=dict)
     blindfolded: bool = False
 
 
@@ -127,13 +127,13 @@ class Book:
     def write_actions(self, line: Mapping[str, Any], actions: np.ndarray) -> None:
         """What was executed in an episode, (steps, A), to the bit: it can be played again. Before its line."""
         done = {name: line[name] for name in Episode.__dataclass_fields__}
-        told = {
+        recorded = {
             "dtype": actions.dtype.str,
             "shape": actions.shape,
             "base64": base64.b64encode(actions.tobytes()).decode(),
         }
         with (self._path.parent / ACTIONS_NAME).open("a") as file:
-            file.write(_text({**done, **told}))
+            file.write(_text({**done, **recorded}))
 
     def is_done(self, episode: Episode) -> bool:
         return _key(asdict(episode)) in self.done
@@ -159,7 +159,7 @@ def read_evaluation(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]
     """What an evaluation is about, and its lines in the list's order.
 
     Raises:
-        ValueError, FileNotFoundError: there is none, or episodes of its list are missing.
+        ValueError, FileNotFoundError: no evaluation is there, or episodes of its list are missing.
     """
     folder = Path(folder)
     about = read_json(folder / EVALUATED_NAME)

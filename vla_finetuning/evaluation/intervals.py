@@ -100,7 +100,7 @@ def compare(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> C
 
 
 def comparison_text(found: Comparison, name_a: str, name_b: str) -> str:
-    """What `evaluate.py --compare` prints. Names are escaped by whoever gives them."""
+    """What `evaluate.py --compare` prints. The caller escapes the names."""
     estimate, low, high = found.difference
     lines = [
         f"A  {share(found.both + found.only_a, found.episodes)}  {name_a}",
@@ -111,5 +111,5 @@ def comparison_text(found: Comparison, name_a: str, name_b: str) -> str:
         f"Verdict  {found.verdict}",
     ]
     if found.left_out:
-        lines.insert(3, f"{found.left_out} episodes are left out: errors kept one or the other from playing them")
+        lines.insert(3, f"{found.left_out} episodes are left out: one or the other ended in an error")
     return "\n".join(lines)

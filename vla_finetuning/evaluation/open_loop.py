@@ -113,7 +113,7 @@ def open_loop_errors(
                 if name != "policy":
                     continue
                 for task in dict.fromkeys(instructions):
-                    rows = [i for i, told in enumerate(instructions) if told == task]
+                    rows = [i for i, own in enumerate(instructions) if own == task]
                     of_task = by_task.setdefault(task, {"mean_action": _ErrorSum(), "policy": _ErrorSum()})
                     of_task["mean_action"].add(constant[rows], recorded[rows], counted[rows])
                     of_task["policy"].add(predicted[rows], recorded[rows], counted[rows])
@@ -229,7 +229,7 @@ def error_table(trained: Mapping[str, Any], untrained: Mapping[str, Any] | None 
     if untrained is not None:
         rows.append(("before training (b)", untrained["policy"]))
     rows.append(("trained", trained["policy"]))
-    rows.append(("trained, told another instruction (c)", trained["other_instruction"]))
+    rows.append(("trained, with another instruction (c)", trained["other_instruction"]))
     width = max(len(name) for name, _ in rows)
     lines = [f"Open-loop error of the action chunk on {trained['frames']} held-out frames"]
     lines.append(f"  {'':{width}}  {'MSE':>10}  relative to (a)")
@@ -281,7 +281,7 @@ def evaluate_run(
     `OUTPUT_DIR/pretrained_model` as anybody would, by LeRobot's own loading.
 
     Args:
-        rows_that_fit: how many to predict for at once on a GPU (`training.room`); None: as many as are read.
+        rows_that_fit: rows to predict at once on a GPU; None: as many as are read.
     Returns:
         `{"trained": ..., "untrained": ...}`, each as from `open_loop_errors`; also written to `evaluation.json`.
     """

@@ -129,7 +129,7 @@ class Player:
 
         Args:
             observation: as gymnasium's vector environments have it, N rows.
-            instructions: what each row is told. keys: of each row's draws.
+            instructions: one for each row. keys: of each row's draws.
         """
         with torch.no_grad():
             return self.to_env(self._predict(self.prepare(observation, instructions), keys))
@@ -185,10 +185,10 @@ def check_fits(config: PreTrainedConfig, env: EnvConfig, rename_map: Mapping[str
             "not done here yet; lerobot-eval can"
         )
     # Some environments' own processors make what policies see: LIBERO's the state, of its parts.
-    told = env.get_env_processors()[0].transform_features(
+    features = env.get_env_processors()[0].transform_features(
         {PipelineFeatureType.OBSERVATION: env_to_policy_features(env)}
     )
-    shown = {rename_map.get(key, key): feature for part in told.values() for key, feature in part.items()}
+    shown = {rename_map.get(key, key): feature for part in features.values() for key, feature in part.items()}
     missing = sorted(key for key in config.input_features if key not in shown and not key.startswith(EMPTY_CAMERA))
     if missing:
         there = sorted(shown.keys() - {ACTION})

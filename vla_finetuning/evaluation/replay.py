@@ -1,4 +1,4 @@
-"""Pictures of episodes that were played: which process makes them, where they lie, what a page is told of them."""
+"""Films of evaluated episodes: made by replays in Ray tasks, and listed for the report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_films(
     (folder / FILMS).mkdir(parents=True, exist_ok=True)
     task = ray.remote(num_cpus=STAGE_CPUS, max_retries=0)(film)
     tasks = [task.remote(makers[line["task"]], dict(line), actions) for _, line, actions in chosen]
-    deadline, told = time.monotonic() + limit_s, []
+    deadline, films = time.monotonic() + limit_s, []
     for made, (title, line, _) in zip(tasks, chosen, strict=True):
         file, problem = f"{'-'.join(_words(title, line['task'], line['seed']))}.webp", None
         if not ray.wait([made], timeout=max(0.0, deadline - time.monotonic()))[0]:
@@ -49,14 +49,14 @@ def make_films(
                 (folder / FILMS / file).write_bytes(ray.get(made))
             except Exception as error:  # whatever an environment may end with
                 problem = root_cause(error)
-        told.append(
+        films.append(
             {
                 **{"title": title, "file": None if problem else file, "problem": problem},
                 **{key: line[key] for key in ("instruction", "seed", "steps")},
                 "success": line["success_once"],
             }
         )
-    return told
+    return films
 
 
 def _words(*names: Any) -> Iterator[str]:

@@ -32,7 +32,7 @@ from vla_finetuning.run.base_policy import resolve_policy
 from vla_finetuning.run.folder import FILMS_INDEX
 from vla_finetuning.terminal import escaped, tell
 
-# Where nobody watches a bar.
+# Without a progress bar.
 TELL_EVERY_S = 10.0
 
 
@@ -117,7 +117,9 @@ def run_trial(trial: Trial) -> str:
     _, lines = read_evaluation(trial.output_dir)
     if left or not (trial.output_dir / FILMS_INDEX).is_file():
         _film(trial, lines)
-    from vla_finetuning.report.page import write_trial_page  # not above: who only plays needs no matplotlib
+    from vla_finetuning.report.page import (
+        write_trial_page,
+    )  # not above: an evaluation without a page needs no matplotlib
 
     write_trial_page(trial.output_dir, trial.about, score_rows(lines), read_json(trial.output_dir / FILMS_INDEX))
     return success_text(lines)
@@ -204,21 +206,21 @@ def score_rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def success_text(lines: Sequence[Mapping[str, Any]]) -> str:
     """What an evaluation ends with: success overall and by task, of one task by instruction; what was not played."""
     played = [line for line in lines if line["error"] is None]
-    told = [f"Success      {share(sum(line['success_once'] for line in played), len(played))}"]
+    text = [f"Success      {share(sum(line['success_once'] for line in played), len(played))}"]
     part = "task" if len({line["task"] for line in lines}) > 1 else "instruction"
     names = list(dict.fromkeys(line[part] for line in (lines if part == "task" else played)))
     for name in names if len(names) > 1 else ():
         own = [line["success_once"] for line in played if line[part] == name]
-        told.append(f"             {share(sum(own), len(own))}  {escaped(name)}")
+        text.append(f"             {share(sum(own), len(own))}  {escaped(name)}")
     if at_reset := sum(line["success_at_reset"] for line in played):
-        told.append(f"             {at_reset} of them at reset already")
+        text.append(f"             {at_reset} of them at reset already")
     for line in [line for line in lines if line["error"] is not None][:5]:
-        told.append(f"Not played   {escaped(line['task'])}, seed {line['seed']}: {escaped(line['error'])}")
+        text.append(f"Not played   {escaped(line['task'])}, seed {line['seed']}: {escaped(line['error'])}")
     if len(played) < len(lines):
-        told.append(
+        text.append(
             f"             {len(lines) - len(played)} episodes ended in an error; given again, they are played again"
         )
-    return "\n".join(told)
+    return "\n".join(text)
 
 
 def compare_folders(a: Path, b: Path) -> str:

@@ -118,7 +118,7 @@ def choose_kernel(
 
     Args:
         asked: "eager" is taken as it is, because it is the measure.
-        attentions: layers, of which only the sizes count, and the shapes that they are given.
+        attentions: layers (only their sizes count), and the shapes of their inputs.
         dtype: of queries, keys and values.
     """
     attentions = list(attentions)

@@ -111,7 +111,7 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 def drawn(seed: int, position: Tensor, camera: int) -> Tensor:
     """Numbers in [0, 1), float32 (B, DRAWS): of the seed, each row's position int64 (B,), and the camera's number.
 
-    SplitMix64 (Steele, Lea and Flood 2014), of which a state is a counter: any number is had without those before it.
+    SplitMix64 (Steele, Lea and Flood 2014), whose state is a counter: any number is computed without those before it.
     """
     key = int.from_bytes(hashlib.blake2b(struct.pack("<q", seed), digest_size=8).digest(), "little", signed=True)
     counters = (position[:, None] * 64 + camera) * DRAWS + torch.arange(DRAWS, device=position.device)
@@ -224,7 +224,7 @@ def lerobot_step(options: ImageTransformOptions) -> Step | None:
 
 
 def _lerobot_transform(where: str, transform: Any) -> Step:
-    from kornia import enhance  # takes seconds, and only who asks for it waits
+    from kornia import enhance  # takes seconds to import
 
     if isinstance(transform, v2.ColorJitter):
         functions = {

@@ -85,7 +85,7 @@ class PolicyLoss(nn.Module):
         return self._training_modules(UNIT)
 
     def _training_modules(self, names: str) -> list[nn.Module]:
-        """Modules of which all of the name fits a regular expression, and in which something trains."""
+        """Modules whose whole name matches a regular expression, and in which something trains."""
         return [
             module
             for name, module in self.named_modules()
@@ -147,7 +147,7 @@ class Family:
         checkpointing: bool = False,
         compile: Any = None,
     ) -> PolicyLoss:
-        """Make the loss of a policy of which what trains is chosen.
+        """Make the loss of a policy whose trainable parameters are chosen.
 
         Args:
             attention: asked of those attentions whose kernel can be chosen. The others as for `pi05.PI05Loss`.

@@ -1,6 +1,6 @@
 """A LeRobot policy for training: fetched, loaded and verified, matched to a dataset, and saved again.
 
-LeRobot's policy classes do the work; this room refuses what would otherwise go wrong silently: weights that do
+LeRobot's policy classes do the work; this module refuses what would otherwise go wrong silently: weights that do
 not load, cameras that do not match, states too wide. The processors are `pipelines`, the loss is its family's.
 """
 

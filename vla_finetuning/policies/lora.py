@@ -52,7 +52,7 @@ def write_adapters(adapted: Any, base: str, revision: str | None, folder: Path) 
     """Write adapter_model.safetensors and adapter_config.json into a folder, for LeRobot and PEFT.
 
     Args:
-        base: the folder or Hub id that whoever loads this takes the other weights from, at this `revision`.
+        base: the folder or Hub id that the other weights are loaded from, at this `revision`.
     """
     config = adapted.peft_config["default"]
     config.base_model_name_or_path, config.revision = base, revision

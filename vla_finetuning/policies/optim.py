@@ -141,7 +141,7 @@ def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
 
 
 def _replaced(registry: Any, preset: Any, options: Iterable[str], group: str) -> Any:
-    """A preset with what the options name replaced; of another type, what it has in common with the preset is kept."""
+    """A preset with what the options name replaced; another type takes from the preset what both have."""
     given = dict(option.removeprefix("--").split("=", 1) for option in options)
     kind = given.pop("type", None)
     known = registry.get_known_choices()
@@ -153,8 +153,8 @@ def _replaced(registry: Any, preset: Any, options: Iterable[str], group: str) ->
         return None
     chosen = known[kind] if kind is not None else type(preset)
     names = [field.name for field in fields(chosen)]
-    kept = {name: getattr(preset, name) for name in names if hasattr(preset, name)}
+    shared = {name: getattr(preset, name) for name in names if hasattr(preset, name)}
     try:
-        return chosen(**kept | read_options(chosen, group, given))
+        return chosen(**shared | read_options(chosen, group, given))
     except TypeError as error:  # what has no default is not given
         raise ValueError(f"--{group}.type={kind} needs more of its options {', '.join(names)}: {error}") from error

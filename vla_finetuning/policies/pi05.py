@@ -132,7 +132,7 @@ class PI05Loss(FlowLoss):
         """
         if not self._units:
             vlm = self.policy.model.paligemma_with_expert
-            # The language model's last layer is none: of it only keys and values are made.
+            # Not the language model's last layer: only its keys and values are computed.
             layers = (
                 *vlm.paligemma.model.vision_tower.vision_model.encoder.layers,
                 *vlm.paligemma.model.language_model.layers[:-1],
@@ -328,7 +328,7 @@ def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class PI05(Family):
-    """PI0.5, of which everything is known here; the tiny one of the demo is one, too."""
+    """PI0.5, and the demo's tiny one: every feature is supported."""
 
     modes = {
         "heads": frozenset({"heads"}),

@@ -149,7 +149,7 @@ def load_processors(
 
 
 def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
-    """A folder's saved steps by their registered names, with their options, all of which LeRobot may build.
+    """A folder's saved steps by their registered names, with their options; LeRobot may build all of them.
 
     LeRobot 0.6.1 also accepts `{"class": "any.module.Callable", "config": {...}}` and calls it with what
     the file says, so that a downloaded JSON file could start a program. Only steps of a policy's pipelines are
@@ -182,9 +182,9 @@ def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, 
 
 
 def _why_not(step: Any, options: Any, state_file: Any, config: PreTrainedConfig) -> str | None:
-    """Why a step of somebody's file is not to be built; None if it may be."""
+    """Why a step that a file names is refused; None if it is not."""
     if step not in ProcessorStepRegistry.list():
-        return "is none that LeRobot has registered by that name"
+        return "is not registered by LeRobot under that name"
     kind = ProcessorStepRegistry.get(step)
     # Beside the configuration, or that of a policy which this one is a kind of.
     homes = {base.__module__ for base in type(config).__mro__ if issubclass(base, PreTrainedConfig)}
@@ -200,7 +200,7 @@ def _why_not(step: Any, options: Any, state_file: Any, config: PreTrainedConfig)
 
 
 def _check_named_tokenizer(config: PreTrainedConfig, name: str) -> None:
-    """Check a tokenizer in a folder, or of the Hub, of which the file is fetched unless it is cached."""
+    """Check a tokenizer in a folder, or on the Hub, which is fetched unless it is cached."""
     if Path(name).is_dir():
         check_tokenizer(Path(name) / TOKENIZER_FILE)
         return

@@ -55,7 +55,7 @@ def _family_of(config_class: type, kind: str) -> Family:
 
 
 def types_that(can: Callable[[Family], object]) -> str:
-    """The policy types of which something is true, for a message."""
+    """The policy types that satisfy a condition, for a message."""
     return ", ".join(name for name, family in FAMILIES.items() if can(family))
 
 

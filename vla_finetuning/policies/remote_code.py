@@ -1,7 +1,7 @@
 """Code that comes along with weights: not run, unless the user has said so.
 
 transformers runs Python files of a folder or a Hub repository where a configuration names them (`auto_map`) and
-somebody passed `trust_remote_code=True`. LeRobot 0.6.1 passes it for what a policy's files name: in the step
+`trust_remote_code=True` is passed. LeRobot 0.6.1 passes it for what a policy's files name: in the step
 `action_tokenizer_processor` by default, and in pi0_fast, groot, wall_x and gaussian_actor always. So a folder of JSON
 files could run a program. It is decided here instead, at the two places of transformers that every such load passes:
 where it resolves whether code is wanted, and where it executes a file. diffusers has two of the same names.

@@ -313,7 +313,7 @@ def make_tiny_base(
             for them.
         tasks: the dataset's instructions; the tokenizer's words are theirs.
         stats: the dataset's statistics; `observation.state` and `action` need PI0.5's quantiles `q01` and `q99`. None
-            leaves them out of the processors: whoever uses the folder then has to bring them (LeRobot's
+            leaves them out of the processors: the user of the folder then gives them (LeRobot's
             `preprocessor_overrides`).
         fps: frames per second of the dataset.
         chunk_size: actions per prediction; None is one second of them, at most PI0.5's 50.
@@ -346,7 +346,7 @@ def make_tiny_base(
         vocabulary=_vocabulary(prompts),
         tokenizer_max_length=_prompt_length(prompts),
         action_feature_names=_flat_names(features[ACTION]),
-        device="cpu",  # the one device every machine has; whoever loads the folder may override it
+        device="cpu",  # the one device that every machine has; may be overridden on loading
         **sizes,
     )
     for key, feature, limit in (

@@ -1,4 +1,4 @@
-"""What of a policy trains, what it is kept in, and what no training process need hold."""
+"""Which parameters of a policy train, their dtypes, and which ones training does not need."""
 
 import logging
 from dataclasses import dataclass
@@ -115,14 +115,14 @@ def cast_frozen(policy: PreTrainedPolicy, dtype: torch.dtype) -> None:
     the vision tower starts from, patches and positions. From these the residual stream has its precision, so
     the features of images are to the bit those of float32 weights under autocast.
     """
-    kept = {
+    unchanged = {
         module
         for part in policy.modules()
         if isinstance(part, (PiGemmaRMSNorm, nn.LayerNorm, SiglipVisionEmbeddings))
         for module in part.modules()
     }
     for module in policy.modules():
-        for parameter in () if module in kept else module.parameters(recurse=False):
+        for parameter in () if module in unchanged else module.parameters(recurse=False):
             if not parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
 

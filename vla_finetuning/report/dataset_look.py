@@ -245,7 +245,7 @@ def told_share(meta: DatasetMetadata, key: str, share: np.ndarray) -> str:
 
 
 def wrong_quantiles(meta: DatasetMetadata, outside: Mapping[str, np.ndarray]) -> list[Finding]:
-    """Features of which more values lie outside of the stored q01..q99 than do of any data's own."""
+    """Features with more values outside the stored q01..q99 than any data has outside its own."""
     return [
         Finding(
             "statistics",

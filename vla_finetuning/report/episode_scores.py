@@ -1,8 +1,7 @@
 """How good every episode of a dataset is, in numbers that a person can check, and which ones look better left out.
 
-Every row's numbers are read and a few frames of every camera are decoded, in this process. What is told is a reason to
-look at an episode, not a verdict: `Score.reasons` names it, and nothing is left out unless a run is told to
-(`--dataset.exclude_episodes @FILE`).
+Every row's numbers are read and a few frames of every camera are decoded, in this process. `Score.reasons` are
+reasons to look at an episode, not verdicts; a run leaves out only what `--dataset.exclude_episodes @FILE` says.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def score_episodes(meta: DatasetMetadata, read: Iterable[int] | None = None) -> 
     """Scores of all episodes, in order. Reads the whole dataset's numbers: seconds for every 100 000 rows.
 
     Args:
-        read: the episodes, for whoever shows progress; all by default.
+        read: the episodes, for instance wrapped in a progress bar; all by default.
     Raises:
         ValueError, OSError: rows that cannot be read; `look_at` says which episodes those are.
     """

@@ -378,11 +378,11 @@ def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     y = np.where(np.isfinite(y), y, np.nan)
     if len(x) <= MAX_POINTS:
         return x, y
-    kept = [np.array([0, len(x) - 1])]
+    extremes = [np.array([0, len(x) - 1])]
     for stretch in np.array_split(np.arange(len(x)), MAX_POINTS // 2):
         if np.isfinite(y[stretch]).any():
-            kept.append(stretch[[np.nanargmin(y[stretch]), np.nanargmax(y[stretch])]])
-    chosen = np.unique(np.concatenate(kept))
+            extremes.append(stretch[[np.nanargmin(y[stretch]), np.nanargmax(y[stretch])]])
+    chosen = np.unique(np.concatenate(extremes))
     return x[chosen], y[chosen]
 
 

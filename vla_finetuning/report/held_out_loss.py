@@ -29,8 +29,8 @@ def held_out_loss(lines: Sequence[Line]) -> dict[str, Any] | None:
     curves = {"training": of_training, "held out": (steps, losses)}
     chart = figures.line_chart(curves, xlabel="step", ylabel="loss")
     best = measured[int(np.nanargmin(losses))] if np.isfinite(losses).any() else measured[-1]
-    told = f"Held-out loss over steps: from {losses[0]:.4g} to {losses[-1]:.4g}, lowest {best['eval_loss']:.4g}"
-    charts = [{"title": "Loss, trained on and held out", "svg": figures.to_svg(chart, told)}]
+    description = f"Held-out loss over steps: from {losses[0]:.4g} to {losses[-1]:.4g}, lowest {best['eval_loss']:.4g}"
+    charts = [{"title": "Loss, trained on and held out", "svg": figures.to_svg(chart, description)}]
     compared = {f"step {line['step']}": line for line in (measured[0], best, measured[-1])}
     if all(line.get("eval_loss_by_time") for line in compared.values()):
         charts.append({"title": "Held-out loss by flow time (0: the action, 1: noise)", "svg": _by_time(compared)})

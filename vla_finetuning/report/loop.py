@@ -32,12 +32,12 @@ def closed_loop(evaluation: Mapping[str, Any], folder: Path) -> dict[str, Any] |
 
 def _by_task(over_steps: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """A row for each task and a column for each checkpoint, where there are several tasks; otherwise None."""
-    told = [(line["step"], {row["label"]: row for row in line.get("by_task", ())}) for line in over_steps]
-    tasks = list(dict.fromkeys(task for _, of_step in told for task in of_step))
+    by_step = [(line["step"], {row["label"]: row for row in line.get("by_task", ())}) for line in over_steps]
+    tasks = list(dict.fromkeys(task for _, of_step in by_step for task in of_step))
     if not tasks:
         return None
-    rows = [[plain(task, 200), *(_of(of_step.get(task)) for _, of_step in told)] for task in tasks]
-    return {"head": ["task", *(f"step {step:,}" for step, _ in told)], "rows": rows}
+    rows = [[plain(task, 200), *(_of(of_step.get(task)) for _, of_step in by_step)] for task in tasks]
+    return {"head": ["task", *(f"step {step:,}" for step, _ in by_step)], "rows": rows}
 
 
 def _of(score: Mapping[str, Any] | None) -> str:
@@ -65,9 +65,9 @@ def score_row(score: Mapping[str, Any]) -> list[str]:
 
 
 def _besides(score: Mapping[str, Any]) -> str:
-    told = [f"{score['went_where_told']} went where they were told"] if "went_where_told" in score else []
-    told += [f"{score['went_to_a_bin']} went to a bin"] if "went_to_a_bin" in score else []
-    return "; ".join(told + ([f"{score['errors']} more ended in an error"] if score.get("errors") else []))
+    notes = [f"{score['went_where_told']} followed the given instruction"] if "went_where_told" in score else []
+    notes += [f"{score['went_to_a_bin']} went to a bin"] if "went_to_a_bin" in score else []
+    return "; ".join(notes + ([f"{score['errors']} more ended in an error"] if score.get("errors") else []))
 
 
 def shown_films(films: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:

@@ -377,7 +377,7 @@ def _held_out(evaluation: Mapping[str, Any], names: list[str] | None, facts: Map
         ("mean action", trained["mean_action"]),
         ("before training", untrained.get("policy")),
         ("trained", trained["policy"]),
-        ("trained, told another instruction", trained["other_instruction"]),
+        ("trained, with another instruction", trained["other_instruction"]),
     ]
 
     def relative(mse: float) -> str:
@@ -418,7 +418,7 @@ def _chunk_figures(examples: list[dict[str, Any]], names: list[str], facts: Mapp
         spoken = "Predicted and recorded actions of " + ", ".join(names[part])
         title = "Recorded and predicted" + _which(part, len(names))
         drawn.append({"title": title, "svg": figures.to_svg(figures.chunk_strips(some, names[part], fps), spoken)})
-    drawn[0]["told"] = "; ".join(dict.fromkeys(f"“{plain(e['task'])}”" for e in chosen))
+    drawn[0]["instructions"] = "; ".join(dict.fromkeys(f"“{plain(e['task'])}”" for e in chosen))
     return drawn
 
 

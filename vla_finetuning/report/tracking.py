@@ -49,8 +49,8 @@ PACKAGE = {
     "mlflow": "mlflow-skinny sqlalchemy alembic",
 }
 REMEDY = {
-    "wandb": "`wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline to keep the run in its folder",
-    "mlflow": "MLFLOW_TRACKING_URI names the server; unset, the run is kept in its folder",
+    "wandb": "`wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline to store the run in its folder",
+    "mlflow": "MLFLOW_TRACKING_URI names the server; unset, the run is stored in its folder",
 }
 Values = Mapping[str, float]
 
@@ -112,7 +112,7 @@ class Link:
     """
 
     def __init__(self, output_dir: Path, name: str, project: str):
-        self._folder, self._name, self._told = output_dir, name, ""
+        self._folder, self._name, self._problem = output_dir, name, ""
         self._states = read_json(output_dir / TRACKING_NAME)
         state = self._states.get(name, {})
         # Lines that the tracker has: what it got, as far as the run will go on from there.
@@ -176,12 +176,12 @@ class Link:
     def forward_or_warn(self) -> None:
         try:
             self.forward()
-            self._told = ""
+            self._problem = ""
         except Exception as error:
-            told = f"--track {self._name}: {type(error).__name__}: {error}"
-            if told != self._told:
-                logger.warning("%s; training goes on, and it is tried again", told)
-            self._told = told
+            problem = f"--track {self._name}: {type(error).__name__}: {error}"
+            if problem != self._problem:
+                logger.warning("%s; training goes on, and it is tried again", problem)
+            self._problem = problem
 
     def finish(self) -> None:
         """Pass on all that is left, and wait until it is where it belongs."""
@@ -352,7 +352,7 @@ TRACKERS: dict[str, Any] = {
 }
 
 
-# ---- what is told --------------------------------------------------------------------------------------------------
+# ---- what is sent --------------------------------------------------------------------------------------------------
 
 
 def _numbers(group: str, line: Mapping[str, Any]) -> dict[str, float]:

@@ -32,7 +32,7 @@ class Actor:
         prompts: lengths that prompts are cut to. inference_batch: rows at once, at most.
 
     Attributes:
-        busy_s: seconds spent deciding; whoever reads it may set it back.
+        busy_s: seconds spent deciding; the reader may reset it.
         n_action_steps: executed of a chunk. shape: of a chunk: its length, the padded and the real width of an action.
     """
 
@@ -55,7 +55,7 @@ class Actor:
         self.shape = (config.chunk_size, config.max_action_dim, config.output_features[ACTION].shape[0])
 
     def see(self, observation: Observation, instructions: Sequence[str]) -> Batch:
-        """What is kept of what N rows see, on the host: cameras uint8 (N, H, W, 3), tokens and their mask."""
+        """What is recorded of N observations, on the host: cameras uint8 (N, H, W, 3), tokens and their mask."""
         prepared = self._player.prepare(observation, instructions)
         cameras = [key for key in self.loss.policy.config.image_features if key in prepared]
         columns = {key: _to_uint8(key, prepared[key], check=not self._checked) for key in cameras}
@@ -88,7 +88,7 @@ class Actor:
 
 
 def _to_uint8(key: str, image: Tensor, check: bool) -> Tensor:
-    """A camera as it is kept, from float (N, 3, H, W) in [0, 1]; a fourth of the memory, and nothing is lost."""
+    """A camera's images as uint8, from float (N, 3, H, W) in [0, 1]: lossless, a fourth of the memory."""
     levels = (image * 255.0).round()
     if check and not torch.allclose(levels / 255.0, image, rtol=0.0, atol=1e-4):
         raise ValueError(
@@ -102,11 +102,15 @@ class Explorer:
     """Acts at random, as `rollout.Decide`, and remembers what is needed to learn from it.
 
     All random numbers of a decision are a function of (seed, iteration, episode, decision).
+
+    Attributes:
+        seed, iteration: as given.
     """
 
     def __init__(self, actor: Actor, sde: FlowSDE, seed: int, iteration: int) -> None:
-        self._actor, self._sde, self._key = actor, sde, (seed, iteration)
-        self._kept: list[dict[str, Tensor]] = []
+        self._actor, self._sde = actor, sde
+        self.seed, self.iteration = seed, iteration
+        self._recorded: list[dict[str, Tensor]] = []
         self._rows: dict[tuple[int, int], int] = {}
         self.device = actor.device
 
@@ -116,15 +120,15 @@ class Explorer:
         chunks = []
         for part in actor.parts(decisions):
             own = {key: value[part] for key, value in columns.items()}
-            keys = [[*self._key, decision.number, decision.decision] for decision in decisions[part]]
+            keys = [[self.seed, self.iteration, decision.number, decision.decision] for decision in decisions[part]]
             draws = self._sde.draw([np.random.default_rng(key) for key in keys], actor.shape)
             draws = type(draws)(*(value.to(actor.device) for value in draws))
             with actor.computing():
                 chunk, walk = sample(actor.loss, actor.on_device(own), self._sde, draws)
             chunks.append(chunk)
             walk = walk.executed(actor.n_action_steps)
-            kept = {"x": walk.x, "after": walk.after, "which": walk.which, ACTION: chunk}
-            self._kept.append(own | {key: value.cpu() for key, value in kept.items()})
+            recorded = {"x": walk.x, "after": walk.after, "which": walk.which, ACTION: chunk}
+            self._recorded.append(own | {key: value.cpu() for key, value in recorded.items()})
             for decision in decisions[part]:
                 self._rows[decision.number, decision.decision] = len(self._rows)
         actions = actor.executed(chunks)
@@ -147,8 +151,8 @@ class Explorer:
 
         It is handed over, so that there is no second copy of it.
         """
-        kept, self._kept = self._kept, []
-        return {key: torch.cat([part.pop(key) for part in kept]) for key in list(kept[0])} if kept else {}
+        recorded, self._recorded = self._recorded, []
+        return {key: torch.cat([part.pop(key) for part in recorded]) for key in list(recorded[0])} if recorded else {}
 
 
 class Exploiter:

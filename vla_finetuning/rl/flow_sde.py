@@ -55,7 +55,7 @@ class Draws(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What is kept of a decision's random steps, to score them again.
+    """A decision's random steps, recorded to score them again.
 
     Attributes:
         x: float32 (B, S, T, W), before the step. after: float32 (B, S, E, A), after it: what is scored.
@@ -73,7 +73,7 @@ class Walk(NamedTuple):
 
 @dataclass(frozen=True)
 class FlowSDE:
-    """The walk, in K steps of which all are random, or one.
+    """The walk: K steps, all random or one.
 
     Attributes:
         steps: K. noise_level: the `a` above. one: in each decision one step is random, and the others follow the ODE.
@@ -114,7 +114,7 @@ def log_prob(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sample(loss: FlowLoss, batch: Batch, sde: FlowSDE, draws: Draws) -> tuple[Tensor, Walk]:
-    """Walk at random: normalised chunks float32 (B, T, A), and what is kept of the walk, with E = T.
+    """Walk at random: normalised chunks float32 (B, T, A), and the recorded walk, with E = T.
 
     Images and language are computed once for a decision, however many steps there are.
     """
@@ -133,9 +133,9 @@ def sample(loss: FlowLoss, batch: Batch, sde: FlowSDE, draws: Draws) -> tuple[Te
         after.append(drawn)
         x = torch.cat([drawn, follows[..., width:]], dim=-1)
     which = draws.which[:, :, None, None]
-    kept = [torch.stack(part, dim=1) for part in (before, after)]
-    kept = [part.gather(1, which.expand(-1, -1, *part.shape[2:])) for part in kept]
-    return x[..., :width], Walk(kept[0], kept[1], draws.which)
+    recorded = [torch.stack(part, dim=1) for part in (before, after)]
+    recorded = [part.gather(1, which.expand(-1, -1, *part.shape[2:])) for part in recorded]
+    return x[..., :width], Walk(recorded[0], recorded[1], draws.which)
 
 
 @torch.no_grad()

@@ -25,13 +25,15 @@ from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import Ended, Start
 from vla_finetuning.evaluation.episodes import episode_list
 from vla_finetuning.policies.flow import FlowLoss
+from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
 from vla_finetuning.rl.demonstrations import Read, as_lessons, in_tasks, micro_positions
 from vla_finetuning.rl.minibatches import Minibatch, Table, group_seed, minibatches, rank_of
 from vla_finetuning.rl.objective import Objective, advantages, totals
-from vla_finetuning.rl.resolve import GrpoRun, Scene
+from vla_finetuning.rl.resolve import Scene
 from vla_finetuning.rl.rollout import Rollouts
 from vla_finetuning.run.progress import keep_metrics
+from vla_finetuning.run.rows import Rows
 from vla_finetuning.training.stream import Columns
 from vla_finetuning.training.worker import Worker
 
@@ -70,11 +72,9 @@ def make_rollouts(scene: Scene, options: GrpoOptions, limits: EvalOptions) -> Ro
     )
 
 
-def make_demonstrations(run: GrpoRun) -> Read | None:
-    """How this process reads the demonstrations; None where there are none."""
-    if run.demonstrations is None:
-        return None
-    return in_tasks(run.demonstrations, run.policy, DatasetOptions().batch_timeout_s)
+def make_demonstrations(rows: Rows | None, policy: PolicySpec) -> Read | None:
+    """How this process reads the demonstrations; None without any."""
+    return None if rows is None else in_tasks(rows, policy, DatasetOptions().batch_timeout_s)
 
 
 @dataclass(frozen=True)
@@ -108,29 +108,29 @@ class Played:
 
 
 def play_iteration(
-    run: GrpoRun, rollouts: Rollouts, explorer: Explorer, iteration: int, worker: Worker
+    options: GrpoOptions, scene: Scene, rollouts: Rollouts, explorer: Explorer, worker: Worker
 ) -> tuple[Played, list[Played]]:
     """The groups to learn from, and all that were played for them. Every rank must call it.
 
     With `--grpo.resample`, groups whose returns are all equal are replaced by groups that begin elsewhere, so many
     times at most (dynamic sampling, DAPO, arXiv 2503.14476).
     """
-    found = play_groups(run, rollouts, explorer, iteration, worker)
+    found = play_groups(options, scene, rollouts, explorer, worker)
     rounds = [found]
-    for again in range(1, run.options.resample + 1):
+    for again in range(1, options.resample + 1):
         places = found.alike.nonzero().flatten()
         if not len(places):
             break
-        rounds.append(play_groups(run, rollouts, explorer, iteration, worker, places.tolist(), again))
+        rounds.append(play_groups(options, scene, rollouts, explorer, worker, places.tolist(), again))
         found = found.with_groups(rounds[-1], places)
     return found, rounds
 
 
 def play_groups(
-    run: GrpoRun,
+    options: GrpoOptions,
+    scene: Scene,
     rollouts: Rollouts,
     explorer: Explorer,
-    iteration: int,
     worker: Worker,
     groups: Sequence[int] | None = None,
     again: int = 0,
@@ -140,25 +140,25 @@ def play_groups(
     Args:
         groups: of the iteration; all when None. again: how many times these have been replaced.
     """
-    size, count = run.options.group_size, run.options.groups
+    size, count, iteration = options.group_size, options.groups, explorer.iteration
     groups = range(count) if groups is None else groups
-    tasks, starts = run.scene.tasks, []
+    tasks, starts = scene.tasks, []
     places: dict[int, int] = {}  # of episodes in the table, by their numbers
     for place, group in enumerate(groups):
         if rank_of(group, worker.world) != worker.rank:
             continue
         number, nth = again * count + group, (iteration + again) * count + group
-        task, seed = tasks[nth % len(tasks)], group_seed(run.config.seed, iteration, number)
-        state = run.scene.train_number(task, nth // len(tasks))
+        task, seed = tasks[nth % len(tasks)], group_seed(explorer.seed, iteration, number)
+        state = scene.train_number(task, nth // len(tasks))
         starts += [Start(number * size + i, task, seed, state) for i in range(size)]
         places |= {number * size + i: place * size + i for i in range(size)}
     ended = rollouts.play(starts, explorer)
     _check_alike(ended, size)
     table = torch.zeros((len(groups) * size, 5), dtype=torch.float64)
     for number, one in ended.items():
-        worth = float(one.success_once) if run.options.reward == "success" else one.total_reward
-        told = [worth, one.success_once, explorer.decisions(number), one.steps, number]
-        table[places[number]] = torch.tensor(told)
+        worth = float(one.success_once) if options.reward == "success" else one.total_reward
+        row = [worth, one.success_once, explorer.decisions(number), one.steps, number]
+        table[places[number]] = torch.tensor(row)
     device = explorer.device
     whole = everyone(table.to(device)).sum(dim=0).cpu()
     returns, success = (whole[:, column].float().view(-1, size) for column in (0, 1))
@@ -205,10 +205,9 @@ def check_finite(limit: int, nonfinite: int) -> None:
         )
 
 
-def held_out(run: GrpoRun, rollouts: Rollouts, actor: Actor, worker: Worker) -> dict[str, int]:
+def held_out(config: GrpoConfig, scene: Scene, rollouts: Rollouts, actor: Actor, worker: Worker) -> dict[str, int]:
     """Success of the deterministic sampler on the held-out list, shared out to the ranks. Every rank must call it."""
-    config = run.config
-    listed = episode_list(["plain"], run.scene.tasks, config.eval.n_episodes, config.seed, run.scene.eval_number)
+    listed = episode_list(["plain"], scene.tasks, config.eval.n_episodes, config.seed, scene.eval_number)
     episodes = dict(enumerate(listed))
     own = {number: one for number, one in episodes.items() if number % worker.world == worker.rank}
     starts = [Start(number, one.task, one.seed, one.episode) for number, one in own.items()]
@@ -232,21 +231,26 @@ class Lessons:
 
     def __init__(
         self,
-        run: GrpoRun,
+        config: GrpoConfig,
         objective: Objective,
         start: Objective | None,
         actor: Actor,
         explorer: Explorer,
         played: Played,
         *,
-        iteration: int,
         worker: Worker,
         demonstrations: Read | None = None,
         first_row: int = 0,
     ) -> None:
-        options, rank, world = run.options, worker.rank, worker.world
+        options, rank, world = config.grpo, worker.rank, worker.world
         self._demonstrations, self._first_row = demonstrations, first_row
-        self._run, self._actor, self._iteration, self._rank, self._world = run, actor, iteration, rank, world
+        self._config, self._actor, self._iteration, self._rank, self._world = (
+            config,
+            actor,
+            explorer.iteration,
+            rank,
+            world,
+        )
         worth, used = advantages(played.returns, options.method, options.normalise)
         self._table = Table.of(played.decisions, used.flatten().numpy())
         self._owner = rank_of(self._table.episode // options.group_size, world)
@@ -271,7 +275,7 @@ class Lessons:
     @property
     def demonstrated(self) -> int:
         """Rows of the demonstrations that all passes take, of all ranks."""
-        return self.rows * self._run.options.epochs if self._demonstrations else 0
+        return self.rows * self._config.grpo.epochs if self._demonstrations else 0
 
     def epoch(self, number: int) -> Iterator[tuple[int, list[Batch]]]:
         """A pass: of each minibatch its rows on all ranks, and this rank's micro-batches of it."""
@@ -282,7 +286,7 @@ class Lessons:
             return
         first, beside = self._first_row + number * self.rows, []
         for minibatch in listed:
-            shares = {"rank": self._rank, "ranks": self._world, "micro_rows": self._run.config.batch_size}
+            shares = {"rank": self._rank, "ranks": self._world, "micro_rows": self._config.batch_size}
             beside.append(micro_positions(first, minibatch.rows, **shares))
             first += minibatch.rows
         # A rank without rows of its own in a micro-batch fills it up with the stream's first.
@@ -292,7 +296,7 @@ class Lessons:
             yield 2 * minibatch.rows, own + [self._demonstration(next(read), positions) for positions in micros]
 
     def _minibatches(self, number: int) -> Iterator[Minibatch]:
-        config, options = self._run.config, self._run.options
+        config, options = self._config, self._config.grpo
         return minibatches(
             self._table,
             self._owner,
@@ -306,7 +310,7 @@ class Lessons:
     def _demonstration(self, columns: Columns, positions: np.ndarray) -> Batch:
         """Prepared rows at these positions of the stream as `Objective` takes them; of none, one of weight zero."""
         batch = self._actor.on_device(as_lessons(columns))
-        names = [(self._run.config.seed, int(position)) for position in positions] or [(0, 0)]
+        names = [(self._config.seed, int(position)) for position in positions] or [(0, 0)]
         own = {"weight": torch.full((len(names),), float(len(positions) > 0)), **self._noise(names)}
         return batch | {key: value.to(self._actor.device) for key, value in own.items()}
 
@@ -346,17 +350,17 @@ class Lessons:
             own["old"] = self._old[rows]
         if self._start_mean is not None:
             own["start_mean"] = self._start_mean[rows]
-        if self._run.options.method == "filtered":
-            key = (self._run.config.seed, self._iteration, epoch)
+        if self._config.grpo.method == "filtered":
+            key = (self._config.seed, self._iteration, epoch)
             own |= self._noise([(*key, self._table.episode[row], self._table.decision[row]) for row in rows])
             # What was not executed is no example of success.
-            config: Any = self._run.policy.config
+            config: Any = self._actor.loss.policy.config
             own["action_is_pad"] = (torch.arange(config.chunk_size) >= config.n_action_steps).repeat(len(rows), 1)
         return batch | {key: value.to(self._actor.device) for key, value in own.items()}
 
     def _noise(self, names: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
         """Noise and time of imitation of each row, LeRobot's distributions (`policies.flow.sample_noise_and_time`)."""
-        config: Any = self._run.policy.config
+        config: Any = self._actor.loss.policy.config
         noise, times = [], []
         for name in names:
             rng = np.random.default_rng(name)
@@ -423,7 +427,7 @@ class Times:
 
 
 def metrics_of(
-    run: GrpoRun,
+    options: GrpoOptions,
     played: Played,
     rounds: Sequence[Played],
     lessons: Lessons,
@@ -449,8 +453,8 @@ def metrics_of(
         "updates": len(results),
         "nonfinite_steps": int(sum(float(result.skipped) for result in results)),
         "loss": said.loss,
-        "kl": None if run.options.method == "filtered" else said.kl,
-        "kl_start": said.kl_start if run.options.kl else None,
+        "kl": None if options.method == "filtered" else said.kl,
+        "kl_start": said.kl_start if options.kl else None,
         "clipped": said.clipped,
         "ratio_off": said.ratio_off,
         "grad_norm": float(np.mean(norms)) if norms else None,
@@ -470,9 +474,9 @@ class IterationLog:
 
 
 def iteration_line(line: Mapping[str, Any]) -> str:
-    """What is told of an iteration on the terminal."""
-    told = f"success {line['success']:.1%} while exploring, {line['mixed_groups']:.0%} of the groups mixed"
+    """The terminal's line on an iteration."""
+    text = f"success {line['success']:.1%} while exploring, {line['mixed_groups']:.0%} of the groups mixed"
     if line.get("held_out_episodes"):
-        told += f"; held out {line['held_out_successes']} of {line['held_out_episodes']}"
+        text += f"; held out {line['held_out_successes']} of {line['held_out_episodes']}"
     shares = {"waiting": line["waiting_s"], "inference": line["inference_s"], "updates": line["update_s"]}
-    return f"{told}; {line['step_s']:.1f} s, " + ", ".join(f"{k} {v:.1f}" for k, v in shares.items())
+    return f"{text}; {line['step_s']:.1f} s, " + ", ".join(f"{k} {v:.1f}" for k, v in shares.items())

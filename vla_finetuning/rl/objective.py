@@ -1,4 +1,4 @@
-"""What a policy is trained on that is told only how its episodes went: advantages, and the loss of what it did.
+"""Training from the outcomes of episodes alone: advantages, and the loss of the executed actions.
 
 Pure functions of numbers, and `Objective`, the module that a training loop wraps in DDP and calls.
 

@@ -238,9 +238,9 @@ def describe_grpo(run: GrpoRun) -> str:
         + (f", at most {scene.longest} steps an episode" if scene.longest else ""),
         f"             {workers} x {g.env_actors} processes of {g.envs_per_actor} environments, {g.env_actor_cpus:g} "
         f"CPUs each; cameras {', '.join(scene.cameras)}",
-        f"Iteration    {g.groups} groups x {g.group_size} episodes = {run.episodes}, told their {g.reward}; "
+        f"Iteration    {g.groups} groups x {g.group_size} episodes = {run.episodes}, by their {g.reward}; "
         f"{g.iterations} iterations, {g.iterations * run.episodes:,} episodes",
-        *_describe_resampling(run),
+        *_describe_resampling(g, run.episodes),
         f"Sampler      {g.flow_steps} steps, {g.random_steps} of them random, noise level {g.noise_level:g}",
         f"Learning     {g.method}: {advantage}",
         f"             {g.epochs} epochs in minibatches of {g.minibatch} decisions, at most {config.batch_size} at "
@@ -248,35 +248,35 @@ def describe_grpo(run: GrpoRun) -> str:
         f"Rollouts     at most {held / 2**30:.2f} GiB of host memory per worker: {per_worker * decisions:,} "
         f"decisions of {size / 1e6:.2f} MB",
         f"Held out     {config.eval.n_episodes} episodes every {g.eval_every} iterations, by the deterministic sampler",
-        *_describe_states(run),
-        f"Checkpoints  every {config.save_freq} iterations and at the end, the last {config.keep_checkpoints} kept, in "
-        f"{job.checkpoints_dir}",
+        *_describe_states(g, scene),
+        f"Checkpoints  every {config.save_freq} iterations and at the end, keeping the last {config.keep_checkpoints}, "
+        f"in {job.checkpoints_dir}",
         f"Hardware     {workers} {'GPU' if job.use_gpu else 'CPU'} workers, {config.scaling.strategy}, "
         f"{config.train.precision} precision",
     ]
     return "\n".join(map(escaped, lines))
 
 
-def _describe_states(run: GrpoRun) -> list[str]:
+def _describe_states(options: GrpoOptions, scene: Scene) -> list[str]:
     """The plan's lines about lists of initial states; none where all are drawn from seeds."""
-    states = run.scene.states.values()
+    states = scene.states.values()
     if not states:
         return []
     trained, evaluated = sum(len(own.trained) for own in states), sum(len(own.evaluated) for own in states)
-    per_state = run.options.iterations * run.options.groups / len(run.scene.tasks)
+    per_state = options.iterations * options.groups / len(scene.tasks)
     per_state /= min(len(own.trained) for own in states)
     lines = [
         f"States       {sum(own.count for own in states)} initial states in {len(states)} lists, one per task: "
         f"{trained} train, {per_state:.1f} groups begin in each"
     ]
-    if run.options.reserved_states:
-        held = f"{evaluated} are held out of training, for evaluation: the last {run.options.reserved_states} per task"
+    if options.reserved_states:
+        held = f"{evaluated} are held out of training, for evaluation: the last {options.reserved_states} per task"
         return [*lines, f"             {held} ({INITIAL_STATES_NAME})"]
     return [*lines, "             none is held out: evaluation is on states that were trained"]
 
 
-def _describe_resampling(run: GrpoRun) -> list[str]:
-    resample, most = run.options.resample, run.options.iterations * run.episodes * (1 + run.options.resample)
-    if not resample:
+def _describe_resampling(options: GrpoOptions, episodes: int) -> list[str]:
+    if not options.resample:
         return []
-    return [f"             groups all alike are replaced, {resample} times at most: at most {most:,} episodes"]
+    most = options.iterations * episodes * (1 + options.resample)
+    return [f"             groups all alike are replaced, {options.resample} times at most: at most {most:,} episodes"]

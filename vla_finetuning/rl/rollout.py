@@ -1,8 +1,8 @@
 """Episodes played by the process that trains: its own environments, in two halves that take turns with inference.
 
 While one half of the stages (`envs/stage.py`, processes on CPUs) executes its chunks, the policy decides for the other.
-A half is decided for when all of it waits, in the order of its seats: what is computed together is a function of the
-episodes alone, not of who was faster, and so is every bit of the result.
+A half is decided for when all of it waits, in the order of its seats: so what is computed together, and every bit of
+the result, depends on the episodes alone, not on which process was faster.
 
 A stage is a function of the calls it has had. One that dies is made anew and its calls are repeated, without the policy
 being asked: nothing changes but the time.
@@ -29,7 +29,7 @@ DEATHS = 3
 # Stages in a half, and halves.
 HALVES = 2
 
-# Decides for whoever waits: (what N rows see, whose decisions they are) to the actions to execute (N, n, A).
+# Decides: (what N rows observe, their decisions) to the actions to execute (N, n, A).
 Decide = Callable[[Observation, Sequence[Decision]], np.ndarray]
 
 
@@ -73,7 +73,7 @@ class Rollouts:
         self._seats = [_Seat(self._make_stage()) for _ in range(actors)]
 
     def _make_stage(self) -> Any:
-        # DEFAULT: anywhere in the cluster, not in the room that Ray Train holds for this process.
+        # DEFAULT: anywhere in the cluster, not in the placement group that Ray Train holds for this process.
         made: Any = ray.remote(Stage).options(num_cpus=self._cpus, scheduling_strategy="DEFAULT")
         return made.remote(self._makers, self._slots, self._step_limit_s)
 

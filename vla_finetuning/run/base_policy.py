@@ -80,8 +80,8 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
     Returns:
         The configuration; the folder, None without one; `{"path", "revision", "digest", "files"}`.
     Raises:
-        ValueError, OSError: there is none, it cannot be read, it is not the one that a resumed run started from, or its
-            type is not trained here.
+        ValueError, OSError: no policy is there, it cannot be read, a resumed run started from another one, or its type
+            is not trained here.
     """
     if path is None:
         kind = config.policy_type or ""
@@ -137,7 +137,7 @@ WITHOUT_EFFECT = {
     "use_peft": "--peft.method_type lora",
 }
 
-# Options of ours, and those of policies of which they take the place.
+# Our options, and the policies' options that they replace.
 SCHEDULER_OPTIONS = ("scheduler_warmup_steps", "scheduler_decay_steps", "scheduler_decay_lr")
 OURS_AND_THEIRS = {
     "lr": ("optimizer_lr",),

@@ -4,7 +4,7 @@ A checkpoint folder::
 
     trainable.safetensors    the parameters that train, by their names in the policy
     optimizer.safetensors    Adam's state, `exp_avg.<name>`, `exp_avg_sq.<name>`, `step.<name>`
-    average.safetensors      the average of the parameters that train, `average.<name>`, where one is kept
+    average.safetensors      the average of the parameters that train, `average.<name>`, with --ema.enable
     state.json               step, rows trained, the stream they were drawn from, the base policy, sizes and checksums
 
 Where every process holds a part (FSDP2), every process writes its own: `trainable-00001-of-00008.safetensors` and so
@@ -115,11 +115,11 @@ def staging_slots(sizes: Mapping[str, int], most: int = STAGED_BYTES) -> tuple[d
     found: dict[str, StagingSlot] = {}
     pieces: list[int] = []
     for name, size in sizes.items():
-        room = -(-size // ALIGNMENT) * ALIGNMENT
-        if not pieces or pieces[-1] + room > most:
+        aligned = -(-size // ALIGNMENT) * ALIGNMENT
+        if not pieces or pieces[-1] + aligned > most:
             pieces.append(0)
         found[name] = StagingSlot(len(pieces) - 1, pieces[-1])
-        pieces[-1] += room
+        pieces[-1] += aligned
     return found, pieces
 
 
@@ -284,7 +284,7 @@ def load_checkpoint(
         for kind, tensors in wanted.items():
             saved = _names(folder, kind)
             if kind == AVERAGE and not saved:
-                raise ValueError("no average of the weights was kept when it was written: start without --ema.enable")
+                raise ValueError("it was written without an average of the weights: start without --ema.enable")
             if saved != tensors.keys():
                 odd = sorted(saved ^ tensors.keys())[:5]
                 raise ValueError(f"it holds another {kind} state than is wanted now, e.g. {odd}")
@@ -335,9 +335,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def set_aside_damaged(folder: Path) -> Path | None:
     """The newest checkpoint that is what was written, by its checksums; None when there is none.
 
-    A damaged one (a failing disk, somebody's hand) is reported and renamed to `damaged_...`, so that whoever looks for
-    the newest afterwards finds the same one without reading all its bytes. What a crash left half-written is removed.
-    To be called by one process, while nobody writes.
+    A damaged one (a failing disk, an edit) is reported and renamed to `damaged_...`, so that a later search for the
+    newest finds the same one without reading all its bytes. What a crash left half-written is removed. Call it in one
+    process, while none writes.
     """
     if folder.is_dir():
         for path in folder.glob(PARTIAL + "*"):
@@ -368,7 +368,7 @@ def prune(
     Args:
         success: by step; where given, the highest is best, and the loss decides among equals.
         waiting: whether the checkpoint of a step is still to be evaluated. Such a one stays too, while the disk has
-            room for two more of its size.
+            space for two more of its size.
     """
     paths = _newest_first(folder)
     scores = _scores(path for path in paths[keep:] if not _may_wait(path, waiting))
@@ -428,9 +428,9 @@ def check_resumable(found: Progress, run: Progress) -> None:
     keys = dict.fromkeys((*run.stream, *found.stream))
     differing = [key for key in keys if found.stream.get(key) != run.stream.get(key)]
     if differing:
-        told = "; ".join(f"{k}: was {found.stream.get(k)}, is {run.stream.get(k)}" for k in differing)
+        changes = "; ".join(f"{k}: was {found.stream.get(k)}, is {run.stream.get(k)}" for k in differing)
         raise ValueError(
-            f"the data is not what the run was started with ({told}), so which rows are left cannot be told; "
+            f"the data is not what the run was started with ({changes}), so the rows that are left are unknown; "
             "start a new run with --policy.path set to this run's pretrained_model"
         )
 
@@ -460,7 +460,7 @@ def require_space(folder: Path, needed_bytes: int, what: str) -> None:
     if free < needed_bytes + SPARE_BYTES:
         raise OSError(
             f"no space for {what} in {folder}: {needed_bytes / 1e9:.2f} GB needed (and {SPARE_BYTES / 1e9:.2f} GB "
-            f"spare), {free / 1e9:.2f} GB free; make room or choose another --output_dir"
+            f"spare), {free / 1e9:.2f} GB free; free some or choose another --output_dir"
         )
 
 
@@ -489,8 +489,8 @@ def _state(folder: Path) -> dict[str, Any]:
             raise ValueError("its checksum is another")
         _check_form(state)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        told = f"no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"checkpoint {folder}: {STATE} is missing or damaged ({told})") from error
+        problem = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"checkpoint {folder}: {STATE} is missing or damaged ({problem})") from error
     for name, written in state["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != written["bytes"]:
             raise ValueError(f"checkpoint {folder}: {name} is missing or truncated")
@@ -503,7 +503,7 @@ def _state(folder: Path) -> dict[str, Any]:
 def _check_form(state: Mapping[str, Any]) -> None:
     """Refuse, with one of the errors that `_state` expects, what `commit` would not have written.
 
-    Its checksum says that a file is whole, not who wrote it.
+    A checksum shows that a file is complete, not its author.
     """
     for name, written in state["files"].items():
         if not re.fullmatch(FILE_NAME, name):

@@ -51,9 +51,9 @@ DECODERS = {"AV1": ("libdav1d", "libaom-av1"), "H.264": ("h264",), "HEVC": ("hev
 ANSWER_S = 120.0
 # A head node's socket, which answers at once or not at all.
 HEAD_ANSWER_S = 10.0
-# A cluster that is not busy gives room at once; for one that is, or grows, nobody should wait without a word for long.
+# An idle cluster has capacity at once; a wait for a busy or growing one is reported this often.
 LOOK_EVERY_S = 10.0
-MAKE_ROOM = "lower --scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add nodes"
+FREE_CAPACITY = "lower --scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add nodes"
 # Share of the object store that Ray Data may fill. The rest is for blocks that the training processes still read.
 DATA_SHARE = 0.5
 
@@ -100,21 +100,21 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
     for Ray Train to take, and when this process ends.
 
     Raises:
-        ValueError: too small, and cannot grow; no room for so long as --scaling.nodes_timeout_s; or a node that came
+        ValueError: too small, and cannot grow; no capacity for --scaling.nodes_timeout_s; or a node that came
             meanwhile lacks something.
     """
     before = {node["NodeID"] for node in alive_nodes()}
     largest = _largest()
-    if largest is not None and (told := _too_small(scaling, largest)):
-        raise ValueError(f"{told}; {MAKE_ROOM}")
+    if largest is not None and (problem := _too_small(scaling, largest)):
+        raise ValueError(f"{problem}; {FREE_CAPACITY}")
     workers, each, read_task = _wanted(scaling)
-    room = placement_group([each] * workers + [read_task])
+    reserved = placement_group([each] * workers + [read_task])
     try:
-        there, looks = room.ready(), _looks(scaling)
+        there, looks = reserved.ready(), _looks(scaling)
         while not ray.wait([there], timeout=LOOK_EVERY_S)[0]:
             next(looks)
     finally:
-        remove_placement_group(room)
+        remove_placement_group(reserved)
     nodes = alive_nodes()
     if before != {node["NodeID"] for node in nodes}:
         check_nodes(needs, output_dir)
@@ -124,12 +124,12 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
 
 
 def wait_for(work: Future[Any], scaling: ScalingOptions) -> Any:
-    """Wait until work of a run is done, but not for ever for room that is gone and does not come back.
+    """Wait until work of a run is done, but not for ever for capacity that was lost.
 
     Ray 2.60 waits without a word for as long as it takes.
 
     Returns the work's result, or raises what went wrong.
-    Raises ValueError: no room for --scaling.nodes_timeout_s.
+    Raises ValueError: no capacity for --scaling.nodes_timeout_s.
     """
     looks = _looks(scaling)
     while not wait([work], LOOK_EVERY_S).done:
@@ -141,21 +141,21 @@ def _looks(scaling: ScalingOptions) -> Iterator[None]:
     """Each step looks what a run waits for, and says it once. Raises ValueError when it has waited too long."""
     limit_s, since = scaling.nodes_timeout_s, None
     while True:
-        told = _too_small(scaling, ray.cluster_resources()) or _without_capacity(scaling)
-        if told is None:
+        lacking = _too_small(scaling, ray.cluster_resources()) or _without_capacity(scaling)
+        if lacking is None:
             since = None
         elif since is None:
             since = time.monotonic()
-            tell(f"waiting      for room, at most {limit_s:g} s: {told}", file=sys.stderr)
+            tell(f"waiting      for capacity, at most {limit_s:g} s: {lacking}", file=sys.stderr)
         elif time.monotonic() - since > limit_s:
             raise ValueError(
-                f"{told}; none came for {limit_s:g} s (--scaling.nodes_timeout_s); {MAKE_ROOM}; --resume goes on"
+                f"{lacking}; none came for {limit_s:g} s (--scaling.nodes_timeout_s); {FREE_CAPACITY}; --resume goes on"
             )
         yield
 
 
 def _largest() -> dict[str, float] | None:
-    """The resources of the cluster at its largest; None where nobody knows."""
+    """The resources of the cluster at its largest; None where that is unknown."""
     node, found = ray._private.worker._global_node, ray.cluster_resources()
     if node is not None and node.is_head():  # started by this process: it stays as it is
         return found
@@ -194,7 +194,7 @@ def _too_small(scaling: ScalingOptions, cluster: Mapping[str, float]) -> str | N
 
 
 def _without_capacity(scaling: ScalingOptions) -> str | None:
-    """Says that the run's worker group waits for room in a cluster that is large enough; None when it does not."""
+    """What the run's worker group waits for in a cluster that is large enough; None if it does not wait."""
     workers, each, _ = _wanted(scaling)
     job = ray.get_runtime_context().get_job_id()  # the last part of the ids of what it makes
     states = {group["state"] for id, group in placement_group_table().items() if id.endswith(job)}
@@ -202,8 +202,8 @@ def _without_capacity(scaling: ScalingOptions) -> str | None:
         return None
     share = " and ".join(_in_words(kind, n) for kind, n in each.items())
     return (
-        f"the cluster has no room for {_in_words('worker', workers)} with {share} each and one read task: others use "
-        "it, or no node is large enough"
+        f"the cluster has no capacity for {_in_words('worker', workers)} with {share} each and one read task: others "
+        "use it, or no node is large enough"
     )
 
 
@@ -211,7 +211,7 @@ def connect() -> None:
     """Join the cluster that RAY_ADDRESS or a head node on this machine names, or start one here.
 
     A cluster that is joined gets the code along (`runtime_env`): its nodes, and those that come later, may not have it.
-    A connection that exists already is kept.
+    An existing connection is used.
 
     Raises:
         ConnectionError: nothing answers where RAY_ADDRESS says.
@@ -405,7 +405,7 @@ def probe(needs: Needs, gpus: float, temp_dir: str) -> list[str]:
     if free < needs.free_bytes:
         lacks.append(
             f"{free / 1e9:.1f} GB free in {temp_dir}, needs {needs.free_bytes / 1e9:.1f} GB "
-            "(--scaling.free_disk_gb); make room there"
+            "(--scaling.free_disk_gb); free some there"
         )
     return lacks
 
@@ -493,7 +493,7 @@ class DataLimits:
     def execution_options(self) -> ExecutionOptions:
         """For `ray.train.DataConfig`. A share and not a number, so that nodes which join later add theirs.
 
-        The plan's order is kept all the way: batches repeat exactly, and a position says which rows are done.
+        The order is the plan's throughout: batches repeat exactly, and a position says which rows are done.
         """
         from ray.data import DataContext, ExecutionOptions, ExecutionResources
 

@@ -158,8 +158,8 @@ def _held_out(config: Config, rows: Rows) -> list[str]:
 def _checkpoints(config: Config, job: Job) -> list[str]:
     exported = "; the best one is exported" if config.export == "best" else ""
     return [
-        f"Checkpoints  every {config.save_freq} steps and at the end, the last {config.keep_checkpoints}"
-        f"{_best(config)} kept, in {job.checkpoints_dir}{exported}"
+        f"Checkpoints  every {config.save_freq} steps and at the end, keeping the last {config.keep_checkpoints}"
+        f"{_best(config)}, in {job.checkpoints_dir}{exported}"
     ]
 
 
@@ -214,11 +214,11 @@ def _cached_frames(d: DatasetOptions, rows: Rows) -> list[str]:
         return []
     if cache is not None:
         where = "on every node" if rows.order.sharding is None else "on each node those of its shard"
-        return [f"             decoded once: {size} of frames are kept in {cache.folder}, {where}"]
+        return [f"             decoded once: {size} of frames are cached in {cache.folder}, {where}"]
     if not rows.cached_bytes:
-        return ["             none are kept (--dataset.frame_cache=auto): no camera is a video"]
+        return ["             none are cached (--dataset.frame_cache=auto): no camera is a video"]
     if rows.last_row <= rows.per_epoch:
-        return ["             none are kept (--dataset.frame_cache=auto): none are read twice"]
+        return ["             none are cached (--dataset.frame_cache=auto): none are read twice"]
     return [
         f"             decoded in every epoch: {size} of frames are more than --dataset.frame_cache_gb="
         f"{d.frame_cache_gb:g}, or than fits the disk of {FRAMES_DIR} with a margin, or that is memory "

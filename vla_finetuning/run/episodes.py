@@ -28,14 +28,14 @@ class ChosenEpisodes:
     Attributes:
         train, held_out: episodes, disjoint. notes: on what was left out.
         frames: which frames of `train` are rows, and how often; empty where all are but the last of each episode, once.
-        told: what became of the episodes that there were for training, as lines; empty where `frames` is.
+        described: how the training episodes were filtered, as lines; empty where `frames` is.
     """
 
     train: PerDataset
     held_out: PerDataset
     notes: tuple[str, ...]
     frames: tuple[Stretches, ...] = ()
-    told: tuple[tuple[str, ...], ...] = ()
+    described: tuple[tuple[str, ...], ...] = ()
 
     def rows_per_dataset(self, metas: Sequence[DatasetMetadata], dropped: int) -> tuple[int, ...]:
         """Frames of each dataset that are trained on; of each episode the last `dropped` are not."""
@@ -57,7 +57,7 @@ class ChosenEpisodes:
         seconds = config.dataset.skip_idle
         if seconds is None and weights is None:
             return self
-        frames, told, notes = [], [], list(self.notes)
+        frames, described, notes = [], [], list(self.notes)
         for number, (meta, train) in enumerate(zip(metas, self.train, strict=True)):
             keys = movement_keys(meta, config.rename_map)
             weight = None if weights is None else weights[number]
@@ -71,9 +71,9 @@ class ChosenEpisodes:
                 notes.append(f"{meta.root}: {whole} episodes are left out whole by --dataset.skip_idle")
             frames.append(left)
             lines = [] if weight is None else [told_weights(weight[train])]
-            told.append((*lines, *table(meta, train, left)))
+            described.append((*lines, *table(meta, train, left)))
         train_left = tuple(left.episodes for left in frames)
-        return replace(self, train=train_left, frames=tuple(frames), told=tuple(told), notes=tuple(notes))
+        return replace(self, train=train_left, frames=tuple(frames), described=tuple(described), notes=tuple(notes))
 
 
 def select(
@@ -144,6 +144,6 @@ def _split(
     trained = np.zeros(meta.num_episodes, bool)
     trained[train] = True
     if untrained := [task for task, group in by_task.items() if not trained[group].any()]:
-        told = ", ".join(map(repr, untrained[:3])) + (f" and {len(untrained) - 3} more" if len(untrained) > 3 else "")
-        notes.append(f"no training episode has the task {told}: all of its episodes are held out")
+        some = ", ".join(map(repr, untrained[:3])) + (f" and {len(untrained) - 3} more" if len(untrained) > 3 else "")
+        notes.append(f"no training episode has the task {some}: all of its episodes are held out")
     return train, np.asarray(held_out, np.int64), notes

@@ -58,10 +58,12 @@ class StopRetrying(ray.train.UserCallback):
         else:
             final, self._last = isinstance(error, FINAL) or found == self._last, found
         ranks = ", ".join(str(rank) for rank, cause in causes.items() if cause is error)
-        told = root_cause(error).strip().splitlines()[0]
+        message = root_cause(error).strip().splitlines()[0]
         # It may be the disk that is full.
         with contextlib.suppress(OSError), open(self._output_dir / LOG_NAME, "a") as log:
-            log.write(f"WARNING attempt from step {(resumed_from or [0])[0]} failed on rank {ranks}: {escaped(told)}\n")
+            log.write(
+                f"WARNING attempt from step {(resumed_from or [0])[0]} failed on rank {ranks}: {escaped(message)}\n"
+            )
         if final:
             raise error
 
@@ -84,8 +86,8 @@ def first_cause(errors: Iterable[BaseException]) -> BaseException:
 
 def is_consequence(error: BaseException) -> bool:
     """Whether it says no more than that other ranks did not come to a collective."""
-    told = f"{type(error).__name__}: {error}".lower()
-    return not isinstance(error, FINAL) and any(word in told for word in ("gloo", "nccl", "collective"))
+    message = f"{type(error).__name__}: {error}".lower()
+    return not isinstance(error, FINAL) and any(word in message for word in ("gloo", "nccl", "collective"))
 
 
 def unwrapped(error: BaseException) -> BaseException:

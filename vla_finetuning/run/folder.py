@@ -1,4 +1,4 @@
-"""A run's folder on the path that all nodes share: who holds it, how often it was started, how it is asked to stop.
+"""A run's folder on the path that all nodes share: its lock, its starts, and how to stop the run.
 
 Files of `OUTPUT_DIR`::
 
@@ -21,7 +21,7 @@ Files of `OUTPUT_DIR`::
     films/                pictures of episodes in the loop that evaluation.json speaks of
     pretrained_model/     the trained policy, as LeRobot loads it
     finished.json         the run did all that it was asked for: {"step": 200}
-    stop                  whoever makes this file asks the run to take a checkpoint and end at its next log step
+    stop                  made by a user: the run writes a checkpoint and ends at its next log step
 
 Lines of an attempt past the step that the next one resumed from are void.
 """
@@ -116,7 +116,7 @@ def _check_place(folder: Path) -> None:
 
 @contextlib.contextmanager
 def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> Iterator[None]:
-    """Hold the run's folder while the block runs, prepared, having told what a resumed run changes.
+    """Lock and prepare the run's folder while the block runs, and print what a resumed run changes.
 
     Args: see `prepare_folder`.
 
@@ -268,7 +268,7 @@ def start_attempt(output_dir: Path, resumed_from_step: int, world_size: int) -> 
 
 
 def first_step_done(output_dir: Path, step: int, after_s: float) -> None:
-    """Say that this start of the worker group trains, for those who wait for it. Called by rank 0."""
+    """Record that this start of the worker group trains. Called by rank 0."""
     write_json(output_dir / FIRST_STEP_NAME, {"step": step, "after_s": round(after_s, 1)})
 
 
@@ -297,7 +297,7 @@ def evaluations(output_dir: Path) -> list[dict[str, Any]]:
 
 
 def prune_checkpoints(config: Config, steps: int) -> None:
-    """Delete checkpoints that a run of so many steps need not keep. Called by whoever is alone in writing them."""
+    """Delete checkpoints that a run of so many steps does not need. Called by the only process that writes them."""
     lines = evaluations(config.folder)
     success = {line["step"]: line["successes"] / line["episodes"] for line in lines if line["episodes"]}
     played = {line["step"] for line in lines}

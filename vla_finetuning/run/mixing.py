@@ -1,4 +1,4 @@
-"""How well a run's batches are mixed: told before it starts, with what would make it better."""
+"""How well a run's batches are mixed: printed before it starts, with what would improve it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Mixing:
     """How well the run's batches are mixed.
 
     window_rows, window_bytes: what is shuffled among itself. segment_rows: consecutive rows in it, at most.
-    episodes: of which a global batch has rows, on average (`StreamPlan.expected_episodes`). episodes_at_random: the
+    episodes: in a global batch, on average (`StreamPlan.expected_episodes`). episodes_at_random: the
     same if all rows were shuffled. advice: what would make it better, where it is poor.
     """
 
@@ -43,7 +43,7 @@ def mixing_of(config: Config, source: LeRobotDatasource) -> Mixing:
         )
         if better < POORLY_MIXED * at_random:
             smaller = (
-                "frames that are fitted into the policy's size, or fewer --dataset.camera_keys, leave room for more"
+                "frames that are fitted into the policy's size, or fewer --dataset.camera_keys, leave memory for more"
             )
             asked_for = plan.window_rows > d.shuffle_window - SEGMENT_ROWS
             advice += "; " + ("a larger --dataset.shuffle_window, more still" if asked_for else smaller)

@@ -118,7 +118,7 @@ def _dimensions(feature: Feature) -> list[str]:
 
 
 def check_ranges(metas: Sequence[DatasetMetadata], keys: Sequence[str]) -> None:
-    """Refuse datasets of which one's values reach RANGE_FACTOR times as far as another's, in any dimension.
+    """Refuse datasets if the values of one reach RANGE_FACTOR times as far as another's, in any dimension.
 
     Compared is the largest absolute value between the 1st and 99th percentile (or at all, where these are not known): a
     joint that stood still in one dataset is no mismatch, nor is one that was always 0.

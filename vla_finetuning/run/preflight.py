@@ -1,4 +1,4 @@
-"""What can be told of a run in a second: whether it can be where it is to be, and what is wrong with its datasets.
+"""Checks of a run that take a second: its folder, and what is wrong with its datasets.
 
 Runs before a program imports PyTorch, LeRobot and Ray, which takes many. Everything is checked again where it is used:
 between the two, folders and datasets may change.
@@ -215,7 +215,7 @@ def check_camera_keys(meta: DatasetMetadata, camera_keys: list[str] | None) -> N
 def with_absolute_paths(config: Config) -> tuple[Config, list[str]]:
     """The options with paths that are the same in every process, and the datasets' roots.
 
-    Workers, and whoever resumes the run, have other working directories.
+    Workers and resumed runs have other working directories.
     """
     roots, d = [absolute(root) for root in config.roots], config.dataset
     mixture = dict(zip(roots, d.mixture.values(), strict=False))

@@ -30,7 +30,7 @@ from vla_finetuning.run.folder import (
 from vla_finetuning.terminal import LogFormatter, tell
 
 POLL_S = 0.5
-# What is told of a line of metrics.jsonl.
+# Formats a line of metrics.jsonl for the terminal.
 Line = Callable[[Mapping[str, Any]], str]
 
 
@@ -90,8 +90,8 @@ def success_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
 def keep_metrics(output_dir: Path, resumed_step: int) -> Path:
     """Remove the lines of `metrics.jsonl` past a step, which are void; returns its path."""
     path = output_dir / METRICS_NAME
-    kept = [line for line in read_lines(path) if json.loads(line)["step"] <= resumed_step]
-    path.write_text("".join(line + "\n" for line in kept))
+    valid = [line for line in read_lines(path) if json.loads(line)["step"] <= resumed_step]
+    path.write_text("".join(line + "\n" for line in valid))
     return path
 
 
@@ -133,7 +133,7 @@ def check_skipped(output_dir: Path, share: float, rows: int, rows_per_epoch: int
     Args:
         share: --dataset.max_skipped. rows: rows trained so far.
     Raises:
-        ValueError: how many could not be read of which datasets, the first of the reasons, and what to do.
+        ValueError: too many rows could not be read; names the datasets, the first reason and the remedy.
     """
     # By their places in the stream: an attempt that went back reads some of them again, and read tasks are ahead.
     skipped: dict[int, dict[str, Any]] = {}
@@ -182,12 +182,12 @@ def follow_progress(output_dir: Path, steps: int, line: Line | None = None) -> I
     Args:
         output_dir: the run's folder; `metrics.jsonl` and `run.log` in it need not exist yet.
         steps: optimizer steps of the whole run.
-        line: what is told of a line of `metrics.jsonl`; `step_line` when absent.
+        line: formats a line of `metrics.jsonl`; `step_line` when absent.
     """
     stop = threading.Event()
     # Before the block: what an earlier attempt of a resumed run wrote is not news.
-    told = _Told.of(output_dir)
-    thread = threading.Thread(target=_follow, args=(output_dir, steps, told, stop, line or step_line), daemon=True)
+    reported = _Reported.of(output_dir)
+    thread = threading.Thread(target=_follow, args=(output_dir, steps, reported, stop, line or step_line), daemon=True)
     thread.start()
     try:
         yield
@@ -197,8 +197,8 @@ def follow_progress(output_dir: Path, steps: int, line: Line | None = None) -> I
 
 
 @dataclass
-class _Told:
-    """What has been told of a run: its newest log step, lines of its log, starts of its workers, a first step."""
+class _Reported:
+    """What was printed of a run: its newest log step, lines of its log, starts of its workers, a first step."""
 
     step: int
     warnings: int
@@ -206,7 +206,7 @@ class _Told:
     first_step: dict[str, Any]
 
     @classmethod
-    def of(cls, output_dir: Path) -> _Told:
+    def of(cls, output_dir: Path) -> _Reported:
         steps = [json.loads(line)["step"] for line in read_lines(output_dir / METRICS_NAME)]
         return cls(
             step=max(steps, default=0),
@@ -217,59 +217,59 @@ class _Told:
 
 
 def step_line(line: Mapping[str, Any]) -> str:
-    """What is told of a log step."""
+    """The terminal's line on a log step."""
     share = line["data_wait_s"] / line["step_s"] if line["step_s"] else 0.0
-    told = (
+    text = (
         f"loss {line['loss']:.4f}, {line['samples_per_s']:.1f} samples/s "
         f"({line['frames_per_s']:.0f} frames, {line['decoded_bytes_per_s'] / 1e6:.1f} MB), "
         f"{share:.0%} waiting for data"
     )
     held_out = line.get("eval_loss")
-    return told if held_out is None else f"{told}, held-out loss {held_out:.4f}"
+    return text if held_out is None else f"{text}, held-out loss {held_out:.4f}"
 
 
-def _follow(output_dir: Path, steps: int, told: _Told, stop: threading.Event, say: Line) -> None:
+def _follow(output_dir: Path, steps: int, reported: _Reported, stop: threading.Event, say: Line) -> None:
     interactive = sys.stdout.isatty()
     skipped: set[tuple[str, int]] = set()
     starting = True
     with tqdm(
-        total=steps, initial=told.step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
+        total=steps, initial=reported.step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
     ) as bar:
         while True:
             stopping = stop.is_set()
-            for text in read_lines(output_dir / LOG_NAME)[told.warnings :]:
+            for text in read_lines(output_dir / LOG_NAME)[reported.warnings :]:
                 with tqdm.external_write_mode(file=sys.stderr):
                     tell(text, file=sys.stderr)
-                told.warnings += 1
+                reported.warnings += 1
             for line in skipped_episodes(output_dir):
                 episode = (line["root"], line["episode_index"])
                 if episode not in skipped:
                     skipped.add(episode)
                     with tqdm.external_write_mode(file=sys.stderr):
                         tell(f"WARNING {episode[0]}: episode {episode[1]} is skipped: {line['error']}", file=sys.stderr)
-            if len(starts := attempts(output_dir)) > told.starts:
-                told.starts, starting = len(starts), True
+            if len(starts := attempts(output_dir)) > reported.starts:
+                reported.starts, starting = len(starts), True
                 _say(
                     f"started      {starts[-1]['world_size']} training processes from step "
                     f"{starts[-1]['resumed_from_step']}: the model is made, the first batch is read"
                 )
-            if (first := read_json(output_dir / FIRST_STEP_NAME)) != told.first_step:
-                told.first_step = first
+            if (first := read_json(output_dir / FIRST_STEP_NAME)) != reported.first_step:
+                reported.first_step = first
                 _say(f"step {first['step']}/{steps}  done, {first['after_s']:.0f} s after the start")
             for text in read_lines(output_dir / METRICS_NAME):
                 line = json.loads(text)
-                if line["step"] <= told.step:
+                if line["step"] <= reported.step:
                     continue
-                bar.update(line["step"] - told.step)
-                told.step = line["step"]
-                line_told = say(line)
+                bar.update(line["step"] - reported.step)
+                reported.step = line["step"]
+                line_text = say(line)
                 if interactive:
-                    bar.set_postfix_str(line_told)
+                    bar.set_postfix_str(line_text)
                 else:
                     # The first steps after a start also wait for the data engine to fill.
                     step_s = line["step_s"] - line.get("data_wait_s", 0.0) * starting
-                    left_s = (steps - told.step) * step_s
-                    tell(f"step {told.step}/{steps}  {line_told}, {_minutes(left_s)} left")
+                    left_s = (steps - reported.step) * step_s
+                    tell(f"step {reported.step}/{steps}  {line_text}, {_minutes(left_s)} left")
                 starting = False
             if stopping:
                 return

@@ -38,7 +38,7 @@ POLICY_FILES = re.compile(
     r"|(tokenizer|spiece)\.model|chat_template\.jinja)",
     re.ASCII,
 )
-# Options that say where things are on somebody's machines, which is not for everybody to read.
+# Options that name places on the user's machines, which are not published.
 PLACES = ("root", "mixture", "cache_dir", "frame_cache", "output_dir", "policy_path", "policy_options")
 
 
@@ -111,7 +111,7 @@ def exported_files(folder: Path) -> tuple[list[str], list[str]]:
     """What of an exported policy's folder is to be pushed, and what else is in it: names in the folder, sorted.
 
     Raises:
-        ValueError: a link is among them, which may lead to anything that the user who pushes can read.
+        ValueError: a link is among them, which may lead to any file that this user can read.
     """
     files, others = [], []
     for path in (folder, *sorted(folder.iterdir()), *sorted((folder / TOKENIZER_DIR).glob("*"))):

@@ -181,7 +181,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     (stand_in if missing else spec).processors()  # a tokenizer that is out of reach, or unfit, is reported now
     job = make_job(config, spec, steps, rows.identity, spec.what_trains)
     config = replace(config, rename_map=asked_names)
-    return Run(config, job, spec, rows, match, missing, decision.told, (*chosen.notes, *holes, *smaller))
+    return Run(config, job, spec, rows, match, missing, decision.lines, (*chosen.notes, *holes, *smaller))
 
 
 def with_config(run: Run, config: Config, steps: int | None = None) -> Run:
@@ -430,7 +430,7 @@ def _rows(
         cached_bytes=decoded_bytes,
         epoch_ends=() if d.episode_weights is None else tuple(source.plan.epoch_ends(stream[1])),
         rename_map=config.rename_map,
-        described=chosen.told,
+        described=chosen.described,
     )
     return config, rows
 

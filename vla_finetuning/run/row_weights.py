@@ -1,6 +1,6 @@
 """Weights of rows in the loss, as `lerobot-train --sample_weighting.*`: reward-aligned behaviour cloning (RA-BC).
 
-A reward model has told for each frame how far its task has come (LeRobot's `rewards/sarm`). A row weighs by how much
+A reward model has estimated each frame's progress in its task (LeRobot's `rewards/sarm`). A row weighs by how much
 further the task is at the end of its action chunk: 1 above kappa, 0 where it went back, and in between by where it lies
 within two deviations of the mean. Followed is LeRobot 0.6.1 (`RABCWeights`, `update_policy`), each micro-batch for
 itself.

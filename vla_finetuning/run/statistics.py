@@ -36,11 +36,11 @@ Mode = Literal["auto", "exact", "stored", "lerobot"]
 
 
 class Decision(NamedTuple):
-    """`statistics`: what "auto" is, "exact" or "stored"; whether those stored describe the data; `told` of both."""
+    """`statistics`: what "auto" is, "exact" or "stored"; whether those stored describe the data; `lines` on both."""
 
     statistics: Mode
     described: bool
-    told: tuple[str, ...]
+    lines: tuple[str, ...]
 
 
 def decide(
@@ -64,13 +64,13 @@ def decide(
     asked = config.dataset.statistics
     normalisers = {"std"}.union(*RANGES)
     vectors = {key: names & normalisers for key, names in exact_needed(metas[0].features, needed).items()}
-    told, badly = [], []
+    lines, badly = [], []
     for meta, chosen in zip(metas, episodes, strict=True):
         rows, read = sample_rows(meta, chosen, list(vectors)) if vectors else ({}, 0)
         where = f"{meta.root}: " if len(metas) > 1 else ""
         if read:
             count = len(next(iter(rows.values())))
-            told.append(f"{where}looked at {count:,} rows of {read} of the {len(chosen):,} training episodes")
+            lines.append(f"{where}looked at {count:,} rows of {read} of the {len(chosen):,} training episodes")
         for key, names in vectors.items():
             if not read or relative is not None and key == ACTION:
                 continue
@@ -78,14 +78,14 @@ def decide(
             if share is not None:
                 (low, high), found = share
                 worst = _names(meta, key, len(found))[int(found.argmax())]
-                told.append(
+                lines.append(
                     f"{where}{key}: of the values, {found.mean():.1%} lie outside {low}..{high} of meta/stats.json, "
                     f"{found.max():.1%} of {worst}"
                 )
                 if found.max() > LIMITS[low, high]:
                     badly.append(key)
             if names and asked != "lerobot" and (still := _constant(meta, key, rows[key])):
-                told.append(
+                lines.append(
                     f"{where}{key}: {still} never changes there; it is normalised by {CONSTANT_RANGE:.0%} of its value "
                     "(at least of 1), where LeRobot would divide by 1e-8"
                 )
@@ -99,8 +99,8 @@ def decide(
             "--dataset.statistics=stored, and what the policy is normalised by is not in meta/stats.json of the dataset"
             f"{'s' * (len(metas) > 1)} {', '.join(meta.root for meta in metas)}: {_listed(missing)}; leave the flag out"
         )
-    told = [_said(asked, mode, vectors, missing, badly, len(metas)), *told]
-    return Decision(mode, not missing and not badly, tuple(told))
+    lines = [_said(asked, mode, vectors, missing, badly, len(metas)), *lines]
+    return Decision(mode, not missing and not badly, tuple(lines))
 
 
 def _said(asked: str, mode: str, vectors: Needed, missing: Needed, badly: Sequence[str], datasets: int) -> str:

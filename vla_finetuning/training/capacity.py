@@ -95,8 +95,8 @@ def rows_that_fit(
     One is tried in any case.
     """
     one, all_rows = (prediction_bytes(config, mode, cameras=cameras, rows=rows, bf16=bf16) for rows in (1, most))
-    room = free_bytes / (1 + FRAGMENTATION)
-    return most if all_rows <= room else max(1, 1 + int((room - one) / (all_rows - one) * (most - 1)))
+    usable = free_bytes / (1 + FRAGMENTATION)
+    return most if all_rows <= usable else max(1, 1 + int((usable - one) / (all_rows - one) * (most - 1)))
 
 
 def card_of(config: Config, found_gib: float | None) -> tuple[str, float] | None:
@@ -115,7 +115,7 @@ def card_of(config: Config, found_gib: float | None) -> tuple[str, float] | None
 
 
 def fits(needed: StepMemory, gib: float) -> bool:
-    """Whether a step is planned to fit a GPU of which CUDA reports so much."""
+    """Whether the plan of a step fits a GPU with so much memory, as CUDA reports it."""
     return needed.needed <= gib * GIB
 
 

@@ -95,7 +95,7 @@ class GroupedRanks(ray.train.DataConfig):
         if groups > 1:
             in_all = ray.cluster_resources().get("CPU", 0) - world_size * self._cpus_per_worker
             cpus = max(0.0, in_all - self._options.exclude_resources.cpu)
-            # The ranks wait for one another: a group that gets no CPU would have the others wait, who hold them all.
+            # Ranks wait for one another: a group without a CPU would block the others, which hold all CPUs.
             groups = min(groups, int(cpus / self._cpus_per_read_task))
         if groups <= 1:
             return []
@@ -114,8 +114,8 @@ class GroupedRanks(ray.train.DataConfig):
             cpus = have.get(node, 0) - ranks * self._cpus_per_worker
             if cpus < self._cpus_per_read_task:
                 logger.warning(
-                    "--dataset.shards: node %s has %g CPUs, of which %d workers leave %g, and a read task takes %g: "
-                    "rows are read on any node, not where their frames are kept and used",
+                    "--dataset.shards: node %s has %g CPUs; %d workers leave %g of them, and a read task takes %g: "
+                    "rows are read on any node, not where their frames are cached and used",
                     *(node, have.get(node, 0), ranks, max(cpus, 0), self._cpus_per_read_task),
                 )
                 return []
@@ -142,7 +142,7 @@ def shared(options: ExecutionOptions, executions: int, cpus: float) -> Execution
 
 
 class Coordinators:
-    """The first of some coordinators; told to end its execution, it is told to all of them.
+    """The first of some coordinators; ending its execution ends all of theirs.
 
     Ray Train 2.60 tells rank 0's alone when a worker group ends (`DatasetManager.shutdown_data_executors`). The others
     would go on reading, and hold the CPUs that the next group waits for.

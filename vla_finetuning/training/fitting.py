@@ -69,7 +69,7 @@ def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_li
     """Train; on SIGTERM or Ctrl-C until a checkpoint is taken. Returns the steps that are done.
 
     Args:
-        line: what is told of a line of `metrics.jsonl`.
+        line: formats a line of `metrics.jsonl` for the terminal.
     """
     trained: Future[Any] = Future()
 

@@ -1,7 +1,7 @@
 """The loss on held-out episodes while training: the same rows, noise and times at every evaluation.
 
-Rows are read and prepared by tasks of their own, beside the stream of training rows, which goes on meanwhile. What is
-small is then kept in the object store; what is not, is read again each time.
+Rows are read and prepared by tasks of their own, beside the stream of training rows, which goes on meanwhile. Small
+sets stay in the object store; larger ones are read again each time.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from vla_finetuning.training.worker import Worker
 
 # Chunks that a rank has read before it needs them.
 LOOK_AHEAD = 4
-# Of the cluster's object stores, what held-out rows may be kept in from one evaluation to the next.
-KEPT_SHARE = 0.1
+# Share of the cluster's object stores that held-out rows may fill from one evaluation to the next.
+STORE_SHARE = 0.1
 # Rows whose noise and times are drawn together, whatever the size of a batch.
 DRAWN_TOGETHER = 64
-# Flow times, from 0 (the action) to 1 (noise), are told in so many parts; tasks, so many of them.
-TIME_PARTS, TASKS_TOLD = 10, 32
+# Intervals of the flow time, from 0 (the action) to 1 (noise), and tasks, that are reported.
+TIME_PARTS, TASKS_REPORTED = 10, 32
 
 
 class HeldOutLoss:
@@ -63,8 +63,8 @@ class HeldOutLoss:
         self._mine = list(range(rank, -(-self._chunks // world) * world, world))
         self._collate = NumpyToTorchCollate(worker.device.type == "cuda")
         source = rows.held_out()
-        room = KEPT_SHARE * ray.cluster_resources().get("object_store_memory", 0)
-        self._keeps = len(self._rows.positions) * source.row_bytes() <= room
+        most = STORE_SHARE * ray.cluster_resources().get("object_store_memory", 0)
+        self._keeps = len(self._rows.positions) * source.row_bytes() <= most
         self._read: Any = ray.remote(read_chunk).options(num_cpus=source.num_cpus)
         self._shared = ray.put(source), ray.put(Deferred(make_prepare(spec, rows)))
         self._asked: dict[int, Any] = {}
@@ -101,8 +101,8 @@ class HeldOutLoss:
             free_gathered(loss)
         if dist.is_initialized():
             dist.all_reduce(found)
-        told = self._told(*found.cpu().double().numpy())
-        return {**told, "eval_s": time.perf_counter() - started}
+        found_losses = self._summary(*found.cpu().double().numpy())
+        return {**found_losses, "eval_s": time.perf_counter() - started}
 
     def _losses(
         self, loss: PolicyLoss, batch: Batch, number: int, autocast: torch.dtype | None
@@ -131,19 +131,19 @@ class HeldOutLoss:
         noise, times = (torch.cat([pair[kind] for pair in drawn])[of_rows] for kind in (0, 1))  # type: ignore[misc]
         return noise, times
 
-    def _told(self, losses: np.ndarray, counted: np.ndarray, times: np.ndarray) -> dict[str, Any]:
+    def _summary(self, losses: np.ndarray, counted: np.ndarray, times: np.ndarray) -> dict[str, Any]:
         """What an evaluation tells, of float64 (N*K,) each."""
         chosen = counted > 0
-        told: dict[str, Any] = {"eval_loss": _mean(losses[chosen])}
+        summary: dict[str, Any] = {"eval_loss": _mean(losses[chosen])}
         if self._family.row_losses:
             task = np.repeat(self._rows.task, self._per_row)
-            many = np.argsort(-np.bincount(task, minlength=len(self._rows.tasks)), kind="stable")[:TASKS_TOLD]
-            told["eval_loss_by_task"] = {
+            many = np.argsort(-np.bincount(task, minlength=len(self._rows.tasks)), kind="stable")[:TASKS_REPORTED]
+            summary["eval_loss_by_task"] = {
                 self._rows.tasks[number]: _mean(losses[chosen & (task == number)]) for number in many.tolist()
             }
             part = np.minimum((times * TIME_PARTS).astype(int), TIME_PARTS - 1)
-            told["eval_loss_by_time"] = [_mean(losses[chosen & (part == number)]) for number in range(TIME_PARTS)]
-        return told
+            summary["eval_loss_by_time"] = [_mean(losses[chosen & (part == number)]) for number in range(TIME_PARTS)]
+        return summary
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class StepMemory:
 
     Attributes:
         weights: parameters and buffers, each in its precision, as they are held between steps, and the average of
-            those that train, if one is kept. gradients: of what
+            those that train, with --ema.enable. gradients: of what
             trains. optimizer: Adam's moments. Of all three, what this process holds.
         saved: what a micro-batch's forward leaves for its backward, parameters that it gathered included.
         peak: all of the above that is alive at one time, with what is computed in between.
@@ -111,9 +111,9 @@ def step_memory(
 
     Args:
         config: of a policy whose family is built `from_config`. cameras: in a batch. The others are the run's own
-            options; bf16: under autocast, with what is frozen kept in bf16. workers: the fewest that the run may have.
+            options; bf16: under autocast, with frozen weights in bf16. workers: the fewest that the run may have.
             shard_workers: for hsdp, how many of them hold a copy together; all when absent. frame_bytes: of a row's
-            frames, uint8, as they arrive. average: whether one is kept of what trains.
+            frames, uint8, as they arrive. average: whether there is one of what trains.
     """
     checkpointing = checkpointing or getattr(config, "gradient_checkpointing", False)
     family, cpu = family_of(config), torch.device("cpu")
@@ -248,7 +248,7 @@ def _without_collector() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _pretended_group(workers: int) -> Iterator[None]:
-    """A process group of so many, of which this process is the first and nobody is there: nothing is exchanged."""
+    """A process group of so many ranks, with this process as rank 0 and no others: nothing is exchanged."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend (torch 2.11)
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workers)

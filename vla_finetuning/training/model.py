@@ -99,7 +99,7 @@ def compile_all(
 
     Args:
         loss, model: `model` is `loss`, spread over the processes.
-        batch, draws: a micro-batch as the loss takes it, of which prompts are cut and padded.
+        batch, draws: a micro-batch as the loss takes it, with prompts cut and padded.
         evaluates: whether held-out losses are computed, which takes the layers without gradients too.
     """
     if getattr(loss, "compiler", None) is None:

@@ -1,6 +1,6 @@
 """How a model's parameters are spread over the training processes: a copy on each, or a part on each.
 
-Runs in every training process, all of which call it alike.
+Runs in every training process, with the same calls.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def spread(
         find_unused_parameters: DDP's search, in every step, for what trains and got no gradient; in any case where a
             policy's loss may leave some out (`PolicyLoss.reaches_all`). FSDP2 needs none.
             What got none on any process then has none, and AdamW leaves it alone: zeros, it would decay. So gradients
-            are not kept, and while they are accumulated there are two of each, the second in the buckets.
+            are freed, and while they are accumulated there are two of each, the second in the buckets.
     """
     if world == 1:
         return loss
@@ -94,7 +94,7 @@ def spread(
         policy = MixedPrecisionPolicy(
             autocast if _only_products(unit) else None,
             reduce_dtype=torch.float32,
-            # A unit is given what a whole layer computes with, of which autocast casts what needs it.
+            # A unit's inputs stay as they are: autocast casts those that need it.
             cast_forward_inputs=False,
         )
         fully_shard(
@@ -135,12 +135,12 @@ def replicas_on(nodes: Sequence[int], shard_workers: int | None) -> list[list[in
     counts = Counter(nodes)
     each = shard_workers or counts[nodes[0]]
     if any(count % each if shard_workers else count != each for count in counts.values()):
-        told = ", ".join(f"{count} on node {node}" for node, count in sorted(counts.items()))
+        placed = ", ".join(f"{count} on node {node}" for node, count in sorted(counts.items()))
         wanted = f"a multiple of --scaling.shard_workers={shard_workers}" if shard_workers else "as many on each"
         raise ValueError(
-            f"--scaling.strategy=hsdp keeps a copy's parts on one node, and the workers are {told}; needs {wanted}: "
-            "choose a --scaling.num_workers that fills nodes alike, a --scaling.shard_workers that divides these "
-            "numbers, or --scaling.strategy=fsdp2"
+            f"--scaling.strategy=hsdp keeps a replica's shards on one node, and the workers are {placed}; needs "
+            f"{wanted}: choose a --scaling.num_workers that fills nodes alike, a --scaling.shard_workers that divides "
+            "these numbers, or --scaling.strategy=fsdp2"
         )
     grouped = {node: [rank for rank, of in enumerate(nodes) if of == node] for node in counts}
     return [ranks[first : first + each] for ranks in grouped.values() for first in range(0, len(ranks), each)]

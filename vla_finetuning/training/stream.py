@@ -197,7 +197,7 @@ def stream_batches(
 def or_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[int], str]) -> Iterator[Batch]:
     """Passes batches on, unless the next one does not come. The first is fetched at once, whenever it is taken.
 
-    A thread of its own waits for them, because one that waits inside Ray cannot be told to stop. Ray Data's own guard
+    A thread of its own waits for them, because a wait inside Ray cannot be interrupted. Ray Data's own guard
     (`execution_no_progress_timeout_s`, 30 minutes in 2.60) also counts the time in which training takes no batch.
 
     Args:
