@@ -20,6 +20,7 @@ from lerobot_datasource import SHARE, BlockShare, read_lerobot, reads_per_task
 from tests import clusters
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
+from vla_finetuning.data import number_cache
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
@@ -837,6 +838,29 @@ def test_a_dataset_that_is_gone_is_no_reason_to_skip(tmp_path, gone, unmounted):
         (root / gone).mkdir()
     with pytest.raises(OSError, match=f"{root}: .* is gone, or empty: .*mounted.*--resume"):
         next(source.read_rows(range(9), 9))
+
+
+def test_images_are_read_a_row_group_of_one_camera_at_a_time(tmp_path, monkeypatch):
+    """LeRobot writes a row group per episode: a window has rows of many, and a minute of three cameras is gigabytes."""
+    cameras = {f"observation.images.{name}": (96, 128) for name in "abc"}
+    root = make_dataset(
+        tmp_path / "png", cameras={}, image_cameras=cameras, episodes=(6, 9, 4), data_files_size_in_mb=100
+    )
+    meta = load_metadata(root)
+    (expected,) = datasource([meta]).read_rows(range(19), 19)
+    (path,) = root.glob("data/*/*.parquet")
+    file = pq.ParquetFile(path).metadata
+    groups = [file.row_group(number) for number in range(file.num_row_groups)]
+    columns = [[group.column(i) for i in range(group.num_columns)] for group in groups]
+    images = [[c.total_uncompressed_size for c in of if c.path_in_schema.endswith(".bytes")] for of in columns]
+    assert len(groups) == 3 and all(len(sizes) == 3 for sizes in images)
+    monkeypatch.setattr(number_cache, "MAX_DATA_BYTES", 2 * max(map(max, images)))
+    (rows,) = datasource([meta]).read_rows(range(19), 19)
+    for key in cameras:
+        np.testing.assert_array_equal(rows[key], expected[key])
+    monkeypatch.setattr(number_cache, "MAX_DATA_BYTES", max(map(max, images)) // 2)
+    with pytest.raises(ValueError, match="exhaust the memory"):
+        next(datasource([meta]).read_rows(range(19), 19))
 
 
 @pytest.mark.parametrize("lists", [pa.list_(pa.float32()), pa.large_list(pa.float64())], ids=str)

@@ -1,7 +1,7 @@
 """Rows of a dataset's data files: the row groups that hold them, and the numbers among their columns.
 
 A row group is unpacked as a whole, be it the whole file of 100 MB, and a shuffled window wants a few rows of many. So
-numbers that were unpacked once are kept on the node's disk as rows of a fixed size, and read from there.
+numbers that were unpacked once are cached on the node's disk as rows of a fixed size.
 """
 
 from __future__ import annotations
@@ -122,13 +122,44 @@ def read_groups(
         return Groups(table, group_first[groups], group_first[groups] - skipped[groups])
 
 
+def read_values(
+    file: DataFile, key: str, row_bytes: int | None, rows: np.ndarray, identity: str | None
+) -> Iterator[tuple[np.ndarray, pa.ChunkedArray]]:
+    """Values of one column in some rows of the file, a row group at a time: no more than one is in memory.
+
+    Args:
+        rows: int64 (N,), in any order. row_bytes, identity: as of `read_groups`.
+    Returns:
+        For each row group with wanted rows, their positions in `rows`, int64 (n,), and their values.
+    Raises:
+        ValueError: as `read_groups`.
+    """
+    for group in _groups_with(file, rows, identity):
+        inside = np.flatnonzero((rows >= group.first) & (rows < group.last))
+        found = read_groups(file, {key: row_bytes}, [group], identity)
+        yield inside, found.table.column(key).take(pa.array(rows[inside] - group.first))
+
+
+def _groups_with(file: DataFile, rows: np.ndarray, identity: str | None) -> list[Span]:
+    with open_parquet(file.fs, file.path, name=file.name, identity=identity) as parquet:
+        sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.metadata.num_row_groups)]
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    groups = np.unique(np.searchsorted(first, rows, "right") - 1).tolist()
+    if groups and groups[-1] >= len(sizes):
+        raise ValueError(
+            f"{file.name}: row {rows.max()} is wanted, the file has {first[-1]} rows: the file is incomplete or "
+            "meta/episodes is wrong"
+        )
+    return [Span(f"row group {g}", int(first[g]), int(first[g + 1])) for g in groups]
+
+
 def read_numbers(
     file: DataFile, columns: Sequence[Column], spans: Sequence[Span], identity: str | None
 ) -> list[np.ndarray]:
     """The spans' rows of some columns, one span after the other: arrays (N, *shape), (N,) for shape (1,).
 
     Args:
-        identity: of the file's content, by which rows are kept on this node's disk; None: they are not.
+        identity: of the file's content, the key of the cache on this node's disk; None: no cache.
     Raises:
         ValueError: as `read_groups` and `numbers`, when the rows are unpacked for the first time.
     """
@@ -138,14 +169,14 @@ def read_numbers(
     copy = None if identity is None else _RowCopy.of(file, columns, identity)
     missing = list(range(len(spans))) if copy is None else copy.read(spans, places)
     if missing:
-        # Others who want rows of this file wait: they would unpack the same group.
+        # Other readers of this file wait: they would unpack the same group.
         with contextlib.nullcontext() if copy is None else copy.alone():
             if copy is not None:
                 missing = copy.read([spans[i] for i in missing], [places[i] for i in missing], missing)
             if missing:
                 _unpack(file, columns, [spans[i] for i in missing], [places[i] for i in missing], identity, copy)
                 if copy is not None and copy.takes and (ahead := _next_groups(file, identity, copy)):
-                    # What is wrong there is told to who wants those rows.
+                    # Errors there are raised when those rows are read.
                     with contextlib.suppress(ValueError):
                         _unpack(file, columns, ahead, [], identity, copy)
     return [np.ascontiguousarray(rows[str(i)]) for i in range(len(columns))]
@@ -235,7 +266,7 @@ class _RowCopy:
 
     @property
     def takes(self) -> bool:
-        """Whether what is written is kept, as far as is known."""
+        """Whether writes are stored, as far as is known."""
         return self._cache.takes
 
     @contextlib.contextmanager
@@ -299,7 +330,7 @@ def numbers_cache() -> NodeCache:
     return node_cache(
         Path(NUMBERS_DIR),
         int(NUMBERS_GB * 1e9),
-        "row groups are unpacked whenever rows of them are wanted, which is slow where they are large; make room, or "
+        "row groups are unpacked whenever rows of them are wanted, which is slow where they are large; free some, or "
         "set VLA_NUMBERS_DIR, on every node, to a folder on another disk",
     )
 

@@ -1,4 +1,4 @@
-"""The rows a read task is told to produce: parquet columns and video frames into arrays, arrays into Arrow blocks.
+"""The rows of a read task: parquet columns and video frames into arrays, arrays into Arrow blocks.
 
 Every frame that is named is decoded once, each file is walked forward, and pixels go straight to their place in the
 output. Knows nothing of Ray's plans, shuffling or training.
@@ -23,7 +23,7 @@ from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.decode import decode_depth_image, decode_image
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.metadata import NUMERIC_DTYPES, Feature
-from vla_finetuning.data.number_cache import Column, DataFile, Span, read_groups, read_numbers
+from vla_finetuning.data.number_cache import Column, DataFile, Span, read_numbers, read_values
 from vla_finetuning.data.plan import WindowSlice
 from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of, height_width
 from vla_finetuning.data.reused_memory import copied, empty
@@ -129,7 +129,6 @@ class _Episode:
     first: int = 0  # frames [first, last) are read from parquet
     last: int = 0
     number_row: int = 0  # where frame 0 lies in the numbers read (negative when it was not read)
-    group_row: int = 0  # and in the columns that are no numbers
     timestamps: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64 (last - first,), of those frames
 
 
@@ -294,19 +293,12 @@ def _read_tabular(
             for e in members:
                 _fill_numbers(columns, key, values, e, total, options)
 
-        others = [k for k in stored if k not in numeric]
-        if others:
-            row_bytes = {reader.features[key].key: _stored_row_bytes(reader.features[key]) for key in others}
-            groups = read_groups(data_file, row_bytes, spans, identity)
-            for e, span in zip(members, spans, strict=True):
-                e.group_row = groups.at(span.first) - e.first
-        for key in others:
+        for key in [k for k in stored if k not in numeric]:
             feature = reader.features[key]
-            column, where = groups.table.column(feature.key), f"{reader.root}: {file}: column {feature.key}"
             if feature.dtype == "image":
-                _fill_images(column, key, feature, members, total, options, columns, where)
+                _fill_images(data_file, key, feature, members, total, options, columns, identity)
             else:
-                _fill_texts(columns, key, _texts(column, feature, where), members, total)
+                _fill_texts(data_file, key, feature, members, total, columns, identity)
         names = reader.tasks
         for e in members:
             at = e.number_row + e.frame
@@ -324,14 +316,6 @@ def _read_tabular(
                     _out(columns, key + IS_PAD, total, (len(deltas),), np.dtype(bool))[e.position] = pad
 
 
-def _stored_row_bytes(feature: Feature) -> int | None:
-    """The most bytes that a row of an image or text takes in a parquet file, unpacked; None: it cannot be told."""
-    if feature.dtype == "image":
-        # As 4 bytes for a number; an encoded image is rarely larger than its pixels.
-        return math.prod(feature.shape) * 4 + IMAGE_OVERHEAD_BYTES
-    return None
-
-
 def _column(feature: Feature) -> Column:
     return Column(feature.key, row_dtype(feature), feature.shape, _row_bytes(feature.shape))
 
@@ -344,7 +328,7 @@ def _row_bytes(shape: tuple[int, ...]) -> int:
 def _check_rows(
     reader: DatasetFiles, file: str, e: _Episode, bookkeeping: dict[str, np.ndarray], row: np.ndarray
 ) -> None:
-    """The rows found are the rows looked for: a wrong file index must not give somebody else's frames."""
+    """The rows found are the rows looked for: a wrong file index must not give another episode's frames."""
     wrong = (bookkeeping["episode_index"][row] != e.part.episode_index) | (
         bookkeeping["frame_index"][row] != np.arange(e.first, e.last)
     )
@@ -405,39 +389,54 @@ def _fill_numbers(
 
 
 def _fill_texts(
-    columns: dict[str, Any], key: str, values: pa.ChunkedArray, members: list[_Episode], total: int
+    file: DataFile,
+    key: str,
+    feature: Feature,
+    members: list[_Episode],
+    total: int,
+    columns: dict[str, Any],
+    identity: str | None,
 ) -> None:
-    for e in members:
-        picked = values.take(pa.array(e.group_row + e.frame)).to_pylist()
+    position = np.concatenate([e.position for e in members])
+    rows = np.concatenate([e.part.data_row + e.frame for e in members])
+    for inside, column in read_values(file, feature.key, None, rows, identity):
+        values = _texts(column, feature, f"{file.name}: column {feature.key}")
+        picked = values.to_pylist()
         # Language columns: the types of LeRobot's lists of structs differ from file to file, as their content does.
         if not pa.types.is_string(values.type):
             picked = [json.dumps(value) for value in picked]
-        _out(columns, key, total, (), np.dtype(object))[e.position] = picked
+        _out(columns, key, total, (), np.dtype(object))[position[inside]] = picked
 
 
 def _fill_images(
-    column: pa.ChunkedArray,
+    file: DataFile,
     key: str,
     feature: Feature,
     members: list[_Episode],
     total: int,
     options: ReadOptions,
     columns: dict[str, Any],
-    where: str,
+    identity: str | None,
 ) -> None:
     height, width = height_width(feature)
     unit = feature.info.get("depth_unit")
+    # As 4 bytes for a number; an encoded image is rarely larger than its pixels.
+    row_bytes = math.prod(feature.shape) * 4 + IMAGE_OVERHEAD_BYTES
+    wanted: list[tuple[_Episode, int, list[Any]]] = []
     for e in members:
-        frames, target, out = _camera_targets(key, feature, e, total, options, columns)
-        bytes_ = column.take(pa.array(e.group_row + frames)).combine_chunks().field("bytes")
-        for i, frame in enumerate(frames):
-            name = f"{where}: episode {e.part.episode_index} frame {frame}"
-            data = bytes_[i].as_py()
+        frames, targets, out = _camera_targets(key, feature, e, total, options, columns)
+        wanted += [(e, frame, target) for frame, target in zip(frames.tolist(), targets, strict=True)]
+    rows = np.array([e.part.data_row + frame for e, frame, _ in wanted])
+    for inside, column in read_values(file, feature.key, row_bytes, rows, identity):
+        encoded = column.combine_chunks().field("bytes")
+        for i, data in zip(inside.tolist(), encoded, strict=True):
+            e, frame, target = wanted[i]
+            name = f"{file.name}: column {feature.key}: episode {e.part.episode_index} frame {frame}"
             if feature.is_depth:
-                pixels = decode_depth_image(data, unit, name=name, height=height, width=width)
+                pixels = decode_depth_image(data.as_py(), unit, name=name, height=height, width=width)
             else:
-                pixels = decode_image(data, name=name, height=height, width=width)
-            put_frame(pixels, target[i], out)
+                pixels = decode_image(data.as_py(), name=name, height=height, width=width)
+            put_frame(pixels, target, out)
 
 
 def _read_videos(
@@ -469,7 +468,7 @@ def _wanted(
     options: ReadOptions,
     columns: dict[str, Any],
 ) -> Wanted:
-    """What an episode's rows want of a video; if they name the frames, by the file's `number`, they are to be kept."""
+    """What an episode's rows want of a video; rows that name frames, by the file's `number`, have them cached."""
     start_s = e.part.videos[key][1]
     if number is None:
         frames, target, out = _camera_targets(key, feature, e, total, options, columns)

@@ -1,7 +1,7 @@
 """Load a tokenizer that came from elsewhere in a process that may take so much time and memory, before this one does.
 
 Expressions and replacements in a tokenizer.json can take any time and memory for a short text, and the `tokenizers`
-library can be told neither when to stop nor to say which did. The process imports that library alone: 0.1 s, and 0.7 s
+library has no limits. The process imports that library alone: 0.1 s, and 0.7 s
 for a vocabulary of 257,000.
 """
 
@@ -13,7 +13,6 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-from vla_finetuning.data.limits import MAX_INSTRUCTION
 from vla_finetuning.files import read_foreign_json
 
 # PaliGemma's has 34 MB.
@@ -21,6 +20,8 @@ MAX_BYTES = 256 * 2**20
 # How much longer the normalizers may make a text: those of known tokenizers do not.
 MAX_GROWTH = 16
 MAX_CPU_S, MAX_MEMORY_BYTES = 10, 2**30
+# Characters of the texts that are tried: a dataset's instruction may have as many.
+LONGEST = 20_000
 
 
 def check_tokenizer(path: Path) -> None:
@@ -40,7 +41,7 @@ def check_tokenizer(path: Path) -> None:
 def _check(path: Path, content: tuple[int, int]) -> None:
     _check_growth(path)
     command = [sys.executable, "-m", __name__, str(path), str(MAX_CPU_S)]
-    # The limit is of CPU time, which other work on the machine does not shorten; a pipe that nobody fills takes none.
+    # The limit is of CPU time, which other work on the machine does not shorten; an idle process takes none.
     try:
         done = subprocess.run(command, capture_output=True, timeout=60 * MAX_CPU_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:
@@ -84,8 +85,8 @@ def _load(path: str, cpu_s: int) -> None:
 
     tokenizer = Tokenizer.from_file(path)
     printable = "".join(map(chr, range(32, 127)))
-    alike = "a" * (MAX_INSTRUCTION - 1) + "!"  # what expressions with nested repetitions take longest for
-    for text in ((printable * (MAX_INSTRUCTION // len(printable) + 1))[:MAX_INSTRUCTION], alike):
+    alike = "a" * (LONGEST - 1) + "!"  # what expressions with nested repetitions take longest for
+    for text in ((printable * (LONGEST // len(printable) + 1))[:LONGEST], alike):
         tokenizer.encode(text)
 
 
