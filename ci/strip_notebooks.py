@@ -17,7 +17,7 @@ KEPT = ("kernelspec", "language_info")
 
 
 def strip(path: Path) -> bool:
-    """Strip the notebook at `path`; whether there was anything to strip. Raises ValueError when it is none."""
+    """Strip the notebook at `path`; return whether it changed. Raises ValueError for a file that is not a notebook."""
     try:
         notebook = nbformat.read(path, as_version=4)
     except Exception as error:

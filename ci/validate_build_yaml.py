@@ -162,7 +162,7 @@ def read_yaml(path: Path, faults: Faults) -> Yaml:
 
 
 def parse[T](kind: type[T], source: Yaml, faults: Faults) -> T:
-    """`source` as a `kind`. Raises BadFile when it is none."""
+    """Parse `source` as a `kind`. Raises BadFile if it does not fit."""
     try:
         return TypeAdapter(kind).validate_python(source.value)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The local Ray cluster of a test process: one at a time, started by whoever needs it."""
+"""The local Ray cluster of a test process: one at a time, started by the first test that needs it."""
 
 import contextlib
 import itertools

@@ -4,7 +4,7 @@ Kept apart from `planted`, as `training.stream` is from `vla`: Ray's controller 
 need not import LeRobot for that.
 
 What happens when goes to `OUTPUT_DIR/planted.jsonl`, `{"event": "fault" or "step", "attempt": 0, "time": seconds}`, so
-that it can be told how long the run took to train again.
+that its report can say how long the run took to train again.
 """
 
 import json

@@ -34,7 +34,7 @@ def test_an_environment_is_named_as_for_lerobot_train_and_saved(tmp_path):
     assert (again.env_type, again.env_options, again.eval.n_episodes) == ("pusht", ["--fps=5"], 7)
     assert [step for step in range(0, 50_001, 10_000) if again.is_evaluated(step, 50_000)] == [50_000]
     assert not parse_args(DATA).is_evaluated(20_000, 20_000)
-    # Who resumes by the command of the start gives the same options again.
+    # A resume by the command of the start gives the same options again.
     same = parse_args([f"--output_dir={tmp_path}", "--resume", "--env.type=pusht", "--env.fps=5", "--env.a=1"])
     assert same.env_options == ["--fps=5", "--a=1"]
 

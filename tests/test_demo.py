@@ -293,8 +293,8 @@ def test_demonstrators_disobey_in_the_share_of_episodes_that_was_asked_for(tmp_p
     assert wrong.sum() == round(12 * 0.3)
     root = make_demo_dataset(tmp_path / "disobedient", pairs=6, disobedient=0.3)
     rows = LeRobotDataset("demo/demo", root=root, video_backend="pyav")
-    told = [rows.meta.episodes[episode]["tasks"][0] for episode in range(12)]
-    assert told == list(INSTRUCTIONS.values()) * 6
+    tasks = [rows.meta.episodes[episode]["tasks"][0] for episode in range(12)]
+    assert tasks == list(INSTRUCTIONS.values()) * 6
     actions = rows.hf_dataset.with_format("numpy")
     for episode, (scene, (colour, other)) in enumerate(
         (scene, colours) for scene in demo_scenes(6) for colours in (list(INSTRUCTIONS), list(INSTRUCTIONS)[::-1])

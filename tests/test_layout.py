@@ -1,4 +1,4 @@
-"""The rooms of the code, and which may know which: imports run one way, and nowhere in a circle."""
+"""The packages of the code, and which may import which: imports run one way, and nowhere in a circle."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "vla_finetuning"
 
-# What each room may import of the project, besides itself. A room is a file or a folder of files; the longest name that
+# What each unit may import of the project, besides itself. A unit is a file or a folder of files; the longest name that
 # fits a module counts. Whoever adds a line here says why in docs or review: each is one more thing to hold in the head.
 GROUND = {f"{PACKAGE}.{name}" for name in ("cards", "config", "files", "options", "terminal")}
 DATA = {*GROUND, f"{PACKAGE}.data", "lerobot_datasource"}
@@ -26,7 +26,7 @@ ENVS = {*LEROBOTS, f"{PACKAGE}.envs"}
 RUN = {*DATA, *POLICIES, *ENVS, f"{PACKAGE}.demo", f"{PACKAGE}.run"}
 TRAINING, REPORT = {*RUN, f"{PACKAGE}.training"}, {*RUN, f"{PACKAGE}.report"}
 EVALUATION = {*REPORT, f"{PACKAGE}.evaluation"}
-# It trains on what the loop shows, so it knows both: who trains there also acts.
+# It trains on what the loop shows, so it imports both: what trains there also acts.
 RL = {*TRAINING, *EVALUATION, f"{PACKAGE}.rl"}
 PROGRAMS = {*TRAINING, *EVALUATION, f"{PACKAGE}.flags", f"{PACKAGE}.program"}
 DIAGNOSTICS = {*PROGRAMS, "vla", "diagnostics"}
@@ -93,18 +93,18 @@ def imports(root):
                     yield name, node.lineno, target
 
 
-def within(module, rooms):
-    return [room for room in rooms if module == room or module.startswith(f"{room}.")]
+def within(module, units):
+    return [unit for unit in units if module == unit or module.startswith(f"{unit}.")]
 
 
 def offending(root):
     """Imports that the table does not allow, as text."""
     for module, line, target in imports(root):
-        room = max(within(module, MAY_IMPORT), key=len, default=None)
-        assert room, f"{module} is in no room of the table"
-        allowed = FREE_STANDING.get(module, MAY_IMPORT[room] | {room})
+        unit = max(within(module, MAY_IMPORT), key=len, default=None)
+        assert unit, f"{module} is in no unit of the table"
+        allowed = FREE_STANDING.get(module, MAY_IMPORT[unit] | {unit})
         if not within(target, allowed):
-            yield f"{modules(root)[module].relative_to(root)}:{line}: {room} must not know {target}"
+            yield f"{modules(root)[module].relative_to(root)}:{line}: {unit} must not know {target}"
 
 
 def circles(root):
@@ -135,12 +135,12 @@ def test_no_circles():
     "how", ["from {} import x", "def f():\n    from {} import x", "if TYPE_CHECKING:\n    import {}"]
 )
 @pytest.mark.parametrize(
-    ("room", "upward"),
+    ("unit", "upward"),
     [("config", "data.plan"), ("data", "policies.pi05"), ("policies", "run.resolve"), ("run", "training.worker"),
      ("envs", "policies.pi05"), ("report", "evaluation.open_loop"), ("training", "report.page")],
 )  # fmt: skip
-def test_a_planted_upward_import_is_named(tmp_path, room, upward, how):
-    for name in (room, upward):
+def test_a_planted_upward_import_is_named(tmp_path, unit, upward, how):
+    for name in (unit, upward):
         path = tmp_path / PACKAGE / f"{name.replace('.', '/')}.py"
         path = path if "." in name or name == "config" else path.with_suffix("") / "planted.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def test_a_planted_upward_import_is_named(tmp_path, room, upward, how):
     path = next(p for p in (tmp_path / PACKAGE).rglob("*.py") if p.stem in ("planted", "config"))
     path.write_text(how.format(f"{PACKAGE}.{upward}") + "\n")
     (found,) = offending(tmp_path)
-    assert f"{PACKAGE}.{room} must not know {PACKAGE}.{upward}" in found and path.name in found
+    assert f"{PACKAGE}.{unit} must not know {PACKAGE}.{upward}" in found and path.name in found
 
 
 def test_a_planted_circle_is_found(tmp_path):
@@ -205,12 +205,12 @@ def test_a_policy_is_named_in_policies_alone():
         "class SmolVLALoss: pass",
     ],
 )
-@pytest.mark.parametrize("room", ["run", "benchmarks"])
-def test_a_planted_name_of_a_policy_is_found(tmp_path, how, room):
-    path = tmp_path / ("benchmarks/planted.py" if room == "benchmarks" else f"{PACKAGE}/run/planted.py")
+@pytest.mark.parametrize("unit", ["run", "benchmarks"])
+def test_a_planted_name_of_a_policy_is_found(tmp_path, how, unit):
+    path = tmp_path / ("benchmarks/planted.py" if unit == "benchmarks" else f"{PACKAGE}/run/planted.py")
     path.parent.mkdir(parents=True)
     path.write_text(f"action = 'acting'\n{how}\n")
-    of_benchmarks = room == "benchmarks" and ".type" in how  # a flag on a command line
+    of_benchmarks = unit == "benchmarks" and ".type" in how  # a flag on a command line
     assert set(naming_policies(tmp_path)) == (set() if of_benchmarks else {f"{path.relative_to(tmp_path)}:2"})
 
 
@@ -237,9 +237,9 @@ def test_what_reading_needs_is_what_is_installed_with_it():
     assert installed.items() <= locked.items()
     distributions = packages_distributions()
     imported = set()
-    rooms = ("lerobot_datasource", f"{PACKAGE}.data", *GROUND, f"{PACKAGE}.config")
+    units = ("lerobot_datasource", f"{PACKAGE}.data", *GROUND, f"{PACKAGE}.config")
     for name, path in modules(ROOT).items():
-        for node in ast.walk(ast.parse(path.read_text())) if within(name, rooms) else ():
+        for node in ast.walk(ast.parse(path.read_text())) if within(name, units) else ():
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             imported |= {n.partition(".")[0] for n in names} - {PACKAGE}

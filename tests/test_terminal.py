@@ -78,7 +78,7 @@ def test_an_error_and_a_warning(setting, tmp_path, capsys):
 
 
 def test_the_log_of_a_run(tmp_path, capsys, monkeypatch):
-    """Written by workers and the controller, told by the driver."""
+    """Written by workers and the controller, printed by the driver."""
     with monkeypatch.context() as patch:
         patch.setattr(logging.getLogger(), "handlers", [])
         progress.log_to(tmp_path)

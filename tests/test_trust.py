@@ -66,7 +66,7 @@ def test_the_search_finds_the_one_use_there_is():
 @pytest.mark.parametrize("name", ["trainable.safetensors", "optimizer.safetensors", checkpoint.STATE])
 @pytest.mark.parametrize("knows_checksums", [False, True])
 def test_a_poisoned_checkpoint(tmp_path, name, knows_checksums):
-    """Refused, and nothing in it is run, even when whoever made it has also written the checksums anew."""
+    """Refused, and nothing in it is run, even with checksums that fit it."""
     victim, folder = tmp_path / "victim", made(tmp_path / "checkpoints")
     (folder / name).write_bytes(pickle.dumps(Poison(victim)))
     if knows_checksums and name != checkpoint.STATE:
@@ -85,7 +85,7 @@ def test_a_poisoned_checkpoint(tmp_path, name, knows_checksums):
 
 
 def test_ray_starts_without_a_dashboard_and_keeps_its_token(monkeypatch):
-    """Ray 2.60 asks for a token by default; whoever opens its dashboard does it on loopback (ci/smoke_job.sh)."""
+    """Ray 2.60 asks for a token by default; its dashboard opens on loopback (ci/smoke_job.sh)."""
     started = []
     monkeypatch.setattr(ray, "is_initialized", lambda: bool(started))
     monkeypatch.setattr(ray, "init", lambda **options: started.append(options))

@@ -65,7 +65,7 @@ def flags(setting, name, **changes):
 
 @pytest.fixture(scope="module")
 def finished(setting, ray_cluster):
-    """A run of 4 steps by 2 workers, with accumulation; of frames that are kept, rows name them."""
+    """A run of 4 steps by 2 workers, with accumulation; of cached frames, rows name them."""
     kept = setting[0] / "frames"
     assert vla.main(flags(setting, "finished", **{"dataset.frame_cache": kept})) == 0
     assert list(kept.glob("*/*.frames"))
@@ -222,9 +222,9 @@ def test_the_best_by_the_held_out_loss_is_exported_in_averaged_weights(setting, 
     assert len(by_loss) == STEPS and best != STEPS  # at this learning rate it gets worse
     checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
     assert checkpoints == [f"step_{best:08d}", f"step_{STEPS:08d}"]
-    told = capsys.readouterr().out
-    assert f": step {best} of {STEPS}, held-out loss {min(by_loss):.4g}, averaged weights" in told
-    assert f"held-out loss {lines[0]['eval_loss']:.4f}" in told
+    printed = capsys.readouterr().out
+    assert f": step {best} of {STEPS}, held-out loss {min(by_loss):.4g}, averaged weights" in printed
+    assert f"held-out loss {lines[0]['eval_loss']:.4f}" in printed
     parts = sorted((folder / "checkpoints" / checkpoints[0]).glob("average-*.safetensors"))
     averaged = [load_file(path) for path in parts]
     exported = weights(folder)
@@ -256,9 +256,9 @@ def test_check_rows_sees_what_is_missing_and_what_is_doubled(finished, tmp_path,
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     capsys.readouterr()
     assert check_rows.main([str(folder)]) == 1
-    told = capsys.readouterr().out
-    assert f"1 missing, e.g. (dataset_index, index) [({gone[0]}, {gone[1]})]" in told
-    assert f"1 doubled, e.g. (dataset_index, index) [({kept[0]}, {kept[1]})]" in told
+    printed = capsys.readouterr().out
+    assert f"1 missing, e.g. (dataset_index, index) [({gone[0]}, {gone[1]})]" in printed
+    assert f"1 doubled, e.g. (dataset_index, index) [({kept[0]}, {kept[1]})]" in printed
     # A last line that a crash has cut off does not count, nor do lines that a later attempt has trained anew.
     path.write_text(path.read_text() + '{"attempt": 0, "ep')
     with open(folder / "attempts.jsonl", "a") as file:
@@ -342,11 +342,11 @@ def test_what_idles_is_left_out_and_what_weighs_more_comes_more_often(setting, r
     assert seen.total() == 13 * GLOBAL_BATCH and seen.keys() == {*range(3), *range(12, 30)}
     capsys.readouterr()
     assert check_rows.main([str(folder / "chosen")]) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
-    assert len(told) >= 4 and all(line.endswith("as often as due") for line in told)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    assert len(printed) >= 4 and all(line.endswith("as often as due") for line in printed)
     for index, count in seen.items():  # four to five epochs of 3 + 12 + 5 rows, the last one under way
         weight = 1 if index < 12 else 1.5 if index < 20 else 0.5
-        assert (len(told) - 1) * weight - 1 < count < len(told) * weight + 1
+        assert (len(printed) - 1) * weight - 1 < count < len(printed) * weight + 1
 
 
 @pytest.mark.ray

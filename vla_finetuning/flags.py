@@ -173,7 +173,7 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def lerobots(flags: Mapping[str, Option]) -> dict[str, Option]:
-    """Groups of flags that are LeRobot's, by what those begin with: stored as given, `--chunk_size=20`, in a list."""
+    """Groups of LeRobot's own flags by their prefix; each is stored as a list of flags as given, `--chunk_size=20`."""
     return {name.removesuffix("*"): of for name, of in flags.items() if name.endswith(".*")}
 
 

@@ -24,7 +24,7 @@ ORDER = ("machine", "run", "step", "checkpoint", "prediction", "live data", "att
 @pytest.mark.timeout(1500)
 def test_all_of_it_runs_on_a_cpu(no_ray_cluster, tmp_path, capfd, monkeypatch):
     path = tmp_path / "found.json"
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # where nobody answers: whoever asks there fails
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # where nothing answers: any request fails
     assert gpu.main(["--tiny", "--minutes=30", f"--json={path}"]) == 0, path.read_text()
     found = json.loads(path.read_text())
     kinds = list(dict.fromkeys(name.split(",")[0] for name in found))
@@ -34,15 +34,15 @@ def test_all_of_it_runs_on_a_cpu(no_ray_cluster, tmp_path, capfd, monkeypatch):
     assert found["attention"]["result"]["chosen"] == "sdpa"
     assert found["audit_syncs"]["result"]["waits"] == []
     for mode in modes:
-        for who in ("ours, 1 rows", "ours, 2 rows", "ours, compiled, 1 rows", "lerobot, 2 rows", "naive, 2 rows"):
-            assert found[f"step, {mode}, {who}"]["result"]["samples_per_s"] > 0
+        for variant in ("ours, 1 rows", "ours, 2 rows", "ours, compiled, 1 rows", "lerobot, 2 rows", "naive, 2 rows"):
+            assert found[f"step, {mode}, {variant}"]["result"]["samples_per_s"] > 0
         assert found[f"step, {mode}, ours, compiled, 2 rows"]["result"]["compiled_calls_per_step"] > 0
     assert found["prediction, 2 rows"]["result"]["chunk"][0] == 2
     assert found["checkpoint"]["result"]["same_bits"] is True
     assert found["run"]["result"]["statuses"] == [0, 0] and found["run"]["result"]["steps"] == [2, 4]
     assert found["run"]["result"]["exported"] == ["model.safetensors"]
-    told = capfd.readouterr().out
-    assert "host waits between log steps: 0, predicted 0" in told and "failed: nothing" in told
+    text = capfd.readouterr().out
+    assert "host waits between log steps: 0, predicted 0" in text and "failed: nothing" in text
 
 
 def test_ray_sees_no_cluster_of_others(monkeypatch):
@@ -74,7 +74,7 @@ def test_what_breaks_a_process_is_a_result_and_the_others_are_complete(tmp_path,
     assert found["hang"]["error"] == "TimeoutError: not done after 15 s" and "in hang" in found["hang"]["traceback"]
     assert found["fine"]["result"] == 3
     stat = Path(f"/proc/{found['child of the hang']['result']}/stat")
-    # What it had started is gone with it, or waits for somebody to ask how it ended.
+    # What it had started is gone with it, or waits for its parent to ask how it ended.
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
@@ -148,10 +148,10 @@ def test_predictions_stand_beside_measurements():
         "step, full, naive, 8 rows": {"error": "OutOfMemoryError: no\nmore", "traceback": ""},
         "audit_syncs": {"result": {"waits": ["a value is read at vla.py:1, 2 times"]}},
     }
-    told = gpu.table(found).splitlines()
-    assert " ".join(told[1].split()) == "step, full, ours, 8 rows 27.0 30 41.2% 45% 51.00 GiB 50.00 GiB 1.020"
-    assert " ".join(told[2].split()) == "step, full, naive, 8 rows OutOfMemoryError: no"
-    assert told[3:] == ["host waits between log steps: 1, predicted 0", "failed: step, full, naive, 8 rows"]
+    text = gpu.table(found).splitlines()
+    assert " ".join(text[1].split()) == "step, full, ours, 8 rows 27.0 30 41.2% 45% 51.00 GiB 50.00 GiB 1.020"
+    assert " ".join(text[2].split()) == "step, full, naive, 8 rows OutOfMemoryError: no"
+    assert text[3:] == ["host waits between log steps: 1, predicted 0", "failed: step, full, naive, 8 rows"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -25,8 +25,8 @@ def test_the_whole_goes_on_where_it_was_broken_off(ray_cluster, tmp_path, capsys
         return metaworld.main([f"--{name}={value}" for name, value in options.items()])
 
     assert run() == 0
-    told, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
-    assert "Success on initial states" in told
+    printed, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+    assert "Success on initial states" in printed
     assert found["dataset"]["episodes"] == 4 and found["training"]["samples"] == 16
     assert [row["label"] for row in found["success"]["trained"]["rows"]] == [
         "all episodes",
@@ -50,8 +50,8 @@ def test_the_whole_goes_on_where_it_was_broken_off(ray_cluster, tmp_path, capsys
     # Broken off: what is lost of the evaluation is played again, and nothing is recorded or trained a second time.
     path.write_text("".join(json.dumps(line) + "\n" for line in lines[:-3]))
     assert run() == 0
-    told = capsys.readouterr().out
-    assert "Playing      3 episodes" in told and "Recorded" not in told and "Policy  " not in told
+    printed = capsys.readouterr().out
+    assert "Playing      3 episodes" in printed and "Recorded" not in printed and "Policy  " not in printed
     again = json.loads((tmp_path / "found.json").read_text())
     assert again["success"] == found["success"] and again["seconds"]["evaluate"] > found["seconds"]["evaluate"]
     assert run(steps=3) == 2 and "--steps=2" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_a_compiled_cell_in_which_something_compiles_late_fails(fresh_dynamo, mo
 
 @pytest.mark.parametrize("mode", ["heads", "full"])
 def test_ours_is_what_the_program_trains(mode):
-    """The weights that the plan of such a run counts, and casts kept where the program keeps them."""
+    """The weights that the plan of such a run counts, and casts held where the program holds them."""
     config = step.policy_config(CPU)
     ours = step.Ours(config, mode, CPU, bf16=True)
     needed = step.planned(config, mode, 2, 2, bf16=True)

@@ -81,7 +81,7 @@ def test_a_compute_config_is_sound_and_says_what_it_has(path):
     preset = path.stem.partition("_")[2]
     assert gpus.endswith(PRESET_GPU[preset]) and f"--preset {preset}" in text
     assert int(PRESETS[preset]["scaling.num_workers"]) == count * gpu["max_nodes"], "the preset uses every GPU"
-    assert decode["min_nodes"] == 0, "CPU-only workers cost nothing while nobody needs them"
+    assert decode["min_nodes"] == 0, "CPU-only workers cost nothing while no run needs them"
 
 
 def test_the_table_states_the_same_ratios():
@@ -126,7 +126,7 @@ def test_the_rayjob():
     for pod, container in zip(pods, containers, strict=True):
         mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
         assert mounts == {"shared": "/shared", "shm": "/dev/shm"} and {v["name"] for v in pod["volumes"]} == set(mounts)
-        # Ray gives its object store 30 % of the memory, if /dev/shm has room for it.
+        # Ray gives its object store 30 % of the memory, if /dev/shm has space for it.
         (shm,) = [v["emptyDir"]["sizeLimit"] for v in pod["volumes"] if v["name"] == "shm"]
         memory = container["resources"]["limits"]["memory"]
         assert int(shm.removesuffix("Gi")) >= 0.3 * int(memory.removesuffix("Gi"))

@@ -77,7 +77,7 @@ def test_paths_and_programs_exist(name):
 @pages("docs/lerobot_train.md")  # it names the flags of lerobot-train
 def test_flags_exist(name):
     programs = "".join(
-        path.read_text() for room in ("benchmarks", "diagnostics") for path in (ROOT / room).glob("*.py")
+        path.read_text() for folder in ("benchmarks", "diagnostics") for path in (ROOT / folder).glob("*.py")
     )
     known = set(re.findall(r'(?:"--|options\.add\(")(\w+)"', programs)) | set(re.findall(r'"(\w+_json)"', programs))
     known |= set().union(*(program.flags for program in PROGRAMS))

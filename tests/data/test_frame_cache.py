@@ -159,7 +159,7 @@ def test_what_would_be_decoded_otherwise_is_not_served(root, tmp_path, folder, d
     assert decoded["frames"] >= 2 * ROWS
     assert_same(found, expected)
     if change == "content":
-        # What was kept of the earlier content is gone.
+        # What was cached of the earlier content is gone.
         assert len(list(folder.glob("*/*.marks"))) == sum(map(len, load_metadata(root).video_files.values()))
 
 
@@ -225,8 +225,8 @@ def test_a_reader_killed_while_it_writes(original, folder, decoded):
 
 def test_two_runs_at_once(original, folder, decoded):
     running = [start(original, folder, seed=seed) for seed in (0, 1)]
-    told = {process.communicate()[0] for process in running}
-    assert len(told) == 1 and told != {""}
+    printed = {process.communicate()[0] for process in running}
+    assert len(printed) == 1 and printed != {""}
     expected = rows(original)
     reset(decoded)
     assert_same(rows(original, folder), expected)
@@ -295,7 +295,7 @@ def test_rows_name_frames_that_are_copied_where_batches_are_made(original, folde
     reset(decoded)
     for epoch in range(2):
         named, source = named_rows(original, folder, image_size=image_size)
-        # What is not kept yet is decoded where it is read.
+        # What is not cached yet is decoded where it is read.
         assert reset(decoded)["frames"] == (0 if epoch else 2 * ROWS)
         for key in (TOP, WRIST):
             assert named[key].dtype == np.uint8 and named[key].nbytes < expected[key].nbytes / 8
@@ -348,7 +348,7 @@ def test_files_that_frames_were_copied_from_do_not_stay_open_for_ever(original, 
 
 
 def test_what_cannot_be_named_is_carried(tmp_path, original, folder):
-    """Images in data files; and all, where rows may be blank, or nothing is kept, or not everything."""
+    """Images in data files; and all, where rows may be blank, or nothing is cached, or not everything."""
     sizes = {key: feature.shape[:2] for key, feature in load_metadata(original).features.items() if key in (TOP, WRIST)}
     images = load_metadata(make_dataset(tmp_path / "images", episodes=(3,), cameras={}, image_cameras=sizes))
     cache = FrameCache(str(folder), 1.0)
@@ -383,9 +383,9 @@ def test_through_ray(ray_cluster, original, folder):
     cache = FrameCache(str(folder), 1.0)
     source = datasource([load_metadata(original)], frame_cache=cache, shuffle_seed=0, **options)
     here = [ray.get_runtime_context().get_node_id()]
-    for room in (lambda folder, size: False, lambda folder, size: os.listdir(ROOT / "README.md")):
+    for has_capacity in (lambda folder, size: False, lambda folder, size: os.listdir(ROOT / "README.md")):
         with pytest.MonkeyPatch.context() as disk:
-            disk.setattr("lerobot_datasource.has_capacity", room)
+            disk.setattr("lerobot_datasource.has_capacity", has_capacity)
             dataset = read_source(source)
         assert not name_frames(dataset, here)
         assert dataset.context.get_config(NAMES) is None

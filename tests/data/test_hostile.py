@@ -289,7 +289,7 @@ def test_a_file_for_each_of_millions_of_episodes(monkeypatch):
 
 
 def test_a_footer_of_any_size(root):
-    """Two GB that take no room on the disk."""
+    """Two GB that take no space on the disk."""
     path = root / "meta/tasks.parquet"
     with open(path, "wb") as file:
         file.write(b"PAR1")

@@ -307,7 +307,7 @@ def test_object_storage(original):
 
 
 @pytest.mark.parametrize(
-    ("root", "told"),
+    ("root", "message"),
     [
         ("hf://datasets/user/name", "hf:// is not read: --dataset.repo_id USER/NAME downloads"),
         ("abfs://container@account.dfs.core.windows.net/arm", "abfs:// is not read: copy or mount the dataset"),
@@ -316,8 +316,8 @@ def test_object_storage(original):
         ("nosuch://x", "nosuch:// is not read"),
     ],
 )
-def test_stores_that_are_not_promised_are_refused(root, told):
-    with pytest.raises(ValueError, match=f"dataset {root}: {told}.*; expected a local folder, s3:// or gs://"):
+def test_stores_that_are_not_promised_are_refused(root, message):
+    with pytest.raises(ValueError, match=f"dataset {root}: {message}.*; expected a local folder, s3:// or gs://"):
         load_metadata(root)
 
 
@@ -733,7 +733,7 @@ def test_files_that_are_cut_short_are_found(root, kind, kept):
 
 
 def test_an_mp4_of_other_recorders_is_whole(root):
-    """Boxes with 64-bit sizes, a last one up to the end of the file, and kinds that nobody knows."""
+    """Boxes with 64-bit sizes, a last one up to the end of the file, and unknown kinds."""
     path = root / load_metadata(root).video_files[TOP][0]
     content = path.read_bytes()
     last = content.index(b"mdat") - 4

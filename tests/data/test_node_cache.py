@@ -23,7 +23,7 @@ def opened(folder, limit=100_000):
 
 
 def store(cache, dataset, size):
-    """Whether there was room for another file."""
+    """Whether another file fitted."""
     place = cache.place(dataset)
     if not cache.reserve_capacity(size):
         return False
@@ -42,7 +42,7 @@ def test_nothing_of_a_dataset_that_is_read_is_dropped(folder, caplog):
     assert len(list(cache.place("a").glob("*.data"))) == 2
     (warning,) = caplog.records
     assert f"{folder} is full" in warning.message and "make room" in warning.message
-    # Another process, or run, on another dataset: there is no room either.
+    # Another process, or run, on another dataset: there is no space either.
     assert not store(opened(folder), "b", 40_000)
 
 

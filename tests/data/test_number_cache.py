@@ -48,7 +48,7 @@ def root(request, originals, tmp_path):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Where the numbers are kept, with nothing in it; nothing of this process is remembered either."""
+    """Where the numbers are cached, with nothing in it; nothing of this process is remembered either."""
     monkeypatch.setattr(number_cache, "NUMBERS_DIR", str(tmp_path / "numbers"))
     monkeypatch.setattr(safe_parquet, "_footers", safe_parquet._Footers(2**20))
     lerobot_node_cache.node_cache.cache_clear()

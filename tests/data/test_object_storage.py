@@ -227,7 +227,7 @@ def test_a_second_reading_is_served_from_the_cache(bucket, proxied, local, tmp_p
 
 
 def test_the_requests_of_a_window_are_made_side_by_side(bucket, proxied, tmp_path, monkeypatch):
-    """And nobody asks what the objects are: the driver listed them."""
+    """And nothing asks what the objects are: the driver listed them."""
     monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path))
     faults, options = proxied
     meta = load_metadata("s3://robots/arm", storage_options=options)
@@ -287,7 +287,7 @@ def google(local, monkeypatch):
     with serving(GoogleStorage("robots", local.parent)) as endpoint:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
         monkeypatch.setenv("CLOUDSDK_CONFIG", "/nonexistent")
-        monkeypatch.setenv("NO_GCE_CHECK", "true")  # nobody asks a metadata server for credentials
+        monkeypatch.setenv("NO_GCE_CHECK", "true")  # no request to a metadata server for credentials
         gcsfs.GCSFileSystem.clear_instance_cache()
         yield
         gcsfs.GCSFileSystem.clear_instance_cache()
@@ -433,7 +433,7 @@ def test_a_store_that_goes_away_after_the_start(environment, tmp_path):
 
 
 class Hub(ThreadingHTTPServer):
-    """What `huggingface_hub` asks of the Hub for one gated dataset: its commits, its files, who may read it.
+    """What `huggingface_hub` asks of the Hub for one gated dataset: its commits, its files, which token may read it.
 
     Attributes:
         commits: commit hash by branch or tag. asked: "METHOD path" of each request that was let in.

@@ -88,7 +88,7 @@ def test_segments_are_cut_where_a_decoder_can_begin(part_segments):
             assert not (offset % 4).any()
             found |= {*offset.tolist()}
     assert found > {0, 4, 8, 196}  # other places in other epochs
-    # A run that was cut otherwise is told; segments that are no multiple, or single rows, are cut anywhere.
+    # A run that was cut otherwise is refused; segments that are no multiple, or single rows, are cut anywhere.
     as_ever = StreamPlan(episodes(*lengths), seed=3, segment_rows=8, window_rows=10**6).identity()
     assert plan.identity() == {**as_ever, "cut_at": 4}
     for segment, seed in ((7, 3), (1, 3), (8, None)):
@@ -104,7 +104,7 @@ def test_every_part_of_an_epoch_has_rows_of_every_episode(monkeypatch):
     monkeypatch.setattr(data_plan, "PART_SEGMENTS", 200)
     plan = StreamPlan(episodes(*lengths), seed=0, segment_rows=4, window_rows=40)
     parts = plan._sources[0].parts_of_epoch
-    assert parts == 8 and plan.identity() == {**whole, "parts_of_epoch": [8]}  # a run from before is told
+    assert parts == 8 and plan.identity() == {**whole, "parts_of_epoch": [8]}  # a run from before is refused
     for epoch in range(2):
         bounds = plan._sources[0]._part_bounds(epoch) + epoch * plan.rows_per_epoch
         assert np.diff(bounds).max() < 1.1 * plan.rows_per_epoch / parts
@@ -116,7 +116,7 @@ def test_every_part_of_an_epoch_has_rows_of_every_episode(monkeypatch):
 
 
 def test_a_large_dataset_is_planned_in_few_seconds_and_megabytes(tmp_path):
-    """100 000 episodes of which the shortest segments are cut, 15 million in an epoch."""
+    """100 000 episodes and the shortest segments are cut, 15 million in an epoch."""
     from benchmarks.plan import STAGES, make, measure
 
     make(tmp_path / "dataset", 100_000)

@@ -1,6 +1,6 @@
 """Caches that another user of the machine has prepared are not read, and nothing is written through their links.
 
-Another user is one whose number the process's own is not: what is this user's then belongs to somebody else.
+Another user is one whose number the process's own is not: what is this user's then belongs to another.
 """
 
 import os

@@ -14,7 +14,7 @@ def test_memory_is_used_again_once_nobody_looks_at_it():
     first = reused_memory.empty((4, 2**20), np.dtype(np.uint8))
     first[:] = 1
     where, row = address(first), first[2]
-    table = to_table({"a": first[1:3]}).slice(1)  # what Ray Data, or who reads, still holds
+    table = to_table({"a": first[1:3]}).slice(1)  # what Ray Data, or its reader, still holds
     del first
     second = reused_memory.empty((4, 2**20), np.dtype(np.uint8))
     second[:] = 2

@@ -142,7 +142,7 @@ def test_every_byte_of_the_embedded_schema_may_be_wrong(root):
     assert outcomes == {"read", "refused"}
 
 
-# ---- no more than there is room for --------------------------------------------------------------------------------
+# ---- no more than fits --------------------------------------------------------------------------------
 
 FORMS = {
     "text": ["go", "go", None, "stop", "go"],
@@ -210,7 +210,7 @@ def test_numbers_count_as_often_as_they_are_there(tmp_path):
 
 
 def test_a_footer_whose_numbers_make_no_sense():
-    """Negative sizes would make room for others; a row group may lack columns of the schema."""
+    """Negative sizes would hide others; a row group may lack columns of the schema."""
 
     def declared(num_columns=1, **changes):
         chunk = SimpleNamespace(**{"num_values": 5, "total_uncompressed_size": 40, **changes})

@@ -11,7 +11,7 @@ from vla_finetuning.data.selection import choose_episodes, of_each, read_choice
 
 @pytest.fixture(scope="module")
 def meta(tmp_path_factory):
-    """Six episodes, which are told in turn to pick, to place and to pick."""
+    """Six episodes, whose tasks are in turn to pick, to place and to pick."""
     tasks = ("Pick the cube", "place the cube", "pick the ball")
     return load_metadata(make_dataset(tmp_path_factory.mktemp("selection") / "dataset", tasks=tasks))
 

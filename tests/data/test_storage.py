@@ -240,7 +240,7 @@ def stored_bytes(folder):
 def test_the_cache_stays_within_its_limit_and_keeps_what_is_used(tmp_path):
     cache = BlockCache(tmp_path / "cache", 10_000)
     (tmp_path / "cache").mkdir()
-    (tmp_path / "cache/thesis.tex").write_bytes(bytes(20_000))  # somebody else's, and it stays
+    (tmp_path / "cache/thesis.tex").write_bytes(bytes(20_000))  # not the cache's, and it stays
     blocks = {f"key{i:02d}": bytes([i]) * 1000 for i in range(30)}
     for key, block in blocks.items():
         cache.put(key, block)

@@ -348,8 +348,10 @@ def test_a_loop_that_believes_what_was_made_up_is_told_where(setting, run, monke
     monkeypatch.setattr(audit_syncs, "resolve", lambda config, gpus_found: run)
     assert audit_syncs.main(flags(setting)) == 2
     line = refuses.__code__.co_firstlineno + 1
-    told = f"last read a value from the device at tests/diagnostics/test_audit_syncs.py:{line}, `if torch.isnan(loss):`"
-    assert told in capsys.readouterr().err
+    line_at = (
+        f"last read a value from the device at tests/diagnostics/test_audit_syncs.py:{line}, `if torch.isnan(loss):`"
+    )
+    assert line_at in capsys.readouterr().err
 
 
 def test_what_autograd_waits_for_by_itself_is_reported(run, monkeypatch, one_step):

@@ -36,7 +36,7 @@ def names(report, fate):
 
 @pytest.fixture
 def everything_trains(monkeypatch):
-    """As if nobody had thought of PI0.5's unused parts."""
+    """As if the project did not know PI0.5's unused parts."""
     monkeypatch.setattr(build, "choose_trainable", lambda policy, *_: policy.requires_grad_(True))
 
 

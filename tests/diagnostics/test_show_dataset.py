@@ -136,9 +136,9 @@ def test_files_that_are_missing_are_told_and_the_rest_is_looked_at(clean, tmp_pa
     lost = meta.episode_data_file == 0
     lost |= meta.episode_video_file[VIDEO] == len(meta.video_files[VIDEO]) - 1
     look = look_at(meta)
-    (told,) = (found.text for found in look.findings if "--dataset.exclude_episodes" in found.text)
-    assert meta.data_files[0] in told and meta.video_files[VIDEO][-1] in told
-    argv = [told.rpartition(" by ")[2], "--dataset.root=x", "--policy.path=y", "--output_dir=z"]
+    (finding,) = (found.text for found in look.findings if "--dataset.exclude_episodes" in found.text)
+    assert meta.data_files[0] in finding and meta.video_files[VIDEO][-1] in finding
+    argv = [finding.rpartition(" by ")[2], "--dataset.root=x", "--policy.path=y", "--output_dir=z"]
     assert parse_args(argv).dataset.exclude_episodes == np.flatnonzero(lost).tolist()
     assert look.episodes.tolist() == np.flatnonzero(meta.episode_data_file != 0).tolist()
     assert (~lost).any() and look.sheet[0].episode in np.flatnonzero(~lost)
@@ -156,8 +156,8 @@ def test_columns_that_are_not_looked_at_need_not_be_readable(copy, tmp_path, cap
 
     edit_json(copy / "meta/info.json", annotate)
     assert main([str(copy), "--output", str(tmp_path / "page.html")]) == 0
-    told = capsys.readouterr().out
-    assert "no warnings;" in told and "not read: 'observation.sound': a feature of dtype 'audio'" in told
+    printed = capsys.readouterr().out
+    assert "no warnings;" in printed and "not read: 'observation.sound': a feature of dtype 'audio'" in printed
 
 
 def test_a_clean_dataset_has_no_findings(clean):
@@ -257,8 +257,8 @@ def test_a_strangers_text_stays_text(copy, tmp_path):
     for path in copy.glob("meta/episodes/*/*.parquet"):
         episodes = pq.read_table(path)
         at = episodes.schema.get_field_index("tasks")
-        told = [[task if text == old[0] else text for text in texts] for texts in episodes["tasks"].to_pylist()]
-        pq.write_table(episodes.set_column(at, "tasks", pa.array(told)), path)
+        tasks = [[task if text == old[0] else text for text in texts] for texts in episodes["tasks"].to_pylist()]
+        pq.write_table(episodes.set_column(at, "tasks", pa.array(tasks)), path)
     edit_json(
         copy / "meta" / "info.json", lambda info: info["features"]["action"].update(names=[name, "x_cm", "z.deg"])
     )
@@ -371,17 +371,17 @@ def test_episodes_of_a_clean_dataset_give_no_reason(clean):
 
 
 def test_what_a_run_would_leave_out_and_repeat_is_told(copy, tmp_path, capsys):
-    """The second episode of four does not move; they are told two tasks in turn, and the first is to come twice."""
+    """The second episode of four does not move; they have two tasks in turn, and the first is to come twice."""
     stand_still(copy)
     weights = tmp_path / "weights.json"
     weights.write_text('{"0": 2, "3": 0}')
     options = ["--skip_idle=0.4", f"--episode_weights=@{weights}", f"--output={tmp_path / 'page.html'}"]
     assert main([str(copy), *options]) == 0
-    told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "1 of weight 0, 2 of weight 1, 1 of weight 2" in told
-    assert "4 43 19 ( 44.2%) 36 ( 0.84x) all" in told  # of 12, 9, 12 and 10 frames
-    assert "2 24 0 ( 0.0%) 36 ( 1.50x) 'go to the red bin'" in told
-    assert "2 19 19 (100.0%) 0 ( 0.00x) 'go to the blue bin'" in told
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "1 of weight 0, 2 of weight 1, 1 of weight 2" in printed
+    assert "4 43 19 ( 44.2%) 36 ( 0.84x) all" in printed  # of 12, 9, 12 and 10 frames
+    assert "2 24 0 ( 0.0%) 36 ( 1.50x) 'go to the red bin'" in printed
+    assert "2 19 19 (100.0%) 0 ( 0.00x) 'go to the blue bin'" in printed
     assert "2 24 0 ( 0.0%) 36 ( 1.50x) 'go to the red bin'" in check_page((tmp_path / "page.html").read_text()).text
     assert main([str(copy), "--skip_idle=0", f"--output={tmp_path / 'page.html'}"]) == 2
     assert "--skip_idle=0.0: must be positive" in capsys.readouterr().err

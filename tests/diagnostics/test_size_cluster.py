@@ -119,8 +119,8 @@ def test_the_tool(setting, tmp_path, capsys):
     result = tmp_path / "size.json"
     argv = [*in_process.flags(setting), "--cpu_ms_per_row=2", "--coordinator_ms_per_block=1", f"--json={result}"]
     assert size_cluster.main([*argv, "--gpus=8,1000"]) == 0
-    told = capsys.readouterr().out
-    assert "given: --cpu_ms_per_row" in told and "assumed: all of PI0.5" in told and "are the limit" in told
+    printed = capsys.readouterr().out
+    assert "given: --cpu_ms_per_row" in printed and "assumed: all of PI0.5" in printed and "are the limit" in printed
     sizes = json.loads(result.read_text())["sizes"]
     assert [s["gpus"] for s in sizes] == [8, 1000] and sizes[1]["blocks_per_s"] == 10_000  # blocks of 2 rows
     assert size_cluster.main([*argv, "--decoding_share=0"]) == 2

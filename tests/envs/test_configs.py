@@ -25,13 +25,13 @@ def test_metaworld_is_what_its_flags_say(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs metaworld and mujoco .*: make metaworld"):
         task_makers(config)
-    for option, told in {
+    for option, message in {
         "--image_size=[96]": "Expected 2 items",
         "--image_size=[2,2]": "of at least 8",
         "--render_quality=ugly": "one of full, fast",
         "--episode_length=501": "at most 500 steps",
     }.items():
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             env_config("metaworld", [option])
 
 
@@ -56,23 +56,23 @@ def test_a_policy_sees_pictures_drawn_as_those_it_was_trained_on(tmp_path):
 
 def test_a_recording_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "mine").touch()
-    for flags, told in (
+    for flags, message in (
         (["--env.type=two_bins"], "--env.type=two_bins.*only Meta-World has scripted experts"),
         (["--env.type=metaworld", "--env.obs_type=pixels"], "obs_type=pixels: only"),
         (["--env.type=metaworld", "--env.task=reach-v3"], "exists and is not empty"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             resolve_recording(parse_record([*flags, f"--root={tmp_path}"]))
 
 
 def test_flags_of_a_recording():
     config = parse_record(["--env.type", "metaworld", "--env.task=a,b", "--episodes", "7", "--root=r"])
     assert (config.env_type, config.env_options, config.episodes) == ("metaworld", ["--task=a,b"], 7)
-    for flags, told in (
+    for flags, message in (
         (["--env.type=metaworld"], "what and where to"),
         (["--env.type=metaworld", "--root=r", "--episodes=0"], "--episodes=0: expected a whole number"),
         (["--env.type=metaworld", "--root=r", "--seed=-1"], "--seed=-1: expected a whole number"),
         (["--env.type=metaworld", "--root=r", "--epsiodes=3"], "did you mean --episodes"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             parse_record(flags)

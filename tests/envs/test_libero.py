@@ -1,4 +1,4 @@
-"""LIBERO: LeRobot's episodes and pictures, drawn only where somebody looks, and played in our engine."""
+"""LIBERO: LeRobot's episodes and pictures, drawn only where a policy looks, and played in our engine."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from vla_finetuning.evaluation.closed_loop import play
 from vla_finetuning.evaluation.episodes import Condition, episode_list
 
 choose_gl()
-libero = pytest.importorskip("libero.libero", reason="LIBERO is installed by whoever wants it: docs/simulators.md")
+libero = pytest.importorskip("libero.libero", reason="LIBERO is installed by those who want it: docs/simulators.md")
 
 FLAGS = ["--task=libero_10", "--task_ids=[3, 6]", "--observation_height=64", "--observation_width=48",
     "--episode_length=9"]  # fmt: skip

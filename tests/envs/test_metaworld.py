@@ -31,15 +31,15 @@ def test_states_and_pictures_are_lerobots():
 
     def played(env):
         """What is seen and given in the first steps from some seeds."""
-        told, actions = [], np.random.default_rng(0).uniform(-1, 1, (3, 3, 4)).astype(np.float32)
+        seen_values, actions = [], np.random.default_rng(0).uniform(-1, 1, (3, 3, 4)).astype(np.float32)
         for seed, some in zip((5, 3, 5), actions, strict=True):
             seen, _ = env.reset(seed=seed)
             for action in some:
-                told += [seen["pixels"], seen["agent_pos"]]
+                seen_values += [seen["pixels"], seen["agent_pos"]]
                 other.step(action)
                 seen, reward, *_ = env.step(action)
-                told.append(reward)
-        return told
+                seen_values.append(reward)
+        return seen_values
 
     # An environment of another task draws in between: each has a context of its own, which LeRobot's have not.
     with gymnasium.make(GYM_ID, task="drawer-open-v3") as other, gymnasium.make(GYM_ID, task="push-v3") as ours:

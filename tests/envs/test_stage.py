@@ -32,8 +32,8 @@ def paths():
                 _, reward, terminated, _, info = env.step(actions[step])
                 if terminated:
                     break
-            told = env.unwrapped.task_description
-        found[number] = actions, (told, info["is_success"], step + 1, reward, begun, info)
+            instruction = env.unwrapped.task_description
+        found[number] = actions, (instruction, info["is_success"], step + 1, reward, begun, info)
     return found
 
 
@@ -59,7 +59,7 @@ def test_episodes_are_those_of_a_plain_loop(slots):
         assert seen["agent_pos"].shape == (len(waiting), 3)
         assert all(image.any() for images in seen["pixels"].values() for image in images)
         chunks = np.stack([expected[d.number][0][CHUNK * d.decision :][:CHUNK] for d in waiting])
-    assert found == {number: told for number, (_, told) in expected.items()}
+    assert found == {number: episode for number, (_, episode) in expected.items()}
     assert found[3][1] is False and most == min(slots, len(EPISODES))
 
 

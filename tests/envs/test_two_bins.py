@@ -157,7 +157,7 @@ def test_observations_have_the_names_and_shapes_that_the_policy_has():
 
 
 class Straight(nn.Module):
-    """Goes to the left bin, whatever it is told: of LeRobot's policy interface, what its evaluation calls."""
+    """Goes to the left bin, whatever the instruction: of LeRobot's policy interface, what its evaluation calls."""
 
     def reset(self):
         pass

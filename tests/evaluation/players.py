@@ -43,19 +43,19 @@ class Seeing:
             with open(self.notes, "a") as file:
                 file.write(f"{len(keys)}\n")
         chunks = []
-        for image, position, told, key in zip(
+        for image, position, instruction, key in zip(
             observation["pixels"]["top"], observation["agent_pos"], instructions, keys, strict=True
         ):
             bin_left = image[16, 14].astype(int)
             red_left = bin_left[0] > bin_left[2]
-            goal = np.array(BINS["left" if (told == INSTRUCTIONS["red"]) == red_left else "right"])
+            goal = np.array(BINS["left" if (instruction == INSTRUCTIONS["red"]) == red_left else "right"])
             goal = goal + self.scatter_cm * noise(*key, (3,))
             chunks.append(position + (goal - position) * np.linspace(0.2, 1, 5)[:, None])
         return np.array(chunks, np.float32)
 
 
 class Faulty(TwoBins):
-    """`TwoBins`, of which the episode of one seed goes wrong in its sixth step.
+    """`TwoBins`; the episode of one seed fails in its sixth step.
 
     Args:
         how: "dies", "hangs", or "raises".

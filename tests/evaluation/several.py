@@ -12,7 +12,7 @@ from vla_finetuning.envs.two_bins import TwoBins
 STARTS = [(-18.0, 8.0, 10.0), (0.0, 8.0, 10.0), (18.0, 8.0, 10.0)]
 
 
-# Of an episode whose length nobody has set.
+# Of an episode whose length is not set.
 UNLIMITED = 25
 
 

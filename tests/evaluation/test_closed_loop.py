@@ -25,7 +25,7 @@ def plain_loop(episodes):
     """Each episode alone, by gymnasium and the player itself."""
     lines = {}
     for episode in episodes:
-        told = CONDITIONS[episode.condition].instructions
+        replaced = CONDITIONS[episode.condition].instructions
         with gymnasium.make(two_bins.GYM_ID) as env:
             observation, _ = env.reset(seed=episode.seed)
             begun, instruction = env.unwrapped.state_hash(), env.unwrapped.task_description
@@ -36,7 +36,7 @@ def plain_loop(episodes):
                     "pixels": {name: image[None] for name, image in observation["pixels"].items()},
                 }
                 key = (SEED, episode.task, episode.episode, decisions)
-                (chunk,) = Seeing()(row, [told.get(instruction, instruction)], [key])
+                (chunk,) = Seeing()(row, [replaced.get(instruction, instruction)], [key])
                 decisions += 1
                 for action in chunk:
                     observation, _, terminated, truncated, info = env.step(action)
@@ -102,14 +102,14 @@ def test_what_a_stage_held_when_it_failed_is_played_again(ray_cluster, episodes,
             assert (env.unwrapped.state_hash(), reward == 1) == (line["final_state"], line["success_at_end"])
 
 
-@pytest.mark.parametrize(("how", "told"), [("dies", "its process died"), ("raises", "the simulation diverged")])
+@pytest.mark.parametrize(("how", "message"), [("dies", "its process died"), ("raises", "the simulation diverged")])
 def test_an_episode_that_always_fails_is_an_error_and_its_companions_are_not(
-    ray_cluster, episodes, expected, how, told
+    ray_cluster, episodes, expected, how, message
 ):
     found = played(episodes, (FAULTY_ID, {"seed": 1005, "how": how}), env_actors=2)
     assert found.keys() == expected.keys()
     for episode, line in found.items():
-        assert (told in line) if episode.seed == 1005 else (line == expected[episode])
+        assert (message in line) if episode.seed == 1005 else (line == expected[episode])
 
 
 def test_a_policy_server_that_dies_is_replaced(ray_cluster, episodes, expected, tmp_path):
@@ -149,7 +149,7 @@ class Echo:
     def __call__(self, observation, instructions, keys):
         image = observation["pixels"]["top"].reshape(len(keys), -1).max(1)
         rows = zip(image, observation["agent_pos"][:, 0], instructions, keys, strict=True)
-        return np.array([[[self.name, i, x, len(told), key[2]]] for i, x, told, key in rows], float)
+        return np.array([[[self.name, i, x, len(task), key[2]]] for i, x, task, key in rows], float)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -183,27 +183,27 @@ def test_a_whole_batch_is_given_ahead_to_who_is_busy_and_less_waits_for_company(
     assert chosen(4, two, starting) is None and chosen(4) is None
 
 
-# ---- room -----------------------------------------------------------------------------------------------------------
+# ---- capacity -------------------------------------------------------------------------------------------------------
 
 
 def test_processes_for_which_there_is_no_room_hold_nothing_up(ray_cluster, episodes, expected):
-    """Of twenty that simulate, a cluster of 4 CPUs has room for six beside the policy."""
+    """Of twenty that simulate, a cluster of 4 CPUs has capacity for six beside the policy."""
     assert played(episodes, env_actors=20, policy_actors=2, batch_size=1) == expected
 
 
 @pytest.mark.parametrize(
-    ("held", "use_gpu", "told"),
+    ("held", "use_gpu", "message"),
     [(0, True, "decides .* needs 1 GPU, 0 of the cluster's 0 free"),
      (3.5, False, "simulates .* needs 0.5 CPUs, 0 of the cluster's 4 free")],
 )  # fmt: skip
-def test_without_capacity_it_ends_and_says_what_lacks(ray_cluster, episodes, held, use_gpu, told):
-    room = ray.util.placement_group([{"CPU": held}] if held else [{"CPU": 0.1}])
-    ray.get(room.ready())
+def test_without_capacity_it_ends_and_says_what_lacks(ray_cluster, episodes, held, use_gpu, message):
+    held_cpus = ray.util.placement_group([{"CPU": held}] if held else [{"CPU": 0.1}])
+    ray.get(held_cpus.ready())
     try:
-        with pytest.raises(NoCapacityError, match=told):
+        with pytest.raises(NoCapacityError, match=message):
             played(episodes[:2], use_gpu=use_gpu, room_timeout_s=5)
     finally:
-        ray.util.remove_placement_group(room)
+        ray.util.remove_placement_group(held_cpus)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Checkpoints that play beside a run's training: which, where there is room, what is told, who goes on with them."""
+"""Checkpoints that play beside a run's training: which, with what capacity, what is printed, how a resume goes on."""
 
 import json
 import threading
@@ -54,10 +54,12 @@ def flags(setting, **changes):
 def test_a_run_evaluates_its_checkpoints_and_goes_on_with_what_was_missed(ray_cluster, setting, capsys):
     assert vla.main(flags(setting)) == 0
     folder = setting[0] / "run"
-    told = capsys.readouterr().out
-    assert "two_bins --episode_length=6: checkpoints play 3 episodes of each task, every 2 steps and at the end" in told
-    assert "the last 1 and the 1 best by success kept" in told
-    assert "Success      step 2: 0 of 3" in told and "Success      step 4: 0 of 3" in told
+    printed = capsys.readouterr().out
+    assert (
+        "two_bins --episode_length=6: checkpoints play 3 episodes of each task, every 2 steps and at the end" in printed
+    )
+    assert "keeping the last 1 and the 1 best by success, in" in printed
+    assert "Success      step 2: 0 of 3" in printed and "Success      step 4: 0 of 3" in printed
     assert [(line["step"], line["episodes"], line["errors"]) for line in evaluations(folder)] == [(2, 3, 0), (4, 3, 0)]
     for step in (2, 4):
         about, lines = read_evaluation(folder / "evaluations" / f"step_{step:08d}")
@@ -77,7 +79,7 @@ def test_a_run_evaluates_its_checkpoints_and_goes_on_with_what_was_missed(ray_cl
     assert all(torch.equal(policies[4][name], exported[name]) for name in exported)
     assert any(not torch.equal(policies[2][name], exported[name]) for name in exported)
 
-    # Killed before it was written down how the checkpoint of step 2 fared: whoever goes on does that, from what was
+    # Killed before it was written down how the checkpoint of step 2 fared: the resume does that, from what was
     # played, and not the other again.
     path = folder / "evaluations.jsonl"
     path.write_text(path.read_text().splitlines()[1] + "\n")
@@ -194,8 +196,8 @@ def test_without_capacity_it_is_all_done_at_the_end(run, played, monkeypatch, ca
         assert played.steps == [] and not data.exclude_resources.cpu
     assert "beside the training it needs 1 CPU, 0.5 of the cluster's are to spare" in capsys.readouterr().out
     assert evaluator.finish() == 0
-    told = capsys.readouterr()
-    assert played.steps == [2, 8] and "not of step 4, 6: no checkpoint is left" in told.err
+    printed = capsys.readouterr()
+    assert played.steps == [2, 8] and "not of step 4, 6: no checkpoint is left" in printed.err
 
 
 def test_room_that_others_took_is_waited_for_at_the_end(run, played, capsys):

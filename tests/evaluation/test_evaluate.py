@@ -71,7 +71,7 @@ def test_from_flags_to_a_comparison(ray_cluster, folder, tmp_path, capsys, monke
 def test_what_is_wrong_is_said_before_anything_starts(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "cluster", None)
     good = [f"--policy.path={folder}", *FLAGS, f"--output_dir={tmp_path / 'out'}"]
-    for flags, told in (
+    for flags, message in (
         (good[1:], "which policy? give --policy.path"),
         ([good[0], good[-1]], "give --env.type two_bins"),
         (good[:-1], "give --output_dir"),
@@ -97,7 +97,7 @@ def test_what_is_wrong_is_said_before_anything_starts(folder, tmp_path, capsys, 
         ([*good, "--rename_map={"], "--rename_map={: expected JSON"),
     ):
         assert evaluate.main(flags) == 2, flags
-        assert told in capsys.readouterr().err, flags
+        assert message in capsys.readouterr().err, flags
     assert not (tmp_path / "out").exists()
 
 

@@ -42,9 +42,9 @@ def test_successes_are_those_of_lerobot_eval(ray_cluster, folder, tmp_path, monk
     monkeypatch.setattr(sys, "argv", ["lerobot-eval", registered, *flags, *theirs])
     (tmp_path / "theirs").mkdir()
     lerobot_eval.main()
-    told = json.loads((tmp_path / "theirs" / "eval_info.json").read_text())
+    theirs = json.loads((tmp_path / "theirs" / "eval_info.json").read_text())
     expected = {}
-    for one in told["per_task"]:
+    for one in theirs["per_task"]:
         name = f"{one['task_group']}/{one['task_id']}" if len(tasks) > 1 else one["task_group"]
         rows = zip(one["metrics"]["successes"], one["metrics"]["sum_rewards"], strict=True)
         expected |= {(name, episode): row for episode, row in enumerate(rows)}

@@ -65,18 +65,18 @@ def make_batches(sizes=(4, 3)):
     return batches
 
 
-def by_hand(loaded, told, only=TASKS):
-    """Row by row, step by step, dimension by dimension; `told` maps a row's instruction to the one to give."""
+def by_hand(loaded, replace_task, only=TASKS):
+    """Row by row, step by step, dimension by dimension; `replace_task` maps a row's instruction to the one to give."""
     policy, preprocessor, postprocessor = loaded
     squared, absolute, count = 0.0, np.zeros(ACTION), 0
     for batch in make_batches():
         for i in range(len(batch["index"])):
             if batch["task"][i] not in only:
                 continue
-            if told is None:
+            if replace_task is None:
                 chunk = np.tile(MEAN, (CHUNK, 1))
             else:
-                row = {"task": [told(batch["task"][i])]}
+                row = {"task": [replace_task(batch["task"][i])]}
                 row["observation.state"] = torch.from_numpy(batch["observation.state"][i : i + 1])
                 for key in ("observation.images.top", "observation.images.wrist"):
                     row[key] = torch.from_numpy(batch[key][i : i + 1]).permute(0, 3, 1, 2) / 255
@@ -115,8 +115,8 @@ def test_errors_are_those_of_a_loop_by_hand(loaded, without_noise):
 
     assert {task: of_task["frames"] for task, of_task in by_task.items()} == {TASKS[0]: 4, TASKS[1]: 3}
     for task in TASKS:
-        for name, told in (("mean_action", None), ("policy", lambda task: task)):
-            alone = by_hand(loaded, told, only=[task])
+        for name, replace_task in (("mean_action", None), ("policy", lambda task: task)):
+            alone = by_hand(loaded, replace_task, only=[task])
             assert by_task[task][name]["mse"] == pytest.approx(alone["mse"], rel=1e-4)
             assert by_task[task][name]["mae"] == pytest.approx(alone["mae"], rel=1e-4)
     for example, batch in zip(examples, make_batches(), strict=True):

@@ -53,7 +53,7 @@ def rows_of(observation, rows):
 
 
 @pytest.fixture(scope="module")
-def told():
+def instructions():
     return [list(INSTRUCTIONS.values())[i % 2] for i in range(len(KEYS))]
 
 
@@ -75,29 +75,31 @@ def pi05(tmp_path_factory):
     return load_policy(folder, config), *load_processors(folder, config)
 
 
-def test_the_chunk_is_lerobots_for_the_same_noise(pi05, told):
+def test_the_chunk_is_lerobots_for_the_same_noise(pi05, instructions):
     policy, pre, post = pi05
-    found = Player(policy, pre, post, env=ENV, rename_map={})(observed(), told, KEYS)
-    batch = pre({**preprocess_observation(observed()), "task": told})
+    found = Player(policy, pre, post, env=ENV, rename_map={})(observed(), instructions, KEYS)
+    batch = pre({**preprocess_observation(observed()), "task": instructions})
     drawn = np.stack([noise(*key, (policy.config.chunk_size, policy.config.max_action_dim)) for key in KEYS])
     expected = post(policy.predict_action_chunk(batch, noise=torch.from_numpy(drawn)))[:, :4]
     np.testing.assert_array_equal(found, expected.numpy())
     assert found.shape == (len(KEYS), 4, 3) and found.dtype == np.float32
 
 
-def test_a_row_does_not_depend_on_its_batch_nor_on_what_came_before(pi05, told):
+def test_a_row_does_not_depend_on_its_batch_nor_on_what_came_before(pi05, instructions):
     player = Player(*pi05, env=ENV, rename_map={})
     seen = observed()
-    whole = player(seen, told, KEYS)
+    whole = player(seen, instructions, KEYS)
     torch.manual_seed(5)
-    alone = np.concatenate([player(rows_of(seen, [i]), [told[i]], [KEYS[i]]) for i in range(len(KEYS))])
+    alone = np.concatenate([player(rows_of(seen, [i]), [instructions[i]], [KEYS[i]]) for i in range(len(KEYS))])
     scale = np.abs(whole).max()
     np.testing.assert_allclose(alone, whole, atol=2e-6 * scale)  # what rounding of batched arithmetic leaves
     order = [4, 0, 5, 2]
     # In batches of one size even that is gone.
-    same = player(rows_of(seen, order + [1, 3]), [told[i] for i in order + [1, 3]], [KEYS[i] for i in order + [1, 3]])
+    same = player(
+        rows_of(seen, order + [1, 3]), [instructions[i] for i in order + [1, 3]], [KEYS[i] for i in order + [1, 3]]
+    )
     np.testing.assert_array_equal(same[:4], whole[order])
-    other = player(seen, told, [(8, *key[1:]) for key in KEYS])
+    other = player(seen, instructions, [(8, *key[1:]) for key in KEYS])
     assert np.abs(other - whole).max() > 0.01 * scale  # the noise does matter
 
 
@@ -105,16 +107,16 @@ def act():
     return ACTPolicy(act_config(chunk_size=6, n_action_steps=3))
 
 
-def test_a_policy_that_draws_nothing_needs_no_noise(told):
+def test_a_policy_that_draws_nothing_needs_no_noise(instructions):
     policy = act()
     pipelines = make_pre_post_processors(policy.config, dataset_stats=STATS)
     player = Player(policy, *pipelines, env=ENV, rename_map={})
-    found = player(observed(), told, KEYS)
+    found = player(observed(), instructions, KEYS)
     assert found.shape == (len(KEYS), 3, 3)
-    np.testing.assert_array_equal(found, player(observed(), told, [(9, *key[1:]) for key in KEYS]))
+    np.testing.assert_array_equal(found, player(observed(), instructions, [(9, *key[1:]) for key in KEYS]))
 
 
-def test_one_that_draws_for_itself_gets_a_generator_for_each_row(told, monkeypatch):
+def test_one_that_draws_for_itself_gets_a_generator_for_each_row(instructions, monkeypatch):
     """Here an ACT that adds what the global generator gives, of a family that says so."""
     policy = act()
     pipelines = make_pre_post_processors(policy.config, dataset_stats=STATS)
@@ -126,11 +128,11 @@ def test_one_that_draws_for_itself_gets_a_generator_for_each_row(told, monkeypat
     player = Player(policy, *pipelines, env=ENV, rename_map={})
     seen = observed()
     before = torch.get_rng_state()
-    whole = player(seen, told, KEYS)
+    whole = player(seen, instructions, KEYS)
     assert torch.equal(before, torch.get_rng_state())
-    few = player(rows_of(seen, [3, 1]), [told[3], told[1]], [KEYS[3], KEYS[1]])
+    few = player(rows_of(seen, [3, 1]), [instructions[3], instructions[1]], [KEYS[3], KEYS[1]])
     np.testing.assert_array_equal(few, whole[[3, 1]])
-    assert np.abs(whole - player(seen, told, [(8, *key[1:]) for key in KEYS])).max() > 0.1
+    assert np.abs(whole - player(seen, instructions, [(8, *key[1:]) for key in KEYS])).max() > 0.1
 
 
 def test_a_policy_that_does_not_fit_is_refused_before_anything_starts():

@@ -35,7 +35,7 @@ def augmentation(policy, name="none", enable=True, **transforms):
 
 
 def test_what_is_drawn_is_splitmix64():
-    """Its outputs for a published seed; and a row's numbers, whoever else is in the batch, on whatever device."""
+    """Its outputs for a published seed; and a row's numbers, whatever else is in the batch, on whatever device."""
     state = [augment._signed(1234567 + n * augment._GOLDEN) for n in (1, 2, 3)]
     found = [value % 2**64 for value in augment._mixed(torch.tensor(state)).tolist()]
     assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]

@@ -125,10 +125,10 @@ def test_compilations_are_counted_logged_and_bounded(caplog):
     for length in (3, 3, 4, 4, 5, 6):
         assert layer(torch.nn.Linear(1, 1), torch.ones(1, length)).tolist() == [[2.0] * length]
         assert compiler.compilations == min(length - 2, 2)
-    told = [record.getMessage() for record in caplog.records if record.name == "vla_finetuning.policies.compiling"]
-    assert told[:2] == [f"torch.compile: _double for (1, {n}), compilation {n - 2}" for n in (3, 4)]
-    assert compiler.failed and len(told) == 3
-    assert "the run goes on without it: FailOnRecompileLimitHit" in told[2]
+    messages = [record.getMessage() for record in caplog.records if record.name == "vla_finetuning.policies.compiling"]
+    assert messages[:2] == [f"torch.compile: _double for (1, {n}), compilation {n - 2}" for n in (3, 4)]
+    assert compiler.failed and len(messages) == 3
+    assert "the run goes on without it: FailOnRecompileLimitHit" in messages[2]
 
 
 def _double(layer, values):
@@ -182,8 +182,8 @@ def test_a_failure_is_one_warning_and_the_step_is_right(backend, checkpointing, 
         assert (parameter.grad is None) is (reference.grad is None), name
         assert parameter.grad is None or torch.equal(parameter.grad, reference.grad), name
     module(*batch).backward()
-    told = [record for record in caplog.records if record.name == "vla_finetuning.policies.compiling"]
-    warnings = [record.getMessage() for record in told if record.levelname == "WARNING"]
+    records = [record for record in caplog.records if record.name == "vla_finetuning.policies.compiling"]
+    warnings = [record.getMessage() for record in records if record.levelname == "WARNING"]
     assert len(warnings) == 1
     assert warnings[0].startswith("torch.compile failed, the run goes on without it: ")
     assert "no code generator" in warnings[0] or "no such kernel" in warnings[0]

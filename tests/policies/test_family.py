@@ -73,7 +73,7 @@ class Doubled(PolicyLoss):
 
 
 class Planted(Family):
-    """ACT as if somebody had looked into it."""
+    """ACT as if it had been looked into."""
 
     modes = {"heads": {"head"}, "expert": {"head"}, "full": {"head", "rest"}}
     train_options = frozenset({"mask_padding"})

@@ -432,8 +432,8 @@ def test_the_gated_tokenizer_is_explained(case, monkeypatch):
 
     config = PI05Config(device="cpu", chunk_size=CHUNK, n_action_steps=CHUNK)
     config.input_features, config.output_features = case.config.input_features, case.config.output_features
-    told = "policy: model google/paligemma-3b-pt-224: gated.*HF_TOKEN.*or put its files into.*tokenizer/"
-    with pytest.raises(ValueError, match=told):
+    message = "policy: model google/paligemma-3b-pt-224: gated.*HF_TOKEN.*or put its files into.*tokenizer/"
+    with pytest.raises(ValueError, match=message):
         make_processors(None, config, case.meta.stats, {})
     assert asked == ["google/paligemma-3b-pt-224"]
     monkeypatch.undo()

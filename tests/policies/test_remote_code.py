@@ -14,7 +14,7 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.policies import tiny_pi05
 
 ROOT = Path(__file__).parents[2]
-# Ways in that work where nobody is in the way, of those that need no package that is not locked.
+# Ways in that work where nothing is in the way, of those that need no package that is not locked.
 KNOWN_WAYS = {
     *("evo1.vlm_model_name", "gaussian_actor.vision_encoder_name", "pi0_fast.text_tokenizer_name"),
     *("pi0_fast.action_tokenizer_name", "smolvla.vlm_model_name", "xvla.tokenizer_name"),
@@ -68,8 +68,8 @@ def test_the_exploits_work_where_they_are_trusted(outcomes):
 # (pi0_fast itself hides the error of its second; run_plan refuses the type before.)
 @pytest.mark.parametrize("way", sorted(KNOWN_WAYS - {"pi0_fast.action_tokenizer_name"}))
 def test_the_error_says_what_wanted_to_run_and_how_to_let_it(outcomes, way):
-    told = " ".join(outcomes["untrusted"][way]["errors"])
-    assert "code that comes with" in told and "--policy.trust_remote_code true" in told
+    text = " ".join(outcomes["untrusted"][way]["errors"])
+    assert "code that comes with" in text and "--policy.trust_remote_code true" in text
 
 
 def test_a_class_or_a_step_of_robots_is_not_let_in_by_trust(outcomes):

@@ -1,4 +1,4 @@
-"""What trains, what it is kept in, and that what is left off changes nothing."""
+"""What trains, the dtype it is held in, and that what is left off changes nothing."""
 
 import pytest
 import torch

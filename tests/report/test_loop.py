@@ -25,7 +25,12 @@ def folder(tmp_path):
     scores = {
         "trained": {"label": "trained", "successes": 57, "episodes": 60, "interval": [0.863, 0.983], "errors": 2},
         "other_instruction": {
-            **{"label": "told the other", "successes": 0, "episodes": 60, "interval": [0.0, 0.0602]},
+            **{
+                "label": "trained, with the other instruction",
+                "successes": 0,
+                "episodes": 60,
+                "interval": [0.0, 0.0602],
+            },
             "went_where_told": 59,
         },
     }
@@ -45,7 +50,7 @@ def folder(tmp_path):
 def test_the_table_and_the_pictures_are_the_evaluations(folder):
     page = check_page(write_report(folder, []).read_text())
     assert "trained 57 60 95.0% 86.3% to 98.3% 2 more ended in an error" in page.text
-    assert "told the other 0 60 0.0% 0.0% to 6.0% 59 followed the given instruction" in page.text
+    assert "trained, with the other instruction 0 60 0.0% 0.0% to 6.0% 59 followed the given instruction" in page.text
     assert "95% success in the loop" in page.text or "success in the loop 95%" in page.text
     images = [image for image in page.all("img") if image.get("class") == "film"]
     # Of the files in its own folder: a folder's index names no others.

@@ -65,9 +65,9 @@ def evaluated():
                 "frame_index": np.array([10 * number, 3]),
             }
         )
-    told = dict(zip(TASKS, reversed(TASKS), strict=True))
+    swapped = dict(zip(TASKS, reversed(TASKS), strict=True))
     return open_loop_errors(
-        Shifted(), lambda row: row, lambda chunk: chunk, batches, mean_action=MEAN, other_instruction=told
+        Shifted(), lambda row: row, lambda chunk: chunk, batches, mean_action=MEAN, other_instruction=swapped
     )
 
 

@@ -241,7 +241,7 @@ def test_others_show_what_metrics_jsonl_says(folder, tmp_path, name):
 
 
 class Kept:
-    """A tracker that keeps what it is given, and fails when told to."""
+    """A tracker that keeps what it is given, and fails on request."""
 
     takes_back, run_id = False, "one"
 

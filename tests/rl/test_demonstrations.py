@@ -32,9 +32,9 @@ def filtered(base, folder, root, **changes):
     return resolved(base, folder, **options, **changes)
 
 
-def in_process(run, noted):
+def in_process(rows, policy, noted):
     """In place of tasks of a cluster; notes the positions that are read."""
-    source, prepare = run.demonstrations.source(), make_prepare(run.policy, run.demonstrations)
+    source, prepare = rows.source(), make_prepare(policy, rows)
 
     def read(micros):
         for positions in micros:
@@ -46,7 +46,7 @@ def in_process(run, noted):
 
 def trained(run):
     noted = []
-    with mock.patch.object(grpo, "make_demonstrations", lambda run: in_process(run, noted)):
+    with mock.patch.object(grpo, "make_demonstrations", lambda rows, policy: in_process(rows, policy, noted)):
         return (*train(run), [position for micro in noted for position in micro])
 
 
@@ -61,12 +61,12 @@ def test_ranks_take_each_row_once_in_equally_many_micro_batches(ranks):
 
 def test_each_row_is_used_once_and_a_resumed_run_goes_on_with_the_next(base, root, tmp_path):
     """Four iterations are two, a resume and two bit for bit; rows are those of the stream, without a gap."""
-    whole, told, rows = trained(filtered(base, tmp_path / "whole", root, **{"grpo.iterations": 4}))
+    whole, lines, rows = trained(filtered(base, tmp_path / "whole", root, **{"grpo.iterations": 4}))
     *_, before = trained(filtered(base, tmp_path / "parts", root))
-    parts, told_in_parts, after = trained(filtered(base, tmp_path / "parts", root, **{"grpo.iterations": 4}))
+    parts, lines_in_parts, after = trained(filtered(base, tmp_path / "parts", root, **{"grpo.iterations": 4}))
     assert before + after == rows == list(range(len(rows))) and before and after
-    assert all(torch.equal(whole[name], parts[name]) for name in whole) and told == told_in_parts
-    assert [line["demonstrated"] for line in told[1:]] == [2 * line["used"] for line in told[1:]]  # of two passes
+    assert all(torch.equal(whole[name], parts[name]) for name in whole) and lines == lines_in_parts
+    assert [line["demonstrated"] for line in lines[1:]] == [2 * line["used"] for line in lines[1:]]  # of two passes
     alone, *_ = train(resolved(base, tmp_path / "alone", **{"grpo.method": "filtered", "grpo.iterations": 4}))
     assert not all(torch.equal(whole[name], alone[name]) for name in whole)
 

@@ -142,7 +142,7 @@ def test_the_marginals_are_those_of_the_sampler_without_noise(level, one):
         time = torch.full((rows,), 1 - number / steps)
         x = x - network.velocity(x, time, None) / steps
     assert apart(walked, x) < 0.05
-    # The same walk with a deviation that is a quarter larger than its drift makes up for is told apart.
+    # The same walk with a deviation that is a quarter larger than its drift makes up for is distinguished.
     wrong = WrongSigma(steps, level, one)
     if not one:
         assert apart(sample(network, {}, wrong, draws)[0], x) > 0.05

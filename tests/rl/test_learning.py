@@ -154,30 +154,30 @@ def metrics(run):
 @pytest.mark.parametrize("method", ["grpo", pytest.param("filtered", marks=pytest.mark.slow)])
 def test_four_iterations_are_two_and_a_resume_and_two_bit_for_bit(base, tmp_path, method):
     changes = {"grpo.method": method, "grpo.kl": 0.01 if method == "grpo" else 0}
-    whole, told = train(resolved(base, tmp_path / "whole", **changes, **{"grpo.iterations": 4}))
+    whole, lines = train(resolved(base, tmp_path / "whole", **changes, **{"grpo.iterations": 4}))
     train(resolved(base, tmp_path / "parts", **changes))
-    parts, told_in_parts = train(resolved(base, tmp_path / "parts", **changes, **{"grpo.iterations": 4}))
-    assert all(torch.equal(whole[name], parts[name]) for name in whole) and told == told_in_parts
-    assert [line["step"] for line in told] == [0, 1, 2, 3, 4] and told[4]["episodes"] == 48
-    assert [line["step"] for line in told if "held_out_episodes" in line] == [0, 2, 4]
+    parts, lines_in_parts = train(resolved(base, tmp_path / "parts", **changes, **{"grpo.iterations": 4}))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole) and lines == lines_in_parts
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4] and lines[4]["episodes"] == 48
+    assert [line["step"] for line in lines if "held_out_episodes" in line] == [0, 2, 4]
     start = resolved(base, tmp_path / "whole", **changes).policy.start().state_dict()
     moved = max(float((whole[name] - start[name]).abs().max()) for name in start if name in whole)
     assert moved > 1e-4  # it did train
-    assert told[1]["updates"] == 2 * -(-told[1]["used"] // 6) and told[1]["mixed_groups"] == 1
+    assert lines[1]["updates"] == 2 * -(-lines[1]["used"] // 6) and lines[1]["mixed_groups"] == 1
     other, _ = train(resolved(base, tmp_path / "other", **changes, seed=5))
     assert not all(torch.equal(whole[name], other[name]) for name in whole)
 
 
 def test_the_ratio_is_one_in_the_first_update_of_an_iteration(base, tmp_path):
     """Recomputed by the learner in the micro-batches in which it is computed again, and so to the bit."""
-    _, told = train(resolved(base, tmp_path / "run", **{"grpo.minibatch": 1000, "grpo.epochs": 1, "batch_size": 5}))
-    assert [line["ratio_off"] for line in told[1:]] == [0.0, 0.0] and told[1]["kl"] == 0.0
-    assert [line["updates"] for line in told[1:]] == [1, 1]
+    _, lines = train(resolved(base, tmp_path / "run", **{"grpo.minibatch": 1000, "grpo.epochs": 1, "batch_size": 5}))
+    assert [line["ratio_off"] for line in lines[1:]] == [0.0, 0.0] and lines[1]["kl"] == 0.0
+    assert [line["updates"] for line in lines[1:]] == [1, 1]
 
 
 def test_updates_end_where_the_policy_has_moved_far_enough(base, tmp_path):
-    _, told = train(resolved(base, tmp_path / "run", lr=0.01, **{"grpo.target_kl": 1e-6, "grpo.iterations": 1}))
-    assert told[1]["updates"] == 2  # the first, at which it had not moved yet, and the one that showed it
+    _, lines = train(resolved(base, tmp_path / "run", lr=0.01, **{"grpo.target_kl": 1e-6, "grpo.iterations": 1}))
+    assert lines[1]["updates"] == 2  # the first, at which it had not moved yet, and the one that showed it
 
 
 def test_only_executed_actions_are_remembered_and_learned_from(base, tmp_path, monkeypatch):
@@ -192,8 +192,8 @@ def test_only_executed_actions_are_remembered_and_learned_from(base, tmp_path, m
     run = resolved(base, tmp_path / "run", **{"policy.n_action_steps": 4, "grpo.iterations": 1})
     kept, columns = [], Explorer.columns
     monkeypatch.setattr(Explorer, "columns", lambda self: kept.append(columns(self)) or kept[-1])
-    _, told = train(run)
-    assert seen == {((4, 3), (4, 3))} and told[1]["updates"] > 0 and told[1]["ratio_off"] > 0
+    _, lines = train(run)
+    assert seen == {((4, 3), (4, 3))} and lines[1]["updates"] > 0 and lines[1]["ratio_off"] > 0
     assert kept[0]["x"].shape[1:] == (3, 10, run.policy.config.max_action_dim)
     walk = sum(kept[0][name][0].nbytes for name in ("x", "after", "action"))
     images = sum(value[0].nbytes for value in kept[0].values() if value.dtype == torch.uint8)
@@ -249,7 +249,7 @@ def two(rank, world, run, folder):
 def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed):
     """Also where micro-batches differ in size and one of the two has none of a minibatch's rows, or of replacements."""
     changes = {"grpo.minibatch": 3, "grpo.iterations": 1, "batch_size": 2, "lr": 1e-6, "grpo.resample": 1, "seed": seed}
-    whole, told = train(resolved(base, tmp_path / "one", **changes))
+    whole, lines = train(resolved(base, tmp_path / "one", **changes))
     run = resolved(base, tmp_path / "two", **changes, **{"scaling.num_workers": 2})
     processes(two, run, tmp_path, world=2)
     found = saved(run)
@@ -257,10 +257,10 @@ def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed):
     largest = max(float(whole[name].abs().max()) for name in moments)
     for name in moments:
         torch.testing.assert_close(found[name], whole[name], atol=2e-3 * largest, rtol=0.02)
-    for one, other in zip(told, metrics(run), strict=True):
+    for one, other in zip(lines, metrics(run), strict=True):
         for key in ("success", "decisions", "used", "updates", "held_out_successes", "loss", "resampled_groups"):
             assert one.get(key) == pytest.approx(other.get(key), rel=1e-3, abs=1e-4), key
-    assert told[1]["resampled_groups"] == (2 if seed == 14 else 0)
+    assert lines[1]["resampled_groups"] == (2 if seed == 14 else 0)
     # What two processes spent adds up to the iteration, whichever of them waited where.
     line = json.loads((run.job.output_dir / "metrics.jsonl").read_text().splitlines()[-1])
     spent = sum(line[f"{name}_s"] for name in ("play", "score", "update", "held_out"))
@@ -310,7 +310,7 @@ def test_a_presets_flags_come_before_the_users():
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"grpo.group_size": 1}, "group_size=1.*at least 2"),
         ({"grpo.groups": 3, "scaling.num_workers": 2}, "equally many groups; give 4"),
@@ -324,8 +324,8 @@ def test_a_presets_flags_come_before_the_users():
         ({"rename_map": '{"observation.images.top": "observation.images.other"}'}, "the policy needs"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(base, tmp_path, changes, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_be_is_refused_before_anything_starts(base, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
         resolved(base, tmp_path / "run", **changes)
 
 
@@ -351,22 +351,22 @@ def test_an_environment_of_another_robot_is_refused(tmp_path):
 
 
 def test_the_plan_says_what_a_run_is(base, tmp_path):
-    told = describe_grpo(resolved(base, tmp_path / "run"))
-    assert "4 groups x 3 episodes = 12, by their return; 2 iterations, 24 episodes" in told
-    assert "GiB of host memory per worker: 24 decisions of" in told and "ratio clipped to 0.8 .. 1.2" in told
+    plan = describe_grpo(resolved(base, tmp_path / "run"))
+    assert "4 groups x 3 episodes = 12, by their return; 2 iterations, 24 episodes" in plan
+    assert "GiB of host memory per worker: 24 decisions of" in plan and "ratio clipped to 0.8 .. 1.2" in plan
 
 
 def test_the_plan_says_how_long_an_iteration_takes_and_what_it_waits_for(base, tmp_path):
     """Of 12 episodes of 20 steps that look twice each, in two processes."""
     simulated = Simulated(reset_s=0.5, step_s=0.01, look_s=0.1)
-    told = "\n".join(expected_times(resolved(base, tmp_path / "run"), simulated))
-    assert "simulation 5.40 s an iteration" in told and "an iteration " not in told.partition("TFLOP")[2]
+    text = "\n".join(expected_times(resolved(base, tmp_path / "run"), simulated))
+    assert "simulation 5.40 s an iteration" in text and "an iteration " not in text.partition("TFLOP")[2]
     run = resolved(base, tmp_path / "run")
     scaling = replace(run.config.scaling, use_gpu=True, accelerator_type="H100")
     run = replace(run, config=replace(run.config, scaling=scaling))
-    told = "\n".join(expected_times(run, simulated))
-    assert "on a H100 at 35% of its peak (assumed)" in told and "an iteration 5 s" in told
-    assert "it waits for the simulation: --grpo.env_actors " in told
+    text = "\n".join(expected_times(run, simulated))
+    assert "on a H100 at 35% of its peak (assumed)" in text and "an iteration 5 s" in text
+    assert "it waits for the simulation: --grpo.env_actors " in text
     assert "it waits" not in "\n".join(expected_times(run, Simulated(0.0, 0.0, 0.0)))
 
 
@@ -436,9 +436,9 @@ def test_fresh_episodes_begin_in_reserved_states_too(base, tmp_path, monkeypatch
 
 def test_the_plan_says_which_states_are_held_out_and_a_resume_keeps_them(base, tmp_path):
     run = in_lists(base, tmp_path / "run")
-    told = describe_grpo(run)
-    assert "9 initial states in 3 lists, one per task: 6 train, 2.0 groups begin in each" in told
-    assert "3 are held out of training, for evaluation: the last 1 per task (initial_states.json)" in told
+    plan = describe_grpo(run)
+    assert "9 initial states in 3 lists, one per task: 6 train, 2.0 groups begin in each" in plan
+    assert "3 are held out of training, for evaluation: the last 1 per task (initial_states.json)" in plan
     assert "States" not in describe_grpo(resolved(base, tmp_path / "other"))
     assert "evaluation is on states that were trained" in describe_grpo(
         in_lists(base, tmp_path / "none", **{"grpo.reserved_states": 0})
@@ -482,23 +482,23 @@ def alike_at_first(monkeypatch, until):
 
 def test_groups_that_are_all_alike_are_replaced_and_their_episodes_count(base, tmp_path, monkeypatch):
     played = alike_at_first(monkeypatch, until=1)
-    whole, told = train(resolved(base, tmp_path / "run", **{"grpo.resample": 3, "grpo.iterations": 1}))
+    whole, lines = train(resolved(base, tmp_path / "run", **{"grpo.resample": 3, "grpo.iterations": 1}))
     # All four groups again, then twice the one that stays alike; each begins elsewhere.
-    assert len(played) == 12 + 12 + 3 + 3 and told[1]["episodes"] == 30 and told[1]["resampled_groups"] == 6
-    assert told[1]["mixed_groups"] == 0.75 and told[1]["return"] == pytest.approx((21 + 3) / 30)
+    assert len(played) == 12 + 12 + 3 + 3 and lines[1]["episodes"] == 30 and lines[1]["resampled_groups"] == 6
+    assert lines[1]["mixed_groups"] == 0.75 and lines[1]["return"] == pytest.approx((21 + 3) / 30)
     assert len({start.seed for start in played}) == 10 and len({start.number for start in played}) == 30
     # What is learned is what those groups did: the decisions of the three that were replaced once.
-    assert 0 < told[1]["used"] < told[1]["decisions"] and told[1]["ratio_off"] > 0
-    none, told = train(resolved(base, tmp_path / "none", **{"grpo.resample": 1, "grpo.iterations": 1}))
-    assert told[1]["episodes"] == 24 and all(torch.equal(whole[name], none[name]) for name in whole)
+    assert 0 < lines[1]["used"] < lines[1]["decisions"] and lines[1]["ratio_off"] > 0
+    none, lines = train(resolved(base, tmp_path / "none", **{"grpo.resample": 1, "grpo.iterations": 1}))
+    assert lines[1]["episodes"] == 24 and all(torch.equal(whole[name], none[name]) for name in whole)
 
 
 def test_a_resumed_run_counts_all_episodes(base, tmp_path, monkeypatch):
     alike_at_first(monkeypatch, until=1)
     options = {"grpo.resample": 1, "grpo.eval_every": 9}
     train(resolved(base, tmp_path / "run", **options))
-    _, told = train(resolved(base, tmp_path / "run", **options, **{"grpo.iterations": 3}))
-    assert [line["episodes"] for line in told[1:]] == [24, 48, 72]
+    _, lines = train(resolved(base, tmp_path / "run", **options, **{"grpo.iterations": 3}))
+    assert [line["episodes"] for line in lines[1:]] == [24, 48, 72]
 
 
 def test_the_first_iteration_of_equal_returns_is_refused_only_after_the_replacements(base, tmp_path, monkeypatch):
@@ -508,8 +508,8 @@ def test_the_first_iteration_of_equal_returns_is_refused_only_after_the_replacem
 
 
 def test_what_replaces_a_group_is_in_the_plan(base, tmp_path):
-    told = describe_grpo(resolved(base, tmp_path / "run", **{"grpo.resample": 2}))
-    assert "groups all alike are replaced, 2 times at most: at most 72 episodes" in told
-    assert "GiB of host memory per worker: 72 decisions of" in told
+    plan = describe_grpo(resolved(base, tmp_path / "run", **{"grpo.resample": 2}))
+    assert "groups all alike are replaced, 2 times at most: at most 72 episodes" in plan
+    assert "GiB of host memory per worker: 72 decisions of" in plan
     with pytest.raises(ValueError, match="--grpo.resample=1 with --grpo.method=filtered"):
         resolved(base, tmp_path / "other", **{"grpo.resample": 1, "grpo.method": "filtered"})

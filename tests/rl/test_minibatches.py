@@ -1,4 +1,4 @@
-"""Minibatches are a function of the episodes and the seed, whoever computes them."""
+"""Minibatches are a function of the episodes and the seed, whichever rank computes them."""
 
 import numpy as np
 import pytest

@@ -313,7 +313,7 @@ def test_on_two_nodes_code_is_sent_and_the_one_that_lacks_something_is_named(two
 
 @pytest.mark.ray
 def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_cluster, tmp_path, monkeypatch, capsys):
-    """As when a cluster has no node for workers until somebody wants one."""
+    """As when a cluster has no node for workers until a run wants one."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.3)

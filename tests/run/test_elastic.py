@@ -66,8 +66,8 @@ def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path, ranks, sh
     assert third["world_size"] == 2
     wait_for_step(folder, third["resumed_from_step"] + 6, process)
     (folder / STOP_NAME).touch()
-    told, _ = process.communicate(timeout=300)
-    assert process.returncode == 3, told
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 3, printed
     assert_every_row_once(folder)
 
 
@@ -82,10 +82,10 @@ def test_a_node_that_is_about_to_be_taken_away(setting, cluster, tmp_path):
     cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8)
     notice = ["--reason-message=spot", "--reason=DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds=20"]
     command = [Path(sys.executable).with_name("ray"), "drain-node", f"--address={cluster.address}"]
-    told = subprocess.run(
+    rows = subprocess.run(
         [*command, f"--node-id={node.node_id}", *notice], capture_output=True, text=True, check=False, timeout=60
     )
-    assert told.returncode == 0, told.stdout + told.stderr
+    assert rows.returncode == 0, rows.stdout + rows.stderr
     planted_data.note(folder, "fault")
     second = wait_for_attempt(folder, 1, process)
     assert second["world_size"] == 2
@@ -96,6 +96,6 @@ def test_a_node_that_is_about_to_be_taken_away(setting, cluster, tmp_path):
     cluster.remove_node(node, allow_graceful=False)
     wait_for_step(folder, second["resumed_from_step"] + 6, process)
     (folder / STOP_NAME).touch()
-    told, _ = process.communicate(timeout=300)
-    assert process.returncode == 3, told
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 3, printed
     assert_every_row_once(folder)

@@ -56,8 +56,8 @@ def run(tmp_path, monkeypatch):
 def test_what_the_programs_own_checks_find_ends_the_run_at_once(run, cause, wrap):
     raised = run.ends(0, PEER, wrap(cause))
     assert raised is cause
-    told = f"WARNING attempt from step 0 failed on rank 1: {cause}\n"
-    assert (run.folder / LOG_NAME).read_text() == told
+    text = f"WARNING attempt from step 0 failed on rank 1: {cause}\n"
+    assert (run.folder / LOG_NAME).read_text() == text
     # As it comes out of `fit`.
     assert root_cause(ControllerError(raised)) == str(cause)
 

@@ -149,7 +149,7 @@ def test_five_killed_workers(setting, undisturbed):
 
 
 def test_killed_data_processes(setting, undisturbed):
-    """Ray runs a read task again, and nobody notices. When what deals the rows out is gone, all ranks see it."""
+    """Ray runs a read task again, and nothing else changes. When what deals the rows out is gone, all ranks see it."""
     folder = setting[0] / "data"
     first = folder / "checkpoints" / "step_00000004"
     with (
@@ -231,12 +231,12 @@ def test_a_read_that_hangs(setting, undisturbed):
     assert run_with(flags(setting, "hangs", **changes), DataFault("hang", position=62)) == 0
     folder = setting[0] / "hangs"
     assert resumed_from(folder) == [0, 8]  # position 62 belongs to step 11
-    told = (folder / LOG_NAME).read_text()
+    log = (folder / LOG_NAME).read_text()
     # What Ray holds back until a block is followed by the next one is waited for as well.
     assert re.search(
-        r"no data for 30 s \(--dataset.batch_timeout_s\): .* Waited for a batch of step (9|10|11) on ra", told
+        r"no data for 30 s \(--dataset.batch_timeout_s\): .* Waited for a batch of step (9|10|11) on ra", log
     )
-    assert f"; rows by `index`: {setting[1]}: " in told
+    assert f"; rows by `index`: {setting[1]}: " in log
     assert_every_row_once(folder)
     assert_same_weights(folder, undisturbed)
 
@@ -306,8 +306,8 @@ def test_a_damaged_mp4_is_skipped(setting, undisturbed, capsys):
     path.write_bytes(content[:index] + bytes(len(content) - index))  # its size is right: found only when it is read
     changes = {"dataset.root": root, "dataset.on_error": "skip"}
     assert vla.main(flags(setting, "too_many", **changes)) == 1
-    told = capsys.readouterr().err
-    assert "rows could not be read and were skipped, which is more than --dataset.max_skipped=0.01" in told
+    printed = capsys.readouterr().err
+    assert "rows could not be read and were skipped, which is more than --dataset.max_skipped=0.01" in printed
     assert vla.main(flags(setting, "skipped", **changes, **{"dataset.max_skipped": 0.5})) == 0
     assert f"WARNING {root}: episode 2 is skipped: " in capsys.readouterr().err
     folder = setting[0] / "skipped"
@@ -375,9 +375,9 @@ def test_a_signal_takes_a_checkpoint_and_ends_the_run(setting, undisturbed):
     process = started(flags(setting, "signalled", **changes))
     wait_for_step(folder, 5, process)
     process.send_signal(signal.SIGTERM)
-    told, _ = process.communicate(timeout=200)
-    assert process.returncode == 3, told
-    assert "--resume goes on from there" in told
+    printed, _ = process.communicate(timeout=200)
+    assert process.returncode == 3, printed
+    assert "--resume goes on from there" in printed
     stopped_at = int((folder / "metrics.jsonl").read_text().splitlines()[-1].split(",")[0].split(":")[1])
     assert [path.name for path in (folder / "checkpoints").glob("step_*")] == [f"step_{stopped_at:08d}"]
     assert not (folder / "pretrained_model").exists()
@@ -396,8 +396,8 @@ def test_a_second_signal_does_not_wait(setting, undisturbed):
         time.sleep(0.1)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    told, _ = process.communicate(timeout=100)
-    assert process.returncode == 128 + signal.SIGTERM, told
+    printed, _ = process.communicate(timeout=100)
+    assert process.returncode == 128 + signal.SIGTERM, printed
 
 
 def test_broken_checkpoints(setting, undisturbed, capsys):
@@ -452,8 +452,8 @@ def test_a_data_task_that_takes_all_memory(setting, undisturbed, short_folder):
         "RAY_memory_monitor_refresh_ms": "100",
     }
     process = started(flags(setting, "greed"), DataFault("greed", position=62), address="local", **environment)
-    told, _ = process.communicate(timeout=280)
-    assert process.returncode == 0, told
+    printed, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, printed
     folder = setting[0] / "greed"
     assert resumed_from(folder) == [0]
     assert_every_row_once(folder)
@@ -485,8 +485,8 @@ def test_an_object_store_that_fails_again_and_again(setting, undisturbed, short_
         environment = {"RAY_TMPDIR": short_folder, "AWS_ENDPOINT_URL": proxy, "AWS_EC2_METADATA_DISABLED": "true"}
         changes = {"dataset.root": "s3://robots", "dataset.read_timeout_s": 32}
         process = started(flags(setting, "store", **changes), address="local", **environment)
-        told, _ = process.communicate(timeout=280)
-    assert process.returncode == 0, told
+        printed, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, printed
     assert {"503", "reset", "cut", "stall"} <= set(done)
     folder = setting[0] / "store"
     assert resumed_from(folder) == [0]

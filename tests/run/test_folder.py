@@ -1,4 +1,4 @@
-"""The folder of a run: storage that cannot hold one is refused, and what is changed in one is told."""
+"""The folder of a run: storage that cannot hold one is refused, and changes to one are reported."""
 
 import errno
 import json
@@ -12,7 +12,7 @@ from vla_finetuning.run.folder import changed_options, claim_folder
 
 
 def test_what_a_resumed_run_is_given_anew_is_told(tmp_path):
-    """Steps and learning rate change the schedule of what is left: nobody should have done that unawares."""
+    """Steps and learning rate change the schedule of what is left: no user should do that unawares."""
     started = Config(lr=1e-3, steps=100, scaling=ScalingOptions(num_workers=2), output_dir=str(tmp_path))
     (tmp_path / CONFIG_NAME).write_text(json.dumps(started.to_json()))
     resumed = replace(started, resume=True, lr=5e-4, scaling=replace(started.scaling, num_workers=4))

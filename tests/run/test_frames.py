@@ -150,10 +150,10 @@ def test_weighted_episodes_come_as_often_as_they_weigh(setting):
     both = run_of(setting, weights, "--dataset.skip_idle=0.5", "--steps=200")
     seen = sum((rows_of(both, epoch) for epoch in range(2)), Counter())
     assert seen == Counter({(0, e, f): times for e, times in ((0, 1), (1, 5), (2, 2)) for f in LEFT[e]})
-    told = describe(both)
+    plan = describe(both)
     for line in ("1 of weight 0.5, 2 of weight 1, 1 of weight 2.5", "rows on average", "not equally long"):
-        assert line in told, told
-    assert "1 have weight 0 by --dataset.episode_weights" in told
+        assert line in plan, plan
+    assert "1 have weight 0 by --dataset.episode_weights" in plan
 
 
 def test_a_run_goes_on_only_with_the_frames_it_was_started_with(setting, tmp_path):

@@ -1,4 +1,4 @@
-"""The log of a run, without Ray: what a line holds and how it is told."""
+"""The log of a run, without Ray: what a line holds and how it is printed."""
 
 import json
 
@@ -33,8 +33,8 @@ def test_evaluations_that_come_in_are_told_once_each(tmp_path):
                         file.write(json.dumps(line) + "\n")
             log.write(step, 1e-3, metrics)
         lines = [json.loads(text) for text in log.path.read_text().splitlines()]
-        told = {line["step"]: (line["success_step"], line["success"]) for line in lines if "success" in line}
-        assert told == {20: (10, 0.75), 30: (15, 0.0)} and lines[1]["success_low"] == 0.3
+        played = {line["step"]: (line["success_step"], line["success"]) for line in lines if "success" in line}
+        assert played == {20: (10, 0.75), 30: (15, 0.0)} and lines[1]["success_low"] == 0.3
 
 
 def test_a_start_says_what_it_does_and_does_not_count_as_a_step(tmp_path, capsys):
@@ -45,7 +45,7 @@ def test_a_start_says_what_it_does_and_does_not_count_as_a_step(tmp_path, capsys
         start_attempt(tmp_path, 0, 2)
         first_step_done(tmp_path, 1, 31.4)
         log.write(2, 1e-3, metrics)
-    with follow_progress(tmp_path, steps=62):  # what was told is not told again
+    with follow_progress(tmp_path, steps=62):  # what was printed is not printed again
         log.write(4, 1e-3, {**metrics, "step_s": 2.0, "data_wait_s": 1.0})
     first, second = capsys.readouterr().out.split("\n", 3)[:2]
     assert first == "started      2 training processes from step 0: the model is made, the first batch is read"
@@ -71,8 +71,10 @@ def test_too_many_skipped_rows_end_the_run(tmp_path, done, positions, share, end
         check_skipped(tmp_path, share, **trained)
         return
     count = len([p for p in positions if p < 8 * done])
-    told = rf"dataset /data/arm: {count} of the first {8 * done} rows .*max_skipped=0.01.* 7: it is truncated.*resume"
-    with pytest.raises(ValueError, match=told):
+    message = (
+        rf"dataset /data/arm: {count} of the first {8 * done} rows .*max_skipped=0.01.* 7: it is truncated.*resume"
+    )
+    with pytest.raises(ValueError, match=message):
         check_skipped(tmp_path, share, **trained)
 
 

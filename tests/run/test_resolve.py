@@ -112,9 +112,9 @@ def test_shards_are_of_the_workers_nodes_and_stay_when_there_are_others(setting)
         plan(setting, *flags, "--scaling.num_workers=3", "--grad_accum=1")
     run = plan(setting, *flags, "--scaling.num_workers=4", "--grad_accum=1")
     assert run.rows.order.sharding == Sharding(2, 2 * run.rows.block_rows) and run.rows.per_epoch == 54
-    text = describe(run)
-    assert "2 shards, equally many rows of each in a batch: each node reads one, for its own workers" in text
-    assert "are cached in" in text and "on each node those of its shard" in text
+    description = describe(run)
+    assert "2 shards, equally many rows of each in a batch: each node reads one, for its own workers" in description
+    assert "are cached in" in description and "on each node those of its shard" in description
     assert run.rows.cached_bytes == 54 // 2 * 48 * 64 * 3
     # Its rows and their order are part of the run: fewer workers take them as they are.
     (run.job.output_dir / CONFIG_NAME).parent.mkdir(exist_ok=True)
@@ -168,10 +168,10 @@ def large(setting):
 
 def test_frames_are_fitted_where_that_halves_a_row(setting, large):
     run = plan(setting, f"--dataset.root={large}", root=False)
-    assert list(run.rows.image_size) == run.config.dataset.image_size == [56, 56]  # also of whoever resumes it
-    told = describe(run)
-    assert "fitted into 56x56 where they are decoded; rows of 0.01 MB instead of 0.04" in told
-    assert "within one level of uint8" in told
+    assert list(run.rows.image_size) == run.config.dataset.image_size == [56, 56]  # also of a resume
+    description = describe(run)
+    assert "fitted into 56x56 where they are decoded; rows of 0.01 MB instead of 0.04" in description
+    assert "within one level of uint8" in description
     assert run.rows.rates["decoded_bytes_per_s"] * 2 < run.rows.stored_bytes
     small = plan(setting)  # 48x64
     assert small.rows.image_size is None and small.config.dataset.image_size == "stored"
@@ -254,7 +254,7 @@ def test_a_mixture_of_datasets(setting, second, monkeypatch):
     monkeypatch.chdir(folder)
     stored_ones = "--dataset.statistics=stored"
     run = plan(setting, mixture_flag({root: 1, "second": 2}), stored_ones, root=False)
-    assert run.config.dataset.mixture == {str(root): 1, str(second): 2}  # whoever resumes it stands elsewhere
+    assert run.config.dataset.mixture == {str(root): 1, str(second): 2}  # a resume runs elsewhere
     assert run.rows.per_epoch == 66 and run.rows.identity["rows_per_source"] == [22, 44]
     assert "weight 2 of 3: 44 of an epoch's 66 rows, 3.67 times its frames" in describe(run)
     source = run.rows.source(stream=(0, run.rows.last_row))
@@ -394,8 +394,8 @@ def test_datasets_in_different_units(setting, second, tmp_path):
                 content["action"][name] = [100 * value for value in content["action"][name]]
 
     both = f"--dataset.root={setting[1]},{changed(second, tmp_path / 'degrees', degrees)}"
-    told = r"different units: 'motor_\d' of 'action' ranges from -?\d\.\d+ to \d\.\d+ in the first and from -?\d+"
-    with pytest.raises(ValueError, match=told):
+    message = r"different units: 'motor_\d' of 'action' ranges from -?\d\.\d+ to \d\.\d+ in the first and from -?\d+"
+    with pytest.raises(ValueError, match=message):
         plan(setting, both, root=False)
     flags = ["--dataset.mixed_ranges=true", "--dataset.statistics=stored"]
     assert plan(setting, both, *flags, root=False).policy.stats["action"]["q99"].max() > 10
@@ -564,9 +564,9 @@ def test_a_rehearsal_on_a_few_episodes(tmp_path, monkeypatch):
     run = rehearsal(tmp_path, (9, 8, 7), ("go left", "go right"))
     assert [len(run.rows.train_episodes[0]), len(run.rows.eval_episodes[0])] == [2, 1]
     assert run.config.global_batch_size <= run.rows.per_epoch
-    told = describe(run)
-    assert "1 of 3 episodes held out, of the largest task; no task has 5" in told
-    assert f"--batch_size is {run.config.batch_size} instead of the preset's 32" in told
+    plan = describe(run)
+    assert "1 of 3 episodes held out, of the largest task; no task has 5" in plan
+    assert f"--batch_size is {run.config.batch_size} instead of the preset's 32" in plan
 
 
 def test_what_the_user_chose_is_not_made_smaller(tmp_path, monkeypatch):
@@ -576,8 +576,8 @@ def test_what_the_user_chose_is_not_made_smaller(tmp_path, monkeypatch):
 
 
 def test_tasks_that_only_held_out_episodes_have_are_named(setting):
-    told = describe(plan(setting, "--dataset.episodes=0,1,2", "--dataset.eval_split=0.1"))
-    assert "no training episode has the task 'go to the blue bin': all of its episodes are held out" in told
+    description = describe(plan(setting, "--dataset.episodes=0,1,2", "--dataset.eval_split=0.1"))
+    assert "no training episode has the task 'go to the blue bin': all of its episodes are held out" in description
     assert "no training episode" not in describe(plan(setting, "--dataset.eval_split=0.1"))
 
 
@@ -587,8 +587,8 @@ def test_episodes_that_are_left_out(setting, tmp_path, monkeypatch):
     (tmp_path / "bad.json").write_text("[0, 4]")
     run = plan(setting, f"--dataset.exclude_episodes=@{tmp_path}/bad.json", "--dataset.tasks=*red*")
     assert run.rows.train_episodes[0].tolist() == [2] and run.config.dataset.exclude_episodes == [0, 4]
-    told = describe(run)
-    assert "1 of 6 episodes are used: 2 are left out by --dataset.exclude_episodes; 3 have no task that" in told
+    description = describe(run)
+    assert "1 of 6 episodes are used: 2 are left out by --dataset.exclude_episodes; 3 have no task that" in description
     make_dataset(tmp_path / "other", cameras={"observation.images.top": (48, 64)})
     monkeypatch.chdir(tmp_path)
     two = [f"--dataset.root={dataset},other", '--dataset.exclude_episodes={"other": [1, 2]}']

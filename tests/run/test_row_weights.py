@@ -80,8 +80,8 @@ def test_the_loss_of_a_batch_is_lerobots(setting, options):
         torch.testing.assert_close((losses * torch.from_numpy(batch["row_weight"])).mean(), expected, rtol=1e-6, atol=0)
     skipped = {"index": index, "row_weight": np.array([1, 0, 1, 1], np.float32)}
     assert collate_cut(dict, run.policy.prompts, skipped, weights=run.rows.weights)["row_weight"][1] == 0
-    told = describe(run)
-    assert f"of 60 frames {(run.rows.weights == 0).sum()} weigh 0 and {(run.rows.weights == 1).sum()} weigh 1" in told
+    plan = describe(run)
+    assert f"of 60 frames {(run.rows.weights == 0).sum()} weigh 0 and {(run.rows.weights == 1).sum()} weigh 1" in plan
 
 
 def test_a_weighted_gradient_is_lerobots():

@@ -58,22 +58,22 @@ def test_what_describes_the_data_is_used(setting):
     stored = load_metadata(setting[1]).stats
     for key in VECTORS:
         np.testing.assert_array_equal(run.policy.stats[key]["q99"], stored[key]["q99"])
-    told = describe(run)
-    assert "Statistics   those in meta/stats.json\n" in told and "46 rows of 4 of the 4 training episodes" in told
-    assert "action: of the values, 0.0% lie outside q01..q99 of meta/stats.json" in told
+    plan = describe(run)
+    assert "Statistics   those in meta/stats.json\n" in plan and "46 rows of 4 of the 4 training episodes" in plan
+    assert "action: of the values, 0.0% lie outside q01..q99 of meta/stats.json" in plan
 
 
 def test_what_does_not_is_replaced_and_the_plan_says_so(setting):
     run = in_process.resolved(averaged(setting))
     assert run.config.dataset.statistics == "exact" and run.missing_stats.keys() == set(VECTORS)
-    told = describe(run)
-    assert "those stored do not describe" in told and "LeRobot averages the episodes' quantiles" in told
-    assert "--dataset.statistics=stored trains with them" in told
+    plan = describe(run)
+    assert "those stored do not describe" in plan and "LeRobot averages the episodes' quantiles" in plan
+    assert "--dataset.statistics=stored trains with them" in plan
     meta = load_metadata(averaged(setting)[1])
     rows = rows_of(meta, "action", range(4))
     share = ((rows < meta.stats["action"]["q01"]) | (rows > meta.stats["action"]["q99"])).mean(0)
     assert share.max() > 0.05
-    assert f"action: of the values, {share.mean():.1%} lie outside" in told
+    assert f"action: of the values, {share.mean():.1%} lie outside" in plan
     run = with_stats(run)
     for key in VECTORS:
         assert_numpys(run.policy.stats[key], rows_of(meta, key, range(4)))

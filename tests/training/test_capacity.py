@@ -1,4 +1,4 @@
-"""What fits which GPU, and what a run is told that does not."""
+"""What fits which GPU, and the error for a run that does not fit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -107,13 +107,13 @@ def planned_for(preset, mode, *flags):
 
 @pytest.mark.slow  # several plans at real size
 def test_what_a_preset_does_not_name_is_refused_with_flags_that_fit():
-    eight = "--scaling.num_workers=8"  # four have no room for it in any way
+    eight = "--scaling.num_workers=8"  # it fits four in no way
     config, planned = planned_for("l4", "full", eight)
     with pytest.raises(
         ValueError, match="needs .* GiB per worker .planned., and L4 has 22.0: it would fit with"
-    ) as told:
+    ) as error:
         check_capacity(config, planned(config), planned, None)
-    flags = str(told.value).partition("fit with ")[2].partition(";")[0].split(" ")
+    flags = str(error.value).partition("fit with ")[2].partition(";")[0].split(" ")
     given = [f"{name}={value}" for name, value in zip(flags[::2], flags[1::2], strict=True)]
     config, planned = planned_for("l4", "full", eight, *given)
     assert config.global_batch_size == 128
@@ -144,9 +144,9 @@ def test_a_run_that_does_not_fit_is_refused_with_what_does(tiny):
     check_capacity(tiny.config, needed, planned, needed.needed / GIB)
     with pytest.raises(
         ValueError, match="GiB per worker .planned., and the GPU found here has .*would fit with"
-    ) as told:
+    ) as error:
         check_capacity(tiny.config, needed, planned, (needed.needed - 1) / GIB)
-    flags = str(told.value).partition("fit with ")[2].partition(";")[0].split(" ")
+    flags = str(error.value).partition("fit with ")[2].partition(";")[0].split(" ")
     values = dict(zip(flags[::2], flags[1::2], strict=True))
     config = replace(
         tiny.config,
@@ -184,18 +184,18 @@ def test_the_plan_says_where_host_memory_is_too_little_for_a_checkpoint(tiny, mo
     needed, parameters = plan_of(tiny)(tiny.config), tiny.policy.parameters.trainable
     given = tiny.config, needed, tiny.policy.checkpoint_bytes
     assert tiny.policy.checkpoint_bytes == 12 * parameters
-    told = f"{12 * parameters / 1e9:.1f} GB for a checkpoint"
+    written = f"{12 * parameters / 1e9:.1f} GB for a checkpoint"
     monkeypatch.setattr(capacity, "get_system_memory", lambda: 12 * parameters)
-    assert told in describe_memory(*given) and "TOO LITTLE" not in describe_memory(*given)
+    assert written in describe_memory(*given) and "TOO LITTLE" not in describe_memory(*given)
     monkeypatch.setattr(capacity, "get_system_memory", lambda: 12 * parameters - 1)
     assert "TOO LITTLE on this machine" in describe_memory(*given)
 
 
 def test_the_plan_says_what_fits(tiny):
     needed = replace(plan_of(tiny)(tiny.config), peak=50 * GIB, beside=4 * GIB)
-    told = describe_memory(tiny.config, needed, 0)
-    assert "54.00 GiB planned: 50.00 at the worst moment" in told
-    fits, small = told.partition("fits (planned): ")[2].split("; too small: ")
+    plan = describe_memory(tiny.config, needed, 0)
+    assert "54.00 GiB planned: 50.00 at the worst moment" in plan
+    fits, small = plan.partition("fits (planned): ")[2].split("; too small: ")
     assert "H100 (79.1 GiB)" in fits and "A100-40G (39.3 GiB)" in small and "L4" in small
 
 
@@ -206,8 +206,8 @@ def test_hsdp_is_planned_with_the_workers_that_a_node_may_have(tiny, monkeypatch
     config = replace(tiny.config, scaling=scaling)
     assert planned_shards(config) == planned
     assert planned_shards(replace(config, scaling=replace(scaling, shard_workers=1))) == 1
-    told = describe_memory(config, StepMemory(0, 0, 0, 0, 0, 0), 0)
-    assert f"planned with {planned} workers on a node" in told
+    plan = describe_memory(config, StepMemory(0, 0, 0, 0, 0, 0), 0)
+    assert f"planned with {planned} workers on a node" in plan
 
 
 def test_a_dry_run_shows_it_and_ends_with_the_refusal(tmp_path, monkeypatch, capsys):

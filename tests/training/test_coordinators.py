@@ -60,14 +60,14 @@ def test_a_share_has_all_that_its_ranks_need_in_a_run_that_may_resize(world):
 
 
 def test_all_coordinators_are_told_of_the_end():
-    told = []
+    ended = []
     actors = [
-        SimpleNamespace(shutdown_executor=SimpleNamespace(remote=lambda n=n: told.append(n) or n), get=n)
+        SimpleNamespace(shutdown_executor=SimpleNamespace(remote=lambda n=n: ended.append(n) or n), get=n)
         for n in range(3)
     ]
     every = Coordinators(actors)
     assert every.get == 0 and every.shutdown_executor.remote() == 0
-    assert told == [0, 1, 2]
+    assert ended == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("world", "cpus"), [(128, 1000), (129, 129 + 1.9)], ids=["few ranks", "few CPUs"])
@@ -85,7 +85,7 @@ def test_one_coordinator_is_what_ray_makes(monkeypatch, world, cpus):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory, ray_cluster):
-    """Two executions, of 5 and of 3 turns of the ranks and a block that nobody gets."""
+    """Two executions, of 5 and of 3 turns of the ranks and a block that no rank gets."""
     meta = load_metadata(make_dataset(tmp_path_factory.mktemp("grouped") / "dataset", cameras={}))
     turn = BLOCK * WORLD
     source = datasource(
@@ -103,7 +103,7 @@ def source(tmp_path_factory, ray_cluster):
 
 @pytest.mark.ray
 def test_ranks_of_several_groups_get_what_one_coordinator_deals(source):
-    """The same rows in the same turns; within what the cluster has; and told to end through rank 0's, all end."""
+    """The same rows in the same turns; within what the cluster has; and asked to end through rank 0's, all end."""
     data = GroupedRanks(ExecutionOptions(preserve_order=True), cpus_per_worker=0.5, cpus_per_read_task=0.5, ranks=2)
     of_ranks = data.configure({"train": read_source(source)}, WORLD, None, ["node"] * WORLD)
     splits = [split["train"] for split in of_ranks]
@@ -128,14 +128,14 @@ def test_ranks_of_several_groups_get_what_one_coordinator_deals(source):
         thread.start()
     all_wait.wait()
     cluster = ray.cluster_resources()
-    for _ in range(240):  # each execution looks once a second who else there is
+    for _ in range(240):  # each execution looks once a second which others there are
         limits = ray.get([actor.__ray_call__.remote(limits_of) for actor in actors])
         if sum(given.object_store_memory for _, given in limits) <= 0.5 * cluster["object_store_memory"]:
             break
         time.sleep(0.5)
     for_reading = cluster["CPU"] - 0.5 * WORLD
-    assert [told.cpu for told, _ in limits] == [for_reading / 2] * 2
-    # Ray's division of the cluster follows who is busy, and gives an execution that has read all its blocks nothing.
+    assert [limit.cpu for limit, _ in limits] == [for_reading / 2] * 2
+    # Ray's division of the cluster follows which is busy, and gives an execution that has read all its blocks nothing.
     assert sum(given.cpu for _, given in limits) <= for_reading
     assert sum(given.object_store_memory for _, given in limits) <= 0.5 * cluster["object_store_memory"]
 
@@ -190,12 +190,12 @@ def test_a_node_that_cannot_read_for_its_workers_is_named_and_rows_are_read_anyw
     dataset.context.set_config(SHARDS, 2)
     GroupedRanks(ExecutionOptions(), 1.0, 0.5).configure({"train": dataset}, 4, None, ["a", "a", "b", "b"])
     assert asked.pop() == ({"train": dataset}, 4, None, ["a", "a", "b", "b"])
-    GroupedRanks(ExecutionOptions(), 1.0, 0.5).configure({"train": dataset}, 4, None, ["b"] * 4)  # no choice: not told
+    GroupedRanks(ExecutionOptions(), 1.0, 0.5).configure(
+        {"train": dataset}, 4, None, ["b"] * 4
+    )  # no choice: no warning
     assert asked == [({"train": dataset}, 4, None, ["b"] * 4)]
     (message,) = caplog.messages
-    assert (
-        "node b has 2.4 CPUs, of which 2 workers leave 0.4, and a read task takes 0.5: rows are read on any" in message
-    )
+    assert "node b has 2.4 CPUs; 2 workers leave 0.4 of them, and a read task takes 0.5: rows are read on" in message
 
 
 @pytest.mark.ray
@@ -266,6 +266,6 @@ def widened(batch):
 
 
 def limits_of(coordinator):
-    """Of its execution: what it was told, and what Ray gives it now."""
+    """Of its execution: what it was given at its start, and what Ray gives it now."""
     executor = coordinator._current_executor
     return executor._options.resource_limits, executor._resource_manager.get_global_limits()

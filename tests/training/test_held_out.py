@@ -80,15 +80,15 @@ def lerobots_losses(setting, run, index):
 def test_it_is_the_mean_of_lerobots_own_forward(setting, limit, index):
     """Over all rows, or over some of each task; of the last batch too, which is not full; by task and flow time."""
     run = resolved(setting, **{"train.noise_draws": DRAWS, "max_eval_samples": limit})
-    told = measured(run)
+    found = measured(run)
     losses, times = lerobots_losses(setting, run, index)
-    assert told["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+    assert found["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
     second = torch.tensor([i < 11 for i in index])  # of the dataset's second task
     by_task = dict(zip(run.rows.metas[0].tasks.values(), (losses[:, ~second], losses[:, second]), strict=True))
-    assert told["eval_loss_by_task"] == pytest.approx({k: v.mean().item() for k, v in by_task.items()}, rel=1e-5)
-    for number, found in enumerate(told["eval_loss_by_time"]):
+    assert found["eval_loss_by_task"] == pytest.approx({k: v.mean().item() for k, v in by_task.items()}, rel=1e-5)
+    for number, at_time in enumerate(found["eval_loss_by_time"]):
         expected = losses[(times * 10).long() == number]
-        assert found == (pytest.approx(expected.mean().item(), rel=1e-5) if len(expected) else None)
+        assert at_time == (pytest.approx(expected.mean().item(), rel=1e-5) if len(expected) else None)
 
 
 def test_a_rows_draws_do_not_depend_on_the_batch(setting):
@@ -107,7 +107,7 @@ def test_every_task_has_its_share_and_at_least_one_row(setting):
     plan = describe(resolved(setting, max_eval_samples=4, export="best"))
     assert "loss on 4 of 9 held-out frames of 2 tasks, every 2 steps and at the end" in plan
     assert "lerobot-train takes each task's first frames" in plan
-    assert "the 1 best by held-out loss kept" in plan and "the best one is exported" in plan
+    assert "and the 1 best by held-out loss, in" in plan and "the best one is exported" in plan
 
 
 def test_other_policies_draw_their_own_and_leave_the_generator_alone(setting):
@@ -177,8 +177,8 @@ def test_the_averaged_weights_are_measured_if_they_are_exported(setting, export)
     taken = dict(zip(optimizer.names, optimizer.average, strict=True)) if export else optimizer.named()
     loss.policy.load_state_dict(taken, strict=False)
     with in_process.tasks_here():
-        told = held_out_loss(run).evaluate(loss, autocast)
-    assert lines[-1]["eval_loss"] == pytest.approx(told["eval_loss"], rel=1e-6)
+        by_hand = held_out_loss(run).evaluate(loss, autocast)
+    assert lines[-1]["eval_loss"] == pytest.approx(by_hand["eval_loss"], rel=1e-6)
     assert ("about the last 2 steps: it is measured" if export else "the weights are exported") in describe(run)
 
 

@@ -105,8 +105,8 @@ def test_too_many_steps_that_are_not_finite_name_the_rows(setting):
     check(metrics, 1, done=2)
     check({**metrics, "nonfinite_steps": 0}, 1, done=4)
     # Of the whole run: windows may be shorter than the limit.
-    told = "2 steps had a loss .* not finite, 1 of them among the last 2 .*nonfinite=1; they"
-    with pytest.raises(FloatingPointError, match=told) as error:
+    message = "2 steps had a loss .* not finite, 1 of them among the last 2 .*nonfinite=1; they"
+    with pytest.raises(FloatingPointError, match=message) as error:
         check(metrics, 2, done=4)
 
     # What the window's steps, the third and the fourth, were really fed.
@@ -174,7 +174,7 @@ def test_the_data_come_while_the_model_is_made(setting, monkeypatch):
     build_model = vla.build_model
 
     def slow_to_build(*args):
-        assert asked.wait(60), "nobody asks for a batch"
+        assert asked.wait(60), "no batch was asked for"
         return build_model(*args)
 
     monkeypatch.setattr(vla, "build_model", slow_to_build)
@@ -230,11 +230,11 @@ def named_rows(message):
 def test_a_batch_is_named_by_its_steps_rows(setting):
     run = resolved(setting, **{"scaling.num_workers": 2, "grad_accum": 1})
     dealt = Dealt(run.config.batch_size, run.rows.block_rows, 1, 2, run.job.batches_per_step, first_step=1)
-    told = what_batch(run.rows, dealt, 2)
-    assert told.startswith("a batch of step 4 on rank 1; ")
+    text = what_batch(run.rows, dealt, 2)
+    assert text.startswith("a batch of step 4 on rank 1; ")
     fed = list(run.rows.source(stream=(0, run.rows.last_row)).read_rows(np.arange(24, 32), 4))
     rows = {(d, i) for batch in fed for d, i in zip(batch["dataset_index"], batch["index"], strict=True)}
-    assert {(run.config.roots.index(root), i) for root, named in named_rows(told).items() for i in named} == rows
+    assert {(run.config.roots.index(root), i) for root, named in named_rows(text).items() for i in named} == rows
 
 
 def test_compiling_is_refused_with_a_reason_and_training_goes_on(setting, caplog, monkeypatch):
@@ -317,16 +317,18 @@ def test_segments_of_gpu_memory_grow_unless_the_user_says_how_they_do(setting, v
     run = resolved(setting, output_dir=setting[0] / f"segments-{variable}")
     run.job.output_dir.mkdir()
     monkeypatch.setattr(attempt, "log_to", lambda folder: None)
-    told, apply = [], torch._C._accelerator_setAllocatorSettings
+    settings, apply = [], torch._C._accelerator_setAllocatorSettings
     # PyTorch takes it: it refuses what it does not know.
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda text: told.append(text) or apply(text))
+    monkeypatch.setattr(
+        torch._C, "_accelerator_setAllocatorSettings", lambda text: settings.append(text) or apply(text)
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     if variable is not None:
         monkeypatch.setenv(variable, "max_split_size_mb:512")
     attempt.begin(run.job, Worker(CPU), deterministic=False)
-    assert told == ([] if variable else ["expandable_segments:True"])
+    assert settings == ([] if variable else ["expandable_segments:True"])
 
 
 def test_what_training_never_uses_is_not_on_the_device(setting):
@@ -401,14 +403,14 @@ def test_a_step_computes_and_counts_what_its_prompts_need(setting, trim, length,
     options = {"policy.tokenizer_max_length": 96, "train.trim_prompts": trim, "train.noise_draws": 2}
     run = resolved(setting, steps=2, output_dir=setting[0] / "prompts", **options)
     assert run.policy.prompts == ((40, 64, 96) if trim == "true" else (96,))
-    shapes, told = [], []
+    shapes, written = [], []
 
     class Log:
         def __init__(self, *_):
             pass
 
         def write(self, step, lr, metrics):
-            told.append(metrics)
+            written.append(metrics)
 
     watched = PI05Loss.forward
 
@@ -420,7 +422,7 @@ def test_a_step_computes_and_counts_what_its_prompts_need(setting, trim, length,
     monkeypatch.setattr(vla, "MetricsLog", Log)
     in_process.train(run)
     assert shapes == 4 * [(4, length)]
-    ((line,), patches) = told, 16
+    ((line,), patches) = written, 16
     seconds = 2 * line["step_s"]
     tokens = 2 * patches + length + 2 * run.policy.config.chunk_size
     assert line["tokens_per_s"] == pytest.approx(16 * tokens / seconds)

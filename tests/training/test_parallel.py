@@ -111,11 +111,11 @@ class Trainer:
 
 
 class Rank(Worker):
-    """A rank of a process group of this file's own; `told` takes what goes wrong with a checkpoint."""
+    """A rank of a process group of this file's own; `errors` takes what goes wrong with a checkpoint."""
 
-    def __init__(self, rank, world, told=None):
+    def __init__(self, rank, world, errors=None):
         super().__init__(CPU)
-        self.rank, self.world, self.report = rank, world, partial(report, told=told)
+        self.rank, self.world, self.report = rank, world, partial(report, errors=errors)
 
     def broadcast(self, value):
         return broadcast(value)
@@ -162,7 +162,7 @@ def two(rank, world, run, folder):
 
 
 def spread_found(run, strategy, rank):
-    """Who holds what, when."""
+    """What each rank holds, and when."""
     trainer = Trainer(run, strategy, rank, dist.get_world_size())
     if strategy == "ddp":
         return None
@@ -300,8 +300,8 @@ def held_out_of(run, strategy, rank, world=2):
         losses.append(trainer.step(1, batches).loss.item())
     undisturbed = Trainer(run, strategy, rank, world)
     expected = [undisturbed.step(number, batches).loss.item() for number in range(2)]
-    told = [{key: value for key, value in found.items() if key != "eval_s"} for found in (before, after)]
-    return {"told": told, "disturbed": losses != expected, "in parts": in_parts_again}
+    measured = [{key: value for key, value in found.items() if key != "eval_s"} for found in (before, after)]
+    return {"measured": measured, "disturbed": losses != expected, "in parts": in_parts_again}
 
 
 def average_of(run, strategy, rank):
@@ -368,32 +368,32 @@ def save(run, strategy, rank, folder):
 
 
 def full_disk(run, rank, folder):
-    """Rank 1 cannot write its part: what each rank is told, and what is left."""
+    """Rank 1 cannot write its part: the error of each rank, and what is left."""
     run = with_config(run, replace(run.config, output_dir=str(folder / "full")))
     trainer = Trainer(run, "fsdp2", rank, 2)
     if rank == 0:
         run.job.checkpoints_dir.mkdir(parents=True)
         start_attempt(run.job.output_dir, 0, 2)
     dist.barrier()
-    told = SimpleQueue()
+    errors = SimpleQueue()
     if rank == 1:
         checkpoint_writer.write_pieces = mock.Mock(side_effect=OSError("no space left"))
-    writer = CheckpointWriter(run.job, trainer.optimizer, Rank(rank, 2, told), attempt=0)
+    writer = CheckpointWriter(run.job, trainer.optimizer, Rank(rank, 2, errors), attempt=0)
     writer.save(trainer.restored())
     writer.wait()
-    error = str(told.get(timeout=60))
+    error = str(errors.get(timeout=60))
     dist.barrier()
-    return {"told": error, "left": [path.name for path in run.job.checkpoints_dir.iterdir()]}
+    return {"message": error, "left": [path.name for path in run.job.checkpoints_dir.iterdir()]}
 
 
-def report(metrics, checkpoint=None, checkpoint_dir_name=None, checkpoint_upload_fn=None, told=None, **_):
-    """In place of `Worker.report`. `told`: takes what goes wrong."""
+def report(metrics, checkpoint=None, checkpoint_dir_name=None, checkpoint_upload_fn=None, errors=None, **_):
+    """In place of `Worker.report`. `errors`: takes what goes wrong."""
 
     def upload():
         try:
             checkpoint_upload_fn(checkpoint, checkpoint_dir_name)
         except OSError as error:
-            told.put(error)
+            errors.put(error)
 
     if checkpoint_upload_fn is not None:
         threading.Thread(target=upload).start()
@@ -527,12 +527,12 @@ def test_the_held_out_loss_is_that_of_one_process_and_disturbs_nothing(found):
         for strategy in STRATEGIES:
             of_it = rank[strategy]["held out"]
             assert not of_it["disturbed"] and of_it["in parts"] == (strategy != "ddp")
-            for told, expected in zip(of_it["told"], alone["told"], strict=True):
-                assert told["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
-                assert told["eval_loss_by_task"] == pytest.approx(expected["eval_loss_by_task"], rel=1e-5)
-                counted = [value for value in told["eval_loss_by_time"] if value is not None]
+            for one, expected in zip(of_it["measured"], alone["measured"], strict=True):
+                assert one["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+                assert one["eval_loss_by_task"] == pytest.approx(expected["eval_loss_by_task"], rel=1e-5)
+                counted = [value for value in one["eval_loss_by_time"] if value is not None]
                 assert counted == pytest.approx([v for v in expected["eval_loss_by_time"] if v is not None], rel=1e-5)
-    assert alone["told"][0]["eval_loss"] != alone["told"][1]["eval_loss"]
+    assert alone["measured"][0]["eval_loss"] != alone["measured"][1]["eval_loss"]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_reshard"])
@@ -656,7 +656,7 @@ def test_what_no_process_has_a_gradient_for_is_left_alone(tmp_path):
 
 def test_a_part_that_cannot_be_written_fails_the_checkpoint_for_all(found):
     for rank in found.ranks:
-        assert rank["full disk"] == {"told": "no space left", "left": []}
+        assert rank["full disk"] == {"message": "no space left", "left": []}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

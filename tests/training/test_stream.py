@@ -1,4 +1,4 @@
-"""Who gets which rows, and what it costs to send the preprocessor around."""
+"""Which rank gets which rows, and what it costs to send the preprocessor around."""
 
 import itertools
 import pickle

@@ -55,7 +55,7 @@ def check_samples(source: Any, name: str) -> None:
 
 
 def _boxes(file: Any, kinds: list[bytes], first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Where the contents of boxes begin and end that are found along a path of kinds, [first, last) in the file."""
+    """Byte ranges [begin, end) of the contents of the boxes at a path of kinds, within [first, last) of the file."""
     for _ in range(MAX_BOXES):
         if last - first < 8:
             return

@@ -56,7 +56,7 @@ def stretches_of(
     skip_idle: float | None = None,
     weight: np.ndarray | None = None,
 ) -> Stretches:
-    """The frames of some episodes that are left; episodes without any have no stretch.
+    """Select the frames of some episodes; an episode whose frames are all dropped has no stretch.
 
     Args:
         episodes: int64, ascending. dropped: of each, so many of its last frames are not rows.

@@ -322,7 +322,7 @@ def to_svg(figure: Figure, label: str) -> str:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     drawn = buffer.getvalue()
     root = ElementTree.fromstring(drawn)
-    # Several figures on a page: names that are referred to must not meet, the others are not needed.
+    # A page has several figures: names with references get a prefix of their own, other names are removed.
     prefix = f"f{hashlib.sha256(drawn.encode()).hexdigest()[:8]}-"
     used = set(re.findall(r'(?:url\(|href=")#([\w.-]+)', drawn))
     for parent in list(root.iter()):

@@ -1,4 +1,4 @@
-"""What a run does about files of its datasets that are missing: which flag goes on without the episodes they cost."""
+"""Missing files of a dataset: the error names them, and the flag that trains without their episodes."""
 
 from __future__ import annotations
 
