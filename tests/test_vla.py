@@ -68,7 +68,7 @@ def finished(setting, ray_cluster):
     """A run of 4 steps by 2 workers, with accumulation; of cached frames, rows name them."""
     kept = setting[0] / "frames"
     assert vla.main(flags(setting, "finished", **{"dataset.frame_cache": kept})) == 0
-    assert list(kept.glob("*/*.frames"))
+    assert list(kept.glob("*/*/*.data"))
     return setting[0] / "finished"
 
 

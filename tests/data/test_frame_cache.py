@@ -160,7 +160,7 @@ def test_what_would_be_decoded_otherwise_is_not_served(root, tmp_path, folder, d
     assert_same(found, expected)
     if change == "content":
         # What was cached of the earlier content is gone.
-        assert len(list(folder.glob("*/*.marks"))) == sum(map(len, load_metadata(root).video_files.values()))
+        assert len(list(folder.glob("*/*/*.marks"))) == sum(map(len, load_metadata(root).video_files.values()))
 
 
 @pytest.mark.parametrize("damage", ["holes", "noise", "cut", "no marks", "marks without frames"])
@@ -168,7 +168,7 @@ def test_frames_that_the_disk_lost_are_decoded_again(original, folder, decoded, 
     expected = rows(original)
     rows(original, folder)
     reset(decoded)
-    for frames in folder.glob("*/*.frames"):
+    for frames in folder.glob("*/*/*.data"):
         marks, size = frames.with_suffix(".marks"), frames.stat().st_size
         if damage in ("holes", "noise"):
             with open(frames, "r+b") as file:
@@ -181,7 +181,7 @@ def test_frames_that_the_disk_lost_are_decoded_again(original, folder, decoded, 
         else:
             frames.unlink()
     assert_same(rows(original, folder), expected)
-    files = len(list(folder.glob("*/*.frames")))
+    files = len(list(folder.glob("*/*/*.data")))
     assert files <= reset(decoded)["frames"] <= 2 * ROWS
     assert_same(rows(original, folder), expected)
     assert not decoded["frames"]
@@ -215,7 +215,7 @@ def test_a_reader_killed_while_it_writes(original, folder, decoded):
         process = start(original, folder, dies_at)
         process.communicate()
         assert process.returncode == -signal.SIGKILL
-    assert list(folder.glob("*/*.frames"))
+    assert list(folder.glob("*/*/*.data"))
     reset(decoded)
     assert_same(rows(original, folder), expected)
     assert 0 < reset(decoded)["frames"] < 2 * ROWS
@@ -270,7 +270,7 @@ def test_a_folder_that_fails_costs_a_warning(original, folder, decoded, monkeypa
     warnings = [r.message for r in caplog.records if str(folder) in r.message]
     assert len(warnings) == 1 and "--dataset.frame_cache" in warnings[0]
     if fault == "limit":
-        assert sum(path.stat().st_blocks * 512 for path in folder.glob("*/*.frames")) <= 300_000 + 4096 * ROWS
+        assert sum(path.stat().st_blocks * 512 for path in folder.glob("*/*/*.data")) <= 300_000 + 4096 * ROWS
 
 
 def named_rows(root, folder, **options):
@@ -322,7 +322,7 @@ def test_a_named_frame_that_is_not_kept_is_decoded_where_batches_are_made(
     if fault == "emptied":
         shutil.rmtree(folder)
     elif fault == "noise":
-        for frames in folder.glob("*/*.frames"):
+        for frames in folder.glob("*/*/*.data"):
             frames.write_bytes(os.urandom(frames.stat().st_size))
     elif fault == "unreadable":
 
@@ -378,7 +378,7 @@ def test_through_ray(ray_cluster, original, folder):
         for row in found:
             for key in (TOP, WRIST):
                 np.testing.assert_array_equal(row[key], expected[key][row["index"]])
-    assert len(list(folder.glob("*/*.frames"))) == sum(map(len, load_metadata(original).video_files.values()))
+    assert len(list(folder.glob("*/*/*.data"))) == sum(map(len, load_metadata(original).video_files.values()))
 
     cache = FrameCache(str(folder), 1.0)
     source = datasource([load_metadata(original)], frame_cache=cache, shuffle_seed=0, **options)

@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from vla_finetuning.data.node_cache import LEDGER, NodeCache
+from vla_finetuning.data.node_cache import LEDGER, NodeCache, Records
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,3 +90,63 @@ def test_there_is_room_again_when_somebody_ends(folder, monkeypatch):
     assert not store(cache, "b", 40_000)  # not asked again at once: it means to search the folder
     monkeypatch.setattr(cache, "_full_until", 0.0)
     assert store(cache, "b", 40_000) and len(datasets(folder)) == 1
+
+
+def write_records(cache, dataset, file, identity, count):
+    """How many records of 4096 bytes were stored of a file's content."""
+    records = Records(cache, cache.content(dataset, file, identity), 4096)
+    stored = 0
+    for number in range(count):
+        if records.reserve_capacity(1):
+            records.write(number, memoryview(bytes([number]) * 4096))
+            stored += records.read(number, memoryview(bytearray(4096)))
+    return stored
+
+
+def test_a_files_new_content_takes_the_space_of_the_old(folder):
+    """A nightly export to one path: after three of them the cache would hold nothing that is read."""
+    for night in range(5):
+        cache = opened(folder, 6 * 5000)
+        cache.place("a")  # as a run that goes on through the night
+        assert [write_records(cache, "a", f"file{n}", f"night {night}", 2) for n in range(3)] == [2, 2, 2]
+    assert len(list(folder.glob("*/*/*.data"))) == 3
+
+
+def test_a_new_file_costs_no_listing_of_the_others(folder, monkeypatch):
+    """26 ms for each of 8,000 files; with one for each of 50,000 episodes it took hours."""
+    cache = opened(folder, 10**7)
+    for number in range(20):
+        write_records(cache, "a", f"file{number}", "content", 1)
+    listed, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: (found := list(scandir(path)), listed.extend(found))[0])
+    assert write_records(cache, "a", "another", "content", 1) == 1
+    assert len(listed) < 5
+
+
+def test_reading_ahead_asks_for_no_more_than_the_system_reads_at_once(folder, monkeypatch):
+    """One request for 64 MiB leaves 8 MiB in memory, or 128 KiB: `read_ahead_kb`."""
+    cache, asked = opened(folder, 10**8), []
+    write_records(cache, "a", "file", "content", 5)
+    records = Records(cache, cache.content("a", "file", "content"), 4096)
+    assert records.mark(0)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, at, size, how: asked.append((at, size)), raising=False)
+    records.read_ahead(3, 1000)
+    assert max(size for _, size in asked) <= 128 * 1024
+    assert [at for at, _ in asked] == [3 * 4096 + sum(size for _, size in asked[:n]) for n in range(len(asked))]
+    assert sum(size for _, size in asked) == 997 * 4096
+
+
+def test_threads_share_records(folder):
+    cache = opened(folder, 10**8)
+    for attempt in range(20):
+        records = Records(cache, cache.content("a", f"file{attempt}", "content"), 4096)
+
+        def write(number, records=records):
+            if records.reserve_capacity(1):
+                records.write(number, memoryview(bytes([number]) * 4096))
+            out = bytearray(4096)
+            return records.read(number, memoryview(out)) and out == bytes([number]) * 4096
+
+        with ThreadPoolExecutor(8) as threads:
+            assert all(threads.map(write, range(16)))
+        records.close()

@@ -11,9 +11,9 @@ import pytest
 
 from vla_finetuning.data import node_cache as module
 from vla_finetuning.data import private
-from vla_finetuning.data.node_cache import NodeCache, is_in_memory, locked_ledger
+from vla_finetuning.data.node_cache import NodeCache, Records, is_in_memory, locked_ledger
 from vla_finetuning.data.private import make_private, open_own
-from vla_finetuning.data.storage import BlockCache
+from vla_finetuning.data.storage import BLOCK_BYTES, BlockCache, StoragePolicy
 
 
 def test_a_folder_is_made_for_its_user_alone(tmp_path):
@@ -59,25 +59,37 @@ def test_only_files_are_opened(tmp_path, kind):
     assert (tmp_path / "victim").read_text() == "as it was"
 
 
-@pytest.mark.parametrize("name", [module.LEDGER, BlockCache.SCRATCH, "key.block"])
-def test_the_cache_of_blocks_follows_no_link(tmp_path, name):
+def block_cache(folder):
+    """As another process opens it."""
+    module.node_cache.cache_clear()
+    return BlockCache.of(StoragePolicy(cache_dir=str(folder), cache_size_gb=1e-3), "robots", "robots/arm", "content")
+
+
+@pytest.mark.parametrize("kind", ["ledger", "in use", Records.DATA, Records.MARKS])
+def test_the_cache_of_blocks_follows_no_link(tmp_path, kind):
     folder, victim = tmp_path / "cache", tmp_path / "victim"
     victim.write_bytes(b"as it was")
-    folder.mkdir()
-    (folder / name).symlink_to(victim)
-    cache = BlockCache(folder, 10**6)
-    cache.put("key", b"block")
+    content = NodeCache(folder, 10**6, "").content("robots", "robots/arm", f"content\0{BLOCK_BYTES}")
+    content.parent.mkdir()
+    place = content.parent.parent
+    planted = {"ledger": folder / module.LEDGER, "in use": place / NodeCache.IN_USE}
+    planted = planted.get(kind, Path(f"{content}{kind}"))
+    planted.unlink(missing_ok=True)
+    planted.symlink_to(victim)
+    cache = block_cache(folder)
+    if cache is not None:
+        cache.put(0, b"block")
+        assert cache.get(0, 5) in (None, b"block")
     assert victim.read_bytes() == b"as it was"
-    assert cache.get("key", 5) in (None, b"block")
 
 
 def test_the_cache_of_blocks_reads_nothing_where_others_write(tmp_path):
     folder = tmp_path / "cache"
-    BlockCache(folder, 10**6).put("key", b"block")
+    block_cache(folder).put(0, b"block")
     moved = shutil.copytree(folder, tmp_path / "open/cache")
     moved.parent.chmod(0o777)
-    assert BlockCache(folder, 10**6).get("key", 5) == b"block"
-    assert BlockCache(moved, 10**6).get("key", 5) is None
+    assert block_cache(folder).get(0, 5) == b"block"
+    assert block_cache(moved) is None
 
 
 def test_a_place_that_others_may_write_to_is_refused(tmp_path):

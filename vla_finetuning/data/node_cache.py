@@ -1,7 +1,9 @@
-"""Folders on a node's own disk that keep what was dear to work out: whose place is there, and how large it may grow.
+"""One store on a node's own disk, for decoded frames, unpacked numbers and blocks of remote files.
 
-A cache's content can be computed again at any time. So a folder that is full, broken or gone costs a warning and the
-cache, never the run. Any number of processes and runs share a folder; checksums detect damaged content.
+Its content can be computed again at any time. So a folder that is full, broken or gone costs a warning and the cache,
+never the run. Any number of processes and runs share a folder; checksums detect damaged content.
+
+In a folder: a folder per dataset, in it one per file of the dataset, in it what was made of the file's present content.
 """
 
 from __future__ import annotations
@@ -14,9 +16,13 @@ import hashlib
 import logging
 import os
 import shutil
+import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import xxhash
 
 from vla_finetuning.data.private import make_private, open_own
 
@@ -34,6 +40,8 @@ IDLE_S = 1800.0
 _NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
+# Linux reads no more than a disk's read-ahead for one request, and 128 KiB is its smallest default.
+READ_AHEAD_BYTES = 2**17
 # Of a folder: the bytes stored, never too few.
 LEDGER = "ledger"
 
@@ -78,9 +86,9 @@ def is_in_memory(folder: Path) -> bool:
 class NodeCache:
     """A folder with a folder for each dataset. Get it from `node_cache`, which gives a process one of each.
 
-    Nothing of a dataset that a process reads is ever dropped: an epoch reads all of it once, so the least recently used
-    is wanted next. What does not fit is not cached. Datasets that no process reads are dropped for space, the one read
-    longest ago first.
+    Nothing of a dataset that a process reads is ever dropped for space: an epoch reads all of it once, so the least
+    recently used is wanted next. What does not fit is not cached. Datasets that no process reads are dropped for space,
+    the one read longest ago first; and of each file all but its newest content.
 
     Attributes:
         works: whether anything can be read; False after an error of the disk.
@@ -99,7 +107,7 @@ class NodeCache:
 
     def place(self, dataset: str) -> Path:
         """The folder of a dataset, which is not dropped as long as this process lives. Raises OSError."""
-        place = self.folder / hashlib.sha256(dataset.encode()).hexdigest()[:32]
+        place = self.folder / _short_hash(dataset)
         if place in self._held and not os.fstat(self._held[place]).st_nlink:
             os.close(self._held.pop(place))  # the folder was removed
         while place not in self._held:
@@ -119,6 +127,30 @@ class NodeCache:
                 os.close(descriptor)  # the folder was dropped under the lock
         self._used[place] = time.monotonic()
         return place
+
+    def content(self, dataset: str, file: str, identity: str) -> Path:
+        """The beginning of the paths of what is made of a file's content: a name in the file's folder. Raises OSError.
+
+        Args:
+            dataset, file: tell it from others. identity: tells this content from other contents of the file.
+        """
+        return self.place(dataset) / _short_hash(file) / _short_hash(identity)
+
+    def make_folder(self, content: Path) -> None:
+        """Make the folder of a file, and delete what was made of other contents of it. Raises OSError."""
+        content.parent.mkdir(exist_ok=True, mode=0o700)
+        superseded = [file for file in os.scandir(content.parent) if not file.name.startswith(content.name)]
+        if superseded:
+            with locked_ledger(self.folder) as ledger:
+                freed = 0
+                for file in superseded:
+                    with contextlib.suppress(FileNotFoundError):
+                        freed += file.stat(follow_symlinks=False).st_blocks * 512
+                        os.unlink(file)
+                known = os.pread(ledger, 20, 0)
+                if known.isdigit():
+                    os.pwrite(ledger, b"%020d" % max(0, int(known) - freed), 0)
+            self._full_until = -float("inf")
 
     @property
     def takes(self) -> bool:
@@ -172,9 +204,9 @@ class NodeCache:
         for entry in os.scandir(self.folder):
             if entry.is_dir(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):
-                    # Files have holes: what counts is what they take on the disk.
-                    size = sum(file.stat().st_blocks * 512 for file in os.scandir(entry.path))
-                    found.append((os.stat(Path(entry.path) / self.IN_USE).st_mtime, size, Path(entry.path)))
+                    found.append(
+                        (os.stat(Path(entry.path) / self.IN_USE).st_mtime, _size_on_disk(entry.path), Path(entry.path))
+                    )
         stored = sum(size for _, size, _ in found)
         for _, size, place in sorted(found):
             if stored <= goal_bytes:
@@ -203,7 +235,109 @@ class NodeCache:
         return used + size > FULLEST_DISK * (used + free)
 
 
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _size_on_disk(place: str) -> int:
+    """Bytes that a dataset's files take on the disk: they have holes."""
+    size = 0
+    for entry in os.scandir(place):
+        if entry.is_dir(follow_symlinks=False):
+            size += _size_on_disk(entry.path)
+        else:
+            size += entry.stat(follow_symlinks=False).st_blocks * 512
+    return size
+
+
 @functools.cache
 def node_cache(folder: Path, limit_bytes: int, remedy: str) -> NodeCache:
     """The process's `NodeCache` of a folder. `remedy` ends the warning of one that is full or broken."""
     return NodeCache(folder, limit_bytes, remedy)
+
+
+class Records:
+    """Records of one file's content: number n is at place n of a file with holes; a second file says which are there.
+
+    The mark of a record is written after it, and is what makes it one: it holds a checksum, so that a record whose
+    writer was killed, that two processes write at once, or that the disk lost is missing. Files are read and written,
+    not mapped: a full disk or one that is gone would otherwise kill the process. Threads may share it.
+
+    Args:
+        content: `NodeCache.content`. record_bytes: the most that a record takes.
+    """
+
+    DATA, MARKS = ".data", ".marks"
+    # A checksum, 0 in a hole, and what else must be equal for the record to be the one that is asked for.
+    MARK = struct.Struct("<Qd")
+    MOST = 2**32  # of a file; a number beyond comes from damaged input
+
+    def __init__(self, cache: NodeCache, content: Path, record_bytes: int):
+        self.cache, self.record_bytes = cache, record_bytes
+        self._content, self._paths = content, [Path(f"{content}{end}") for end in (self.DATA, self.MARKS)]
+        self._files: tuple[int, int] | None = None
+        self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files, until the next access."""
+        with self._lock:
+            for descriptor in self._files or ():
+                os.close(descriptor)
+            self._files = None
+
+    def reserve_capacity(self, records: int) -> bool:
+        """Whether so many records more may be written. Raises OSError."""
+        fits = self.cache.reserve_capacity(records * (self.record_bytes + self.MARK.size))
+        return fits and self._open(create=True) is not None
+
+    def mark(self, number: int, tag: float = 0.0) -> int:
+        """The checksum of a record; 0 if it is not there, or has another tag. Raises OSError."""
+        files = self._open()
+        content = os.pread(files[1], self.MARK.size, number * self.MARK.size) if files and number < self.MOST else b""
+        checksum, marked = self.MARK.unpack(content) if len(content) == self.MARK.size else (0, 0.0)
+        return checksum if marked == tag else 0
+
+    def read(self, number: int, out: memoryview, tag: float = 0.0) -> bool:
+        """Fill `out` (bytes, as many as were written) with a record; False if it is not there. Raises OSError."""
+        checksum, files = self.mark(number, tag), self._files
+        if not checksum or files is None or os.preadv(files[0], [out], number * self.record_bytes) != len(out):
+            return False
+        return (xxhash.xxh3_64_intdigest(out) or 1) == checksum
+
+    def write(self, number: int, record: memoryview, tag: float = 0.0) -> None:
+        """Store a record that capacity was reserved for. Raises OSError."""
+        files = self._files
+        if not self.cache.takes or files is None or number >= self.MOST:
+            return
+        if os.pwrite(files[0], record, number * self.record_bytes) == len(record):
+            mark = self.MARK.pack(xxhash.xxh3_64_intdigest(record) or 1, tag)
+            os.pwrite(files[1], mark, number * self.MARK.size)
+
+    def read_ahead(self, first: int, last: int) -> None:
+        """Have the system read records [first, last) from the disk, where it supports this (Linux)."""
+        if self._files is not None and hasattr(os, "posix_fadvise"):
+            start, end = first * self.record_bytes, last * self.record_bytes
+            for at in range(start, end, READ_AHEAD_BYTES):
+                size = min(READ_AHEAD_BYTES, end - at)
+                os.posix_fadvise(self._files[0], at, size, os.POSIX_FADV_WILLNEED)
+
+    def _open(self, create: bool = False) -> tuple[int, int] | None:
+        """Descriptors of the data and the marks; None if they are not there and not to be made."""
+        if self._files is None:
+            with self._lock:
+                if self._files is None:
+                    data, marks = self._paths
+                    if not os.path.exists(marks):
+                        if not create:
+                            return None
+                        self.cache.make_folder(self._content)
+                    opened = open_own(data, os.O_RDWR | os.O_CREAT)
+                    try:
+                        self._files = opened, open_own(marks, os.O_RDWR | os.O_CREAT)
+                    except OSError:
+                        os.close(opened)
+                        raise
+        return self._files

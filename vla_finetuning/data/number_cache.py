@@ -248,20 +248,21 @@ class _RowCopy:
 
     SUFFIX = ".rows"
 
-    def __init__(self, cache: NodeCache, path: Path, kind: np.dtype):
-        self._cache, self._path, self.type = cache, path, kind
+    def __init__(self, cache: NodeCache, content: Path, columns: str, kind: np.dtype):
+        self._cache, self._content, self.type = cache, content, kind
+        self._path = content.with_name(f"{content.name}-{columns}{self.SUFFIX}")
 
     @classmethod
     def of(cls, file: DataFile, columns: Sequence[Column], identity: str) -> _RowCopy | None:
         """None where there is no place for it."""
         cache = numbers_cache()
         kind = _row_type(columns)
-        key = f"{identity}\0{[column.key for column in columns]}\0{kind.descr}"
+        key = f"{[column.key for column in columns]}\0{kind.descr}"
         copy = None
         with cache.doing_without():
             if cache.works:
-                path = cache.place(file.dataset) / (hashlib.sha256(key.encode()).hexdigest() + cls.SUFFIX)
-                copy = cls(cache, path, kind)
+                content = cache.content(file.dataset, file.path, identity)
+                copy = cls(cache, content, hashlib.sha256(key.encode()).hexdigest()[:32], kind)
         return copy
 
     @property
@@ -274,6 +275,8 @@ class _RowCopy:
         """No other process is here at the same time."""
         descriptor = None
         with self._cache.doing_without():
+            if not self._path.exists():
+                self._cache.make_folder(self._content)
             descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:

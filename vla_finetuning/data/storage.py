@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import io
-import logging
 import os
 import time
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -28,10 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
 from vla_finetuning.config import CACHE_SIZE_GB, READ_TIMEOUT_S
-from vla_finetuning.data.node_cache import locked_ledger
-from vla_finetuning.data.private import make_private, open_own
-
-logger = logging.getLogger(__name__)
+from vla_finetuning.data.node_cache import NodeCache, Records, node_cache
 
 # What is read: local files, Amazon's and Google's stores and what speaks as they do; memory:// is for tests.
 PROTOCOLS = ("file", "local", "s3", "s3a", "gs", "gcs", "memory")
@@ -96,7 +90,8 @@ class StoragePolicy:
         timeout_s: the longest that one request may take, with all its retries, in seconds.
         cache_dir: a local folder that keeps blocks of files between reads and runs; None for no cache. Any number of
             processes may share it.
-        cache_size_gb: the most it holds, in 10^9 bytes; what was not used for longest is dropped.
+        cache_size_gb: the most it holds, in 10^9 bytes. What is cached of a dataset that is read stays; other datasets
+            are dropped for space.
     """
 
     timeout_s: float = READ_TIMEOUT_S
@@ -126,7 +121,7 @@ def connect(
         known = options.get(key)
         options[key] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
     fs, base = fsspec.core.url_to_fs(url, **options)
-    return (fs if isinstance(fs, LocalFileSystem) else RemoteFileSystem(fs, policy)), base
+    return (fs if isinstance(fs, LocalFileSystem) else RemoteFileSystem(fs, policy, root=base)), base
 
 
 def _client_options(protocol: str, stall_s: float) -> dict[str, Any]:
@@ -164,26 +159,30 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
     in the store or on the way to it.
 
     Attributes:
+        root: what is read, which tells it from other datasets in the cache.
         listed: what `find` last said of each file. It travels along in the pickle, so that a dataset is listed once, on
             the driver, and no file is asked what it is when it is opened.
     """
 
     cachable = False
 
-    def __init__(self, fs: fsspec.AbstractFileSystem, policy: StoragePolicy, listed: dict[str, Content] | None = None):
+    def __init__(
+        self,
+        fs: fsspec.AbstractFileSystem,
+        policy: StoragePolicy,
+        listed: dict[str, Content] | None = None,
+        root: str = "",
+    ):
         super().__init__()
-        self.fs, self.policy, self.protocol = fs, policy, fs.protocol
+        self.fs, self.policy, self.protocol, self.root = fs, policy, fs.protocol, root
         self.listed = {} if listed is None else listed
-        self.cache = None
-        if policy.cache_dir is not None:
-            self.cache = BlockCache(Path(policy.cache_dir), int(policy.cache_size_gb * 1e9))
         if "s3" in fs.protocol:
             # s3fs retries 5 times what it has retried 5 times already; no option of an instance
             # says so (2026.2.0).
             fs.retries = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.fs, self.policy, self.listed)
+        return type(self), (self.fs, self.policy, self.listed, self.root)
 
     def exists(self, path: str, **kwargs: Any) -> bool:
         return self._call(self.fs.exists, path, **kwargs)
@@ -237,7 +236,7 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
     def within(self, timeout_s: float) -> RemoteFileSystem:
         """The same store with less time for each request."""
         policy = replace(self.policy, timeout_s=min(timeout_s, self.policy.timeout_s))
-        return RemoteFileSystem(self.fs, policy, self.listed)
+        return RemoteFileSystem(self.fs, policy, self.listed, self.root)
 
     def _call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()
@@ -368,8 +367,7 @@ class RemoteFile(io.RawIOBase):
         self.fs, self.path, self._content = fs, path, fs.content(path)
         self.size = self._content.size
         identity = _identity(fs, path, self._content)
-        # Without one nothing is cached on disk.
-        self._identity = None if identity is None else f"{identity}\0{BLOCK_BYTES}"
+        self._cache = None if identity is None else BlockCache.of(fs.policy, fs.root, path, identity)
         self._blocks: dict[int, bytes] = {}
         self._coming: dict[int, tuple[int, Future[list[bytes]]]] = {}  # a request, and the first block of it
         self._at = 0
@@ -438,6 +436,8 @@ class RemoteFile(io.RawIOBase):
             request.cancel()
         self._coming.clear()
         self._blocks.clear()
+        if self._cache is not None:
+            self._cache.close()
         super().close()
 
     def _block(self, number: int, wanted: int) -> bytes:
@@ -471,17 +471,16 @@ class RemoteFile(io.RawIOBase):
 
     def _get(self, first: int, last: int) -> list[bytes]:
         """Blocks [first, last), from the disk those that it has; the others in one request. In any thread."""
-        cache = self.fs.cache if self._identity is not None else None
         found: dict[int, bytes | None] = dict.fromkeys(range(first, last))
-        if cache is not None:
-            found = {n: cache.get(self._key(n), self._end(n) - n * BLOCK_BYTES) for n in found}
+        if self._cache is not None:
+            found = {n: self._cache.get(n, self._end(n) - n * BLOCK_BYTES) for n in found}
         if missing := [n for n, block in found.items() if block is None]:
             start = missing[0] * BLOCK_BYTES
             data = self._fetch(start, self._end(missing[-1]))
             for n in range(missing[0], missing[-1] + 1):
                 block = found[n] = data[n * BLOCK_BYTES - start :][:BLOCK_BYTES]
-                if cache is not None and n in missing:
-                    cache.put(self._key(n), block)
+                if self._cache is not None and n in missing:
+                    self._cache.put(n, block)
         return [block for block in found.values() if block is not None]
 
     def _fetch(self, start: int, end: int) -> bytes:
@@ -509,9 +508,6 @@ class RemoteFile(io.RawIOBase):
     def _end(self, number: int) -> int:
         return min((number + 1) * BLOCK_BYTES, self.size)
 
-    def _key(self, number: int) -> str:
-        return hashlib.sha256(f"{self._identity}\0{number}".encode()).hexdigest()
-
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Blocks (ascending) as runs [first, last) that are fetched together: of some length, with small gaps in them."""
@@ -527,104 +523,42 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield first, last
 
 
-# Cache folders that failed in this process.
-_given_up: set[Path] = set()
-# Those that are this user's own.
-_checked: set[Path] = set()
-
-
 class BlockCache:
-    """Blocks of remote files in a local folder, at most `limit_bytes` of them, shared by any number of processes.
+    """Blocks of one remote file on this node's disk, so that they are requested once. Threads may share it."""
 
-    A block is a file of its own, named by what it holds, written elsewhere and moved into place: readers see the whole
-    block or none, and one that is dropped while it is read is read to its end. Blocks carry a checksum: a disk that
-    lost power may keep a file's length and not its bytes.
+    def __init__(self, cache: NodeCache, content: Path):
+        self._cache, self._blocks = cache, Records(cache, content, BLOCK_BYTES)
 
-    It is there to save requests: where its disk is full or broken, a process says so once and goes on without it.
-    """
-
-    SUFFIX = ".block"  # nothing else in the folder is touched
-    SCRATCH = "scratch"  # the block being written
-    FREED_SHARE = 0.1  # dropped at once, so that the folder is not searched for every block
-
-    def __init__(self, folder: Path, limit_bytes: int):
-        self.folder, self.limit_bytes = folder, limit_bytes
-
-    def get(self, key: str, length: int) -> bytes | None:
-        """A block of `length` bytes, or None."""
-        path = self._path(key)
-        if self.folder in _given_up:
+    @classmethod
+    def of(cls, policy: StoragePolicy, dataset: str, path: str, identity: str) -> BlockCache | None:
+        """None without a cache folder, or if it does not work."""
+        if policy.cache_dir is None:
             return None
-        try:
-            self._make()
-            with open(open_own(path, os.O_RDONLY), "rb") as file:
-                data = file.read()
-            block = data[:-4]
-            if len(block) != length or zlib.crc32(block).to_bytes(4) != data[-4:]:
-                path.unlink(missing_ok=True)
-                return None
-            with contextlib.suppress(FileNotFoundError):
-                os.utime(path)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            self._give_up(error)
-            return None
-        return block
-
-    def put(self, key: str, block: bytes) -> None:
-        """Store a block, dropping the least recently used ones for space."""
-        size = len(block) + 4
-        if size > self.limit_bytes or self.folder in _given_up:
-            return
-        try:
-            self._make()
-            with locked_ledger(self.folder) as ledger:
-                known = os.pread(ledger, 20, 0)
-                stored = int(known) if known.isdigit() else self._drop(self.limit_bytes)
-                if stored + size > self.limit_bytes:
-                    stored = self._drop(self.limit_bytes * (1 - self.FREED_SHARE) - size)
-                os.pwrite(ledger, b"%020d" % (stored + size), 0)
-                scratch = self.folder / self.SCRATCH
-                scratch.unlink(missing_ok=True)  # of a process that was killed
-                with open(open_own(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                    file.write(block)
-                    file.write(zlib.crc32(block).to_bytes(4))
-                os.replace(scratch, self._path(key))
-        except OSError as error:
-            self._give_up(error)
-
-    def _make(self) -> None:
-        """Make the folder, and check once in a process that no other user can have put a block there."""
-        if self.folder not in _checked or not self.folder.is_dir():
-            make_private(self.folder)
-            _checked.add(self.folder)
-
-    def _give_up(self, error: OSError) -> None:
-        _given_up.add(self.folder)
-        logger.warning(
-            "cache folder %s: %s; this process goes on without it, and reads everything from the store: choose another "
-            "--dataset.cache_dir, or lower --dataset.cache_size_gb",
-            self.folder,
-            error,
+        cache = node_cache(
+            Path(policy.cache_dir),
+            int(policy.cache_size_gb * 1e9),
+            "what is not cached there is read from the store each time: choose another --dataset.cache_dir, or raise "
+            "--dataset.cache_size_gb",
         )
+        found = None
+        with cache.doing_without():
+            if cache.works:
+                found = cls(cache, cache.content(dataset, path, f"{identity}\0{BLOCK_BYTES}"))
+        return found
 
-    def _path(self, key: str) -> Path:
-        return self.folder / (key + self.SUFFIX)
+    def get(self, number: int, length: int) -> bytes | None:
+        """Block `number`, of `length` bytes; None if it is not there."""
+        block = bytearray(length)
+        with self._cache.doing_without():
+            if self._cache.works and self._blocks.read(number, memoryview(block)):
+                return bytes(block)
+        return None
 
-    def _drop(self, goal_bytes: float) -> int:
-        """Delete blocks until `goal_bytes` are left; returns the bytes that are. Under the ledger's lock."""
-        found = []
-        for entry in os.scandir(self.folder):
-            if entry.name.endswith(self.SUFFIX):
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat()
-                    found.append((status.st_mtime, status.st_size, entry.path))
-        found.sort()
-        stored = sum(size for _, size, _ in found)
-        for _, size, path in found:
-            if stored <= goal_bytes:
-                break
-            Path(path).unlink(missing_ok=True)
-            stored -= size
-        return stored
+    def put(self, number: int, block: bytes) -> None:
+        """Store a block, if there is space."""
+        with self._cache.doing_without():
+            if self._blocks.reserve_capacity(1):
+                self._blocks.write(number, memoryview(block))
+
+    def close(self) -> None:
+        self._blocks.close()

@@ -6,12 +6,11 @@ keeps it on its own disk. What is found here only saves requests: FFmpeg reads t
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -81,7 +80,7 @@ class RemoteVideo:
     def __init__(self, fs: RemoteFileSystem, path: str, dataset: str):
         self.file: RemoteFile = fs.open(path)
         identity = file_identity(fs, path)
-        self._kept = None if identity is None else _Kept(dataset, identity)
+        self._kept = None if identity is None else _Kept(dataset, path, identity)
         self._blocks = None if self._kept is None else self._kept.read()
         if self._blocks is not None:
             self.file.know(self._blocks)
@@ -102,36 +101,38 @@ class RemoteVideo:
 class _Kept:
     """Blocks of a file that opening it takes, on this node's disk: a checksum, how many, their numbers, they."""
 
-    def __init__(self, dataset: str, identity: str):
-        self._dataset = dataset
-        self._name = sha256(f"{identity}\0{BLOCK_BYTES}".encode()).hexdigest() + ".index"
+    SUFFIX = ".index"
+
+    def __init__(self, dataset: str, path: str, identity: str):
+        self._file = dataset, path, f"{identity}\0{BLOCK_BYTES}"
 
     def read(self) -> dict[int, bytes] | None:
-        content = b""
-        cache = numbers_cache()
-        with cache.doing_without(), contextlib.suppress(FileNotFoundError):
-            if cache.works:
-                with open(open_own(cache.place(self._dataset) / self._name, os.O_RDONLY), "rb") as file:
-                    content = file.read()
-        if len(content) < 16 or struct.unpack("<Q", content[:8])[0] != xxhash.xxh3_64_intdigest(content[8:]):
-            return None
-        count = struct.unpack_from("<Q", content, 8)[0]
-        numbers = np.frombuffer(content, "<i8", count, 16).tolist()
-        first = 16 + 8 * count
-        return {n: content[first + i * BLOCK_BYTES :][:BLOCK_BYTES] for i, n in enumerate(numbers)}
-
-    def write(self, blocks: dict[int, bytes]) -> None:
-        content = struct.pack(f"<{1 + len(blocks)}q", len(blocks), *blocks) + b"".join(blocks.values())
-        content = struct.pack("<Q", xxhash.xxh3_64_intdigest(content)) + content
+        stored = b""
         cache = numbers_cache()
         with cache.doing_without():
-            if cache.reserve_capacity(len(content)):
-                path = cache.place(self._dataset) / self._name
-                scratch = path.with_name(f"{self._name}.{os.getpid()}")
-                scratch.unlink(missing_ok=True)
-                with open(open_own(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                    file.write(content)
-                os.replace(scratch, path)
+            if cache.works:
+                with open(open_own(self._path(cache.content(*self._file)), os.O_RDONLY), "rb") as file:
+                    stored = file.read()
+        if len(stored) < 16 or struct.unpack("<Q", stored[:8])[0] != xxhash.xxh3_64_intdigest(stored[8:]):
+            return None
+        count = struct.unpack_from("<Q", stored, 8)[0]
+        numbers = np.frombuffer(stored, "<i8", count, 16).tolist()
+        first = 16 + 8 * count
+        return {n: stored[first + i * BLOCK_BYTES :][:BLOCK_BYTES] for i, n in enumerate(numbers)}
+
+    def write(self, blocks: dict[int, bytes]) -> None:
+        record = struct.pack(f"<{1 + len(blocks)}q", len(blocks), *blocks) + b"".join(blocks.values())
+        record = struct.pack("<Q", xxhash.xxh3_64_intdigest(record)) + record
+        cache = numbers_cache()
+        with cache.doing_without():
+            if cache.reserve_capacity(len(record)):
+                content = cache.content(*self._file)
+                cache.make_folder(content)
+                with open(open_own(self._path(content), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+                    file.write(record)
+
+    def _path(self, content: Path) -> Path:
+        return content.with_name(content.name + self.SUFFIX)
 
 
 _Box = tuple[bytes, int, int]  # kind; its content's first byte and the one after
