@@ -12,6 +12,7 @@ Knows nothing of torch, policies or training.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,12 +28,14 @@ from ray.data import Dataset
 from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vla_finetuning.config import FRAME_CACHE_GB, DatasetOptions, OnError
 from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.dataset_files import check_files
 from vla_finetuning.data.features import checked_size, common_features, resolve_delta_indices
-from vla_finetuning.data.frame_cache import FrameCache
+from vla_finetuning.data.frame_cache import FrameCache, VideoFile, what_prevents
 from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     DatasetMetadata,
@@ -40,7 +43,6 @@ from vla_finetuning.data.metadata import (
     load_metadata,
     select_episodes,
 )
-from vla_finetuning.data.node_cache import has_capacity
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.plan import (
     Episodes,
@@ -63,8 +65,10 @@ from vla_finetuning.data.rows import (
 from vla_finetuning.data.selection import of_each
 from vla_finetuning.data.shards import ShardedPlan, divide
 from vla_finetuning.data.storage import StoragePolicy
-from vla_finetuning.data.videos import Frames, name_shape
+from vla_finetuning.data.videos import Frames, name_shape, video_file
 from vla_finetuning.options import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 # Rows walked through in one go, at most: fewer mix better and jump more often (docs/data_engine.md: what that costs).
 # A window of few rows is made of shorter segments, so that it still mixes `window_segments` of them.
@@ -79,8 +83,11 @@ READS_PER_EXECUTION = 4096
 MAX_TASKS = 4096
 # In the context of a dataset: which `BlockShare` of the stream its executions read; all of it where there is none.
 SHARE = "lerobot_share"
-# In the same place: whether its rows name cached frames (`name_frames`), and a block's bytes then.
-NAMES, NAMING_BLOCK_BYTES = "lerobot_names", "lerobot_naming_block_bytes"
+# In the same place: whether its rows name cached frames (`name_frames`); and if they could, what `what_prevents` takes,
+# with the bytes of a block that carries its frames and of one that names them.
+NAMES, CACHING = "lerobot_names", "lerobot_caching"
+# A node that does not say within this time whether it can cache frames is taken for one that cannot.
+CACHE_CHECK_S = 60.0
 # In the same place: how many shards its rows are divided into.
 SHARDS = "lerobot_shards"
 
@@ -296,14 +303,14 @@ class LeRobotDatasource(Datasource):
         read = self._features.keys() & set(self.columns())
         return frozenset(key for key in read if all(meta.features[key].dtype == "video" for meta in self.metas))
 
-    def has_space_for_frames(self) -> bool:
-        """Whether the disk of this node has space for all frames that are to be cached."""
-        try:
-            return self._reading.frame_cache is not None and has_capacity(
-                Path(self._reading.frame_cache.folder), self.decoded_bytes()
-            )
-        except OSError:
-            return False  # writing one reports what is wrong
+    def caching(self) -> tuple[FrameCache, list[VideoFile], int] | None:
+        """The cache that rows may name frames of, a file of each camera of each dataset, the bytes of all frames."""
+        cache, nameable, decoding = self._reading.frame_cache, self.nameable, self._options(1)
+        if cache is None or not nameable:
+            return None
+        readers = [DatasetFiles.of(meta, nameable) for meta in self.metas]
+        videos = [video_file(reader, key, "", "", decoding) for reader in readers for key in sorted(nameable)]
+        return cache, videos, self.decoded_bytes()
 
     def frames(self) -> Frames:
         """Fills in what rows name (`name_frames`)."""
@@ -642,8 +649,8 @@ def read_source(source: LeRobotDatasource, **ray_options: Any) -> Dataset:
     dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=source.num_cpus, **ray_options)
     # ... and a target a little under a block's size makes Ray pass each on at once, neither merged nor cut.
     dataset.context.target_max_block_size = _target_bytes(source.block()[1])
-    if source.nameable and source.has_space_for_frames():
-        dataset.context.set_config(NAMING_BLOCK_BYTES, source.block(naming=True)[1])
+    if caching := source.caching():
+        dataset.context.set_config(CACHING, (caching, [source.block(naming)[1] for naming in (False, True)]))
     # Blocks that a task may have ready before Ray Data takes one. It takes what is there ten times a second, and a task
     # that has more waits with its CPU idle. Ray Data counts them as bytes that are on their way. The name is private in
     # Ray 2.60; its default is 2.
@@ -653,25 +660,48 @@ def read_source(source: LeRobotDatasource, **ray_options: Any) -> Dataset:
 
 
 def keeps_frames(dataset: Dataset) -> bool:
-    """Whether all frames that rows of a dataset from `read_source` could name may be cached."""
-    return dataset.context.get_config(NAMING_BLOCK_BYTES) is not None
+    """Whether rows of a dataset from `read_source` could name all their frames: none is too many for the cache."""
+    return dataset.context.get_config(CACHING) is not None
 
 
 def name_frames(dataset: Dataset, used_on: Iterable[str], where_used: bool = False) -> bool:
     """Have rows of a dataset from `read_source` name cached frames, for `data.videos.Frames` to fill in.
 
-    Returns whether they will: only if all can be cached, and rows are read where they are used: `where_used`, or only
-    nodes of `used_on` (node ids) have CPUs. A node that joins later reads too; what it caches is decoded once more
-    where it is used.
+    Returns whether they will: only if each node can cache all its frames, and rows are read where they are used:
+    `where_used`, or only nodes of `used_on` (node ids) have CPUs. A node that joins later reads too; what it caches is
+    decoded once more where it is used. Decided anew by every call: a node that cannot is named in a warning, and rows
+    carry their frames until the next.
     """
     nodes = set(used_on)
-    if not keeps_frames(dataset) or len(nodes) < dataset.context.get_config(SHARDS):
+    if not keeps_frames(dataset):
         return False
+    caching, block_bytes = dataset.context.get_config(CACHING)
     reading = {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0}
-    if not where_used and (len(reading) > 1 or reading != nodes):
-        return False
-    dataset.context.set_config(NAMES, True)
-    dataset.context.target_max_block_size = _target_bytes(dataset.context.get_config(NAMING_BLOCK_BYTES))
+    naming = (
+        len(nodes) >= dataset.context.get_config(SHARDS)
+        and (where_used or len(reading) == 1 and reading == nodes)
+        and _all_can_cache(nodes, caching)
+    )
+    dataset.context.set_config(NAMES, naming)
+    dataset.context.target_max_block_size = _target_bytes(block_bytes[naming])
+    return naming
+
+
+def _all_can_cache(nodes: Iterable[str], caching: Any) -> bool:
+    """Ask each node, where the frames go; the first that cannot cache them is reported."""
+    check: Any = ray.remote(what_prevents)
+    affinity = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
+    answers = {
+        node: check.options(num_cpus=0, scheduling_strategy=where).remote(*caching) for node, where in affinity.items()
+    }
+    for node, answer in answers.items():
+        try:
+            reason = ray.get(answer, timeout=CACHE_CHECK_S)
+        except RayError as error:
+            reason = f"it does not answer ({type(error).__name__})"
+        if reason is not None:
+            logger.warning("node %s does not cache all frames, so rows carry them: %s", node[:8], reason)
+            return False
     return True
 
 

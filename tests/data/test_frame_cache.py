@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 
-from lerobot_datasource import NAMES, local_batches, name_frames, read_lerobot, read_source
+from lerobot_datasource import local_batches, name_frames, read_lerobot, read_source
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import frame_cache as lerobot_frame_cache
@@ -368,6 +368,59 @@ def test_what_cannot_be_named_is_carried(tmp_path, original, folder):
 
 
 @pytest.mark.ray
+def test_a_node_that_cannot_cache_is_named_and_rows_carry_their_frames(ray_cluster, original, tmp_path, caplog):
+    """Asked where the frames go, at each start: a folder that anyone may write to, one that another run fills."""
+    folder, here = tmp_path / "cache", [ray.get_runtime_context().get_node_id()]
+    meta = load_metadata(original)
+    size = datasource([meta]).decoded_bytes()
+    dataset = read_source(datasource([meta], frame_cache=FrameCache(str(folder), 1.5 * size / 1e9)))
+    folder.mkdir()
+    folder.chmod(0o777)
+
+    def warnings():
+        return [record.getMessage() for record in caplog.records if record.name == "lerobot_datasource"]
+
+    assert not name_frames(dataset, here)
+    assert f"{folder}" in warnings()[-1] and "anybody may write there" in warnings()[-1]
+    batch = dataset.take_batch(2)
+    assert batch[TOP].shape == (2, *meta.features[TOP].shape)
+
+    folder.chmod(0o700)
+    script = """if True:
+        import sys
+        from vla_finetuning.data.frame_cache import FrameCache
+        cache = FrameCache(sys.argv[1], float(sys.argv[2])).opened()
+        assert cache.promise(["another"], int(float(sys.argv[2]) * 1e9) // 2)
+        print(flush=True)
+        input()
+    """
+    command = [sys.executable, "-c", script, str(folder), str(1.5 * size / 1e9)]
+    other = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    other.stdout.readline()
+    assert not name_frames(dataset, here)
+    assert "do not fit beside what other runs cache there" in warnings()[-1] and len(warnings()) == 2
+    assert dataset.take_batch(2)[TOP].shape == batch[TOP].shape
+    other.communicate(b"\n")
+    assert name_frames(dataset, here) and len(warnings()) == 2
+    assert dataset.take_batch(2)[TOP].nbytes < batch[TOP].nbytes / 8
+
+
+def test_frames_that_were_emptied_are_stored_and_copied_again(original, folder, decoded):
+    """Within one process, that had them open."""
+    named, source = named_rows(original, folder)
+    frames, expected = source.frames(), rows(original)
+    for _ in range(2):
+        frames({key: values[:4] for key, values in named.items()})
+    shutil.rmtree(folder)
+    reset(decoded)
+    for _ in range(3):
+        for first in range(0, ROWS, 4):
+            batch = frames({key: values[first : first + 4] for key, values in named.items()})
+            np.testing.assert_array_equal(batch[TOP], expected[TOP][batch["index"]])
+    assert 0 < decoded["frames"] <= 2 * ROWS
+
+
+@pytest.mark.ray
 def test_through_ray(ray_cluster, original, folder):
     """Rows of other processes, that carry their frames and that name them, are those of no cache at all."""
     options = {"delta_timestamps": WINDOWS, "shuffle_window": 8}
@@ -383,12 +436,6 @@ def test_through_ray(ray_cluster, original, folder):
     cache = FrameCache(str(folder), 1.0)
     source = datasource([load_metadata(original)], frame_cache=cache, shuffle_seed=0, **options)
     here = [ray.get_runtime_context().get_node_id()]
-    for has_capacity in (lambda folder, size: False, lambda folder, size: os.listdir(ROOT / "README.md")):
-        with pytest.MonkeyPatch.context() as disk:
-            disk.setattr("lerobot_datasource.has_capacity", has_capacity)
-            dataset = read_source(source)
-        assert not name_frames(dataset, here)
-        assert dataset.context.get_config(NAMES) is None
     dataset = read_source(source)
     assert not name_frames(dataset, ["another node"])
     assert dataset.take_batch(1)[WRIST].shape[1:] == expected[WRIST].shape[1:]

@@ -57,12 +57,30 @@ class VideoFile:
     stored: tuple[int, int]
     depth_mm: np.ndarray | None
 
+    @property
+    def place(self) -> str:
+        """The dataset, and how its frames are decoded: what `NodeCache` calls a dataset."""
+        return f"{self.dataset}\0{self.shape}\0{self.dtype}\0{self.decoder()}"
+
     def decoder(self) -> str:
         """Whatever else may change a pixel."""
         resizing = cv2.__version__ if self.shape[:2] != self.stored else None
         depth = None if self.depth_mm is None else hashlib.sha256(self.depth_mm.tobytes()).hexdigest()
         libraries = sorted(av.library_versions.items())
         return repr((RULES, av.__version__, libraries, resizing, self.fps, self.tolerance_s, depth))
+
+
+def what_prevents(where: FrameCache, videos: Sequence[VideoFile], size: int) -> str | None:
+    """Why this node cannot cache all frames of some cameras, `size` bytes; None if it can. `videos`: one of each."""
+    try:
+        if where.opened().promise(list(dict.fromkeys(video.place for video in videos)), size):
+            return None
+    except OSError as error:
+        return f"cache folder {where.folder}: {error}"
+    return (
+        f"cache folder {where.folder}: {size / 1e9:.1f} GB of frames do not fit beside what other runs cache there, or "
+        "on its disk; raise --dataset.frame_cache_gb, or choose another --dataset.frame_cache"
+    )
 
 
 class CachedVideo:
@@ -81,9 +99,8 @@ class CachedVideo:
         cache, found = where.opened(), None
         with cache.doing_without():
             if cache.works:
-                dataset = f"{video.dataset}\0{video.shape}\0{video.dtype}\0{video.decoder()}"
                 frame_bytes = int(np.prod(video.shape)) * video.dtype.itemsize
-                content = cache.content(dataset, video.path, video.identity)
+                content = cache.content(video.place, video.path, video.identity)
                 found = cls(Records(cache, content, frame_bytes), video.fps)
         return found
 

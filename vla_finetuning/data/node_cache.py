@@ -19,7 +19,7 @@ import shutil
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import xxhash
@@ -91,16 +91,14 @@ class NodeCache:
     the one read longest ago first; and of each file all but its newest content.
 
     Attributes:
-        works: whether anything can be read; False after an error of the disk.
+        works: whether to read; False for a minute after an error of the disk.
     """
 
     IN_USE = "in-use"  # in each dataset's folder; every process that reads the dataset holds a lock on it
 
     def __init__(self, folder: Path, limit_bytes: int, remedy: str):
         self.folder, self.limit_bytes, self.remedy = folder, limit_bytes, remedy
-        self.works = True
-        self._writable = True
-        self._full_until = -float("inf")
+        self._broken_until = self._full_until = -float("inf")
         self._held: dict[Path, int] = {}
         self._used: dict[Path, float] = {}
         self._told = False
@@ -153,9 +151,44 @@ class NodeCache:
             self._full_until = -float("inf")
 
     @property
+    def works(self) -> bool:
+        return time.monotonic() >= self._broken_until
+
+    @property
     def takes(self) -> bool:
-        """Whether it is worth asking for space."""
-        return self._writable and time.monotonic() >= self._full_until
+        """Whether it is worth asking for space: False for a minute after an error, or where there was none."""
+        return self.works and time.monotonic() >= self._full_until
+
+    def promise(self, datasets: Sequence[str], size: int) -> bool:
+        """Whether this node can store all that will be cached of some datasets together, `size` bytes.
+
+        The bytes are promised to them: other promises get what is left, as long as a process reads the datasets.
+
+        Raises:
+            OSError: nothing can be stored there.
+        """
+        places = [self.place(dataset) for dataset in datasets]
+        with locked_ledger(self.folder):
+            others = sum(self._promised(Path(entry)) for entry in os.scandir(self.folder) if Path(entry) not in places)
+            fits = size <= self.limit_bytes - others and has_capacity(self.folder, size)
+            for place, promised in zip(places, [size, *[0] * len(places)], strict=False):
+                os.pwrite(self._held[place], b"%020d" % (promised * fits), 0)
+        return fits
+
+    def _promised(self, place: Path) -> int:
+        """Bytes of a dataset that a process reads: stored, or promised if that is more. 0 of others, which may go."""
+        try:
+            descriptor = open_own(place / self.IN_USE, os.O_RDWR)
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return 0
+        except BlockingIOError:
+            known = os.pread(descriptor, 20, 0)
+            return max(_size_on_disk(str(place)), int(known) if known.isdigit() else 0)
+        finally:
+            os.close(descriptor)
 
     def reserve_capacity(self, size: int) -> bool:
         """Whether `size` more bytes may be stored; they count as stored from now on. Raises OSError."""
@@ -187,8 +220,9 @@ class NodeCache:
         except FileNotFoundError:
             pass
         except OSError as error:
-            self._writable = False
-            self.works = self.works and error.errno in _NO_WRITING
+            self._full_until = time.monotonic() + ASK_AGAIN_S
+            if error.errno not in _NO_WRITING:
+                self._broken_until = self._full_until
             self._tell(f"fails ({error})")
 
     def _tell(self, what: str) -> None:
@@ -298,6 +332,8 @@ class Records:
         files = self._open()
         content = os.pread(files[1], self.MARK.size, number * self.MARK.size) if files and number < self.MOST else b""
         checksum, marked = self.MARK.unpack(content) if len(content) == self.MARK.size else (0, 0.0)
+        if files and not checksum and not os.fstat(files[1]).st_nlink:
+            self.close()  # the folder was removed; it may be there again
         return checksum if marked == tag else 0
 
     def read(self, number: int, out: memoryview, tag: float = 0.0) -> bool:

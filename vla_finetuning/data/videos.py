@@ -172,12 +172,18 @@ def cached_video(reader: DatasetFiles, key: str, file: str, decoding: Decoding) 
     """The frames of a file that this node has decoded before; None without a cache."""
     if decoding.frame_cache is None:
         return None
-    path, feature = reader.path(file), reader.features[key]
+    path = reader.path(file)
     identity = file_identity(reader.fs, path)
     if identity is None:
         return None
+    return CachedVideo.of(decoding.frame_cache, video_file(reader, key, path, identity, decoding))
+
+
+def video_file(reader: DatasetFiles, key: str, path: str, identity: str, decoding: Decoding) -> VideoFile:
+    """What tells the frames of a camera's file from others."""
+    feature = reader.features[key]
     shape, dtype = frame_of(feature, decoding.image_size)
-    video = VideoFile(
+    return VideoFile(
         dataset=reader.dataset,
         path=path,
         identity=identity,
@@ -188,7 +194,6 @@ def cached_video(reader: DatasetFiles, key: str, file: str, decoding: Decoding) 
         stored=height_width(feature),
         depth_mm=reader.depth_mm.get(key),
     )
-    return CachedVideo.of(decoding.frame_cache, video)
 
 
 def _place_cached(cached: CachedVideo, times_s: np.ndarray, target: list[list[Any]], out: np.ndarray) -> list[int]:
@@ -322,8 +327,8 @@ class Frames:
         if not self._told:
             self._told = True
             logger.warning(
-                "%d frames were not in the frame cache any more, and are decoded where batches are made, which may "
-                "keep training waiting: has its disk failed, or was it emptied? (%s)",
+                "%d frames are not in the frame cache %s, and are decoded where batches are made, which may keep "
+                "training waiting, until they are stored again: it was emptied, another run filled it, or it fails",
                 frames,
                 self._decoding.frame_cache and self._decoding.frame_cache.folder,
             )
