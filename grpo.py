@@ -118,10 +118,10 @@ def train(run: GrpoRun, worker: Worker) -> bool:
     )
     loss.mask_padding = options.method == "filtered"  # of own chunks what was executed
     demonstrations = make_demonstrations(run.demonstrations, policy)
-    objective = Objective(loss, run.sde, options).to(device)
+    objective = Objective(loss, run.sde, options, config.seed).to(device)
     start = frozen_copy(objective) if options.kl else None
     model = spread(objective, config.scaling.strategy, device, world, autocast=autocast)
-    optimizer = build_grpo_optimizer(config, loss)
+    optimizer = build_grpo_optimizer(config, objective)
     if attempt.checkpoint is not None:
         load_checkpoint(attempt.checkpoint, optimizer.named(), optimizer.state())
     log = IterationLog(job.output_dir, progress.step) if rank == 0 else None

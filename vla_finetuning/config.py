@@ -25,7 +25,10 @@ Attention = Literal["eager", "sdpa"]
 Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard", "hsdp"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 Precision = Literal["auto", "fp32", "bf16"]
-Method = Literal["grpo", "rloo", "filtered"]
+Method = Literal["grpo", "ppo", "rloo", "filtered"]
+Reward = Literal["success", "return"]
+# How the names of a critic's parameters begin in a checkpoint; it is not part of the policy.
+CRITIC = "critic."
 # What NumPy's seeds are bounded by; those of torch and Python take more.
 MAX_SEED = 2**32 - 1
 CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
@@ -490,8 +493,9 @@ class GrpoOptions:
 
     method: Method = option(
         "grpo",
-        "grpo: clipped policy gradient, returns compared within a group. rloo: REINFORCE with the mean of the others "
-        "as its baseline, ratios not clipped. filtered: imitation of the episodes that succeeded, which has no stop by "
+        "grpo: clipped policy gradient, returns compared within a group. ppo: clipped policy gradient, decisions "
+        "compared with a critic that learns beside the policy. rloo: REINFORCE with the mean of the others as its "
+        "baseline, ratios not clipped. filtered: imitation of the episodes that succeeded, which has no stop by "
         "divergence. All on the same episodes.",
     )
     demonstrations: str | None = option(
@@ -508,7 +512,7 @@ class GrpoOptions:
         "The episodes count.",
         min=0,
     )
-    reward: Literal["success", "return"] = option(
+    reward: Reward = option(
         "success", "What an episode is worth: success (1 or 0), or its return (the sum of its rewards)."
     )
     flow_steps: int = option(5, "Steps of the random sampler from noise to actions (rl/flow_sde.py).", min=1)
@@ -522,6 +526,14 @@ class GrpoOptions:
     clip_high: float = option(0.2, "The ratio of probabilities is clipped at 1 + clip_high above.", above=0)
     dual_clip: float | None = option(3.0, "Bound of a bad episode's loss; null: none.", above=0)
     normalise: bool = option(True, "Divide advantages by the group's standard deviation.")
+    gamma: float = option(0.99, "Discount of rewards per decision, with --grpo.method ppo.", above=0, max=1)
+    gae_lambda: float = option(
+        0.95, "Weight of later decisions in an advantage (GAE), with --grpo.method ppo.", min=0, max=1
+    )
+    value_lr: float = option(1e-3, "Learning rate of the critic of --grpo.method ppo.", above=0)
+    value_clip: float | None = option(
+        0.2, "An update moves a value by at most so much; null: no bound. With --grpo.method ppo.", above=0
+    )
     target_kl: float | None = option(
         0.001,
         "Divergence from the policy that acted at which an iteration's updates end, per executed dimension: of each of "

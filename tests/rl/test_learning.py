@@ -30,6 +30,7 @@ from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl import before_after, flow_sde, learning
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
 from vla_finetuning.rl.expected import Simulated, expected_times
+from vla_finetuning.rl.objective import Objective
 from vla_finetuning.rl.resolve import decision_bytes, describe_grpo, resolve_grpo
 from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint
 from vla_finetuning.training import attempt
@@ -68,7 +69,12 @@ class LocalRollouts:
                 ended |= {one.number: one for one in over}
                 left += [(stage, more, seen)] if more else []
             waiting = left
-        return {n: replace(one, total_reward=self._worth(n)) for n, one in sorted(ended.items())}
+        found = {}
+        for n, one in sorted(ended.items()):
+            # Worth something at the end, as success is.
+            rewards = (*[0.0] * (len(one.rewards) - 1), self._worth(n))
+            found[n] = replace(one, total_reward=self._worth(n), rewards=rewards)
+        return found
 
     def take_seconds(self):
         return 0.0, 0.0
@@ -151,7 +157,7 @@ def metrics(run):
     return [{k: v for k, v in line.items() if not k.endswith("_s") or k == "loss"} for line in lines]
 
 
-@pytest.mark.parametrize("method", ["grpo", pytest.param("filtered", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["grpo", "ppo", pytest.param("filtered", marks=pytest.mark.slow)])
 def test_four_iterations_are_two_and_a_resume_and_two_bit_for_bit(base, tmp_path, method):
     changes = {"grpo.method": method, "grpo.kl": 0.01 if method == "grpo" else 0}
     whole, lines = train(resolved(base, tmp_path / "whole", **changes, **{"grpo.iterations": 4}))
@@ -245,10 +251,11 @@ def two(rank, world, run, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("seed", [1000, 14])
-def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed):
+@pytest.mark.parametrize(("seed", "method"), [(1000, "grpo"), (14, "grpo"), (1000, "ppo")])
+def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed, method):
     """Also where micro-batches differ in size and one of the two has none of a minibatch's rows, or of replacements."""
     changes = {"grpo.minibatch": 3, "grpo.iterations": 1, "batch_size": 2, "lr": 1e-6, "grpo.resample": 1, "seed": seed}
+    changes["grpo.method"] = method
     whole, lines = train(resolved(base, tmp_path / "one", **changes))
     run = resolved(base, tmp_path / "two", **changes, **{"scaling.num_workers": 2})
     processes(two, run, tmp_path, world=2)
@@ -265,6 +272,50 @@ def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed):
     line = json.loads((run.job.output_dir / "metrics.jsonl").read_text().splitlines()[-1])
     spent = sum(line[f"{name}_s"] for name in ("play", "score", "update", "held_out"))
     assert -0.001 < line["step_s"] - spent < 0.5 * line["step_s"]  # each is rounded
+
+
+def test_ppo_judges_each_decision_by_its_critic(base, tmp_path):
+    """Advantages are those of a plain loop over the episodes; the critic learns; the export is the policy alone."""
+    noted = []
+    judge = learning.Lessons._judge
+
+    def watched(self, played):
+        judge(self, played)
+        noted.append((self, played))
+
+    run = resolved(base, tmp_path / "run", **{"grpo.method": "ppo", "grpo.iterations": 6, "grpo.value_lr": 0.01})
+    with mock.patch.object(learning.Lessons, "_judge", watched):
+        whole, lines = train(run)
+    lessons, played = noted[-1]
+    raw = torch.zeros(lessons.rows)
+    for episode in range(12):
+        rows = np.flatnonzero(lessons._table.episode == episode)
+        values = [*lessons._values[rows].tolist(), 0.0]
+        rewards = played.rewards[int(played.numbers[episode])]
+        assert len(rewards) == len(rows) == played.decisions[episode]
+        errors = [rewards[t] + 0.99 * values[t + 1] - values[t] for t in range(len(rows))]
+        for t, row in enumerate(rows):
+            raw[row] = sum((0.99 * 0.95) ** (k - t) * errors[k] for k in range(t, len(rows)))
+            assert float(lessons._targets[row]) == pytest.approx(float(raw[row]) + values[t], abs=1e-5)
+    torch.testing.assert_close(lessons._advantage, (raw - raw.mean()) / raw.std(correction=0), atol=1e-4, rtol=1e-4)
+    assert lines[1]["used"] == lines[1]["decisions"]  # of every group
+    assert lines[1]["explained_variance"] == pytest.approx(0, abs=1e-6) and lines[-1]["value_loss"] > 0
+    critic = [name for name in whole if ".critic." in name or name.startswith("critic.")]
+    assert critic and lines[1]["ratio_off"] > 0
+    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, {})
+    exported = load_file(run.job.output_dir / "pretrained_model" / "model.safetensors")
+    assert not [name for name in exported if "critic" in name]
+
+
+def test_a_success_is_worth_one_in_the_decision_that_had_it():
+    ended = SimpleNamespace(rewards=(0.5, 2.0, -1.0), success_decision=1)
+    assert learning.rewards_of(ended, "success") == [0, 1, 0]
+    assert learning.rewards_of(ended, "return") == [0.5, 2.0, -1.0]
+    assert learning.rewards_of(replace_none(ended), "success") == [0, 0, 0]
+
+
+def replace_none(ended):
+    return SimpleNamespace(rewards=ended.rewards, success_decision=None)
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
@@ -290,7 +341,7 @@ def test_a_reset_that_does_not_decide_the_state_is_said():
 def test_the_rate_is_the_runs_own_never_the_imitations(base, tmp_path):
     run = resolved(base, tmp_path / "run", lr=3e-6)
     loss = FlowLoss(run.policy.start())
-    optimizer = learning.build_grpo_optimizer(run.config, loss)
+    optimizer = learning.build_grpo_optimizer(run.config, Objective(loss, run.sde, run.options))
     assert [optimizer.schedule(iteration) for iteration in (0, 3, 50)] == pytest.approx([3e-6 / 4, 3e-6, 3e-6])
     assert parse_grpo(["--policy.path=p", "--env.type=two_bins", "--output_dir=o"]).lr == 5e-6
     assert loss.policy.config.get_optimizer_preset().lr > 2e-5
@@ -314,7 +365,7 @@ def test_a_presets_flags_come_before_the_users():
     [
         ({"grpo.group_size": 1}, "group_size=1.*at least 2"),
         ({"grpo.groups": 3, "scaling.num_workers": 2}, "equally many groups; give 4"),
-        ({"grpo.method": "ppo"}, "expected one of grpo, rloo, filtered"),
+        ({"grpo.method": "a2c"}, "expected one of grpo, ppo, rloo, filtered"),
         ({"grpo.clip_low": 1}, "below 1"),
         ({"lr": "null"}, "--lr=null: imitation's own rate.*give a number"),
         ({"scaling.strategy": "fsdp2"}, "use --scaling.strategy=ddp"),

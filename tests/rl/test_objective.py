@@ -10,8 +10,9 @@ from tests.rl.test_flow_sde import SDE, draw, inputs
 from tests.tiny import ACTION_DIM, make_policy
 from vla_finetuning.config import GrpoOptions
 from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.value import advantages_and_targets, make_value_head
 from vla_finetuning.rl.flow_sde import Walk, log_prob, sample, score
-from vla_finetuning.rl.objective import Objective, advantages, clipped, surrogate, totals
+from vla_finetuning.rl.objective import Objective, advantages, clipped, surrogate, totals, value_loss
 
 
 def test_advantages_compare_within_a_group():
@@ -193,3 +194,69 @@ def test_rloo_on_samples_of_an_older_policy_is_the_gradient_of_the_policy_now():
 def test_actions_are_all_that_counts(loss):
     """What pads an action to PI0.5's width has no density."""
     assert micro_batch(loss)["after"].shape[-1] == ACTION_DIM
+
+
+# ---- the critic of ppo ----------------------------------------------------------------------------------------------
+
+
+def test_advantages_of_decisions_are_a_sum_of_discounted_errors():
+    """As in the definition, where ours goes backwards once (Schulman et al., equation 16)."""
+    rng = np.random.default_rng(0)
+    rewards, values = rng.normal(size=7).tolist(), rng.normal(size=7).tolist()
+    found, targets = advantages_and_targets(rewards, values, 0.9, 0.8)
+    errors = [r + 0.9 * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0], strict=True)]
+    expected = [sum(0.72 ** (k - t) * errors[k] for k in range(t, 7)) for t in range(7)]
+    np.testing.assert_allclose(found, expected)
+    np.testing.assert_allclose(targets, np.add(expected, values))
+    # Of all rewards that follow, and of the next step alone.
+    monte_carlo, _ = advantages_and_targets(rewards, values, 1.0, 1.0)
+    np.testing.assert_allclose(monte_carlo, np.cumsum(rewards[::-1])[::-1] - values)
+    one_step, _ = advantages_and_targets(rewards, values, 0.9, 0.0)
+    np.testing.assert_allclose(one_step, errors)
+    assert advantages_and_targets([], [], 0.9, 0.8) == ([], [])
+
+
+def test_a_value_moves_no_further_than_the_clip():
+    value = torch.tensor([0.5, 0.1, -0.5, 0.5]).requires_grad_()
+    old, target = torch.zeros(4), torch.tensor([1.0, 1.0, 1.0, 0.0])
+    loss = value_loss(value, old, target, 0.2)
+    torch.testing.assert_close(loss.detach(), torch.tensor([0.64, 0.81, 2.25, 0.25]) / 2)
+    (gradient,) = torch.autograd.grad(loss.sum(), value)
+    torch.testing.assert_close(gradient, torch.tensor([0.0, -0.9, -1.5, 0.5]))  # the first has gone far enough
+    torch.testing.assert_close(value_loss(value, old, target, None).detach(), (value - target).detach() ** 2 / 2)
+
+
+def test_the_value_head_attends_to_what_counts_and_leaves_the_policy_alone(loss):
+    batch = inputs(loss, 4)
+    head = make_value_head(loss.value_layers(), seed=3, outputs=2)
+    with torch.no_grad():
+        head.output.weight.normal_()
+    prefix = loss.prefix(loss.images(batch))
+    found = head(*loss.value_inputs(prefix))
+    assert found.shape == (4, 2) and found.dtype == torch.float32
+    # By hand, one row, head and layer after the other.
+    keys_values, bias = loss.value_inputs(prefix)
+    for row in range(4):
+        read = []
+        for query, (key, value) in zip(head.queries, keys_values, strict=True):
+            for number in range(len(query)):
+                scores = key[row, number] @ query[number, 0] / query.shape[-1] ** 0.5 + bias[row, 0, 0]
+                read.append(scores.softmax(0) @ value[row, number])
+        hidden = torch.nn.functional.silu(head.hidden(head.norm(torch.cat(read))))
+        torch.testing.assert_close(head.output(hidden), found[row], atol=1e-5, rtol=1e-4)
+    found.sum().backward()
+    assert all(parameter.grad is None for parameter in loss.parameters())
+    assert all(parameter.grad is not None for parameter in head.parameters())
+    state = torch.get_rng_state()
+    assert torch.equal(make_value_head(loss.value_layers(), 3).queries[0], head.queries[0])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_ppos_gradient_of_the_policy_is_grpos_for_the_same_advantages(loss):
+    batch = micro_batch(loss)
+    batch |= {"value": torch.zeros(6), "target": torch.linspace(0, 1, 6)}
+    both = {name: Objective(loss, SDE, GrpoOptions(method=name)) for name in ("grpo", "ppo")}
+    found = {name: gradients(objective, batch) for name, objective in both.items()}
+    close(found["ppo"][1], found["grpo"][1])
+    critic = found["ppo"][2].critic
+    assert critic.output.bias.grad.abs().max() > 0 and found["ppo"][0] > found["grpo"][0]

@@ -58,6 +58,8 @@ class Ended:
         initial_state: hash of the state after `reset`.
         info: strings, numbers and truth values of the last step's info.
         final_state: hash of the state after the last step; "" where only images show it, and none were rendered.
+        rewards: the sum of each decision's rewards. success_decision: in which decision it first succeeded, from 0;
+            None if it did not.
     """
 
     number: int
@@ -70,6 +72,8 @@ class Ended:
     initial_state: str
     info: dict[str, Any]
     final_state: str = ""
+    rewards: tuple[float, ...] = ()
+    success_decision: int | None = None
 
 
 class Stage:
@@ -168,17 +172,23 @@ class _Slot:
         named = [name for name in ("task_description", "task") if self._env.has_wrapper_attr(name)]
         self._instruction = str(self._env.get_wrapper_attr(named[0])) if named else ""
         self._success = [bool(info.get("is_success", False))]
+        self._rewards: list[float] = []
+        self._success_decision: int | None = None
         self._reward, self._info = 0.0, info
 
     def step(self, action: np.ndarray, look: bool) -> None:
         look_on_demand(self._env, look)
         self.observation, reward, terminated, truncated, self._info = self._env.step(action)
         self._reward += float(reward)
+        self._rewards[-1] += float(reward)
         self._success.append(bool(self._info.get("is_success", False)))
+        if self._success[-1] and self._success_decision is None:
+            self._success_decision = len(self._rewards) - 1
         self.over = terminated or truncated
 
     def decision(self) -> Decision:
         self._decisions += 1
+        self._rewards.append(0.0)
         return Decision(self._number, self._decisions - 1, self._instruction)
 
     def take_ended(self) -> Ended:
@@ -194,6 +204,8 @@ class _Slot:
             initial_state=self._initial_state,
             info={key: plain for key, value in self._info.items() if (plain := _plain(value)) is not None},
             final_state=state_hash(self._env, self.observation) if self._can_tell() else "",
+            rewards=tuple(self._rewards),
+            success_decision=self._success_decision,
         )
 
     def take_rendering_s(self) -> float:

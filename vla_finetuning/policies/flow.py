@@ -115,6 +115,14 @@ class FlowLoss(PolicyLoss):
         """Compute what `velocity` needs of a batch, whose images are floats as `images` makes them."""
         raise NotImplementedError
 
+    def value_layers(self) -> list[tuple[int, int]]:
+        """Key-value heads of each layer of the prefix, and their width."""
+        raise NotImplementedError
+
+    def value_inputs(self, prefix: Any) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """What `value.ValueHead` takes of a prefix: keys and values of each layer, and the bias of their tokens."""
+        raise NotImplementedError
+
     def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Any) -> Tensor:
         """Compute noise - actions at noisy actions float32 (B*K, T, max_action_dim) and time (B*K,): the same shape."""
         raise NotImplementedError

@@ -123,6 +123,16 @@ class PI05Loss(FlowLoss):
         """Compute noise - actions at noisy actions float32 (B*K, T, max_action_dim) and time (B*K,), by the expert."""
         return self._run_suffix(noisy_actions, time, prefix)
 
+    def value_inputs(self, prefix: Prefix) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        return prefix.keys_values, prefix.bias
+
+    def value_layers(self) -> list[tuple[int, int]]:
+        layers = self.policy.model.paligemma_with_expert.paligemma.model.language_model.layers
+        return [
+            (layer.self_attn.k_proj.out_features // layer.self_attn.head_dim, layer.self_attn.head_dim)
+            for layer in layers
+        ]
+
     def make_units(self) -> list[nn.Module]:
         """Have each layer in which something trains run inside of a module that holds its matrices: these, and words.
 

@@ -94,7 +94,7 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
     ]
     # Backward is twice the forward where everything trains.
     forward = cast(int, flops_per_sample(policy.config, policy.cameras, "full", g.flow_steps, policy.prompts[-1])) / 3
-    acting, scoring = decisions * forward, decisions * forward * (g.method == "grpo")
+    acting, scoring = decisions * forward, decisions * forward * (g.method != "filtered")
     updating = g.epochs * decisions * policy.flops_by_prompt[policy.prompts[-1]]
     counted = f"acting {acting / 1e12:,.1f} TFLOP, updates at most {(scoring + updating) / 1e12:,.1f} per worker"
     card = card_of(config.training(), None)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -149,15 +149,15 @@ def follow(loss: FlowLoss, batch: Batch, start: Tensor, steps: int) -> Tensor:
     return x[..., : loss.policy.config.output_features[ACTION].shape[0]]
 
 
-def score(loss: FlowLoss, batch: Batch, sde: FlowSDE, walk: Walk) -> tuple[Tensor, Tensor, Tensor]:
+def score(loss: FlowLoss, batch: Batch, sde: FlowSDE, walk: Walk, prefix: Any = None) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities (B, S) of recorded steps under the weights as they are; their means (B, S, E, A), stds (B, S).
 
-    Gradients flow. All steps of a row are draws of one suffix over one prefix.
+    `prefix`: of the batch, if it is computed already. Gradients flow. All steps of a row are draws of one suffix.
     """
     rows, steps = walk.which.shape
     executed, width = walk.after.shape[2:]
     x, time = walk.x.flatten(0, 1), sde.times(walk.x.device)[walk.which.flatten()]
-    velocity = loss.velocity(x, time, loss.prefix(loss.images(batch))).float()
+    velocity = loss.velocity(x, time, prefix or loss.prefix(loss.images(batch))).float()
     mean, std = sde.transition(x[:, :executed, :width], velocity[:, :executed, :width], time)
     found = log_prob(walk.after.flatten(0, 1), mean, std)
     return found.view(rows, steps), mean.unflatten(0, (rows, steps)), std.view(rows, steps)

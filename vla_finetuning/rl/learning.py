@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from util import Batch, StepResult, TrainableOptimizer, make_trainable_optimizer
-from vla_finetuning.config import DatasetOptions, EvalOptions, GrpoConfig, GrpoOptions
+from vla_finetuning.config import CRITIC, DatasetOptions, EvalOptions, GrpoConfig, GrpoOptions, Reward
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import Ended, Start
 from vla_finetuning.evaluation.episodes import episode_list
-from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.policies.value import advantages_and_targets
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
 from vla_finetuning.rl.demonstrations import Read, as_lessons, in_tasks, micro_positions
 from vla_finetuning.rl.minibatches import Minibatch, Table, group_seed, minibatches, rank_of
-from vla_finetuning.rl.objective import Objective, advantages, totals
+from vla_finetuning.rl.objective import EPSILON, Objective, advantages, totals
 from vla_finetuning.rl.resolve import Scene
 from vla_finetuning.rl.rollout import Rollouts
 from vla_finetuning.run.progress import keep_metrics
@@ -83,6 +83,7 @@ class Played:
 
     Attributes:
         returns, success: float32 (N, G). decisions, steps, numbers: int64 (N G,), of each episode.
+        rewards: of each decision, by the number of the episode; of this rank's episodes.
     """
 
     returns: Tensor
@@ -90,6 +91,7 @@ class Played:
     decisions: np.ndarray
     steps: np.ndarray
     numbers: np.ndarray
+    rewards: Mapping[int, list[float]]
 
     @property
     def alike(self) -> Tensor:
@@ -104,7 +106,8 @@ class Played:
         for name, column in columns.items():
             column[episodes] = getattr(others, name)
         returns = self.returns.index_copy(0, places, others.returns)
-        return Played(returns, self.success.index_copy(0, places, others.success), **columns)
+        success = self.success.index_copy(0, places, others.success)
+        return Played(returns, success, **columns, rewards={**self.rewards, **others.rewards})
 
 
 def play_iteration(
@@ -163,7 +166,15 @@ def play_groups(
     whole = everyone(table.to(device)).sum(dim=0).cpu()
     returns, success = (whole[:, column].float().view(-1, size) for column in (0, 1))
     decisions, steps, numbers = (whole[:, column].long().numpy() for column in (2, 3, 4))
-    return Played(returns, success, decisions, steps, numbers)
+    rewards = {number: rewards_of(one, options.reward) for number, one in ended.items()}
+    return Played(returns, success, decisions, steps, numbers, rewards)
+
+
+def rewards_of(episode: Ended, reward: Reward) -> list[float]:
+    """Of each decision: the sum of the environment's rewards, or 1 for the one that succeeded first and 0."""
+    if reward == "return":
+        return list(episode.rewards)
+    return [float(number == episode.success_decision) for number in range(len(episode.rewards))]
 
 
 def _check_alike(ended: Mapping[int, Ended], size: int) -> None:
@@ -261,11 +272,15 @@ class Lessons:
         self._place[own] = explorer.rows(played.numbers[self._table.episode[own]], self._table.decision[own])
         self._advantage = worth.flatten()[self._table.episode]
         self._old: Tensor | None = None
+        self._values: Tensor | None = None
+        self._targets: Tensor | None = None
         self._start_mean: Tensor | None = None
         if options.method == "filtered":
             self._columns = {k: v for k, v in self._columns.items() if k not in ("x", "after", "which")}
         else:
             self._score(objective, start)
+        if options.method == "ppo":
+            self._judge(played)
 
     @property
     def rows(self) -> int:
@@ -320,7 +335,7 @@ class Lessons:
         Computed as they will be computed again, so that the first ratio is 1 and not nearly 1.
         """
         steps = self._columns["which"].shape[1] if self._columns else 0
-        old = torch.zeros(self.rows, steps)
+        old, values = torch.zeros(self.rows, steps), torch.zeros(self.rows)
         means = []
         for minibatch in self._minibatches(0):
             for rows in minibatch.micros:
@@ -328,14 +343,37 @@ class Lessons:
                     continue
                 with torch.no_grad(), self._actor.computing():
                     batch = self._batch(self._place[rows])
-                    old[rows] = objective.score(batch)[0].cpu()
+                    prefix = objective.loss.prefix(objective.loss.images(batch))
+                    old[rows] = objective.score(batch, prefix)[0].cpu()
+                    if objective.critic is not None:
+                        values[rows] = objective.values(prefix).cpu()
                     if start is not None:
                         means.append((rows, start.score(batch)[1].cpu()))
-        self._old = old
+        self._old, self._values = old, values
         if means:
             self._start_mean = torch.zeros(self.rows, *means[0][1].shape[1:])
             for rows, mean in means:
                 self._start_mean[rows] = mean
+
+    def _judge(self, played: Played) -> None:
+        """Advantages and value targets of the decisions of all ranks, by the critic before the first update."""
+        options, episodes, values = self._config.grpo, self._table.episode, self._values
+        assert values is not None
+        judged = torch.zeros(3, self.rows)  # advantages, targets, values; of this rank's rows
+        for episode in np.unique(episodes[self._owner == self._rank]):
+            rows = np.flatnonzero(episodes == episode)  # one after the other
+            own, rewards = values[rows], played.rewards[int(played.numbers[episode])]
+            found = advantages_and_targets(rewards, own.tolist(), options.gamma, options.gae_lambda)
+            judged[:, rows] = torch.stack([*map(torch.tensor, found), own])
+        advantage, self._targets, self._values = everyone(judged.to(self._actor.device)).sum(dim=0).cpu()
+        self._advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + EPSILON)
+
+    def explained_variance(self) -> float | None:
+        """Share of the variance of the value targets that the values before the first update explain; with ppo."""
+        if self._targets is None or self._values is None or not self.rows:
+            return None
+        left = (self._targets - self._values).var(correction=0)
+        return float(1.0 - left / self._targets.var(correction=0).clamp(min=1e-12))
 
     def _batch(self, places: np.ndarray) -> Batch:
         return self._actor.on_device({key: value[places] for key, value in self._columns.items()})
@@ -348,6 +386,8 @@ class Lessons:
         own = {"weight": torch.full((len(rows),), 0.0 if filled else 1.0), "advantage": self._advantage[rows]}
         if self._old is not None:
             own["old"] = self._old[rows]
+        if self._targets is not None and self._values is not None:
+            own |= {"value": self._values[rows], "target": self._targets[rows]}
         if self._start_mean is not None:
             own["start_mean"] = self._start_mean[rows]
         if self._config.grpo.method == "filtered":
@@ -370,19 +410,28 @@ class Lessons:
         return {"noise": torch.from_numpy(np.stack(noise)), "time": torch.tensor(times, dtype=torch.float32)}
 
 
-def build_grpo_optimizer(config: GrpoConfig, loss: FlowLoss) -> TrainableOptimizer:
-    """AdamW with the policy's own constants but no decay, which would pull away from the policy that was imitated."""
-    preset = loss.policy.config.get_optimizer_preset()
+def build_grpo_optimizer(config: GrpoConfig, objective: Objective) -> TrainableOptimizer:
+    """AdamW with the policy's own constants but no decay, which would pull away from the policy that was imitated.
+
+    The critic of ppo is a group with a rate of its own; its names begin with `critic.`.
+    """
+    policy, critic = objective.loss.policy, objective.critic
+    preset = policy.config.get_optimizer_preset()
     assert config.lr is not None  # the check refuses it
     peak, warmup = config.lr, config.grpo.warmup
-    return make_trainable_optimizer(
-        loss.policy,
+    optimizer = make_trainable_optimizer(
+        policy,
         schedule=lambda iteration: peak * min(1.0, (iteration + 1) / (warmup + 1)),
         betas=preset.betas,
         eps=preset.eps,
         weight_decay=0.0,
         clip_norm=config.train.clip_norm or preset.grad_clip_norm,
     )
+    if critic is None:
+        return optimizer
+    own = {f"{CRITIC}{name}": param for name, param in critic.named_parameters()}
+    optimizer.optimizer.add_param_group({"params": list(own.values()), "lr_scale": config.grpo.value_lr / peak})
+    return replace(optimizer, names=[*optimizer.names, *own], params=[*optimizer.params, *own.values()])
 
 
 def frozen_copy(objective: Objective) -> Objective:
@@ -457,6 +506,8 @@ def metrics_of(
         "kl_start": said.kl_start if options.kl else None,
         "clipped": said.clipped,
         "ratio_off": said.ratio_off,
+        "value_loss": said.value_loss if options.method == "ppo" else None,
+        "explained_variance": lessons.explained_variance(),
         "grad_norm": float(np.mean(norms)) if norms else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
     }

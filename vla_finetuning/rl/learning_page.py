@@ -41,6 +41,7 @@ CHARTS: tuple[tuple[str, str, bool, dict[str, tuple[str, float]]], ...] = (
     ("Groups with different returns", "groups / %", True, {"": ("mixed_groups", 100)}),
     ("Divergence of an iteration’s updates", "KL", True, {"": ("kl", 1)}),
     ("Steps that the clip left alone", "steps / %", True, {"": ("clipped", 100)}),
+    ("Variance of the returns that the critic explains", "share", False, {"": ("explained_variance", 1)}),
     ("Gradient norm before clipping, mean", "gradient norm", True, {"": ("grad_norm", 1)}),
     ("Time of an iteration", "s", True, {"inference": ("inference_s", 1), "updates": ("update_s", 1),
                                         "waiting": ("waiting_s", 1)}),

@@ -9,7 +9,7 @@ group.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from util import Batch
 from vla_finetuning.config import GrpoOptions, Method
 from vla_finetuning.policies.flow import FlowLoss
+from vla_finetuning.policies.value import make_value_head
 from vla_finetuning.rl.flow_sde import FlowSDE, Walk, score
 
 EPSILON = 1e-6
@@ -27,7 +28,8 @@ def advantages(returns: Tensor, method: Method, normalise: bool = True) -> tuple
 
     grpo: the return less the group's mean, by the group's standard deviation (DeepSeekMath, arXiv 2402.03300); rloo:
     less the mean of the group's other episodes (arXiv 2402.14740); filtered: 1 for every episode with a return above
-    zero. A group whose returns are all equal teaches nothing with the first two.
+    zero. A group whose returns are all equal teaches nothing with the first two. ppo: not known here, as a critic
+    judges decisions (`learning.Lessons`); there is nothing to learn where no episode was worth anything.
 
     Args:
         returns: float (N, G), one row per group. normalise: whether grpo divides by the standard deviation.
@@ -37,6 +39,8 @@ def advantages(returns: Tensor, method: Method, normalise: bool = True) -> tuple
     if method == "filtered":
         good = returns > 0
         return good.float(), good
+    if method == "ppo":
+        return torch.zeros_like(returns), (returns != 0).any().expand_as(returns)
     differ = (returns != returns[:, :1]).any(dim=1, keepdim=True)
     centred = returns - returns.mean(dim=1, keepdim=True)
     size = returns.shape[1]
@@ -67,8 +71,8 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: flo
 def surrogate(options: GrpoOptions, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
     """A loss whose gradient raises the return, and where it is flat; of steps drawn by the policy that acted.
 
-    grpo: `clipped`. rloo: -r A, whose gradient is REINFORCE's by importance sampling, so that samples of the policy
-    before the first update stay right in later ones; only the stop at `--grpo.target_kl` bounds r.
+    grpo, ppo: `clipped`. rloo: -r A, whose gradient is REINFORCE's by importance sampling, so that samples of the
+    policy before the first update stay right in later ones; only the stop at `--grpo.target_kl` bounds r.
 
     Args:
         ratio: of the density now to that of the policy that acted. advantage: broadcasts to it.
@@ -78,6 +82,17 @@ def surrogate(options: GrpoOptions, ratio: Tensor, advantage: Tensor) -> tuple[T
     return clipped(ratio, advantage, options.clip_low, options.clip_high, options.dual_clip)
 
 
+def value_loss(value: Tensor, old: Tensor, target: Tensor, clip: float | None) -> Tensor:
+    """Half of the squared error of values, the larger of that and the one within `clip` of the old value.
+
+    All of shape (B,); as in PPO's reference implementation (arXiv 1707.06347, openai/baselines).
+    """
+    errors = (value - target).square()
+    if clip is not None:
+        errors = torch.maximum(errors, (old + (value - old).clamp(-clip, clip) - target).square())
+    return errors / 2.0
+
+
 @dataclass(frozen=True)
 class Totals:
     """What an update says of itself, of all ranks.
@@ -85,7 +100,7 @@ class Totals:
     Attributes:
         loss: mean. kl: of the policy that acted to the policy now, by (r - 1) - log r, per executed dimension (of an
             action, times actions). clipped: share of the steps that the clip left without a gradient. ratio_off: the
-            largest |r - 1|. kl_start: as kl, to the policy that the run started from.
+            largest |r - 1|. kl_start: as kl, to the policy that the run started from. value_loss: mean, of the critic.
     """
 
     loss: float
@@ -93,26 +108,31 @@ class Totals:
     clipped: float
     ratio_off: float
     kl_start: float
+    value_loss: float
 
 
 class Objective(nn.Module):
     """The loss of a micro-batch of decisions: the sum over its rows, whatever they are then divided by.
 
     A micro-batch, all of B rows: what `FlowLoss` takes of images and language; `weight` float32 (B,), 0 for a row
-    that only fills up; and for grpo and rloo `x`, `after`, `which` (`flow_sde.Walk`), `advantage` (B,), `old` (B, S),
-    the log-probabilities before the first update, and `start_mean` (B, S, E, A) with `--grpo.kl`; for filtered
-    `action` (B, T, A), `noise` and `time`.
+    that only fills up; and for grpo, ppo and rloo `x`, `after`, `which` (`flow_sde.Walk`), `advantage` (B,), `old`
+    (B, S), the log-probabilities before the first update, and `start_mean` (B, S, E, A) with `--grpo.kl`; for ppo also
+    `value` and `target` (B,); for filtered `action` (B, T, A), `noise` and `time`.
 
+    Args:
+        seed: of the critic's first parameters.
     Attributes:
-        sums: float32 (6,), on the device: what `Totals` is made of, of all micro-batches since `clear`.
+        critic: of ppo, which trains beside the policy and has no influence on it but by the advantages.
+        sums: float32 (7,), on the device: what `Totals` is made of, of all micro-batches since `clear`.
     """
 
     sums: Tensor
 
-    def __init__(self, loss: FlowLoss, sde: FlowSDE, options: GrpoOptions):
+    def __init__(self, loss: FlowLoss, sde: FlowSDE, options: GrpoOptions, seed: int = 0):
         super().__init__()
         self.loss, self.sde, self.options = loss, sde, options
-        self.register_buffer("sums", torch.zeros(6), persistent=False)
+        self.critic = make_value_head(loss.value_layers(), seed) if options.method == "ppo" else None
+        self.register_buffer("sums", torch.zeros(7), persistent=False)
 
     def forward(self, batch: Batch, noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
         """The sum of the rows' losses, 0-d. `noise`, `time` are in the batch, for filtered; these are not looked at."""
@@ -122,7 +142,8 @@ class Objective(nn.Module):
             loss = self.loss({**batch, "row_weight": weight}, batch["noise"], batch["time"]) * rows
             self._add(weight.sum(), loss.detach())
             return loss
-        found, mean, std = self.score(batch)
+        prefix = self.loss.prefix(self.loss.images(batch))
+        found, mean, std = self.score(batch, prefix)
         # A row that fills up must not even be NaN times zero.
         change = torch.where(weight[:, None] > 0, found - batch["old"], 0.0)
         ratio, advantage = change.exp(), batch["advantage"][:, None]
@@ -132,6 +153,10 @@ class Objective(nn.Module):
             away = ((mean - batch["start_mean"]) / std[:, :, None, None]).square().sum((2, 3)) / 2.0
             losses = losses + options.kl * away
         loss = (losses.mean(dim=1) * weight).sum()
+        of_values = torch.zeros_like(loss)
+        if self.critic is not None:
+            errors = value_loss(self.values(prefix), batch["value"], batch["target"], options.value_clip)
+            of_values = (errors * weight).sum()
         with torch.no_grad():
             dimensions = batch["after"][0, 0].numel()
             divergence = (ratio - 1.0 - change) / dimensions
@@ -140,12 +165,18 @@ class Objective(nn.Module):
                 return (values.float().mean(dim=1) * weight).sum()
 
             off = (ratio - 1.0).abs().max()
-            self._add(weight.sum(), loss, total(divergence), total(flat), off, total(away / dimensions))
-        return loss
+            self._add(weight.sum(), loss, total(divergence), total(flat), off, total(away / dimensions), of_values)
+        return loss + of_values
 
-    def score(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def score(self, batch: Batch, prefix: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """`flow_sde.score` of a micro-batch."""
-        return score(self.loss, batch, self.sde, Walk(batch["x"], batch["after"], batch["which"]))
+        return score(self.loss, batch, self.sde, Walk(batch["x"], batch["after"], batch["which"]), prefix)
+
+    def values(self, prefix: Any) -> Tensor:
+        """What the critic expects from here on, float32 (B,)."""
+        assert self.critic is not None
+        with torch.autocast(self.sums.device.type, enabled=False):
+            return self.critic(*self.loss.value_inputs(prefix))[:, 0]
 
     @torch.no_grad()
     def _add(self, *values: Tensor) -> None:
@@ -159,8 +190,10 @@ class Objective(nn.Module):
 
 
 def totals(sums: Tensor) -> Totals:
-    """What `Objective.sums` says: (6,), or (ranks, 6) of all ranks. Reads values from the device."""
-    rows = cast("list[list[float]]", sums.reshape(-1, 6).tolist())
-    weight, loss, kl, flat, _, away = (sum(column) for column in zip(*rows, strict=True))
+    """What `Objective.sums` says: (7,), or (ranks, 7) of all ranks. Reads values from the device."""
+    rows = cast("list[list[float]]", sums.reshape(-1, 7).tolist())
+    weight, loss, kl, flat, _, away, of_values = (sum(column) for column in zip(*rows, strict=True))
     weight = max(weight, 1e-9)
-    return Totals(loss / weight, kl / weight, flat / weight, max(row[4] for row in rows), away / weight)
+    return Totals(
+        loss / weight, kl / weight, flat / weight, max(row[4] for row in rows), away / weight, of_values / weight
+    )

@@ -51,7 +51,7 @@ FREE = (
     "inference_batch",
 )
 # Options that older runs were started without: at its default, each of these leaves a run as it was.
-LATER = ("reserved_states", "resample")
+LATER = ("reserved_states", "resample", "gamma", "gae_lambda", "value_lr", "value_clip")
 # In the run's folder: the lists of initial states, by task.
 INITIAL_STATES_NAME = "initial_states.json"
 # An environment that does not say how long its episodes are.
@@ -223,6 +223,8 @@ def describe_grpo(run: GrpoRun) -> str:
         "grpo": f"ratio clipped to {1 - g.clip_low:g} .. {1 + g.clip_high:g}"
         + (f", dual clip {g.dual_clip:g}" if g.dual_clip else "")
         + ends,
+        "ppo": f"decisions against a critic (rate {g.value_lr:g}, gamma {g.gamma:g}, lambda {g.gae_lambda:g}), ratio "
+        f"clipped to {1 - g.clip_low:g} .. {1 + g.clip_high:g}{ends}",
         "rloo": f"REINFORCE, less the mean of the group's others, ratio not clipped{ends}",
         "filtered": "imitation of the episodes that succeeded; --grpo.target_kl does not stop it"
         + (f"; half of each minibatch from {g.demonstrations}" if g.demonstrations else ""),

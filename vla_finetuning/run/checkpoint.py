@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError
 
+from vla_finetuning.config import CRITIC
 from vla_finetuning.files import let_others_read, write_json
 
 if TYPE_CHECKING:
@@ -285,6 +286,8 @@ def load_checkpoint(
             saved = _names(folder, kind)
             if kind == AVERAGE and not saved:
                 raise ValueError("it was written without an average of the weights: start without --ema.enable")
+            if kind == TRAINABLE and not any(name.startswith(CRITIC) for name in tensors):
+                saved = {name for name in saved if not name.startswith(CRITIC)}  # the policy alone is wanted
             if saved != tensors.keys():
                 odd = sorted(saved ^ tensors.keys())[:5]
                 raise ValueError(f"it holds another {kind} state than is wanted now, e.g. {odd}")

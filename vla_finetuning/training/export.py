@@ -9,7 +9,7 @@ from typing import Any
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
-from vla_finetuning.config import ENVIRONMENT_NAME
+from vla_finetuning.config import CRITIC, ENVIRONMENT_NAME
 from vla_finetuning.files import write_json
 from vla_finetuning.policies.loading import save_adapters, save_pretrained
 from vla_finetuning.policies.lora import add_adapters, merge
@@ -49,7 +49,7 @@ def _trained_policy(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolic
     tensors = policy.state_dict() | family_of(spec.config).training_state()
 
     def held(kind: str, prefix: str = "") -> dict[str, Tensor]:
-        names = checkpoint_names(checkpoint, kind)
+        names = {name for name in checkpoint_names(checkpoint, kind) if not name.startswith(CRITIC)}  # not the policy's
         if foreign := sorted(name for name in names if name.removeprefix(prefix) not in tensors):
             raise ValueError(f"checkpoint {checkpoint}: it is of another policy, and holds {foreign[:5]}")
         return {name: tensors[name.removeprefix(prefix)] for name in names}
