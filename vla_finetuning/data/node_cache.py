@@ -145,9 +145,8 @@ class NodeCache:
                     with contextlib.suppress(FileNotFoundError):
                         freed += file.stat(follow_symlinks=False).st_blocks * 512
                         os.unlink(file)
-                known = os.pread(ledger, 20, 0)
-                if known.isdigit():
-                    os.pwrite(ledger, b"%020d" % max(0, int(known) - freed), 0)
+                if (stored := _read_count(ledger)) is not None:
+                    _write_count(ledger, max(0, stored - freed))
             self._full_until = -float("inf")
 
     @property
@@ -170,9 +169,9 @@ class NodeCache:
         places = [self.place(dataset) for dataset in datasets]
         with locked_ledger(self.folder):
             others = sum(self._promised(Path(entry)) for entry in os.scandir(self.folder) if Path(entry) not in places)
-            fits = size <= self.limit_bytes - others and has_capacity(self.folder, size)
+            fits = size <= self.limit_bytes - others and has_capacity(self.folder, size + others)
             for place, promised in zip(places, [size, *[0] * len(places)], strict=False):
-                os.pwrite(self._held[place], b"%020d" % (promised * fits), 0)
+                _write_count(self._held[place], promised * fits)
         return fits
 
     def _promised(self, place: Path) -> int:
@@ -185,8 +184,7 @@ class NodeCache:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return 0
         except BlockingIOError:
-            known = os.pread(descriptor, 20, 0)
-            return max(_size_on_disk(str(place)), int(known) if known.isdigit() else 0)
+            return max(_size_on_disk(str(place)), _read_count(descriptor) or 0)
         finally:
             os.close(descriptor)
 
@@ -195,14 +193,14 @@ class NodeCache:
         if not self.takes or not self.limit_bytes:
             return False
         with locked_ledger(self.folder) as ledger:
-            known = os.pread(ledger, 20, 0)
-            stored = int(known) if known.isdigit() else self._drop(self.limit_bytes)
+            known = _read_count(ledger)
+            stored = self._drop(self.limit_bytes) if known is None else known
             if stored + size > self.limit_bytes:
                 stored = self._drop(self.limit_bytes - size)
             if self._disk_is_full(size):
                 stored = self._drop(0)
             fits = stored + size <= self.limit_bytes and not self._disk_is_full(size)
-            os.pwrite(ledger, b"%020d" % (stored + size * fits), 0)
+            _write_count(ledger, stored + size * fits)
         if not fits:
             self._full_until = time.monotonic() + ASK_AGAIN_S
             self._tell("is full")
@@ -267,6 +265,16 @@ class NodeCache:
         disk = os.statvfs(self.folder)
         used, free = (disk.f_blocks - disk.f_bfree) * disk.f_frsize, disk.f_bavail * disk.f_frsize
         return used + size > FULLEST_DISK * (used + free)
+
+
+def _read_count(descriptor: int) -> int | None:
+    """The number of bytes that a file begins with; None if it does not."""
+    known = os.pread(descriptor, 20, 0)
+    return int(known) if known.isdigit() else None
+
+
+def _write_count(descriptor: int, size: int) -> None:
+    os.pwrite(descriptor, b"%020d" % size, 0)
 
 
 def _short_hash(text: str) -> str:

@@ -166,7 +166,7 @@ class _Slot:
         choose_initial_state(self._env, start.initial_state)
         self.observation, info = self._env.reset(seed=start.seed)
         self.free, self.over, self.fresh = False, False, False
-        self._number, self._decisions = start.number, 0
+        self._number = start.number
         self._initial_state = state_hash(self._env, self.observation)
         # Where LeRobot's evaluation looks, in its order.
         named = [name for name in ("task_description", "task") if self._env.has_wrapper_attr(name)]
@@ -187,9 +187,8 @@ class _Slot:
         self.over = terminated or truncated
 
     def decision(self) -> Decision:
-        self._decisions += 1
         self._rewards.append(0.0)
-        return Decision(self._number, self._decisions - 1, self._instruction)
+        return Decision(self._number, len(self._rewards) - 1, self._instruction)
 
     def take_ended(self) -> Ended:
         self.free, self.over = True, False
