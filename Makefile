@@ -10,7 +10,7 @@ MYPY_TARGETS := $(wildcard *.py ci/*.py vla_finetuning diagnostics benchmarks)
 # Extra arguments for the target's command: make test ARGS="-k lock"
 ARGS ?=
 
-.PHONY: help setup metaworld peers demo grpo test test-demo test-faults lint docs format lock notebook smoke demo-clean
+.PHONY: help setup metaworld peers demo grpo recap test test-demo test-faults lint docs format lock notebook smoke demo-clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,9 @@ demo: $(STAMP) ## fine-tune a tiny PI0.5 on this machine and show that it learne
 
 grpo: $(STAMP) ## have the tiny PI0.5 learn from success alone what its demonstrators did wrong
 	$(PYTHON) grpo.py --preset demo $(ARGS)
+
+recap: $(STAMP) ## have the tiny PI0.5 learn from failures, without a simulator while it trains
+	$(PYTHON) -m benchmarks.recap $(ARGS)
 
 test: $(STAMP) ## all tests but the slow ones and the demo's, in two processes
 	$(PYTHON) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
@@ -75,4 +78,4 @@ smoke: $(STAMP) ## a few steps by `python vla.py` and by `ray job submit`, into 
 	@PYTHON=$(PYTHON) bash ci/smoke_job.sh
 
 demo-clean: ## remove what the demo wrote
-	rm -rf outputs/demo outputs/grpo .cache/demo
+	rm -rf outputs/demo outputs/grpo outputs/recap .cache/demo

@@ -309,6 +309,7 @@ def feed(
         policy.prompts,
         weights=rows.weights,
         epsilon=epsilon,
+        returns=rows.returns,
         frames=rows.fill_frames(),
     )
     host_batches = stream_batches(worker.shard, dealt, first_row, steps, fitted)

@@ -56,8 +56,9 @@ MAY_IMPORT = {
     "evaluate": PROGRAMS,
     "record": PROGRAMS,
     "grpo": {*PROGRAMS, *RL, "vla"},  # the first half of its demo is a run of vla.py
+    "value": {*PROGRAMS, *RL, "vla"},  # it trains as vla.py does
     "diagnostics": DIAGNOSTICS,
-    "benchmarks": {*DIAGNOSTICS, *RL, "evaluate", "grpo", "record", "benchmarks", "tests"},
+    "benchmarks": {*DIAGNOSTICS, *RL, "evaluate", "grpo", "record", "value", "benchmarks", "tests"},
     "ci": {"ci"},
 }
 # The policy's own file is copied to robots alone; the datasource's modules must not need what only training needs.

@@ -15,6 +15,7 @@ from vla_finetuning.config import (
     GrpoConfig,
     JobOptions,
     RecordConfig,
+    ValueConfig,
     WorkerOptions,
 )
 
@@ -101,6 +102,17 @@ def check_run(config: Config) -> None:
         raise ValueError("which policy? give --policy.path lerobot/pi05_base, a folder, or use --preset demo")
     if config.steps is not None and config.num_epochs is not None:
         raise ValueError("--steps and --num_epochs: give one of them")
+
+
+def check_value(config: ValueConfig) -> None:
+    """Raises ValueError where options of a run of `value.py` do not go together."""
+    if config.policy_path is None:
+        raise ValueError("what is the value function to see with? give --policy.path FOLDER_OR_HUB_ID")
+    if config.scaling.strategy != "ddp":
+        raise ValueError(
+            f"--scaling.strategy={config.scaling.strategy}: only a small head trains; use --scaling.strategy=ddp"
+        )
+    check_run(config.training())
 
 
 def _check_dataset(d: DatasetOptions, demo: bool) -> None:

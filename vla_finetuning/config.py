@@ -325,6 +325,21 @@ class SampleWeightingOptions:
 
 
 @dataclass
+class RecapOptions:
+    """Advantages as text in the prompt (docs/recap.md)."""
+
+    labels: str | None = option(
+        None,
+        "The labels.parquet of a run of value.py: prompts say `Advantage: positive` or `Advantage: negative` of each "
+        "frame. evaluate.py --policy.advantage positive asks for the better behaviour.",
+    )
+    # RECAP's; what is trained without a label is what guidance (--policy.guidance) starts from.
+    dropout: float = option(
+        0.3, "Share of rows whose prompt has no label, drawn by seed and place in the stream.", min=0, max=1
+    )
+
+
+@dataclass
 class EmaOptions:
     """An exponential moving average of the weights that train, fp32 (lerobot-train has none; openpi does)."""
 
@@ -484,6 +499,38 @@ class EvalOptions:
     room_timeout_s: float = option(600.0, "Seconds to wait for capacity for the first of these processes.", above=0)
     videos: int = option(
         10, "Failed episodes that the page shows at most, and half as many of the others; 0: none.", min=0
+    )
+
+
+@dataclass
+class OutcomeOptions:
+    """Which episodes succeeded, and which frames a person corrected."""
+
+    success: str = option(
+        "next.success",
+        "Which episodes succeeded: those in which this column reaches --outcome.threshold in any frame, or @FILE.",
+        form="a column of the frames, as next.success, or @FILE (.csv, .parquet, .json: episode_index, success)",
+    )
+    threshold: float = option(
+        1.0, "The value of that column from which on an episode is a success; true counts as 1.", above=0
+    )
+    intervention: str = option(
+        "is_intervention",
+        "A column of the frames, true where a person corrected the robot; those frames are positive. It may be absent.",
+    )
+
+
+@dataclass
+class ValueOptions:
+    """The value function of value.py, and the labels that it gives (docs/recap.md). Defaults are RECAP's."""
+
+    bins: int = option(201, "Bins of the distribution of returns, from -1 to 0.", min=2)
+    failure_penalty: float = option(
+        1.0, "What a failed episode ends with, in lengths of the longest episode of its task.", min=0
+    )
+    horizon: int = option(50, "Frames after which an advantage asks the value function again.", min=1)
+    positive: float = option(
+        0.3, "Share of the frames of each task that are positive, besides corrections.", above=0, max=1
     )
 
 
@@ -674,6 +721,24 @@ class EvaluateConfig(EnvironmentOptions, PolicyOptions):
         max=MAX_SEED,
     )
     output_dir: str | None = option(None, "Where episodes.jsonl is written. Given again, the evaluation goes on there.")
+    record_dataset: str | None = option(
+        None,
+        "Write what the policy did, failures included, as a LeRobot dataset with next.success, next.reward and "
+        "next.done: a new folder; on a cluster a path that all nodes share.",
+        flag="eval.record_dataset",
+    )
+    advantage: Literal["positive", "negative"] | None = option(
+        None,
+        "What instructions end with, for a policy that was trained with --recap.labels: positive.",
+        flag="policy.advantage",
+    )
+    # v = v(without) + guidance (v(with) - v(without)), of the velocities with and without the label.
+    guidance: float = option(
+        1.0,
+        "With --policy.advantage: how far predictions go beyond those without it (classifier-free guidance); 1: not.",
+        flag="policy.guidance",
+        min=0,
+    )
     use_gpu: bool | None = option(None, "Decide on GPUs; if there are any when absent.")
 
 
@@ -698,8 +763,8 @@ class RunPolicyOptions(PolicyOptions):
 
 
 @dataclass
-class ScheduleOptions(LearningOptions):
-    """How long, how fast and by which optimizer the policy learns."""
+class LengthOptions(LearningOptions):
+    """How long and how fast the policy learns."""
 
     steps: int | None = option(None, "Optimizer updates; MAX_TRAIN_STEPS in the environment caps them.", min=1)
     num_epochs: float | None = option(
@@ -709,6 +774,12 @@ class ScheduleOptions(LearningOptions):
         above=0,
     )
     grad_accum: int = option(1, "Micro-batches of a step on each worker.", min=1)
+
+
+@dataclass
+class ScheduleOptions(LengthOptions):
+    """By which optimizer, and at which rate."""
+
     use_policy_training_preset: bool = option(
         True,
         "Take the policy's own optimizer, parameter groups and learning rate schedule, as lerobot-train. false: one "
@@ -735,8 +806,8 @@ class ScheduleOptions(LearningOptions):
 
 
 @dataclass
-class BestCheckpointOptions(CheckpointOptions):
-    """Logs and checkpoints, and how good they are."""
+class LogOptions(CheckpointOptions):
+    """Logs and checkpoints."""
 
     log_freq: int = option(50, "Steps between lines of metrics.jsonl.", min=1)
     eval_steps: int = option(
@@ -744,6 +815,12 @@ class BestCheckpointOptions(CheckpointOptions):
     )
     # Shared among the tasks and evenly spaced in each.
     max_eval_samples: int = option(0, "Rows that the held-out loss is measured on, at most; 0: all.", min=0)
+
+
+@dataclass
+class BestCheckpointOptions(LogOptions):
+    """How good checkpoints are."""
+
     # By processes beside the training, which does not wait for them (evaluation/during.py).
     env_eval_freq: int = option(
         20_000,
@@ -795,6 +872,7 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
     eval: EvalOptions = field(default_factory=EvalOptions)
     peft: PeftOptions = field(default_factory=PeftOptions)
     sample_weighting: SampleWeightingOptions = field(default_factory=SampleWeightingOptions)
+    recap: RecapOptions = field(default_factory=RecapOptions)
 
     @property
     def roots(self) -> list[str]:
@@ -886,6 +964,27 @@ class GrpoConfig(CheckpointOptions, LearningOptions, EnvironmentOptions, PolicyO
         return Config(**shared, train=train, scaling=scaling, eval=self.eval)
 
 
+@dataclass
+class ValueConfig(LogOptions, LengthOptions, RunPolicyOptions, JobOptions):
+    """What `value.py` has otherwise than `vla.py`."""
+
+    dataset: DatasetOptions = field(default_factory=DatasetOptions)
+    outcome: OutcomeOptions = field(default_factory=OutcomeOptions)
+    value: ValueOptions = field(default_factory=ValueOptions)
+    train: StepOptions = field(default_factory=StepOptions)
+    scaling: ScalingOptions = field(default_factory=ScalingOptions)
+
+    # Of a small head on features that stay.
+    lr: float | None = option(1e-3, "Peak learning rate.", above=0)
+
+    def training(self) -> Config:
+        """The options that training reads: these, and defaults of those that a value function does not have."""
+        bases = (LogOptions, LengthOptions, RunPolicyOptions, JobOptions)
+        shared = {of.name: getattr(self, of.name) for base in bases for of in fields(base)}
+        train = TrainOptions(**vars(self.train))
+        return Config(**shared, dataset=self.dataset, scaling=self.scaling, train=train, warmup_frac=WARMUP_FRAC)
+
+
 # Where only the other one is given.
 WARMUP_FRAC, FINAL_LR_FRAC = 0.033, 0.1
 
@@ -933,6 +1032,17 @@ GRPO_PRESETS: dict[str, dict[str, str]] = {
         "grpo.env_actor_cpus": "0.25",
     },
     **{preset: dict(card.grpo_flags) for preset, card in OF_PRESET.items()},
+}
+VALUE_PRESETS: dict[str, dict[str, str]] = {
+    "demo": {
+        "scaling.num_workers": "2",
+        "scaling.cpus_per_worker": "0.5",
+        "batch_size": "32",
+        "steps": "200",
+        "log_freq": "20",
+        "save_freq": "100",
+        "dataset.eval_split": "0.1",
+    },
 }
 # What runs did before an option existed: a resumed run keeps how its values are scaled.
 BEFORE_OPTIONS = {"dataset.statistics": "lerobot"}

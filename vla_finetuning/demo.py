@@ -128,12 +128,13 @@ def _check_is_demo(folder: Path, episodes: Sequence[tuple[Scene, str, str]]) -> 
         )
 
 
-def prepare_demo(cache_dir: Path, dataset_root: str | Path | None = None) -> tuple[str, Path]:
+def prepare_demo(cache_dir: Path, dataset_root: str | Path | None = None, labelled: bool = False) -> tuple[str, Path]:
     """The dataset and the base policy of a demo run, made now or reused from an earlier run.
 
     Args:
         cache_dir: of the demo dataset and the base policies.
         dataset_root: a LeRobot dataset, path or URI, to rehearse with; None is the demo dataset.
+        labelled: whether instructions may end with an advantage, for which the policy needs the words.
     Returns:
         The dataset's root, and a LeRobot pretrained folder of a tiny PI0.5 for its cameras, state and action.
     Raises:
@@ -141,6 +142,7 @@ def prepare_demo(cache_dir: Path, dataset_root: str | Path | None = None) -> tup
     """
     from vla_finetuning.data.metadata import load_metadata
     from vla_finetuning.policies import tiny
+    from vla_finetuning.policies.prompts import ADVANTAGE
 
     cache_dir = Path(cache_dir)
     if dataset_root is None:
@@ -148,9 +150,10 @@ def prepare_demo(cache_dir: Path, dataset_root: str | Path | None = None) -> tup
     meta = load_metadata(dataset_root)
     vectors = ("observation.state", "action")
     complete = all({"q01", "q99"} <= set(meta.stats.get(key, {})) for key in vectors)
+    endings = ("", *ADVANTAGE.values()) if labelled else ("",)
     description: dict[str, Any] = {
         "features": meta.features,
-        "tasks": sorted(meta.tasks.values()),
+        "tasks": [f"{task}{said}" for task in sorted(meta.tasks.values()) for said in endings],
         # Statistics that are missing are computed by the run, which gives all of them to its processors.
         "stats": {key: meta.stats[key] for key in vectors} if complete else None,
         "fps": meta.fps,

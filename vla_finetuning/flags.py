@@ -21,17 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vla_finetuning.checks import check_evaluate, check_grpo, check_record, check_run
+from vla_finetuning.checks import check_evaluate, check_grpo, check_record, check_run, check_value
 from vla_finetuning.config import (
     BEFORE_OPTIONS,
     CONFIG_NAME,
     GRPO_PRESETS,
     OF_A_START,
     PRESETS,
+    VALUE_PRESETS,
     Config,
     EvaluateConfig,
     GrpoConfig,
     RecordConfig,
+    ValueConfig,
     refuse_credentials,
 )
 from vla_finetuning.files import MAX_JSON_BYTES, read_regular
@@ -142,8 +144,20 @@ RECORD = Program(
     first=("env.type", "root", "episodes"),
     presets={},
 )
-PROGRAMS: tuple[Program[Any], ...] = (VLA, GRPO, EVALUATE, RECORD)
-parse_args, parse_grpo, parse_evaluate, parse_record = VLA.parse, GRPO.parse, EVALUATE.parse, RECORD.parse
+VALUE = Program(
+    command="value.py",
+    summary="Learn what every frame of a dataset is worth, and label which actions were good (docs/recap.md).",
+    kind=ValueConfig,
+    check=check_value,
+    first=(
+        *("preset", "policy.path", "dataset.root", "outcome.success", "output_dir", "steps", "batch_size"),
+        *("scaling.num_workers", "dataset.eval_split", "resume", "dry_run"),
+    ),
+    presets=VALUE_PRESETS,
+)
+PROGRAMS: tuple[Program[Any], ...] = (VLA, GRPO, VALUE, EVALUATE, RECORD)
+parse_args, parse_grpo, parse_value = VLA.parse, GRPO.parse, VALUE.parse
+parse_evaluate, parse_record = EVALUATE.parse, RECORD.parse
 
 
 def check_command_line[C](program: Program[C], then: str = "checked; loading PyTorch, LeRobot and Ray") -> C:

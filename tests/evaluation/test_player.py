@@ -12,11 +12,12 @@ from lerobot.policies.factory import make_pre_post_processors
 from vla_finetuning.envs.configs import env_config
 from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS, draw_scene, render
 from vla_finetuning.evaluation.episodes import noise
-from vla_finetuning.evaluation.player import Player, check_fits
+from vla_finetuning.evaluation.player import Player, check_advantage, check_fits
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.family import Family
 from vla_finetuning.policies.loading import load_policy
 from vla_finetuning.policies.pipelines import load_processors
+from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.registry import FAMILIES
 
 ENV = env_config("two_bins")
@@ -57,8 +58,7 @@ def instructions():
     return [list(INSTRUCTIONS.values())[i % 2] for i in range(len(KEYS))]
 
 
-@pytest.fixture(scope="module")
-def pi05(tmp_path_factory):
+def make_base(folder, tasks):
     features = {
         key: {"dtype": "video", "shape": (*f.shape[1:], 3), "names": ["height", "width", "channels"]}
         for key, f in FEATURES.items()
@@ -66,10 +66,12 @@ def pi05(tmp_path_factory):
     }
     vector = {"dtype": "float32", "shape": (3,), "names": ["x", "y", "z"]}
     features |= {"observation.state": vector, "action": vector}
-    folder = tiny_pi05.make_tiny_base(
-        tmp_path_factory.mktemp("player") / "base",
-        features=features, tasks=list(INSTRUCTIONS.values()), stats=STATS, fps=10,
-    )  # fmt: skip
+    return tiny_pi05.make_tiny_base(folder, features=features, tasks=tasks, stats=STATS, fps=10)
+
+
+@pytest.fixture(scope="module")
+def pi05(tmp_path_factory):
+    folder = make_base(tmp_path_factory.mktemp("player") / "base", list(INSTRUCTIONS.values()))
     config = PreTrainedConfig.from_pretrained(folder)
     config.n_action_steps = 4
     return load_policy(folder, config), *load_processors(folder, config)
@@ -156,3 +158,64 @@ def test_a_policy_that_does_not_fit_is_refused_before_anything_starts():
     config.n_obs_steps = 2
     with pytest.raises(ValueError, match="n_obs_steps=2.*lerobot-eval can"):
         check_fits(config, ENV, {})
+
+
+# ---- advantages and guidance ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    """A policy of random weights whose tokenizer knows the words, with one and with ten sampling steps."""
+    tasks = [f"{task}{words}" for task in INSTRUCTIONS.values() for words in ("", *ADVANTAGE.values())]
+    folder = make_base(tmp_path_factory.mktemp("labelled") / "base", tasks)
+    config = PreTrainedConfig.from_pretrained(folder)
+    config.n_action_steps = 4
+    policy = load_policy(folder, config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # LeRobot starts some layers at zero, where a prompt would make no difference
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    return policy, *load_processors(folder, config)
+
+
+def chunks(labelled, instructions, **options):
+    return Player(*labelled, env=ENV, rename_map={}, **options)(observed(), instructions, KEYS)
+
+
+def test_an_advantage_is_said_at_the_end_of_the_instruction(labelled, instructions):
+    said = [f"{text}, Advantage: positive" for text in instructions]
+    found = chunks(labelled, instructions, advantage="positive")
+    np.testing.assert_array_equal(found, chunks(labelled, said))
+    assert not np.array_equal(found, chunks(labelled, instructions, advantage="negative"))
+    assert not np.array_equal(found, chunks(labelled, instructions))
+
+
+def test_guidance_goes_from_lerobots_chunk_without_to_its_chunk_with(labelled, instructions):
+    near = {"rtol": 1e-4, "atol": 1e-4}
+    with_label = chunks(labelled, instructions, advantage="positive")
+    without = chunks(labelled, instructions)
+    almost = chunks(labelled, instructions, advantage="positive", guidance=1.0 + 1e-6)
+    np.testing.assert_allclose(almost, with_label, **near)
+    np.testing.assert_allclose(chunks(labelled, instructions, advantage="positive", guidance=0.0), without, **near)
+
+
+def test_guidance_is_linear_in_the_velocity(labelled, instructions):
+    policy, *_ = labelled
+    steps, policy.config.num_inference_steps = policy.config.num_inference_steps, 1
+    try:
+        with_label = chunks(labelled, instructions, advantage="positive")
+        without = chunks(labelled, instructions)
+        found = chunks(labelled, instructions, advantage="positive", guidance=2.5)
+    finally:
+        policy.config.num_inference_steps = steps
+    np.testing.assert_allclose(found, without + 2.5 * (with_label - without), rtol=1e-4, atol=1e-4)
+
+
+def test_guidance_needs_a_label_and_a_velocity(pi05):
+    config = pi05[0].config
+    check_advantage(config, None, 1.0)
+    check_advantage(config, "positive", 2.0)
+    with pytest.raises(ValueError, match="away from what.*--policy.advantage positive"):
+        check_advantage(config, None, 2.0)
+    with pytest.raises(ValueError, match="known for .*, and the policy is of type 'act'"):
+        check_advantage(act_config(), "positive", 2.0)

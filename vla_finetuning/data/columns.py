@@ -4,5 +4,7 @@
 IS_SKIPPED = "is_skipped"
 # What tells a row from all others and where it is in a run's stream. They stay on the host.
 ROW_COLUMNS = ("dataset_index", "index", "position", IS_SKIPPED)
+# What a frame is worth, for a value function to learn.
+RETURN = "return"
 # The position once more, for those that draw random numbers by it on the device.
 STREAM_POSITION = "stream_position"

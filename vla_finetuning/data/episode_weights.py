@@ -1,4 +1,4 @@
-"""Weights of episodes: from a column of a dataset's own meta/episodes, or from a file (`--dataset.episode_weights`)."""
+"""Numbers of episodes: from a column of a dataset's own meta/episodes, or from a file (`--dataset.episode_weights`)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 FLAG = "--dataset.episode_weights"
 # An epoch has each episode so many times at most: only how weights compare decides what a policy sees.
 MOST = 1000.0
-FORMS = (
-    "a .csv or .parquet with the columns episode_index and weight (of several datasets also dataset, its root), or a "
-    '.json with {"EPISODE": weight} (of several datasets {ROOT: ...})'
-)
+
+
+def _forms(flag: str, column: str) -> str:
+    return (
+        f"{flag}=@FILE takes a .csv or .parquet with the columns episode_index and {column} (of several datasets also "
+        f'dataset, its root), or a .json with {{"EPISODE": {column}}} (of several datasets {{ROOT: ...}})'
+    )
 
 
 def episode_weights(
@@ -33,8 +36,8 @@ def episode_weights(
 
     Args:
         roots: what the datasets are called. named: brings a root that a file names into that form.
-        source: a column of meta/episodes, numbers or true and false, for every dataset; or @FILE, of `FORMS`, in which
-            an episode that is not named has weight 1.
+        source: a column of meta/episodes, numbers or true and false, for every dataset; or @FILE (`episode_values`), in
+            which an episode that is not named has weight 1.
     Raises:
         ValueError: no such column or file, or it has no number from 0 to MOST for an episode; names dataset or file,
             and episode. FileNotFoundError: no such file.
@@ -42,18 +45,41 @@ def episode_weights(
     if not source.startswith("@"):
         return [_checked(_column(meta, source), f"dataset {meta.root}: {source} in meta/episodes") for meta in metas]
     path = Path(source.removeprefix("@")).expanduser()
-    found = _of_file(path, [named(root) for root in roots], named)
     weights = []
-    for root, meta in zip(roots, metas, strict=True):
-        number, value = found.get(named(root), found.get("", (np.empty(0, np.int64), np.empty(0))))
-        if (unknown := number[(number < 0) | (number >= meta.num_episodes)]).size:
-            raise ValueError(f"{path}: episode {unknown[0]} is not in {root}, which has 0..{meta.num_episodes - 1}")
-        if (twice := number[np.bincount(number, minlength=1)[number] > 1]).size:
-            raise ValueError(f"{path}: episode {twice[0]} of {root} is there more than once")
+    found = episode_values(path, metas, roots, "weight", FLAG, named)
+    for root, meta, (number, value) in zip(roots, metas, found, strict=True):
         weight = np.ones(meta.num_episodes)
         weight[number] = value
         weights.append(_checked(weight, f"{path}: {root}"))
     return weights
+
+
+def episode_values(
+    path: Path,
+    metas: Sequence[DatasetMetadata],
+    roots: Sequence[str],
+    column: str,
+    flag: str,
+    named: Callable[[str], str] = str,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What a file says of episodes, by dataset: their numbers, int64 (N,), and values, float64 (N,).
+
+    Args:
+        roots, named: as for `episode_weights`. column: of the values. flag: that names the file.
+    Raises:
+        ValueError: the file is of another form, or names an episode twice, or one that there is not.
+        FileNotFoundError: no such file.
+    """
+    by_root = _of_file(path, [named(root) for root in roots], named, column, flag)
+    found = []
+    for root, meta in zip(roots, metas, strict=True):
+        number, value = by_root.get(named(root), by_root.get("", (np.empty(0, np.int64), np.empty(0))))
+        if (unknown := number[(number < 0) | (number >= meta.num_episodes)]).size:
+            raise ValueError(f"{path}: episode {unknown[0]} is not in {root}, which has 0..{meta.num_episodes - 1}")
+        if (twice := number[np.bincount(number, minlength=1)[number] > 1]).size:
+            raise ValueError(f"{path}: episode {twice[0]} of {root} is there more than once")
+        found.append((number, value))
+    return found
 
 
 def _checked(weight: np.ndarray, where: str) -> np.ndarray:
@@ -106,46 +132,46 @@ def _numbers(column: pa.ChunkedArray) -> np.ndarray:
     return column.cast(pa.float64(), safe=False).to_numpy()
 
 
-# By dataset, or "" where there is but one: episodes, int64 (N,), and their weights, float64 (N,).
+# By dataset, or "" where there is but one: episodes, int64 (N,), and their values, float64 (N,).
 Found = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
-def _of_file(path: Path, roots: Sequence[str], named: Callable[[str], str]) -> Found:
+def _of_file(path: Path, roots: Sequence[str], named: Callable[[str], str], column: str, flag: str) -> Found:
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; {FLAG}=@FILE takes {FORMS}")
+        raise FileNotFoundError(f"{path}: no such file; {_forms(flag, column)}")
     try:
         if path.suffix == ".json":
-            found = _of_json(json.loads(path.read_text()), named)
+            found = _of_json(json.loads(path.read_text()), named, column)
         elif path.suffix == ".csv":
-            found = _of_table(pyarrow.csv.read_csv(path), named)
+            found = _of_table(pyarrow.csv.read_csv(path), named, column)
         elif path.suffix == ".parquet":
-            budget = Budget("weights", MAX_EPISODES, MAX_EPISODES_BYTES)
+            budget = Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES)
             with open_parquet(LocalFileSystem(), str(path)) as file:
-                columns = [c for c in ("episode_index", "weight", "dataset") if c in file.schema_arrow.names]
-                found = _of_table(read_columns(file, columns, budget, name=str(path)), named)
+                columns = [c for c in ("episode_index", column, "dataset") if c in file.schema_arrow.names]
+                found = _of_table(read_columns(file, columns, budget, name=str(path)), named, column)
         else:
             raise ValueError("its name does not say what it is")
     except (ValueError, TypeError, KeyError, pa.ArrowException) as error:
-        raise ValueError(f"{path}: {error}; {FLAG}=@FILE takes {FORMS}") from error
+        raise ValueError(f"{path}: {error}; {_forms(flag, column)}") from error
     if "" in found and len(roots) > 1:
         raise ValueError(
-            f"{path}: names no dataset for its episodes, and there are {len(roots)}; {FLAG}=@FILE takes {FORMS}"
+            f"{path}: names no dataset for its episodes, and there are {len(roots)}; {_forms(flag, column)}"
         )
     if unknown := sorted(found.keys() - {"", *roots}):
         raise ValueError(f"{path} names {unknown}, which are not among the datasets {list(roots)}")
     return found
 
 
-def _of_json(value: Any, named: Callable[[str], str]) -> Found:
+def _of_json(value: Any, named: Callable[[str], str], column: str) -> Found:
     if not isinstance(value, Mapping):
         raise ValueError(f"found a {type(value).__name__}")
     per_root = {named(root): of_it for root, of_it in value.items()} if _nested(value) else {"": value}
     found = {}
     for root, of_it in per_root.items():
-        weights = list(of_it.values())
-        if wrong := [w for w in weights if type(w) not in (int, float)]:
-            raise ValueError(f"found the weight {wrong[0]!r:.50}")
-        found[root] = np.array([int(episode) for episode in of_it], np.int64), np.array(weights, np.float64)
+        values = list(of_it.values())
+        if wrong := [value for value in values if type(value) not in (int, float, bool)]:
+            raise ValueError(f"found the {column} {wrong[0]!r:.50}")
+        found[root] = np.array([int(episode) for episode in of_it], np.int64), np.array(values, np.float64)
     return found
 
 
@@ -153,17 +179,17 @@ def _nested(value: Mapping[str, Any]) -> bool:
     return bool(value) and all(isinstance(of_it, Mapping) for of_it in value.values())
 
 
-def _of_table(rows: pa.Table, named: Callable[[str], str]) -> Found:
-    for name in ("episode_index", "weight"):
+def _of_table(rows: pa.Table, named: Callable[[str], str], column: str) -> Found:
+    for name in ("episode_index", column):
         if name not in rows.column_names:
             raise ValueError(f"found the columns {rows.column_names!s:.200}")
         if not _is_number(rows[name].type):
             raise ValueError(f"column {name} is of type {rows[name].type}")
-    number, weight = _numbers(rows["episode_index"]), _numbers(rows["weight"])
+    number, value = _numbers(rows["episode_index"]), _numbers(rows[column])
     if not (number == np.rint(number)).all():
         raise ValueError("an episode_index is no whole number")
     number = number.astype(np.int64)
     if "dataset" not in rows.column_names:
-        return {"": (number, weight)}
+        return {"": (number, value)}
     names, of_row = np.unique(np.array(rows["dataset"].cast(pa.string()).to_pylist(), object), return_inverse=True)
-    return {named(root): (number[of_row == i], weight[of_row == i]) for i, root in enumerate(names.tolist())}
+    return {named(root): (number[of_row == i], value[of_row == i]) for i, root in enumerate(names.tolist())}

@@ -6,14 +6,15 @@ Knows gymnasium and Pillow. An episode that ends in another state than it did is
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium
 import numpy as np
 from PIL import Image
 
-from vla_finetuning.envs.stage import choose_gl, choose_initial_state, look_on_demand, state_hash
+from vla_finetuning.envs.stage import Observation, choose_gl, choose_initial_state, look_on_demand, state_hash
 
 # Of a picture: enough to see what happens, few enough that a page with some dozens of them opens at once.
 MAX_FRAMES, MAX_WIDTH, QUALITY = 60, 240, 70
@@ -36,17 +37,9 @@ def film(make: Callable[[], gymnasium.Env[Any, Any]], line: Mapping[str, Any], a
     every = max(1, -(-len(actions) // (MAX_FRAMES - 1)))
     frames = []
     with make() as env:
-        choose_initial_state(env, line["episode"])
-        observation, _ = env.reset(seed=line["seed"])
-        _check("began", env, observation, line["initial_state"])
-        frames.append(_seen(env, observation))
-        for number, action in enumerate(actions, 1):
-            shown = number % every == 0 or number == len(actions)
-            look_on_demand(env, shown)
-            observation, *_ = env.step(action)
-            if shown:
-                frames.append(_seen(env, observation))
-        _check("ended", env, observation, line["final_state"])
+        for moment in play_again(env, line, actions, lambda number: number % every == 0 or number == len(actions)):
+            if moment.looked:
+                frames.append(_seen(env, moment.observation))
         fps = env.metadata.get("render_fps") or 10
     pictures = [_small(frame) for frame in frames]
     milliseconds = [round(1000 * every / fps)] * (len(frames) - 1) + [PAUSE_MS]
@@ -55,6 +48,43 @@ def film(make: Callable[[], gymnasium.Env[Any, Any]], line: Mapping[str, Any], a
         buffer, "WEBP", save_all=True, append_images=pictures[1:], duration=milliseconds, loop=0, quality=QUALITY
     )
     return buffer.getvalue()
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An environment after its reset, or after an action. `looked`: whether its images are of this moment."""
+
+    observation: Observation
+    looked: bool
+    reward: float = 0.0
+    over: bool = False
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+def play_again(
+    env: gymnasium.Env[Any, Any],
+    line: Mapping[str, Any],
+    actions: np.ndarray,
+    look: Callable[[int], bool] = lambda number: True,
+) -> Iterator[Moment]:
+    """Play an episode again: its beginning, and what came of each of its actions.
+
+    Args:
+        line, actions: as for `film`. look: whether to render after so many actions.
+    Raises:
+        ValueError: it began or ended in another state than the line says.
+    """
+    look_on_demand(env, True)
+    choose_initial_state(env, line["episode"])
+    observation, info = env.reset(seed=line["seed"])
+    _check("began", env, observation, line["initial_state"])
+    yield Moment(observation, True, info=info)
+    for number, action in enumerate(actions, 1):
+        look_on_demand(env, looked := look(number))
+        observation, reward, terminated, truncated, info = env.step(action)
+        if number == len(actions):
+            _check("ended", env, observation, line["final_state"])
+        yield Moment(observation, looked, float(reward), terminated or truncated, info)
 
 
 def _check(when: str, env: gymnasium.Env[Any, Any], observation: Any, expected: str) -> None:

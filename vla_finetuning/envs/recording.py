@@ -17,7 +17,7 @@ from vla_finetuning.config import ENVIRONMENT_NAME, RecordConfig
 from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, task_makers
 from vla_finetuning.envs.metaworld import FPS, expert
 from vla_finetuning.envs.stage import Maker, choose_gl
-from vla_finetuning.envs.writing import writing_videos
+from vla_finetuning.envs.writing import merge_datasets, writing_videos
 from vla_finetuning.files import write_json
 from vla_finetuning.terminal import tell
 
@@ -144,7 +144,7 @@ def record(recording: Recording) -> str:
         written = [share.folder for share in done if len(share.failed) < len(share.seeds)]
         if not written:
             raise ValueError(f"the experts of {', '.join(makers)} succeeded in no episode: nothing is written")
-        _merge(written, parts / "dataset")
+        merge_datasets(REPO_ID, written, parts / "dataset")
         about = {"drawn": how_drawn(env), "task": env.task, "seed": config.seed, "episodes": config.episodes}
         failed = {task: [seed for share in done if share.task == task for seed in share.failed] for task in makers}
         write_json(parts / "dataset" / "meta" / ENVIRONMENT_NAME, {**about, "failed": failed})
@@ -176,11 +176,3 @@ def _record_all(shares: Sequence[RecordingBatch], makers: dict[str, Maker]) -> l
             ray.cancel(ref, force=True)
         raise
     return list(ray.get(results))
-
-
-def _merge(folders: Sequence[Path], root: Path) -> None:
-    """Datasets to one, by LeRobot's own merging; videos are copied, not encoded again."""
-    from lerobot.datasets.aggregate import aggregate_datasets
-
-    with writing_videos():  # as quiet
-        aggregate_datasets([REPO_ID] * len(folders), REPO_ID, roots=list(folders), aggr_root=root)

@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -34,6 +35,14 @@ def writing_videos() -> Iterator[None]:
             os.environ.pop("SVT_LOG", None)
         else:
             os.environ["SVT_LOG"] = level
+
+
+def merge_datasets(repo_id: str, folders: Sequence[Path], root: Path) -> None:
+    """Datasets of one kind to one, by LeRobot's own merging; videos are copied, not encoded again."""
+    from lerobot.datasets.aggregate import aggregate_datasets
+
+    with writing_videos():  # as quiet
+        aggregate_datasets([repo_id] * len(folders), repo_id, roots=list(folders), aggr_root=root)
 
 
 def _real_time_threads() -> set[int]:

@@ -25,10 +25,12 @@ from lerobot.utils.constants import ACTION
 
 from vla_finetuning.envs.stage import Observation
 from vla_finetuning.evaluation.episodes import generator, noise
+from vla_finetuning.policies.flow import FlowLoss, guided_chunk
 from vla_finetuning.policies.loading import load_policy, read_weights
-from vla_finetuning.policies.pipelines import load_processors
+from vla_finetuning.policies.pipelines import check_prompts_differ, load_processors
 from vla_finetuning.policies.processors import EMPTY_CAMERA
-from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.prompts import ADVANTAGE
+from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import remote_code
 
 TASK = "task"
@@ -72,6 +74,8 @@ class PolicySource:
         env: whose observations it will see.
         rename_map: environment key to policy key, before the policy's own preprocessor.
         trusted: whether code that comes with the folder may run.
+        advantage: what instructions end with, "positive" or "negative"; None: nothing.
+        guidance: see `flow.guided_chunk`.
         weights: in the object store, instead of the folder's.
     """
 
@@ -82,6 +86,8 @@ class PolicySource:
     rename_map: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     trusted: bool = False
+    advantage: str | None = None
+    guidance: float = 1.0
     weights: ray.ObjectRef[Packed] | None = None
 
     def shared(self) -> PolicySource:
@@ -103,7 +109,17 @@ class PolicySource:
         weights = None if self.weights is None else unpacked(ray.get(self.weights))
         policy = load_policy(self.folder, self.config, trusted=self.trusted, weights=weights).to(self.device)
         pipelines = self.processors or load_processors(self.folder, self.config, trusted=self.trusted)
-        return Player(policy, *pipelines, env=self.env, rename_map=self.rename_map, trusted=self.trusted)
+        if self.advantage is not None:
+            check_prompts_differ(pipelines[0], [""], f"policy {self.folder}")
+        return Player(
+            policy,
+            *pipelines,
+            env=self.env,
+            rename_map=self.rename_map,
+            trusted=self.trusted,
+            advantage=self.advantage,
+            guidance=self.guidance,
+        )
 
 
 class Player:
@@ -118,7 +134,15 @@ class Player:
         env: EnvConfig,
         rename_map: Mapping[str, str],
         trusted: bool = False,
+        advantage: str | None = None,
+        guidance: float = 1.0,
     ) -> None:
+        self._words = "" if advantage is None else ADVANTAGE[advantage == "positive"]
+        self._guidance, self._loss = guidance, None
+        if guidance != 1.0:
+            loss = family_of(policy.config).make_loss(policy)
+            assert isinstance(loss, FlowLoss)  # `check_advantage` refuses others
+            self._loss = loss.eval()
         self._policy, self._pre, self._post = policy.eval(), preprocessor, postprocessor
         self._env_pre, self._env_post = make_env_pre_post_processors(env, policy.config)
         self._rename_map, self._trusted = rename_map, trusted
@@ -132,12 +156,17 @@ class Player:
             instructions: one for each row. keys: of each row's draws.
         """
         with torch.no_grad():
-            return self.to_env(self._predict(self.prepare(observation, instructions), keys))
+            batch = self.prepare(observation, instructions, self._words)
+            if self._loss is None:
+                return self.to_env(self._predict(batch, keys))
+            plain = self.prepare(observation, instructions)
+            return self.to_env(guided_chunk(self._loss, batch, plain, self._noise(keys), self._guidance))
 
-    def prepare(self, observation: Observation, instructions: Sequence[str]) -> dict[str, Any]:
-        """What the policy sees of N rows, on its device."""
+    def prepare(self, observation: Observation, instructions: Sequence[str], words: str = "") -> dict[str, Any]:
+        """What the policy sees of N rows, on its device; `words` are what instructions end with."""
         with remote_code(self._trusted), torch.no_grad():
-            seen = self._env_pre({**preprocess_observation(dict(observation)), TASK: list(instructions)})
+            said = [f"{instruction}{words}" for instruction in instructions]
+            seen = self._env_pre({**preprocess_observation(dict(observation)), TASK: said})
             prepared = self._pre({self._rename_map.get(key, key): value for key, value in seen.items()})
         # Processors are saved for one device, often the CPU; the policy's is what counts.
         return {k: v.to(self._device) if isinstance(v, torch.Tensor) else v for k, v in prepared.items()}
@@ -159,9 +188,7 @@ class Player:
         if draws == "nothing":
             return policy.predict_action_chunk(batch)
         if draws == "noise":
-            shape = (config.chunk_size, config.max_action_dim)
-            drawn = np.stack([noise(*key, shape) for key in keys])
-            return policy.predict_action_chunk(batch, noise=torch.from_numpy(drawn).to(self._device))
+            return policy.predict_action_chunk(batch, noise=self._noise(keys))
         # One that draws for itself has one generator for a whole batch, so rows go one by one.
         chunks = []
         for row, key in enumerate(keys):
@@ -171,6 +198,25 @@ class Player:
                 policy.reset()
                 chunks.append(policy.predict_action_chunk(alone))
         return torch.cat(chunks)
+
+    def _noise(self, keys: Sequence[Key]) -> torch.Tensor:
+        """What the sampling of each row starts from, (N, T, max_action_dim)."""
+        config: Any = self._policy.config
+        drawn = [noise(*key, (config.chunk_size, config.max_action_dim)) for key in keys]
+        return torch.from_numpy(np.stack(drawn)).to(self._device)
+
+
+def check_advantage(config: PreTrainedConfig, advantage: str | None, guidance: float) -> None:
+    """Refuse a guidance that there is none of. Raises ValueError."""
+    if guidance == 1.0:
+        return
+    if advantage is None:
+        raise ValueError(f"--policy.guidance={guidance:g} away from what? give --policy.advantage positive with it")
+    if not family_of(config).flow:
+        raise ValueError(
+            f"--policy.guidance={guidance:g}: known for {types_that(lambda family: family.flow)}, and the policy is of "
+            f"type '{config.type}'"
+        )
 
 
 def check_fits(config: PreTrainedConfig, env: EnvConfig, rename_map: Mapping[str, str]) -> None:

@@ -25,7 +25,8 @@ from vla_finetuning.envs.stage import Maker
 from vla_finetuning.evaluation.closed_loop import play
 from vla_finetuning.evaluation.episodes import Book, Condition, Episode, episode_list, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import compare, comparison_text, share, wilson
-from vla_finetuning.evaluation.player import PolicySource, check_fits
+from vla_finetuning.evaluation.player import PolicySource, check_advantage, check_fits
+from vla_finetuning.evaluation.recording import Eyes, is_recorded, record_played
 from vla_finetuning.evaluation.replay import make_films
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.run.base_policy import resolve_policy
@@ -42,6 +43,7 @@ class Trial:
 
     Attributes:
         about: what decides its results, as JSON.
+        dataset: where what the policy does is written as a dataset; None: nowhere.
     """
 
     output_dir: Path
@@ -52,6 +54,7 @@ class Trial:
     options: EvalOptions
     seed: int
     about: dict[str, Any]
+    dataset: Path | None = None
 
 
 def resolve_trial(config: EvaluateConfig) -> Trial:
@@ -71,6 +74,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     assert folder is not None  # there was a path
     check_fits(policy_config, env, config.rename_map)
     check_drawn(drawn_for(folder), env, folder)
+    check_advantage(policy_config, config.advantage, config.guidance)
     use_gpu = torch.cuda.is_available() if config.use_gpu is None else config.use_gpu
     source = PolicySource(
         folder,
@@ -79,15 +83,21 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         rename_map=config.rename_map,
         device="cuda" if use_gpu else "cpu",
         trusted=config.policy_trust_remote_code,
+        advantage=config.advantage,
+        guidance=config.guidance,
     )
+    told = {} if config.advantage is None else {"advantage": config.advantage, "guidance": config.guidance}
     about = {
-        "policy": {**base, "options": config.policy_options, "rename_map": config.rename_map},
+        "policy": {**base, "options": config.policy_options, "rename_map": config.rename_map, **told},
         "environment": {"type": config.env_type, "options": config.env_options},
         "seed": config.seed,
     }
     episodes = episode_list(["plain"], makers, config.eval.n_episodes, config.seed)
     output_dir = Path(config.output_dir or "").expanduser().absolute()
-    return Trial(output_dir, env, makers, source, episodes, config.eval, config.seed, about)
+    dataset = None if config.record_dataset is None else Path(config.record_dataset).expanduser().absolute()
+    if dataset is not None:
+        is_recorded(dataset, about)
+    return Trial(output_dir, env, makers, source, episodes, config.eval, config.seed, about, dataset)
 
 
 def run_trial(trial: Trial) -> str:
@@ -112,11 +122,13 @@ def run_trial(trial: Trial) -> str:
                 seed=trial.seed,
                 use_gpu=use_gpu,
                 written=written,
-                acted=book.write_actions if trial.options.videos else None,
+                acted=book.write_actions if trial.options.videos or trial.dataset else None,
             )
     _, lines = read_evaluation(trial.output_dir)
     if left or not (trial.output_dir / FILMS_INDEX).is_file():
         _film(trial, lines)
+    if trial.dataset is not None:
+        _record(trial, trial.dataset, lines)
     from vla_finetuning.report.page import (
         write_trial_page,
     )  # not above: an evaluation without a page needs no matplotlib
@@ -156,6 +168,22 @@ class _Progress:
                 f"{self._done} of {self._total} episodes, {self._successes} of {played} succeeded, {left_s:.0f} s left"
             )
             self._told = now
+
+
+def _record(trial: Trial, root: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Write what was played as a dataset, unless that is done."""
+    if is_recorded(root, trial.about):
+        return
+    actions = {_name(named): executed for named, executed in read_actions(trial.output_dir)}
+    played = [line for line in lines if line["error"] is None]
+    if missing := sum(_name(line) not in actions for line in played):
+        raise ValueError(
+            f"{trial.output_dir} has not the actions of {missing} episodes, which were played without "
+            "--eval.record_dataset: give another --output_dir"
+        )
+    eyes = Eyes(trial.env, trial.source.config)
+    record_played(root, trial.makers, eyes, [(line, actions[_name(line)]) for line in played], trial.about)
+    tell(f"Dataset      {root}: {len(played)} episodes, {sum(line['success_once'] for line in played)} succeeded")
 
 
 def _film(trial: Trial, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -128,6 +128,28 @@ class FlowLoss(PolicyLoss):
         raise NotImplementedError
 
 
+def guided_chunk(
+    loss: FlowLoss, told: Mapping[str, Tensor], plain: Mapping[str, Tensor], noise: Tensor, guidance: float
+) -> Tensor:
+    """Predict action chunks by LeRobot's sampler, led away from what another prompt gives (arXiv 2207.12598).
+
+    The velocity is that of `plain` and `guidance` times the difference that `told` makes; 1 is `told` alone.
+
+    Args:
+        told, plain: B rows that the policy sees, which differ in their language. noise: float32 (B, T, max_action_dim).
+    Returns:
+        float32 (B, T, A), normalised.
+    """
+    config: Any = loss.policy.config
+    prefixes = [loss.prefix(loss.images(batch)) for batch in (told, plain)]
+    x, steps = noise, config.num_inference_steps
+    for step in range(steps):
+        time = torch.full((len(x),), 1.0 - step / steps, device=x.device)
+        with_label, without = (loss.velocity(x, time, prefix) for prefix in prefixes)
+        x = x - (without + guidance * (with_label - without)) / steps
+    return x[:, :, : config.output_features[ACTION].shape[0]]
+
+
 def repeat_rows(rows: Tensor, times: int) -> Tensor:
     """Each row (of the first dimension) `times` times in a row; without a copy if that is once."""
     return rows.unsqueeze(1).expand(-1, times, *rows.shape[1:]).flatten(0, 1)

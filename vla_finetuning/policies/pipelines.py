@@ -6,7 +6,7 @@
 import copy
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from vla_finetuning.policies.processors import (
     normalization_mode,
     required_stats,
 )
+from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import RemoteCodeError, remote_code
 from vla_finetuning.policies.tokenizer_check import check_tokenizer
@@ -212,6 +213,27 @@ def _check_named_tokenizer(config: PreTrainedConfig, name: str) -> None:
         raise type(error)(f"the tokenizer of the '{config.type}' policy: {error}; {beside}") from error
     if found is not None:
         check_tokenizer(Path(found))
+
+
+def check_prompts_differ(preprocessor: PolicyProcessorPipeline, instructions: Sequence[str], name: str) -> None:
+    """Refuse a policy to which an instruction is the same whatever the advantage that it ends with.
+
+    Args:
+        instructions: of the dataset, to try it with. name: of the policy, for the message.
+    Raises:
+        ValueError: it reads no instructions, or its tokenizer does not know the words.
+    """
+    tokenizer: Any = next((step for step in preprocessor.steps if hasattr(step, "input_tokenizer")), None)
+    if tokenizer is None:
+        raise ValueError(f"{name}: reads no instructions, so that none can name an advantage: leave out --recap.labels")
+    for instruction in instructions:
+        texts = [f"{instruction}{words}" for words in ("", *ADVANTAGE.values())]
+        tokens = [tuple(tokenizer.input_tokenizer(text)["input_ids"]) for text in texts]
+        if len(set(tokens)) < len(tokens):
+            raise ValueError(
+                f"{name}: its tokenizer makes the same of {texts[1]!r} and {texts[2]!r}: it does not know the words; "
+                "start from a policy that does"
+            )
 
 
 def _check_prompt_length(config: PreTrainedConfig, preprocessor: PolicyProcessorPipeline, folder: Path | None) -> None:

@@ -22,6 +22,13 @@ Processors = tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]
 
 
 @dataclass(frozen=True)
+class ValueSpec:
+    """A value function. `bins`: of its distribution of returns, from -1 to 0."""
+
+    bins: int
+
+
+@dataclass(frozen=True)
 class PolicySpec:
     """The policy of a run. Pickled in flight to training workers.
 
@@ -39,6 +46,7 @@ class PolicySpec:
         export_average: whether the average is what is evaluated and exported.
         parameters: how many there are and which train; None for policies that are not built on the driver.
         prompts: lengths of prompts that a micro-batch may have, ascending; empty where prompts are not cut.
+        value: for a value function on what the policy sees, instead of the policy itself; None for a policy.
         flops_by_prompt: forward and backward of a row, counted, by the length of its prompt; empty where the policy is
             not built on the driver.
     """
@@ -60,6 +68,7 @@ class PolicySpec:
     parameters: TrainableReport | None = None
     prompts: tuple[int, ...] = ()
     flops_by_prompt: dict[int, int] = field(default_factory=dict)
+    value: ValueSpec | None = None
 
     def start(self) -> PreTrainedPolicy:
         """The policy with the weights that the run starts from, on the CPU: pretrained, or random by the seed.
@@ -90,6 +99,8 @@ class PolicySpec:
     def what_trains(self) -> str:
         """In words: what of the policy trains (--train.mode), or the adapters in it."""
         peft = self.adapters
+        if self.value is not None:
+            return "a value function on what the policy sees"
         if not peft.enabled:
             return self.train.mode
         targets = "the policy type's own choice of layers" if peft.target_modules is None else peft.target_modules

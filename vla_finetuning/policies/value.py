@@ -1,15 +1,20 @@
 """The value of what a policy sees, by a small head on keys and values that its prefix computes anyway.
 
-Legend: B rows, H key-value heads, P tokens, D head width, O outputs.
+Legend: B rows, H key-value heads, P tokens, D head width, O outputs, K bins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+
+from vla_finetuning.data.columns import RETURN
+from vla_finetuning.policies.attention import Kernel, Shape
+from vla_finetuning.policies.family import PolicyLoss
+from vla_finetuning.policies.flow import FlowLoss
 
 HIDDEN = 256
 
@@ -53,6 +58,82 @@ def make_value_head(layers: Sequence[tuple[int, int]], seed: int, outputs: int =
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return ValueHead(layers, outputs)
+
+
+class ValueLoss(PolicyLoss):
+    """Cross-entropy of a distribution over returns from -1 to 0, predicted of what a frozen policy sees.
+
+    A return lies between the centres of two bins and counts in both, by how near they are (arXiv 1707.06887): the mean
+    of that target is the return. Parameters that train are named `critic.`.
+
+    Args:
+        seen: of the policy, whose weights stay as they are. bins: K. seed: of the head's first weights.
+    """
+
+    reaches_all = True
+    centres: Tensor
+
+    def __init__(self, seen: FlowLoss, bins: int, seed: int):
+        super().__init__(seen.policy.requires_grad_(False), images=seen.images)
+        # In a list, so that the policy's weights have one name.
+        self._seen = [seen]
+        self.critic = make_value_head(seen.value_layers(), seed, bins)
+        self.register_buffer("centres", torch.linspace(-1.0, 0.0, bins), persistent=False)
+
+    def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
+        return [one for one in self._seen[0].attentions(cameras, prompts) if one[1].part == "prefix"]
+
+    @property
+    def attention(self) -> Kernel:  # type: ignore[override]
+        return self._seen[0].attention
+
+    @attention.setter
+    def attention(self, kernel: Kernel) -> None:
+        self._seen[0].attention = kernel
+
+    def forward(
+        self,
+        batch: Mapping[str, Tensor],
+        noise: Tensor | None = None,
+        time: Tensor | None = None,
+        *,
+        per_row: bool = False,
+    ) -> Tensor:
+        """Compute the mean loss of a batch as a 0-d float32 tensor on the device.
+
+        Args:
+            batch: what the policy's loss takes, and RETURN float32 (B,). noise, time: not used.
+            per_row: the loss of each row instead, float32 (B,).
+        """
+        losses = -(two_bins(batch[RETURN], len(self.centres)) * self.logits(batch).log_softmax(dim=1)).sum(dim=1)
+        if "row_weight" in batch:
+            losses = losses * batch["row_weight"]
+        return losses if per_row else losses.mean()
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute the distribution's logits, float32 (B, K)."""
+        seen = self._seen[0]
+        with torch.no_grad():
+            keys_values, bias = seen.value_inputs(seen.prefix(self.images(batch)))
+        return self.critic(keys_values, bias)
+
+    def value(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Compute the mean of the distribution, float32 (B,)."""
+        return self.logits(batch).softmax(dim=1) @ self.centres
+
+
+def two_bins(returns: Tensor, bins: int) -> Tensor:
+    """The distribution over bins whose mean is the return, on the two nearest centres: float32 (B, K).
+
+    Args:
+        returns: float32 (B,); beyond -1 and 0 they count as these.
+    """
+    place = (returns.clamp(-1.0, 0.0) + 1.0) * (bins - 1)
+    low = place.floor().clamp(max=bins - 2)
+    upper = place - low
+    target = torch.zeros(len(returns), bins, device=returns.device)
+    target.scatter_(1, low.long()[:, None], 1.0 - upper[:, None])
+    return target.scatter_(1, low.long()[:, None] + 1, upper[:, None])
 
 
 def advantages_and_targets(

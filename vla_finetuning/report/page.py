@@ -38,6 +38,7 @@ from vla_finetuning.report.episode_scores import Score
 from vla_finetuning.report.figures import Chunk, plain
 from vla_finetuning.report.held_out_loss import held_out_loss
 from vla_finetuning.report.loop import closed_loop, score_row, shown_films
+from vla_finetuning.report.values import values_section
 from vla_finetuning.run.checkpoint import PREFIX
 from vla_finetuning.run.folder import (
     ATTENTION_NAME,
@@ -201,6 +202,7 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
         metrics=_metrics_table(metrics),
         held_out=None if evaluation is None else _held_out(evaluation, names, facts),
         closed_loop=closed_loop(evaluation or {}, output_dir),
+        values=values_section(output_dir),
         held_out_loss=held_out_loss(lines),
         held_out_expected=bool((config.get("dataset") or {}).get("eval_split")),
         attempts=starts,

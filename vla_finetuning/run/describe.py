@@ -33,6 +33,7 @@ def describe(run: Run) -> str:
         *_indented("Learning", policy.recipe.describe(job.steps)),
         *_shuffling(config.dataset, rows),
         *_weighted(rows),
+        *_labelled(config, rows),
         *_average(config),
         *_held_out(config, rows),
         *_checkpoints(config, job),
@@ -82,11 +83,16 @@ def _policy(config: Config, policy: PolicySpec) -> list[str]:
     if policy.parameters is not None:
         lines.append(
             f"             {policy.parameters.total:,} parameters, {policy.parameters.trainable:,} of them train "
-            f"({policy.what_trains if config.peft.enabled else f'--train.mode {config.train.mode}'})" + _flops(policy)
+            f"({_what_trains(config, policy)})" + _flops(policy)
         )
     if policy.trusted and (brought := brought_along(policy.config)):
         lines.append(f"             runs code that comes with {brought}, as --policy.trust_remote_code says")
     return lines
+
+
+def _what_trains(config: Config, policy: PolicySpec) -> str:
+    named = config.peft.enabled or policy.value is not None
+    return policy.what_trains if named else f"--train.mode {config.train.mode}"
 
 
 def _steps(config: Config, steps: int, rows: Rows) -> list[str]:
@@ -134,6 +140,15 @@ def _weighted(rows: Rows) -> list[str]:
     return [
         f"Weighted     rows in the loss, by RA-BC: of {len(weights)} frames {int((weights == 0).sum())} weigh 0 and "
         f"{int((weights == 1).sum())} weigh 1; each micro-batch for itself, as lerobot-train"
+    ]
+
+
+def _labelled(config: Config, rows: Rows) -> list[str]:
+    if (positive := rows.positive_share) is None:
+        return []
+    return [
+        f"Advantages   in prompts, of {config.recap.labels}: {positive:.0%} of the training frames positive; "
+        f"{rows.label_dropout:.0%} of the rows without"
     ]
 
 

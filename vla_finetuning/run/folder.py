@@ -18,7 +18,9 @@ Files of `OUTPUT_DIR`::
                           {"step": 200, "successes": 31, "episodes": 50, "interval": [0.48, 0.74], "seconds": 80.2}
     evaluations/step_<n>/ its episodes
     evaluation.json       what was learned: held-out errors, and of the demo success in the loop
-    films/                pictures of episodes in the loop that evaluation.json speaks of
+    values.json           of value.py: how labels fell, and what the value function thought of some episodes
+    labels.parquet        of value.py: see run/labels.py
+    films/                pictures of episodes in the loop that evaluation.json speaks of, or values.json
     pretrained_model/     the trained policy, as LeRobot loads it
     finished.json         the run did all that it was asked for: {"step": 200}
     stop                  made by a user: the run writes a checkpoint and ends at its next log step
@@ -60,6 +62,8 @@ ATTENTION_NAME = "attention.json"
 EVALUATION_NAME, CHECKPOINTS_NAME = "evaluation.json", "checkpoints"
 # Pictures of episodes, and in the folder of an evaluation alone what is said of them.
 FILMS, FILMS_INDEX = "films", "films.json"
+# What a value function thinks of its datasets.
+VALUES_NAME = "values.json"
 # What became of checkpoints in an environment, and the folder of their episodes.
 EVALUATIONS_NAME, EVALUATIONS = "evaluations.jsonl", "evaluations"
 # Options that the learning rate of every step is computed from.

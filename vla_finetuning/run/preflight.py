@@ -227,6 +227,7 @@ def with_absolute_paths(config: Config) -> tuple[Config, list[str]]:
     config = replace(
         config,
         output_dir=absolute(config.output_dir or ""),
+        recap=replace(config.recap, labels=absolute(config.recap.labels) if config.recap.labels else None),
         sample_weighting=replace(config.sample_weighting, progress_path=absolute(progress) if progress else None),
         dataset=replace(
             d,

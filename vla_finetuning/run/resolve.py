@@ -20,6 +20,7 @@ from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
+from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.reader import frame_of
 from vla_finetuning.data.selection import of_each
 from vla_finetuning.data.statistics import check_stats
@@ -27,6 +28,7 @@ from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch, match_features
 from vla_finetuning.policies.optim import make_recipe
+from vla_finetuning.policies.pipelines import check_prompts_differ
 from vla_finetuning.policies.processors import normalization_mode, required_stats
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along
@@ -37,6 +39,7 @@ from vla_finetuning.run.episodes import ChosenEpisodes, select
 from vla_finetuning.run.folder import SKIPPED_NAME
 from vla_finetuning.run.holes import check_holes
 from vla_finetuning.run.job import Job
+from vla_finetuning.run.labels import read_labels
 from vla_finetuning.run.mixing import mixing_of
 from vla_finetuning.run.mixture import Stats, check_alike, check_ranges, named_alike, names_of_first, ordered_alike
 from vla_finetuning.run.preflight import (
@@ -135,6 +138,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     steps = config.resolve_steps(trained)
     config, rows = _rows(config, metas, match, chosen, base.config, dropped, steps)
     rows = replace(rows, weights=row_weights(config, metas, base.config))
+    rows = _with_labels(config, rows)
     needed = needed_stats(
         base.config, metas[0], match.camera_keys, match.dataset_keys, d.use_imagenet_stats, rows.any_held_out
     )
@@ -178,7 +182,9 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     else:
         needed = required_stats(base.config, {key: metas[0].features[key] for key in match.dataset_keys})
         stand_in = replace(spec, stats=_stand_in(needed, metas[0]))
-    (stand_in if missing else spec).processors()  # a tokenizer that is out of reach, or unfit, is reported now
+    preprocessor, _ = (stand_in if missing else spec).processors()  # a tokenizer out of reach, or unfit, is reported
+    if rows.positive is not None:
+        check_prompts_differ(preprocessor, sorted(metas[0].tasks.values())[:1] or [""], base.name)
     job = make_job(config, spec, steps, rows.identity, spec.what_trains)
     config = replace(config, rename_map=asked_names)
     return Run(config, job, spec, rows, match, missing, decision.lines, (*chosen.notes, *holes, *smaller))
@@ -291,7 +297,7 @@ def _fetched(config: Config, roots: list[str]) -> tuple[Config, list[str], str |
     if config.preset == "demo":
         from vla_finetuning.demo import prepare_demo
 
-        root, base = prepare_demo(CACHE_DIR / "demo", roots[0] if roots else None)
+        root, base = prepare_demo(CACHE_DIR / "demo", roots[0] if roots else None, config.recap.labels is not None)
         roots = roots or [absolute(root)]
         if not (policy_path or config.policy_type):
             policy_path = absolute(base)
@@ -433,6 +439,15 @@ def _rows(
         described=chosen.described,
     )
     return config, rows
+
+
+def _with_labels(config: Config, rows: Rows) -> Rows:
+    """The rows with the advantages that their prompts name (--recap.labels)."""
+    if config.recap.labels is None:
+        return rows
+    labels, digest = read_labels(Path(config.recap.labels), rows.metas, rows.episodes)
+    identity = {**rows.identity, "labels": digest, "label_dropout": config.recap.dropout}
+    return replace(rows, positive=PerFrame(labels), label_dropout=config.recap.dropout, identity=identity)
 
 
 def _stream(config: Config, steps: int) -> tuple[int, int]:

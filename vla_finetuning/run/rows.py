@@ -15,6 +15,7 @@ from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import DatasetMetadata, how_drawn
 from vla_finetuning.data.node_cache import has_capacity, is_in_memory
 from vla_finetuning.data.options import Features, Order, Reading, Selection
+from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.reader import Decoding, frame_of
 from vla_finetuning.data.shards import Sharding
@@ -59,6 +60,9 @@ class Rows:
         cached_bytes: all decoded frames of an epoch, which `reading.frame_cache` would hold.
         epoch_ends: where epochs end in the stream, unless all have equal lengths.
         weights: of all frames of the dataset in the loss, float32; None where all weigh the same.
+        returns: of all frames, float32, for a value function to learn; None for a policy.
+        positive: whether a frame's prompt says that its advantage is positive, bool; None where prompts say nothing.
+        label_dropout: share of rows whose prompt says nothing all the same.
         rename_map: dataset key -> policy key.
         described: what is left of each dataset's training episodes, as lines; empty where all frames are.
     """
@@ -79,6 +83,9 @@ class Rows:
     cached_bytes: int = 0
     epoch_ends: tuple[int, ...] = ()
     weights: np.ndarray | None = None
+    returns: PerFrame | None = None
+    positive: PerFrame | None = None
+    label_dropout: float = 0.0
     rename_map: Mapping[str, str] = field(default_factory=dict)
     described: tuple[tuple[str, ...], ...] = ()
 
@@ -111,6 +118,20 @@ class Rows:
         return self.order.stream[1]
 
     @property
+    def positive_share(self) -> float | None:
+        """Share of the frames of the training episodes whose advantage is positive; None where there are no labels."""
+        if self.positive is None:
+            return None
+        counts = np.zeros(2, np.int64)
+        for number, (meta, own) in enumerate(zip(self.metas, self.train_episodes, strict=True)):
+            of_run = np.zeros(meta.num_episodes, bool)
+            of_run[own] = True
+            index = np.flatnonzero(np.repeat(of_run, meta.episode_length))
+            positive = self.positive({"dataset_index": np.full(len(index), number), "index": index})
+            counts += positive.sum(), len(positive)
+        return float(counts[0] / counts[1])
+
+    @property
     def any_held_out(self) -> bool:
         return any(len(episodes) for episodes in self.eval_episodes)
 
@@ -141,6 +162,19 @@ class Rows:
         """The datasource of the held-out episodes, in stored order."""
         reading = replace(self.reading, skip_log=None, check_files=check_files)
         return LeRobotDatasource(self.metas, Selection(episodes=self.eval_episodes), self.features, Order(), reading)
+
+    @property
+    def episodes(self) -> tuple[np.ndarray, ...]:
+        """All episodes of the run by dataset, those held out among them: int64, ascending."""
+        both = zip(self.train_episodes, self.eval_episodes, strict=True)
+        return tuple(np.union1d(train, held_out) for train, held_out in both)
+
+    def in_stored_order(
+        self, prepare: Callable[[Columns], Columns] | None = None, prepared_bytes: int | None = None
+    ) -> LeRobotDatasource:
+        """The datasource of all frames of `episodes`, each once."""
+        reading = replace(self.reading, skip_log=None, prepare=prepare, prepared_bytes=prepared_bytes)
+        return LeRobotDatasource(self.metas, Selection(episodes=self.episodes), self.features, Order(), reading)
 
     def fill_frames(self) -> Frames | None:
         """Fills in the frames that batches name instead of carrying; None where no frames are cached."""

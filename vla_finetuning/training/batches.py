@@ -11,7 +11,8 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.utils.constants import OBS_LANGUAGE_TOKENS
 
 from util import Batch, Draws, peak_flops
-from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.data.columns import RETURN, ROW_COLUMNS
+from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.videos import Frames
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
@@ -36,6 +37,7 @@ def collate_cut(
     *,
     weights: np.ndarray | None = None,
     epsilon: float = 0.0,
+    returns: PerFrame | None = None,
     frames: Frames | None = None,
 ) -> Batch:
     """Collate a micro-batch with its prompts cut to what the longest needs; on the host, in Ray Data's thread.
@@ -44,6 +46,7 @@ def collate_cut(
         prompts: lengths that prompts may have; empty: not cut.
         weights: of all frames, by which the rows' losses are weighed (`Rows.weights`); rows that could not be read
             weigh nothing. epsilon: see `row_weights.of_batch`.
+        returns: of all frames, for a value function; a column RETURN.
         frames: fills in those that the batch names.
     """
     if frames is not None:
@@ -51,6 +54,8 @@ def collate_cut(
     if weights is not None:
         weight = weights[batch["index"]] * batch.get("row_weight", np.float32(1))
         batch = {**batch, "row_weight": of_batch(weight, epsilon)}
+    if returns is not None:
+        batch = {**batch, RETURN: returns(batch)}
     return collate(cut_prompts(batch, prompts) if prompts else batch)
 
 

@@ -55,7 +55,7 @@ class HeldOutLoss:
         self._spec, self._device, self._timeout_s = spec, worker.device, timeout_s
         rank, world = worker.rank, worker.world
         self._rows = rows.held_out_rows(limit)
-        self._size = batch_size
+        self._size, self._returns = batch_size, rows.returns
         # Where the loss is not known by row, all rows of a batch count as its mean.
         self._family = family_of(spec.config)
         self._per_row = spec.train.noise_draws if self._family.row_losses else 1
@@ -141,6 +141,7 @@ class HeldOutLoss:
             summary["eval_loss_by_task"] = {
                 self._rows.tasks[number]: _mean(losses[chosen & (task == number)]) for number in many.tolist()
             }
+        if self._family.row_losses and self._spec.value is None:
             part = np.minimum((times * TIME_PARTS).astype(int), TIME_PARTS - 1)
             summary["eval_loss_by_time"] = [_mean(losses[chosen & (part == number)]) for number in range(TIME_PARTS)]
         return summary
@@ -165,7 +166,7 @@ class HeldOutLoss:
             missing = self._size - len(next(iter(columns.values())))
             if missing and self._family.row_losses:  # no other shape than in training, which might have to be compiled
                 columns = {k: np.concatenate([v, np.repeat(v[-1:], missing, axis=0)]) for k, v in columns.items()}
-            yield collate_cut(self._collate, self._spec.prompts, columns)
+            yield collate_cut(self._collate, self._spec.prompts, columns, returns=self._returns)
 
     def _ask(self, number: int) -> None:
         if number not in self._asked:

@@ -6,25 +6,29 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 from torch import nn
 
-from util import Batch, Draws, TrainableOptimizer, take_optimizer
+from util import Batch, Draws, TrainableOptimizer, make_trainable_optimizer, take_optimizer
 from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.family import PolicyLoss
+from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.policies.processors import DeviceHalf, Prepare
+from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.trainable import autocast_of
+from vla_finetuning.policies.value import ValueLoss
 from vla_finetuning.run.record import record_attention
 from vla_finetuning.run.rows import Rows
 from vla_finetuning.training.parallel import free_gathered
-from vla_finetuning.training.stream import Columns, WithPosition
+from vla_finetuning.training.stream import Columns, WithAdvantage, WithPosition
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +52,7 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
             logger.warning("--train.compile does nothing: %s", reason)
         else:
             compiler = Compiler()
-    loss = build_loss(
+    loss: PolicyLoss = build_loss(
         policy,
         train.mode,
         adapters=spec.adapters,
@@ -59,7 +63,11 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
         attention=train.attention,
         checkpointing=train.activation_checkpointing,
         compile=compiler,
-    ).to(device)
+    )
+    if spec.value is not None:
+        assert isinstance(loss, FlowLoss)  # the plan refuses others
+        loss = ValueLoss(loss, spec.value.bins, spec.seed)
+    loss = loss.to(device)
     loss.train()
     return loss, autocast
 
@@ -125,6 +133,16 @@ def compile_all(
 def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> TrainableOptimizer:
     """The policy's own optimizer (LeRobot's preset) and learning rate, with what the run's options replace."""
     recipe, policy = spec.recipe, loss.policy
+    if spec.value is not None:
+        constants: Any = recipe.optimizer
+        return make_trainable_optimizer(
+            loss,
+            schedule=recipe.schedule(steps),
+            betas=constants.betas,
+            eps=constants.eps,
+            weight_decay=constants.weight_decay,
+            clip_norm=recipe.clip_norm,
+        )
     return take_optimizer(
         policy,
         recipe.build(policy),
@@ -137,5 +155,9 @@ def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> Trainable
 def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
     """The CPU half of the policy's preprocessor, for the tasks that read rows."""
     preprocessor, _ = spec.processors()
-    prepare = Prepare(preprocessor, rows.camera_keys, spec.rename_map, spec.config, trusted=spec.trusted)
+    prepare: Callable[[Columns], Columns] = Prepare(
+        preprocessor, rows.camera_keys, spec.rename_map, spec.config, trusted=spec.trusted
+    )
+    if rows.positive is not None:
+        prepare = WithAdvantage(prepare, rows.positive, ADVANTAGE, rows.label_dropout, spec.seed)
     return WithPosition(prepare) if spec.augments else prepare

@@ -11,17 +11,20 @@ import itertools
 import os
 import pickle
 import queue
+import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
+import xxhash
 
 from lerobot_datasource import LeRobotDatasource, read_source
 from vla_finetuning.data.columns import STREAM_POSITION
+from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.run.checkpoint import load_progress, set_aside_damaged
 
 if TYPE_CHECKING:
@@ -93,6 +96,38 @@ class WithPosition:
     def __call__(self, batch: Columns) -> Columns:
         columns = self.prepare(batch)
         return columns | {STREAM_POSITION: batch["position"]} if "position" in batch else columns
+
+
+@dataclass(frozen=True)
+class WithAdvantage:
+    """`prepare`, of rows whose instructions say whether the frame's advantage is positive.
+
+    Training rows are without a label at random, drawn by seed and place in the run's stream; other rows, which have no
+    place in it, always have theirs.
+
+    Args:
+        words: what an instruction ends with, by the label. dropout: share of training rows without a label.
+    """
+
+    prepare: Callable[[Columns], Columns]
+    positive: PerFrame
+    words: Mapping[bool, str]
+    dropout: float
+    seed: int
+
+    def __call__(self, batch: Columns) -> Columns:
+        positive = self.positive(batch).tolist()
+        said = [self.words[of_row] for of_row in positive]
+        if "position" in batch:
+            drawn = [uniform(self.seed, position) for position in batch["position"].tolist()]
+            said = [words if at_random >= self.dropout else "" for words, at_random in zip(said, drawn, strict=True)]
+        task = np.array([f"{text}{words}" for text, words in zip(batch["task"], said, strict=True)], object)
+        return self.prepare({**batch, "task": task})
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number from [0, 1), a function of both."""
+    return xxhash.xxh3_64_intdigest(struct.pack("<qq", seed, position)) / 2**64
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,233 @@
+"""Does a policy learn from failures? RECAP on demonstrators who go to the wrong bin in 30 % of their episodes.
+
+    make recap
+    python -m benchmarks.recap --seeds 1000,1001,1002,1003,1004 --json benchmarks/results/recap.json
+
+    imitation   vla.py imitates all demonstrations, wrong ones too
+    value       value.py learns what frames are worth, by which episodes succeeded, and labels them
+    recap       vla.py learns from the same demonstrations with the labels in its prompts, for as many steps
+    filtered    vla.py imitates the successful demonstrations alone, for as many steps (with --filtered)
+    second      the policy plays --rollouts episodes, recorded by evaluate.py; values, labels and policy anew, on
+                demonstrations and rollouts (with --second)
+
+Every policy plays the same --eval_episodes scenes. Nothing simulates while it trains. The same command goes on where it
+was broken off. Exit status: 0 done, otherwise that of the program that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import evaluate
+import value
+import vla
+from diagnostics.report import Environment
+from vla_finetuning.config import CACHE_DIR
+from vla_finetuning.demo import DISOBEDIENT, DISOBEDIENT_PAIRS, disobeyed, prepare_demo, prepare_disobedient
+from vla_finetuning.evaluation.episodes import read_evaluation
+from vla_finetuning.evaluation.intervals import share, wilson
+from vla_finetuning.files import read_json, write_json
+from vla_finetuning.run import cluster
+from vla_finetuning.run.folder import FINISHED_NAME, VALUES_NAME
+from vla_finetuning.run.labels import LABELS_NAME
+from vla_finetuning.terminal import tell, tell_text
+
+# Of the scenes that no policy has seen: far from those of rollouts.
+FIRST_EVALUATED, FIRST_ROLLOUT = 1000, 50_000
+NAMES = {
+    "imitation": "imitation of all demonstrations",
+    "filtered": "imitation of the successful ones",
+    "recap": "RECAP, told positive",
+    "negative": "RECAP, told negative",
+    "second": "RECAP, second iteration",
+}
+
+
+class Failed(Exception):
+    """A program ended with this status."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--folder", type=Path, default=Path("outputs/recap"), help="of everything but the result")
+    made.add_argument("--json", type=Path, help="where the result goes")
+    made.add_argument("--seeds", default="1000", help="of weights, order of rows, and noise; each is a run")
+    made.add_argument("--steps", type=int, default=900, help="of each policy")
+    made.add_argument("--noise_draws", type=int, default=2, help="per row")
+    made.add_argument("--value_steps", type=int, default=200, help="of each value function")
+    made.add_argument("--positive", type=float, default=0.6, help="share of the frames")
+    made.add_argument("--horizon", type=int, default=50, help="frames of an advantage")
+    made.add_argument("--eval_episodes", type=int, default=200, help="of each policy")
+    made.add_argument("--rollouts", type=int, default=120, help="episodes of the second iteration")
+    made.add_argument("--filtered", action="store_true", help="also imitate the successful demonstrations alone")
+    made.add_argument("--second", action="store_true", help="also play, and learn from that")
+    return made
+
+
+class Benchmark:
+    """The runs of one seed, in their folder; each skips what is done."""
+
+    def __init__(self, options: argparse.Namespace, seed: int) -> None:
+        self.options, self.seed = options, seed
+        self.folder: Path = options.folder.absolute() / str(seed)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.root = prepare_disobedient(CACHE_DIR / "demo").absolute()
+        # All start from the same weights, whose tokenizer knows the words.
+        _, base = prepare_demo(CACHE_DIR / "demo", self.root, labelled=True)
+        self.base = base.absolute()
+        wrong = disobeyed(DISOBEDIENT_PAIRS, DISOBEDIENT)
+        self.outcomes: dict[str, dict[str, bool]] = {
+            str(self.root): {str(i): not w for i, w in enumerate(wrong.tolist())}
+        }
+
+    def run(self) -> dict[str, Any]:
+        """All stages; what came of them."""
+        o = self.options
+        imitation = self.policy("imitation", self.root)
+        value = self.judge("value", self.root, imitation)
+        labels = {"recap.labels": value / LABELS_NAME}
+        recap = self.policy("recap", self.root, **labels)
+        scores = {"imitation": self.play("imitation", imitation)}
+        scores["recap"] = self.play("recap", recap, "positive")
+        scores["negative"] = self.play("negative", recap, "negative")
+        if o.filtered:
+            good = [int(i) for i, success in self.outcomes[str(self.root)].items() if success]
+            chosen = {"dataset.episodes": ",".join(map(str, good))}
+            scores["filtered"] = self.play("filtered", self.policy("filtered", self.root, **chosen))
+        values = {"value": read_json(value / VALUES_NAME)["labels"]}
+        if o.second:
+            rollouts = self.record("rollouts", recap)
+            both = f"{self.root},{rollouts}"
+            again = self.judge("value-2", both, imitation)
+            second = self.policy("second", both, **{"recap.labels": again / LABELS_NAME})
+            scores["second"] = self.play("second", second, "positive")
+            values["value-2"] = read_json(again / VALUES_NAME)["labels"]
+        return {
+            "seed": self.seed,
+            "success": scores,
+            "values": values,
+            "seconds": read_json(self.folder / "seconds.json"),
+        }
+
+    # ---- programs --------------------------------------------------------------------------------------------------
+
+    def policy(self, name: str, root: Any, **flags: Any) -> Path:
+        """A policy that `vla.py` trains; its folder."""
+        o, folder = self.options, self.folder / name
+        options = {
+            "preset": "demo",
+            "dataset.root": root,
+            "dataset.eval_split": 0,
+            "policy.path": self.base,
+            "output_dir": folder,
+            "resume": "auto",
+            "seed": self.seed,
+            "steps": o.steps,
+            "train.noise_draws": o.noise_draws,
+            "scaling.use_gpu": "false",
+            **flags,
+        }
+        if not (folder / FINISHED_NAME).is_file():
+            self._call(name, vla.main, options)
+        return folder / "pretrained_model"
+
+    def judge(self, name: str, root: Any, policy: Path) -> Path:
+        """A value function that `value.py` trains on what a policy sees, and labels; the folder."""
+        o, folder = self.options, self.folder / name
+        path = self.folder / f"{name}-outcomes.json"
+        known = self.outcomes
+        write_json(path, known if len(known) > 1 else next(iter(known.values())))
+        options = {
+            "preset": "demo",
+            "dataset.root": root,
+            "policy.path": policy,
+            "outcome.success": f"@{path}",
+            "output_dir": folder,
+            "resume": "auto",
+            "seed": self.seed,
+            "steps": o.value_steps,
+            "value.horizon": o.horizon,
+            "value.positive": o.positive,
+            "scaling.use_gpu": "false",
+        }
+        if not (folder / FINISHED_NAME).is_file():
+            self._call(name, value.main, options)
+        return folder
+
+    def play(self, name: str, policy: Path, advantage: str | None = None) -> dict[str, Any]:
+        """How often a policy succeeds in scenes that no policy has seen."""
+        folder = self.folder / f"play-{name}"
+        told = {} if advantage is None else {"policy.advantage": advantage}
+        flags = {"eval.n_episodes": self.options.eval_episodes, "seed": FIRST_EVALUATED, "eval.videos": 0, **told}
+        self._play(f"play-{name}", folder, policy, flags)
+        played = [line["success_once"] for line in read_evaluation(folder)[1] if line["error"] is None]
+        return {"successes": sum(played), "episodes": len(played), "interval": wilson(sum(played), len(played))}
+
+    def record(self, name: str, policy: Path) -> Path:
+        """Episodes of a policy as a dataset, whose outcomes are known then."""
+        root, folder = self.folder / f"{name}-dataset", self.folder / name
+        flags = {
+            "eval.n_episodes": self.options.rollouts,
+            "seed": FIRST_ROLLOUT + self.seed,
+            "eval.videos": 0,
+            "eval.record_dataset": root,
+            "policy.advantage": "positive",
+        }
+        self._play(name, folder, policy, flags)
+        played = [line["success_once"] for line in read_evaluation(folder)[1] if line["error"] is None]
+        self.outcomes[str(root)] = {str(i): bool(success) for i, success in enumerate(played)}
+        return root
+
+    def _play(self, name: str, folder: Path, policy: Path, flags: dict[str, Any]) -> None:
+        env = {"env.type": "two_bins", "env.episode_length": 30}
+        if not (folder / "report.html").is_file():
+            self._call(name, evaluate.main, {"policy.path": policy, "output_dir": folder, **env, **flags})
+
+    def _call(self, name: str, program: Callable[[list[str]], int], flags: dict[str, Any]) -> None:
+        tell(f"Stage        {self.seed} {name}")
+        started, path = time.monotonic(), self.folder / "seconds.json"
+        if status := program([f"--{flag}={given}" for flag, given in flags.items()]):
+            raise Failed(status)
+        write_json(path, {**read_json(path), name: round(time.monotonic() - started, 1)})
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Success, a line for each seed and policy."""
+    lines = ["Success on scenes that no policy has seen (95 % interval)"]
+    for run in runs:
+        for name, label in NAMES.items():
+            if name in run["success"]:
+                score = run["success"][name]
+                lines.append(f"  {run['seed']}  {label:34}{share(score['successes'], score['episodes'])}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    cluster.connect()
+    runs = []
+    try:
+        for seed in options.seeds.split(","):
+            runs.append(Benchmark(options, int(seed)).run())
+    except Failed as failed:
+        return int(failed.args[0])
+    tell_text(table(runs))
+    if options.json is not None:
+        settings = {name: given for name, given in vars(options).items() if name not in ("folder", "json")}
+        environment = Environment.here().model_dump(mode="json")
+        result = {"settings": settings, "environment": environment, "runs": runs}
+        write_json(options.json, json.loads(json.dumps(result, default=str)))
+    return 0
+
+
+if __name__ == "__main__":
+    # Ray ships functions of `__main__` by value and those of modules by reference: run the module.
+    from benchmarks import recap as module
+
+    sys.exit(module.main())

@@ -1,0 +1,62 @@
+"""The value function: its distribution against NumPy, what trains, what it sees."""
+
+import numpy as np
+import torch
+
+from tests.tiny import make_batch, make_policy
+from vla_finetuning.data.columns import RETURN
+from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.value import ValueLoss, two_bins
+
+BINS = 11
+
+
+def test_two_bins_have_the_return_as_their_mean():
+    returns = np.array([-1.0, -0.97, -0.5, -0.4321, -0.05, 0.0, -2.5, 0.3], np.float32)
+    found = two_bins(torch.from_numpy(returns), BINS).numpy()
+    centres, expected = np.linspace(-1, 0, BINS), np.zeros((len(returns), BINS))
+    for row, value in enumerate(np.clip(returns, -1, 0)):
+        for bin, centre in enumerate(centres):  # a triangle around each centre
+            expected[row, bin] = max(0.0, 1.0 - abs(value - centre) * (BINS - 1))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(found @ centres, np.clip(returns, -1, 0), atol=1e-6)
+
+
+def make_loss(seed=0):
+    return ValueLoss(PI05Loss(make_policy()), BINS, seed)
+
+
+def test_only_the_head_trains_and_the_policy_stays():
+    loss = make_loss()
+    batch = {**make_batch(loss.policy, 3)[0], RETURN: torch.tensor([-1.0, -0.5, 0.0])}
+    before = {name: value.clone() for name, value in loss.policy.state_dict().items()}
+    optimizer = torch.optim.AdamW([p for p in loss.parameters() if p.requires_grad], lr=1e-2)
+    first = loss(batch)
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss(batch).backward()
+        optimizer.step()
+    assert {name.partition(".")[0] for name, p in loss.named_parameters() if p.requires_grad} == {"critic"}
+    assert all(torch.equal(value, before[name]) for name, value in loss.policy.state_dict().items())
+    assert loss(batch) < first / 2
+    assert torch.allclose(loss.value(batch), batch[RETURN], atol=0.15)
+
+
+def test_the_loss_is_cross_entropy_and_weighed_by_row():
+    loss = make_loss()
+    torch.nn.init.normal_(loss.critic.output.weight)
+    returns = torch.tensor([-0.8, -0.33, -0.1])
+    batch = {**make_batch(loss.policy, 3)[0], RETURN: returns}
+    expected = torch.nn.functional.cross_entropy(loss.logits(batch), two_bins(returns, BINS), reduction="none")
+    torch.testing.assert_close(loss(batch, per_row=True), expected)
+    torch.testing.assert_close(loss(batch), expected.mean())
+    weight = torch.tensor([0.0, 1.0, 2.0])
+    torch.testing.assert_close(loss({**batch, "row_weight": weight}), (expected * weight).mean())
+
+
+def test_the_value_depends_on_the_instruction():
+    loss = make_loss()
+    torch.nn.init.normal_(loss.critic.output.weight)
+    batch = make_batch(loss.policy, 2)[0]
+    other = {**batch, "observation.language.tokens": batch["observation.language.tokens"].flip(0)}
+    assert not torch.allclose(loss.value(batch), loss.value(other))

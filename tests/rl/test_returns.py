@@ -1,0 +1,87 @@
+"""Returns, advantages and labels, against plain loops over episodes."""
+
+import numpy as np
+import pytest
+
+from vla_finetuning.demo import demo_scenes, disobeyed
+from vla_finetuning.envs.two_bins_scene import demonstrate
+from vla_finetuning.rl.returns import advantages, episode_returns, label_positive
+from vla_finetuning.rl.values import auroc
+
+LENGTH = np.array([5, 1, 9, 3])
+SUCCESS = np.array([True, False, False, True])
+LONGEST = np.array([9, 9, 9, 4])
+
+
+def looped_returns(penalty):
+    """The sum of what is still to come, reward by reward."""
+    found = []
+    for length, success, longest in zip(LENGTH, SUCCESS, LONGEST, strict=True):
+        rewards = [-1 / longest] * (length - 1) + [0.0 if success else -penalty]
+        found += [sum(rewards[frame:]) for frame in range(length)]
+    return np.array(found)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 0.25, 0.0])
+def test_returns_are_the_sum_of_what_is_to_come(penalty):
+    found = episode_returns(LENGTH, SUCCESS, LONGEST, penalty)
+    np.testing.assert_allclose(found, looped_returns(penalty), atol=1e-6)
+
+
+@pytest.mark.parametrize("horizon", [1, 3, 4, 50])
+def test_advantages_are_rewards_up_to_the_horizon_and_the_value_there(horizon):
+    returns = episode_returns(LENGTH, SUCCESS, LONGEST, 1.0)
+    value = np.random.default_rng(0).uniform(-1, 0, len(returns)).astype(np.float32)
+    expected, first = [], 0
+    for length, success, longest in zip(LENGTH, SUCCESS, LONGEST, strict=True):
+        rewards = [-1 / longest] * (length - 1) + [0.0 if success else -1.0]
+        for frame in range(length):
+            there = frame + horizon < length
+            after = value[first + frame + horizon] if there else 0.0
+            expected.append(sum(rewards[frame : frame + horizon]) + after - value[first + frame])
+        first += length
+    np.testing.assert_allclose(advantages(returns, value, LENGTH, horizon), expected, atol=1e-6)
+
+
+def test_labels_are_above_their_tasks_quantile():
+    rng = np.random.default_rng(0)
+    advantage, task = rng.normal(size=400).astype(np.float32), np.repeat([0, 1], 200)
+    advantage[200:] += 10.0  # a task of its own
+    corrected = rng.random(400) < 0.1
+    found = label_positive(advantage, task, corrected, 0.3)
+    for number in (0, 1):
+        own = (task == number) & ~corrected
+        threshold = np.sort(advantage[own])[-round(0.3 * own.sum())]
+        assert abs(found[own].mean() - 0.3) < 0.01
+        assert not found[own & (advantage < threshold)].any()
+    assert found[corrected].all()
+    assert label_positive(advantage, task, corrected, 1.0).all()
+
+
+def test_with_the_demos_truth_as_value_the_labels_are_the_truth():
+    """Which bin was named decides: the value is how near the gripper is to that one."""
+    pairs, share = 20, 0.3
+    wrong = disobeyed(pairs, share)
+    value, length, truth, moving = [], [], [], []
+    for number, scene in enumerate(demo_scenes(pairs)):
+        for given, colour in enumerate(("red", "blue")):
+            is_wrong = bool(wrong[2 * number + given])
+            other = {"red": "blue", "blue": "red"}
+            state, _ = demonstrate(scene, other[colour] if is_wrong else colour)
+            value.append(-np.linalg.norm(state - np.array(scene.place(colour)), axis=1) / 100)
+            length.append(len(state))
+            truth.append(np.full(len(state), not is_wrong))
+            moving.append(np.arange(len(state)) < len(state) - 6)
+    truth, moving, flat = np.concatenate(truth), np.concatenate(moving), np.concatenate(value).astype(np.float32)
+    found = advantages(np.zeros(len(flat), np.float32), flat, np.array(length), 1)
+    # From wherever a gripper starts, the way to one bin leads away from the other, but for its first frames.
+    positive = label_positive(found[moving], np.zeros(moving.sum(), int), np.zeros(moving.sum(), bool), 0.7)
+    assert (positive == truth[moving]).mean() > 0.95
+
+
+def test_auroc_is_the_share_of_pairs_in_the_right_order():
+    rng = np.random.default_rng(0)
+    score, truth = rng.integers(0, 5, 60).astype(float), rng.random(60) < 0.4
+    pairs = [(t > f) + 0.5 * (t == f) for t in score[truth] for f in score[~truth]]
+    assert auroc(score, truth) == pytest.approx(np.mean(pairs))
+    assert auroc(score, np.ones(60, bool)) is None

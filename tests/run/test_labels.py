@@ -1,0 +1,78 @@
+"""Labels beside a dataset: written, read, and what does not fit."""
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.datasets import make_dataset
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.run.labels import read_labels, write_labels
+
+EPISODES = (4, 3, 5)
+
+
+@pytest.fixture(scope="module")
+def meta(tmp_path_factory):
+    return load_metadata(make_dataset(tmp_path_factory.mktemp("labels") / "data", episodes=EPISODES, cameras={}))
+
+
+def random_labels(frames, seed=0):
+    return np.random.default_rng(seed).random(frames) < 0.5
+
+
+def test_what_is_written_is_read_by_episode_and_frame(meta, tmp_path):
+    path, positive = tmp_path / "labels.parquet", random_labels(9)
+    write_labels(path, [meta], [np.array([0, 2])], {"positive": positive, "value": np.zeros(9, np.float32)})
+    rows = pq.read_table(path).to_pylist()
+    assert [(row["episode_index"], row["frame_index"]) for row in rows] == [
+        (episode, frame) for episode in (0, 2) for frame in range(EPISODES[episode])
+    ]
+    assert {row["dataset"] for row in rows} == {meta.root}
+    # In any order of rows.
+    pq.write_table(pq.read_table(path).take(np.random.default_rng(1).permutation(9)), path)
+    (found,), digest = read_labels(path, [meta], [np.array([0, 2])])
+    assert found.tolist() == [*positive[:4], False, False, False, *positive[4:]]
+    assert digest != read_labels(_other(path, meta, tmp_path), [meta], [np.array([0, 2])])[1]
+
+
+def _other(path, meta, tmp_path):
+    other = tmp_path / "other.parquet"
+    write_labels(other, [meta], [np.array([0, 2])], {"positive": ~random_labels(9)})
+    return other
+
+
+def test_one_dataset_may_have_moved_and_several_may_not(meta, tmp_path):
+    path, moved = tmp_path / "labels.parquet", replace(meta, root="/elsewhere")
+    everything = np.arange(3)
+    write_labels(path, [meta], [everything], {"positive": random_labels(12)})
+    (found,), _ = read_labels(path, [moved], [everything])
+    assert found.tolist() == random_labels(12).tolist()
+    with pytest.raises(ValueError, match="has labels of .* and none of /elsewhere"):
+        read_labels(path, [meta, moved], [everything, everything])
+    both = np.concatenate([random_labels(12), random_labels(12, 1)])
+    write_labels(path, [meta, moved], [everything, everything], {"positive": both})
+    (second, first), _ = read_labels(path, [moved, meta], [everything, everything])
+    assert [*first, *second] == both.tolist()
+
+
+def test_a_frame_without_a_label_and_a_label_without_a_frame_are_refused(meta, tmp_path):
+    path = tmp_path / "labels.parquet"
+    write_labels(path, [meta], [np.array([0])], {"positive": random_labels(4)})
+    with pytest.raises(ValueError, match="5 frames have no label, the first in episode 2"):
+        read_labels(path, [meta], [np.array([0, 2])])
+    longer = replace(meta, episode_length=np.array([6, 3, 3]))
+    write_labels(path, [longer], [np.arange(3)], {"positive": random_labels(12)})
+    with pytest.raises(ValueError, match="episode 0 of .* has no frame 4: the labels are of another dataset"):
+        read_labels(path, [meta], [np.arange(3)])
+
+
+def test_a_file_that_is_none_is_named(meta, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no such file; python value\.py writes it"):
+        read_labels(tmp_path / "none.parquet", [meta], [np.arange(3)])
+    path = tmp_path / "table.parquet"
+    pq.write_table(pa.table({"index": [0, 1]}), path)
+    with pytest.raises(ValueError, match="lacks the columns"):
+        read_labels(path, [meta], [np.arange(3)])

@@ -1,0 +1,80 @@
+"""Which episodes succeeded: from columns and from files."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.datasets import edit_rows, make_dataset
+from vla_finetuning.config import OutcomeOptions
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.run.outcomes import corrected_frames, episode_success
+
+EPISODES = (4, 3, 5)
+
+
+@pytest.fixture(scope="module")
+def meta(tmp_path_factory):
+    """Rewards of episode 1 reach 1 in the middle, those of the others stay below; the last two frames are done."""
+    root = make_dataset(
+        tmp_path_factory.mktemp("outcomes") / "data", episodes=EPISODES, cameras={}, extra_features=True
+    )
+
+    def change(reward, episode, frame):
+        reward[:] = np.where((episode == 1) & (frame == 1), 1.0, 0.4).reshape(reward.shape)
+
+    edit_rows(root, "next.reward", change)
+    return load_metadata(root)
+
+
+def test_an_episode_succeeds_where_its_column_reaches_the_threshold(meta):
+    (found,) = episode_success(OutcomeOptions(success="next.reward"), [meta], ["a"])
+    assert found.tolist() == [False, True, False]
+    (found,) = episode_success(OutcomeOptions(success="next.reward", threshold=0.3), [meta], ["a"])
+    assert found.all()
+    (found,) = episode_success(OutcomeOptions(success="next.done"), [meta], ["a"])
+    assert found.all()  # true counts as 1
+
+
+def test_corrections_are_frames_of_a_column_that_may_be_absent(meta):
+    (found,) = corrected_frames(OutcomeOptions(intervention="next.done"), [meta])
+    assert np.flatnonzero(found).tolist() == [3, 6, 11]
+    (found,) = corrected_frames(OutcomeOptions(), [meta])
+    assert not found.any() and len(found) == sum(EPISODES)
+
+
+@pytest.mark.parametrize("form", ["json", "csv"])
+def test_a_file_says_it_of_every_episode(meta, tmp_path, form):
+    path = tmp_path / f"outcomes.{form}"
+    if form == "json":
+        path.write_text(json.dumps({"0": True, "1": False, "2": 1}))
+    else:
+        path.write_text("episode_index,success\n2,true\n0,true\n1,false\n")
+    (found,) = episode_success(OutcomeOptions(success=f"@{path}"), [meta], ["a"])
+    assert found.tolist() == [True, False, True]
+
+
+def test_of_several_datasets_by_their_roots(meta, tmp_path):
+    path = tmp_path / "outcomes.json"
+    path.write_text(json.dumps({"a": {"0": 1, "1": 0, "2": 0}, "b": {"0": 0, "1": 0, "2": 1}}))
+    found = episode_success(OutcomeOptions(success=f"@{path}"), [meta, meta], ["a", "b"])
+    assert [of.tolist() for of in found] == [[True, False, False], [False, False, True]]
+
+
+@pytest.mark.parametrize(
+    ("success", "said"),
+    [
+        ("next.sucess", "next.sucess.*its columns are .*next.reward"),
+        ("observation.state", "expected one number"),
+        ("@{tmp}/none.json", "no such file.*--outcome.success=@FILE takes"),
+        ("@{tmp}/part.json", "does not say whether episode 2 of a succeeded"),
+        ("@{tmp}/more.json", "episode 3 is not in a"),
+        ("@{tmp}/text.json", "found the success 'yes'"),
+    ],
+)
+def test_what_cannot_be_read_is_named(meta, tmp_path, success, said):
+    (tmp_path / "part.json").write_text(json.dumps({"0": 1, "1": 0}))
+    (tmp_path / "more.json").write_text(json.dumps({str(i): 1 for i in range(4)}))
+    (tmp_path / "text.json").write_text(json.dumps({"0": "yes"}))
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        episode_success(OutcomeOptions(success=success.format(tmp=tmp_path)), [meta], ["a"])

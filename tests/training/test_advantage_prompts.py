@@ -1,0 +1,91 @@
+"""Instructions that name an advantage: which rows have one, and that they reach the policy."""
+
+import numpy as np
+import pytest
+
+from tests.datasets import make_dataset
+from tests.in_process import make_setting, resolved
+from tests.tiny import make_base
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.per_frame import PerFrame
+from vla_finetuning.policies.prompts import ADVANTAGE
+from vla_finetuning.run.describe import describe
+from vla_finetuning.run.labels import write_labels
+from vla_finetuning.training.model import make_prepare
+from vla_finetuning.training.stream import WithAdvantage
+
+
+def said(positions, *, dropout=0.3, seed=7):
+    """The instructions of rows at these places of the stream (None: rows that have none), of one frame each."""
+    count = 100 if positions is None else len(positions)
+    label = np.arange(count) % 3 == 0
+    made = WithAdvantage(lambda batch: batch, PerFrame([label]), ADVANTAGE, dropout, seed)
+    batch = {
+        "dataset_index": np.zeros(count, np.int64),
+        "index": np.arange(count),
+        "task": np.array(["go"] * count, object),
+    }
+    if positions is not None:
+        batch["position"] = np.asarray(positions)
+    return label, made(batch)["task"].tolist()
+
+
+def test_a_share_of_training_rows_is_without_a_label():
+    label, texts = said(np.arange(4000))
+    assert set(texts) == {"go", "go, Advantage: positive", "go, Advantage: negative"}
+    assert all(
+        text == "go" or text.endswith("positive") == bool(is_positive)
+        for text, is_positive in zip(texts, label, strict=True)
+    )
+    assert abs(texts.count("go") / 4000 - 0.3) < 0.03  # four standard deviations
+
+
+def test_which_is_a_function_of_seed_and_place_alone():
+    places = np.arange(1000, 1400)
+    _, whole = said(places)
+    assert [*said(places[:150])[1], *said(places[150:])[1]][:150] == whole[:150]
+    without = {place for place, text in zip(places.tolist(), whole, strict=True) if text == "go"}
+    shuffled = np.random.default_rng(0).permutation(places)
+    again = {place for place, text in zip(shuffled.tolist(), said(shuffled)[1], strict=True) if text == "go"}
+    assert again == without
+    assert said(places, seed=8)[1] != whole
+
+
+def test_rows_outside_of_the_stream_have_their_label():
+    label, texts = said(None, dropout=1.0)
+    assert texts == [f"go{ADVANTAGE[bool(is_positive)]}" for is_positive in label]
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    return make_setting(tmp_path_factory.mktemp("advantage"))
+
+
+def labelled(setting, **changes):
+    folder, _, _ = setting
+    run = resolved(setting)
+    path = folder / "labels.parquet"
+    write_labels(path, run.rows.metas, run.rows.episodes, {"positive": np.arange(15) % 2 == 0})
+    return resolved(setting, **{"recap.labels": path, **changes})
+
+
+def test_a_policy_that_does_not_know_the_words_is_refused(setting):
+    with pytest.raises(ValueError, match="makes the same of .*Advantage: positive"):
+        labelled(setting)
+
+
+def test_labels_reach_the_policys_tokens_and_the_runs_identity(tmp_path):
+    root = make_dataset(tmp_path / "dataset", episodes=(6, 5, 4), cameras={"observation.images.top": (32, 32)})
+    meta = load_metadata(root)
+    tasks = [f"{task}{words}" for task in meta.tasks.values() for words in ("", *ADVANTAGE.values())]
+    setting = tmp_path, root, make_base(tmp_path / "base", meta, tasks=tasks)
+    plain, run = resolved(setting), labelled(setting)
+    assert "Advantages   in prompts" in describe(run) and "53% of the training frames positive" in describe(run)
+    assert run.rows.identity != plain.rows.identity
+    assert labelled(setting, **{"recap.dropout": 0.5}).rows.identity != run.rows.identity
+    prepare = make_prepare(run.policy, run.rows)
+    (rows,) = run.rows.in_stored_order().read_rows([0, 1], 2)
+    tokens = prepare(rows)["observation.language.tokens"]
+    assert not np.array_equal(tokens[0], tokens[1])  # frames of one episode, whose labels differ
+    same = make_prepare(plain.policy, plain.rows)(rows)["observation.language.tokens"]
+    assert same.shape == tokens.shape and not np.array_equal(same[0], tokens[0])

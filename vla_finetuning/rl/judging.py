@@ -1,0 +1,85 @@
+"""What a trained value function thinks of every frame of a run's datasets: a Ray Data pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from lerobot_datasource import read_source
+from util import NumpyToTorchCollate
+from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.policies.prompts import cut_prompts
+from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.policies.value import ValueLoss
+from vla_finetuning.run.checkpoint import load_checkpoint
+from vla_finetuning.run.resolve import Run
+from vla_finetuning.training.model import build_model, check_attention, make_prepare
+from vla_finetuning.training.stream import Deferred
+
+Columns = dict[str, np.ndarray]
+
+
+class Judge:
+    """The value function of a checkpoint, in a process of its own; an actor of Ray Data.
+
+    Batches are filled up to `rows` rows and prompts padded to one length, so that what is computed of a frame does not
+    depend on the others of its batch.
+    """
+
+    def __init__(self, spec: PolicySpec, checkpoint: Path, rows: int, use_gpu: bool):
+        torch.set_num_threads(1)
+        device = torch.device("cuda" if use_gpu else "cpu")
+        loss, self._autocast = build_model(spec, device)
+        assert isinstance(loss, ValueLoss)
+        check_attention(spec, loss, device, self._autocast, None)
+        load_checkpoint(checkpoint, dict(trained(loss)))
+        self._loss, self._device, self._rows, self._prompts = loss.eval(), device, rows, spec.prompts[-1:]
+        self._collate = NumpyToTorchCollate(use_gpu)
+
+    def __call__(self, batch: Columns) -> Columns:
+        found = len(batch["index"])
+        columns = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
+        columns = {
+            key: np.concatenate([v, np.repeat(v[-1:], self._rows - found, axis=0)]) for key, v in columns.items()
+        }
+        inputs = self._collate(cut_prompts(columns, self._prompts) if self._prompts else columns)
+        inputs = {key: value.to(self._device, non_blocking=True) for key, value in inputs.items()}
+        with torch.no_grad(), torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+            value = self._loss.value(inputs)
+        places = {key: batch[key] for key in ("dataset_index", "index")}
+        return {**places, "value": value.float().cpu().numpy()[:found]}
+
+
+def trained(loss: ValueLoss) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters of a value function that train, by the names that a checkpoint has for them."""
+    return [(name, parameter) for name, parameter in loss.named_parameters() if parameter.requires_grad]
+
+
+def judge_frames(run: Run, checkpoint: Path) -> list[np.ndarray]:
+    """The value of each frame, by dataset: float32 (F,), NaN of episodes that the run leaves out.
+
+    Runs on the driver, joined to the run's cluster.
+    """
+    rows, scaling = run.rows, run.job.scaling
+    prepare = make_prepare(run.policy, rows)
+    row_bytes = sum(column.nbytes for column in prepare(rows.source().example()).values())
+    source = rows.in_stored_order(Deferred(prepare), row_bytes)
+    resources: dict[str, Any] = {"num_gpus": 1} if run.job.use_gpu else {"num_cpus": scaling.cpus_per_worker}
+    judged = read_source(source).map_batches(
+        Judge,
+        fn_constructor_args=(run.policy, checkpoint, run.job.batch_size, run.job.use_gpu),
+        batch_size=run.job.batch_size,
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=scaling.num_workers),
+        **resources,
+    )
+    judged.context.enable_progress_bars = False
+    values = [np.full(meta.total_frames, np.nan, np.float32) for meta in rows.metas]
+    for batch in judged.iter_batches(batch_size=None, batch_format="numpy"):
+        for number in np.unique(batch["dataset_index"]).tolist():
+            own = batch["dataset_index"] == number
+            values[number][batch["index"][own]] = batch["value"][own]
+    return values

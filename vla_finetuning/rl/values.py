@@ -1,0 +1,274 @@
+"""A run of `value.py`: resolved and checked on the driver before Ray starts, and what becomes of its datasets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from scipy.stats import mannwhitneyu
+
+from vla_finetuning.config import ValueConfig
+from vla_finetuning.data.metadata import DatasetMetadata
+from vla_finetuning.data.per_frame import PerFrame
+from vla_finetuning.files import write_json
+from vla_finetuning.policies.counting import meta_policy
+from vla_finetuning.policies.registry import family_of, types_that
+from vla_finetuning.policies.spec import ValueSpec
+from vla_finetuning.policies.trainable import TrainableReport
+from vla_finetuning.policies.value import ValueHead
+from vla_finetuning.rl.judging import judge_frames
+from vla_finetuning.rl.returns import advantages, episode_returns, label_positive
+from vla_finetuning.run.describe import describe
+from vla_finetuning.run.folder import FILMS, VALUES_NAME
+from vla_finetuning.run.labels import LABELS_NAME, write_labels
+from vla_finetuning.run.outcomes import corrected_frames, episode_success
+from vla_finetuning.run.preflight import absolute
+from vla_finetuning.run.resolve import Run, make_job, resolve
+from vla_finetuning.terminal import escaped
+
+# Episodes of each outcome that the report shows, frames of each, and pixels of the strip that they make.
+SHOWN, SHOWN_FRAMES, STRIP_WIDTH = 3, 8, 960
+BINS_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class ValueRun:
+    """A run of `value.py`.
+
+    Attributes:
+        training: what `vla.train` does: its policy is the value function, its rows have returns.
+        success, corrected, tasks, returns: of all episodes, (E,), or frames, (F,), of each dataset.
+    """
+
+    config: ValueConfig
+    training: Run
+    success: tuple[np.ndarray, ...]
+    corrected: tuple[np.ndarray, ...]
+    tasks: tuple[np.ndarray, ...]
+    returns: tuple[np.ndarray, ...]
+
+
+def resolve_value(config: ValueConfig, gpus_found: int) -> ValueRun:
+    """Find, read and check everything the run needs. Raises ValueError or FileNotFoundError saying what to do."""
+    run = resolve(config.training(), gpus_found)
+    policy, rows = run.policy, run.rows
+    if not family_of(policy.config).flow:
+        raise ValueError(
+            f"policy {policy.base['path']} is of type '{policy.config.type}': a value function stands here on what "
+            f"{types_that(lambda family: family.flow)} compute of images and language"
+        )
+    success = episode_success(config.outcome, rows.metas, run.config.roots or [rows.metas[0].root], absolute)
+    used = [of[own] for of, own in zip(success, rows.episodes, strict=True)]
+    _check_both_outcomes(config, np.concatenate(used))
+    tasks = _task_numbers(rows.metas)
+    longest = _longest(rows.metas, rows.episodes, tasks)
+    returns = tuple(
+        episode_returns(meta.episode_length, of, longest[task], config.value.failure_penalty)
+        for meta, of, task in zip(rows.metas, success, tasks, strict=True)
+    )
+    rows = replace(
+        rows,
+        returns=PerFrame(returns),
+        identity={
+            **rows.identity,
+            "value": {"bins": config.value.bins, "failure_penalty": config.value.failure_penalty},
+            "successes": hashlib.sha256(np.concatenate(success).tobytes()).hexdigest(),
+        },
+    )
+    policy = replace(
+        policy, value=ValueSpec(config.value.bins), flops_by_prompt={}, parameters=_count(policy, config.value.bins)
+    )
+    job = make_job(run.config, policy, run.job.steps, rows.identity, policy.what_trains)
+    training = replace(run, policy=policy, rows=rows, job=job)
+    return ValueRun(config, training, success, corrected_frames(config.outcome, rows.metas), tasks, returns)
+
+
+def _check_both_outcomes(config: ValueConfig, success: np.ndarray) -> None:
+    if success.all() or not success.any():
+        raise ValueError(
+            f"--outcome.success={config.outcome.success} (--outcome.threshold={config.outcome.threshold:g}): all "
+            f"{len(success)} episodes {'succeeded' if success.all() else 'failed'}, so that there is nothing to compare"
+        )
+
+
+def _task_numbers(metas: Sequence[DatasetMetadata]) -> tuple[np.ndarray, ...]:
+    """The task of each episode, by dataset: int64 (E,), the same number for the same instruction."""
+    numbers: dict[str, int] = {}
+    return tuple(
+        np.array([numbers.setdefault((texts or ("",))[0], len(numbers)) for texts in meta.episode_tasks], np.int64)
+        for meta in metas
+    )
+
+
+def _longest(
+    metas: Sequence[DatasetMetadata], episodes: Sequence[np.ndarray], tasks: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Frames of the longest episode of each task: int64 (tasks,)."""
+    longest = np.ones(1 + max(int(task.max()) for task in tasks), np.int64)
+    for meta, own, task in zip(metas, episodes, tasks, strict=True):
+        np.maximum.at(longest, task[own], meta.episode_length[own])
+    return longest
+
+
+def _count(policy: Any, bins: int) -> TrainableReport | None:
+    if policy.parameters is None:
+        return None
+    loss: Any = family_of(policy.config).make_loss(meta_policy(policy.config))
+    head = sum(parameter.numel() for parameter in ValueHead(loss.value_layers(), bins).parameters())
+    total = policy.parameters.total
+    return TrainableReport(total + head, head, {"the policy": total})
+
+
+def describe_value(run: ValueRun) -> str:
+    """The plan, as text."""
+    rows, v = run.training.rows, run.config.value
+    used = np.concatenate([of[own] for of, own in zip(run.success, rows.episodes, strict=True)])
+    corrected = sum(int(of.sum()) for of in run.corrected)
+    lines = [
+        f"Outcomes     {used.sum()} of {len(used)} episodes succeeded, by {run.config.outcome.success}"
+        + (f"; {corrected} frames are corrections" if corrected else ""),
+        f"Value        {v.bins} bins of the return, in lengths of the task's longest episode; a failure costs "
+        f"{v.failure_penalty:g}",
+        f"Labels       advantages over {v.horizon} frames; {v.positive:.0%} of each task's frames positive",
+    ]
+    return "\n".join([describe(run.training), *map(escaped, lines)])
+
+
+# ---- labels ----------------------------------------------------------------------------------------------------------
+
+
+def label_frames(run: ValueRun, training: Run, checkpoint: Path) -> str:
+    """Judge all frames by a checkpoint and write their labels; what came of it, as text.
+
+    Args:
+        training: `run.training`, with all its statistics.
+    """
+    rows, v = training.rows, run.config.value
+    values = judge_frames(training, checkpoint)
+    columns: dict[str, list[np.ndarray]] = {}
+    for number, (meta, own) in enumerate(zip(rows.metas, rows.episodes, strict=True)):
+        length = meta.episode_length[own]
+        of_run = np.zeros(meta.num_episodes, bool)
+        of_run[own] = True
+        frames = np.repeat(of_run, meta.episode_length)
+        found = {
+            "task": np.repeat(run.tasks[number][own], length),
+            "success": np.repeat(run.success[number][own], length),
+            "intervention": run.corrected[number][frames],
+            "return": run.returns[number][frames],
+            "value": values[number][frames],
+            "held_out": np.repeat(np.isin(own, rows.eval_episodes[number]), length),
+        }
+        if np.isnan(found["value"]).any():
+            raise RuntimeError(f"{np.isnan(found['value']).sum()} frames of {meta.root} were not judged")
+        found["advantage"] = advantages(found["return"], found["value"], length, v.horizon)
+        for name, column in found.items():
+            columns.setdefault(name, []).append(column)
+    together = {name: np.concatenate(parts) for name, parts in columns.items()}
+    together["positive"] = label_positive(
+        together["advantage"], together.pop("task"), together["intervention"], v.positive
+    )
+    folder = training.job.output_dir
+    write_labels(folder / LABELS_NAME, rows.metas, rows.episodes, together)
+    scores = score_labels(together)
+    episodes = show_episodes(run, together, folder)
+    write_json(folder / VALUES_NAME, {"labels": scores, "histogram": _histogram(together), "episodes": episodes})
+    return labels_text(scores)
+
+
+def _histogram(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """How many frames of each outcome have which advantage."""
+    edges = np.histogram_bin_edges(columns["advantage"], BINS_SHOWN)
+    of = {"successful episodes": columns["success"], "failed episodes": ~columns["success"]}
+    counts = {name: np.histogram(columns["advantage"][own], edges)[0].tolist() for name, own in of.items()}
+    return {"edges": edges.tolist(), "counts": counts}
+
+
+def show_episodes(run: ValueRun, columns: Mapping[str, np.ndarray], folder: Path) -> list[dict[str, Any]]:
+    """Some episodes of each outcome, held-out ones first: their values, and a strip of frames in `folder`/films.
+
+    Args:
+        columns: (F,) each, of the run's episodes one after the other.
+    """
+    rows = run.training.rows
+    (folder / FILMS).mkdir(parents=True, exist_ok=True)
+    found, first = [], 0
+    for number, (meta, own) in enumerate(zip(rows.metas, rows.episodes, strict=True)):
+        for episode in own.tolist():
+            found.append((number, episode, first, int(meta.episode_length[episode])))
+            first += found[-1][3]
+    chosen = []
+    for outcome in (False, True):
+        of_it = [one for one in found if columns["success"][one[2]] == outcome]
+        chosen += sorted(of_it, key=lambda one: not columns["held_out"][one[2]])[:SHOWN]
+    source, shown = rows.in_stored_order(), []
+    for number, episode, first, length in chosen:
+        frames = np.unique(np.linspace(0, length - 1, SHOWN_FRAMES).round().astype(int))
+        (read,) = source.read_rows((first + frames).tolist(), len(frames))
+        file = f"value-{number}-{episode}.webp"
+        strip = np.concatenate(list(read[rows.camera_keys[0]]), axis=1) if rows.camera_keys else None
+        if strip is not None:
+            picture = Image.fromarray(strip)
+            picture.thumbnail((STRIP_WIDTH, STRIP_WIDTH))
+            picture.save(folder / FILMS / file)
+        meta = rows.metas[number]
+        shown.append(
+            {
+                "dataset": meta.root,
+                "episode": episode,
+                "instruction": (meta.episode_tasks[episode] or ("",))[0],
+                "success": bool(columns["success"][first]),
+                "fps": meta.fps,
+                "file": None if strip is None else file,
+                **{name: columns[name][first : first + length].tolist() for name in ("value", "return", "advantage")},
+            }
+        )
+    return shown
+
+
+def score_labels(columns: dict[str, np.ndarray]) -> dict[str, Any]:
+    """How labels fell, and how well advantages tell failures from successes.
+
+    Args:
+        columns: (F,) each, as in the file of labels, and `held_out`.
+    Returns:
+        `positive` shares of frames, all, of successful and of failed episodes; `auroc` of the negative advantage for
+        "the episode failed", over frames, and `auroc_held_out`, over those of held-out episodes; None where there are
+        not both.
+    """
+    failed, held_out = ~columns["success"], columns["held_out"]
+    return {
+        "frames": len(failed),
+        "positive": float(columns["positive"].mean()),
+        "positive_of_successes": float(columns["positive"][~failed].mean()),
+        "positive_of_failures": float(columns["positive"][failed].mean()),
+        "auroc": auroc(-columns["advantage"], failed),
+        "auroc_held_out": auroc(-columns["advantage"][held_out], failed[held_out]),
+    }
+
+
+def auroc(score: np.ndarray, truth: np.ndarray) -> float | None:
+    """The probability that a true row has a higher score than a false one, ties being half; None without both."""
+    if truth.all() or not truth.any():
+        return None
+    of_true, of_false = score[truth], score[~truth]
+    return float(mannwhitneyu(of_true, of_false).statistic / len(of_true) / len(of_false))
+
+
+def labels_text(scores: dict[str, Any]) -> str:
+    """What `value.py` ends with."""
+    told = scores["auroc_held_out"]
+    return "\n".join(
+        [
+            f"Positive     {scores['positive']:.1%} of {scores['frames']} frames: "
+            f"{scores['positive_of_successes']:.1%} of successful episodes', "
+            f"{scores['positive_of_failures']:.1%} of failed ones'",
+            f"AUROC        {scores['auroc']:.3f} of the advantages for failed episodes"
+            + (f", {told:.3f} on held-out episodes" if told is not None else ""),
+        ]
+    )

@@ -1,0 +1,83 @@
+"""Which episodes of a run's datasets succeeded, and which frames a person corrected (`--outcome.*`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vla_finetuning.config import OutcomeOptions
+from vla_finetuning.data.episode_weights import episode_values
+from vla_finetuning.data.metadata import DatasetMetadata
+from vla_finetuning.data.statistics import episode_arrays, files_of
+from vla_finetuning.options import did_you_mean
+
+FLAG = "--outcome.success"
+
+
+def episode_success(
+    options: OutcomeOptions, metas: Sequence[DatasetMetadata], roots: Sequence[str], named: Callable[[str], str] = str
+) -> tuple[np.ndarray, ...]:
+    """Whether each episode succeeded, by dataset: bool (E,), of all episodes that it has.
+
+    Args:
+        roots, named: as for `episode_weights`.
+    Raises:
+        ValueError: no such column or file, or it does not say so of every episode. FileNotFoundError: no such file.
+    """
+    if not options.success.startswith("@"):
+        return tuple(
+            np.array([values.max() >= options.threshold for values in _of_episodes(meta, options.success, FLAG)])
+            for meta in metas
+        )
+    path = Path(options.success.removeprefix("@")).expanduser()
+    found: list[np.ndarray] = []
+    said = episode_values(path, metas, roots, "success", FLAG, named)
+    for root, meta, (number, value) in zip(roots, metas, said, strict=True):
+        if (missing := np.setdiff1d(meta.episode_index, number)).size:
+            raise ValueError(f"{path}: does not say whether episode {missing[0]} of {root} succeeded")
+        success = np.zeros(meta.num_episodes, bool)
+        success[number] = value >= options.threshold
+        found.append(success)
+    return tuple(found)
+
+
+def corrected_frames(options: OutcomeOptions, metas: Sequence[DatasetMetadata]) -> tuple[np.ndarray, ...]:
+    """Which frames a person corrected, by dataset: bool (F,); none where a dataset has no such column."""
+    return tuple(
+        np.concatenate(_of_episodes(meta, options.intervention, "--outcome.intervention")) > 0
+        if options.intervention in meta.features
+        else np.zeros(meta.total_frames, bool)
+        for meta in metas
+    )
+
+
+def _of_episodes(meta: DatasetMetadata, key: str, flag: str) -> list[np.ndarray]:
+    """A column's values of every episode, float64."""
+    if key not in meta.features:
+        known = list(meta.features)
+        raise ValueError(
+            f"dataset {meta.root}: {flag}={key}, and its columns are {', '.join(known)}{did_you_mean(key, known)}; "
+            "a file is given as @FILE"
+        )
+    feature = meta.features[key]
+    if int(np.prod(feature.shape)) != 1 or np.dtype(feature.dtype).kind not in "biuf":
+        raise ValueError(f"dataset {meta.root}: {flag}={key} is {feature.dtype} {feature.shape}; expected one number")
+
+    def of_file(file: dict[str, Any]) -> list[tuple[int, np.ndarray]]:
+        found = episode_arrays(meta.fs, features=[feature], **file)
+        return [(episode, arrays[key].reshape(-1).astype(np.float64)) for episode, arrays in found]
+
+    values: list[np.ndarray] = [np.empty(0)] * meta.num_episodes
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            for of_one in pool.map(of_file, files_of(meta, meta.episode_index)):
+                for episode, array in of_one:
+                    values[episode] = array
+        except (ValueError, OSError) as error:
+            raise type(error)(f"dataset {meta.root}: {error}") from error
+    return values
