@@ -7,6 +7,7 @@
     value       value.py learns what frames are worth, by which episodes succeeded, and labels them
     recap       vla.py learns from the same demonstrations with the labels in its prompts, for as many steps
     filtered    vla.py imitates the successful demonstrations alone, for as many steps (with --filtered)
+    rabc        vla.py weighs all demonstrations by how much the value function sees them gain (with --filtered)
     second      the policy plays --rollouts episodes, recorded by evaluate.py; values, labels and policy anew, on
                 demonstrations and rollouts (with --second)
 
@@ -23,6 +24,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 import evaluate
 import value
@@ -43,6 +48,7 @@ FIRST_EVALUATED, FIRST_ROLLOUT = 1000, 50_000
 NAMES = {
     "imitation": "imitation of all demonstrations",
     "filtered": "imitation of the successful ones",
+    "rabc": "RA-BC by the value function",
     "recap": "RECAP, told positive",
     "negative": "RECAP, told negative",
     "second": "RECAP, second iteration",
@@ -65,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--horizon", type=int, default=50, help="frames of an advantage")
     made.add_argument("--eval_episodes", type=int, default=200, help="of each policy")
     made.add_argument("--rollouts", type=int, default=120, help="episodes of the second iteration")
-    made.add_argument("--filtered", action="store_true", help="also imitate the successful demonstrations alone")
+    made.add_argument("--filtered", action="store_true", help="also imitate successes alone, and weigh all by value")
     made.add_argument("--second", action="store_true", help="also play, and learn from that")
     return made
 
@@ -100,6 +106,8 @@ class Benchmark:
             good = [int(i) for i, success in self.outcomes[str(self.root)].items() if success]
             chosen = {"dataset.episodes": ",".join(map(str, good))}
             scores["filtered"] = self.play("filtered", self.policy("filtered", self.root, **chosen))
+            progress = {"sample_weighting.progress_path": self.progress(value)}
+            scores["rabc"] = self.play("rabc", self.policy("rabc", self.root, **progress))
         values = {"value": read_json(value / VALUES_NAME)["labels"]}
         if o.second:
             rollouts = self.record("rollouts", recap)
@@ -159,6 +167,13 @@ class Benchmark:
         if not (folder / FINISHED_NAME).is_file():
             self._call(name, value.main, options)
         return folder
+
+    def progress(self, judged: Path) -> Path:
+        """The values of frames as LeRobot's RA-BC reads progress: from 0 to 1."""
+        rows, path = pq.read_table(judged / LABELS_NAME), self.folder / "progress.parquet"
+        known = {"index": pa.array(range(len(rows))), "episode_index": rows["episode_index"]}
+        pq.write_table(pa.table({**known, "progress_sparse": pc.add(rows["value"].cast("float64"), 1.0)}), path)
+        return path
 
     def play(self, name: str, policy: Path, advantage: str | None = None) -> dict[str, Any]:
         """How often a policy succeeds in scenes that no policy has seen."""

@@ -525,6 +525,10 @@ class ValueOptions:
     """The value function of value.py, and the labels that it gives (docs/recap.md). Defaults are RECAP's."""
 
     bins: int = option(201, "Bins of the distribution of returns, from -1 to 0.", min=2)
+    backbone: bool = option(
+        False, "Train the policy's vision and language model with the value function; otherwise they stay as they are."
+    )
+    backbone_lr: float = option(2.5e-5, "Peak learning rate of these; --lr is the head's.", above=0)
     failure_penalty: float = option(
         1.0, "What a failed episode ends with, in lengths of the longest episode of its task.", min=0
     )

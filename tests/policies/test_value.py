@@ -6,6 +6,8 @@ import torch
 from tests.tiny import make_batch, make_policy
 from vla_finetuning.data.columns import RETURN
 from vla_finetuning.policies.pi05 import PI05Loss
+from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.policies.value import ValueLoss, two_bins
 
 BINS = 11
@@ -20,6 +22,11 @@ def test_two_bins_have_the_return_as_their_mean():
             expected[row, bin] = max(0.0, 1.0 - abs(value - centre) * (BINS - 1))
     np.testing.assert_allclose(found, expected, atol=1e-5)
     np.testing.assert_allclose(found @ centres, np.clip(returns, -1, 0), atol=1e-6)
+
+
+def choose(policy, mode):
+    choose_trainable(policy, mode)
+    return policy
 
 
 def make_loss(seed=0):
@@ -40,6 +47,18 @@ def test_only_the_head_trains_and_the_policy_stays():
     assert all(torch.equal(value, before[name]) for name, value in loss.policy.state_dict().items())
     assert loss(batch) < first / 2
     assert torch.allclose(loss.value(batch), batch[RETURN], atol=0.15)
+
+
+def test_with_its_backbone_what_the_policy_sees_with_trains_too():
+    policy = make_policy()
+    loss = ValueLoss(PI05Loss(choose(policy, "full")), BINS, 0, backbone=True)
+    torch.nn.init.normal_(loss.critic.output.weight)
+    loss({**make_batch(policy, 3)[0], RETURN: torch.tensor([-1.0, -0.5, 0.0])}).backward()
+    parts = family_of(policy.config).parts(policy)
+    with_gradient = {parts[name] for name, p in policy.named_parameters() if p.grad is not None and p.grad.any()}
+    trains = {parts[name] for name, p in policy.named_parameters() if p.requires_grad}
+    assert with_gradient == trains == {"language model", "vision"}
+    assert all(p.grad is not None for p in loss.parameters() if p.requires_grad)
 
 
 def test_the_loss_is_cross_entropy_and_weighed_by_row():

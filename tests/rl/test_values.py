@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import value
 from tests.datasets import make_dataset
@@ -19,6 +20,7 @@ from vla_finetuning.rl.returns import advantages, episode_returns, label_positiv
 from vla_finetuning.rl.values import describe_value, resolve_value
 from vla_finetuning.run.checkpoint import TRAINABLE, checkpoint_names, latest_checkpoint
 from vla_finetuning.run.labels import LABELS_NAME
+from vla_finetuning.training.model import build_model, build_optimizer
 
 EPISODES, SUCCESS = (6, 5, 9, 3, 7, 4), (1, 0, 1, 0, 1, 0)
 
@@ -120,6 +122,18 @@ def test_another_outcome_is_another_run(setting):
     (setting[0] / "other.json").write_text(json.dumps(dict.fromkeys(range(5), 1) | {5: 0}))
     other = resolved(setting, **{"outcome.success": f"@{setting[0] / 'other.json'}"})
     assert other.training.job.start.stream != run.training.job.start.stream
+
+
+@pytest.mark.parametrize("backbone", ["false", "true"])
+def test_what_the_plan_counts_is_what_is_built_and_its_rates(setting, backbone):
+    run = resolved(setting, **{"value.backbone": backbone, "value.backbone_lr": 1e-4}).training
+    loss, _ = build_model(run.policy, torch.device("cpu"))
+    trained = {name: p.numel() for name, p in loss.named_parameters() if p.requires_grad}
+    assert run.policy.parameters.trainable == sum(trained.values())
+    optimizer = build_optimizer(run.policy, loss, steps=10)
+    assert set(optimizer.names) == trained.keys()
+    rates = [group.get("lr_scale", 1.0) for group in optimizer.optimizer.param_groups]
+    assert rates == ([1.0, 0.1] if backbone == "true" else [1.0])
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,15 @@ Processors = tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]
 
 @dataclass(frozen=True)
 class ValueSpec:
-    """A value function. `bins`: of its distribution of returns, from -1 to 0."""
+    """A value function.
+
+    Attributes:
+        bins: of its distribution of returns, from -1 to 0.
+        backbone_lr: rate of what the policy sees with, which trains too; None: it stays as it is.
+    """
 
     bins: int
+    backbone_lr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ class PolicySpec:
         """In words: what of the policy trains (--train.mode), or the adapters in it."""
         peft = self.adapters
         if self.value is not None:
-            return "a value function on what the policy sees"
+            return "a value function" + (" and what it sees with" if self.value.backbone_lr else " on a frozen policy")
         if not peft.enabled:
             return self.train.mode
         targets = "the policy type's own choice of layers" if peft.target_modules is None else peft.target_modules

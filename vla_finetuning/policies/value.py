@@ -15,6 +15,7 @@ from vla_finetuning.data.columns import RETURN
 from vla_finetuning.policies.attention import Kernel, Shape
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.flow import FlowLoss
+from vla_finetuning.policies.registry import family_of
 
 HIDDEN = 256
 
@@ -22,15 +23,17 @@ HIDDEN = 256
 class ValueHead(nn.Module):
     """Attention of one learned query per layer and head to the prefix's tokens, then a perceptron.
 
-    No gradient reaches the policy. The outputs are zero before the first update.
+    The outputs are zero before the first update.
 
     Args:
         layers: (H, D) of each layer's keys and values, as `FlowLoss.value_inputs` gives them.
         outputs: O, 1 for a scalar value.
+        detach: no gradient reaches the policy.
     """
 
-    def __init__(self, layers: Sequence[tuple[int, int]], outputs: int = 1):
+    def __init__(self, layers: Sequence[tuple[int, int]], outputs: int = 1, detach: bool = True):
         super().__init__()
+        self._detach = detach
         self.queries = nn.ParameterList(nn.Parameter(torch.randn(heads, 1, width)) for heads, width in layers)
         features = sum(heads * width for heads, width in layers)
         self.norm, self.hidden = nn.LayerNorm(features), nn.Linear(features, HIDDEN)
@@ -47,37 +50,44 @@ class ValueHead(nn.Module):
         """
         read = []
         for query, (key, value) in zip(self.queries, keys_values, strict=True):
-            key, value = key.detach().float(), value.detach().float()
+            key, value = (tensor.detach() if self._detach else tensor for tensor in (key, value))
+            key, value = key.float(), value.float()
             found = F.scaled_dot_product_attention(query.expand(len(key), -1, -1, -1), key, value, attn_mask=bias)
             read.append(found.flatten(1))
         return self.output(F.silu(self.hidden(self.norm(torch.cat(read, dim=1)))))
 
 
-def make_value_head(layers: Sequence[tuple[int, int]], seed: int, outputs: int = 1) -> ValueHead:
+def make_value_head(layers: Sequence[tuple[int, int]], seed: int, outputs: int = 1, detach: bool = True) -> ValueHead:
     """A head whose first parameters depend on the seed alone; the generators of the process are left as they are."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return ValueHead(layers, outputs)
+        return ValueHead(layers, outputs, detach)
 
 
 class ValueLoss(PolicyLoss):
-    """Cross-entropy of a distribution over returns from -1 to 0, predicted of what a frozen policy sees.
+    """Cross-entropy of a distribution over returns from -1 to 0, predicted of what a policy sees.
 
     A return lies between the centres of two bins and counts in both, by how near they are (arXiv 1707.06887): the mean
-    of that target is the return. Parameters that train are named `critic.`.
+    of that target is the return. The head's parameters are named `critic.`.
 
     Args:
-        seen: of the policy, whose weights stay as they are. bins: K. seed: of the head's first weights.
+        seen: of the policy, none of whose other weights train. bins: K. seed: of the head's first weights.
+        backbone: what the policy sees with trains too, where `choose_trainable` has chosen it.
     """
 
     reaches_all = True
     centres: Tensor
 
-    def __init__(self, seen: FlowLoss, bins: int, seed: int):
-        super().__init__(seen.policy.requires_grad_(False), images=seen.images)
+    def __init__(self, seen: FlowLoss, bins: int, seed: int, backbone: bool = False):
+        super().__init__(seen.policy, images=seen.images)
+        family = family_of(seen.policy.config)
+        parts, trains = family.parts(seen.policy), family.modes["full"] - family.modes["expert"]
+        for name, parameter in seen.policy.named_parameters():
+            parameter.requires_grad_(backbone and parts[name] in trains)
+        self._backbone = backbone
         # In a list, so that the policy's weights have one name.
         self._seen = [seen]
-        self.critic = make_value_head(seen.value_layers(), seed, bins)
+        self.critic = make_value_head(seen.value_layers(), seed, bins, detach=not backbone)
         self.register_buffer("centres", torch.linspace(-1.0, 0.0, bins), persistent=False)
 
     def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
@@ -113,7 +123,7 @@ class ValueLoss(PolicyLoss):
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the distribution's logits, float32 (B, K)."""
         seen = self._seen[0]
-        with torch.no_grad():
+        with torch.set_grad_enabled(self._backbone and torch.is_grad_enabled()):
             keys_values, bias = seen.value_inputs(seen.prefix(self.images(batch)))
         return self.critic(keys_values, bias)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from scipy.stats import mannwhitneyu
 
@@ -18,9 +19,9 @@ from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.files import write_json
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.registry import family_of, types_that
-from vla_finetuning.policies.spec import ValueSpec
+from vla_finetuning.policies.spec import PolicySpec, ValueSpec
 from vla_finetuning.policies.trainable import TrainableReport
-from vla_finetuning.policies.value import ValueHead
+from vla_finetuning.policies.value import ValueLoss
 from vla_finetuning.rl.judging import judge_frames
 from vla_finetuning.rl.returns import advantages, episode_returns, label_positive
 from vla_finetuning.run.describe import describe
@@ -76,13 +77,12 @@ def resolve_value(config: ValueConfig, gpus_found: int) -> ValueRun:
         returns=PerFrame(returns),
         identity={
             **rows.identity,
-            "value": {"bins": config.value.bins, "failure_penalty": config.value.failure_penalty},
+            "value": {name: getattr(config.value, name) for name in ("bins", "failure_penalty", "backbone")},
             "successes": hashlib.sha256(np.concatenate(success).tobytes()).hexdigest(),
         },
     )
-    policy = replace(
-        policy, value=ValueSpec(config.value.bins), flops_by_prompt={}, parameters=_count(policy, config.value.bins)
-    )
+    spec = ValueSpec(config.value.bins, config.value.backbone_lr if config.value.backbone else None)
+    policy = replace(policy, value=spec, flops_by_prompt={}, parameters=_count(policy, spec))
     job = make_job(run.config, policy, run.job.steps, rows.identity, policy.what_trains)
     training = replace(run, policy=policy, rows=rows, job=job)
     return ValueRun(config, training, success, corrected_frames(config.outcome, rows.metas), tasks, returns)
@@ -115,13 +115,13 @@ def _longest(
     return longest
 
 
-def _count(policy: Any, bins: int) -> TrainableReport | None:
-    if policy.parameters is None:
-        return None
+def _count(policy: PolicySpec, spec: ValueSpec) -> TrainableReport:
     loss: Any = family_of(policy.config).make_loss(meta_policy(policy.config))
-    head = sum(parameter.numel() for parameter in ValueHead(loss.value_layers(), bins).parameters())
-    total = policy.parameters.total
-    return TrainableReport(total + head, head, {"the policy": total})
+    with torch.device("meta"):
+        value = ValueLoss(loss, spec.bins, 0, spec.backbone_lr is not None)
+    numbers = [(parameter.numel(), parameter.requires_grad) for parameter in value.parameters()]
+    total, trained = sum(number for number, _ in numbers), sum(number for number, trains in numbers if trains)
+    return TrainableReport(total, trained, {"the policy": total - trained})
 
 
 def describe_value(run: ValueRun) -> str:

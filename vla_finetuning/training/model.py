@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 from torch import nn
 
-from util import Batch, Draws, TrainableOptimizer, make_trainable_optimizer, take_optimizer
+from util import Batch, Draws, TrainableOptimizer, take_optimizer
 from vla_finetuning.policies.attention import choose_kernel
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.build import build_loss
@@ -52,9 +52,10 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
             logger.warning("--train.compile does nothing: %s", reason)
         else:
             compiler = Compiler()
+    backbone = spec.value is not None and spec.value.backbone_lr is not None
     loss: PolicyLoss = build_loss(
         policy,
-        train.mode,
+        "full" if backbone else train.mode,
         adapters=spec.adapters,
         seed=spec.seed,
         autocast=autocast,
@@ -66,7 +67,7 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
     )
     if spec.value is not None:
         assert isinstance(loss, FlowLoss)  # the plan refuses others
-        loss = ValueLoss(loss, spec.value.bins, spec.seed)
+        loss = ValueLoss(loss, spec.value.bins, spec.seed, backbone)
     loss = loss.to(device)
     loss.train()
     return loss, autocast
@@ -133,16 +134,16 @@ def compile_all(
 def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> TrainableOptimizer:
     """The policy's own optimizer (LeRobot's preset) and learning rate, with what the run's options replace."""
     recipe, policy = spec.recipe, loss.policy
-    if spec.value is not None:
-        constants: Any = recipe.optimizer
-        return make_trainable_optimizer(
-            loss,
-            schedule=recipe.schedule(steps),
-            betas=constants.betas,
-            eps=constants.eps,
-            weight_decay=constants.weight_decay,
-            clip_norm=recipe.clip_norm,
-        )
+    if isinstance(loss, ValueLoss):
+        assert spec.value is not None
+        built: Any = recipe.optimizer
+        constants = {"lr": recipe.peak, "betas": built.betas, "eps": built.eps, "weight_decay": built.weight_decay}
+        groups: list[dict[str, Any]] = [{"params": list(loss.critic.parameters())}]
+        if spec.value.backbone_lr is not None:
+            seen = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+            groups.append({"params": seen, "lr_scale": spec.value.backbone_lr / recipe.peak})
+        optimizer = torch.optim.AdamW(groups, **constants, fused=True)
+        return take_optimizer(loss, optimizer, schedule=recipe.schedule(steps), clip_norm=recipe.clip_norm)
     return take_optimizer(
         policy,
         recipe.build(policy),
