@@ -36,6 +36,7 @@ from tests.training.test_parallel import meet, processes, report
 from util import NumpyToTorchCollate
 from vla_finetuning.data.columns import ROW_COLUMNS
 from vla_finetuning.flags import parse_args
+from vla_finetuning.policies.family import UNUSED
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.vqbet import COUNT, MODULE
@@ -159,6 +160,7 @@ def lerobots(run, root, rank=0, world=1, start=lambda policy: policy):
             batch[key] = batch[key].to(torch.float32) / 255.0
         # What the policy draws, it draws from here.
         torch.manual_seed(run.config.seed * 1_000_003 + step * world + rank)
+        give_draws(accelerator.unwrap_model(policy), run, step, dealt(run, rank, world).rows_of_step(step, 0))
         update_policy(
             metrics,
             policy,
@@ -171,6 +173,14 @@ def lerobots(run, root, rank=0, world=1, start=lambda policy: policy):
     ends = data.meta.episodes["dataset_from_index"], data.meta.episodes["dataset_to_index"]
     drop = getattr(given, "drop_n_last_frames", 0)
     return accelerator.unwrap_model(policy), EpisodeAwareSampler(*ends, drop_n_last_frames=drop).indices
+
+
+def give_draws(policy, run, step, rows):
+    """Have LeRobot's policy use the noise and times of these rows, where its family draws them itself."""
+    noise, time = family_of(policy.config).draw(policy.config, run.job.rows_per_step, run.config.seed, step, "cpu")
+    if noise is not None:
+        policy.model.sample_noise = lambda shape, device: noise[rows]
+        policy.model.sample_time = lambda count, device: time[rows]
 
 
 def without_shifts(name, value):
@@ -240,7 +250,9 @@ def test_ten_steps_are_lerobots_own(dataset, own_difference, kind, record_proper
         expected = policy.state_dict()
         assert trained.keys() - expected.keys() == family_of(run.policy.config).training_state().keys()
         trained = {name: value for name, value in trained.items() if name in expected}
-        assert trained.keys() >= {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+        parts = family_of(policy.config).parts(policy)
+        used = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+        assert trained.keys() >= {name for name in used if parts.get(name) != UNUSED}
         assert any(isinstance(part, torch.nn.BatchNorm2d) for part in policy.modules()) == (kind in BATCH_NORM)
     found = relative(trained, expected)
     record_property("relative difference", max(found.values()))  # --junitxml writes it down
@@ -392,6 +404,10 @@ def both(rank, world, root, folder):
                 trained = in_process.train(run, worker=Rank(run, rank, world)).named()
                 expected = lerobots(run, root, rank, world)[0].state_dict()
                 found[kind] = relative({name: trained[name] for name in trained if name in expected}, expected)
+                if family_of(run.policy.config).row_losses:
+                    alone = resolved(root, kind, folder / f"{rank}-alone", steps=FEW, batch_size=ROWS * world)
+                    torch.manual_seed(alone.config.seed)
+                    found[f"{kind}, one worker"] = relative(trained, in_process.train(alone, Shard(alone)).named())
         except Exception:
             found[kind] = traceback.format_exc()
             break  # the other process may wait for this one
@@ -403,6 +419,12 @@ def both(rank, world, root, folder):
 def two_workers(dataset):
     processes(both, dataset, dataset.parent, world=2)
     return [json.loads((dataset.parent / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_two_workers_equal_one_where_draws_are_by_row(two_workers):
+    for found in two_workers:
+        (kind,) = [kind for kind in found if kind.endswith(", one worker")]
+        assert kind == "pi0, one worker" and max(found[kind].values()) < 1e-6 and len(found[kind]) > 10
 
 
 @pytest.mark.parametrize("kind", KINDS)

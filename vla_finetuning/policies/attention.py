@@ -46,7 +46,7 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor,
 
     Args:
         module: LeRobot's attention layer; gives `scaling` and `num_key_value_groups` (H / G).
-        bias: float32 (B, 1, 1, P), added to the scores.
+        bias: float32 (B, 1, 1, P), or (B, 1, tokens, P), added to the scores.
     """
     if kernel == "eager":
         attended, _ = eager_attention_forward(module, query, key, value, bias, module.scaling)
@@ -76,6 +76,7 @@ class Shape(NamedTuple):
 
     Attributes:
         backward: whether gradients flow through it.
+        before: so many of the first queries do not see the keys of those after them.
     """
 
     part: str
@@ -84,6 +85,7 @@ class Shape(NamedTuple):
     prompt: int
     steps: int
     backward: bool
+    before: int = 0
 
     @property
     def keys(self) -> int:
@@ -182,6 +184,9 @@ def _inputs(layer: Any, shape: Shape, device: torch.device, dtype: torch.dtype) 
     prompts = torch.tensor([max(1, round(share * shape.prompt)) for share in PROMPTS])[:, None]
     counts = (column < prompts) | (column >= shape.prompt)
     bias = torch.where(counts, 0.0, OPENPI_ATTENTION_MASK_VALUE)[:, None, None, :]
+    if shape.before:
+        bias = bias.repeat(1, 1, shape.queries, 1)
+        bias[:, :, : shape.before, shape.images + shape.prompt + shape.before :] = OPENPI_ATTENTION_MASK_VALUE
     leaves = [tensor.to(device, dtype).requires_grad_(shape.backward) for tensor in (query, key, value)]
     return [*leaves, bias.to(device), gradient.to(device, dtype)]
 

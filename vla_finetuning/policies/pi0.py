@@ -1,16 +1,94 @@
-"""PI0 and PI0-FAST: their published weights have the keys of openpi, as PI0.5's do."""
+"""PI0 as a family: PI0.5's loss with the state as a token of the action expert; PI0-FAST's keys.
+
+In PI0 the state is no part of the prompt but the first token of the suffix, and the time enters with the actions by a
+perceptron, not by the norms of the expert. The state's token sees images, language and itself, and no action. All else
+is PI0.5's (`pi05.PI05Loss`): the prefix runs alone, without autograd where nothing in it trains.
+
+Legend: B batch, K draws of noise and time per row, T chunk, P prefix tokens, S state.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
 from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.utils.constants import OBS_STATE, OPENPI_ATTENTION_MASK_VALUE
 from torch import Tensor
 
-from vla_finetuning.policies.family import Family
-from vla_finetuning.policies.pi05 import PI05
+from vla_finetuning.policies.family import Family, PolicyLoss, require
+from vla_finetuning.policies.flow import repeat_rows
+from vla_finetuning.policies.pi05 import PI05, PI05Loss, Prefix
 
 
-class PI0(Family):
-    """PI0, PI0-FAST and types that derive from them."""
+class PI0Loss(PI05Loss):
+    """PI0's loss; loss and gradients are those of `PI0Policy.forward` with the same noise and time.
+
+    Args: as for `PI05Loss`; a batch has `observation.state` too, float32 (B, S).
+    """
+
+    before_actions = 1
+
+    def prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
+        """Compute what the action expert needs of images and language; the state goes along."""
+        return replace(super().prefix(batch), state=self.policy.prepare_state(batch))
+
+    def _suffix_tokens(self, noisy_actions: Tensor, embedded_time: Tensor, prefix: Prefix) -> tuple[Tensor, None]:
+        core = self.policy.model
+        actions = core.action_in_proj(noisy_actions)
+        with_time = torch.cat([actions, embedded_time[:, None, :].expand_as(actions)], dim=2)
+        actions = core.action_time_mlp_out(F.silu(core.action_time_mlp_in(with_time)))
+        assert prefix.state is not None
+        state = repeat_rows(core.state_proj(prefix.state), len(actions) // len(prefix.state))
+        return torch.cat([state[:, None, :], actions], dim=1), None
+
+    def _suffix_bias(self, prefix: Prefix, tokens: int) -> Tensor:
+        """(B, 1, 1 + T, P + 1 + T): the state's token does not see the actions."""
+        bias = F.pad(prefix.bias, (0, tokens)).repeat(1, 1, tokens, 1)
+        bias[:, :, 0, 1 - tokens :] = OPENPI_ATTENTION_MASK_VALUE
+        return bias
+
+
+class PI0(PI05):
+    """PI0 and types that derive from it."""
+
+    heads = ("action_in_proj", "action_out_proj", "action_time_mlp_in", "action_time_mlp_out", "state_proj")
+    before_actions = 1
+    # An action chunk's probability, values and guidance would need the state beside images and prompt.
+    flow = False
+
+    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
+        return PI0Loss(policy, **options)
+
+    def check_batch(self, batch: Mapping[str, Tensor], config: Any) -> None:
+        """Also expects the state float32 (B, S)."""
+        super().check_batch(batch, config)
+        if OBS_STATE not in batch:
+            raise ValueError(f"the batch has no {OBS_STATE!r}; its keys are {sorted(batch)}")
+        state = batch[OBS_STATE]
+        fits = state.dtype == torch.float32 and state.ndim == 2 and state.shape[1] <= config.max_state_dim
+        require(batch, OBS_STATE, fits, f"float32 (B, at most {config.max_state_dim})")
+
+    def with_cameras(self, config: Any, cameras: int, prompt: int | None = None) -> Any:
+        state = config.input_features.get(OBS_STATE)
+        config = super().with_cameras(config, cameras, prompt)
+        if state is not None:
+            config.input_features[OBS_STATE] = state
+        return config
+
+    def empty_inputs(
+        self, config: Any, rows: int, draws: int, device: torch.device | str
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        batch, noise, time = super().empty_inputs(config, rows, draws, device)
+        batch[OBS_STATE] = torch.empty(rows, config.max_state_dim, device=device)
+        return batch, noise, time
+
+
+class PI0FAST(Family):
+    """PI0-FAST and types that derive from it."""
 
     def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Rename keys as LeRobot's `from_pretrained` of these policies does; it is PI0.5's with other rules."""

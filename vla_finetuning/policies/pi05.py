@@ -20,7 +20,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -47,8 +47,6 @@ from vla_finetuning.policies.flow import FlowLoss, repeat_rows, sample_noise_and
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.prompts import prompt_lengths
 
-HEAD_MODULES = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
-
 # --- the loss ---------------------------------------------------------------------------------------------
 
 
@@ -60,11 +58,13 @@ class Prefix:
         keys_values: for each layer, keys and values (B, KV heads, P, head_dim), rotated.
         bias: float32 (B, 1, 1, P), added to attention scores: 0 where a token counts, else hugely negative.
         length: int64 (B, 1), tokens that count.
+        state: float32 (B, max_state_dim), where the expert sees the state itself.
     """
 
     keys_values: list[tuple[Tensor, Tensor]]
     bias: Tensor
     length: Tensor
+    state: Tensor | None = None
 
 
 class PI05Loss(FlowLoss):
@@ -84,7 +84,10 @@ class PI05Loss(FlowLoss):
         compile: what to make of a layer's function before it is used, e.g. a `compiling.Compiler`.
     Attributes:
         compiler: what `compile` was.
+        before_actions: tokens of the suffix before the actions, which see none of them.
     """
+
+    before_actions = 0
 
     def __init__(
         self,
@@ -157,13 +160,14 @@ class PI05Loss(FlowLoss):
     def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
         vlm = self.policy.model.paligemma_with_expert
         language, expert = vlm.paligemma.model.language_model.layers[0], vlm.gemma_expert.model.layers[0]
-        images, steps = cameras * image_tokens(self.policy.config), self.policy.config.chunk_size
+        before = self.before_actions
+        images, steps = cameras * image_tokens(self.policy.config), before + self.policy.config.chunk_size
         return [
             attention
             for prompt in prompts
             for attention in (
                 (language.self_attn, Shape("prefix", images + prompt, images, prompt, 0, self._prefix_trains)),
-                (expert.self_attn, Shape("suffix", steps, images, prompt, steps, True)),
+                (expert.self_attn, Shape("suffix", steps, images, prompt, steps, True, before)),
             )
         ]
 
@@ -215,18 +219,29 @@ class PI05Loss(FlowLoss):
         embedded_time = create_sinusoidal_pos_embedding(
             time, core.action_in_proj.out_features, config.min_period, config.max_period, device=time.device
         ).to(time.dtype)
-        condition = F.silu(core.time_mlp_out(F.silu(core.time_mlp_in(embedded_time))))
-        hidden = core.action_in_proj(noisy_actions)
+        hidden, condition = self._suffix_tokens(noisy_actions, embedded_time, prefix)
         hidden = hidden.to(self._suffix_dtype or hidden.dtype)
 
         steps, draws = hidden.shape[1], len(time) // len(prefix.length)
         positions = prefix.length + torch.arange(steps, device=hidden.device)
         rotation = self._rotation(hidden, repeat_rows(positions, draws))
-        bias = repeat_rows(F.pad(prefix.bias, (0, steps)), draws)  # action steps all see each other
+        bias = repeat_rows(self._suffix_bias(prefix, steps), draws)
         for layer, (key, value) in zip(expert.layers, prefix.keys_values, strict=True):
             hidden = self._run(self._suffix_layer, layer, hidden, condition, rotation, bias, key, value, self.attention)
         hidden, _ = layernorm_forward(expert.norm, hidden, condition)
-        return core.action_out_proj(hidden.to(torch.float32))
+        return core.action_out_proj(hidden[:, self.before_actions :].to(torch.float32))
+
+    def _suffix_tokens(
+        self, noisy_actions: Tensor, embedded_time: Tensor, prefix: Prefix
+    ) -> tuple[Tensor, Tensor | None]:
+        """The expert's tokens (B*K, tokens, width), and what its norms are conditioned on, (B*K, width)."""
+        core = self.policy.model
+        condition = F.silu(core.time_mlp_out(F.silu(core.time_mlp_in(embedded_time))))
+        return core.action_in_proj(noisy_actions), condition
+
+    def _suffix_bias(self, prefix: Prefix, tokens: int) -> Tensor:
+        """Added to the scores of the expert's tokens, float32 (B, 1, 1, P + tokens): they all see each other."""
+        return F.pad(prefix.bias, (0, tokens))
 
     def _rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotary embedding for queries and keys made of `hidden`: cosines and sines (B, 1, tokens, head_dim)."""
@@ -278,7 +293,7 @@ def _prefix_layer(
 def _suffix_layer(
     layer: nn.Module,
     hidden: Tensor,
-    condition: Tensor,
+    condition: Tensor | None,
     rotation: tuple[Tensor, Tensor],
     bias: Tensor,
     prefix_key: Tensor,
@@ -354,6 +369,9 @@ class PI05(Family):
         "gradient_checkpointing": "--train.activation_checkpointing",
     }
     row_losses = flow = masks_cameras = from_config = True
+    # The modules of the part "heads", and how many tokens the expert has before the actions.
+    heads: ClassVar[tuple[str, ...]] = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
+    before_actions: ClassVar[int] = 0
 
     def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
         """Heads, action expert, language model, vision.
@@ -377,7 +395,7 @@ class PI05(Family):
         # The first prefix that fits decides.
         prefixes = (
             *((prefix, UNUSED) for prefix in unused),
-            *((f"model.{module}.", "heads") for module in HEAD_MODULES),
+            *((f"model.{module}.", "heads") for module in self.heads),
             ("model.paligemma_with_expert.gemma_expert.", "action expert"),
             (language, "language model"),
             ("model.paligemma_with_expert.paligemma.model.", "vision"),
@@ -409,7 +427,8 @@ class PI05(Family):
             require(batch, key, batch[key].dtype == dtype and tuple(batch[key].shape) == shape, f"{dtype} {shape}")
 
     def prompt_lengths(self, config: Any, cameras: int, trim: bool) -> tuple[int, ...]:
-        return prompt_lengths(config.tokenizer_max_length, cameras * image_tokens(config), config.chunk_size, trim)
+        steps = self.before_actions + config.chunk_size
+        return prompt_lengths(config.tokenizer_max_length, cameras * image_tokens(config), steps, trim)
 
     def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Rename keys as LeRobot's `PI05Policy.from_pretrained` does.
@@ -454,9 +473,9 @@ class PI05(Family):
             )
 
     def tokens(self, config: Any, cameras: int, draws: int = 1, prompt: int | None = None) -> int:
-        """Image patches, language, and the action steps of each draw."""
+        """Image patches, language, and the action steps of each draw, with what is before them."""
         language = config.tokenizer_max_length if prompt is None else prompt
-        return cameras * image_tokens(config) + language + draws * config.chunk_size
+        return cameras * image_tokens(config) + language + draws * (self.before_actions + config.chunk_size)
 
     def predict_once(self, policy: PreTrainedPolicy, batch: Mapping[str, Tensor], noise: Tensor) -> Tensor:
         return policy.predict_action_chunk(dict(batch), noise=noise, num_steps=1)

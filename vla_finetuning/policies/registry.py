@@ -7,7 +7,7 @@ from lerobot.configs import PreTrainedConfig
 
 from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from vla_finetuning.policies.family import Family
-from vla_finetuning.policies.pi0 import PI0
+from vla_finetuning.policies.pi0 import PI0, PI0FAST
 from vla_finetuning.policies.pi05 import PI05
 from vla_finetuning.policies.vqbet import VQBeT
 from vla_finetuning.policies.xvla import XVLA
@@ -25,7 +25,7 @@ FAMILIES = {
         Family("diffusion", as_lerobot=True),
         PI0("pi0", as_lerobot=True, chunk_draws="noise", tokenizer=PALIGEMMA),
         Family("smolvla", as_lerobot=True, chunk_draws="noise", tokenizer_option="vlm_model_name"),
-        PI0("pi0_fast", as_lerobot=True, tokenizer_option="text_tokenizer_name"),
+        PI0FAST("pi0_fast", as_lerobot=True, tokenizer_option="text_tokenizer_name"),
         XVLA("xvla", as_lerobot=True, tokenizer_option="tokenizer_name"),
         VQBeT("vqbet", as_lerobot=True),
         Family("multi_task_dit", as_lerobot=True, tokenizer_option="text_encoder_name"),
