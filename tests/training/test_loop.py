@@ -364,12 +364,12 @@ def test_options_reach_the_loss(setting, monkeypatch):
     "flag, value",
     [("mask_padding", True), ("noise_draws", 2), ("activation_checkpointing", True), ("compile", True)],
 )
-def test_what_is_for_pi05_is_refused_for_other_policies(setting, flag, value):
+def test_options_of_a_family_are_refused_for_other_policies(setting, flag, value):
     changes = {"policy.path": None, "policy.type": "act", "train.mode": "full", f"train.{flag}": str(value).lower()}
     folder, roots, _ = setting
     options = {"dataset.root": roots[0], "output_dir": folder / "act", "batch_size": 2, "steps": 1, **changes}
     flags = [f"--{name}={given}" for name, given in options.items() if given is not None]
-    with pytest.raises(ValueError, match=f"--train.{flag}={value} is for pi05, and the policy is of type act"):
+    with pytest.raises(ValueError, match=f"--train.{flag}={value} is for pi05, pi0, and the policy is of type act"):
         resolve(parse_args(flags), gpus_found=0)
 
 

@@ -44,8 +44,8 @@ def row_weights(config: Config, metas: Sequence[DatasetMetadata], policy_config:
         return None
     if not family_of(policy_config).row_losses:
         raise ValueError(
-            f"--sample_weighting.type={options.type} needs a loss by rows, which is here of "
-            f"{types_that(lambda family: family.row_losses)} alone; this is a '{policy_config.type}'. "
+            f"--sample_weighting.type={options.type} needs a loss by rows, which "
+            f"{types_that(lambda family: family.row_losses)} have; the policy is of type {policy_config.type}. "
             "--dataset.episode_weights weighs episodes for every policy"
         )
     if len(metas) > 1:
