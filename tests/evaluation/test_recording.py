@@ -45,6 +45,7 @@ def test_the_dataset_is_what_gymnasium_shows_for_the_same_actions(setting):
     _, lines = read_evaluation(folder / "evaluation")
     actions = {named["seed"]: executed for named, executed in read_actions(folder / "evaluation")}
     assert dataset.meta.total_episodes == EPISODES
+    assert dataset.meta.features["action"]["names"] == ["x_cm", "y_cm", "z_cm"]
     row = 0
     for line in lines:
         env = gymnasium.make(two_bins.GYM_ID, max_episode_steps=12)

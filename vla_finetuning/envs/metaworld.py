@@ -44,9 +44,14 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
     Attributes:
         rendering: whether steps look through the camera, which takes nearly all of their time. Off, images are black.
         environment_state: as above, of the last step.
+        dimension_names: of state and action, as a dataset calls them.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}
+    dimension_names = {
+        "observation.state": ["x_m", "y_m", "z_m", "open"],
+        "action": ["dx_cm", "dy_cm", "dz_cm", "grip"],
+    }
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_STATE
 
 from vla_finetuning.config import ENVIRONMENT_NAME, RecordConfig
 from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, task_makers
-from vla_finetuning.envs.metaworld import FPS, expert
+from vla_finetuning.envs.metaworld import FPS, Metaworld, expert
 from vla_finetuning.envs.stage import Maker, choose_gl
 from vla_finetuning.envs.writing import merge_datasets, writing_videos
 from vla_finetuning.files import write_json
@@ -26,7 +26,6 @@ REPO_ID, ROBOT_TYPE = "recorded/metaworld", "sawyer"
 DEFAULTS = ("--image_size=[224,224]", "--render_quality=fast")
 # Of which a process writes a dataset of its own: enough that starting it is not what takes the time.
 SHARE_EPISODES = 10
-STATE_NAMES, ACTION_NAMES = ["x_m", "y_m", "z_m", "open"], ["dx_cm", "dy_cm", "dz_cm", "grip"]
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,10 @@ def record_share(share: RecordingBatch, maker: Maker) -> RecordingBatch:
             "shape": env.observation_space["pixels"].shape,  # type: ignore[index]
             "names": ["height", "width", "channels"],
         },
-        OBS_STATE: {"dtype": "float32", "shape": (4,), "names": STATE_NAMES},
-        ACTION: {"dtype": "float32", "shape": (4,), "names": ACTION_NAMES},
+        **{
+            key: {"dtype": "float32", "shape": (len(names),), "names": names}
+            for key, names in Metaworld.dimension_names.items()
+        },
     }
     dataset, failed = None, []
     with writing_videos():

@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium import spaces
 
 from vla_finetuning.envs.two_bins_scene import (
+    AXES,
     CAMERAS,
     DWELL_FRAMES,
     FPS,
@@ -52,9 +53,11 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         task_description: the instruction, as LeRobot asks for it.
         rendering: whether steps look through the cameras, which takes nearly all of their time. Off, images are black.
         rendering_s: seconds spent on that; the reader may reset it.
+        dimension_names: of state and action, as a dataset calls them.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}
+    dimension_names = {"observation.state": AXES, "action": AXES}
 
     def __init__(self, render_mode: str | None = None) -> None:
         self.render_mode = render_mode

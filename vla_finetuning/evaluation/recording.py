@@ -86,6 +86,8 @@ def recorded_frames(maker: Maker, eyes: Eyes, played: Played) -> Iterator[dict[s
 def record_share(folder: Path, makers: Mapping[str, Maker], eyes: Eyes, share: Sequence[Played]) -> Path:
     """Write some episodes as a dataset of their own. Runs in a Ray task; done again, it begins anew."""
     choose_gl()
+    with makers[share[0][0]["task"]]() as env:
+        names = env.get_wrapper_attr("dimension_names") if env.has_wrapper_attr("dimension_names") else {}
     from lerobot.datasets.lerobot_dataset import LeRobotDataset  # needed for recording only, and takes seconds
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -98,7 +100,7 @@ def record_share(folder: Path, makers: Mapping[str, Maker], eyes: Eyes, share: S
                         dataset = LeRobotDataset.create(
                             REPO_ID,
                             eyes.env.fps,
-                            {key: _feature(value) for key, value in frame.items() if key != "task"},
+                            {key: _feature(value, names.get(key)) for key, value in frame.items() if key != "task"},
                             root=folder,
                             robot_type=eyes.env.type,
                             video_backend="pyav",
@@ -112,10 +114,10 @@ def record_share(folder: Path, makers: Mapping[str, Maker], eyes: Eyes, share: S
     return folder
 
 
-def _feature(value: np.ndarray) -> dict[str, Any]:
+def _feature(value: np.ndarray, names: Sequence[str] | None) -> dict[str, Any]:
     if value.ndim == 3:
         return {"dtype": "video", "shape": value.shape, "names": ["height", "width", "channels"]}
-    return {"dtype": str(value.dtype), "shape": value.shape, "names": None}
+    return {"dtype": str(value.dtype), "shape": value.shape, "names": None if names is None else list(names)}
 
 
 def is_recorded(root: Path, about: Mapping[str, Any]) -> bool:
