@@ -12,6 +12,7 @@ gradients are those of `PI05Policy.forward`, and these things are left out:
 * Nothing is read back from the device and nothing is copied to it: noise and times come in as arguments,
   masks are made from the batch on the device, and no dictionary of Python numbers is built.
 * Attention weights need not be stored: PyTorch's fused attention gives the same result (`attention`).
+* Of a perceptron's four widest tensors backward has two, and computes the others again (`recompute`).
 
 Legend: B batch, K draws of noise and time per row, T chunk, A action, L language tokens, P prefix tokens.
 """
@@ -46,6 +47,7 @@ from vla_finetuning.policies.family import UNUSED, WORDS, Family, PolicyLoss, re
 from vla_finetuning.policies.flow import FlowLoss, repeat_rows, sample_noise_and_time
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.prompts import prompt_lengths
+from vla_finetuning.policies.recompute import feed_forward
 
 # --- the loss ---------------------------------------------------------------------------------------------
 
@@ -192,9 +194,9 @@ class PI05Loss(FlowLoss):
         counts = F.pad(batch[OBS_LANGUAGE_ATTENTION_MASK], (embedded.shape[1], 0), value=True)
         bias = torch.where(counts, 0.0, OPENPI_ATTENTION_MASK_VALUE)[:, None, None, :]
         rotation = self._rotation(hidden, torch.cumsum(counts, dim=1) - 1)
-        keys_values = []
+        keys_values, again = [], not self._checkpointing
         for layer in language_model.layers[:-1]:
-            hidden, key, value = self._run(self._prefix_layer, layer, hidden, rotation, bias, self.attention)
+            hidden, key, value = self._run(self._prefix_layer, layer, hidden, rotation, bias, self.attention, again)
             keys_values.append((key, value))
         normed, _ = layernorm_forward(language_model.layers[-1].input_layernorm, hidden)
         keys_values.append(_keys_values(language_model.layers[-1].self_attn, normed, rotation))
@@ -226,8 +228,9 @@ class PI05Loss(FlowLoss):
         positions = prefix.length + torch.arange(steps, device=hidden.device)
         rotation = self._rotation(hidden, repeat_rows(positions, draws))
         bias = repeat_rows(self._suffix_bias(prefix, steps), draws)
+        how = self.attention, not self._checkpointing
         for layer, (key, value) in zip(expert.layers, prefix.keys_values, strict=True):
-            hidden = self._run(self._suffix_layer, layer, hidden, condition, rotation, bias, key, value, self.attention)
+            hidden = self._run(self._suffix_layer, layer, hidden, condition, rotation, bias, key, value, *how)
         hidden, _ = layernorm_forward(expert.norm, hidden, condition)
         return core.action_out_proj(hidden[:, self.before_actions :].to(torch.float32))
 
@@ -281,13 +284,16 @@ def _vision_layer(layer: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def _prefix_layer(
-    layer: nn.Module, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor, attention: Kernel
+    layer: nn.Module, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor, attention: Kernel, again: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer of the language model: hidden (B, P, width) to hidden, and its keys and values."""
+    """A layer of the language model: hidden (B, P, width) to hidden, and its keys and values.
+
+    `again`: backward computes again what is cheap to compute (`recompute.feed_forward`).
+    """
     normed, gate = layernorm_forward(layer.input_layernorm, hidden)
     key, value = _keys_values(layer.self_attn, normed, rotation)
     attended = _attend(layer.self_attn, normed, rotation, key, value, bias, attention)
-    return _finish_layer(layer, hidden, attended, gate, None), key, value
+    return _finish_layer(layer, hidden, attended, gate, None, again), key, value
 
 
 def _suffix_layer(
@@ -299,6 +305,7 @@ def _suffix_layer(
     prefix_key: Tensor,
     prefix_value: Tensor,
     attention: Kernel,
+    again: bool,
 ) -> Tensor:
     """A layer of the action expert: hidden (B*K, T, width) to hidden, attending to prefix (B rows) and action steps."""
     normed, gate = layernorm_forward(layer.input_layernorm, hidden, condition)
@@ -307,7 +314,7 @@ def _suffix_layer(
     key = torch.cat([repeat_rows(prefix_key, draws), key], dim=2)
     value = torch.cat([repeat_rows(prefix_value, draws), value], dim=2)
     attended = _attend(layer.self_attn, normed, rotation, key, value, bias, attention)
-    return _finish_layer(layer, hidden, attended, gate, condition)
+    return _finish_layer(layer, hidden, attended, gate, condition, again)
 
 
 def _keys_values(module: Any, normed: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -328,7 +335,7 @@ def _attend(
 
 
 def _finish_layer(
-    layer: Any, hidden: Tensor, attended: Tensor, gate: Tensor | None, condition: Tensor | None
+    layer: Any, hidden: Tensor, attended: Tensor, gate: Tensor | None, condition: Tensor | None, again: bool
 ) -> Tensor:
     """The half of a layer after attention, with the casts of LeRobot's `compute_layer_complete`."""
     projected = layer.self_attn.o_proj(attended.to(layer.self_attn.o_proj.weight.dtype))
@@ -336,7 +343,7 @@ def _finish_layer(
     normed, gate = layernorm_forward(layer.post_attention_layernorm, hidden, condition)
     if layer.mlp.up_proj.weight.dtype == torch.bfloat16:
         normed = normed.to(torch.bfloat16)
-    return _gated_residual(hidden, layer.mlp(normed), gate)
+    return _gated_residual(hidden, feed_forward(layer.mlp, normed) if again else layer.mlp(normed), gate)
 
 
 def _heads(projection: nn.Module, normed: Tensor, module: Any) -> Tensor:

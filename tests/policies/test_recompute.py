@@ -1,0 +1,78 @@
+"""A perceptron that computes again in backward, against Gemma's own: the same bits, half of what is kept."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import GemmaConfig
+from transformers.models.gemma.modeling_gemma import GemmaMLP
+
+from vla_finetuning.policies.recompute import feed_forward
+
+WIDTH, WIDE, ROWS, TOKENS = 16, 64, 3, 5
+FP32, FP64, BF16 = torch.float32, torch.float64, torch.bfloat16
+# Of the weights, and of autocast.
+PRECISIONS = [(FP32, None), (FP64, None), (FP32, BF16), (BF16, None)]
+
+
+def make_mlp(dtype=torch.float32, act="gelu_pytorch_tanh"):
+    torch.manual_seed(0)
+    return GemmaMLP(GemmaConfig(hidden_size=WIDTH, intermediate_size=WIDE, hidden_act=act)).to(dtype)
+
+
+def computed(function, mlp, autocast=None, trains=True):
+    """The result, the input's gradient and those of the weights; and what autograd kept, by the memory it has."""
+    mlp.zero_grad()
+    mlp.requires_grad_(trains)
+    x = torch.randn(ROWS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).to(mlp.up_proj.weight.dtype)
+    x.requires_grad_()
+    kept = {}
+
+    def pack(tensor):
+        if not isinstance(tensor, nn.Parameter):
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        y = function(mlp, x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in mlp.parameters() if p.requires_grad)], kept
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.float32, None), (torch.float64, None), (torch.float32, torch.bfloat16), (torch.bfloat16, None)],
+)
+def test_values_and_gradients_are_the_same_bits(dtype, autocast, trains):
+    mlp = make_mlp(dtype)
+    expected, _ = computed(lambda mlp, x: mlp(x), mlp, autocast, trains)
+    found, _ = computed(feed_forward, mlp, autocast, trains)
+    assert len(found) == len(expected) == (5 if trains else 2)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_backward_keeps_half_of_the_widest_tensors():
+    mlp, wide = make_mlp(), ROWS * TOKENS * WIDE * 4
+
+    def widest(function):
+        _, kept = computed(function, mlp)
+        return sum(size == wide for size in kept.values())
+
+    # The hooks of the test are not asked where those of the perceptron are: its product is in neither.
+    assert widest(lambda mlp, x: mlp(x)) == 4 and widest(feed_forward) == 2
+
+
+def test_other_activations_are_as_they_are():
+    mlp = make_mlp(act="silu")
+    expected, _ = computed(lambda mlp, x: mlp(x), mlp)
+    found, _ = computed(feed_forward, mlp)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_several_backwards_of_one_forward():
+    mlp, x = make_mlp(), torch.randn(2, WIDTH, requires_grad=True)
+    y = feed_forward(mlp, x).sum()
+    (first,) = torch.autograd.grad(y, x, retain_graph=True)
+    (second,) = torch.autograd.grad(y, x)
+    assert torch.equal(first, second)
