@@ -1,8 +1,8 @@
 """How fast a training step is: the naive loop, LeRobot's own update, and ours, on one device in turn.
 
-    python -m benchmarks.step [--modes heads,expert,full] [--batch_sizes 1,2,4,8] [--rounds 3] [--live]
+    python -m benchmarks.step [--policy pi0] [--modes heads,expert,full] [--batch_sizes 1,2,4,8] [--rounds 3] [--live]
 
-On a GPU PI0.5 has its real size, without one it is the tiny one; weights are random. The contenders:
+On a GPU the policy has its real size, without one it is a tiny one; weights are random. The contenders:
 
 * naive: the loop of the Anyscale template before its speed-up. float32 images copied synchronously from memory that is
   not pinned, `.item()` after every micro-batch, GradScaler, parameters listed anew for clipping, plain AdamW.
@@ -21,6 +21,7 @@ to `benchmarks/results/step-<hardware>-<date>.json`; a table is printed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
 import itertools
@@ -71,6 +72,8 @@ from vla_finetuning.training.memory import StepMemory, step_memory
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention
 from vla_finetuning.training.parallel import keeps_casts
 
+# Which policy, and how many words its tiny one knows; `main` chooses.
+measured: dict[str, Any] = {"policy": "pi05", "vocabulary": None}
 Columns = dict[str, np.ndarray]
 Draws = tuple[torch.Tensor, torch.Tensor]
 
@@ -86,11 +89,14 @@ WAITS = re.compile(r"cuda(Stream|Device|Event)Synchronize|cudaMemcpy(Async)?")
 
 
 def policy_config(device: torch.device) -> Any:
-    """PI0.5 at its real size on a GPU, tiny on a CPU."""
-    kind, side = ("pi05", 224) if device.type == "cuda" else ("tiny_pi05", 56)
+    """The policy of this benchmark (`measured`) at its real size on a GPU, tiny on a CPU."""
+    tiny, side = device.type != "cuda", 224 if device.type == "cuda" else 56
+    kind = "tiny_pi05" if tiny and measured["policy"] == "pi05" else measured["policy"]
     image = PolicyFeature(FeatureType.VISUAL, (3, side, side))
     make: Any = PreTrainedConfig.get_choice_class(kind)
+    like_tiny = {"image_resolution": (side, side), "tokenizer_max_length": 64, "chunk_size": 10, "n_action_steps": 10}
     return make(
+        **(like_tiny if tiny else {}),
         input_features={
             **{f"observation.images.{i}": image for i in range(CAMERAS)},
             "observation.state": PolicyFeature(FeatureType.STATE, (STATE_DIM,)),
@@ -113,7 +119,7 @@ def prepared_rows(config: Any, rows: int, seed: int) -> Columns:
     """A batch as the data engine hands it over: uint8 cameras (B, H, W, 3), tokens with padding, action chunks."""
     random = np.random.default_rng(seed)
     tokens = (rows, config.tokenizer_max_length)
-    vocabulary = getattr(config, "vocab_size", 257_152)
+    vocabulary = measured["vocabulary"] or getattr(config, "vocab_size", 257_152)
     columns: Columns = {
         key: random.integers(0, 256, (rows, *image.shape[1:], 3), np.uint8)
         for key, image in config.image_features.items()
@@ -122,6 +128,8 @@ def prepared_rows(config: Any, rows: int, seed: int) -> Columns:
     lengths = random.integers(tokens[1] // 4, tokens[1] // 2, (rows, 1))
     lengths[0] = tokens[1] // 2  # so that all batches are cut to the same length
     columns["observation.language.attention_mask"] = np.arange(tokens[1]) < lengths
+    if getattr(family_of(config), "before_actions", 0):
+        columns["observation.state"] = random.standard_normal((rows, STATE_DIM), np.float32)
     columns["action"] = random.standard_normal((rows, config.chunk_size, ACTION_DIM), np.float32)
     return columns
 
@@ -643,6 +651,7 @@ def table(mode: str, result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    parser.add_argument("--policy", default="pi05", choices=("pi05", "pi0"))
     parser.add_argument("--modes", default="heads,expert,full")
     parser.add_argument("--batch_sizes", default="1,2,4,8,16,32,64,128" if device.type == "cuda" else "1,8")
     parser.add_argument("--global_batch", type=int, default=8)
@@ -653,6 +662,18 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     enable_gpu_perf_flags()
+    measured["policy"] = options.policy
+    with contextlib.ExitStack() as sizes:
+        if options.policy != "pi05" and device.type == "cpu":  # LeRobot's own options have no such sizes
+            from tests.tiny_backbones import VOCABULARY, benchmarked
+
+            measured["vocabulary"] = VOCABULARY
+            sizes.enter_context(benchmarked(options.policy))
+        run(options, device)
+
+
+def run(options: argparse.Namespace, device: torch.device) -> None:
+    """Measure, print and write."""
     bf16, rows = device.type == "cuda", options.global_batch
 
     name = torch.cuda.get_device_name(device) if bf16 else f"{os.cpu_count()}cpu"
@@ -664,8 +685,8 @@ def main() -> None:
         "settings": vars(options),
         "modes": {},
     }
-    measured = compare(options, device, bf16, rows)
-    for mode, cells in measured.items():
+    compared_by_mode = compare(options, device, bf16, rows)
+    for mode, cells in compared_by_mode.items():
         result = summary(cells, mode, device)
         result["memory_estimate"] = memory_estimate(cells, mode, device, rows)
         if options.live:
@@ -682,7 +703,8 @@ def main() -> None:
     for curve in results["losses"]:
         worst = curve["largest_relative_difference"]
         print(f"losses over {LOSS_STEPS} steps, {compared}, {curve['precision']}: apart by at most {worst:.1e}")
-    path = RESULTS / f"step-{re.sub('[^a-z0-9]+', '-', name.lower())}-{results['date']}.json"
+    which = "" if options.policy == "pi05" else f"{options.policy}-"
+    path = RESULTS / f"step-{which}{re.sub('[^a-z0-9]+', '-', name.lower())}-{results['date']}.json"
     write_json(path, results)
     print(f"written to {path}")
 

@@ -16,7 +16,7 @@ import torch
 from lerobot.policies.pi0 import modeling_pi0
 from lerobot.policies.pi0_fast import modeling_pi0_fast
 from lerobot.processor import tokenizer_processor
-from transformers import (
+from transformers import (  # type: ignore[attr-defined]  # some are in modules that it loads when they are asked for
     CLIPConfig,
     CLIPModel,
     PreTrainedTokenizerFast,
@@ -69,15 +69,16 @@ class ActionTokenizer:
 
 
 @contextlib.contextmanager
-def tiny_paligemma(modeling):
+def tiny_paligemma(modeling, *, width=32, depth=2, mlp_dim=32, head_dim=8, vision_depth=1, image_size=28):
     """LeRobot's PI0 or PI0-FAST, by its module, with a small vision tower and vocabulary; a tokenizer of this file."""
-    sizes = SimpleNamespace(width=32, depth=2, mlp_dim=32, num_heads=8, num_kv_heads=1, head_dim=8)
+    sizes = SimpleNamespace(width=width, depth=depth, mlp_dim=mlp_dim, num_heads=8, num_kv_heads=1, head_dim=head_dim)
     names = ("PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM")
     paligemma, expert = (getattr(modeling, name, None) for name in names)
 
     def small(config):
-        vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-        for name, value in (*vision.items(), ("image_size", 28), ("patch_size", 14), ("projection_dim", 32)):
+        vision = {"hidden_size": width, "intermediate_size": mlp_dim, "num_hidden_layers": vision_depth}
+        vision |= {"num_attention_heads": 4, "image_size": image_size, "patch_size": 14, "projection_dim": width}
+        for name, value in vision.items():
             setattr(config.vision_config, name, value)
         config.text_config.vocab_size = config._vocab_size = config.image_token_index = VOCABULARY
         return paligemma(config)
@@ -100,6 +101,12 @@ def tiny_paligemma(modeling):
         yield
 
 
+def benchmarked(kind):
+    """A policy type at the sizes of the tiny PI0.5, for `benchmarks.step`."""
+    modeling = {"pi0": modeling_pi0}[kind]
+    return tiny_paligemma(modeling, width=64, depth=3, mlp_dim=128, head_dim=16, vision_depth=2, image_size=56)
+
+
 # Small, and with schedules of which ten steps see every part.
 ACT = Kind(
     {
@@ -118,7 +125,7 @@ DIFFUSION = Kind(
     },
     lora=None,
 )
-PALIGEMMA = {
+PALIGEMMA: dict[str, str | float | int] = {
     **{"chunk_size": 4, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "tokenizer_max_length": 12},
     **{"image_resolution": "[28, 28]", "scheduler_warmup_steps": 3, "scheduler_decay_steps": 7, "optimizer_lr": 1e-4},
 }
