@@ -1,4 +1,4 @@
-"""Parquet files of strangers: what Arrow would run on opening them is refused before that."""
+"""Parquet files of strangers: nothing in them is run by opening them, and no more is unpacked than fits."""
 
 import errno
 import re
@@ -35,29 +35,7 @@ def refuses(root, message):
         load_metadata(root)
 
 
-def write_with_extension(path, name, *, nested=False, registered=False):
-    """A tasks.parquet with one more column of an Arrow extension type."""
-    metadata = {"ARROW:extension:name": name, "ARROW:extension:metadata": "x"}
-    if nested:
-        inner = pa.field("inner", pa.int64(), metadata=metadata)
-        field = pa.field("extra", pa.list_(pa.struct([inner])))
-        column = pa.array([[{"inner": 1}], []], field.type)
-    else:
-        field = pa.field("extra", pa.int64(), metadata=metadata)
-        column = pa.array([1, 2])
-    schema = pa.schema([pa.field("task_index", pa.int64()), pa.field("task", pa.string()), field])
-    table = pa.table([[0, 1], ["go to the red bin", "go to the blue bin"], column], schema=schema)
-    pq.write_table(table, path)
-
-
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("name", ["ray.data.arrow_tensor_v2", "arrow.py_extension_type", "arrow.uuid", ""])
-def test_arrow_extension_types(root, name, nested):
-    write_with_extension(root / "meta/tasks.parquet", name, nested=nested)
-    refuses(root, f"meta/tasks.parquet holds the Arrow extension type {re.escape(repr(name))}")
-
-
-def test_extension_types_are_refused_before_arrow_deserialises_them(root):
+def test_extension_types_are_never_deserialised(root):
     """Arrow calls a registered type's deserialiser on opening a file; ours must never get that far."""
     calls = []
 
@@ -73,36 +51,38 @@ def test_extension_types_are_refused_before_arrow_deserialises_them(root):
             calls.append(serialized)
             return cls()
 
+    path, tasks = root / "meta/tasks.parquet", load_metadata(root).tasks
+    plain = pa.table({"task_index": list(tasks), "task": list(tasks.values())})
+    number = pa.ExtensionArray.from_storage(Spy(), pa.array(range(len(tasks)), pa.int64()))
+    nested = pa.ListArray.from_arrays(pa.array(range(len(tasks) + 1), pa.int32()), number)
     pa.register_extension_type(Spy())
     try:
-        path = root / "meta/tasks.parquet"
-        write_with_extension(path, "test.spy")
-        refuses(root, "holds the Arrow extension type 'test.spy'")
-        assert calls == []
-        pq.read_schema(path)
-        assert calls, "the control: plain pyarrow does call it"
+        for extra in (number, nested, pa.StructArray.from_arrays([number], ["inner"])):
+            pq.write_table(plain.append_column("extra", extra), path)
+            assert load_metadata(root).tasks == tasks
+            with open_parquet(LocalFileSystem(), str(path)) as file:
+                found = read_columns(file, ["extra"], Budget("rows", None, 10_000), name="a file")["extra"]
+            assert "test.spy" not in str(found.type) and len(found) == len(tasks)
+            assert calls == []
+            pq.read_schema(path)
+            assert calls, "the control: plain pyarrow does call it"
+            calls.clear()
     finally:
         pa.unregister_extension_type("test.spy")
 
 
-def extension_names(path):
-    with open(path, "rb") as file:
-        return list(safe_parquet._extension_names_in_footer(safe_parquet._read_footer(file)))
-
-
-def test_what_lerobot_itself_writes_is_allowed(tmp_path):
+def test_extension_types_that_lerobot_writes(tmp_path):
     root = make_dataset(tmp_path / "d", episodes=(2, 3), cameras={}, extra_features=True)
     meta = load_metadata(root)
-    assert extension_names(root / meta.data_files[0]) == ["datasets.features.features.Array2DExtensionType"]
+    assert b"ARROW:schema" in (root / meta.data_files[0]).read_bytes()
     with open_parquet(meta.fs, f"{meta.base}/{meta.data_files[0]}") as file:
         assert file.read().num_rows == 5
     # The language columns of LeRobot 0.6 hold JSON texts in lists of structs.
     texts = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{}", "[]"]))
     path = tmp_path / "language.parquet"
     pq.write_table(pa.table({"language_events": pa.ListArray.from_arrays([0, 1, 2], texts)}), path)
-    assert extension_names(path) == ["arrow.json"]
     with open_parquet(meta.fs, str(path)) as file:
-        assert file.read().num_rows == 2
+        assert file.read()["language_events"].to_pylist() == [["{}"], ["[]"]]
 
 
 def test_a_disk_that_does_not_answer_is_no_damaged_file(root, monkeypatch):
@@ -114,19 +94,11 @@ def test_a_disk_that_does_not_answer_is_no_damaged_file(root, monkeypatch):
         load_metadata(root)
 
 
-def test_an_arrow_schema_in_an_unusual_encoding_is_refused(root):
-    """Thrift has two ways to write the same field; Arrow's own writers use one, and only that one is read."""
-    path = root / "meta/tasks.parquet"
-    key = b"ARROW:schema"
-    path.write_bytes(path.read_bytes().replace(key + b"\x18", key + b"\x08"))
-    refuses(root, "meta/tasks.parquet cannot be read as a parquet file .*Arrow schema is damaged: unknown encoding")
-
-
-def test_every_byte_of_the_embedded_schema_may_be_wrong(root):
-    """Damaged schemas end in an error that names the file, or in an unharmed read; in nothing else."""
+def test_every_byte_of_a_footer_may_be_wrong(root):
+    """A damaged footer ends in an error that names the file, or in an unharmed read; in nothing else."""
     path = root / "meta/tasks.parquet"
     content = path.read_bytes()
-    start = content.index(b"ARROW:schema")
+    start = content.index(b"ARROW:schema") - 300
     rng = np.random.default_rng(0)
     outcomes = set()
     for at in range(start, start + 700, 3):

@@ -633,7 +633,7 @@ def _read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
         table = read_columns(file, ["task_index", text_column], budget, name=TASKS_PATH)
     indices = _int_column(table, "task_index", TASKS_PATH, low=0).tolist()
     texts = table[text_column]
-    if not (pa.types.is_string(texts.type) or pa.types.is_large_string(texts.type)) or texts.null_count:
+    if not pa.types.is_string(texts.type) or texts.null_count:
         raise ValueError(f"{TASKS_PATH}: {text_column} has type {texts.type}, expected texts without nulls")
     tasks = dict(zip(indices, texts.to_pylist(), strict=True))
     if len(tasks) != len(indices):
@@ -764,7 +764,7 @@ def _start_column(table: pa.Table, name: str, path: str) -> np.ndarray:
 
 def _episode_tasks(column: pa.ChunkedArray, index: np.ndarray, known: set[str], path: str) -> Iterator[tuple[str, ...]]:
     """The instructions of the episodes in a file, whose numbers are `index`."""
-    if not pa.types.is_list(column.type) and not pa.types.is_large_list(column.type):
+    if not pa.types.is_list(column.type):
         raise ValueError(f"{path}: tasks has type {column.type}, expected lists of texts")
     lists = column.cast(pa.large_list(pa.large_string())).combine_chunks()
     if lists.null_count:

@@ -356,20 +356,13 @@ def numbers(column: pa.ChunkedArray, dtype: DTypeLike | None, shape: tuple[int, 
     while True:
         if array.null_count:
             raise ValueError(f"{where}: {array.null_count} empty values; every row must have one")
-        if isinstance(array.type, pa.BaseExtensionType):
-            array = array.storage
-        elif (
-            pa.types.is_list(array.type)
-            or pa.types.is_large_list(array.type)
-            or pa.types.is_fixed_size_list(array.type)
-        ):
-            found = pc.unique(pc.list_value_length(array)).to_pylist()
-            if len(found) > 1:
-                raise ValueError(f"{where}: lists of {sorted(found)[:5]} values, expected shape {shape} in every row")
-            lengths += found
-            array = array.flatten()
-        else:
+        if not pa.types.is_list(array.type):
             break
+        found = pc.unique(pc.list_value_length(array)).to_pylist()
+        if len(found) > 1:
+            raise ValueError(f"{where}: lists of {sorted(found)[:5]} values, expected shape {shape} in every row")
+        lengths += found
+        array = array.flatten()
     # A scalar may be stored as a list of one.
     if count and tuple(lengths) != shape and not (shape == (1,) and not lengths):
         raise ValueError(f"{where}: values of shape {tuple(lengths)}, expected {shape} in every row")

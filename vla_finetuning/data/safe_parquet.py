@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import os
-import re
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +19,8 @@ import pyarrow.parquet as pq
 from vla_finetuning.data.limits import KEPT_FOOTER_BYTES, MAX_FOOTER_BYTES, ROW_GROUP_OVERHEAD_BYTES
 from vla_finetuning.data.storage import RemoteFile, StorageError, naming_file
 
-# What LeRobot writes: Hugging Face's fixed-shape arrays, and JSON text inside the language columns.
-_ARROW_EXTENSIONS = re.compile(r"datasets\.features\.features\.Array[2-5]DExtensionType|arrow\.json")
+# The entry of a footer that Arrow makes a schema of, with its extension types; one as long, that it ignores.
+_ARROW_SCHEMA, _NO_SCHEMA = b"ARROW:schema", b"no-one:reads"
 # Bytes of a value in memory. Texts and bytes are read as numbers of the distinct ones.
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
 
@@ -83,9 +81,9 @@ def open_parquet(
 ) -> Iterator[OpenedParquet]:
     """Open a dataset's parquet file; the one way to do so.
 
-    Before Arrow parses the schema, the names of its extension types are read from the raw bytes: Arrow
-    deserialises registered types the moment it opens a file, and Ray's have run pickled code from there
-    (CVE-2026-41486, closed in Ray 2.55; an environment variable opens it again).
+    Arrow deserialises registered extension types the moment it opens a file, and Ray's have run pickled code from there
+    (CVE-2026-41486, closed in Ray 2.55; an environment variable opens it again). So Arrow never gets to see the schema
+    that names them: columns have the types that parquet itself gives them, extension arrays those they are stored as.
 
     Read it with `read_columns`, which unpacks no more than its budget: texts come out of Arrow as dictionaries.
 
@@ -97,8 +95,7 @@ def open_parquet(
     Raises:
         FileNotFoundError: there is no such file.
         StorageError: the object store or the disk refused or did not answer.
-        ValueError: not a parquet file, corrupt (also when that is found while reading inside the `with`), or
-            it holds an extension type that LeRobot does not write.
+        ValueError: not a parquet file, or corrupt (also when that is found while reading inside the `with`).
     """
     name = name or path
     try:
@@ -114,7 +111,7 @@ def open_parquet(
         with file, naming_file(name):
             metadata = None if identity is None else _footers.get(identity)
             if metadata is None:
-                metadata = _checked_footer(file, name)
+                metadata = _parsed_footer(file)
                 if identity is not None:
                     _footers.keep(identity, metadata)
             leaves = [metadata.schema.column(i) for i in range(metadata.num_columns)]
@@ -134,15 +131,11 @@ def open_parquet(
         raise ValueError(f"{name} cannot be read as a parquet file ({reason}); copy it again") from error
 
 
-def _checked_footer(file: Any, name: str) -> pq.FileMetaData:
-    for extension in _extension_names_in_footer(_read_footer(file)):
-        if not _ARROW_EXTENSIONS.fullmatch(extension):
-            raise ValueError(
-                f"{name} holds the Arrow extension type {extension!r:.100}, which LeRobot does not "
-                "write and which could run code when read; write the column as plain lists"
-            )
-    file.seek(0)
-    return pq.ParquetFile(file, arrow_extensions_enabled=False).metadata
+def _parsed_footer(file: Any) -> pq.FileMetaData:
+    """The footer without its Arrow schema, parsed by itself: as of a parquet file that holds nothing else."""
+    footer = _read_footer(file).replace(_ARROW_SCHEMA, _NO_SCHEMA)
+    alone = b"PAR1" + footer + struct.pack("<I4s", len(footer), b"PAR1")
+    return pq.ParquetFile(pa.BufferReader(alone), arrow_extensions_enabled=False).metadata
 
 
 class _Footers:
@@ -267,14 +260,12 @@ def _declared(
 def _text_bytes(array: pa.Array, name: str) -> int:
     """Bytes of the texts in an array, nested ones included, when they are no longer dictionaries."""
     kind = array.type
-    if isinstance(kind, pa.BaseExtensionType):
-        return _text_bytes(array.storage, name)
     if pa.types.is_dictionary(kind):
         lengths = pc.binary_length(array.dictionary).cast(pa.int64())
         return pc.sum(lengths.take(array.indices)).as_py() or 0
     if pa.types.is_struct(kind):
         return sum(_text_bytes(field, name) for field in array.flatten())
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if pa.types.is_list(kind):
         return _text_bytes(array.flatten(), name)
     if pa.types.is_primitive(kind) or pa.types.is_null(kind):
         return 0
@@ -289,10 +280,6 @@ def _plain(kind: pa.DataType) -> pa.DataType:
         return pa.struct([field.with_type(_plain(field.type)) for field in kind])
     if pa.types.is_list(kind):
         return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(_plain(kind.value_type)))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(kind.value_field.with_type(_plain(kind.value_type)), kind.list_size)
     return kind
 
 
@@ -311,76 +298,3 @@ def _read_footer(file: Any) -> bytes:
         )
     file.seek(size - 8 - footer_size)
     return file.read(footer_size)
-
-
-def _extension_names_in_footer(footer: bytes) -> Iterator[str]:
-    """Read the extension types in the Arrow schemas of a parquet footer, without letting Arrow do it.
-
-    Raises OSError where they cannot be followed: what Arrow would make of them is unknown.
-
-    The footer is Thrift (compact protocol): a string is its length as a varint, then its bytes; the value of
-    a key follows after one byte 0x18 (next field, binary). The schema is base64 of an Arrow IPC message.
-    """
-    key = b"ARROW:schema"
-    at = footer.find(key)
-    while at >= 0:
-        at += len(key)
-        try:
-            if footer[at] != 0x18:
-                raise ValueError("unknown encoding")
-            at, length, shift = at + 1, 0, 0
-            while True:
-                length |= (footer[at] & 0x7F) << shift
-                at, shift = at + 1, shift + 7
-                if footer[at - 1] < 0x80:
-                    break
-            names = _extension_names(base64.b64decode(footer[at : at + length], validate=True))
-        except (ValueError, IndexError, struct.error) as error:
-            raise OSError(f"its Arrow schema is damaged: {error}") from error
-        yield from names
-        at = footer.find(key, at + length)
-
-
-def _extension_names(message: bytes) -> list[str]:
-    """Names of the extension types in an Arrow IPC schema message, nested fields included.
-
-    A flatbuffer table starts with the distance back to its vtable, which holds the offset of each field
-    (format/Message.fbs, format/Schema.fbs of Apache Arrow: Message.header is field 2, Schema.fields 1,
-    Field.children 5, Field.custom_metadata 6, KeyValue.key 0 and value 1).
-    """
-
-    def number(code: str, at: int) -> int:
-        if at < 0:
-            raise ValueError("an offset leads outside")
-        return struct.unpack_from(code, message, at)[0]
-
-    def follow(table: int, field: int) -> int | None:
-        vtable = table - number("<i", table)
-        if 4 + 2 * field >= number("<H", vtable):
-            return None
-        offset = number("<H", vtable + 4 + 2 * field)
-        return table + offset + number("<I", table + offset) if offset else None
-
-    def vector(at: int | None) -> list[int]:
-        slots = [] if at is None else range(at + 4, at + 4 + 4 * number("<I", at), 4)
-        return [slot + number("<I", slot) for slot in slots]
-
-    def text(at: int | None) -> bytes:
-        return b"" if at is None else message[at + 4 : at + 4 + number("<I", at)]
-
-    # Messages start with a marker and their length; before Arrow 0.15 with the length alone.
-    start = 8 if number("<I", 0) == 0xFFFFFFFF else 4
-    schema = follow(start + number("<I", start), 2)
-    pending = [] if schema is None else vector(follow(schema, 1))
-    names = []
-    seen = 0
-    while pending:
-        field = pending.pop()
-        seen += 1
-        if seen > 100_000:
-            raise ValueError("its fields refer to each other")
-        for pair in vector(follow(field, 6)):
-            if text(follow(pair, 0)) == b"ARROW:extension:name":
-                names.append(text(follow(pair, 1)).decode("utf-8", "backslashreplace"))
-        pending += vector(follow(field, 5))
-    return names
