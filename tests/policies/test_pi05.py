@@ -692,7 +692,7 @@ def test_rows_of_weight_zero_count_for_nothing_but_the_denominator(mode, in_floa
     kept = torch.tensor([True, False, True, False])
     part = {key: value[kept] for key, value in batch.items()}
     _, _, expected, wanted = loss_and_gradients(policy, mode, part, noise[kept], time[kept])
-    weighted = {**batch, "row_weight": kept.double()}
+    weighted = {**batch, "is_read": kept}
     # What is in the other rows does not matter.
     weighted["action"] = torch.where(kept[:, None, None], batch["action"], 1e6)
     policy.zero_grad()

@@ -16,7 +16,7 @@ from torch._dynamo import lookup_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._triton import has_triton
 
 logger = logging.getLogger(__name__)
@@ -109,6 +109,10 @@ class Compiler:
         return call
 
     def _try(self, compiled: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        # Cut off from what made them: backward would go on there, where the same layer has been called before.
+        arguments = tree_map_only(
+            Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), arguments
+        )
         leaves = tree_leaves(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         tensors += [parameter for leaf in leaves if isinstance(leaf, nn.Module) for parameter in leaf.parameters()]

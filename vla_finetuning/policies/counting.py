@@ -22,7 +22,7 @@ def meta_policy(config: PreTrainedConfig) -> PreTrainedPolicy:
 
     Only of a family that is built `from_config`: others may download their backbones.
     """
-    config = copy.deepcopy(config)
+    config = family_of(config).without_downloads(copy.deepcopy(config))
     config.device = "meta"
     with torch.device("meta"):
         return get_policy_class(config.type)(config)

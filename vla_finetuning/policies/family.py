@@ -30,7 +30,7 @@ UNUSED = "unused in training"
 # Options of `--train.*` that a family must know how to compute (`Family.train_options`).
 TRAIN_OPTIONS = ("mask_padding", "noise_draws", "activation_checkpointing", "compile")
 # The embedding of words: a sixth of what trains of PI0.5 in full.
-WORDS = r".*\.language_model\.embed_tokens"
+WORDS = r".*\.(language_model|text_model)\.embed_tokens"
 # Of policies made of a PaliGemma, what they call as modules: the MLPs, most of a layer, and the vision tower's layers.
 # LeRobot computes language models without calling their layers, whose hooks would never fire (0.6.1, #3767).
 UNIT = (
@@ -230,6 +230,10 @@ class Family:
         return weights
 
     # ---- with from_config --------------------------------------------------------------------------------------------
+
+    def without_downloads(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """The configuration, changed in place so that LeRobot builds the policy without a backbone's weights."""
+        return config
 
     def with_cameras(self, config: PreTrainedConfig, cameras: int, prompt: int | None = None) -> PreTrainedConfig:
         """A copy of the configuration for so many cameras, with no options that recompute or compile.

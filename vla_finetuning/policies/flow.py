@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -20,9 +20,26 @@ from torch import Tensor
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
 
+# Columns of a batch that a row's loss is multiplied by.
+ROW_FACTORS = frozenset({"row_weight", "is_read"})
+
+
+class TimeDistribution(NamedTuple):
+    """Of the time: `Beta(alpha, beta) * scale + offset`."""
+
+    alpha: float
+    beta: float
+    scale: float
+    offset: float
+
 
 def sample_noise_and_time(
-    config: PreTrainedConfig, global_batch_size: int, seed: int, step: int, device: torch.device | str
+    config: PreTrainedConfig,
+    global_batch_size: int,
+    seed: int,
+    step: int,
+    device: torch.device | str,
+    times: TimeDistribution | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw the flow matching noise and times of one optimizer step, for all its rows.
 
@@ -32,8 +49,9 @@ def sample_noise_and_time(
 
     Args:
         config: the policy's; gives T, the padded action width and the distribution of the time, which is LeRobot's
-            (`PI05Pytorch.sample_time`): `Beta(alpha, beta) * scale + offset`.
+            (`PI05Pytorch.sample_time`).
         global_batch_size: rows of the step, G.
+        times: the distribution of the time, of a policy whose configuration says none.
     Returns:
         noise float32 (G, T, max_action_dim), standard normal; time float32 (G,).
     """
@@ -43,7 +61,12 @@ def sample_noise_and_time(
     generator.manual_seed(int.from_bytes(digest, "little") >> 1)
     options: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
     noise = torch.randn((global_batch_size, flow.chunk_size, flow.max_action_dim), **options)
-    alpha, beta = flow.time_sampling_beta_alpha, flow.time_sampling_beta_beta
+    if times is None:
+        times = TimeDistribution(
+            *(flow.time_sampling_beta_alpha, flow.time_sampling_beta_beta),
+            *(flow.time_sampling_scale, flow.time_sampling_offset),
+        )
+    alpha, beta, scale, offset = times
     if beta == 1.0:
         fraction = torch.rand((global_batch_size,), **options) ** (1.0 / alpha)  # the inverse of its CDF, x**alpha
     else:
@@ -51,7 +74,7 @@ def sample_noise_and_time(
         concentration[:, 0].fill_(alpha)
         concentration[:, 1].fill_(beta)
         fraction = torch._sample_dirichlet(concentration, generator=generator)[:, 0]
-    return noise, fraction * flow.time_sampling_scale + flow.time_sampling_offset
+    return noise, fraction * scale + offset
 
 
 class FlowLoss(PolicyLoss):
@@ -83,7 +106,7 @@ class FlowLoss(PolicyLoss):
         Args:
             batch: as `Family.check_batch` describes it, on the device of the policy. For `mask_padding` also
                 `action_is_pad` bool (B, T). Optional: `row_weight` float32 (B,), what a row's loss is multiplied
-                by; the mean's denominator stays the number of rows.
+                by, and `is_read` bool (B,), False where it is zero; the mean's denominator stays the number of rows.
             noise, time: rows of what `Family.draw` returns: float32 (B*K, T, max_action_dim) and float32 (B*K,),
                 the K draws of a row one after the other. Images and language are computed once for all K, and the
                 loss is the mean over the draws: another estimator of the same expectation than K = 1, with less
@@ -92,7 +115,7 @@ class FlowLoss(PolicyLoss):
         Raises:
             ValueError: no noise or time, draws that are no multiple of the rows, or no camera in the batch.
         """
-        batch = self.images(batch)
+        batch = self.inputs(batch)
         if noise is None or time is None:
             raise ValueError(f"the loss of a '{self.policy.config.type}' needs noise and time; Family.draw draws them")
         actions = self.policy.prepare_action(batch)
@@ -105,10 +128,18 @@ class FlowLoss(PolicyLoss):
         velocity = self.velocity(noisy_actions, time, self.prefix(batch))
         losses = F.mse_loss(noise - actions, velocity, reduction="none")
         losses = losses[:, :, : self.policy.config.output_features[ACTION].shape[0]]
+        return self.reduce(losses, batch, draws, per_row)
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the policy computes with: floats in place of uint8 cameras."""
+        return self.images(batch)
+
+    def reduce(self, losses: Tensor, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
+        """The loss of a batch, or of each draw of each row, by those of action steps and dimensions (B*K, T, A)."""
         if self.mask_padding:
             losses = losses.masked_fill(repeat_rows(batch["action_is_pad"], draws).unsqueeze(-1), 0.0)
-        if "row_weight" in batch:
-            losses = losses * repeat_rows(batch["row_weight"], draws)[:, None, None]
+        for factor in batch.keys() & ROW_FACTORS:
+            losses = losses * repeat_rows(batch[factor], draws)[:, None, None]
         return losses.mean(dim=(1, 2)) if per_row else losses.mean()
 
     def prefix(self, batch: Mapping[str, Tensor]) -> Any:

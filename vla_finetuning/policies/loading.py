@@ -51,6 +51,7 @@ from vla_finetuning.policies.processors import (
 )
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import remote_code
+from vla_finetuning.policies.trainable import with_float32_masters
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -516,7 +517,7 @@ def exported_dtypes(policy: PreTrainedPolicy) -> dict[str, torch.dtype]:
     own = policy.state_dict()
     if not family_of(policy.config).from_config:
         return {key: tensor.dtype for key, tensor in own.items()}
-    built = meta_policy(policy.config).state_dict()
+    built = with_float32_masters(meta_policy(policy.config)).state_dict()
     different = sorted(
         key
         for key in own.keys() | built.keys()
@@ -546,9 +547,9 @@ def save_pretrained(
     with _pretrained_folder(folder, policy.config, preprocessor, postprocessor) as partial:
         if family_of(policy.config).from_config:
             dtypes = exported_dtypes(policy)
-            weights = {
-                key: tensor.detach().to("cpu", dtypes[key]).contiguous() for key, tensor in policy.state_dict().items()
-            }
+            named = policy.state_dict(keep_vars=True)
+            once = {id(tensor): key for key, tensor in named.items()}  # one tensor under two names is written once
+            weights = {key: named[key].detach().to("cpu", dtypes[key]).contiguous() for key in once.values()}
             save_file(weights, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         else:
             save_model(policy, str(partial / WEIGHTS_FILE))

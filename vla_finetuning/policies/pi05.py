@@ -18,9 +18,8 @@ Legend: B batch, K draws of noise and time per row, T chunk, A action, L languag
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -37,15 +36,14 @@ from lerobot.utils.constants import (
     OPENPI_ATTENTION_MASK_VALUE,
 )
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING
 from transformers.models.gemma.modeling_gemma import rotate_half
 
 from util import Draws
 from vla_finetuning.policies.attention import Kernel, Shape, attend
-from vla_finetuning.policies.family import UNUSED, WORDS, Family, PolicyLoss, require
-from vla_finetuning.policies.flow import FlowLoss, repeat_rows, sample_noise_and_time
-from vla_finetuning.policies.processors import DeviceHalf
+from vla_finetuning.policies.family import UNUSED, Family, PolicyLoss, require
+from vla_finetuning.policies.flow import repeat_rows, sample_noise_and_time
+from vla_finetuning.policies.layers import LayeredLoss
 from vla_finetuning.policies.prompts import prompt_lengths
 from vla_finetuning.policies.recompute import feed_forward
 
@@ -69,43 +67,23 @@ class Prefix:
     state: Tensor | None = None
 
 
-class PI05Loss(FlowLoss):
+class PI05Loss(LayeredLoss):
     """PI0.5's loss; loss and gradients are those of `PI05Policy.forward` with the same noise and time.
 
     Gradients flow into images and language only if something there trains, which is decided at construction:
     `choose_trainable` first.
 
-    Args:
-        policy: in train mode or not; PI0.5 has no dropout.
-        images, mask_padding: as for `FlowLoss`.
-        attention: the language model and the expert attend as LeRobot computes it, or by PyTorch's
-            `scaled_dot_product_attention`: equal up to rounding, without the weights in memory. May be changed later,
-            to what `attention.choose_kernel` says.
-        checkpointing: keep only what enters each layer, and compute the layer again in backward. The same numbers from
-            less memory. Also on if the configuration asks for `gradient_checkpointing`.
-        compile: what to make of a layer's function before it is used, e.g. a `compiling.Compiler`.
+    Args: as for `LayeredLoss`; `checkpointing` is also on if the configuration asks for `gradient_checkpointing`.
     Attributes:
-        compiler: what `compile` was.
         before_actions: tokens of the suffix before the actions, which see none of them.
     """
 
     before_actions = 0
 
-    def __init__(
-        self,
-        policy: PreTrainedPolicy,
-        *,
-        images: DeviceHalf | None = None,
-        mask_padding: bool = False,
-        attention: Kernel = "eager",
-        checkpointing: bool = False,
-        compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-    ):
-        super().__init__(policy, images=images, mask_padding=mask_padding)
-        self.attention = attention
+    def __init__(self, policy: PreTrainedPolicy, *, checkpointing: bool = False, **options: Any):
+        super().__init__(policy, checkpointing=checkpointing or policy.config.gradient_checkpointing, **options)
         paligemma = policy.model.paligemma_with_expert.paligemma
         self._prefix_trains = any(parameter.requires_grad for parameter in paligemma.parameters())
-        self._checkpointing = checkpointing or policy.config.gradient_checkpointing
         # Now, because FSDP2 may gather in bfloat16 what is float32 between steps.
         self._prefix_dtype, self._suffix_dtype = (
             torch.bfloat16 if projection.weight.dtype == torch.bfloat16 else None
@@ -114,10 +92,8 @@ class PI05Loss(FlowLoss):
                 policy.model.paligemma_with_expert.gemma_expert.model.layers[0].self_attn.q_proj,
             )
         )
-        self._units: dict[nn.Module, Unit] = {}
-        self.compiler = compile
-        layers: list[Callable[..., Any]] = [_vision_layer, _prefix_layer, _suffix_layer]
-        self._vision_layer, self._prefix_layer, self._suffix_layer = map(compile, layers) if compile else layers
+        self._vision_layer, self._prefix_layer = self._compiled(_vision_layer), self._compiled(_prefix_layer)
+        self._suffix_layer = self._compiled(_suffix_layer)
 
     def prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
         """Compute what the action expert needs of images (floats, as `images` makes them) and language."""
@@ -138,26 +114,13 @@ class PI05Loss(FlowLoss):
             for layer in layers
         ]
 
-    def make_units(self) -> list[nn.Module]:
-        """Have each layer in which something trains run inside of a module that holds its matrices: these, and words.
-
-        For hooks that gather and give up parameters around a layer (FSDP2's). A layer is not called as a module here,
-        nor by LeRobot (0.6.1, #3767), so its own hooks never fire; those of modules in it would, in the middle of what
-        is compiled. Names of parameters stay what they are. Of 3.24 B parameters that train, 3.2 B are in these.
-        """
-        if not self._units:
-            vlm = self.policy.model.paligemma_with_expert
-            # Not the language model's last layer: only its keys and values are computed.
-            layers = (
-                *vlm.paligemma.model.vision_tower.vision_model.encoder.layers,
-                *vlm.paligemma.model.language_model.layers[:-1],
-                *vlm.gemma_expert.model.layers,
-            )
-            for layer in layers:
-                if any(parameter.requires_grad for parameter in layer.parameters()):
-                    self._units[layer] = Unit(module for module in layer.modules() if isinstance(module, nn.Linear))
-            self.units = nn.ModuleList(self._units.values())
-        return [*self._units.values(), *self._training_modules(WORDS)]
+    def layers(self) -> Iterable[nn.Module]:
+        vlm = self.policy.model.paligemma_with_expert
+        return (
+            *vlm.paligemma.model.vision_tower.vision_model.encoder.layers,
+            *vlm.paligemma.model.language_model.layers[:-1],  # of the last one only keys and values are computed
+            *vlm.gemma_expert.model.layers,
+        )
 
     def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
         vlm = self.policy.model.paligemma_with_expert
@@ -258,24 +221,6 @@ class PI05Loss(FlowLoss):
         angles = torch.cat((angles, angles), dim=-1)
         cosines, sines = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
         return cosines.to(dtype), sines.to(dtype)
-
-    def _run(self, function: Any, layer: nn.Module, *arguments: Any) -> Any:
-        """Call for a layer; with checkpointing, keep only the arguments and call again in backward."""
-        if self._checkpointing and torch.is_grad_enabled():
-            function = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
-        unit = self._units.get(layer)
-        return unit(function, layer, *arguments) if unit else function(layer, *arguments)
-
-
-class Unit(nn.Module):
-    """Some modules of a layer, as a module whose hooks fire around whatever is called through it."""
-
-    def __init__(self, modules: Iterable[nn.Module]):
-        super().__init__()
-        self.modules_of_layer = nn.ModuleList(modules)
-
-    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(*arguments)
 
 
 def _vision_layer(layer: nn.Module, hidden: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ class Prepare:
             The same rows, numbers of fixed shape only: cameras, the same memory under the policy's names;
             the policy's other features, normalised, and their `_is_pad`; what the pipeline added
             (`observation.language.tokens` int64 (N, L), `observation.language.attention_mask` bool (N, L));
-            the columns to keep; with `is_skipped`, also `row_weight` float32 (N,), 0.0 where it is true.
+            the columns to keep; with `is_skipped`, also `is_read` bool (N,), its opposite.
         Raises:
             ValueError: a camera is missing or not uint8 (..., H, W, 3); an instruction is not a string; a state or
                 action is not finite, where the row counts.
@@ -185,7 +185,7 @@ class Prepare:
         columns |= {key: value[:rows] for key, value in prepared.items()}
         self._check_finite(batch, columns)
         if "is_skipped" in batch:
-            columns["row_weight"] = (~batch["is_skipped"]).astype(np.float32)
+            columns["is_read"] = ~batch["is_skipped"]
         return columns | {key: batch[key] for key in self._keep if key in batch}
 
     def _check_finite(self, batch: Mapping[str, np.ndarray], prepared: Mapping[str, np.ndarray]) -> None:

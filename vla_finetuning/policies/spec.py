@@ -15,7 +15,6 @@ from vla_finetuning.config import ImageTransformOptions, PeftOptions, TrainOptio
 from vla_finetuning.policies.loading import load_policy, new_policy
 from vla_finetuning.policies.optim import Recipe
 from vla_finetuning.policies.pipelines import Stats, load_processors, make_processors
-from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import TrainableReport, with_float32_masters
 
 Processors = tuple[PolicyProcessorPipeline, PolicyProcessorPipeline]
@@ -86,7 +85,7 @@ class PolicySpec:
         else:
             torch.manual_seed(self.seed)
             policy = new_policy(self.config, trusted=self.trusted)
-        return policy if family_of(self.config).from_config else with_float32_masters(policy)
+        return with_float32_masters(policy)
 
     def processors(self, config: PreTrainedConfig | None = None) -> Processors:
         """The policy's pre- and postprocessor. `config` replaces the policy's own."""

@@ -7,7 +7,7 @@ import torch
 from lerobot.policies.pi_gemma import PiGemmaRMSNorm
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import nn
-from transformers.models.siglip.modeling_siglip import SiglipVisionEmbeddings
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from vla_finetuning.config import PeftOptions, TrainMode
 from vla_finetuning.policies.family import UNUSED
@@ -82,7 +82,10 @@ def with_float32_masters(policy: PreTrainedPolicy) -> PreTrainedPolicy:
     Some of LeRobot's policies take the precision of a backbone's configuration: SmolVLA's expert is bfloat16 where
     SmolVLM's text model says so (LeRobot 0.6.1), and steps of Adam are then mostly rounded away. Frozen weights become
     float32 too, as forwards do not expect two precisions where they had one; `cast_frozen` casts them for training.
+    Where the policy's own option says the precision (`dtype`), the driver has looked at it, and it stays.
     """
+    if family_of(policy.config).from_config and hasattr(policy.config, "dtype"):
+        return policy
     low = [p for p in policy.parameters() if p.requires_grad and p.is_floating_point() and p.dtype != torch.float32]
     if not low:
         return policy
@@ -118,7 +121,8 @@ def cast_frozen(policy: PreTrainedPolicy, dtype: torch.dtype) -> None:
     unchanged = {
         module
         for part in policy.modules()
-        if isinstance(part, (PiGemmaRMSNorm, nn.LayerNorm, SiglipVisionEmbeddings))
+        if isinstance(part, (PiGemmaRMSNorm, LlamaRMSNorm, nn.LayerNorm))
+        or (hasattr(part, "patch_embedding") and hasattr(part, "position_embedding"))
         for module in part.modules()
     }
     for module in policy.modules():

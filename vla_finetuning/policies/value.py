@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vla_finetuning.data.columns import RETURN
 from vla_finetuning.policies.attention import Kernel, Shape
 from vla_finetuning.policies.family import PolicyLoss
-from vla_finetuning.policies.flow import FlowLoss
+from vla_finetuning.policies.flow import ROW_FACTORS, FlowLoss
 from vla_finetuning.policies.registry import family_of
 
 HIDDEN = 256
@@ -116,8 +116,8 @@ class ValueLoss(PolicyLoss):
             per_row: the loss of each row instead, float32 (B,).
         """
         losses = -(two_bins(batch[RETURN], len(self.centres)) * self.logits(batch).log_softmax(dim=1)).sum(dim=1)
-        if "row_weight" in batch:
-            losses = losses * batch["row_weight"]
+        for factor in batch.keys() & ROW_FACTORS:
+            losses = losses * batch[factor]
         return losses if per_row else losses.mean()
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:

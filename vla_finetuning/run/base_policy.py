@@ -26,7 +26,7 @@ from vla_finetuning.policies.processors import (
 )
 from vla_finetuning.policies.registry import family_of, require_trained, types_that
 from vla_finetuning.policies.remote_code import remote_code
-from vla_finetuning.policies.trainable import TrainableReport, choose_trainable
+from vla_finetuning.policies.trainable import TrainableReport, choose_trainable, with_float32_masters
 from vla_finetuning.run.checkpoint import check_base, file_digest, latest_checkpoint, load_progress
 from vla_finetuning.run.folder import CHECKPOINTS_NAME
 
@@ -53,7 +53,7 @@ def check_policy(
     if not family.from_config:
         _require_float32(str(getattr(policy_config, "dtype", "float32")))
         return None  # building others may download their backbones
-    policy = meta_policy(policy_config)
+    policy = with_float32_masters(meta_policy(policy_config))
     if folder is not None:
         check_weights(folder, policy)
     report = choose_trainable(policy, train.mode, adapters)

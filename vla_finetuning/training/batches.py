@@ -52,7 +52,7 @@ def collate_cut(
     if frames is not None:
         batch = frames(batch)
     if weights is not None:
-        weight = weights[batch["index"]] * batch.get("row_weight", np.float32(1))
+        weight = weights[batch["index"]] * batch.get("is_read", True)
         batch = {**batch, "row_weight": of_batch(weight, epsilon)}
     if returns is not None:
         batch = {**batch, RETURN: returns(batch)}
