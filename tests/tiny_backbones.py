@@ -175,18 +175,18 @@ MULTI_TASK_DIT = Kind(
 )
 
 
-def smolvlm(folder, dtype="float32"):
+def smolvlm(folder, dtype="float32", *, layers=2, text=None, vision=None, scale_factor=2):
     """A SmolVLM of two small towers, its tokenizer and processors; `dtype` is what its text model says of itself."""
     folder /= "smolvlm"
     image_tokens = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>"}
     tokens = {**image_tokens, "global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>"}
     tokenizer = make_small_tokenizer(**tokens)
     tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {**tower, "model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 8}
+    llama = {**tower, "model_type": "llama", "num_hidden_layers": layers, "num_key_value_heads": 1, "head_dim": 8}
     SmolVLMConfig(
-        vision_config={**tower, "image_size": 32, "patch_size": 8},
-        text_config={**text, "vocab_size": VOCABULARY, "pad_token_id": 0, "dtype": dtype},
-        scale_factor=2,
+        vision_config={**tower, "image_size": 32, "patch_size": 8, **(vision or {})},
+        text_config={**llama, "vocab_size": VOCABULARY, "pad_token_id": 0, "dtype": dtype, **(text or {})},
+        scale_factor=scale_factor,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         pad_token_id=0,
     ).save_pretrained(folder)
@@ -201,6 +201,7 @@ SMOLVLA = Kind(
         **{"optimizer_lr": 1e-4, "scheduler_warmup_steps": 3, "scheduler_decay_steps": 7},
     },
     folders=smolvlm,
+    run={"train.mode": "expert"},
     lora="own",
 )
 

@@ -77,6 +77,7 @@ class Shape(NamedTuple):
     Attributes:
         backward: whether gradients flow through it.
         before: so many of the first queries do not see the keys of those after them.
+        causal: no query sees the keys of those after it.
     """
 
     part: str
@@ -86,6 +87,7 @@ class Shape(NamedTuple):
     steps: int
     backward: bool
     before: int = 0
+    causal: bool = False
 
     @property
     def keys(self) -> int:
@@ -187,6 +189,10 @@ def _inputs(layer: Any, shape: Shape, device: torch.device, dtype: torch.dtype) 
     if shape.before:
         bias = bias.repeat(1, 1, shape.queries, 1)
         bias[:, :, : shape.before, shape.images + shape.prompt + shape.before :] = OPENPI_ATTENTION_MASK_VALUE
+    if shape.causal:
+        bias = bias.repeat(1, 1, shape.queries, 1)
+        later = torch.ones(shape.queries, shape.queries, dtype=torch.bool).triu(1)
+        bias[..., -shape.queries :].masked_fill_(later, OPENPI_ATTENTION_MASK_VALUE)
     leaves = [tensor.to(device, dtype).requires_grad_(shape.backward) for tensor in (query, key, value)]
     return [*leaves, bias.to(device), gradient.to(device, dtype)]
 

@@ -64,13 +64,15 @@ class PI0(PI05):
         return PI0Loss(policy, **options)
 
     def check_batch(self, batch: Mapping[str, Tensor], config: Any) -> None:
-        """Also expects the state float32 (B, S)."""
+        """Also expects the state float32 (B, S), or (B, 1, S) where the policy has a window of observations."""
         super().check_batch(batch, config)
         if OBS_STATE not in batch:
             raise ValueError(f"the batch has no {OBS_STATE!r}; its keys are {sorted(batch)}")
         state = batch[OBS_STATE]
-        fits = state.dtype == torch.float32 and state.ndim == 2 and state.shape[1] <= config.max_state_dim
-        require(batch, OBS_STATE, fits, f"float32 (B, at most {config.max_state_dim})")
+        window = () if config.observation_delta_indices is None else (len(config.observation_delta_indices),)
+        fits = state.dtype == torch.float32 and state.shape[1:-1] == window and state.shape[-1] <= config.max_state_dim
+        shape = ", ".join(map(str, ("B", *window, f"at most {config.max_state_dim}")))
+        require(batch, OBS_STATE, fits, f"float32 ({shape})")
 
     def with_cameras(self, config: Any, cameras: int, prompt: int | None = None) -> Any:
         state = config.input_features.get(OBS_STATE)

@@ -9,6 +9,7 @@ from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo
 from vla_finetuning.policies.family import Family
 from vla_finetuning.policies.pi0 import PI0, PI0FAST
 from vla_finetuning.policies.pi05 import PI05
+from vla_finetuning.policies.smolvla import SmolVLA
 from vla_finetuning.policies.vqbet import VQBeT
 from vla_finetuning.policies.xvla import XVLA
 
@@ -24,7 +25,7 @@ FAMILIES = {
         Family("act", as_lerobot=True, chunk_draws="nothing"),
         Family("diffusion", as_lerobot=True),
         PI0("pi0", as_lerobot=True, chunk_draws="noise", tokenizer=PALIGEMMA),
-        Family("smolvla", as_lerobot=True, chunk_draws="noise", tokenizer_option="vlm_model_name"),
+        SmolVLA("smolvla", as_lerobot=True, chunk_draws="noise", tokenizer_option="vlm_model_name"),
         PI0FAST("pi0_fast", as_lerobot=True, tokenizer_option="text_tokenizer_name"),
         XVLA("xvla", as_lerobot=True, tokenizer_option="tokenizer_name"),
         VQBeT("vqbet", as_lerobot=True),

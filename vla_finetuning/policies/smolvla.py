@@ -1,0 +1,472 @@
+"""SmolVLA as a family: LeRobot's loss in three streams, what trains, what it costs.
+
+`SmolVLALoss` calls LeRobot's own layers in an order of its own; loss and gradients are those of
+`SmolVLAPolicy.forward`, and these things are left out:
+
+* Images and words see neither the state nor the actions, and the state sees no action. So images and words run alone,
+  without autograd where nothing in them trains; the state's one token follows with autograd, as its projection trains;
+  each of the two hands its keys and values to those that see it. Actions see them, and the actions before them in
+  layers of self-attention; in the other layers they see keys and values that the expert makes of the prefix's.
+* Of the language model's last layer only keys and values are ever used.
+* A camera that is not in the batch is masked out of every attention in LeRobot: here its tokens do not exist.
+* Nothing is read back from the device: LeRobot's vision tower indexes by a boolean mask in every step (transformers
+  5.5), to place patches that are all there; here their places follow from the image's size.
+* Attention weights need not be stored (`attention`).
+
+Legend: B batch, K draws of noise and time per row, T chunk, P prefix tokens: images, language and the state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
+from lerobot.policies.common.vla_utils import create_sinusoidal_pos_embedding
+from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.utils.constants import (
+    ACTION,
+    OBS_IMAGES,
+    OBS_LANGUAGE_ATTENTION_MASK,
+    OBS_LANGUAGE_TOKENS,
+    OBS_STATE,
+    OPENPI_ATTENTION_MASK_VALUE,
+)
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import rotate_half
+
+from util import Draws
+from vla_finetuning.policies.attention import Kernel, Shape, attend
+from vla_finetuning.policies.family import UNUSED, PolicyLoss
+from vla_finetuning.policies.flow import TimeDistribution, repeat_rows, sample_noise_and_time
+from vla_finetuning.policies.layers import LayeredLoss
+from vla_finetuning.policies.pi0 import PI0
+from vla_finetuning.policies.pi05 import Prefix
+from vla_finetuning.policies.prompts import prompt_lengths
+
+# `VLAFlowMatching.sample_time` of LeRobot 0.6.1, and `apply_rope`.
+TIMES = TimeDistribution(alpha=1.5, beta=1.0, scale=0.999, offset=0.001)
+MAX_WAVELENGTH = 10_000
+
+# --- the loss ---------------------------------------------------------------------------------------------
+
+
+class SmolVLALoss(LayeredLoss):
+    """SmolVLA's loss; loss and gradients are those of `SmolVLAPolicy.forward` with the same noise and time.
+
+    LeRobot's mean is over the action steps of a micro-batch that lie in their episode (`action_is_pad`), not over its
+    rows. With `row_weight` it is, as LeRobot has it there, the mean over rows of a row's weight and mean.
+
+    Gradients flow into images and language only if something there trains, which is decided at construction:
+    `choose_trainable` first.
+
+    Args: as for `LayeredLoss`.
+    """
+
+    # Tokens of images that are given by number: their start (two) and end, where the policy marks them.
+    marks: Tensor
+
+    def __init__(self, policy: PreTrainedPolicy, **options: Any):
+        super().__init__(policy, **options)
+        core = policy.model.vlm_with_expert
+        self._prefix_trains = any(parameter.requires_grad for parameter in core.vlm.parameters())
+        language = core.get_vlm_model().text_model
+        # For each layer of the language model the expert's beside it, if there is one; up to the last that has one.
+        experts = core.get_model_layers([language, core.lm_expert])[1]
+        depth = 1 + max(number for number, expert in enumerate(experts) if expert is not None)
+        self._pairs = list(zip(language.layers[:depth], experts[:depth], strict=True))
+        every = core.self_attn_every_n_layers
+        self._crosses = [
+            "cross" in core.attention_mode and not (every > 0 and number % every == 0) for number in range(depth)
+        ]
+        fake, around = policy.model.fake_image_token, policy.model.global_image_token
+        marks = torch.tensor([fake, around, fake], device=policy.model.state_proj.weight.device)
+        self.register_buffer("marks", marks, persistent=False)
+        self._vision_layer, self._prefix_layer = self._compiled(_vision_layer), self._compiled(_prefix_layer)
+        self._state_layer, self._suffix_layer = self._compiled(_state_layer), self._compiled(_suffix_layer)
+        self._cross_layer = self._compiled(_cross_layer)
+
+    def layers(self) -> Iterable[nn.Module]:
+        vision = self.policy.model.vlm_with_expert.get_vlm_model().vision_model
+        language, experts = zip(*self._pairs, strict=True)
+        return (*vision.encoder.layers, *language[:-1], *(expert for expert in experts if expert is not None))
+
+    def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        batch = super().inputs(batch)
+        if self.policy.config.adapt_to_pi_aloha:
+            # These change what they are given.
+            batch[OBS_STATE] = self.policy._pi_aloha_decode_state(batch[OBS_STATE].clone())
+            batch[ACTION] = self.policy._pi_aloha_encode_actions_inv(batch[ACTION].clone())
+        return batch
+
+    def reduce(self, losses: Tensor, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
+        counts = torch.ones_like(losses[:, :, 0], dtype=torch.bool)
+        if "action_is_pad" in batch:
+            counts = ~repeat_rows(batch["action_is_pad"], draws)
+        if "is_read" in batch:
+            counts = counts & repeat_rows(batch["is_read"], draws)[:, None]
+        losses, width = losses * counts[:, :, None], losses.shape[2]
+        if not per_row and "row_weight" not in batch:
+            return losses.sum() / (counts.sum() * width).clamp_min(1)
+        rows = losses.sum(dim=(1, 2)) / (counts.sum(dim=1) * width).clamp_min(1)
+        if "row_weight" in batch:
+            rows = rows * repeat_rows(batch["row_weight"], draws)
+        return rows if per_row else rows.mean()
+
+    def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
+        images, steps = image_tokens(self.policy.config, cameras), self.policy.config.chunk_size
+        language, expert = self._pairs[0][0].self_attn, self.policy.model.vlm_with_expert.lm_expert.layers[0].self_attn
+        found = []
+        for prompt in prompts:
+            seen = images + prompt
+            found += [
+                (language, Shape("prefix", seen, images, prompt, 0, self._prefix_trains)),
+                (language, Shape("state", 1, images, prompt, 1, True)),
+            ]
+            if not all(self._crosses):
+                found.append((expert, Shape("suffix", steps, images, prompt, 1 + steps, True, causal=True)))
+            if any(self._crosses):
+                found.append((expert, Shape("cross", steps, images, prompt, 1, True)))
+        return found
+
+    def prefix(self, batch: Mapping[str, Tensor]) -> Prefix:
+        """Compute what the action expert needs of images (floats, as `inputs` makes them), language and state."""
+        static = self._prefix_trains and torch.is_grad_enabled()
+        with torch.set_grad_enabled(static):
+            hidden, counts = self._embed(batch)
+        bias = torch.where(counts, 0.0, OPENPI_ATTENTION_MASK_VALUE)[:, None, None, :]
+        bias_of_state, length = F.pad(bias, (0, 1)), counts.sum(dim=1, keepdim=True)
+        rotation, of_state = self._rotation(counts.cumsum(dim=1) - 1), self._rotation(length)
+        state = self.policy.model.state_proj(self.policy.prepare_state(batch))[:, None, :]
+        keys_values = []
+        for layer, _ in self._pairs[:-1]:
+            with torch.set_grad_enabled(static):
+                hidden, key, value = self._run(self._prefix_layer, layer, hidden, rotation, bias, self.attention)
+            state, *both = self._run(
+                self._state_layer, layer, state, of_state, bias_of_state, key, value, self.attention
+            )
+            keys_values.append((both[0], both[1]))
+        last = self._pairs[-1][0]
+        with torch.set_grad_enabled(static):
+            key, value = _keys_values(last, last.input_layernorm(hidden), rotation)
+        own_key, own_value = _keys_values(last, last.input_layernorm(state), of_state)
+        keys_values.append((torch.cat([key, own_key], dim=2), torch.cat([value, own_value], dim=2)))
+        return Prefix(keys_values, bias_of_state, length + 1)
+
+    def velocity(self, noisy_actions: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
+        """Compute noise - actions at noisy actions float32 (B*K, T, max_action_dim) and time (B*K,), by the expert."""
+        core, config = self.policy.model, self.policy.config
+        actions = core.action_in_proj(noisy_actions)
+        embedded_time = create_sinusoidal_pos_embedding(
+            time, actions.shape[2], config.min_period, config.max_period, device=time.device
+        ).to(actions.dtype)
+        with_time = torch.cat([actions, embedded_time[:, None, :].expand_as(actions)], dim=2)
+        hidden = core.action_time_mlp_out(F.silu(core.action_time_mlp_in(with_time)))
+
+        steps, draws = hidden.shape[1], len(time) // len(prefix.length)
+        place = torch.arange(steps, device=hidden.device)
+        later = torch.where(place[:, None] < place, OPENPI_ATTENTION_MASK_VALUE, 0.0)
+        before = repeat_rows(prefix.bias, draws)
+        among = torch.cat([before.expand(-1, -1, steps, -1), later.expand(len(before), 1, -1, -1)], dim=3)
+        rotation = self._rotation(repeat_rows(prefix.length + place, draws))
+        from_start = self._rotation(place[None])
+        for (_, expert), crosses, (key, value) in zip(self._pairs, self._crosses, prefix.keys_values, strict=True):
+            if expert is None:
+                continue
+            function, turned, bias = (
+                (self._cross_layer, from_start, before) if crosses else (self._suffix_layer, rotation, among)
+            )
+            hidden = self._run(function, expert, hidden, turned, bias, key, value, self.attention)
+        return core.action_out_proj(core.vlm_with_expert.lm_expert.norm(hidden).to(torch.float32))
+
+    def _embed(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Images and words as the language model takes them, (B, P - 1, width), and which of them count."""
+        policy, core = self.policy, self.policy.model.vlm_with_expert
+        present = sum(key in batch for key in policy.config.image_features)
+        # Those present come first; LeRobot appends blank images for as many others as `empty_cameras` says.
+        images, _ = policy.prepare_images(batch)
+        blank, images = len(images) - present, images[:present]
+        rows, same = len(images[0]), len({image.shape for image in images}) == 1
+        embedded = self._embed_images(torch.cat(images)).split(rows) if same else map(self._embed_images, images)
+        words = core.embed_language_tokens(batch[OBS_LANGUAGE_TOKENS])
+        words = words * words.shape[2] ** 0.5
+        pieces: list[Tensor] = []
+        # As LeRobot has it, a blank image's marks are seen.
+        for image in (*embedded, *[words[:, :0]] * blank):
+            pieces.append(image)
+            if policy.config.add_image_special_tokens:
+                start, end = core.embed_language_tokens(self.marks).expand(rows, -1, -1).split([2, 1], dim=1)
+                pieces[-1:] = [start, image, end]
+        hidden = torch.cat([*pieces, words], dim=1)
+        before = hidden.shape[1] - words.shape[1]
+        return hidden, F.pad(batch[OBS_LANGUAGE_ATTENTION_MASK], (before, 0), value=True)
+
+    def _embed_images(self, images: Tensor) -> Tensor:
+        """LeRobot's `embed_image`, layer by layer, and scaled as the language model takes it: (N, tokens, width)."""
+        vlm = self.policy.model.vlm_with_expert.get_vlm_model()
+        vision: Any = vlm.vision_model
+        patches = vision.embeddings.patch_embedding(images.to(vision.embeddings.patch_embedding.weight.dtype))
+        rows, columns = patches.shape[2:]
+        places = patch_places(rows, columns, vision.embeddings.num_patches_per_side, patches.device)
+        # Out of a convolution channels come first, transposed in name only; all layers would keep that order.
+        hidden = patches.flatten(2).transpose(1, 2).contiguous() + vision.embeddings.position_embedding(places)
+        for layer in vision.encoder.layers:
+            hidden = self._run(self._vision_layer, layer, hidden)
+        features = vlm.connector(vision.post_layernorm(hidden))
+        return features * _rounded(features.shape[2] ** 0.5, features.dtype)
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotary embedding at positions int64 (B, tokens): cosines and sines float32 (B, 1, tokens, head_dim)."""
+        width = self._pairs[0][0].self_attn.head_dim
+        exponents = (2.0 / width) * torch.arange(width // 2, dtype=torch.float32, device=positions.device)
+        angles = positions[:, None, :, None].to(torch.float32) / MAX_WAVELENGTH**exponents
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def patch_places(rows: int, columns: int, side: int, device: torch.device) -> Tensor:
+    """The position embedding of each patch of an image, int64 (rows * columns,), of a table of side * side.
+
+    As `SmolVLMVisionEmbeddings.forward` of transformers 5.5 has it for an image without padding, roundings included.
+    """
+    boundaries = torch.arange(1 / side, 1.0, 1 / side, device=device)
+
+    def bucket(patches: int) -> Tensor:
+        step = 1.0 / torch.full((), patches, device=device)
+        fractions = torch.arange(patches, device=device, dtype=torch.float32) * step
+        return torch.bucketize(fractions.clamp(max=1.0 - 1e-6), boundaries, right=True)
+
+    return (bucket(rows)[:, None] * side + bucket(columns)).flatten()
+
+
+def _vision_layer(layer: nn.Module, hidden: Tensor) -> Tensor:
+    """A layer of the vision tower: hidden (N, tokens, width) to hidden."""
+    return layer(hidden, attention_mask=None)
+
+
+def _prefix_layer(
+    layer: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor, attention: Kernel
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer of the language model over images and words: hidden (B, P - 1, width) to hidden, its keys and values."""
+    normed = layer.input_layernorm(hidden)
+    key, value = _keys_values(layer, normed, rotation)
+    return _finish(layer, hidden, normed, rotation, key, value, bias, attention), key, value
+
+
+def _state_layer(
+    layer: Any,
+    state: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    bias: Tensor,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    attention: Kernel,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer of the language model over the state's token (B, 1, width): its hidden, and all keys and values."""
+    normed = layer.input_layernorm(state)
+    key, value = _keys_values(layer, normed, rotation)
+    key, value = torch.cat([prefix_key, key], dim=2), torch.cat([prefix_value, value], dim=2)
+    return _finish(layer, state, normed, rotation, key, value, bias, attention), key, value
+
+
+def _suffix_layer(
+    layer: Any,
+    hidden: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    bias: Tensor,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    attention: Kernel,
+) -> Tensor:
+    """A layer of the expert that attends to the prefix (B rows) and to its own (B*K, T, width): hidden to hidden."""
+    normed = layer.input_layernorm(hidden)
+    key, value = _keys_values(layer, normed, rotation)
+    draws = len(hidden) // len(prefix_key)
+    key = torch.cat([repeat_rows(prefix_key, draws), key], dim=2)
+    value = torch.cat([repeat_rows(prefix_value, draws), value], dim=2)
+    return _finish(layer, hidden, normed, rotation, key, value, bias, attention)
+
+
+def _cross_layer(
+    layer: Any,
+    hidden: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    bias: Tensor,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    attention: Kernel,
+) -> Tensor:
+    """A layer of the expert that attends to the prefix alone, by keys and values that it makes of the prefix's."""
+    module, draws = layer.self_attn, len(hidden) // len(prefix_key)
+    key, value = (
+        repeat_rows(_heads(projection, made.transpose(1, 2).flatten(2), module), draws)
+        for projection, made in ((module.k_proj, prefix_key), (module.v_proj, prefix_value))
+    )
+    return _finish(layer, hidden, layer.input_layernorm(hidden), rotation, key, value, bias, attention)
+
+
+def _finish(
+    layer: Any,
+    hidden: Tensor,
+    normed: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    attention: Kernel,
+) -> Tensor:
+    """All of a layer but the keys and values that it sees."""
+    module = layer.self_attn
+    attended = attend(module, _rotate(_heads(module.q_proj, normed, module), rotation), key, value, bias, attention)
+    hidden = hidden + module.o_proj(attended)
+    return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+
+def _keys_values(layer: Any, normed: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    module = layer.self_attn
+    return _rotate(_heads(module.k_proj, normed, module), rotation), _heads(module.v_proj, normed, module)
+
+
+def _heads(projection: Any, tokens: Tensor, module: Any) -> Tensor:
+    """Project (B, tokens, width) to (B, heads, tokens, head_dim)."""
+    return projection(tokens).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+
+
+def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    cosines, sines = rotation
+    return (heads * cosines + rotate_half(heads) * sines).to(heads.dtype)
+
+
+# --- the family -------------------------------------------------------------------------------------------
+
+STATE_FROZEN, VISION_FROZEN = "state projection (train_state_proj=false)", "vision (freeze_vision_encoder)"
+LAST_LAYERS = "the language model's last layers"
+
+
+class SmolVLA(PI0):
+    """SmolVLA and types that derive from it: they take what PI0 takes, images, a prompt and the state."""
+
+    modes = {
+        "heads": frozenset({"heads"}),
+        "expert": frozenset({"heads", "action expert"}),
+        "full": frozenset({"heads", "action expert", "language model", "vision"}),
+    }
+    train_options = frozenset({"noise_draws", "activation_checkpointing", "compile"})
+    without_effect = {
+        "train_expert_only": "--train.mode: expert, or full",
+        "compile_model": "--train.compile",
+        "compile_mode": "--train.compile",
+    }
+
+    def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
+        """Heads, action expert, language model, vision; and what the policy's own options freeze in every mode.
+
+        With `freeze_vision_encoder`, LeRobot's default, the vision tower is frozen in `full` too. LeRobot freezes the
+        language model's last layer, or two, in any case; keys and values of that are used, and the rest is not.
+        """
+        core, config = policy.model.vlm_with_expert, policy.config
+        depth, count = core.num_vlm_layers, core.num_expert_layers
+        multiple = depth // count
+        last_used = (depth - 1) // multiple * multiple
+        frozen = {depth - 1, *([depth - 2] if depth != count and depth % count == 0 else [])}
+        language = "model.vlm_with_expert.vlm.model.text_model."
+        last = f"{language}layers.{last_used}."
+        never = ("self_attn.q_proj.", "self_attn.o_proj.", "post_attention_layernorm.", "mlp.")
+        unused = (
+            "model.vlm_with_expert.vlm.lm_head.",
+            f"{language}norm.",
+            *(f"{last}{module}" for module in never),
+            *(f"{language}layers.{number}." for number in range(last_used + 1, depth)),
+        )
+        # The first prefix that fits decides.
+        prefixes = (
+            *((prefix, UNUSED) for prefix in unused),
+            ("model.state_proj.", "heads" if config.train_state_proj else STATE_FROZEN),
+            *((f"model.{module}.", "heads") for module in self.heads),
+            ("model.vlm_with_expert.lm_expert.", "action expert"),
+            *((f"{language}layers.{number}.", LAST_LAYERS) for number in frozen),
+            (language, "language model"),
+            ("model.vlm_with_expert.vlm.model.connector.", "language model"),
+            (
+                "model.vlm_with_expert.vlm.model.vision_model.",
+                VISION_FROZEN if config.freeze_vision_encoder else "vision",
+            ),
+        )
+        parts = {}
+        for name, _ in policy.named_parameters():
+            part = next((part for prefix, part in prefixes if name.startswith(prefix)), None)
+            if part is None:
+                raise ValueError(f"parameter {name!r} is in no known part of SmolVLA; is this LeRobot 0.6.1?")
+            parts[name] = part
+        return parts
+
+    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
+        return SmolVLALoss(policy, **options)
+
+    def draw(self, config: PreTrainedConfig, rows: int, seed: int, step: int, device: torch.device | str) -> Draws:
+        return sample_noise_and_time(config, rows, seed, step, device, TIMES)
+
+    def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return weights
+
+    def prompt_lengths(self, config: Any, cameras: int, trim: bool) -> tuple[int, ...]:
+        images, steps = image_tokens(config, cameras), self.before_actions + config.chunk_size
+        return prompt_lengths(config.tokenizer_max_length, images, steps, trim)
+
+    def with_cameras(self, config: Any, cameras: int, prompt: int | None = None) -> Any:
+        config = self.without_downloads(copy.deepcopy(config))
+        config.tokenizer_max_length = config.tokenizer_max_length if prompt is None else prompt
+        sizes = (image_sizes(config) * cameras)[:cameras]
+        images = {f"{OBS_IMAGES}.{i}": PolicyFeature(FeatureType.VISUAL, (3, *size)) for i, size in enumerate(sizes)}
+        state = config.input_features[OBS_STATE]
+        config.input_features = {**images, OBS_STATE: state}
+        config.empty_cameras, config.compile_model = 0, False
+        return config
+
+    def without_downloads(self, config: Any) -> Any:
+        config.load_vlm_weights = False
+        return config
+
+    def tokens(self, config: Any, cameras: int, draws: int = 1, prompt: int | None = None) -> int:
+        language = config.tokenizer_max_length if prompt is None else prompt
+        return image_tokens(config, cameras) + language + self.before_actions + draws * config.chunk_size
+
+    def predict_once(self, policy: PreTrainedPolicy, batch: Mapping[str, Tensor], noise: Tensor) -> Tensor:
+        """By this loss's own functions: LeRobot's read values, of which tensors without storage have none."""
+        loss = SmolVLALoss(policy)
+        return loss.velocity(noise, noise[:, 0, 0], loss.prefix(loss.inputs(batch)))
+
+
+def image_sizes(config: Any) -> list[tuple[int, int]]:
+    """Height and width of the images of each camera, as the vision tower sees them."""
+    cameras = len(config.image_features) or 1
+    if config.resize_imgs_with_padding is not None:
+        width, height = config.resize_imgs_with_padding
+        return [(height, width)] * cameras
+    return [tuple(feature.shape[1:]) for feature in config.image_features.values()]
+
+
+def image_tokens(config: Any, cameras: int) -> int:
+    """Positions that the images of so many cameras take in the language model, with their marks."""
+    patch, shuffled = _patches(config.vlm_model_name)
+    marks = 3 * bool(config.add_image_special_tokens)
+    sizes = (image_sizes(config) * cameras)[:cameras]
+    return sum((height // patch) * (width // patch) // shuffled + marks for height, width in sizes)
+
+
+@cache
+def _patches(model: str) -> tuple[int, int]:
+    """Of a SmolVLM: the side of a patch in pixels, and how many patches become one token."""
+    config = AutoConfig.from_pretrained(model)
+    return config.vision_config.patch_size, config.scale_factor**2
+
+
+@cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """A number as it is in a precision."""
+    return torch.tensor(value, dtype=dtype).item()
