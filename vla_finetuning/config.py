@@ -251,23 +251,23 @@ class StepOptions:
     )
     attention: Attention = option(
         "sdpa",
-        "Attention of PI0.5 and PI0: PyTorch's fused kernels (sdpa), or as LeRobot writes it (eager): the same up to "
-        "rounding, with the attention weights in memory.",
+        "Attention of PI0.5, PI0 and SmolVLA: PyTorch's fused kernels (sdpa), or as LeRobot writes it (eager): the "
+        "same up to rounding, with the attention weights in memory.",
     )
     activation_checkpointing: bool = option(
         False,
-        "PI0.5, PI0: keep only what enters each layer, and compute the layer again in backward. Same result, less "
-        "memory, slower.",
+        "PI0.5, PI0, SmolVLA: keep only what enters each layer, and compute the layer again in backward. Same result, "
+        "less memory, slower.",
     )
     trim_prompts: bool = option(
         True,
-        "PI0.5, PI0: cut the padding of a micro-batch's prompts down to the longest one, rounded up. Same up to "
-        "rounding.",
+        "PI0.5, PI0, SmolVLA: cut the padding of a micro-batch's prompts down to the longest one, rounded up. Same up "
+        "to rounding.",
     )
     compile: bool = option(
         False,
-        "PI0.5, PI0: torch.compile the layers, on GPUs where that works. Same up to rounding; they are compiled before "
-        "the first step, for every length of prompts.",
+        "PI0.5, PI0, SmolVLA: torch.compile the layers, on GPUs where that works. Same up to rounding; they are "
+        "compiled before the first step, for every length of prompts.",
     )
     deterministic: bool = option(False, "Use deterministic kernels only: runs repeat bit by bit.")
     max_nonfinite: int = option(
@@ -295,8 +295,8 @@ class TrainOptions(StepOptions):
     # Another estimator of the same loss, with less variance: images and language are computed once for all draws.
     noise_draws: int = option(
         1,
-        "PI0.5, PI0: draws of noise and time for each row. Images and language are computed once for all draws; rows "
-        "are still batch_size.",
+        "PI0.5, PI0, SmolVLA: draws of noise and time for each row. Images and language are computed once for all "
+        "draws; rows are still batch_size.",
         min=1,
     )
 
