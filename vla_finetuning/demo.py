@@ -1,9 +1,10 @@
 """The embedded default: a small LeRobot v3 dataset made on the spot, and the tiny policy that learns it.
 
 A gantry robot moves its gripper over one of two bins (`envs/two_bins_scene.py`). Episodes come in pairs with the same
-scene and start and the other instruction, so a policy that is blind, or deaf to language, cannot know where to go.
+scene and start and the other instruction, so a policy that is blind, or deaf to language, cannot know where to go. An
+arm does the same in a dataset of its own (`envs/two_bins_arm.py`).
 
-The dataset is written by LeRobot's own writer with its default video encoding. It is small but shaped like real ones:
+A dataset is written by LeRobot's own writer with its default video encoding. It is small but shaped like real ones:
 cameras of different sizes, episodes of uneven length, one shorter than an action chunk, and several video and parquet
 files that roll over at different episodes.
 """
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from vla_finetuning.envs import two_bins_scene
-from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, FPS, INSTRUCTIONS, Scene, demonstrate, draw_scene, render
+from vla_finetuning.envs.two_bins_scene import GANTRY, INSTRUCTIONS, Robot, Scene, draw_scene
 from vla_finetuning.envs.writing import writing_videos
 
 DEMO_PAIRS = 40  # of episodes
@@ -35,7 +36,7 @@ SHORT_PAIR, SHORT_START = 1, (14.0, 23.0, 6.0)
 
 # Small enough that files roll over every few episodes; a camera's roll-over point follows from how well it compresses.
 VIDEO_FILE_MB, DATA_FILE_MB = 0.05, 0.03
-REPO_ID, ROBOT_TYPE = "demo/two_bins", "tabletop_gantry"
+REPO_ID = "demo/two_bins"
 
 
 def demo_scenes(pairs: int = DEMO_PAIRS, seed: int = DEMO_SEED) -> list[Scene]:
@@ -55,9 +56,14 @@ def disobeyed(pairs: int, share: float, seed: int = DEMO_SEED) -> np.ndarray:
 
 
 def make_demo_dataset(
-    folder: Path, *, pairs: int = DEMO_PAIRS, seed: int = DEMO_SEED, disobedient: float = 0.0
+    folder: Path,
+    *,
+    pairs: int = DEMO_PAIRS,
+    seed: int = DEMO_SEED,
+    disobedient: float = 0.0,
+    robot: Robot = GANTRY,
 ) -> Path:
-    """Write the demo dataset, or reuse it if `folder` holds it. Safe to call from several processes at once.
+    """Write the demo dataset of a robot, or reuse it if `folder` holds it. Safe to call from several processes at once.
 
     Episodes 2k and 2k + 1 show scene k with the instructions for red and for blue. The same arguments give the same
     bytes of everything but video.
@@ -79,44 +85,44 @@ def make_demo_dataset(
     wrong = disobeyed(pairs, disobedient, seed)
     episodes = [(*one, other[one[1]] if is_wrong else one[1]) for one, is_wrong in zip(shown, wrong, strict=True)]
     if folder.exists():
-        _check_is_demo(folder, episodes)
+        _check_is_demo(folder, episodes, robot)
         return folder
 
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     from vla_finetuning.policies.tiny import atomic_folder
 
-    vector = {"dtype": "float32", "shape": (len(AXES),), "names": AXES}
+    vector = {"dtype": "float32", "shape": (len(robot.dimensions),), "names": list(robot.dimensions)}
     features = {
         f"observation.images.{name}": {"dtype": "video", "shape": (*size, 3), "names": ["height", "width", "channels"]}
-        for name, size in CAMERAS.items()
+        for name, size in robot.cameras.items()
     } | {"observation.state": vector, "action": dict(vector)}
     with atomic_folder(folder) as partial, writing_videos():
         dataset = LeRobotDataset.create(
             REPO_ID,
-            FPS,
+            robot.fps,
             features,
             root=partial,
-            robot_type=ROBOT_TYPE,
+            robot_type=robot.robot_type,
             video_backend="pyav",  # the one that needs no system libraries
             video_files_size_in_mb=VIDEO_FILE_MB,
             data_files_size_in_mb=DATA_FILE_MB,
         )
         try:
             for scene, given, colour in episodes:
-                for state, action in zip(*demonstrate(scene, colour), strict=True):
+                for state, action in zip(*robot.demonstrate(scene, colour), strict=True):
                     frame = {"observation.state": state, "action": action, "task": INSTRUCTIONS[given]}
-                    images = {f"observation.images.{name}": image for name, image in render(scene, state).items()}
-                    dataset.add_frame(images | frame)
+                    seen = robot.render(scene, state).items()
+                    dataset.add_frame({f"observation.images.{name}": image for name, image in seen} | frame)
                 dataset.save_episode(parallel_encoding=False)
         finally:
             dataset.finalize()  # after a failure too: left to the garbage collector, it would write once more
     return folder
 
 
-def _check_is_demo(folder: Path, episodes: Sequence[tuple[Scene, str, str]]) -> None:
-    frames = sum(len(demonstrate(scene, colour)[0]) for scene, _, colour in episodes)
-    expected = {"robot_type": ROBOT_TYPE, "total_episodes": len(episodes), "total_frames": frames}
+def _check_is_demo(folder: Path, episodes: Sequence[tuple[Scene, str, str]], robot: Robot) -> None:
+    frames = sum(len(robot.demonstrate(scene, colour)[0]) for scene, _, colour in episodes)
+    expected = {"robot_type": robot.robot_type, "total_episodes": len(episodes), "total_frames": frames}
     try:
         info = json.loads((folder / "meta" / "info.json").read_text())
         found = {key: info.get(key) for key in expected}

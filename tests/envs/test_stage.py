@@ -1,6 +1,7 @@
 """Chunks of several episodes in one process, against a plain loop over gymnasium."""
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 
 import gymnasium
@@ -9,7 +10,7 @@ import pytest
 
 from vla_finetuning.envs import stage, two_bins
 from vla_finetuning.envs.stage import Decision, Stage, Start, state_hash
-from vla_finetuning.envs.two_bins_scene import demonstrate
+from vla_finetuning.envs.two_bins_scene import GANTRY, demonstrate
 
 EPISODES = [Start(number, "two_bins", 1000 + number) for number in range(7)]
 MAKERS = {"two_bins": partial(gymnasium.make, two_bins.GYM_ID)}
@@ -93,14 +94,15 @@ def test_only_the_first_reset_of_an_environment_may_take_long(monkeypatch):
     playing = Stage(MAKERS, 1, step_limit_s=60)
     playing.advance(EPISODES[:1])
     playing.advance(EPISODES[1:2], np.zeros((1, 60, 3), np.float32))
-    steps = two_bins.EPISODE_LENGTH
+    steps = GANTRY.episode_length
     assert limits == [stage.MAKE_LIMIT_S] * 2 + [60] * steps + [60]
 
 
 def test_it_looks_only_where_a_policy_does(monkeypatch):
     playing = Stage(MAKERS, 1, step_limit_s=60)
     looks = []
-    monkeypatch.setattr(two_bins, "render", lambda *seen, real=two_bins.render: looks.append(1) or real(*seen))
+    noted = replace(GANTRY, render=lambda *seen: looks.append(1) or GANTRY.render(*seen))
+    monkeypatch.setattr(two_bins.TwoBins, "robot", noted)
     (_, (decision,)), _ = playing.advance([Start(5, "two_bins", 1000)])
     assert decision == Decision(5, 0, decision.instruction) and len(looks) == 1
     playing.advance([], np.zeros((1, 6, 3), np.float32))

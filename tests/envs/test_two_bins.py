@@ -1,4 +1,4 @@
-"""The demo's gantry: an environment as gymnasium and LeRobot know them, and one in which the task can be done."""
+"""The demo's robots: environments as gymnasium and LeRobot know them, and in which the task can be done."""
 
 import hashlib
 import warnings
@@ -16,7 +16,7 @@ from torch import nn, tensor
 from vla_finetuning.demo import demo_scenes
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.configs import env_config
-from vla_finetuning.envs.two_bins_scene import DWELL_FRAMES, INSTRUCTIONS, demonstrate
+from vla_finetuning.envs.two_bins_scene import DWELL_FRAMES, GANTRY, INSTRUCTIONS, MAX_CM_PER_FRAME
 
 
 @pytest.fixture
@@ -25,10 +25,18 @@ def env():
         yield env
 
 
+@pytest.fixture(params=[two_bins.GYM_ID, two_bins.ARM_GYM_ID])
+def robot(request):
+    """An environment of each robot."""
+    with gymnasium.make(request.param, render_mode="rgb_array") as env:
+        yield env
+
+
 def run(env, seed, colour=None):
     """An episode of the demonstrator, sent to the instructed bin or another: its steps as `env.step` returns them."""
     env.reset(seed=seed)
-    _, actions = demonstrate(env.unwrapped._scene, colour or env.unwrapped.task)
+    bare = env.unwrapped
+    _, actions = bare.robot.demonstrate(bare._scene, colour or bare.task)
     ended = False
     while not ended:
         action, actions = actions[0], actions[min(1, len(actions) - 1) :]
@@ -37,26 +45,26 @@ def run(env, seed, colour=None):
         yield taken
 
 
-def test_gymnasium_takes_it_for_an_environment(env):
+def test_gymnasium_takes_it_for_an_environment(robot):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         # Advice to those who learn from scratch: actions are in cm, as the dataset's are.
         warnings.filterwarnings("ignore", ".*symmetric and normalized space")
-        check_env(env.unwrapped)
+        check_env(robot.unwrapped)
 
 
-def test_the_demonstrator_succeeds_where_it_was_told_to_go(env):
+def test_the_demonstrator_succeeds_where_it_was_told_to_go(robot):
     for seed in range(40):
-        *_, last = run(env, seed)
+        *_, last = run(robot, seed)
         assert last[1:4] == (1.0, True, False) and last[4]["is_success"]
-        assert last[4]["reached"] == env.unwrapped.task
+        assert last[4]["reached"] == robot.unwrapped.task
 
 
-def test_the_other_bin_ends_the_episode_without_success(env):
+def test_the_other_bin_ends_the_episode_without_success(robot):
     for seed in range(10):
-        env.reset(seed=seed)
-        (other,) = INSTRUCTIONS.keys() - {env.unwrapped.task}
-        *_, last = run(env, seed, other)
+        robot.reset(seed=seed)
+        (other,) = INSTRUCTIONS.keys() - {robot.unwrapped.task}
+        *_, last = run(robot, seed, other)
         assert last[1:4] == (0.0, True, False) and last[4] == {"is_success": False, "reached": other}
 
 
@@ -68,13 +76,13 @@ def test_success_takes_nearness_and_time(env):
     for distance, reached in ((two_bins.GOAL_RADIUS_CM - 0.01, bare.task), (two_bins.GOAL_RADIUS_CM + 0.01, "")):
         env.reset(seed=0)
         place = goal - np.array([0, distance, 0], np.float32)
-        bare._position = place.copy()
+        bare._state = place.copy()
         infos = [env.step(place)[4] for _ in range(DWELL_FRAMES)]
         assert [info["reached"] for info in infos] == [""] * (DWELL_FRAMES - 1) + [reached]
     # Frames that are not in a row do not add up: one beyond the limit, and the count begins again.
     env.reset(seed=0)
     near, beyond = (goal - np.array([0, distance, 0], np.float32) for distance in (4.5, 6.0))
-    bare._position = near.copy()
+    bare._state = near.copy()
     places = [near] * (DWELL_FRAMES - 1) + [beyond] + [near] * DWELL_FRAMES
     reached = [env.step(place)[4]["reached"] for place in places]
     assert reached == [""] * (2 * DWELL_FRAMES - 1) + [bare.task]
@@ -82,10 +90,10 @@ def test_success_takes_nearness_and_time(env):
 
 def test_the_drives_are_slow_and_stay_on_the_table(env):
     env.reset(seed=0)
-    before = env.unwrapped._position.copy()
+    before = env.unwrapped._state.copy()
     far = np.array([1000, 1000, -1000], np.float32)
     observation = env.step(far)[0]
-    assert np.linalg.norm(observation["agent_pos"] - before) == pytest.approx(two_bins.MAX_CM_PER_FRAME, rel=1e-5)
+    assert np.linalg.norm(observation["agent_pos"] - before) == pytest.approx(MAX_CM_PER_FRAME, rel=1e-5)
     for _ in range(30):
         observation = env.step(far)[0]
     assert env.observation_space.contains(observation)
@@ -97,19 +105,19 @@ def test_the_drives_are_slow_and_stay_on_the_table(env):
 
 def test_an_episode_without_a_choice_ends(env):
     env.reset(seed=0)
-    ends = [env.step(env.unwrapped._position)[2:4] for _ in range(two_bins.EPISODE_LENGTH)]
-    assert ends == [(False, False)] * (two_bins.EPISODE_LENGTH - 1) + [(False, True)]
+    ends = [env.step(env.unwrapped._state)[2:4] for _ in range(GANTRY.episode_length)]
+    assert ends == [(False, False)] * (GANTRY.episode_length - 1) + [(False, True)]
 
 
-def test_the_seed_fixes_the_episode_and_the_hash_tells_states_apart(env):
+def test_the_seed_fixes_the_episode_and_the_hash_tells_states_apart(robot):
     def episode(seed):
         digest = hashlib.sha256()
-        env.reset(seed=seed)
-        hashes = [env.unwrapped.state_hash()]
-        for observation, *_ in run(env, seed):
+        robot.reset(seed=seed)
+        hashes = [robot.unwrapped.state_hash()]
+        for observation, *_ in run(robot, seed):
             for array in (observation["agent_pos"], *observation["pixels"].values()):
                 digest.update(array.tobytes())
-            hashes.append(env.unwrapped.state_hash())
+            hashes.append(robot.unwrapped.state_hash())
         return digest.hexdigest(), hashes
 
     first = episode(3)
@@ -129,14 +137,14 @@ def test_scenes_are_mixed_and_not_those_of_the_dataset(env):
     assert 18 < left < 42 and 18 < sum(task == "red" for _, task in seen) < 42
 
 
-def test_without_rendering_only_the_images_are_missing(env):
-    looked = list(run(env, 5))
-    env.unwrapped.rendering = False
-    blind = list(run(env, 5))
+def test_without_rendering_only_the_images_are_missing(robot):
+    looked = list(run(robot, 5))
+    robot.unwrapped.rendering = False
+    blind = list(run(robot, 5))
     assert len(looked) == len(blind)
     for (seen, *rest), (unseen, *same) in zip(looked, blind, strict=True):
         np.testing.assert_array_equal(seen["agent_pos"], unseen["agent_pos"])
-        assert rest == same and env.observation_space.contains(unseen)
+        assert rest == same and robot.observation_space.contains(unseen)
         assert not any(image.any() for image in unseen["pixels"].values())
         assert all(image.any() for image in seen["pixels"].values())
 
@@ -144,8 +152,9 @@ def test_without_rendering_only_the_images_are_missing(env):
 # ---- as LeRobot sees it ---------------------------------------------------------------------------------------------
 
 
-def test_observations_have_the_names_and_shapes_that_the_policy_has():
-    config = env_config("two_bins", ["--episode_length=30"])
+@pytest.mark.parametrize("kind", ["two_bins", "two_bins_arm"])
+def test_observations_have_the_names_and_shapes_that_the_policy_has(kind):
+    config = env_config(kind, ["--episode_length=30"])
     ((vector,),) = (tasks.values() for tasks in make_env(config, n_envs=2).values())
     observation, _ = vector.reset(seed=[1, 2])
     found = {key: tuple(value.shape[1:]) for key, value in preprocess_observation(observation).items()}

@@ -8,8 +8,8 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 
-from vla_finetuning.envs.two_bins import EPISODE_LENGTH, TwoBins
-from vla_finetuning.envs.two_bins_scene import BINS, INSTRUCTIONS
+from vla_finetuning.envs.two_bins import TwoBins
+from vla_finetuning.envs.two_bins_scene import BINS, GANTRY, INSTRUCTIONS
 from vla_finetuning.evaluation.episodes import noise
 
 BATCHES = "batches"
@@ -84,4 +84,4 @@ class Faulty(TwoBins):
 
 
 FAULTY_ID = "Faulty-v0"
-gymnasium.register(FAULTY_ID, entry_point=f"{__name__}:Faulty", max_episode_steps=EPISODE_LENGTH)
+gymnasium.register(FAULTY_ID, entry_point=f"{__name__}:Faulty", max_episode_steps=GANTRY.episode_length)

@@ -33,14 +33,14 @@ class Started(TwoBins):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         start = np.array(STARTS[self.init_state_id % len(STARTS)]) + self.shift
-        self._position = start.astype(np.float32)
+        self._state = start.astype(np.float32)
         self.init_state_id += 1
         return self._observation(), self._info()
 
     def step(self, action):
         """The reward tells where it is."""
         observation, _, *rest = super().step(action)
-        return observation, float(self._position[0].round()), *rest
+        return observation, float(self._state[0].round()), *rest
 
 
 @EnvConfig.register_subclass("several")

@@ -1,7 +1,7 @@
 """Environments by their `--env.type`, as LeRobot names and configures them, and how a process makes one.
 
-Importing this module registers `two_bins` with LeRobot: `lerobot-eval --env.discover_packages_path=vla_finetuning.envs
---env.type=two_bins` runs it too.
+Importing this module registers `two_bins` and `two_bins_arm` with LeRobot: `lerobot-eval
+--env.discover_packages_path=vla_finetuning.envs --env.type=two_bins` runs them too.
 """
 
 from __future__ import annotations
@@ -27,15 +27,21 @@ from vla_finetuning.config import ENVIRONMENT_NAME
 from vla_finetuning.envs import metaworld, two_bins
 from vla_finetuning.envs.libero import DrawnOnDemand
 from vla_finetuning.envs.stage import Maker, choose_gl, initial_states
-from vla_finetuning.envs.two_bins_scene import AXES, CAMERAS, FPS
+from vla_finetuning.envs.two_bins_arm import ARM
+from vla_finetuning.envs.two_bins_scene import GANTRY, Robot
 from vla_finetuning.files import read_json
 from vla_finetuning.lerobot_options import make_config
 
 
-def _features() -> dict[str, PolicyFeature]:
-    cameras = {f"pixels/{name}": PolicyFeature(FeatureType.VISUAL, (*size, 3)) for name, size in CAMERAS.items()}
+def _features(robot: Robot) -> dict[str, PolicyFeature]:
+    cameras = {f"pixels/{name}": PolicyFeature(FeatureType.VISUAL, (*size, 3)) for name, size in robot.cameras.items()}
     vectors = {ACTION: FeatureType.ACTION, "agent_pos": FeatureType.STATE}
-    return {key: PolicyFeature(kind, (len(AXES),)) for key, kind in vectors.items()} | cameras
+    return {key: PolicyFeature(kind, (len(robot.dimensions),)) for key, kind in vectors.items()} | cameras
+
+
+def _features_map(robot: Robot) -> dict[str, str]:
+    cameras = {f"pixels/{name}": f"{OBS_IMAGES}.{name}" for name in robot.cameras}
+    return {ACTION: ACTION, "agent_pos": OBS_STATE, **cameras}
 
 
 @EnvConfig.register_subclass("two_bins")
@@ -43,18 +49,12 @@ def _features() -> dict[str, PolicyFeature]:
 class TwoBinsConfig(EnvConfig):
     """The demo's gantry (`two_bins.TwoBins`). Its only task says in every episode where to go."""
 
-    task: str | None = "TwoBins-v0"
-    fps: int = FPS
-    episode_length: int = two_bins.EPISODE_LENGTH
+    task: str | None = two_bins.GYM_ID.partition("/")[2]
+    fps: int = GANTRY.fps
+    episode_length: int = GANTRY.episode_length
     render_mode: str = "rgb_array"
-    features: dict[str, PolicyFeature] = field(default_factory=_features)
-    features_map: dict[str, str] = field(
-        default_factory=lambda: {
-            ACTION: ACTION,
-            "agent_pos": OBS_STATE,
-            **{f"pixels/{name}": f"{OBS_IMAGES}.{name}" for name in CAMERAS},
-        }
-    )
+    features: dict[str, PolicyFeature] = field(default_factory=lambda: _features(GANTRY))
+    features_map: dict[str, str] = field(default_factory=lambda: _features_map(GANTRY))
 
     @property
     def package_name(self) -> str:
@@ -67,6 +67,18 @@ class TwoBinsConfig(EnvConfig):
     @property
     def gym_kwargs(self) -> dict[str, Any]:
         return {"render_mode": self.render_mode, "max_episode_steps": self.episode_length}
+
+
+@EnvConfig.register_subclass("two_bins_arm")
+@dataclass
+class TwoBinsArmConfig(TwoBinsConfig):
+    """The demo's second robot, an arm of five joints (`two_bins.TwoBinsArm`)."""
+
+    task: str | None = two_bins.ARM_GYM_ID.partition("/")[2]
+    fps: int = ARM.fps
+    episode_length: int = ARM.episode_length
+    features: dict[str, PolicyFeature] = field(default_factory=lambda: _features(ARM))
+    features_map: dict[str, str] = field(default_factory=lambda: _features_map(ARM))
 
 
 @dataclass

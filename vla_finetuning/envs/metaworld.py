@@ -44,7 +44,7 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
     Attributes:
         rendering: whether steps look through the camera, which takes nearly all of their time. Off, images are black.
         environment_state: as above, of the last step.
-        dimension_names: of state and action, as a dataset calls them.
+        dimension_names, robot_type: of state and action and of the robot, as a dataset calls them.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}
@@ -52,6 +52,7 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
         "observation.state": ["x_m", "y_m", "z_m", "open"],
         "action": ["dx_cm", "dy_cm", "dz_cm", "grip"],
     }
+    robot_type = "sawyer"
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
 
         self.task, self.task_description, self.render_mode = task, instruction, render_mode
         self.rendering = True
+        self._expert: Callable[[np.ndarray], np.ndarray] | None = None
         self._size, self._quality = tuple(image_size), quality
         kind = ALL_V3_ENVIRONMENTS[task]
         self._env = kind()
@@ -117,6 +119,11 @@ class Metaworld(gymnasium.Env[dict[str, Any], np.ndarray]):
             self._renderer.scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = self._quality != "fast"
         self._renderer.update_scene(self._env.data, CAMERA)
         return self._renderer.render()[::-1, ::-1].copy()
+
+    def expert_action(self) -> np.ndarray:
+        """What `expert` does now, float32 (4,). It may remember: of an episode in which nobody else has acted."""
+        self._expert = self._expert or expert(self.task)
+        return self._expert(self.environment_state)
 
     def close(self) -> None:
         if self._renderer is not None:

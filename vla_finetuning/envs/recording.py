@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_STATE
+from lerobot.configs import FeatureType
+from lerobot.envs.configs import EnvConfig
+from lerobot.utils.constants import ACTION
 
 from vla_finetuning.config import ENVIRONMENT_NAME, RecordConfig
 from vla_finetuning.envs.configs import MetaworldConfig, env_config, how_drawn, task_makers
-from vla_finetuning.envs.metaworld import FPS, Metaworld, expert
 from vla_finetuning.envs.stage import Maker, choose_gl
 from vla_finetuning.envs.writing import merge_datasets, writing_videos
 from vla_finetuning.files import write_json
 from vla_finetuning.terminal import tell
 
-REPO_ID, ROBOT_TYPE = "recorded/metaworld", "sawyer"
-# Where the command line says nothing: what policies see, drawn as fast as it goes.
-DEFAULTS = ("--image_size=[224,224]", "--render_quality=fast")
+# Environments with scripted experts (`expert_action`), and their options where the command line says nothing: of
+# Meta-World what policies see, drawn as fast as it goes.
+DEFAULTS = {
+    "metaworld": ("--image_size=[224,224]", "--render_quality=fast"),
+    "two_bins": (),
+    "two_bins_arm": (),
+}
 # Of which a process writes a dataset of its own: enough that starting it is not what takes the time.
 SHARE_EPISODES = 10
 
@@ -43,35 +48,41 @@ class RecordingBatch:
     failed: tuple[int, ...] = ()
 
 
-def record_share(share: RecordingBatch, maker: Maker) -> RecordingBatch:
+def repo_id(env: EnvConfig) -> str:
+    """What recorded datasets of an environment call themselves."""
+    return f"recorded/{env.type}"
+
+
+def record_share(share: RecordingBatch, maker: Maker, config: EnvConfig) -> RecordingBatch:
     """Play a share's episodes and write those that succeed. Runs in a Ray task; done again, it begins anew."""
     choose_gl()
     # Needed for recording only, and takes seconds to import.
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     shutil.rmtree(share.folder, ignore_errors=True)
-    env, act = maker(), expert(share.task)
+    env = maker()
+    names = env.get_wrapper_attr("dimension_names")
     features = {
-        OBS_IMAGE: {
-            "dtype": "video",
-            "shape": env.observation_space["pixels"].shape,  # type: ignore[index]
-            "names": ["height", "width", "channels"],
-        },
-        **{
-            key: {"dtype": "float32", "shape": (len(names),), "names": names}
-            for key, names in Metaworld.dimension_names.items()
-        },
+        key: {"dtype": "video", "shape": feature.shape, "names": ["height", "width", "channels"]}
+        if feature.type is FeatureType.VISUAL
+        else {"dtype": "float32", "shape": feature.shape, "names": names[key]}
+        for key, feature in ((config.features_map[seen], feature) for seen, feature in config.features.items())
     }
     dataset, failed = None, []
     with writing_videos():
         try:
             for seed in share.seeds:
-                frames, success = play_expert(env, act, seed)
+                frames, success = play_expert(env, seed, config.features_map)
                 if not success:
                     failed.append(seed)
                     continue
                 dataset = dataset or LeRobotDataset.create(
-                    REPO_ID, FPS, features, root=share.folder, robot_type=ROBOT_TYPE, video_backend="pyav"
+                    repo_id(config),
+                    config.fps,
+                    features,
+                    root=share.folder,
+                    robot_type=env.get_wrapper_attr("robot_type"),
+                    video_backend="pyav",
                 )
                 for frame in frames:
                     dataset.add_frame(frame)
@@ -83,17 +94,28 @@ def record_share(share: RecordingBatch, maker: Maker) -> RecordingBatch:
     return RecordingBatch(share.task, share.seeds, share.folder, tuple(failed))
 
 
-def play_expert(env: Any, act: Any, seed: int) -> tuple[list[dict[str, Any]], bool]:
-    """An episode's frames as LeRobot's writer takes them, each with the action that followed; whether it succeeded."""
+def play_expert(env: Any, seed: int, features_map: Mapping[str, str]) -> tuple[list[dict[str, Any]], bool]:
+    """An episode's frames as LeRobot's writer takes them, each with the action that followed; whether it succeeded.
+
+    Args:
+        features_map: LeRobot's: names of the dataset by those of the environment, as `pixels/top`.
+    """
     seen, _ = env.reset(seed=seed)
     frames, over, success = [], False, False
     while not over:
-        action = act(env.unwrapped.environment_state)
-        frame = {OBS_IMAGE: seen["pixels"], OBS_STATE: seen["agent_pos"].astype(np.float32), ACTION: action}
-        frames.append({**frame, "task": env.unwrapped.task_description})
+        action = env.get_wrapper_attr("expert_action")()
+        frame = {name: action if name == ACTION else _found(seen, key) for key, name in features_map.items()}
+        frames.append({**frame, "task": env.get_wrapper_attr("task_description")})
         seen, _, terminated, truncated, info = env.step(action)
         over, success = terminated or truncated, info["is_success"]
     return frames, success
+
+
+def _found(observation: Any, key: str) -> np.ndarray:
+    """An observation's images as they are, uint8, and its vectors as float32."""
+    for name in key.split("/"):
+        observation = observation[name]
+    return observation if observation.dtype == np.uint8 else observation.astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -101,7 +123,7 @@ class Recording:
     """What is to be recorded, found and checked."""
 
     config: RecordConfig
-    env: MetaworldConfig
+    env: EnvConfig
     makers: dict[str, Maker]
     root: Path
 
@@ -112,12 +134,13 @@ def resolve_recording(config: RecordConfig) -> Recording:
     Raises:
         ValueError: nothing can be recorded so.
     """
-    env = env_config(config.env_type or "", [*DEFAULTS, *config.env_options] if config.env_type == "metaworld" else [])
-    if not isinstance(env, MetaworldConfig) or env.obs_type != "pixels_agent_pos":
-        raise ValueError(
-            f"--env.type={env.type}, obs_type={getattr(env, 'obs_type', None)}: only Meta-World has scripted experts, "
-            "and what is recorded is pixels_agent_pos"
-        )
+    kind = config.env_type or ""
+    if kind not in DEFAULTS:
+        env_config(kind)  # which says what there is
+        raise ValueError(f"--env.type={kind} has no scripted expert; those of {', '.join(DEFAULTS)} can be recorded")
+    env = env_config(kind, [*DEFAULTS[kind], *config.env_options])
+    if isinstance(env, MetaworldConfig) and env.obs_type != "pixels_agent_pos":
+        raise ValueError(f"--env.type={kind}, obs_type={env.obs_type}: what is recorded is pixels_agent_pos")
     root = Path(config.root or "").expanduser().absolute()
     if root.is_file() or (root.is_dir() and any(root.iterdir())):
         raise ValueError(f"--root={root} exists and is not empty: name a new folder, or remove it")
@@ -141,11 +164,11 @@ def record(recording: Recording) -> str:
         for first in range(0, len(seeds), SHARE_EPISODES)
     ]
     try:
-        done = _record_all(shares, makers)
+        done = _record_all(shares, makers, env)
         written = [share.folder for share in done if len(share.failed) < len(share.seeds)]
         if not written:
             raise ValueError(f"the experts of {', '.join(makers)} succeeded in no episode: nothing is written")
-        merge_datasets(REPO_ID, written, parts / "dataset")
+        merge_datasets(repo_id(env), written, parts / "dataset")
         about = {"drawn": how_drawn(env), "task": env.task, "seed": config.seed, "episodes": config.episodes}
         failed = {task: [seed for share in done if share.task == task for seed in share.failed] for task in makers}
         write_json(parts / "dataset" / "meta" / ENVIRONMENT_NAME, {**about, "failed": failed})
@@ -160,10 +183,10 @@ def record(recording: Recording) -> str:
     return "\n".join([*lines, f"Dataset      {root}"])
 
 
-def _record_all(shares: Sequence[RecordingBatch], makers: dict[str, Maker]) -> list[RecordingBatch]:
+def _record_all(shares: Sequence[RecordingBatch], makers: dict[str, Maker], env: EnvConfig) -> list[RecordingBatch]:
     """The shares as they were done, in their order."""
     one: Any = ray.remote(record_share).options(num_cpus=1)
-    pending = [one.remote(share, makers[share.task]) for share in shares]
+    pending = [one.remote(share, makers[share.task], env) for share in shares]
     results, left = list(pending), list(pending)
     try:
         while left:

@@ -1,7 +1,8 @@
-"""The demo's gantry in a closed loop, as a gymnasium environment: `vla_finetuning/TwoBins-v0`.
+"""The demo's robots in a closed loop, as gymnasium environments: `vla_finetuning/TwoBins-v0` is the gantry, and
+`vla_finetuning/TwoBinsArm-v0` the arm.
 
-Importing this module registers it with gymnasium; `configs` registers it with LeRobot. Needs neither LeRobot nor torch,
-so that a process which only simulates starts in half a second.
+Importing this module registers them with gymnasium; `configs` registers them with LeRobot. Needs neither LeRobot nor
+torch, so that a process which only simulates starts in half a second.
 """
 
 from __future__ import annotations
@@ -15,63 +16,58 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from vla_finetuning.envs.two_bins_scene import (
-    AXES,
-    CAMERAS,
-    DWELL_FRAMES,
-    FPS,
-    INSTRUCTIONS,
-    TABLE_X,
-    TABLE_Y,
-    TABLE_Z,
-    draw_scene,
-    render,
-)
+from vla_finetuning.envs.two_bins_arm import ARM
+from vla_finetuning.envs.two_bins_scene import GANTRY, INSTRUCTIONS, Robot, draw_scene
 
-GYM_ID = "vla_finetuning/TwoBins-v0"
-# Demonstrations take at most 23 frames.
-EPISODE_LENGTH = 40
-# The most that the drives move in a frame. Demonstrations need 2.5.
-MAX_CM_PER_FRAME = 3.0
+GYM_ID, ARM_GYM_ID = "vla_finetuning/TwoBins-v0", "vla_finetuning/TwoBinsArm-v0"
 # Within so much of the bin's middle, the gripper (4 cm wide) is wholly over the bin (15 cm wide). It need not stop: at
-# full speed, DWELL_FRAMES fit into 9 of the 10 cm, so that every third straight pass through the very middle counts.
+# the gantry's full speed, its 4 frames fit into 9 of the 10 cm, so that every third straight pass through the very
+# middle counts.
 GOAL_RADIUS_CM = 5.0
 RENDER_SCALE = 4
 
 
 class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
-    """A gripper, two bins, and an instruction that names one of them.
+    """A robot, two bins, and an instruction that names one of them.
 
-    An action is the gripper's target position, float (3,) in cm; the drives go there straight, at most
-    `MAX_CM_PER_FRAME` a frame, and no further than the table. The episode ends when the gripper has stayed within
-    `GOAL_RADIUS_CM` of a bin's middle for `DWELL_FRAMES` frames in a row: a success, and reward 1, if it is the bin of
-    the instruction. A straight pass at full speed counts in a third of the cases if it is through the middle, and in
-    8 % if it is aimed at any point within 5 cm of it in x and y. `info["reached"]` is the colour of that bin, ""
-    before. Scene and instruction are functions of `reset(seed=...)` alone.
+    An action is the state that the robot is to reach, float (S,) in its own units: of the gantry, its gripper's place
+    in cm, of the arm (`TwoBinsArm`), its joints in degrees. It goes there as fast as its drives can, and no further
+    than it can reach. The episode ends when the gripper has stayed within `GOAL_RADIUS_CM` of a bin's middle for
+    `Robot.dwell_frames` frames in a row: a success, and reward 1, if it is the bin of the instruction. A straight pass
+    of the gantry at full speed counts in a third of the cases if it is through the middle, and in 8 % if it is aimed at
+    any point within 5 cm of it in x and y. `info["reached"]` is the colour of that bin, "" before. Scene and
+    instruction are functions of `reset(seed=...)` alone, the same for every robot.
 
     Attributes:
         task_description: the instruction, as LeRobot asks for it.
         rendering: whether steps look through the cameras, which takes nearly all of their time. Off, images are black.
         rendering_s: seconds spent on that; the reader may reset it.
-        dimension_names: of state and action, as a dataset calls them.
+        dimension_names, robot_type: of state and action and of the robot, as a dataset calls them.
     """
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}
-    dimension_names = {"observation.state": AXES, "action": AXES}
+    robot: Robot = GANTRY
+    metadata = {"render_modes": ["rgb_array"], "render_fps": GANTRY.fps}
 
     def __init__(self, render_mode: str | None = None) -> None:
         self.render_mode = render_mode
         self.rendering, self.rendering_s = True, 0.0
-        low, high = np.array([TABLE_X, TABLE_Y, TABLE_Z], np.float32).T
+        self._low, self._high = (np.array(limit, np.float32) for limit in (self.robot.low, self.robot.high))
         cameras: dict[str, spaces.Space[Any]] = {
-            name: spaces.Box(0, 255, (*size, 3), np.uint8) for name, size in CAMERAS.items()
+            name: spaces.Box(0, 255, (*size, 3), np.uint8) for name, size in self.robot.cameras.items()
         }
-        self.action_space = spaces.Box(low, high, dtype=np.float32)
+        self.action_space = spaces.Box(self._low, self._high, dtype=np.float32)
         self.observation_space = spaces.Dict(
-            {"agent_pos": spaces.Box(low, high, dtype=np.float32), "pixels": spaces.Dict(cameras)}
+            {"agent_pos": spaces.Box(self._low, self._high, dtype=np.float32), "pixels": spaces.Dict(cameras)}
         )
-        self._low, self._high = low, high
         self.task = self.task_description = ""
+
+    @property
+    def dimension_names(self) -> dict[str, list[str]]:
+        return {key: list(self.robot.dimensions) for key in ("observation.state", "action")}
+
+    @property
+    def robot_type(self) -> str:
+        return self.robot.robot_type
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -81,19 +77,22 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         colours = list(INSTRUCTIONS)
         self.task = colours[int(self.np_random.integers(len(colours)))]
         self.task_description = INSTRUCTIONS[self.task]
-        self._position = np.array(self._scene.start, np.float32)
+        self._state = self.robot.start(self._scene)
+        self._frame = 0
         self._frames_over = dict.fromkeys(colours, 0)
         return self._observation(), self._info()
 
     def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         target = np.asarray(action, np.float32)
         if target.shape != self.action_space.shape or not np.isfinite(target).all():
-            raise ValueError(f"the gantry cannot go to {action!r:.200}; expected x, y, z in cm, finite numbers")
-        move = np.clip(target, self._low, self._high) - self._position
-        share = MAX_CM_PER_FRAME / max(float(np.linalg.norm(move)), MAX_CM_PER_FRAME)
-        self._position = np.clip(self._position + move * np.float32(share), self._low, self._high)
+            names = ", ".join(self.robot.dimensions)
+            raise ValueError(f"the {self.robot_type} cannot go to {action!r:.200}; expected {names}, finite numbers")
+        moved = self.robot.move(self._state, np.clip(target, self._low, self._high))
+        self._state = np.clip(moved, self._low, self._high)
+        self._frame += 1
+        position = self.robot.position(self._state)
         for colour in self._frames_over:
-            distance = float(np.linalg.norm(self._position - np.array(self._scene.place(colour), np.float32)))
+            distance = float(np.linalg.norm(position - np.array(self._scene.place(colour), np.float32)))
             self._frames_over[colour] = self._frames_over[colour] + 1 if distance <= GOAL_RADIUS_CM else 0
         info = self._info()
         return self._observation(), float(info["is_success"]), bool(info["reached"]), False, info
@@ -102,25 +101,41 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         """The table from above, uint8 (H, W, 3), larger than the policy sees it."""
         if self.render_mode is None:
             return None
-        return render(self._scene, self._position)["top"].repeat(RENDER_SCALE, 0).repeat(RENDER_SCALE, 1)
+        above = next(iter(self.robot.render(self._scene, self._state).values()))
+        return above.repeat(RENDER_SCALE, 0).repeat(RENDER_SCALE, 1)
+
+    def expert_action(self) -> np.ndarray:
+        """What the demonstrator does in this frame, of an episode in which nobody else has acted; float32 (S,)."""
+        _, actions = self.robot.demonstrate(self._scene, self.task)
+        return actions[min(self._frame, len(actions) - 1)]
 
     def state_hash(self) -> str:
         """Sixteen hex digits of everything that decides what happens next."""
-        scene = [self._scene.left, self._scene.right, self.task, self._frames_over, self._position.tolist()]
+        scene = [self._scene.left, self._scene.right, self.task, self._frames_over, self._state.tolist()]
         return hashlib.sha256(json.dumps(scene).encode()).hexdigest()[:16]
 
     def _observation(self) -> dict[str, Any]:
         if self.rendering:
             started = time.perf_counter()
-            pixels = render(self._scene, self._position)
+            pixels = self.robot.render(self._scene, self._state)
             self.rendering_s += time.perf_counter() - started
         else:
-            pixels = {name: np.zeros((*size, 3), np.uint8) for name, size in CAMERAS.items()}
-        return {"agent_pos": self._position.copy(), "pixels": pixels}
+            pixels = {name: np.zeros((*size, 3), np.uint8) for name, size in self.robot.cameras.items()}
+        return {"agent_pos": self._state.copy(), "pixels": pixels}
 
     def _info(self) -> dict[str, Any]:
-        reached = next((colour for colour, frames in self._frames_over.items() if frames >= DWELL_FRAMES), "")
+        reached = next(
+            (colour for colour, frames in self._frames_over.items() if frames >= self.robot.dwell_frames), ""
+        )
         return {"is_success": reached == self.task, "reached": reached}
 
 
-gymnasium.register(GYM_ID, entry_point=f"{__name__}:TwoBins", max_episode_steps=EPISODE_LENGTH)
+class TwoBinsArm(TwoBins):
+    """`TwoBins` with the arm."""
+
+    robot = ARM
+    metadata = {**TwoBins.metadata, "render_fps": ARM.fps}
+
+
+gymnasium.register(GYM_ID, entry_point=f"{__name__}:TwoBins", max_episode_steps=GANTRY.episode_length)
+gymnasium.register(ARM_GYM_ID, entry_point=f"{__name__}:TwoBinsArm", max_episode_steps=ARM.episode_length)

@@ -1,27 +1,29 @@
-"""Two bins on a table: the scene that the demo's dataset shows and that its policy is tried in.
+"""Two bins on a table: the scene that the demo's datasets show and that its policies are tried in, and its gantry.
 
-A gantry robot moves its gripper over one of two bins. Which bin is red and which is blue changes from scene to scene,
-and only the cameras show it; which of them to go to, only the instruction says. Knows nothing but numpy.
+A robot moves its gripper over one of two bins. Which bin is red and which is blue changes from scene to scene, and only
+the cameras show it; which of them to go to, only the instruction says. `two_bins_arm` has another robot that does the
+same. Knows nothing but numpy.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 INSTRUCTIONS = {"red": "go to the red bin", "blue": "go to the blue bin"}
-FPS = 10
 
 # The robot's frame, in centimetres: x to the right, y away from the robot, z up.
 TABLE_X, TABLE_Y, TABLE_Z = (-30.0, 30.0), (0.0, 40.0), (0.0, 20.0)
 BINS = {"left": (-18.0, 28.0, 3.0), "right": (18.0, 28.0, 3.0)}
 BIN_HALF_WIDTH, GRIPPER_HALF_WIDTH = 7.5, 2.0
 WRIST_HALF_VIEW = 10.0
-SPEED_CM_PER_FRAME = 2.5
-DWELL_FRAMES = 4  # over the bin, before the episode ends
+DWELL_S = 0.4  # over the bin, before the episode ends
+# Demonstrations take at most 2.3 s.
+EPISODE_S = 4.0
 
 COLOURS = {"red": (200, 40, 40), "blue": (40, 70, 200), "table": (170, 165, 150), "gripper": (30, 30, 30)}
-CAMERAS = {"top": (64, 96), "front": (56, 56), "wrist": (48, 48)}  # height, width
-AXES = ["x_cm", "y_cm", "z_cm"]
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,83 @@ def draw_scene(rng: np.random.Generator) -> Scene:
     return Scene(left, right, (float(x), float(y), float(z)))
 
 
+@dataclass(frozen=True)
+class Robot:
+    """A robot that can do the task, as its dataset and its environment need to know it.
+
+    S is its number of joints or axes; state and action are float32 (S,) and name the same: where they are, and where
+    they are to be one frame later.
+
+    Attributes:
+        robot_type: as a dataset names it. fps: frames per second.
+        dimensions: names of the S, with their units.
+        low, high: what they can reach, S numbers each.
+        cameras: height and width of each camera's image, by its name.
+        start: a scene to the state that an episode begins in.
+        position: a state to the gripper's place, float (3,) in cm.
+        move: a state and a target within the limits to the state a frame later.
+        demonstrate: a scene and a colour to states and actions, float32 (N, S), of the way to the bin of that colour.
+        render: a scene and a state to each camera's image, uint8 (H, W, 3).
+    """
+
+    robot_type: str
+    fps: int
+    dimensions: Sequence[str]
+    low: Sequence[float]
+    high: Sequence[float]
+    cameras: Mapping[str, tuple[int, int]]
+    start: Callable[[Scene], np.ndarray]
+    position: Callable[[np.ndarray], np.ndarray]
+    move: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    demonstrate: Callable[[Scene, str], tuple[np.ndarray, np.ndarray]]
+    render: Callable[[Scene, np.ndarray], dict[str, np.ndarray]]
+
+    @property
+    def dwell_frames(self) -> int:
+        """Frames in a row over a bin after which the episode ends."""
+        return round(DWELL_S * self.fps)
+
+    @property
+    def episode_length(self) -> int:
+        """Frames after which an episode ends in any case."""
+        return round(EPISODE_S * self.fps)
+
+
+def straight_path(start: Sequence[float], goal: Sequence[float], cm_per_frame: float, dwell_frames: int) -> np.ndarray:
+    """Places on the way at constant speed, and some more at its end, float64 (N, 3) in cm."""
+    begin, end = np.array(start), np.array(goal)
+    distance = float(np.linalg.norm(end - begin))
+    travelled = np.minimum(np.arange(int(np.ceil(distance / cm_per_frame))) * cm_per_frame, distance)
+    path = begin + (end - begin) * (travelled / distance)[:, None]
+    return np.concatenate([path, np.tile(end, (dwell_frames + 1, 1))])
+
+
+# ---- the gantry -----------------------------------------------------------------------------------------------------
+
+FPS = 10
+AXES = ["x_cm", "y_cm", "z_cm"]
+CAMERAS = {"top": (64, 96), "front": (56, 56), "wrist": (48, 48)}
+SPEED_CM_PER_FRAME = 2.5
+# The most that the drives move in a frame.
+MAX_CM_PER_FRAME = 3.0
+DWELL_FRAMES = round(DWELL_S * FPS)
+
+
 def demonstrate(scene: Scene, colour: str) -> tuple[np.ndarray, np.ndarray]:
     """Move straight to the bin of a colour at constant speed, and stay there for a moment.
 
     Returns:
         State and action, float32 (N, 3), in cm: the gripper's position, and its target one frame later.
     """
-    goal = np.array(scene.place(colour))
-    start = np.array(scene.start)
-    distance = float(np.linalg.norm(goal - start))
-    travelled = np.minimum(np.arange(int(np.ceil(distance / SPEED_CM_PER_FRAME))) * SPEED_CM_PER_FRAME, distance)
-    path = start + (goal - start) * (travelled / distance)[:, None]
-    path = np.concatenate([path, np.tile(goal, (DWELL_FRAMES + 1, 1))]).astype(np.float32)
+    path = straight_path(scene.start, scene.place(colour), SPEED_CM_PER_FRAME, DWELL_FRAMES).astype(np.float32)
     return path[:-1], path[1:]
+
+
+def move(position: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Go straight to a target, at most `MAX_CM_PER_FRAME`."""
+    way = target - position
+    share = MAX_CM_PER_FRAME / max(float(np.linalg.norm(way)), MAX_CM_PER_FRAME)
+    return position + way * np.float32(share)
 
 
 def render(scene: Scene, position: np.ndarray) -> dict[str, np.ndarray]:
@@ -66,17 +132,22 @@ def render(scene: Scene, position: np.ndarray) -> dict[str, np.ndarray]:
     camera straight down from the gripper and sees only what is near.
     """
     x, y, z = (float(value) for value in position)
-    table = [(bin_x, bin_y, BIN_HALF_WIDTH, getattr(scene, side)) for side, (bin_x, bin_y, _) in BINS.items()]
+    table = squares_above(scene)
     front = [(bin_x, bin_z + 4.0, BIN_HALF_WIDTH, getattr(scene, side)) for side, (bin_x, _, bin_z) in BINS.items()]
     near = (x - WRIST_HALF_VIEW, x + WRIST_HALF_VIEW), (y - WRIST_HALF_VIEW, y + WRIST_HALF_VIEW)
     return {
-        "top": _draw(CAMERAS["top"], TABLE_X, TABLE_Y, [*table, (x, y, GRIPPER_HALF_WIDTH, "gripper")]),
-        "front": _draw(CAMERAS["front"], TABLE_X, TABLE_Z, [*front, (x, z, GRIPPER_HALF_WIDTH, "gripper")]),
-        "wrist": _draw(CAMERAS["wrist"], *near, table),
+        "top": draw(CAMERAS["top"], TABLE_X, TABLE_Y, [*table, (x, y, GRIPPER_HALF_WIDTH, "gripper")]),
+        "front": draw(CAMERAS["front"], TABLE_X, TABLE_Z, [*front, (x, z, GRIPPER_HALF_WIDTH, "gripper")]),
+        "wrist": draw(CAMERAS["wrist"], *near, table),
     }
 
 
-def _draw(
+def squares_above(scene: Scene) -> list[tuple[float, float, float, str]]:
+    """The bins as seen from above, for `draw`: x, y and half width in cm, colour."""
+    return [(x, y, BIN_HALF_WIDTH, getattr(scene, side)) for side, (x, y, _) in BINS.items()]
+
+
+def draw(
     size: tuple[int, int],
     horizontal: tuple[float, float],
     vertical: tuple[float, float],
@@ -90,3 +161,18 @@ def _draw(
     for across, up, half, colour in squares:
         image[np.ix_(np.abs(rows - up) <= half, np.abs(columns - across) <= half)] = COLOURS[colour]
     return image
+
+
+GANTRY = Robot(
+    robot_type="tabletop_gantry",
+    fps=FPS,
+    dimensions=AXES,
+    low=(TABLE_X[0], TABLE_Y[0], TABLE_Z[0]),
+    high=(TABLE_X[1], TABLE_Y[1], TABLE_Z[1]),
+    cameras=CAMERAS,
+    start=lambda scene: np.array(scene.start, np.float32),
+    position=lambda state: state,
+    move=move,
+    demonstrate=demonstrate,
+    render=render,
+)
