@@ -1,5 +1,8 @@
 """What a new family takes: a class and a line of the registry; everybody else asks that line."""
 
+from types import SimpleNamespace
+
+import huggingface_hub
 import pytest
 import torch
 from lerobot.configs import PreTrainedConfig
@@ -58,6 +61,20 @@ def test_a_folder_of_a_refused_type_is_not_read_further(dataset, tmp_path, monke
     (tmp_path / "model.safetensors").touch()
     argv = [f"--dataset.root={dataset}", f"--policy.path={tmp_path}", f"--output_dir={dataset.parent / 'out'}"]
     with pytest.raises(ValueError, match=f"policy {tmp_path}: a 'eo1' is not trained here: its images"):
+        resolve(parse_args(argv), gpus_found=0)
+
+
+def test_of_a_refused_type_on_the_hub_no_weights_are_downloaded(dataset, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"type": "eo1"}')
+
+    def snapshot_download(repo_id, *, allow_patterns, **_):
+        assert allow_patterns == ["config.json"]
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: SimpleNamespace(sha="ab" * 20))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    argv = [f"--dataset.root={dataset}", "--policy.path=somebody/eo1", f"--output_dir={dataset.parent / 'out'}"]
+    with pytest.raises(ValueError, match="policy somebody/eo1: a 'eo1' is not trained here: its images"):
         resolve(parse_args(argv), gpus_found=0)
 
 

@@ -125,17 +125,20 @@ def test_a_hub_policy_is_pinned_to_a_commit(saved, monkeypatch):
 
     def snapshot_download(repo_id, **options):
         asked["download"] = (repo_id, options["revision"], options["repo_type"])
-        asked["patterns"] = options["allow_patterns"]
+        asked.setdefault("patterns", []).append(options["allow_patterns"])
         return str(saved)
+
+    def look(folder):
+        assert folder == saved and asked["patterns"] == [["config.json"]]
 
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert fetch_pretrained("lerobot/pi05_base", "v1") == (saved, commit)
+    assert fetch_pretrained("lerobot/pi05_base", "v1", look) == (saved, commit)
     assert asked["info"] == ("lerobot/pi05_base", "model", "v1")
     assert asked["download"] == ("lerobot/pi05_base", commit, "model")
     wanted = huggingface_hub.utils.filter_repo_objects(
         ["config.json", "model-00001-of-00002.safetensors", "tokenizer/tokenizer.json", "pytorch_model.bin", "run.py"],
-        allow_patterns=asked["patterns"],
+        allow_patterns=asked["patterns"][1],
     )
     assert list(wanted) == ["config.json", "model-00001-of-00002.safetensors", "tokenizer/tokenizer.json"]
 

@@ -14,7 +14,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -105,7 +105,9 @@ def _check_sizes(config: PreTrainedConfig, source: str) -> None:
             raise ValueError(f"{where}{field.name} is {value:,}, more than the {most:,} that a policy may have")
 
 
-def fetch_pretrained(path: str, revision: str | None = None) -> tuple[Path, str | None]:
+def fetch_pretrained(
+    path: str, revision: str | None = None, look: Callable[[Path], Any] = lambda folder: None
+) -> tuple[Path, str | None]:
     """Find a pretrained policy, and download it if `path` is an id on the Hub. Runs on the driver.
 
     Only configuration, safetensors and tokenizer files are downloaded.
@@ -113,6 +115,7 @@ def fetch_pretrained(path: str, revision: str | None = None) -> tuple[Path, str 
     Args:
         path: a folder, or `owner/name` on the Hub. An existing folder wins.
         revision: branch, tag or commit on the Hub.
+        look: called with the folder of a download that has nothing but config.json yet; what it raises ends this.
     Returns:
         The folder, and the commit it holds or None for a folder of the user's.
     Raises:
@@ -130,11 +133,18 @@ def fetch_pretrained(path: str, revision: str | None = None) -> tuple[Path, str 
         raise FileNotFoundError(f"{path} is no folder and no Hub id of the form owner/name")
     else:
         commit = resolve_commit(path, revision, repo_type="model")
+        folder = Path(download_snapshot(path, commit, repo_type="model", allow_patterns=("config.json",)))
+        _require_config(path, folder)
+        look(folder)
         folder = Path(download_snapshot(path, commit, repo_type="model", allow_patterns=PRETRAINED_FILES))
-    if not (folder / "config.json").is_file():
-        found = sorted(entry.name for entry in folder.iterdir())
-        raise FileNotFoundError(f"{path} is no pretrained LeRobot policy: no config.json among {found}")
+    _require_config(path, folder)
     return folder, commit
+
+
+def _require_config(path: str, folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        found = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        raise FileNotFoundError(f"{path} is no pretrained LeRobot policy: no config.json among {found}")
 
 
 def new_policy(config: PreTrainedConfig, *, trusted: bool = False) -> PreTrainedPolicy:

@@ -6,6 +6,7 @@ Runs on the driver, and loads no weights.
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
         nothing = {"path": f"{kind} from random weights", "revision": None, "digest": None}
         require_trained(kind, f"--policy.type={kind}")
         return policy_config_of(f"--policy.type={kind}", kind, None, config.policy_options), None, nothing
-    folder, revision = fetch_pretrained(path, config.policy_revision)
+    folder, revision = fetch_pretrained(path, config.policy_revision, partial(_trained_type, path))
     folder = folder.absolute()
     weights = (sorted(folder.glob("*.safetensors.index.json")) or [folder / "model.safetensors"])[0]
     if not weights.is_file():
@@ -104,14 +105,20 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
         # Which folder that is was read from the run's own config.json: nothing in it is opened before it is known to
         # be the one that the run was started from.
         check_base(load_progress(newest), base)
+    kind = _trained_type(path, folder)
+    policy_config = policy_config_of(f"policy {path}", kind, folder, config.policy_options)
+    policy_config.pretrained_path = folder
+    return policy_config, folder, base
+
+
+def _trained_type(path: str, folder: Path) -> str:
+    """The type of the policy in a folder; an error if it is not trained here."""
     try:
         kind = read_foreign_json(folder / "config.json")["type"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"policy {path}: config.json is damaged or no policy's ({error!r}); copy it again") from error
     require_trained(kind, f"policy {path}")
-    policy_config = policy_config_of(f"policy {path}", kind, folder, config.policy_options)
-    policy_config.pretrained_path = folder
-    return policy_config, folder, base
+    return kind
 
 
 def _digests(folder: Path, weights: Path) -> dict[str, str]:
