@@ -141,8 +141,12 @@ class LeRobotDatasource(Datasource):
         ]
         self._image_size = checked_size(features.image_size)
         self._tolerance_s = features.tolerance_s
-        self._features = common_features(self.metas, features.camera_keys, features.columns, self._image_size)
-        if features.delta_timestamps and len({meta.fps for meta in self.metas}) > 1:
+        self._features = common_features(
+            self.metas, features.camera_keys, features.columns, self._image_size, features.padded
+        )
+        self._padded = self._features if features.padded else {}
+        self._window_steps = tuple(features.window_steps or ())
+        if features.delta_timestamps and not self._window_steps and len({meta.fps for meta in self.metas}) > 1:
             raise ValueError(
                 f"datasets of different frame rates cannot be read together in windows: "
                 f"{', '.join(f'{meta.root} has {meta.fps} fps' for meta in self.metas)}; an action chunk would span "
@@ -301,7 +305,8 @@ class LeRobotDatasource(Datasource):
         if cache is None or self.skips or self.decoded_bytes() > cache.gb * 1e9:
             return frozenset()
         read = self._features.keys() & set(self.columns())
-        return frozenset(key for key in read if all(meta.features[key].dtype == "video" for meta in self.metas))
+        stored = {key: {meta.features[key].dtype for meta in self.metas if key in meta.features} for key in read}
+        return frozenset(key for key in read if stored[key] == {"video"})
 
     def caching(self) -> tuple[FrameCache, list[VideoFile], int] | None:
         """The cache that rows may name frames of, a file of each camera of each dataset, the bytes of all frames."""
@@ -309,7 +314,11 @@ class LeRobotDatasource(Datasource):
         if cache is None or not nameable:
             return None
         readers = [DatasetFiles.of(meta, nameable) for meta in self.metas]
-        videos = [video_file(reader, key, "", "", decoding) for reader in readers for key in sorted(nameable)]
+        videos = [
+            video_file(reader, key, "", "", decoding)
+            for reader in readers
+            for key in sorted(nameable & reader.features.keys())
+        ]
         return cache, videos, self.decoded_bytes()
 
     def frames(self) -> Frames:
@@ -436,6 +445,8 @@ class LeRobotDatasource(Datasource):
         return ReadOptions(
             columns=self.columns(),
             delta_indices=self._delta_indices,
+            window_steps=self._window_steps,
+            padded=self._padded,
             tolerance_s=self._tolerance_s,
             block_rows=block_rows,
             threads=max(1, round(self.num_cpus)),

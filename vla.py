@@ -72,7 +72,7 @@ from vla_finetuning.run.folder import (
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.preflight import Examined, examine
 from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped
-from vla_finetuning.run.push import check_push, push_policy
+from vla_finetuning.run.push import check_push, push_policy, repositories
 from vla_finetuning.run.record import record_run
 from vla_finetuning.run.resolve import Run, resolve, with_stats
 from vla_finetuning.run.rows import Rows
@@ -311,6 +311,7 @@ def feed(
         epsilon=epsilon,
         returns=rows.returns,
         frames=rows.fill_frames(),
+        drop_absent=not policy.train.compile,
     )
     host_batches = stream_batches(worker.shard, dealt, first_row, steps, fitted)
     in_time = or_timeout(host_batches, timeout_s, partial(what_batch, rows, dealt))
@@ -347,7 +348,7 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
         if config.dry_run:
             tell_text(describe_memory(config, needed, run.policy.checkpoint_bytes))
         check_capacity(config, needed, memory, gpu_gib())
-    if repo_id := config.hub_repo_id:
+    for repo_id in _repositories(run).values():
         tell(f"Hub          {check_push(repo_id, config.policy_private, make=not config.dry_run)}")
     if config.dry_run:
         return None
@@ -377,7 +378,8 @@ def work(run: Run, evaluator: Evaluator | None) -> int:
         status = (evaluator.finish() if evaluator is not None else 0) or status
     tell(f"Policy       {job.output_dir / 'pretrained_model'}{_exported(config, job)}")
     tell(f"Report       {job.output_dir / 'report.html'}")
-    status = (push(job.output_dir, config.hub_repo_id) if config.hub_repo_id else 0) or status
+    pushed = [push(job.output_dir, repo_id, robot) for robot, repo_id in _repositories(run).items()]
+    status = max(pushed, default=0) or status
     if not status:
         finish(job.output_dir, job.steps)
     return status
@@ -421,7 +423,8 @@ def evaluate(run: Run) -> int:
     remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.job.use_gpu else 0)
     try:
         errors = cluster.wait_for(remote.remote(run, rows_that_fit=rows_that_fit).future(), run.job.scaling)
-        tell_text(error_table(errors["trained"], errors.get("untrained")))
+        for name, of in errors["robots"].items() if run.robots else [("", errors)]:
+            tell_text(f"{name}{': ' if name else ''}{error_table(of['trained'], of.get('untrained'))}")
         if is_demo(run.config, run.policy):
             scores, films = try_demo(run.job, run.policy)
             write_json(run.job.output_dir / EVALUATION_NAME, {**errors, "closed_loop": scores, "films": films})
@@ -432,10 +435,16 @@ def evaluate(run: Run) -> int:
         return 5
 
 
-def push(output_dir: Path, repo_id: str) -> int:
+def _repositories(run: Run) -> dict[str, str]:
+    """Where the policy of each robot is pushed to; nowhere unless that was asked for."""
+    repo_id = run.config.hub_repo_id
+    return {} if repo_id is None else repositories(repo_id, [robot.name for robot in run.robots])
+
+
+def push(output_dir: Path, repo_id: str, robot: str = "") -> int:
     """Push the trained policy, and say how to do it again when that fails. Returns the exit status."""
     try:
-        tell(f"Pushed       {push_policy(output_dir, repo_id)}")
+        tell(f"Pushed       {push_policy(output_dir, repo_id, robot)}")
         return 0
     except Exception as error:  # whatever an upload may end with, the policy is there
         tell_error(root_cause(error))

@@ -1,11 +1,12 @@
 """What the plan of a large dataset costs: seconds and memory, on the driver and in each process that it goes to.
 
-    python -m benchmarks.plan [--episodes 1000000] [--json FILE]
+    python -m benchmarks.plan [--episodes 1000000] [--members 60] [--json FILE]
 
 The dataset is metadata alone, as LeRobot writes it: episodes of 100 to 500 rows, 3 cameras of 480x640 whose frames are
 as stored, which makes the shortest segments and so the most of them. Every stage runs in a process of its own, and
 what it is given has been through a pickle, as in a run. `peak_mb` is what the process grew by at the most, beyond what
-the imports take.
+the imports take. With --members, so many datasets hold the episodes together, of two robots in turn: their widths,
+rates and cameras differ.
 
     metadata     the driver reads meta/ and looks that all files are there
     plan         the driver plans a shuffled run, says how well its batches are mixed, and pickles what travels
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from diagnostics.report import Environment
 from lerobot_datasource import LeRobotDatasource
 from tests.memory import Growth
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
-from vla_finetuning.data.options import Features, Order, Reading
+from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.files import write_json
 
 INSTRUCTIONS = 10_000
@@ -55,8 +56,9 @@ CLUSTER = {"CPU": 64 * 96.0, "object_store_memory": 64 * 200e9}
 STAGES = ("metadata", "plan", "coordinator", "read task", "epoch", "epoch's task")
 
 
-def make(folder: Path, episodes: int) -> None:
-    """The metadata, and files of one byte where it says that there are any."""
+def make(folder: Path, episodes: int, robot: int = 0) -> None:
+    """The metadata, and files of one byte where it says that there are any; every second robot is another."""
+    width, fps, cameras = (14, 30, CAMERAS) if robot % 2 == 0 else (7, 10, CAMERAS[:1])
     rng = np.random.default_rng(0)
     length, number = rng.integers(100, 501, episodes), np.arange(episodes)
     (folder / "meta/episodes/chunk-000").mkdir(parents=True)
@@ -72,7 +74,7 @@ def make(folder: Path, episodes: int) -> None:
             pa.array(instructions).take(pa.array(rng.integers(0, INSTRUCTIONS, episodes))),
         ),
     }
-    for prefix in ("data", *(f"videos/{key}" for key in CAMERAS)):
+    for prefix in ("data", *(f"videos/{key}" for key in cameras)):
         file = number // EPISODES_OF_FILE[prefix.partition("/")[0]]
         columns |= {f"{prefix}/chunk_index": file // 1000, f"{prefix}/file_index": file % 1000}
         suffix = "parquet" if prefix == "data" else "mp4"
@@ -81,12 +83,12 @@ def make(folder: Path, episodes: int) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"PAR1" * 3 if suffix == "parquet" else b"\0\0\0\x08moov")  # whole, and empty
     before = np.cumsum(length) - length
-    for key in CAMERAS:
+    for key in cameras:
         first = before[number // EPISODES_OF_FILE["videos"] * EPISODES_OF_FILE["videos"]]
-        columns[f"videos/{key}/from_timestamp"] = (before - first) / 30
-        columns[f"videos/{key}/to_timestamp"] = (before - first + length) / 30
+        columns[f"videos/{key}/from_timestamp"] = (before - first) / fps
+        columns[f"videos/{key}/to_timestamp"] = (before - first + length) / fps
     table = pa.table(columns)
-    sizes = {"observation.state": 14, "action": 14, **dict.fromkeys(CAMERAS, 3)}
+    sizes = {"observation.state": width, "action": width, **dict.fromkeys(cameras, 3)}
     sizes |= dict.fromkeys(("timestamp", "frame_index", "episode_index", "index", "task_index"), 1)
     for nth, begin in enumerate(range(0, episodes, EPISODES_OF_FILE["meta"])):
         rows = table.slice(begin, EPISODES_OF_FILE["meta"])
@@ -100,12 +102,12 @@ def make(folder: Path, episodes: int) -> None:
     scalars = {"timestamp": "float32"} | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")
     features: dict[str, Any] = {key: {"dtype": dtype, "shape": [1], "names": None} for key, dtype in scalars.items()}
     for key in ("observation.state", "action"):
-        features[key] = {"dtype": "float32", "shape": [14], "names": None}
-    for key in CAMERAS:
+        features[key] = {"dtype": "float32", "shape": [width], "names": None}
+    for key in cameras:
         features[key] = {"dtype": "video", "shape": [480, 640, 3], "names": ["height", "width", "channels"]}
     info = {
         "codebase_version": "v3.0",
-        "fps": 30,
+        "fps": fps,
         "features": features,
         "total_episodes": episodes,
         "total_frames": int(length.sum()),
@@ -123,11 +125,14 @@ def keep(folder: Path, name: str, value: Any) -> int:
     return len(data)
 
 
-def source_of(meta: DatasetMetadata, stream: tuple[int, int] | None = None) -> LeRobotDatasource:
-    """As of a run (`Rows.source`)."""
+def source_of(metas: Sequence[DatasetMetadata], stream: tuple[int, int] | None = None) -> LeRobotDatasource:
+    """As of a run (`Rows.source`); of several datasets, of a mixture of robots."""
+    mixed = len(metas) > 1
+    padded = {"padded": True, "window_steps": [1] * len(metas), "camera_keys": CAMERAS} if mixed else {}
     return LeRobotDatasource(
-        [meta],
-        features=Features(delta_timestamps={"action": [i / 30 for i in range(50)]}),
+        metas,
+        Selection(weights=[1 + number % 3 for number in range(len(metas))] if mixed else None),
+        Features(delta_timestamps={"action": [i / metas[0].fps for i in range(50)]}, **padded),
         order=Order(shuffle_seed=0, block_rows=8, stream=stream),
         reading=Reading(check_files=False),
     )
@@ -136,14 +141,15 @@ def source_of(meta: DatasetMetadata, stream: tuple[int, int] | None = None) -> L
 def metadata(folder: Path) -> dict[str, Any]:
     from vla_finetuning.data.dataset_files import check_files
 
-    meta = load_metadata(folder / "dataset")
-    check_files(meta)
-    return {"travels": {"meta": meta}, "rows": meta.total_frames}
+    metas = [load_metadata(path) for path in sorted(folder.glob("dataset*"))]
+    for meta in metas:
+        check_files(meta)
+    return {"travels": {"metas": metas}, "rows": sum(meta.total_frames for meta in metas)}
 
 
 def plan(folder: Path) -> dict[str, Any]:
-    meta = load(folder, "meta")
-    source = source_of(meta, (0, 2 * meta.total_frames))
+    metas = load(folder, "metas")
+    source = source_of(metas, (0, 2 * sum(meta.total_frames for meta in metas)))
     mixed = source.plan.expected_episodes(256)
     source.plan.identity()
     return {
@@ -156,16 +162,16 @@ def plan(folder: Path) -> dict[str, Any]:
 
 def coordinator(folder: Path) -> dict[str, Any]:
     """As `TrainingData` at a start of the worker group, and the coordinator that it makes."""
-    meta = load(folder, "meta")
-    rows = meta.total_frames
-    tasks = source_of(meta, (0, 2 * rows)).get_read_tasks(1)
-    resumed = source_of(meta, (rows + rows // 2, 2 * rows)).get_read_tasks(1)
+    metas = load(folder, "metas")
+    rows = sum(meta.total_frames for meta in metas)
+    tasks = source_of(metas, (0, 2 * rows)).get_read_tasks(1)
+    resumed = source_of(metas, (rows + rows // 2, 2 * rows)).get_read_tasks(1)
     largest = max([*tasks[::100], *resumed[::100]], key=lambda task: len(cloudpickle.dumps(task.read_fn)))
     return {"travels": {"task": largest.read_fn}, "tasks": len(tasks)}
 
 
 def epoch(folder: Path) -> dict[str, Any]:
-    tasks = source_of(load(folder, "meta")).get_read_tasks(1)
+    tasks = source_of(load(folder, "metas")).get_read_tasks(1)
     return {"travels": {"epoch": tasks[len(tasks) // 2].read_fn}, "tasks": len(tasks)}
 
 
@@ -199,6 +205,7 @@ def measure(stage: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=1_000_000)
+    parser.add_argument("--members", type=int, default=1, help="datasets of a mixture of two robots")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -206,10 +213,15 @@ def main() -> None:
     if options.stage:
         print(json.dumps(measure(options.stage, options.folder)))
         return
-    results: dict[str, Any] = {"episodes": options.episodes, "command": shlex.join(sys.orig_argv[1:])}
+    results: dict[str, Any] = {
+        "episodes": options.episodes,
+        "members": options.members,
+        "command": shlex.join(sys.orig_argv[1:]),
+    }
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        make(folder / "dataset", options.episodes)
+        for number in range(options.members):
+            make(folder / f"dataset-{number:03d}", options.episodes // options.members, number)
         for stage in STAGES:
             command = [sys.executable, "-m", "benchmarks.plan", "--stage", stage, "--folder", str(folder)]
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

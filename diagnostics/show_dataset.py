@@ -5,6 +5,7 @@
     python -m diagnostics.show_dataset ROOT --scores scores.jsonl --exclude_to bad_episodes.json
     python -m diagnostics.show_dataset ROOT --augmentation openpi
     python -m diagnostics.show_dataset ROOT --skip_idle 0.5 --episode_weights quality
+    python -m diagnostics.show_dataset @mix.yaml
 
 The page shows every camera at a few moments of an episode, state and action curves, how long the episodes are,
 their instructions, and the ranges that a policy's input is normalised by. It warns of what training would suffer from;
@@ -19,6 +20,8 @@ with those of --dataset. would leave out or repeat: of all episodes, and by task
 
 With --augmentation each picture is the frame, and below it what three epochs of training would make of it: as
 `--train.augmentation openpi`, or as `--dataset.image_transforms.enable` ("lerobot").
+
+Of a mixture's file (docs/robots.md), the datasets are shown side by side on the terminal, with what does not fit.
 
 Exit status: 0, with warnings too; 2 when there is no such dataset or it cannot be read.
 """
@@ -35,15 +38,18 @@ from typing import Any
 
 from tqdm import tqdm
 
+from vla_finetuning.config import Config
 from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.frames import movement_keys, stretches_of, table, told_weights
 from vla_finetuning.data.metadata import DatasetMetadata, load_metadata
 from vla_finetuning.files import write_json
+from vla_finetuning.members import read_mixture
 from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.dataset_look import look_at
 from vla_finetuning.report.episode_scores import score_episodes
 from vla_finetuning.report.page import write_dataset_page
+from vla_finetuning.run.mixture_look import look_at_mixture
 from vla_finetuning.run.preflight import with_names
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
@@ -66,10 +72,25 @@ def told_selection(meta: DatasetMetadata, skip_idle: float | None, weights: str 
     return [*([] if weight is None else [told_weights(weight)]), *table(meta, everything, left)]
 
 
+def show_mixture(file: str, rename_map: dict[str, str]) -> int:
+    """Print the datasets of a mixture side by side, and what does not go together. Returns the exit status."""
+    try:
+        config = Config(rename_map=rename_map)
+        config.dataset.mixture = read_mixture(file.removeprefix("@"))
+        tables, misfits = look_at_mixture(config)
+    except (ValueError, OSError) as error:
+        tell_error(error)
+        return 2
+    tell(*tables)
+    tell(*(f"does not fit: {misfit}" for misfit in misfits))
+    tell(f"{len(misfits) or 'no'} misfit{'s' * (len(misfits) != 1)}")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("root", nargs="?", help="a local folder, s3://, gs://")
+    which.add_argument("root", nargs="?", help="a local folder, s3://, gs://; @FILE: a mixture")
     which.add_argument("--repo_id", help="a dataset on the Hugging Face Hub, which is downloaded")
     parser.add_argument("--revision", help="of the dataset on the Hub (default: as of now)")
     parser.add_argument("--rename_map", type=json.loads, default={}, help="names of features, as a run's --rename_map")
@@ -82,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--episode_weights", help="say what --dataset.episode_weights, a column or @FILE, makes of it")
     options = parser.parse_args(argv)
     escape_warnings()
+    if (options.root or "").startswith("@"):
+        return show_mixture(options.root, options.rename_map)
     try:
         root = fetch_dataset(options.repo_id, options.revision)[0] if options.repo_id else options.root
         meta = load_metadata(root)

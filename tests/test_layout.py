@@ -23,7 +23,7 @@ DATA = {*GROUND, f"{PACKAGE}.data", "lerobot_datasource"}
 LEROBOTS = {*GROUND, f"{PACKAGE}.lerobot_options"}
 POLICIES = {*LEROBOTS, f"{PACKAGE}.policies", f"{PACKAGE}.data.columns", f"{PACKAGE}.data.hub", "util"}
 ENVS = {*LEROBOTS, f"{PACKAGE}.envs"}
-RUN = {*DATA, *POLICIES, *ENVS, f"{PACKAGE}.demo", f"{PACKAGE}.run"}
+RUN = {*DATA, *POLICIES, *ENVS, f"{PACKAGE}.demo", f"{PACKAGE}.members", f"{PACKAGE}.run"}
 TRAINING, REPORT = {*RUN, f"{PACKAGE}.training"}, {*RUN, f"{PACKAGE}.report"}
 EVALUATION = {*REPORT, f"{PACKAGE}.evaluation"}
 # It trains on what the loop shows, so it imports both: what trains there also acts.
@@ -34,8 +34,9 @@ MAY_IMPORT = {
     f"{PACKAGE}.cards": set(),
     f"{PACKAGE}.options": set(),
     f"{PACKAGE}.config": GROUND,
-    f"{PACKAGE}.checks": GROUND,
-    f"{PACKAGE}.flags": {*GROUND, f"{PACKAGE}.checks", f"{PACKAGE}.lerobot_train"},
+    f"{PACKAGE}.members": GROUND,
+    f"{PACKAGE}.checks": {*GROUND, f"{PACKAGE}.members"},
+    f"{PACKAGE}.flags": {*GROUND, f"{PACKAGE}.checks", f"{PACKAGE}.lerobot_train", f"{PACKAGE}.members"},
     f"{PACKAGE}.files": set(),
     f"{PACKAGE}.terminal": set(),
     f"{PACKAGE}.lerobot_train": {f"{PACKAGE}.terminal"},

@@ -5,8 +5,6 @@ What is wrong with one alone, its type and bounds say (options.py); what needs f
 
 from __future__ import annotations
 
-import math
-
 from vla_finetuning.config import (
     MAX_SEED,
     Config,
@@ -18,6 +16,7 @@ from vla_finetuning.config import (
     ValueConfig,
     WorkerOptions,
 )
+from vla_finetuning.members import members, robots
 
 
 def check_evaluate(config: EvaluateConfig) -> None:
@@ -112,6 +111,8 @@ def check_value(config: ValueConfig) -> None:
         raise ValueError(
             f"--scaling.strategy={config.scaling.strategy}: only a small head trains; use --scaling.strategy=ddp"
         )
+    if len(robots(members(config.dataset.mixture))) > 1:
+        raise ValueError("--dataset.mixture: a value function learns from datasets of one robot; name those of one")
     check_run(config.training())
 
 
@@ -120,9 +121,14 @@ def _check_dataset(d: DatasetOptions, demo: bool) -> None:
         raise ValueError(f"--dataset.image_size={d.image_size}: expected auto, stored, or [height, width] in pixels")
     if isinstance(d.exclude_episodes, str) and not d.exclude_episodes.startswith("@"):
         raise ValueError(f"--dataset.exclude_episodes={d.exclude_episodes}: expected episodes (3,7,20:30) or @FILE")
-    for root, weight in d.mixture.items():
-        if not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(f"--dataset.mixture: the weight of {root} is {weight}; must be positive, or leave it out")
+    found = members(d.mixture)
+    robots(found)
+    for flag, given, listed in (
+        ("episodes", d.episodes, [member.root for member in found if member.episodes is not None]),
+        ("exclude_episodes", d.exclude_episodes, [member.root for member in found if member.exclude_episodes]),
+    ):
+        if given is not None and listed:
+            raise ValueError(f"--dataset.{flag}, and {flag} of {listed[0]} in --dataset.mixture: give one of them")
     if sum(map(bool, (d.root, d.repo_id, d.mixture))) > 1:
         raise ValueError("--dataset.root, --dataset.repo_id and --dataset.mixture: give one of them")
     if d.revision is not None and d.repo_id is None:

@@ -78,11 +78,12 @@ class DatasetOptions:
         None, "A dataset on the Hugging Face Hub; its revision is pinned in the run's config.json."
     )
     revision: str | None = option(None, "Branch, tag or commit of --dataset.repo_id; the newest when absent.")
-    mixture: dict[str, float] = option(
+    mixture: dict[str, float | dict[str, Any]] | str = option(
         {},
         "Datasets and their weights, instead of root. Each gives every epoch rows in proportion to its weight, "
-        "whatever its size; an epoch is as many rows as the datasets hold together.",
-        form="""JSON, as '{"s3://bucket/a": 3, "/data/b": 1}'""",
+        "whatever its size; an epoch is as many rows as the datasets hold together. @FILE: a YAML file, whose members "
+        "may be of robots that differ (docs/robots.md).",
+        form="""JSON, as '{"s3://bucket/a": 3, "/data/b": 1}', or @FILE""",
     )
     # Several datasets must mean the same by the same number.
     dimension_map: dict[str, dict[str, str]] = option(
@@ -98,6 +99,11 @@ class DatasetOptions:
         "weights",
         "How datasets of a mixture count in the normalisation statistics: by their weights, as in what is trained on, "
         "or by their frames.",
+    )
+    robot_in_prompt: bool = option(
+        False,
+        "Of robots that differ in one run: begin each instruction with the name of its robot. On the robot they must "
+        "begin alike (docs/robots.md).",
     )
     statistics: Literal["auto", "exact", "stored", "lerobot"] = option(
         "auto",
@@ -292,6 +298,11 @@ class TrainOptions(StepOptions):
     )
     # LeRobot's PI0.5 and openpi count them, so the default does.
     mask_padding: bool = option(False, "Leave padded action steps out of the loss.")
+    pad_loss: Literal["own", "lerobot"] = option(
+        "own",
+        "Of robots that differ in one run. own: a row's loss is the mean over the dimensions of its own robot's "
+        "action. lerobot: over those of the widest one, as the policy itself counts padding.",
+    )
     # Another estimator of the same loss, with less variance: images and language are computed once for all draws.
     noise_draws: int = option(
         1,
@@ -882,7 +893,7 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
     @property
     def roots(self) -> list[str]:
         listed = [part.strip() for part in (self.dataset.root or "").split(",")]
-        return list(self.dataset.mixture) or [root for root in listed if root]
+        return list(self.dataset.mixture or ()) or [root for root in listed if root]
 
     @property
     def hub_repo_id(self) -> str | None:

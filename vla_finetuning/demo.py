@@ -134,13 +134,19 @@ def _check_is_demo(folder: Path, episodes: Sequence[tuple[Scene, str, str]], rob
         )
 
 
-def prepare_demo(cache_dir: Path, dataset_root: str | Path | None = None, labelled: bool = False) -> tuple[str, Path]:
+def prepare_demo(
+    cache_dir: Path,
+    dataset_root: str | Path | None = None,
+    labelled: bool = False,
+    mixture: tuple[Mapping[str, Any], Sequence[str]] | None = None,
+) -> tuple[str, Path]:
     """The dataset and the base policy of a demo run, made now or reused from an earlier run.
 
     Args:
         cache_dir: of the demo dataset and the base policies.
         dataset_root: a LeRobot dataset, path or URI, to rehearse with; None is the demo dataset.
         labelled: whether instructions may end with an advantage, for which the policy needs the words.
+        mixture: features and instructions of robots that differ; None: those of the dataset.
     Returns:
         The dataset's root, and a LeRobot pretrained folder of a tiny PI0.5 for its cameras, state and action.
     Raises:
@@ -157,11 +163,12 @@ def prepare_demo(cache_dir: Path, dataset_root: str | Path | None = None, labell
     vectors = ("observation.state", "action")
     complete = all({"q01", "q99"} <= set(meta.stats.get(key, {})) for key in vectors)
     endings = ("", *ADVANTAGE.values()) if labelled else ("",)
+    features, tasks = mixture or (meta.features, sorted(meta.tasks.values()))
     description: dict[str, Any] = {
-        "features": meta.features,
-        "tasks": [f"{task}{said}" for task in sorted(meta.tasks.values()) for said in endings],
+        "features": features,
+        "tasks": [f"{task}{said}" for task in tasks for said in endings],
         # Statistics that are missing are computed by the run, which gives all of them to its processors.
-        "stats": {key: meta.stats[key] for key in vectors} if complete else None,
+        "stats": {key: meta.stats[key] for key in vectors} if complete and mixture is None else None,
         "fps": meta.fps,
     }
     base = cache_dir / f"base-{_cache_key([tiny.CODE], description)}"

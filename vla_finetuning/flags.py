@@ -38,6 +38,7 @@ from vla_finetuning.config import (
 )
 from vla_finetuning.files import MAX_JSON_BYTES, read_regular
 from vla_finetuning.lerobot_train import answer
+from vla_finetuning.members import read_mixture
 from vla_finetuning.options import Option, did_you_mean, leaves, options_of, set_option
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
 
@@ -243,6 +244,10 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
             path = groups[f"{prefix}."].path
             others = {listed.partition("=")[0]: listed for listed in getattr(config, path)}
             setattr(config, path, list((others | {f"--{own}": f"--{own}={text}"}).values()))
+    if isinstance(config, Config | ValueConfig):
+        mixture = config.dataset.mixture
+        if isinstance(mixture, str) and mixture.startswith("@"):  # what the file says now counts
+            config.dataset.mixture = read_mixture(mixture.removeprefix("@"))
     return config
 
 

@@ -188,13 +188,13 @@ def _readings(text: str) -> Iterator[Any]:
             yield int(number)
         yield number
     with suppress(ValueError):
-        yield _numbers(text)
+        yield whole_numbers(text)
     yield text
     if text.strip()[:1] not in ("[", "{"):  # invalid JSON is not guessed at
         yield [part.strip() for part in text.split(",")]
 
 
-def _numbers(text: str) -> list[int]:
+def whole_numbers(text: str) -> list[int]:
     """`0,1,5:8` is 0, 1, 5, 6, 7."""
     numbers: list[int] = []
     for part in text.split(","):

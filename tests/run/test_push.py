@@ -278,6 +278,7 @@ def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatc
         job=SimpleNamespace(output_dir=out, use_gpu=False, start=None, steps=1, disk_bytes=0),
         policy=None,
         rows=SimpleNamespace(frame_bytes=0),
+        robots=(),
     )
     monkeypatch.setattr(vla, "examine", lambda config: Examined())
     monkeypatch.setattr(vla, "check_start", lambda *_: None)

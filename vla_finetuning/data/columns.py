@@ -6,5 +6,7 @@ IS_SKIPPED = "is_skipped"
 ROW_COLUMNS = ("dataset_index", "index", "position", IS_SKIPPED)
 # What a frame is worth, for a value function to learn.
 RETURN = "return"
+# After a camera's key: false for rows of robots that lack it. Of actions: which dimensions are the row's robot's.
+IS_PRESENT, ACTION_DIMS = "_is_present", "action_dims"
 # The position once more, for those that draw random numbers by it on the device.
 STREAM_POSITION = "stream_position"

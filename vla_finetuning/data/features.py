@@ -49,17 +49,38 @@ def _array_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[Any
     return frame_of(feature, image_size) if feature.dtype in CAMERA_DTYPES else (feature.shape, feature.dtype)
 
 
+def _padded(
+    chosen: Mapping[str, Feature], own: Mapping[str, Feature], image_size: tuple[int, int] | None
+) -> tuple[dict[str, Feature], dict[str, Feature]]:
+    """Both with the cameras that either has, and vectors as long as the longer of the two."""
+    chosen, own = dict(chosen), dict(own)
+    for key in dict.fromkeys([*chosen, *own]):
+        a, b = chosen.get(key), own.get(key)
+        if a is None or b is None:
+            one = a or b
+            assert one is not None
+            if one.dtype in CAMERA_DTYPES:
+                chosen[key] = own[key] = one
+        elif a.dtype not in CAMERA_DTYPES and a.dtype == b.dtype and len(a.shape) == len(b.shape) == 1:
+            chosen[key] = own[key] = max(a, b, key=lambda feature: feature.shape)
+    return chosen, own
+
+
 def common_features(
     metas: Sequence[DatasetMetadata],
     camera_keys: Sequence[str] | None,
     columns: Sequence[str] | None,
     image_size: tuple[int, int] | None,
+    padded: bool = False,
 ) -> dict[str, Feature]:
-    """Features of a row: cameras, columns and what every row has; all datasets must agree on them."""
+    """Features of a row: cameras, columns and what every row has; all datasets must agree on them.
+
+    Unless `padded` (`options.Features`): a vector is then as long as the longest.
+    """
     if camera_keys is not None:
         for meta in metas:
             unknown = sorted(set(camera_keys) - set(meta.camera_keys))
-            if unknown:
+            if unknown and not padded:
                 raise ValueError(f"{meta.root}: no cameras {unknown}; it has {list(meta.camera_keys)}")
     chosen: dict[str, Feature] = {}
     for meta in metas:
@@ -68,6 +89,8 @@ def common_features(
             wanted = camera_keys if key in meta.camera_keys else columns
             if wanted is None or key in wanted or key in BOOKKEEPING:
                 own[key] = feature
+        if padded and chosen:
+            chosen, own = _padded(chosen, own, image_size)
         if not chosen:
             chosen = own
         differing = sorted(

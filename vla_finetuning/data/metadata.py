@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -274,6 +274,22 @@ def rename_features(meta: DatasetMetadata, names: Mapping[str, str]) -> DatasetM
     )
 
 
+def without_features(meta: DatasetMetadata, keys: Collection[str]) -> DatasetMetadata:
+    """The dataset without the features `keys`."""
+
+    def left[T](values: Mapping[str, T]) -> dict[str, T]:
+        return {key: value for key, value in values.items() if key not in keys}
+
+    return replace(
+        meta,
+        features=left(meta.features),
+        stats=left(meta.stats),
+        video_files=left(meta.video_files),
+        episode_video_file=left(meta.episode_video_file),
+        episode_video_start_s=left(meta.episode_video_start_s),
+    )
+
+
 def join_features(meta: DatasetMetadata, keys: Sequence[str], name: str) -> DatasetMetadata:
     """The dataset with one float32 vector `name` in place of the vectors `keys`, their entries in that order.
 
@@ -322,10 +338,13 @@ def reorder_dimensions(
 ) -> DatasetMetadata:
     """The dataset with the entries of vectors in another order in its rows; its files and `stats` are as before.
 
-    `orders`: by feature, which entry of the files is a row's first, second, …; they are then called as in `names_of`.
+    `orders`: by feature, which entry of the rows so far is now a row's first, second, …; they are then called as in
+    `names_of`.
     """
     features = dict(meta.features)
     for key, order in orders.items():
+        before = features[key].order
+        order = order if before is None else tuple(before[entry] for entry in order)
         features[key] = replace(features[key], order=order, names=names_of.features[key].names)
     return replace(meta, features=features)
 

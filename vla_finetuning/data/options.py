@@ -44,6 +44,9 @@ class Features:
         delta_timestamps: key -> offsets in seconds, as LeRobot.
         image_size: (height, width) that cameras are fitted into; None for as stored.
         tolerance_s: the largest distance of a video frame from its row's timestamp, in seconds.
+        padded: datasets may lack cameras, whose frames are then black, and have shorter vectors, which zeros follow.
+        window_steps: per dataset, how many of its frames lie between two of a window that are one frame apart in the
+            first dataset, whatever its rate; None: all datasets have one rate.
     """
 
     camera_keys: Sequence[str] | None = None
@@ -51,6 +54,8 @@ class Features:
     delta_timestamps: Mapping[str, Sequence[float]] = field(default_factory=dict)
     image_size: Sequence[int] | None = None
     tolerance_s: float = 1e-4
+    padded: bool = False
+    window_steps: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,20 @@ class ReadOptions(Decoding):
     columns: tuple[str, ...]
     delta_indices: dict[str, tuple[int, ...]]
     block_rows: int
+    # Per dataset, the frames between two neighbours of `delta_indices`; none: one.
+    window_steps: tuple[int, ...] = ()
+    # The row's features, where datasets may lack cameras or have shorter vectors (`options.Features.padded`).
+    padded: dict[str, Feature] = field(default_factory=dict)
     # Cameras, videos all, whose frames are named instead of carried (`data.videos.Frames`).
     named: frozenset[str] = frozenset()
     # One made-up row, batched, for the rows of episodes that cannot be read; None: an error ends the task.
     blank: dict[str, np.ndarray] | None = None
     skip_log: Path | None = None  # gets a JSON line for each episode that could not be read
+
+    def deltas(self, key: str, dataset_index: int) -> tuple[int, ...]:
+        """Offsets of a window in frames of a dataset."""
+        step = self.window_steps[dataset_index] if self.window_steps else 1
+        return tuple(step * delta for delta in self.delta_indices[key])
 
 
 def frame_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[tuple[int, int, int], np.dtype]:

@@ -22,13 +22,13 @@ from ray.data.extensions import ArrowTensorArray
 from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.decode import decode_depth_image, decode_image
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
-from vla_finetuning.data.metadata import NUMERIC_DTYPES, Feature
+from vla_finetuning.data.metadata import CAMERA_DTYPES, NUMERIC_DTYPES, Feature
 from vla_finetuning.data.number_cache import Column, DataFile, Span, read_numbers, read_values
 from vla_finetuning.data.plan import WindowSlice
 from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of, height_width
 from vla_finetuning.data.reused_memory import copied, empty
 from vla_finetuning.data.storage import check_still_there, file_identity, naming_file
-from vla_finetuning.data.videos import Video, Wanted, name_shape, names, put_frame, read_videos
+from vla_finetuning.data.videos import Video, Wanted, name_shape, names, no_frame, put_frame, read_videos
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +168,7 @@ def _decode(
     columns: dict[str, Any] = {}
     _read_tabular(readers, episodes, total, options, columns)
     _read_videos(readers, episodes, total, options, columns)
+    _fill_absent(readers, episodes, total, options, columns)
     if IS_SKIPPED in options.columns:
         columns[IS_SKIPPED] = np.zeros(total, bool)
     return columns
@@ -251,8 +252,8 @@ def _read_tabular(
     readers: Sequence[DatasetFiles], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
 ) -> None:
     """Fill every column that lives in parquet, or is derived from it."""
-    reach = [d for deltas in options.delta_indices.values() for d in deltas] + [0]
     for e in episodes:
+        reach = [d for key in options.delta_indices for d in options.deltas(key, e.part.dataset_index)] + [0]
         e.first = max(0, int(e.frame.min()) + min(reach))
         e.last = min(e.part.episode_length, int(e.frame.max()) + max(reach) + 1)
     by_file: dict[tuple[int, str], list[_Episode]] = {}
@@ -310,8 +311,9 @@ def _read_tabular(
                 columns["index"][e.position] = e.part.episode_start + e.frame
             if "dataset_index" in options.columns:
                 _out(columns, "dataset_index", total, (), np.dtype(np.int32))[e.position] = dataset_index
-            for key, deltas in options.delta_indices.items():
+            for key in options.delta_indices:
                 if key + IS_PAD in options.columns:
+                    deltas = options.deltas(key, dataset_index)
                     pad = _windowed(e.frame, deltas, e.part.episode_length)[1]
                     _out(columns, key + IS_PAD, total, (len(deltas),), np.dtype(bool))[e.position] = pad
 
@@ -381,11 +383,15 @@ def _fill_numbers(
 ) -> None:
     """Scatter an episode's rows of one column to their places in the output."""
     if key in options.delta_indices:
-        frames = _windowed(e.frame, options.delta_indices[key], e.part.episode_length)[0]
+        frames = _windowed(e.frame, options.deltas(key, e.part.dataset_index), e.part.episode_length)[0]
     else:
         frames = e.frame
-    shape = frames.shape[1:] + values.shape[1:]
-    _out(columns, key, total, shape, values.dtype)[e.position] = values[e.number_row + frames]
+    row = options.padded[key].shape if key in options.padded and values.ndim > 1 else values.shape[1:]
+    out = _out(columns, key, total, frames.shape[1:] + row, values.dtype)
+    if row != values.shape[1:]:
+        out[e.position] = 0
+        out = out[..., : values.shape[1]]
+    out[e.position] = values[e.number_row + frames]
 
 
 def _fill_texts(
@@ -459,6 +465,22 @@ def _read_videos(
     read_videos(videos, options)
 
 
+def _fill_absent(
+    readers: Sequence[DatasetFiles], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
+) -> None:
+    """Black frames for rows of datasets that lack a camera; or what names none."""
+    for key, feature in options.padded.items():
+        if feature.dtype not in CAMERA_DTYPES or key not in options.columns:
+            continue
+        lacking = [e for e in episodes if key not in readers[e.part.dataset_index].features]
+        if lacking:
+            shape, dtype = frame_of(feature, options.image_size)
+            window = (len(options.delta_indices[key]),) if key in options.delta_indices else ()
+            blank = no_frame(shape, dtype) if key in options.named else np.zeros(shape, dtype)
+            out = _out(columns, key, total, (*window, *blank.shape), dtype)
+            out[np.concatenate([e.position for e in lacking])] = blank
+
+
 def _wanted(
     key: str,
     feature: Feature,
@@ -475,7 +497,7 @@ def _wanted(
         return Wanted(start_s + e.timestamps[frames - e.first], target, out, e.part.episode_index)
     frames = e.frame
     if key in options.delta_indices:
-        frames = _windowed(frames, options.delta_indices[key], e.part.episode_length)[0]
+        frames = _windowed(frames, options.deltas(key, e.part.dataset_index), e.part.episode_length)[0]
     times_s = start_s + e.timestamps[frames - e.first]
     shape, dtype = frame_of(feature, options.image_size)
     out = _out(columns, key, total, (*frames.shape[1:], *name_shape(shape, dtype)), dtype)
@@ -489,7 +511,7 @@ def _camera_targets(
     """Distinct frames to decode, ascending; where in the output each goes (maybe several places); the output."""
     shape, dtype = frame_of(feature, options.image_size)
     if key in options.delta_indices:
-        deltas = options.delta_indices[key]
+        deltas = options.deltas(key, e.part.dataset_index)
         wanted = _windowed(e.frame, deltas, e.part.episode_length)[0]
         out = _out(columns, key, total, (len(deltas), *shape), dtype)
         places: list[tuple[int, ...]] = [(int(p), t) for p in e.position for t in range(len(deltas))]

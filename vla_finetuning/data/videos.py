@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # What names a frame: a dataset, the number of a file among its camera's, and when the frame is shown in it.
 _NAME = np.dtype([("dataset", "<i8"), ("file", "<i8"), ("time_s", "<f8")])
+# In place of a dataset, where a row's dataset lacks the camera.
+NO_DATASET = -1
 # A name takes as many bytes as this part of its frame: Ray Data reads ahead by bytes, and what is read ahead should
 # still be in memory when it is wanted.
 _NAME_SHARE = 1 / 16
@@ -235,6 +237,14 @@ def names(dataset: int, file: int, times_s: np.ndarray, feature: Feature, decodi
     return found.view(dtype).reshape(*times_s.shape, *named)
 
 
+def no_frame(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """What stands for a black frame of this shape where frames are named."""
+    named = name_shape(shape, dtype)
+    found = np.zeros(math.prod(named) * dtype.itemsize, np.uint8)
+    found[: _NAME.itemsize] = np.array([(NO_DATASET, 0, 0.0)], _NAME).view(np.uint8)
+    return found.view(dtype).reshape(named)
+
+
 # A camera, a dataset, and the number of a file among the camera's.
 _File = tuple[str, int, int]
 
@@ -292,7 +302,10 @@ class Frames:
         as_bytes = np.ascontiguousarray(values).reshape(math.prod(window), -1).view(np.uint8)
         name = np.ascontiguousarray(as_bytes[:, : _NAME.itemsize]).view(_NAME).ravel()
         out = empty((len(name), *shape), dtype)
+        out[np.flatnonzero(name["dataset"] == NO_DATASET)] = 0
         for place, (dataset, file, time_s) in enumerate(name.tolist()):
+            if dataset == NO_DATASET:
+                continue
             asked.setdefault((key, dataset, file), _Asked(out)).times.setdefault(time_s, []).append(place)
         return out.reshape(*window, *shape)
 

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import ray
+from lerobot.envs.configs import EnvConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from ray.data import ExecutionOptions, ExecutionResources
 from tqdm import tqdm
@@ -57,12 +58,16 @@ class Evaluator:
     """
 
     def __init__(self, run: Run, policy_at: PolicyAt) -> None:
-        self._run, self._policy_at = run, policy_at
+        self._policy_at = policy_at
         self._env = env_config(run.config.env_type or "", run.config.env_options)
         self._makers = task_makers(self._env)
-        for meta in run.rows.metas:
+        self._robot = _robot_for(run, self._env)
+        self._run = run = self._of_robot(run)
+        for number in range(len(run.rows.metas)) if self._robot is None else run.robots[self._robot].datasets:
+            meta = run.rows.metas[number]
             check_drawn(how_drawn(meta), self._env, meta.root)
-        check_fits(run.policy.config, self._env, run.config.rename_map)  # by which the processors rename
+        renamed = run.config.rename_map if self._robot is None else run.policy.rename_map
+        check_fits(run.policy.config, self._env, renamed)  # by which the processors rename
         self._failed: dict[int, str] = {}
         self._stop, self._training = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -74,7 +79,7 @@ class Evaluator:
         Args:
             run: with all its statistics. data: what the run's data may use, from which what is needed here is taken.
         """
-        self._run = run
+        self._run = self._of_robot(run)
         stages, lacks = capacity_beside(run.job.scaling, run.config.eval, ray.cluster_resources())
         if lacks is not None:
             if run.config.env_eval_freq:
@@ -93,6 +98,12 @@ class Evaluator:
             yield
         finally:
             self._training.clear()
+
+    def _of_robot(self, run: Run) -> Run:
+        """The run with the policy of the robot that the environment shows."""
+        if self._robot is None:
+            return run
+        return replace(run, policy=run.policy.of_robot(run.policy.robots[self._robot]))
 
     def close(self) -> None:
         """Stop playing; a resumed run plays the rest."""
@@ -228,6 +239,28 @@ class Evaluator:
             advantage=None if run.rows.positive is None else "positive",
             weights=weights,
         )
+
+
+def _robot_for(run: Run, env: EnvConfig) -> int | None:
+    """Which of a run's robots an environment shows; None where the run has one.
+
+    Raises:
+        ValueError: none, or several.
+    """
+    if not run.robots:
+        return None
+    refused = {}
+    for number, robot in enumerate(run.policy.robots):
+        try:
+            check_fits(robot.config, env, robot.rename_map)
+        except ValueError as error:
+            refused[number] = str(error)
+    fits = [number for number in range(len(run.robots)) if number not in refused]
+    if len(fits) != 1:
+        why = [f"{run.robots[number].name}: {error}" for number, error in refused.items()]
+        fitting = [run.robots[number].name for number in fits]
+        raise ValueError(f"--env.type={env.type} is to show one of the run's robots: {'; '.join(why) or fitting}")
+    return fits[0]
 
 
 def _weights(policy_at: PolicyAt, spec: PolicySpec, checkpoint: Path) -> Packed:

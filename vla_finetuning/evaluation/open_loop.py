@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,7 @@ from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.trainable import autocast_of, cast_frozen, choose_trainable
 from vla_finetuning.run.folder import EVALUATION_NAME
-from vla_finetuning.run.resolve import Run
+from vla_finetuning.run.resolve import Run, of_robot
 from vla_finetuning.run.rows import Rows
 from vla_finetuning.run.statistics import relative_actions
 
@@ -283,8 +285,33 @@ def evaluate_run(
     Args:
         rows_that_fit: rows to predict at once on a GPU; None: as many as are read.
     Returns:
-        `{"trained": ..., "untrained": ...}`, each as from `open_loop_errors`; also written to `evaluation.json`.
+        `{"trained": ..., "untrained": ...}`, each as from `open_loop_errors`; of several robots `{"robots": {name:
+        that}}` of those with held-out episodes. Also written to `evaluation.json`.
     """
+    folder = run.job.output_dir / "pretrained_model"
+    if run.robots:
+        parts = {data.name: (of_robot(run, data.name), data.rename_map) for data in run.robots}
+        errors: dict[str, Any] = {
+            "robots": {
+                name: _errors_of(part, folder / name, frames, rows_that_fit, {new: old for old, new in names.items()})
+                for name, (part, names) in parts.items()
+                if part.rows.any_held_out
+            }
+        }
+    else:
+        errors = _errors_of(run, folder, frames, rows_that_fit)
+    write_json(run.job.output_dir / EVALUATION_NAME, errors)
+    return errors
+
+
+def _errors_of(
+    run: Run,
+    folder: Path,
+    frames: int,
+    rows_that_fit: Callable[..., int] | None,
+    own_names: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """`evaluate_run` of one robot, whose policy is in `folder`; `own_names`: the robot's for the run's, if others."""
     job, rows, spec = run.job, run.rows, run.policy
     source = rows.held_out(check_files=True)
     batches = []
@@ -300,7 +327,6 @@ def evaluate_run(
         "other_instruction": other_instructions(task for meta in rows.metas for task in meta.tasks.values()),
         "seed": job.seed,
     }
-    folder = job.output_dir / "pretrained_model"
     saved = load_policy_config(folder)
     saved.device = device.type
     options["autocast"] = autocast = autocast_of(spec.train.precision, device)
@@ -309,7 +335,8 @@ def evaluate_run(
     with remote_code(spec.trusted):
         trained = get_policy_class(saved.type).from_pretrained(folder, config=saved)
     trained, options["at_once"] = _placed(spec, trained, autocast, device, rows_that_fit)
-    errors = {"trained": open_loop_errors(trained, pre, post, batches, **options)}
+    named = [{own_names.get(key, key): values for key, values in batch.items()} for batch in batches]
+    errors = {"trained": open_loop_errors(trained, pre, post, named, **options)}
     del trained
     if spec.folder is not None:
         untrained = spec.start()
@@ -317,7 +344,6 @@ def evaluate_run(
         pre, post = spec.processors()
         options["other_instruction"] = None
         errors["untrained"] = open_loop_errors(untrained, pre, post, batches, **options)
-    write_json(job.output_dir / EVALUATION_NAME, errors)
     return errors
 
 

@@ -29,6 +29,8 @@ from vla_finetuning.evaluation.player import PolicySource, check_advantage, chec
 from vla_finetuning.evaluation.recording import Eyes, is_recorded, record_played
 from vla_finetuning.evaluation.replay import make_films
 from vla_finetuning.files import read_json, write_json
+from vla_finetuning.policies.loading import load_policy_config
+from vla_finetuning.policies.pipelines import saved_rename_map
 from vla_finetuning.run.base_policy import resolve_policy
 from vla_finetuning.run.folder import FILMS_INDEX
 from vla_finetuning.terminal import escaped, tell
@@ -70,9 +72,9 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         policy_options=config.policy_options,
         policy_trust_remote_code=config.policy_trust_remote_code,
     )
-    policy_config, folder, base = resolve_policy(asked, config.policy_path)
+    policy_config, folder, base = resolve_policy(asked, _policy_for(config.policy_path, env, config.rename_map))
     assert folder is not None  # there was a path
-    check_fits(policy_config, env, config.rename_map)
+    check_fits(policy_config, env, {**saved_rename_map(folder), **config.rename_map})
     check_drawn(drawn_for(folder), env, folder)
     check_advantage(policy_config, config.advantage, config.guidance)
     use_gpu = torch.cuda.is_available() if config.use_gpu is None else config.use_gpu
@@ -98,6 +100,25 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     if dataset is not None:
         is_recorded(dataset, about)
     return Trial(output_dir, env, makers, source, episodes, config.eval, config.seed, about, dataset)
+
+
+def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str]) -> str | None:
+    """The policy's path; of what a run of several robots exported, that of the robot that the environment shows."""
+    folder = Path(path or "").expanduser()
+    names = [file.parent.name for file in sorted(folder.glob("*/config.json"))]
+    if path is None or not names or (folder / "config.json").exists():
+        return path
+    refused = {}
+    for name in names:
+        try:
+            check_fits(load_policy_config(folder / name), env, {**saved_rename_map(folder / name), **rename_map})
+        except ValueError as error:
+            refused[name] = str(error)
+    fits = [name for name in names if name not in refused]
+    if len(fits) != 1:
+        why = f"fits {', '.join(fits)}" if fits else "; ".join(f"{name}: {error}" for name, error in refused.items())
+        raise ValueError(f"{path} has policies of the robots {', '.join(names)}; give the folder of one ({why})")
+    return str(folder / fits[0])
 
 
 def run_trial(trial: Trial) -> str:

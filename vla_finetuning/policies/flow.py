@@ -17,6 +17,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION
 from torch import Tensor
 
+from vla_finetuning.data.columns import ACTION_DIMS
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
 
@@ -85,6 +86,8 @@ class FlowLoss(PolicyLoss):
         mask_padding: leave padded action steps (`action_is_pad`) out of the loss. They become zeros and
             still count in the mean's denominator, so that the loss of a batch is the mean of its
             micro-batches' losses. Off: they count as any other step, as in LeRobot's PI0.5 and openpi.
+
+    Of a mixture of robots, a row's loss is the mean over the dimensions of its own robot (`ACTION_DIMS`).
     """
 
     reaches_all = True  # `Family.parts` says what is unused, and that is frozen
@@ -105,8 +108,9 @@ class FlowLoss(PolicyLoss):
 
         Args:
             batch: as `Family.check_batch` describes it, on the device of the policy. For `mask_padding` also
-                `action_is_pad` bool (B, T). Optional: `row_weight` float32 (B,), what a row's loss is multiplied
-                by, and `is_read` bool (B,), False where it is zero; the mean's denominator stays the number of rows.
+                `action_is_pad` bool (B, T). Optional: `action_dims` bool (B, A), the dimensions that a row's robot has,
+                one at least, whose mean its loss is; `row_weight` float32 (B,), what a row's loss is multiplied by,
+                and `is_read` bool (B,), False where it is zero; the mean's denominator stays the number of rows.
             noise, time: rows of what `Family.draw` returns: float32 (B*K, T, max_action_dim) and float32 (B*K,),
                 the K draws of a row one after the other. Images and language are computed once for all K, and the
                 loss is the mean over the draws: another estimator of the same expectation than K = 1, with less
@@ -138,6 +142,7 @@ class FlowLoss(PolicyLoss):
         """The loss of a batch, or of each draw of each row, by those of action steps and dimensions (B*K, T, A)."""
         if self.mask_padding:
             losses = losses.masked_fill(repeat_rows(batch["action_is_pad"], draws).unsqueeze(-1), 0.0)
+        losses = over_own_dims(losses, batch, draws)
         for factor in batch.keys() & ROW_FACTORS:
             losses = losses * repeat_rows(batch[factor], draws)[:, None, None]
         return losses.mean(dim=(1, 2)) if per_row else losses.mean()
@@ -179,6 +184,15 @@ def guided_chunk(
         with_label, without = (loss.velocity(x, time, prefix) for prefix in prefixes)
         x = x - (without + guidance * (with_label - without)) / steps
     return x[:, :, : config.output_features[ACTION].shape[0]]
+
+
+def over_own_dims(losses: Tensor, batch: Mapping[str, Tensor], draws: int) -> Tensor:
+    """Losses (B*K, T, A) whose mean over A is that over the dimensions of the row's own robot, if others have more."""
+    if ACTION_DIMS not in batch:
+        return losses
+    own = repeat_rows(batch[ACTION_DIMS], draws)
+    share = own.shape[1] / own.sum(dim=1, keepdim=True)
+    return losses.masked_fill(~own[:, None, :], 0.0) * share[:, :, None]
 
 
 def repeat_rows(rows: Tensor, times: int) -> Tensor:

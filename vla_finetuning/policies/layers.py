@@ -6,15 +6,16 @@ parameters keep LeRobot's names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from lerobot.policies.pretrained import PreTrainedPolicy
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vla_finetuning.data.columns import IS_PRESENT
 from vla_finetuning.policies.attention import Kernel
 from vla_finetuning.policies.family import WORDS
 from vla_finetuning.policies.flow import FlowLoss
@@ -81,6 +82,20 @@ class LayeredLoss(FlowLoss):
             function = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
         unit = self._units.get(layer)
         return unit(function, layer, *arguments) if unit else function(layer, *arguments)
+
+
+def mask_absent(counts: Tensor, batch: Mapping[str, Tensor], tokens: Mapping[str, int]) -> None:
+    """Mask the tokens of cameras in rows of robots that lack them, in place.
+
+    Args:
+        counts: bool (B, P), which tokens of the prefix count; those of images come first.
+        tokens: how many each camera has, in order.
+    """
+    first = 0
+    for key, many in tokens.items():
+        if (present := batch.get(key + IS_PRESENT)) is not None:
+            counts[:, first : first + many] = present[:, None]
+        first += many
 
 
 class Unit(nn.Module):

@@ -332,8 +332,13 @@ class FeatureMatch:
             )
             for row in self.rows
         ]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+        return aligned(cells)
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of cells as text, in columns."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
 
 
 def match_features(
@@ -543,6 +548,8 @@ def save_pretrained(
     preprocessor: PolicyProcessorPipeline,
     postprocessor: PolicyProcessorPipeline,
     folder: Path,
+    config: PreTrainedConfig | None = None,
+    weights_of: Path | None = None,
 ) -> None:
     """Write what LeRobot calls a pretrained policy. An existing folder is replaced, never half-written.
 
@@ -550,12 +557,22 @@ def save_pretrained(
     would fetch it by name. No device and no local path is in it. `from_pretrained` and
     `make_pre_post_processors` of LeRobot read it.
 
+    Args:
+        config: what is written of the policy's configuration; its own when None.
+        weights_of: a folder that the same policy was written to, whose weights this one shares (as one file under two
+            names, where the file system has that).
+
     Raises:
         ValueError: the tokenizer has no name under which LeRobot would find it.
         OSError: of the file system; nothing is left behind.
     """
-    with _pretrained_folder(folder, policy.config, preprocessor, postprocessor) as partial:
-        if family_of(policy.config).from_config:
+    with _pretrained_folder(folder, config or policy.config, preprocessor, postprocessor) as partial:
+        if weights_of is not None:
+            try:
+                os.link(weights_of / WEIGHTS_FILE, partial / WEIGHTS_FILE)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(weights_of / WEIGHTS_FILE, partial / WEIGHTS_FILE)
+        elif family_of(policy.config).from_config:
             dtypes = exported_dtypes(policy)
             named = policy.state_dict(keep_vars=True)
             once = {id(tensor): key for key, tensor in named.items()}  # one tensor under two names is written once
@@ -572,13 +589,15 @@ def save_adapters(
     preprocessor: PolicyProcessorPipeline,
     postprocessor: PolicyProcessorPipeline,
     folder: Path,
+    config: PreTrainedConfig,
 ) -> None:
     """Write what LeRobot calls a pretrained policy that uses PEFT: adapters, and where the other weights are.
 
     Args:
-        adapted: from `lora.add_adapters`. The others as for `save_pretrained`, and `lora.write_adapters`.
+        adapted: from `lora.add_adapters`. config: what is written of its policy's configuration. The others as for
+            `save_pretrained`, and `lora.write_adapters`.
     """
-    config = copy.deepcopy(adapted.get_base_model().config)
+    config = copy.deepcopy(config)
     config.use_peft = True
     with _pretrained_folder(folder, config, preprocessor, postprocessor) as partial:
         write_adapters(adapted, base, revision, partial)

@@ -8,7 +8,8 @@ gradients are those of `PI05Policy.forward`, and these things are left out:
   before the action expert trains, the prefix runs without autograd.
 * Of the prefix's last layer only keys and values are ever used: its query, attention output, MLP and final
   norm are not computed, and `choose_trainable` freezes their weights along with the two language heads.
-* A camera that is not in the batch is masked out of every attention in LeRobot: here its tokens do not exist.
+* A camera that is not in the batch is masked out of every attention in LeRobot: here its tokens do not exist. One that
+  only some rows lack is masked in those.
 * Nothing is read back from the device and nothing is copied to it: noise and times come in as arguments,
   masks are made from the batch on the device, and no dictionary of Python numbers is built.
 * Attention weights need not be stored: PyTorch's fused attention gives the same result (`attention`).
@@ -43,7 +44,7 @@ from util import Draws
 from vla_finetuning.policies.attention import Kernel, Shape, attend
 from vla_finetuning.policies.family import UNUSED, Family, PolicyLoss, require
 from vla_finetuning.policies.flow import repeat_rows, sample_noise_and_time
-from vla_finetuning.policies.layers import LayeredLoss
+from vla_finetuning.policies.layers import LayeredLoss, mask_absent
 from vla_finetuning.policies.prompts import prompt_lengths
 from vla_finetuning.policies.recompute import feed_forward
 
@@ -155,6 +156,7 @@ class PI05Loss(LayeredLoss):
         hidden = hidden.to(self._prefix_dtype or hidden.dtype)
 
         counts = F.pad(batch[OBS_LANGUAGE_ATTENTION_MASK], (embedded.shape[1], 0), value=True)
+        mask_absent(counts, batch, dict.fromkeys(cameras, embedded.shape[1] // len(cameras)))
         bias = torch.where(counts, 0.0, OPENPI_ATTENTION_MASK_VALUE)[:, None, None, :]
         rotation = self._rotation(hidden, torch.cumsum(counts, dim=1) - 1)
         keys_values, again = [], not self._checkpointing

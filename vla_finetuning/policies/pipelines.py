@@ -149,6 +149,22 @@ def load_processors(
         return make_pre_post_processors(config, pretrained_path=str(folder))
 
 
+def saved_rename_map(folder: Path) -> dict[str, str]:
+    """The names that a folder's own preprocessor gives to observations; none where it has no such step.
+
+    Raises:
+        ValueError, OSError: the file cannot be read.
+    """
+    file = folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json"
+    found = read_foreign_json(file) if file.is_file() else {}
+    steps = found.get("steps") if isinstance(found, dict) else None
+    for step in steps if isinstance(steps, list) else ():
+        if isinstance(step, dict) and step.get("registry_name") == "rename_observations_processor":
+            names = (step.get("config") or {}).get("rename_map")
+            return {str(key): str(name) for key, name in names.items()} if isinstance(names, dict) else {}
+    return {}
+
+
 def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     """A folder's saved steps by their registered names, with their options; LeRobot may build all of them.
 

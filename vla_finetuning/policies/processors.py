@@ -9,6 +9,7 @@ Legend: N rows of a block, B batch, T chunk, A action, S state, L tokens, H W C 
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,7 +30,7 @@ from lerobot.utils.constants import (
 from lerobot.utils.feature_utils import dataset_to_policy_features
 from torch import Tensor, nn
 
-from vla_finetuning.data.columns import ROW_COLUMNS, STREAM_POSITION
+from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT, ROW_COLUMNS, STREAM_POSITION
 
 Stats = Mapping[str, Mapping[str, Any]]
 
@@ -170,23 +171,20 @@ class Prepare:
             ValueError: a camera is missing or not uint8 (..., H, W, 3); an instruction is not a string; a state or
                 action is not finite, where the row counts.
         """
-        for key in self._cameras:
-            if key not in batch:
-                raise ValueError(f"the block has no camera '{key}'; its columns are {sorted(batch)}")
-            if batch[key].dtype != np.uint8 or batch[key].ndim < 4 or batch[key].shape[-1] != 3:
-                raise ValueError(
-                    f"camera '{key}' is {batch[key].dtype} {batch[key].shape}, expected uint8 (N, H, W, 3)"
-                )
+        columns = {name: _pictures(batch, key) for key, name in self._cameras.items()} | self.without_cameras(batch)
+        if "is_skipped" in batch:
+            columns["is_read"] = ~batch["is_skipped"]
+        return columns | {key: batch[key] for key in self._keep if key in batch}
+
+    def without_cameras(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What LeRobot's pipeline makes of a block but for its cameras: as `__call__`, without what is handed on."""
         rest = {key: value for key, value in batch.items() if key not in self._cameras}
         rows = len(next(iter(batch.values())))
         # The tokenizer refuses to do nothing, so an empty block borrows a row to learn its columns.
         prepared = self._run(rest if rows else {key: _blank_row(value) for key, value in rest.items()})
-        columns = {name: batch[key] for key, name in self._cameras.items()}
-        columns |= {key: value[:rows] for key, value in prepared.items()}
+        columns = {key: value[:rows] for key, value in prepared.items()}
         self._check_finite(batch, columns)
-        if "is_skipped" in batch:
-            columns["is_read"] = ~batch["is_skipped"]
-        return columns | {key: batch[key] for key in self._keep if key in batch}
+        return columns
 
     def _check_finite(self, batch: Mapping[str, np.ndarray], prepared: Mapping[str, np.ndarray]) -> None:
         """NaN in a state becomes an ordinary word of PI0.5's prompt, and in an action the loss of a whole step."""
@@ -245,6 +243,91 @@ class Prepare:
                     f"the preprocessor makes something else of '{key}' when images are processed apart; one of its "
                     f"steps {names} cannot be split"
                 )
+
+
+@dataclass(frozen=True)
+class PreparedRobot:
+    """How blocks of a mixture are prepared for one of its robots.
+
+    Attributes:
+        prepare: with the robot's own statistics, for blocks whose features have the policy's names.
+        cameras: those that it has, by the policy's names.
+        widths: entries of its vectors in a block, by their names; zeros follow them.
+        words: what its instructions begin with.
+    """
+
+    prepare: Prepare
+    cameras: frozenset[str]
+    widths: Mapping[str, int]
+    words: str = ""
+
+
+class PrepareRobots:
+    """`Prepare` for blocks with rows of several robots: each row by its own robot's pipeline, at its own width.
+
+    Args:
+        robots: in any order. robot_of: the robot of each dataset, by its number in `robots`.
+        cameras: all cameras in a block, by the policy's names.
+        own_widths: whether each row's loss is over the dimensions that its robot has.
+        keep: as for `Prepare`.
+    """
+
+    def __init__(
+        self,
+        robots: Sequence[PreparedRobot],
+        robot_of: Sequence[int],
+        cameras: Sequence[str],
+        own_widths: bool,
+        keep: Sequence[str] = ROW_COLUMNS,
+    ):
+        self._robots, self._robot_of, self._cameras = tuple(robots), np.asarray(robot_of), tuple(cameras)
+        self._own_widths, self._keep = own_widths, tuple(keep)
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Prepare a block of frame rows.
+
+        Args:
+            batch: as for `Prepare`; vectors of all rows are as long as the longest.
+        Returns:
+            As `Prepare`, with vectors of the same length, zeros after a robot's own. Also `CAMERA_is_present` bool (N,)
+            of each camera, and `action_dims` bool (N, A), the dimensions of a row's robot.
+        """
+        robot = self._robot_of[batch["dataset_index"]]
+        columns = {key: _pictures(batch, key) for key in self._cameras}
+        rest = {key: value for key, value in batch.items() if key not in columns}
+        found: dict[str, np.ndarray] = {}
+        for number in np.unique(robot) if len(robot) else (0,):
+            one, rows = self._robots[number], np.flatnonzero(robot == number)
+            own = {key: value[rows] for key, value in rest.items()}
+            own |= {key: own[key][..., :width] for key, width in one.widths.items()}
+            if one.words:
+                own["task"] = np.array([f"{one.words}{text}" for text in own["task"]], object)
+            for key, value in one.prepare.without_cameras(own).items():
+                width = batch[key].shape[-1] if key in one.widths else value.shape[-1]
+                shape = (*value.shape[1:-1], width) if value.ndim > 1 else ()
+                out = found.setdefault(key, np.zeros((len(robot), *shape), value.dtype))
+                if key in one.widths:
+                    out = out[..., : value.shape[-1]]
+                out[rows] = value
+        columns |= found
+        for key in self._cameras:
+            columns[key + IS_PRESENT] = np.array([key in one.cameras for one in self._robots])[robot]
+        if self._own_widths:
+            widths = np.array([one.widths[ACTION] for one in self._robots])[robot]
+            columns[ACTION_DIMS] = np.arange(batch[ACTION].shape[-1]) < widths[:, None]
+        if "is_skipped" in batch:
+            columns["is_read"] = ~batch["is_skipped"]
+        return columns | {key: batch[key] for key in self._keep if key in batch}
+
+
+def _pictures(batch: Mapping[str, np.ndarray], key: str) -> np.ndarray:
+    """A camera of a block. Raises ValueError unless it is uint8 (N, ..., H, W, 3)."""
+    if key not in batch:
+        raise ValueError(f"the block has no camera '{key}'; its columns are {sorted(batch)}")
+    found = batch[key]
+    if found.dtype != np.uint8 or found.ndim < 4 or found.shape[-1] != 3:
+        raise ValueError(f"camera '{key}' is {found.dtype} {found.shape}, expected uint8 (N, H, W, 3)")
+    return found
 
 
 def _fixed_shape(step: ProcessorStep) -> ProcessorStep:

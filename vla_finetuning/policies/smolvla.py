@@ -8,7 +8,8 @@
   each of the two hands its keys and values to those that see it. Actions see them, and the actions before them in
   layers of self-attention; in the other layers they see keys and values that the expert makes of the prefix's.
 * Of the language model's last layer only keys and values are ever used.
-* A camera that is not in the batch is masked out of every attention in LeRobot: here its tokens do not exist.
+* A camera that is not in the batch is masked out of every attention in LeRobot: here its tokens do not exist. One that
+  only some rows lack is masked in those.
 * Nothing is read back from the device: LeRobot's vision tower indexes by a boolean mask in every step (transformers
   5.5), to place patches that are all there; here their places follow from the image's size.
 * Attention weights need not be stored (`attention`).
@@ -43,8 +44,8 @@ from transformers.models.llama.modeling_llama import rotate_half
 from util import Draws
 from vla_finetuning.policies.attention import Kernel, Shape, attend
 from vla_finetuning.policies.family import UNUSED, PolicyLoss
-from vla_finetuning.policies.flow import TimeDistribution, repeat_rows, sample_noise_and_time
-from vla_finetuning.policies.layers import LayeredLoss
+from vla_finetuning.policies.flow import TimeDistribution, over_own_dims, repeat_rows, sample_noise_and_time
+from vla_finetuning.policies.layers import LayeredLoss, mask_absent
 from vla_finetuning.policies.pi0 import PI0
 from vla_finetuning.policies.pi05 import Prefix
 from vla_finetuning.policies.prompts import prompt_lengths
@@ -110,6 +111,7 @@ class SmolVLALoss(LayeredLoss):
             counts = ~repeat_rows(batch["action_is_pad"], draws)
         if "is_read" in batch:
             counts = counts & repeat_rows(batch["is_read"], draws)[:, None]
+        losses = over_own_dims(losses, batch, draws)
         losses, width = losses * counts[:, :, None], losses.shape[2]
         if not per_row and "row_weight" not in batch:
             return losses.sum() / (counts.sum() * width).clamp_min(1)
@@ -204,7 +206,10 @@ class SmolVLALoss(LayeredLoss):
                 pieces[-1:] = [start, image, end]
         hidden = torch.cat([*pieces, words], dim=1)
         before = hidden.shape[1] - words.shape[1]
-        return hidden, F.pad(batch[OBS_LANGUAGE_ATTENTION_MASK], (before, 0), value=True)
+        counts = F.pad(batch[OBS_LANGUAGE_ATTENTION_MASK], (before, 0), value=True)
+        cameras = [key for key in policy.config.image_features if key in batch]
+        mask_absent(counts, batch, {key: piece.shape[1] for key, piece in zip(cameras, pieces, strict=False)})
+        return hidden, counts
 
     def _embed_images(self, images: Tensor) -> Tensor:
         """LeRobot's `embed_image`, layer by layer, and scaled as the language model takes it: (N, tokens, width)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,29 @@ class ValueSpec:
 
 
 @dataclass(frozen=True)
+class Robot:
+    """What of a policy belongs to one of the robots that it is trained on.
+
+    Attributes:
+        name: with the robot's control mode, if it has several; names the folder of its policy.
+        config: LeRobot's, fitted to the robot: its cameras, its widths.
+        stats: its normalisation statistics, by the policy's keys.
+        rename_map: its own key -> policy key.
+        widths: of its state and action, by the policy's keys.
+        cameras: those that it has, by the policy's keys.
+        words: what its instructions begin with.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    stats: Stats
+    rename_map: dict[str, str]
+    widths: dict[str, int]
+    cameras: tuple[str, ...]
+    words: str = ""
+
+
+@dataclass(frozen=True)
 class PolicySpec:
     """The policy of a run. Pickled in flight to training workers.
 
@@ -54,6 +77,8 @@ class PolicySpec:
         value: for a value function on what the policy sees, instead of the policy itself; None for a policy.
         flops_by_prompt: forward and backward of a row, counted, by the length of its prompt; empty where the policy is
             not built on the driver.
+        robots: of a mixture of several; none where the dataset's is the only one. `config` then has the cameras of all
+            and the widest action, and each robot its own processors (`of_robot`).
     """
 
     config: PreTrainedConfig
@@ -74,6 +99,20 @@ class PolicySpec:
     prompts: tuple[int, ...] = ()
     flops_by_prompt: dict[int, int] = field(default_factory=dict)
     value: ValueSpec | None = None
+    robots: tuple[Robot, ...] = ()
+
+    def of_robot(self, robot: Robot, renamed: bool = False) -> PolicySpec:
+        """The policy for one of its robots alone. `renamed`: for rows whose features have the policy's names."""
+        if renamed:
+            return replace(self, config=robot.config, stats=robot.stats, rename_map={}, robots=())
+        names = {name: key for key, name in robot.rename_map.items()}
+        stats = {names.get(key, key): values for key, values in robot.stats.items()}
+        return replace(self, config=robot.config, stats=stats, rename_map=robot.rename_map, robots=())
+
+    @property
+    def fewest_cameras(self) -> int:
+        """Of a batch: all, unless a robot has fewer."""
+        return min((len(robot.cameras) for robot in self.robots), default=self.cameras)
 
     def start(self) -> PreTrainedPolicy:
         """The policy with the weights that the run starts from, on the CPU: pretrained, or random by the seed.
@@ -88,7 +127,9 @@ class PolicySpec:
         return with_float32_masters(policy)
 
     def processors(self, config: PreTrainedConfig | None = None) -> Processors:
-        """The policy's pre- and postprocessor. `config` replaces the policy's own."""
+        """The policy's pre- and postprocessor; of several robots, one's. `config` replaces the policy's own."""
+        if self.robots:
+            return self.of_robot(self.robots[0], renamed=True).processors(config)
         config = config or self.config
         if self.stats is None:
             assert self.folder is not None

@@ -19,7 +19,7 @@ def held_out_loss(lines: Sequence[Line]) -> dict[str, Any] | None:
     """Charts and a table of the run's evaluations; None if there were none.
 
     Returns:
-        `{"charts": [{"title", "svg"}], "by_task": (head, rows) or None}`.
+        `{"charts": [{"title", "svg"}], "by_task": (head, rows) or None, "by_robot": the same}`.
     """
     measured = [line for line in lines if line.get("eval_loss") is not None]
     if not measured:
@@ -34,7 +34,21 @@ def held_out_loss(lines: Sequence[Line]) -> dict[str, Any] | None:
     compared = {f"step {line['step']}": line for line in (measured[0], best, measured[-1])}
     if all(line.get("eval_loss_by_time") for line in compared.values()):
         charts.append({"title": "Held-out loss by flow time (0: the action, 1: noise)", "svg": _by_time(compared)})
-    return {"charts": charts, "by_task": _by_task(compared, best, measured[-1])}
+    return {
+        "charts": charts,
+        "by_task": _by_task(compared, best, measured[-1]),
+        "by_robot": _by_robot(compared),
+    }
+
+
+def _by_robot(compared: Mapping[str, Line]) -> tuple[list[str], list[list[str]]] | None:
+    """The loss of each robot when it was first, lowest and last measured; None where there is one robot."""
+    lines = [line.get("eval_loss_by_robot") for line in compared.values()]
+    if not all(lines):
+        return None
+    values = [{robot: math.nan if value is None else value for robot, value in (line or {}).items()} for line in lines]
+    rows = [[robot, *(f"{of.get(robot, math.nan):.4g}" for of in values)] for robot in values[-1]]
+    return ["robot", *compared], rows
 
 
 def _by_time(compared: Mapping[str, Line]) -> str:

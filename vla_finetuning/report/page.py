@@ -200,7 +200,7 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
         ],
         charts=_training_charts(metrics, starts),
         metrics=_metrics_table(metrics),
-        held_out=None if evaluation is None else _held_out(evaluation, names, facts),
+        held_out=[] if evaluation is None else _held_out_of_each(evaluation, names, facts),
         closed_loop=closed_loop(evaluation or {}, output_dir),
         values=values_section(output_dir),
         held_out_loss=held_out_loss(lines),
@@ -229,9 +229,10 @@ def _key_figures(
     if metrics:
         found.append(("loss", _g(metrics["loss"][-1])))
     if evaluation is not None:
-        trained = evaluation["trained"]
-        if baseline := trained["mean_action"]["mse"]:
-            found.append(("of the mean action's error", f"{trained['policy']['mse'] / baseline:.2f} ×"))
+        for robot, of in _of_robots(evaluation):
+            trained, whose = of["trained"], f", {robot}" if robot else ""
+            if baseline := trained["mean_action"]["mse"]:
+                found.append((f"of the mean action's error{whose}", f"{trained['policy']['mse'] / baseline:.2f} ×"))
         if (tried := evaluation.get("closed_loop", {}).get("trained")) and tried["episodes"]:
             found.append(("success in the loop", f"{tried['successes'] / tried['episodes']:.0%}"))
     if metrics:
@@ -371,7 +372,29 @@ def _metrics_table(metrics: Metrics) -> list[list[str]] | None:
     return [keys, *([_g(metrics[key][row]) for key in keys] for row in rows)]
 
 
-def _held_out(evaluation: Mapping[str, Any], names: list[str] | None, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _of_robots(evaluation: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The errors of each robot with its name, which is empty where there is one."""
+    return list(evaluation["robots"].items()) if "robots" in evaluation else [("", evaluation)]
+
+
+def _held_out_of_each(
+    evaluation: Mapping[str, Any], names: list[str] | None, facts: Mapping[str, Any]
+) -> list[tuple[str, dict[str, Any]]]:
+    of_robots = facts.get("robots") or {}
+    return [
+        (
+            robot,
+            _held_out(
+                of,
+                of_robots.get(robot, {}).get("action_names", names),
+                of_robots.get(robot, {}).get("fps") or next((d["fps"] for d in facts.get("datasets") or ()), None),
+            ),
+        )
+        for robot, of in _of_robots(evaluation)
+    ]
+
+
+def _held_out(evaluation: Mapping[str, Any], names: list[str] | None, fps: float | None) -> dict[str, Any]:
     """Errors on held-out episodes: of all, by task, by dimension; and a few predicted chunks."""
     trained, untrained = evaluation["trained"], evaluation.get("untrained") or {}
     baseline = trained["mean_action"]["mse"]
@@ -403,14 +426,13 @@ def _held_out(evaluation: Mapping[str, Any], names: list[str] | None, facts: Map
             (figures.with_unit(name), _g(policy, 3), _g(mean, 3))
             for name, policy, mean in zip(names, trained["policy"]["mae"], trained["mean_action"]["mae"], strict=True)
         ],
-        "chunks": _chunk_figures(trained.get("examples", []), names, facts),
+        "chunks": _chunk_figures(trained.get("examples", []), names, fps),
     }
 
 
-def _chunk_figures(examples: list[dict[str, Any]], names: list[str], facts: Mapping[str, Any]) -> list[dict[str, str]]:
-    if not examples or not facts.get("datasets"):
+def _chunk_figures(examples: list[dict[str, Any]], names: list[str], fps: float | None) -> list[dict[str, str]]:
+    if not examples or fps is None:
         return []
-    fps = facts["datasets"][0]["fps"]
     chosen = [examples[i] for i in np.unique(np.linspace(0, len(examples) - 1, EXAMPLES).round().astype(int))]
     chunks = [figures.example_chunk(example, fps) for example in chosen]
     drawn = []

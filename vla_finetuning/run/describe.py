@@ -6,7 +6,9 @@ import numpy as np
 
 from lerobot_datasource import SEGMENT_ROWS
 from vla_finetuning.config import FRAMES_DIR, REHEARSAL_ROWS_PER_S, Config, DatasetOptions
+from vla_finetuning.members import members
 from vla_finetuning.policies.augment import WRIST
+from vla_finetuning.policies.loading import aligned
 from vla_finetuning.policies.remote_code import brought_along
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.job import Job
@@ -15,16 +17,18 @@ from vla_finetuning.run.rows import Rows
 from vla_finetuning.run.statistics import relative_actions
 from vla_finetuning.terminal import escaped
 
+VECTORS = ("observation.state", "action")
+
 
 def describe(run: Run) -> str:
     """The plan, as text: datasets, policy, how features map, batch arithmetic, cadence."""
     config, job, rows, policy = run.config, run.job, run.rows, run.policy
     lines = [
         *_datasets(config, rows),
+        *_indented("Mixture", _mixture(run)),
         *_indented("Statistics", list(run.statistics)),
         *_policy(config, policy),
-        "Features     dataset -> policy",
-        *(f"             {line}" for line in run.match.table()),
+        *_features(run),
         *(f"Note         {note}" for note in run.notes),
         *_frames(rows),
         *_augmentation(config, list(policy.config.image_features)),
@@ -70,6 +74,51 @@ def _datasets(config: Config, rows: Rows) -> list[str]:
             lines.append(f"             camera {key} {_size(feature.shape)} {kind}{feature.dtype}{used}")
         texts = [key for key, feature in meta.features.items() if feature.dtype in ("string", "language")]
         lines += [f"             not read: {what}" for what in (*([", ".join(texts)] if texts else []), *meta.not_read)]
+    return lines
+
+
+def _mixture(run: Run) -> list[str]:
+    """A line for each dataset of a mixture: what it holds, and what this run takes of it."""
+    rows, of_mixture = run.rows, members(run.config.dataset.mixture)
+    if not of_mixture:
+        return []
+    counts = rows.identity["rows_per_source"]
+    epochs = run.job.steps * run.job.rows_per_step / rows.per_epoch
+    steps = rows.features.window_steps or (1,) * len(of_mixture)
+    head = "dataset robot frames weight share epochs actions/s cameras state action"
+    cells: list[tuple[str, ...]] = [tuple(head.split())]
+    for member, meta, frames, count, step in zip(of_mixture, rows.metas, rows.per_dataset, counts, steps, strict=True):
+        cells.append(
+            (
+                meta.root.rstrip("/").rpartition("/")[2],
+                member.robot or "-",
+                f"{frames:,}",
+                f"{member.weight:g}",
+                f"{count / rows.per_epoch:.1%}",
+                f"{epochs * count / frames:.2f}",
+                f"{meta.fps // step}" if meta.fps % step == 0 else f"{meta.fps / step:g}",
+                str(sum(key in meta.features for key in rows.camera_keys)),
+                *("x".join(map(str, meta.features[key].shape)) if key in meta.features else "-" for key in VECTORS),
+            )
+        )
+    return aligned(cells)
+
+
+def _features(run: Run) -> list[str]:
+    """How features are the policy's; of robots that differ each one's."""
+    if not run.robots:
+        return ["Features     dataset -> policy", *(f"             {line}" for line in run.match.table())]
+    lines = []
+    for data in run.robots:
+        lines += [f"Features     {data.name} -> policy", *(f"             {line}" for line in data.match.table())]
+    widest, own = run.policy.config.output_features["action"].shape[0], run.policy.train.pad_loss == "own"
+    what = "its own dimensions" if own else f"all {widest} dimensions, as the policy counts padding"
+    lines += [
+        f"             rows have {len(run.rows.camera_keys)} cameras and {widest} dimensions of action; cameras that a",
+        f"             row lacks are masked, and its loss is over {what} (--train.pad_loss)",
+    ]
+    if run.config.dataset.robot_in_prompt:
+        lines.append("             instructions begin with the robot's name (--dataset.robot_in_prompt)")
     return lines
 
 
@@ -282,7 +331,8 @@ def _workers(config: Config) -> str:
 
 def _share(config: Config, rows: Rows, number: int) -> str:
     """What a mixture takes of a dataset."""
-    weights, drawn = list(config.dataset.mixture.values()), rows.identity["rows_per_source"][number]
+    weights = [member.weight for member in members(config.dataset.mixture)]
+    drawn = rows.identity["rows_per_source"][number]
     own = rows.per_dataset[number]
     return (
         f"             weight {weights[number]:g} of {sum(weights):g}: {drawn} of an epoch's {rows.per_epoch} rows, "

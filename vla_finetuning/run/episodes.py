@@ -14,6 +14,7 @@ from vla_finetuning.config import PRESETS, Config
 from vla_finetuning.data.frames import Stretches, movement_keys, stretches_of, table, told_weights
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.selection import Choice, choose_episodes, of_each
+from vla_finetuning.members import members
 
 # Of a task: fewer are not split in a rehearsal.
 FEW_EPISODES = 5
@@ -91,10 +92,15 @@ def select(
     d = config.dataset
     wanted = of_each(d.episodes, roots, "--dataset.episodes")
     excluded = of_each(cast(Choice, d.exclude_episodes), roots, "--dataset.exclude_episodes")
+    tasks = [d.tasks] * len(metas)
+    if of_mixture := members(d.mixture):
+        wanted = [m.episodes if m.episodes is not None else own for m, own in zip(of_mixture, wanted, strict=True)]
+        excluded = [m.exclude_episodes or own for m, own in zip(of_mixture, excluded, strict=True)]
+        tasks = [m.tasks if m.tasks is not None else own for m, own in zip(of_mixture, tasks, strict=True)]
     of_all: Sequence[np.ndarray | None] = [None] * len(metas) if weights is None else weights
     parts = [
-        _split(meta, *choose_episodes(meta, episodes, without, d.tasks, weight), config, dropped)
-        for meta, episodes, without, weight in zip(metas, wanted, excluded, of_all, strict=True)
+        _split(meta, *choose_episodes(meta, episodes, without, patterns, weight), config, dropped)
+        for meta, episodes, without, patterns, weight in zip(metas, wanted, excluded, tasks, of_all, strict=True)
     ]
     train, held_out, notes = zip(*parts, strict=True)
     chosen = ChosenEpisodes(train, held_out, tuple(itertools.chain(*notes)))

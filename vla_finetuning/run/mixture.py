@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from lerobot.datasets.compute_stats import aggregate_stats
@@ -32,11 +33,13 @@ AGGREGATED = {"min", "max", "mean", "std", "count"}
 RANGE_FACTOR = 10
 
 
-def named_alike(metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str]) -> tuple[DatasetMetadata, ...]:
-    """The datasets with features called as the first calls those that --rename_map gives the same name."""
-    first = {rename_map.get(key, key): key for key in metas[0].features}
+def named_alike(
+    metas: Sequence[DatasetMetadata], rename_maps: Sequence[Mapping[str, str]]
+) -> tuple[DatasetMetadata, ...]:
+    """The datasets with features called as the first calls those that its rename map gives the same name."""
+    first = {rename_maps[0].get(key, key): key for key in metas[0].features}
     renamed = []
-    for meta in metas[1:]:
+    for meta, rename_map in zip(metas[1:], rename_maps[1:], strict=True):
         names = {key: first.get(rename_map.get(key, key), key) for key in meta.features if key.startswith(OBS_PREFIX)}
         renamed.append(rename_features(meta, {key: name for key, name in names.items() if key != name}))
     return metas[0], *renamed
@@ -113,6 +116,25 @@ def ordered_alike(
     return tuple(ordered)
 
 
+def ordered_by(meta: DatasetMetadata, names: Mapping[str, Sequence[str]]) -> DatasetMetadata:
+    """The dataset with the dimensions of features in the order of these names, which must be all of theirs.
+
+    Raises:
+        ValueError: the dataset has no such feature, or calls its dimensions otherwise.
+    """
+    for key, wanted in names.items():
+        stored = _dimensions(meta.features[key]) if key in meta.features else []
+        if sorted(stored) != sorted(wanted) or len(set(wanted)) < len(wanted):
+            short = key.rpartition(".")[2]
+            raise ValueError(
+                f"dataset {meta.root}: {short} of the mixture lists {list(wanted)}, and the dimensions of {key!r} are "
+                f"{stored}: list each of them once"
+            )
+    orders = {key: tuple(_dimensions(meta.features[key]).index(name) for name in own) for key, own in names.items()}
+    features = {key: replace(meta.features[key], names=tuple(own)) for key, own in names.items()}
+    return reorder_dimensions(meta, orders, replace(meta, features={**meta.features, **features}))
+
+
 def _dimensions(feature: Feature) -> list[str]:
     return list(feature.names or map(str, range(feature.shape[0])))
 
@@ -155,7 +177,7 @@ def join_stats(metas: Sequence[DatasetMetadata], rows: Sequence[int] | None) -> 
         rows: how many rows of an epoch come from each, which is what they then count for; None: what they hold.
     """
     if len(metas) == 1:
-        return metas[0].stats
+        return {key: ordered_stats(metas[0], key) for key in metas[0].stats}
     shared = [key for key in metas[0].stats if all(m.stats.get(key, {}).keys() >= AGGREGATED for m in metas)]
     joined = [{key: ordered_stats(meta, key) for key in shared} for meta in metas]
     if rows is not None:

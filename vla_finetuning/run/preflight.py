@@ -27,6 +27,7 @@ from vla_finetuning.data.metadata import (
 )
 from vla_finetuning.data.selection import Choice, read_choice
 from vla_finetuning.data.storage import StoragePolicy
+from vla_finetuning.members import Member, members, robots
 from vla_finetuning.options import did_you_mean
 from vla_finetuning.run.episodes import select
 from vla_finetuning.run.folder import check_folder, is_finished
@@ -99,7 +100,18 @@ def load_datasets(config: Config, roots: Sequence[str]) -> tuple[DatasetMetadata
         OSError, ValueError: a dataset cannot be read, has no feature of a name, or lacks what a policy needs.
     """
     metas = [load_metadata(root, storage_policy=storage_policy(config.dataset)) for root in roots]
-    return with_names(metas, config.rename_map, config.dataset.state_features or ())
+    state, of_mixture = config.dataset.state_features or (), members(config.dataset.mixture)
+    if not any(member.rename_map for member in of_mixture):
+        return with_names(metas, config.rename_map, state)
+    found: list[DatasetMetadata] = []
+    for meta, member in zip(metas, of_mixture, strict=True):
+        others = {key: name for key, name in config.rename_map.items() if key in meta.features}
+        joined = state if any(key in meta.features for key in state) else ()
+        try:
+            found += with_names([meta], {**others, **member.rename_map}, joined)
+        except ValueError as error:
+            raise ValueError(f"--dataset.mixture, {meta.root}: {error}") from error
+    return tuple(found)
 
 
 def with_names(
@@ -218,6 +230,7 @@ def with_absolute_paths(config: Config) -> tuple[Config, list[str]]:
     Workers and resumed runs have other working directories.
     """
     roots, d = [absolute(root) for root in config.roots], config.dataset
+    assert isinstance(d.mixture, dict)  # a file is read with the flags
     mixture = dict(zip(roots, d.mixture.values(), strict=False))
     if len(mixture) < len(d.mixture):
         raise ValueError(f"--dataset.mixture names a dataset twice: {list(d.mixture)}")
@@ -265,10 +278,13 @@ def _of_absolute(choice: Choice) -> Any:
 def _datasets(config: Config) -> tuple[DatasetMetadata, ...]:
     config, roots = with_absolute_paths(config)
     metas = load_datasets(config, roots)
-    for meta in metas:
-        check_camera_keys(meta, config.dataset.camera_keys)
+    of_mixture = members(config.dataset.mixture)
+    for meta, member in zip(metas, of_mixture or [Member(meta.root) for meta in metas], strict=True):
+        own = member.camera_keys
+        check_camera_keys(meta, config.dataset.camera_keys if own is None else own)
     if metas:  # frames that do not move are found in the data files, which takes longer
         chosen = select(metas, roots, replace(config, dataset=replace(config.dataset, skip_idle=None)))
         if config.dataset.episode_weights is None:  # else some are left out, by columns and files of their own
-            check_holes(config, roots, metas, chosen, certain_cameras(config, metas[0]))
+            cameras = certain_cameras(config, metas[0]) if len(robots(of_mixture)) < 2 else []
+            check_holes(config, roots, metas, chosen, cameras)
     return metas

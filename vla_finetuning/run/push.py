@@ -1,9 +1,9 @@
 """A run's trained policy, pushed to a repository of the Hugging Face Hub with a model card.
 
-    python -m vla_finetuning.run.push OUTPUT_DIR [--repo_id USER/NAME] [--private]
+    python -m vla_finetuning.run.push OUTPUT_DIR [--repo_id USER/NAME] [--private] [--robot ROBOT]
 
-pushes the policy of a run that is over. Runs on the driver. Tokens are found by `huggingface_hub` itself
-(`HF_TOKEN` or its token file); no error text holds one.
+pushes the policy of a run that is over; of several robots each to USER/NAME-ROBOT, or one of them to USER/NAME. Runs on
+the driver. Tokens are found by `huggingface_hub` itself (`HF_TOKEN` or its token file); no error text holds one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.hub import explaining_errors
 from vla_finetuning.files import let_others_read, read_json, read_lines
+from vla_finetuning.members import members
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
 from vla_finetuning.run.record import held_out_errors
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
@@ -82,10 +83,24 @@ def check_push(repo_id: str, private: bool | None, *, make: bool = True) -> str:
     return str(url)
 
 
-def push_policy(output_dir: Path, repo_id: str) -> str:
+def repositories(repo_id: str, robots: Sequence[str]) -> dict[str, str]:
+    """Where the policy of each robot is pushed to; that of "" where there is one."""
+    return {robot: f"{repo_id}-{robot}" for robot in robots} or {"": repo_id}
+
+
+def exported_robots(output_dir: Path) -> list[str]:
+    """The robots that a run exported a policy for; none where it exported one policy."""
+    folder = output_dir / POLICY_DIR
+    return (
+        [] if (folder / CONFIG_NAME).is_file() else sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_NAME}"))
+    )
+
+
+def push_policy(output_dir: Path, repo_id: str, robot: str = "") -> str:
     """Push `OUTPUT_DIR/pretrained_model` with a model card, in one commit, and return the commit's address.
 
-    Only what an export consists of is pushed; a warning names what else is there.
+    Of several robots the folder of `robot`. Only what an export consists of is pushed; a warning names what else is
+    there.
 
     Raises:
         ValueError: there is no policy yet, or a link in it; no such repository, or no access.
@@ -93,11 +108,13 @@ def push_policy(output_dir: Path, repo_id: str) -> str:
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    folder = output_dir / POLICY_DIR
+    folder = output_dir / POLICY_DIR / robot
     if not (folder / CONFIG_NAME).is_file():
+        if there := exported_robots(output_dir):
+            raise ValueError(f"{output_dir}: no robot {robot!r} among those that were trained: {', '.join(there)}")
         raise ValueError(f"{folder}: no trained policy is there; it is written when a run has done its last step")
     exported_files(folder)  # the card is made of one of them
-    _write_card(folder / CARD_NAME, model_card(output_dir, repo_id))
+    _write_card(folder / CARD_NAME, model_card(output_dir, repo_id, robot))
     files, others = exported_files(folder)
     if others:
         logger.warning("%s: not pushed, because no export writes it: %s", folder, ", ".join(others))
@@ -138,8 +155,10 @@ def _write_card(path: Path, text: str) -> None:
     os.replace(scratch, path)
 
 
-def model_card(output_dir: Path, repo_id: str) -> str:
+def model_card(output_dir: Path, repo_id: str, robot: str = "") -> str:
     """The model card of a finished run, Markdown, from what its folder holds: data, base, options, measurements.
+
+    Of several robots, the card of one's policy, with the data of all.
 
     Paths and buckets stay out of it: a dataset or base that is not on the Hub goes by its last name. What datasets say
     is shown as code, so that none of it is taken for Markdown or HTML.
@@ -147,8 +166,10 @@ def model_card(output_dir: Path, repo_id: str) -> str:
     from huggingface_hub import ModelCard, ModelCardData
 
     config, facts = read_json(output_dir / CONFIG_NAME), read_json(output_dir / RUN_NAME)
-    policy = read_json(output_dir / POLICY_DIR / CONFIG_NAME)
+    policy = read_json(output_dir / POLICY_DIR / robot / CONFIG_NAME)
     lines, evaluation = read_lines(output_dir / METRICS_NAME), read_json(output_dir / EVALUATION_NAME)
+    if robot:
+        evaluation = evaluation.get("robots", {}).get(robot, {})
     on_hub = config["dataset"]["repo_id"]
     base = None if config["policy_type"] else facts["policy"]["base"]
     base_on_hub = facts["policy"]["revision"] is not None
@@ -166,6 +187,7 @@ def model_card(output_dir: Path, repo_id: str) -> str:
         name=_as_code(repo_id),
         repo_id=repo_id,
         type=_as_code(policy["type"]),
+        robot=_as_code(robot or None),
         datasets=[
             {
                 **dataset,
@@ -175,7 +197,7 @@ def model_card(output_dir: Path, repo_id: str) -> str:
             for dataset in facts["datasets"]
         ],
         revision=config["dataset"]["revision"] if on_hub else None,
-        weights=list(config["dataset"]["mixture"].values()),
+        weights=[member.weight for member in members(config["dataset"]["mixture"])],
         base=_as_code(base if base_on_hub else _last_name(base)) if base else None,
         base_revision=facts["policy"]["revision"],
         parameters=facts["policy"]["parameters"],
@@ -215,6 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Push the policy of a finished run to the Hugging Face Hub.")
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--repo_id", help="USER/NAME; the run's own --policy.repo_id when absent")
+    parser.add_argument("--robot", help="of a run of several robots, the one whose policy is pushed; all when absent")
     parser.add_argument("--private", action="store_true", default=None, help="the run's own --policy.private if absent")
     args = parser.parse_args(argv)
     escape_warnings()
@@ -223,8 +246,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         repo_id = args.repo_id or config.get("policy_repo_id")
         if repo_id is None:
             raise ValueError(f"{args.output_dir}: to which repository? give --repo_id USER/NAME")
-        check_push(repo_id, args.private or config.get("policy_private"))
-        tell(f"Pushed       {push_policy(args.output_dir, repo_id)}")
+        where = {args.robot: repo_id} if args.robot else repositories(repo_id, exported_robots(args.output_dir))
+        for robot, repository in where.items():
+            check_push(repository, args.private or config.get("policy_private"))
+            tell(f"Pushed       {push_policy(args.output_dir, repository, robot)}")
     except (ValueError, OSError) as error:
         tell_error(error)
         return 1

@@ -63,6 +63,7 @@ def record_run(
         "rows_per_epoch": rows.per_epoch if rows else None,
         "mixing": asdict(rows.mixing) if rows else None,
         "action_names": dimension_names(rows.metas[0], "action") if rows else None,
+        "robots": None if rows is None or not rows.robots else _robots(rows),
         "use_gpu": job.use_gpu,
         "hardware": {
             "nodes": sum(name.startswith("node:") and name != "node:__internal_head__" for name in cluster),
@@ -79,6 +80,12 @@ def record_run(
         "plan": plan,
     }
     write_json(job.output_dir / RUN_NAME, facts)
+
+
+def _robots(rows: Rows) -> dict[str, Any]:
+    """Of each robot, by its name, what its actions are called, and its datasets' rate."""
+    first = {name: rows.metas[rows.robot_of.index(number)] for number, name in enumerate(rows.robots)}
+    return {name: {"action_names": dimension_names(meta, "action"), "fps": meta.fps} for name, meta in first.items()}
 
 
 def record_attention(output_dir: Path, choice: Mapping[str, Any]) -> None:
@@ -101,8 +108,12 @@ def code_revision() -> str:
 def held_out_errors(evaluation: Mapping[str, Any]) -> dict[str, float]:
     """Mean squared errors of the action chunk on held-out frames, from `evaluation.json`, by whose they are.
 
-    `mean_action` is the error of always predicting the mean of the dataset's statistics. Nothing without a dataset.
+    `mean_action` is the error of always predicting the mean of the dataset's statistics. Nothing without a dataset. Of
+    several robots, `ROBOT/mean_action`, and so on.
     """
+    if "robots" in evaluation:
+        of_each = {robot: held_out_errors(of) for robot, of in evaluation["robots"].items()}
+        return {f"{robot}/{name}": error for robot, errors in of_each.items() for name, error in errors.items()}
     if "trained" not in evaluation:
         return {}
     trained = evaluation["trained"]

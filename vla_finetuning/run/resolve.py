@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from lerobot.configs import FeatureType, NormalizationMode
@@ -24,15 +25,16 @@ from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.reader import frame_of
 from vla_finetuning.data.selection import of_each
 from vla_finetuning.data.statistics import check_stats
+from vla_finetuning.members import members, robots
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.counting import flops_by_prompt
-from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch, match_features
+from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch
 from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.pipelines import check_prompts_differ
 from vla_finetuning.policies.processors import normalization_mode, required_stats
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along
-from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.policies.spec import PolicySpec, Robot
 from vla_finetuning.run.base_policy import check_policy, check_policy_options, resolve_policy
 from vla_finetuning.run.checkpoint import Progress
 from vla_finetuning.run.episodes import ChosenEpisodes, select
@@ -40,15 +42,10 @@ from vla_finetuning.run.folder import SKIPPED_NAME
 from vla_finetuning.run.holes import check_holes
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.labels import read_labels
+from vla_finetuning.run.matching import Base, Matched, RobotData, features_together, match_datasets
 from vla_finetuning.run.mixing import mixing_of
-from vla_finetuning.run.mixture import Stats, check_alike, check_ranges, named_alike, names_of_first, ordered_alike
-from vla_finetuning.run.preflight import (
-    absolute,
-    check_camera_keys,
-    load_datasets,
-    observations_renamed,
-    with_absolute_paths,
-)
+from vla_finetuning.run.mixture import Stats, check_ranges
+from vla_finetuning.run.preflight import absolute, load_datasets, with_absolute_paths
 from vla_finetuning.run.row_weights import row_weights
 from vla_finetuning.run.rows import (
     Rows,
@@ -59,6 +56,7 @@ from vla_finetuning.run.rows import (
     with_shard_rows,
 )
 from vla_finetuning.run.statistics import (
+    Mode,
     Names,
     computed_stats,
     decide,
@@ -83,6 +81,7 @@ class Run:
         missing_stats: statistics still to be computed (`with_stats`), without which `policy` has none.
         statistics: which statistics these are, and how they describe the data, for the plan.
         notes: what differs from what was asked for, or from what it should be, for the plan.
+        robots: those that differ, each with its own statistics (`of_robot`); none where there is one.
     """
 
     config: Config
@@ -93,19 +92,7 @@ class Run:
     missing_stats: Names = field(default_factory=dict)
     statistics: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Base:
-    """The policy that a run starts from: its configuration, the folder of its weights if any, its identity."""
-
-    config: PreTrainedConfig
-    folder: Path | None
-    identity: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return f"policy {self.identity['path']}"
+    robots: tuple[RobotData, ...] = ()
 
 
 def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
@@ -120,14 +107,14 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     config, roots, policy_path = _fetched(config, roots)
     d = config.dataset
     metas = metas or load_datasets(config, roots)
-    asked_names, config = config.rename_map, replace(config, rename_map=observations_renamed(config.rename_map))
-    metas = named_alike(metas, config.rename_map)
+    asked_names, of_mixture = config.rename_map, members(d.mixture)
     base = _base(config, policy_path)
     config = replace(config, policy_path=policy_path, policy_revision=base.identity["revision"])
     check_policy_options(config, base.config)
     recipe = make_recipe(config, base.config)
-    match = _match(config, metas[0], names_of_first(metas, config.rename_map), base)
-    metas = _alike(config, metas, match, base.config)
+    matched = match_datasets(config, metas, of_mixture, robots(of_mixture), base, partial(_check_images, config))
+    metas, match = matched.metas, matched.match
+    config = replace(config, rename_map=matched.rename_map)
     parameters = check_policy(base.config, base.folder, config.train, config.peft)
     dropped = _dropped(config, base.config)
     weights = None if d.episode_weights is None else episode_weights(metas, roots, d.episode_weights, absolute)
@@ -136,27 +123,19 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     trained = chosen.rows(metas, dropped)
     config, smaller = _fitting_batch(config, trained)
     steps = config.resolve_steps(trained)
-    config, rows = _rows(config, metas, match, chosen, base.config, dropped, steps)
+    config, rows = _rows(config, matched, chosen, dropped, steps)
     rows = replace(rows, weights=row_weights(config, metas, base.config))
     rows = _with_labels(config, rows)
-    needed = needed_stats(
-        base.config, metas[0], match.camera_keys, match.dataset_keys, d.use_imagenet_stats, rows.any_held_out
-    )
-    relative = relative_actions(base.config)
-    missing = missing_stats(metas, needed, () if relative is None else ("action",))
-    for meta in metas if d.statistics != "exact" else ():
-        check_stats(meta, {key: names for key, names in needed.items() if relative is None or key != "action"})
-    decision = decide(config, metas, chosen.train, needed, missing, relative)
-    if decision.described and not d.mixed_ranges:
-        check_ranges(metas, match.dataset_keys)
-    if decision.statistics == "exact":
-        missing = exact_needed(metas[0].features, needed)
-    config = replace(config, dataset=replace(config.dataset, statistics=decision.statistics))
+    config, found = _statistics(config, rows, matched)
     cameras, train, flops = len(match.camera_keys), config.train, {}
     family = family_of(base.config)
     prompts = family.prompt_lengths(base.config, cameras, train.trim_prompts)
     if prompts and family.from_config:
         flops = flops_by_prompt(base.config, cameras, train.mode, train.noise_draws, prompts, config.peft)
+    differing = tuple(
+        _robot(robot, rows, of.stats, config.dataset.robot_in_prompt)
+        for robot, of in zip(matched.robots, found, strict=False)
+    )
     spec = PolicySpec(
         config=base.config,
         folder=base.folder,
@@ -165,7 +144,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
         adapters=config.peft,
         recipe=recipe,
         cameras=cameras,
-        stats={},
+        stats={} if differing else found[0].stats,
         seed=config.seed,
         image_transforms=config.dataset.image_transforms,
         rename_map=config.rename_map,
@@ -175,19 +154,44 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
         parameters=parameters,
         prompts=prompts,
         flops_by_prompt=flops,
+        robots=differing,
     )
-    if not missing:
-        joint = joint_stats(config, metas, rows.identity["rows_per_source"])
-        spec = replace(spec, stats=_stats(config, base.config, rows, match, joint))
-    else:
-        needed = required_stats(base.config, {key: metas[0].features[key] for key in match.dataset_keys})
-        stand_in = replace(spec, stats=_stand_in(needed, metas[0]))
-    preprocessor, _ = (stand_in if missing else spec).processors()  # a tokenizer out of reach, or unfit, is reported
+    for one in [spec.of_robot(robot) for robot in differing] or [spec]:
+        preprocessor, _ = one.processors()  # a tokenizer out of reach, or unfit, is reported
+    stats = [{} if of.missing else of.stats for of in found]
+    differing = tuple(replace(robot, stats=own) for robot, own in zip(differing, stats, strict=False))
+    spec = replace(spec, robots=differing, stats={} if differing else stats[0])
     if rows.positive is not None:
         check_prompts_differ(preprocessor, sorted(metas[0].tasks.values())[:1] or [""], base.name)
     job = make_job(config, spec, steps, rows.identity, spec.what_trains)
     config = replace(config, rename_map=asked_names)
-    return Run(config, job, spec, rows, match, missing, decision.lines, (*chosen.notes, *holes, *smaller))
+    robots_data = tuple(
+        replace(robot, missing_stats=of.missing, statistics=of.lines)
+        for robot, of in zip(matched.robots, found, strict=False)
+    )
+    lines = tuple(f"{one.name}: {line}" for one in robots_data for line in one.statistics) or found[0].lines
+    notes = (*chosen.notes, *holes, *smaller)
+    missing = {} if differing else found[0].missing
+    return Run(config, job, spec, rows, match, missing, lines, notes, robots_data)
+
+
+def of_robot(run: Run, name: str) -> Run:
+    """The run as one of its robots sees it: its datasets, its policy; what they are trained with stays.
+
+    `run.robots` has the names.
+    """
+    number = [robot.name for robot in run.robots].index(name)
+    data, rows = run.robots[number], run.rows.of_datasets(run.robots[number].datasets)
+    policy = run.policy.of_robot(run.policy.robots[number], renamed=True)
+    return replace(
+        run,
+        policy=policy,
+        rows=rows,
+        match=data.match_by_policy,
+        missing_stats=data.missing_stats,
+        statistics=data.statistics,
+        robots=(),
+    )
 
 
 def with_config(run: Run, config: Config, steps: int | None = None) -> Run:
@@ -219,6 +223,8 @@ def with_config(run: Run, config: Config, steps: int | None = None) -> Run:
 
 def with_stats(run: Run) -> Run:
     """Compute the statistics that are missing, in a Ray Data pass, cached beside the run."""
+    if run.robots:
+        return _with_stats_of_robots(run)
     if not run.missing_stats:
         return run
     metas, joint = computed_stats(
@@ -230,9 +236,24 @@ def with_stats(run: Run) -> Run:
         run.rows.identity["rows_per_source"],
         run.job.output_dir / "stats",
     )
-    rows = replace(run.rows, metas=metas)
-    policy = replace(run.policy, stats=_stats(run.config, run.policy.config, rows, run.match, joint))
-    return replace(run, rows=rows, policy=policy, missing_stats={})
+    rows, match = replace(run.rows, metas=metas), run.match
+    stats = finished_stats(run.config.dataset, run.policy.config, metas, match.camera_keys, match.dataset_keys, joint)
+    return replace(run, rows=rows, policy=replace(run.policy, stats=stats), missing_stats={})
+
+
+def _with_stats_of_robots(run: Run) -> Run:
+    parts = [with_stats(of_robot(run, data.name)) for data in run.robots]
+    metas = list(run.rows.metas)
+    for data, part in zip(run.robots, parts, strict=True):
+        for number, meta in zip(data.datasets, part.rows.metas, strict=True):
+            metas[number] = meta
+    differing = tuple(
+        replace(robot, stats=part.policy.stats or {}) for robot, part in zip(run.policy.robots, parts, strict=True)
+    )
+    complete = tuple(replace(robot, missing_stats={}) for robot in run.robots)
+    return replace(
+        run, rows=replace(run.rows, metas=tuple(metas)), policy=replace(run.policy, robots=differing), robots=complete
+    )
 
 
 def make_job(
@@ -263,20 +284,6 @@ def make_job(
     )
 
 
-def _stand_in(needed: Names, meta: DatasetMetadata) -> Stats:
-    """Statistics with which processors can be made before the dataset's own are computed: 0 to 1."""
-    low = {"min", "mean", "q01", "q10"}
-    shapes = {key: (3, 1, 1) if key in meta.camera_keys else meta.features[key].shape for key in needed}
-    return {
-        key: {name: np.full(shapes[key], 0.0 if name in low else 1.0) for name in names}
-        for key, names in needed.items()
-    }
-
-
-def _stats(config: Config, policy_config: PreTrainedConfig, rows: Rows, match: FeatureMatch, joint: Stats) -> Stats:
-    return finished_stats(config.dataset, policy_config, rows.metas, match.camera_keys, match.dataset_keys, joint)
-
-
 # ---- where data and policy are -------------------------------------------------------------------------------------
 
 
@@ -297,16 +304,29 @@ def _fetched(config: Config, roots: list[str]) -> tuple[Config, list[str], str |
     if config.preset == "demo":
         from vla_finetuning.demo import prepare_demo
 
-        root, base = prepare_demo(CACHE_DIR / "demo", roots[0] if roots else None, config.recap.labels is not None)
+        root, base = prepare_demo(
+            CACHE_DIR / "demo",
+            roots[0] if roots else None,
+            config.recap.labels is not None,
+            _described_mixture(config, roots),
+        )
         roots = roots or [absolute(root)]
         if not (policy_path or config.policy_type):
             policy_path = absolute(base)
     return config, roots, policy_path
 
 
-def _base(config: Config, path: str | None) -> _Base:
+def _described_mixture(config: Config, roots: list[str]) -> tuple[dict[str, Any], list[str]] | None:
+    """What a tiny policy is made for, of robots that differ: the features of all, and their instructions."""
+    of_mixture = members(config.dataset.mixture)
+    if len(robots(of_mixture)) < 2:
+        return None
+    return features_together(config, load_datasets(config, roots), of_mixture)
+
+
+def _base(config: Config, path: str | None) -> Base:
     """The policy that the run starts from."""
-    base = _Base(*resolve_policy(config, path))
+    base = Base(*resolve_policy(config, path))
     kind = base.config.type
     if (brought := brought_along(base.config)) and not config.policy_trust_remote_code:
         raise RemoteCodeError(f"{base.name}: a '{kind}' runs code that comes with {brought}: {HOW_TO_TRUST}")
@@ -318,68 +338,17 @@ def _base(config: Config, path: str | None) -> _Base:
     return base
 
 
-# ---- how they fit --------------------------------------------------------------------------------------------------
-
-
-def _match(config: Config, meta: DatasetMetadata, rename_map: dict[str, str], base: _Base) -> FeatureMatch:
-    """How the (first) dataset's features are the policy's; what the policy cannot take is refused."""
-    d = config.dataset
-    check_camera_keys(meta, d.camera_keys)
-    try:
-        match = match_features(
-            base.config,
-            _selected_features(meta, d.camera_keys),
-            rename_map,
-            missing_cameras=d.missing_cameras,
-            fps=meta.fps,
-            left_out=sorted(set(meta.camera_keys) - set(d.camera_keys or meta.camera_keys)),
-        )
-    except ValueError as error:
-        not_read = f" (not read of the dataset: {'; '.join(meta.not_read)})" if meta.not_read else ""
-        raise ValueError(f"dataset {meta.root} and {base.name}: {error}{not_read}") from error
-    if config.augments:
-        keys = list(base.config.image_features)
-        augmentation_of(config.train.augmentation, d.image_transforms, config.seed, keys)  # what it would refuse
-    if isinstance(d.image_size, list):
-        _check_image_size(base.config, d.image_size)
-    return match
-
-
-def _alike(
-    config: Config, metas: Metas, match: FeatureMatch, policy_config: PreTrainedConfig
-) -> tuple[DatasetMetadata, ...]:
-    """The datasets with their dimensions in one order."""
-    check_alike(metas, match.dataset_keys, config.rename_map)
-    metas = ordered_alike(metas, match.dataset_keys, config.dataset.dimension_map)
-    relative = relative_actions(policy_config)
-    for meta in metas:
-        if relative is not None and any(meta.features[key].order is not None for key in match.dataset_keys):
-            raise ValueError(
-                f"dataset {meta.root}: its dimensions are in another order than the first dataset's, in which "
-                "statistics of relative actions cannot be joined: convert it to that order, or train with absolute "
-                "actions, --policy.use_relative_actions=false"
-            )
-    return tuple(metas)
-
-
 # ---- rows ----------------------------------------------------------------------------------------------------------
 
 
-def _rows(
-    config: Config,
-    metas: Metas,
-    match: FeatureMatch,
-    chosen: ChosenEpisodes,
-    policy_config: PreTrainedConfig,
-    dropped: int,
-    steps: int,
-) -> tuple[Config, Rows]:
+def _rows(config: Config, matched: Matched, chosen: ChosenEpisodes, dropped: int, steps: int) -> tuple[Config, Rows]:
     """The options with what "auto" became in them, and the run's rows."""
+    metas, match = matched.metas, matched.match
     selection = Selection(
         episodes=chosen.train,
         drop_n_last_frames=dropped,
         stretches=chosen.frames or None,
-        weights=list(config.dataset.mixture.values()) or None,
+        weights=[member.weight for member in members(config.dataset.mixture)] or None,
     )
     stream = _stream(config, steps)
     features = Features(
@@ -387,6 +356,8 @@ def _rows(
         columns=match.dataset_keys,
         delta_timestamps=match.delta_timestamps,
         tolerance_s=config.tolerance_s,
+        padded=bool(matched.robots),
+        window_steps=matched.window_steps,
     )
 
     def row_bytes(features: Features) -> int:
@@ -394,7 +365,7 @@ def _rows(
         reading = Reading(on_error=config.dataset.on_error, check_files=False)
         return LeRobotDatasource(metas, Selection(episodes=chosen.train), features, order, reading).row_bytes()
 
-    config, features, stored_bytes = _with_image_size(config, metas, features, policy_config, row_bytes)
+    config, features, stored_bytes = _with_image_size(config, metas, features, matched.config, row_bytes)
     size = row_bytes(features)
     config = with_shard_rows(config, size)
     d = config.dataset
@@ -419,6 +390,11 @@ def _rows(
     per_epoch, decoded_bytes = source.plan.rows_per_epoch, source.decoded_bytes()
     cache = frame_cache_of(d, decoded_bytes, reads_again=stream[1] > per_epoch)
     check_global_shuffle(d, cache, decoded_bytes)
+    identity = source.plan.identity()
+    if matched.robots:
+        identity["robots"] = [matched.robots[number].name for number in matched.robot_of]
+    if matched.window_steps is not None:
+        identity["window_steps"] = list(matched.window_steps)
     rows = Rows(
         metas=tuple(metas),
         train_episodes=chosen.train,
@@ -429,7 +405,7 @@ def _rows(
         reading=replace(reading, frame_cache=cache),
         per_epoch=per_epoch,
         per_dataset=chosen.rows_per_dataset(metas, dropped),
-        identity=source.plan.identity(),
+        identity=identity,
         rates={"frames_per_s": source.row_frames(), "decoded_bytes_per_s": source.row_bytes()},
         mixing=mixing_of(config, source),
         stored_bytes=stored_bytes,
@@ -437,6 +413,8 @@ def _rows(
         epoch_ends=() if d.episode_weights is None else tuple(source.plan.epoch_ends(stream[1])),
         rename_map=config.rename_map,
         described=chosen.described,
+        robots=tuple(robot.name for robot in matched.robots),
+        robot_of=matched.robot_of,
     )
     return config, rows
 
@@ -448,6 +426,77 @@ def _with_labels(config: Config, rows: Rows) -> Rows:
     labels, digest = read_labels(Path(config.recap.labels), rows.metas, rows.episodes)
     identity = {**rows.identity, "labels": digest, "label_dropout": config.recap.dropout}
     return replace(rows, positive=PerFrame(labels), label_dropout=config.recap.dropout, identity=identity)
+
+
+class _Found(NamedTuple):
+    """Statistics of a robot: what is to be computed, in words what they are, and their values.
+
+    Values from 0 to 1 while some are missing, for processors to be tried with.
+    """
+
+    missing: Names
+    lines: tuple[str, ...]
+    stats: Stats
+    mode: Mode
+
+
+def _statistics(config: Config, rows: Rows, matched: Matched) -> tuple[Config, list[_Found]]:
+    """The statistics of each robot, or of the only one; and the options with what "auto" became."""
+    views: list[tuple[Rows, FeatureMatch, PreTrainedConfig]] = [(rows, matched.match, matched.config)]
+    if matched.robots:
+        views = [(rows.of_datasets(one.datasets), one.match_by_policy, one.config) for one in matched.robots]
+    found = [_statistics_of(config, *view) for view in views]
+    mode = "exact" if any(of.mode == "exact" for of in found) else found[0].mode
+    config = replace(config, dataset=replace(config.dataset, statistics=mode))
+    pairs = zip(found, views, strict=True)
+    return config, [of if of.mode == mode else _statistics_of(config, *view) for of, view in pairs]
+
+
+def _statistics_of(config: Config, rows: Rows, match: FeatureMatch, policy_config: PreTrainedConfig) -> _Found:
+    d, metas, keys = config.dataset, rows.metas, match.dataset_keys
+    needed = needed_stats(policy_config, metas[0], match.camera_keys, keys, d.use_imagenet_stats, rows.any_held_out)
+    relative = relative_actions(policy_config)
+    missing = missing_stats(metas, needed, () if relative is None else ("action",))
+    for meta in metas if d.statistics != "exact" else ():
+        check_stats(meta, {key: names for key, names in needed.items() if relative is None or key != "action"})
+    decision = decide(config, metas, rows.train_episodes, needed, missing, relative)
+    if decision.described and not d.mixed_ranges:
+        check_ranges(metas, keys)
+    if decision.statistics == "exact":
+        missing = exact_needed(metas[0].features, needed)
+    d = replace(d, statistics=decision.statistics)
+    if missing:
+        required = required_stats(policy_config, {key: metas[0].features[key] for key in keys})
+        stats = _stand_in(required, metas[0])
+    else:
+        joint = joint_stats(config, metas, rows.identity["rows_per_source"])
+        stats = finished_stats(d, policy_config, metas, match.camera_keys, keys, joint)
+    return _Found(missing, decision.lines, stats, decision.statistics)
+
+
+def _stand_in(needed: Names, meta: DatasetMetadata) -> Stats:
+    """Statistics with which processors can be made before the dataset's own are computed: 0 to 1."""
+    low = {"min", "mean", "q01", "q10"}
+    shapes = {key: (3, 1, 1) if key in meta.camera_keys else meta.features[key].shape for key in needed}
+    return {
+        key: {name: np.full(shapes[key], 0.0 if name in low else 1.0) for name in names}
+        for key, names in needed.items()
+    }
+
+
+def _robot(data: RobotData, rows: Rows, stats: Stats, in_prompt: bool) -> Robot:
+    """What of the policy is a robot's."""
+    features, match = rows.metas[data.datasets[0]].features, data.match_by_policy
+    vectors = [key for key in match.dataset_keys if key not in match.camera_keys]
+    return Robot(
+        name=data.name,
+        config=data.config,
+        stats=stats,
+        rename_map=data.rename_map,
+        widths={key: features[key].shape[0] for key in vectors},
+        cameras=match.camera_keys,
+        words=f"{data.name}: " if in_prompt else "",
+    )
 
 
 def _stream(config: Config, steps: int) -> tuple[int, int]:
@@ -478,11 +527,11 @@ def _with_image_size(
     if not isinstance(own, list):
         return *stored, None
     fitted = sized(own)
-    if any(
-        frame_of(meta.features[key], None) != frame_of(metas[0].features[key], None)
+    sizes = [
+        {frame_of(meta.features[key], None)[0] for meta in metas if key in meta.features}
         for key in features.camera_keys or ()
-        for meta in metas
-    ):
+    ]
+    if any(len(of_camera) > 1 for of_camera in sizes):
         return *fitted, None
     stored_bytes = row_bytes(stored[1])
     if asked == "auto" and stored_bytes < 2 * row_bytes(fitted[1]):
@@ -495,6 +544,15 @@ def _own_size(policy_config: PreTrainedConfig) -> list[int] | None:
     own = getattr(policy_config, "image_resolution", None)
     normalised = normalization_mode(policy_config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY
     return None if own is None or normalised else list(own)
+
+
+def _check_images(config: Config, policy_config: PreTrainedConfig) -> None:
+    """Refuse what cannot be done with the frames of the policy's cameras."""
+    if config.augments:
+        keys = list(policy_config.image_features)
+        augmentation_of(config.train.augmentation, config.dataset.image_transforms, config.seed, keys)
+    if isinstance(config.dataset.image_size, list):
+        _check_image_size(policy_config, config.dataset.image_size)
 
 
 def _check_image_size(policy_config: PreTrainedConfig, image_size: list[int]) -> None:
@@ -521,11 +579,6 @@ def _dropped(config: Config, policy_config: PreTrainedConfig) -> int:
     """Frames at the end of each training episode that are left out: as LeRobot's sampler does for some policies."""
     asked = config.dataset.drop_n_last_frames
     return getattr(policy_config, "drop_n_last_frames", 0) if asked is None else asked
-
-
-def _selected_features(meta: DatasetMetadata, camera_keys: list[str] | None) -> dict[str, Any]:
-    dropped = set(meta.camera_keys) - set(camera_keys) if camera_keys is not None else set()
-    return {k: f for k, f in meta.features.items() if k not in dropped and not f.is_depth}
 
 
 def _fitting_batch(config: Config, rows: int) -> tuple[Config, list[str]]:

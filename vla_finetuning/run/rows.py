@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,15 @@ class HeldOutRows:
         positions: int64 (N,), ascending. task: int64 (N,), indices into `tasks`. tasks: the instructions of the
             held-out episodes, the first of each episode.
         held_out: number of all held-out rows.
+        robot: int64 (N,), indices into `robots`. robots: names of those that differ; none where there is one.
     """
 
     positions: np.ndarray
     task: np.ndarray
     tasks: tuple[str, ...]
     held_out: int
+    robot: np.ndarray
+    robots: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Rows:
         label_dropout: share of rows whose prompt says nothing all the same.
         rename_map: dataset key -> policy key.
         described: what is left of each dataset's training episodes, as lines; empty where all frames are.
+        robots: names of those that differ; none where there is one. robot_of: the robot of each dataset, by its number.
     """
 
     metas: tuple[DatasetMetadata, ...]
@@ -88,6 +92,51 @@ class Rows:
     label_dropout: float = 0.0
     rename_map: Mapping[str, str] = field(default_factory=dict)
     described: tuple[tuple[str, ...], ...] = ()
+    robots: tuple[str, ...] = ()
+    robot_of: tuple[int, ...] = ()
+
+    def of_datasets(self, numbers: Sequence[int]) -> Rows:
+        """The rows of some of the datasets alone, of one robot: without padding, weights or labels."""
+
+        def pick[T](column: Sequence[T]) -> tuple[T, ...]:
+            return tuple(column[number] for number in numbers)
+
+        metas, features, selection = pick(self.metas), self.features, self.selection
+        rates = self.metas[0].fps, metas[0].fps
+        deltas = {
+            key: [round(second * rates[0]) / rates[1] for second in seconds]
+            for key, seconds in features.delta_timestamps.items()
+            if key in metas[0].features
+        }
+        own = replace(
+            features,
+            camera_keys=[key for key in features.camera_keys or () if key in metas[0].features],
+            columns=[key for key in features.columns or () if key in metas[0].features],
+            delta_timestamps=deltas,
+            padded=False,
+            window_steps=None if features.window_steps is None else pick(features.window_steps),
+        )
+        chosen = replace(
+            selection,
+            episodes=None if selection.episodes is None else pick(selection.episodes),
+            stretches=None if selection.stretches is None else pick(selection.stretches),
+            weights=None if selection.weights is None else pick(selection.weights),
+        )
+        return replace(
+            self,
+            metas=metas,
+            train_episodes=pick(self.train_episodes),
+            eval_episodes=pick(self.eval_episodes),
+            selection=chosen,
+            features=own,
+            per_dataset=pick(self.per_dataset),
+            identity={**self.identity, "rows_per_source": pick(self.identity["rows_per_source"])},
+            described=pick(self.described) if self.described else (),
+            weights=None,
+            positive=None,
+            robots=(),
+            robot_of=(),
+        )
 
     @property
     def camera_keys(self) -> tuple[str, ...]:
@@ -108,7 +157,7 @@ class Rows:
     @property
     def frame_bytes(self) -> int:
         """Bytes of a row's frames, uint8, as they reach a training process."""
-        features = self.metas[0].features
+        features = {key: feature for meta in reversed(self.metas) for key, feature in meta.features.items()}
         return sum(int(np.prod(frame_of(features[key], self.image_size)[0])) for key in self.camera_keys)
 
     @property
@@ -231,18 +280,20 @@ class Rows:
         belong to the beginning of one episode.
         """
         tasks: dict[str, int] = {}
-        of_episode, lengths = [], []
-        for meta, episodes in zip(self.metas, self.eval_episodes, strict=True):
+        of_episode, lengths, robots = [], [], []
+        robot_of = self.robot_of or (0,) * len(self.metas)
+        for meta, episodes, robot in zip(self.metas, self.eval_episodes, robot_of, strict=True):
+            robots += [robot] * len(episodes)
             for episode in episodes.tolist():
                 of_episode.append(tasks.setdefault((meta.episode_tasks[episode] or ("",))[0], len(tasks)))
                 lengths.append(int(meta.episode_length[episode]))
-        task = np.repeat(np.array(of_episode, np.int64), lengths)
+        task, of_robot = (np.repeat(np.array(of, np.int64), lengths) for of in (of_episode, robots))
         positions = np.arange(len(task))
         if limit:
             of_each = [np.flatnonzero(task == number) for number in range(len(tasks))]
             chosen = [rows[evenly_spaced(len(rows), max(1, limit // len(tasks)))] for rows in of_each]
             positions = np.sort(np.concatenate(chosen))
-        return HeldOutRows(positions, task[positions], tuple(tasks), len(task))
+        return HeldOutRows(positions, task[positions], tuple(tasks), len(task), of_robot[positions], self.robots)
 
 
 # ---- what is decided about reading, before the run -----------------------------------------------------------------

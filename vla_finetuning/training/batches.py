@@ -11,7 +11,7 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.utils.constants import OBS_LANGUAGE_TOKENS
 
 from util import Batch, Draws, peak_flops
-from vla_finetuning.data.columns import RETURN, ROW_COLUMNS
+from vla_finetuning.data.columns import IS_PRESENT, RETURN, ROW_COLUMNS
 from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.videos import Frames
 from vla_finetuning.policies.prompts import cut_prompts
@@ -39,6 +39,7 @@ def collate_cut(
     epsilon: float = 0.0,
     returns: PerFrame | None = None,
     frames: Frames | None = None,
+    drop_absent: bool = True,
 ) -> Batch:
     """Collate a micro-batch with its prompts cut to what the longest needs; on the host, in Ray Data's thread.
 
@@ -48,7 +49,10 @@ def collate_cut(
             weigh nothing. epsilon: see `row_weights.of_batch`.
         returns: of all frames, for a value function; a column RETURN.
         frames: fills in those that the batch names.
+        drop_absent: leave out cameras that none of the rows has, so that nothing sees them; else they are masked.
     """
+    if drop_absent:
+        batch = _without_absent(batch)
     if frames is not None:
         batch = frames(batch)
     if weights is not None:
@@ -57,6 +61,17 @@ def collate_cut(
     if returns is not None:
         batch = {**batch, RETURN: returns(batch)}
     return collate(cut_prompts(batch, prompts) if prompts else batch)
+
+
+def _without_absent(batch: Columns) -> Columns:
+    """Without the cameras that no row has; those that all have need no mask (`PrepareRobots`)."""
+    masks = {key.removesuffix(IS_PRESENT): key for key in batch if key.endswith(IS_PRESENT)}
+    if not masks:
+        return batch
+    absent = {key for key, mask in masks.items() if not batch[mask].any()}
+    whole = {mask for mask in masks.values() if batch[mask].all()}
+    dropped = absent | {masks[key] for key in absent} | whole
+    return {key: values for key, values in batch.items() if key not in dropped}
 
 
 class WorkCounter:

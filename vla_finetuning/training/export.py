@@ -63,23 +63,29 @@ def _trained_policy(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolic
 def export(spec: PolicySpec, checkpoint: Path, output_dir: Path, drawn: Mapping[str, Any]) -> None:
     """Write `pretrained_model`, as LeRobot loads it: the base with what trained put in, processors included.
 
-    Adapters are merged into the weights beside them, after they are written to `adapter` if that was asked for.
+    Of several robots, `pretrained_model/ROBOT` for each, which share the weights. Adapters are merged into the weights
+    beside them, after they are written to `adapter` if that was asked for.
 
     Args:
         checkpoint: whose policy it is; it has all of what trained, however that was sharded.
         output_dir: the run's folder. drawn: how the simulator that the data is from drew its pictures, if any.
     """
     policy, adapted = _trained_policy(spec, checkpoint)
-    pre, post = spec.processors()
+    robots = [(spec.of_robot(robot), robot.name) for robot in spec.robots] or [(spec, "")]
     if adapted is not None:
-        if spec.adapters.export == "adapter":
-            save_adapters(adapted, spec.base["path"], spec.base["revision"], pre, post, output_dir / "adapter")
+        for own, name in robots if spec.adapters.export == "adapter" else ():
+            folder, base = output_dir / "adapter" / name, own.base
+            config = own.config if name else adapted.get_base_model().config
+            save_adapters(adapted, base["path"], base["revision"], *own.processors(), folder, config)
         merge(adapted)
-    folder = output_dir / "pretrained_model"
-    save_pretrained(policy, pre, post, folder)
-    if drawn:
-        # An evaluation in the simulator must show it the same pictures.
-        write_json(folder / ENVIRONMENT_NAME, {"drawn": drawn})
+    written = None
+    for own, name in robots:
+        folder = output_dir / "pretrained_model" / name
+        save_pretrained(policy, *own.processors(), folder, own.config if name else None, written)
+        written = folder
+        if drawn:
+            # An evaluation in the simulator must show it the same pictures.
+            write_json(folder / ENVIRONMENT_NAME, {"drawn": drawn})
 
 
 def exported_checkpoint(job: Job, best: bool) -> Path:

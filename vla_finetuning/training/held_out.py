@@ -73,9 +73,10 @@ class HeldOutLoss:
         """Compute it; every rank must call it, and gets the same. One collective and one read from the device.
 
         Returns:
-            `eval_loss`, the mean over all rows and draws, and `eval_s`, how long that took. Where the loss is known by
-            row also, of the tasks with the most rows `eval_loss_by_task`, and `eval_loss_by_time`, over equal parts of
-            the flow time from 0 to 1; None where there is none.
+            `eval_loss`, the mean over all rows and draws, and `eval_s`, how long that took. Of several robots
+            `eval_loss_by_robot`. Where the loss is known by row also, of the tasks with the most rows
+            `eval_loss_by_task`, and `eval_loss_by_time`, over equal parts of the flow time from 0 to 1; None where
+            there is none.
         """
         started = time.perf_counter()
         rows = len(self._rows.positions) * self._per_row
@@ -140,6 +141,11 @@ class HeldOutLoss:
             many = np.argsort(-np.bincount(task, minlength=len(self._rows.tasks)), kind="stable")[:TASKS_REPORTED]
             summary["eval_loss_by_task"] = {
                 self._rows.tasks[number]: _mean(losses[chosen & (task == number)]) for number in many.tolist()
+            }
+        if self._rows.robots:
+            robot = np.repeat(self._rows.robot, self._per_row)
+            summary["eval_loss_by_robot"] = {
+                name: _mean(losses[chosen & (robot == number)]) for number, name in enumerate(self._rows.robots)
             }
         if self._family.row_losses and self._spec.value is None:
             part = np.minimum((times * TIME_PARTS).astype(int), TIME_PARTS - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.flow import FlowLoss
-from vla_finetuning.policies.processors import DeviceHalf, Prepare
+from vla_finetuning.policies.processors import DeviceHalf, Prepare, PreparedRobot, PrepareRobots
 from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.trainable import autocast_of
@@ -81,7 +81,8 @@ def check_attention(
     Args:
         record_in: folder of `attention.json`, which names the kernel; None: not written.
     """
-    shapes = loss.attentions(spec.cameras, spec.prompts)
+    counts = range(spec.fewest_cameras, spec.cameras + 1)
+    shapes = [shape for cameras in counts for shape in loss.attentions(cameras, spec.prompts)]
     if not shapes:
         return
     choice = choose_kernel(loss.attention, shapes, device, autocast or torch.float32)
@@ -154,11 +155,27 @@ def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> Trainable
 
 
 def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
-    """The CPU half of the policy's preprocessor, for the tasks that read rows."""
-    preprocessor, _ = spec.processors()
-    prepare: Callable[[Columns], Columns] = Prepare(
-        preprocessor, rows.camera_keys, spec.rename_map, spec.config, trusted=spec.trusted
-    )
+    """The CPU half of the policy's preprocessor, or of each robot's, for the tasks that read rows."""
+    prepare: Callable[[Columns], Columns]
+    prepare = _prepare_robots(spec, rows) if spec.robots else _prepare(spec, rows.camera_keys)
     if rows.positive is not None:
         prepare = WithAdvantage(prepare, rows.positive, ADVANTAGE, rows.label_dropout, spec.seed)
     return WithPosition(prepare) if spec.augments else prepare
+
+
+def _prepare(spec: PolicySpec, camera_keys: Sequence[str]) -> Prepare:
+    preprocessor, _ = spec.processors()
+    return Prepare(preprocessor, camera_keys, spec.rename_map, spec.config, trusted=spec.trusted)
+
+
+def _prepare_robots(spec: PolicySpec, rows: Rows) -> PrepareRobots:
+    robots = [
+        PreparedRobot(
+            _prepare(spec.of_robot(robot, renamed=True), robot.cameras),
+            frozenset(robot.cameras),
+            robot.widths,
+            robot.words,
+        )
+        for robot in spec.robots
+    ]
+    return PrepareRobots(robots, rows.robot_of, rows.camera_keys, own_widths=spec.train.pad_loss == "own")

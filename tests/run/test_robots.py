@@ -1,0 +1,364 @@
+"""Robots that differ in one run: each row is, to the policy, what it is in a run of its robot alone."""
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+from tests.datasets import make_dataset
+from tests.tiny import ACTION_DIM, STATE_DIM
+from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.flags import parse_args
+from vla_finetuning.members import members, read_mixture, robots
+from vla_finetuning.policies.tiny_pi05 import make_tiny_base
+from vla_finetuning.run.describe import describe
+from vla_finetuning.run.matching import features_together
+from vla_finetuning.run.resolve import of_robot, resolve
+from vla_finetuning.training.batches import collate_cut
+from vla_finetuning.training.model import build_model, make_prepare
+
+TOP, WRIST, BASE = (f"observation.images.{name}" for name in ("top", "wrist", "base"))
+SIZES = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
+MIXTURE = {
+    "members": [
+        {"root": "gantry", "weight": 2, "robot": "gantry", "rename_map": {TOP: BASE}},
+        {"root": "arm", "robot": "arm", "rename_map": {TOP: BASE}},
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two datasets that differ in all that robots differ in, and a tiny policy for both."""
+    folder = tmp_path_factory.mktemp("robots")
+    make_dataset(folder / "gantry", episodes=(9, 14, 11, 8), fps=10)
+    cameras = {TOP: (60, 80)}
+    make_dataset(folder / "arm", episodes=(22, 17, 12, 14), cameras=cameras, fps=20, state_dim=6, action_dim=5, seed=3)
+    write(folder, MIXTURE)
+    config = parse_args([*FLAGS, f"--dataset.mixture=@{folder / 'mix.yaml'}", "--policy.path=x"])
+    of = members(config.dataset.mixture)
+    metas = [load_metadata(member.root) for member in of]
+    features, tasks = features_together(config, metas, of)
+    make_tiny_base(folder / "base", features=features, tasks=tasks, stats=None, fps=10, chunk_size=6, **SIZES)
+    return folder
+
+
+FLAGS = [
+    "--output_dir=out",
+    "--batch_size=4",
+    "--steps=12",
+    "--train.mode=full",
+    "--scaling.use_gpu=false",
+    "--dataset.image_size=[56, 56]",
+]
+ALONE = {"gantry": ["--dataset.missing_cameras=error"], "arm": ["--dataset.missing_cameras=mask"]}
+
+
+def write(folder, mixture, name="mix.yaml"):
+    (folder / name).write_text(yaml.safe_dump(mixture))
+    return f"--dataset.mixture=@{folder / name}"
+
+
+def mixed(folder, *flags, mixture=None):
+    where = f"--dataset.mixture=@{folder / 'mix.yaml'}" if mixture is None else write(folder, mixture, "other.yaml")
+    return resolve(parse_args([*FLAGS, f"--policy.path={folder / 'base'}", where, *flags]), gpus_found=0)
+
+
+def alone(folder, name, *flags):
+    rename = f'--rename_map={{"{TOP}": "{BASE}"}}'
+    options = [f"--policy.path={folder / 'base'}", f"--dataset.root={folder / name}", rename, *ALONE[name], *flags]
+    return resolve(parse_args([*FLAGS, *options]), gpus_found=0)
+
+
+def read(run, positions):
+    """Rows of a run at positions of its stream, as they are read and as they are prepared."""
+    (rows,) = run.rows.source().read_rows(list(positions), len(positions))
+    return rows, make_prepare(run.policy, run.rows)(rows)
+
+
+def tensors(columns, **options):
+    return collate_cut(
+        lambda batch: {k: torch.from_numpy(np.array(v)) for k, v in columns_of(batch)}, (), columns, **options
+    )
+
+
+def columns_of(batch):
+    return [(key, values) for key, values in batch.items() if values.dtype != object]
+
+
+def by_place(rows):
+    """Where each row of a dataset is, by its `index`."""
+    return {int(index): at for at, index in enumerate(rows["index"])}
+
+
+def loss_of(run):
+    """The run's loss with all weights random: LeRobot starts some layers at zero, where a wrong gradient hides."""
+    loss, _ = build_model(run.policy, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in loss.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), alpha=0.05)
+    return loss
+
+
+def draws(rows, config):
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn((rows, config.chunk_size, config.max_action_dim), generator=generator)
+    return noise, torch.rand(rows, generator=generator) * 0.9 + 0.05
+
+
+@pytest.fixture(scope="module")
+def both(folder):
+    """Rows of both robots in one block, and the same rows of each alone: (run, rows, columns, {name: the same})."""
+    run = mixed(folder)
+    rows, columns = read(run, range(24))
+    found = {}
+    for number, name in enumerate(("arm", "gantry")):
+        own = alone(folder, name)
+        held = own.rows.source((0, own.rows.per_epoch))
+        (every,) = held.read_rows(range(own.rows.per_epoch), own.rows.per_epoch)
+        mine = np.flatnonzero(rows["dataset_index"] == number)
+        at = [by_place(every)[int(index)] for index in rows["index"][mine]]
+        chosen = {key: values[at] for key, values in every.items()}
+        found[name] = own, mine, chosen, make_prepare(own.policy, own.rows)(chosen)
+    assert all(len(mine) > 2 for _, mine, _, _ in found.values())
+    return run, rows, columns, found
+
+
+def test_a_rows_inputs_are_those_of_its_robot_alone(both):
+    run, rows, columns, found = both
+    assert columns["action"].shape == (24, 6, 5)
+    for _, mine, _, prepared in found.values():
+        width = prepared["action"].shape[-1]
+        for key, values in prepared.items():
+            if key in ("dataset_index", "position"):
+                continue
+            mixed_values = columns[key][mine]
+            if key in ("action", "observation.state"):
+                assert not mixed_values[..., values.shape[-1] :].any()
+                mixed_values = mixed_values[..., : values.shape[-1]]
+            np.testing.assert_array_equal(mixed_values, values, err_msg=key)
+        assert (columns[ACTION_DIMS][mine] == (np.arange(5) < width)).all()
+    wrist = columns[WRIST + IS_PRESENT]
+    np.testing.assert_array_equal(wrist, rows["dataset_index"] == 1)
+    assert not columns[WRIST][~wrist].any() and columns[WRIST][wrist].any()
+    assert columns[BASE + IS_PRESENT].all()
+
+
+def test_each_chunk_is_lerobots_at_the_robots_own_rate(both, folder):
+    run, rows, columns, found = both
+    for name, fps in (("gantry", 10), ("arm", 20)):
+        deltas = {"action": [step / fps for step in range(6)]}
+        dataset = LeRobotDataset(f"x/{name}", folder / name, delta_timestamps=deltas, video_backend="pyav")
+        mine = found[name][1]
+        for at in mine[:4]:
+            row = dataset[int(rows["index"][at])]
+            width = row["action"].shape[-1]
+            np.testing.assert_array_equal(rows["action"][at, :, :width], row["action"].numpy())
+            np.testing.assert_array_equal(rows["action_is_pad"][at], row["action_is_pad"].numpy())
+
+
+def test_a_stride_takes_every_second_frame(folder):
+    mixture = {"members": [MIXTURE["members"][0], {**MIXTURE["members"][1], "fps": 10}]}
+    rows, _ = read(mixed(folder, mixture=mixture), range(24))
+    dataset = LeRobotDataset("x/arm", folder / "arm", delta_timestamps={"action": [s / 10 for s in range(6)]})
+    at = int(np.flatnonzero(rows["dataset_index"] == 0)[0])
+    row = dataset[int(rows["index"][at])]
+    np.testing.assert_array_equal(rows["action"][at], row["action"].numpy())
+    np.testing.assert_array_equal(rows["action_is_pad"][at], row["action_is_pad"].numpy())
+
+
+def test_loss_and_gradient_of_a_row_are_those_alone(both):
+    run, rows, columns, found = both
+    loss, config = loss_of(run), run.policy.config
+    noise, time = draws(24, config)
+    together = loss(tensors(columns), noise, time, per_row=True)
+    loss(tensors(columns), noise, time).backward()
+    gradients = {name: p.grad for name, p in loss.named_parameters() if p.grad is not None}
+    summed = {}
+    for own, mine, _, prepared in found.values():
+        single = loss_of(own)
+        values = single(tensors(prepared), noise[mine], time[mine], per_row=True)
+        torch.testing.assert_close(together[mine], values, rtol=2e-5, atol=2e-6)
+        (values.sum() / 24).backward()
+        for name, parameter in single.named_parameters():
+            if parameter.grad is not None:
+                summed[name] = summed.get(name, 0) + parameter.grad
+    assert summed.keys() == gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in summed.values())
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, summed[name], rtol=1e-3, atol=1e-5 * largest, msg=name)
+
+
+def test_padding_and_absent_cameras_get_no_gradient(both):
+    run, rows, columns, found = both
+    loss, mine = loss_of(run), found["arm"][1]
+    batch = tensors(columns)
+    batch[WRIST] = batch[WRIST].permute(0, 3, 1, 2).float().div(255).requires_grad_()
+    loss(batch, *draws(24, run.policy.config)).backward()
+    of_row = batch[WRIST].grad.abs().sum(dim=(1, 2, 3))
+    present = torch.from_numpy(columns[WRIST + IS_PRESENT])
+    assert not of_row[~present].any() and (of_row[present] > 0).all()
+
+    loss = loss_of(run)
+    gantry = {key: values[found["gantry"][1]] for key, values in columns.items()}
+    loss(tensors(gantry), *draws(len(found["gantry"][1]), run.policy.config)).backward()
+    of_output = loss.policy.model.action_out_proj.weight.grad.abs().sum(dim=1)
+    assert (of_output[:ACTION_DIM] > 0).all() and not of_output[ACTION_DIM:].any()
+    assert len(mine) and STATE_DIM == 4
+
+
+def test_a_micro_batch_without_a_camera_does_not_see_it(both):
+    run, _, columns, found = both
+    arm = {key: values[found["arm"][1]] for key, values in columns.items()}
+    assert WRIST not in tensors(arm) and BASE in tensors(arm)
+    kept = tensors(arm, drop_absent=False)
+    assert WRIST in kept
+    loss, (noise, time) = loss_of(run), draws(len(kept["action"]), run.policy.config)
+    with torch.no_grad():
+        torch.testing.assert_close(loss(tensors(arm), noise, time), loss(kept, noise, time), rtol=2e-5, atol=1e-6)
+
+
+def test_padding_counts_as_lerobot_counts_it_if_asked_for(folder, both):
+    run = mixed(folder, "--train.pad_loss=lerobot")
+    _, columns = read(run, range(8))
+    loss, (noise, time) = loss_of(run), draws(8, run.policy.config)
+    batch = tensors(columns, drop_absent=False)
+    assert ACTION_DIMS not in batch
+    batch = {key: value for key, value in batch.items() if key != WRIST and not key.endswith(IS_PRESENT)}
+    policy = run.policy.start()
+    policy.load_state_dict(loss.policy.state_dict(), strict=False)
+    policy.model.sample_noise = lambda *_: noise
+    policy.model.sample_time = lambda *_: time
+    expected, _ = policy.forward(loss.images(batch))
+    torch.testing.assert_close(loss(batch, noise, time), expected, rtol=2e-5, atol=1e-6)
+
+
+def test_the_order_of_members_is_no_matter(folder):
+    runs = [mixed(folder, mixture={"members": order}) for order in (MIXTURE["members"], MIXTURE["members"][::-1])]
+    first, second = (run.rows for run in runs)
+    assert first.identity == second.identity
+    assert [meta.root for meta in first.metas] == [meta.root for meta in second.metas]
+    for a, b in zip(read(runs[0], range(12))[1].values(), read(runs[1], range(12))[1].values(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_mixture_of_one_is_that_dataset(folder):
+    mixture = {"members": [MIXTURE["members"][0]]}
+    one, plain = mixed(folder, mixture=mixture), alone(folder, "gantry")
+    assert one.rows.identity == plain.rows.identity and not one.robots
+    assert one.policy.rename_map == plain.policy.rename_map
+    found, expected = read(one, range(20))[1], read(plain, range(20))[1]
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        np.testing.assert_array_equal(found[key], values, err_msg=key)
+
+
+def test_every_dataset_gives_its_share(folder):
+    run = mixed(folder)
+    plan = run.rows.source((0, run.rows.per_epoch)).plan
+    counted = np.zeros(2, int)
+    for window in plan.slices(0, run.rows.per_epoch):
+        part, _ = window.rows()
+        counted += np.bincount(plan.episodes.dataset_index[window.episode[part]], minlength=2)
+    arm, gantry = counted.tolist()
+    assert arm + gantry == 107 and abs(gantry - 2 * arm) <= 2
+
+
+def test_statistics_are_each_robots(folder):
+    run = mixed(folder)
+    for robot, own in zip(run.policy.robots, (alone(folder, "arm"), alone(folder, "gantry")), strict=True):
+        for key, stats in own.policy.stats.items():
+            if key in robot.stats:
+                np.testing.assert_array_equal(robot.stats[key]["q01"], stats["q01"])
+    view = of_robot(run, "arm")
+    assert view.policy.config.output_features["action"].shape == (5,)
+    assert list(view.policy.config.image_features) == [BASE]
+
+
+def test_the_prompt_names_the_robot_if_asked_for(folder):
+    tokens = {}
+    for flag in ("false", "true"):
+        run = mixed(folder, f"--dataset.robot_in_prompt={flag}")
+        tokens[flag] = read(run, range(8))[1]["observation.language.attention_mask"].sum(axis=1)
+    assert (tokens["true"] > tokens["false"]).all()
+
+
+def test_the_plan_has_a_table(folder):
+    text = describe(mixed(folder))
+    lines = [line.split() for line in text.splitlines()]
+    assert ["arm", "arm", "65", "1", "33.6%", "0.25", "20", "1", "6", "5"] in lines
+    assert "arm -> policy" in text and "gantry: those in meta/stats.json" in text
+
+
+def test_a_run_goes_on_with_the_same_robots_only(folder):
+    run = mixed(folder)
+    swapped = {"members": [{**one, "robot": f"{one['robot']}2"} for one in MIXTURE["members"]]}
+    assert mixed(folder, mixture=swapped).job.start.stream != run.job.start.stream
+
+
+# ---- the file ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("members:\n  - root: a\n    wieght: 2\n", "line 3: 'wieght' is no option of a member; did you mean weight?"),
+        ("members:\n  - root: a\n    weight: -1\n", "line 3: the weight of  is -1"),
+        ("members:\n  - root: a\n  - root: a\n", "line 3: root .*/a is listed twice"),
+        ("members:\n  - weight: 1\n", "line 2: root is None"),
+        ("members:\n  - root: a\n    fps: ten\n", "line 3: fps is 'ten', expected a whole number"),
+        ("members:\n  - root: a\n    robot: ../x\n", "line 3: robot is '../x'"),
+        ("members:\n  - root: a\n    root: b\n", "line 3: 'root' is given twice"),
+        ("memebrs: []\n", "line 1: 'memebrs'"),
+        ("members: []\n", "expected members"),
+        ("- a\n", "line 1: expected keys with values"),
+        ("members: &x\n  - root: a\n    tasks: *x\n", "line 3: a reference"),
+        ("members: " + "[" * 50_000, "lists within lists"),
+        ("members: [\n", "not YAML"),
+        (
+            "members:\n  - root: a\n    rename_map: !!python/object/apply:os.system [ls]\n",
+            "line 3: not a plain value",
+        ),
+        ("members:\n  - root: s3://key:secret@bucket/a\n", "credentials"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_line(tmp_path, text, message):
+    (tmp_path / "mix.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_mixture(str(tmp_path / "mix.yaml"))
+
+
+def test_a_file_says_what_flags_say(tmp_path):
+    (tmp_path / "mix.yaml").write_text("members:\n  - root: b\n    episodes: 0:3,7\n    tasks: [pick*]\n  - root: a\n")
+    a, b = members(read_mixture(str(tmp_path / "mix.yaml")))
+    assert (a.root, b.root) == (str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (b.episodes, b.tasks, b.weight) == ([0, 1, 2, 7], ["pick*"], 1.0)
+
+
+def test_members_that_do_not_go_together(folder):
+    gantry, arm = MIXTURE["members"]
+    for mixture, message in (
+        ([gantry, {**arm, "robot": None} | {"weight": 1}], "names no robot"),
+        ([gantry, {**arm, "robot": "gantry"}], "are of one robot, and have 20 and 10 actions per second"),
+        ([gantry, {**arm, "fps": 15}], "has 20 frames per second, and the mixture asks for 15"),
+        ([{**gantry, "state": ["joint_0"]}, arm], "list each of them once"),
+        ([{**gantry, "rename_map": {"observation.images.x": BASE}}, arm], "no feature|features are|rename_map"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mixed(folder, mixture={"members": [{k: v for k, v in m.items() if v is not None} for m in mixture]})
+    assert robots(members({"a": 1, "b": 2})) == ()
+
+
+def test_dimensions_come_in_the_order_that_is_asked_for(folder):
+    gantry, arm = MIXTURE["members"]
+    names = [f"motor_{i}" for i in (2, 0, 1)]
+    run = mixed(folder, mixture={"members": [{**gantry, "action": names}, arm]})
+    rows, columns = read(run, range(16))
+    plain_rows, plain = read(mixed(folder), range(16))
+    mine = rows["dataset_index"] == 1
+    np.testing.assert_array_equal(rows["action"][mine][..., :3], plain_rows["action"][mine][..., [2, 0, 1]])
+    np.testing.assert_allclose(columns["action"][mine][..., :3], plain["action"][mine][..., [2, 0, 1]], atol=1e-6)
+    assert run.rows.metas[1].features["action"].names == tuple(names)

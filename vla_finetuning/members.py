@@ -1,0 +1,208 @@
+"""The datasets of a mixture, as `--dataset.mixture` names them: on the command line, or in a YAML file.
+
+    members:
+      - root: s3://bucket/gantry
+        weight: 2
+        robot: gantry
+        rename_map: {observation.images.front: observation.images.base_0_rgb}
+      - root: ../arm
+        robot: arm
+
+A file is data: it is parsed by yaml's safe loader, without references, and every value is checked.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from vla_finetuning.config import refuse_credentials
+from vla_finetuning.files import read_regular
+from vla_finetuning.options import as_kind, did_you_mean, form_of, whole_numbers
+
+FLAG = "--dataset.mixture"
+# Of a file: a member with a hundred listed episodes takes a kilobyte.
+MAX_FILE_BYTES, MAX_DEPTH = 4 * 2**20, 5
+
+
+@dataclass(frozen=True)
+class Member:
+    """A dataset of a mixture.
+
+    Attributes:
+        root: where it is. weight: its share of an epoch, in proportion to the others'.
+        robot: the robot, with its control mode, that it was recorded on. Members of one robot share names, order,
+            statistics and the exported policy. None: all members are of one robot.
+        rename_map: names of the policy, besides those of --rename_map, by the dataset's.
+        camera_keys: cameras to use; None: --dataset.camera_keys. tasks: patterns; None: --dataset.tasks.
+        episodes, exclude_episodes: as --dataset.episodes and --dataset.exclude_episodes of this dataset.
+        state, action: names of all dimensions, in the order that rows have them in; None: as stored.
+        fps: rate of the actions of a chunk, the dataset's own divided by a whole number; None: the dataset's own.
+    """
+
+    root: str
+    weight: float = 1.0
+    robot: str | None = None
+    rename_map: dict[str, str] = field(default_factory=dict)
+    camera_keys: list[str] | None = None
+    episodes: list[int] | None = None
+    exclude_episodes: list[int] | None = None
+    tasks: list[str] | None = None
+    state: list[str] | None = None
+    action: list[str] | None = None
+    fps: int | None = None
+
+    def orders(self) -> dict[str, list[str]]:
+        """Names of dimensions in the order of rows, by LeRobot's names of the features."""
+        of = {"observation.state": self.state, "action": self.action}
+        return {key: names for key, names in of.items() if names is not None}
+
+
+_KINDS: dict[str, Any] = get_type_hints(Member)
+
+
+def members(mixture: Mapping[str, Any] | str) -> tuple[Member, ...]:
+    """The datasets of a mixture, checked, by what config.json and the command line have.
+
+    Args:
+        mixture: by root, a weight or a member's options without its root.
+    Raises:
+        ValueError: names the dataset and the option.
+    """
+    if isinstance(mixture, str):
+        example = """'{"s3://bucket/a": 3, "/data/b": 1}'"""
+        raise ValueError(f"{FLAG}={mixture}: expected JSON, as {example}, or @FILE")
+    return tuple(
+        _member(root, of if isinstance(of, Mapping) else {"weight": of}, f"{FLAG}: {root}")
+        for root, of in mixture.items()
+    )
+
+
+def robots(found: tuple[Member, ...]) -> tuple[str, ...]:
+    """The robots of a mixture, sorted; none where its members name none. Raises ValueError unless all do, or none."""
+    named = sorted({member.robot for member in found if member.robot is not None})
+    unnamed = [member.root for member in found if member.robot is None]
+    if named and unnamed:
+        raise ValueError(f"{FLAG}: {unnamed[0]} names no robot, others are of {', '.join(named)}; give it `robot`")
+    return tuple(named)
+
+
+def read_mixture(path: str) -> dict[str, Any]:
+    """A mixture from a YAML file: its members' options by root, sorted, so that their order in the file is no matter.
+
+    Relative roots start at the file's folder.
+
+    Raises:
+        ValueError, OSError: names the file, the line and the key, what was found and what is expected.
+    """
+    file = Path(path).expanduser()
+    try:
+        text = read_regular(file, MAX_FILE_BYTES).decode()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{FLAG}=@{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text in UTF-8: {error}") from error
+    refuse_credentials(text, str(path))
+    mixture: dict[str, Any] = {}
+    for where, of in _listed(path, text):
+        root = of.pop("root", None)
+        if not isinstance(root, str) or not root.strip():
+            raise ValueError(f"{where}: root is {root!r:.100}, expected a path or address of a dataset")
+        if "://" not in root and not root.startswith("~"):
+            root = os.path.normpath(file.absolute().parent / root)
+        if root in mixture:
+            raise ValueError(f"{where}: root {root} is listed twice")
+        _member(root, of, where)
+        mixture[root] = of
+    return dict(sorted(mixture.items()))
+
+
+def _member(root: str, of: Mapping[str, Any], where: str) -> Member:
+    known = [f.name for f in fields(Member) if f.name != "root"]
+    found: dict[str, Any] = {}
+    for key, value in of.items():
+        if key not in known:
+            raise ValueError(f"{where}: {key!r:.100} is no option of a member{did_you_mean(str(key), known)}")
+        try:
+            if key in ("episodes", "exclude_episodes") and isinstance(value, str):
+                value = whole_numbers(value)
+            found[key] = as_kind(_KINDS[key], value)
+        except ValueError:
+            raise ValueError(f"{where}: {key} is {value!r:.100}, expected {form_of(_KINDS[key])}") from None
+    member = Member(root, **found)
+    if not (member.weight > 0 and math.isfinite(member.weight)):
+        raise ValueError(f"{where}: the weight of {root} is {member.weight}; must be positive, or leave it out")
+    if member.fps is not None and member.fps < 1:
+        raise ValueError(f"{where}: fps is {member.fps}, expected at least 1")
+    robot = member.robot
+    if robot is not None and (not robot or len(robot) > 100 or not robot[0].isalnum() or set(robot) - _NAME):
+        raise ValueError(f"{where}: robot is {robot!r:.100}; it names a folder: use letters, digits, _, - and .")
+    return member
+
+
+_NAME = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+
+
+# ---- YAML with lines ------------------------------------------------------------------------------------------------
+
+
+def _listed(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The members of a file, and where each is, in words: the line of the first key that is wrong, if one is."""
+    import yaml
+
+    try:
+        _check_events(path, yaml.parse(text, Loader=yaml.SafeLoader))
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML: {error}") from error
+
+    def construct(of: Any) -> Any:
+        try:
+            return yaml.SafeLoader("").construct_document(of)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{line(of)}: not a plain value: {error}") from error
+
+    def line(of: Any) -> str:
+        return f"{path}, line {of.start_mark.line + 1}"
+
+    top = _entries(node, line)
+    if unknown := [key for key in top if key != "members"]:
+        raise ValueError(f"{line(top[unknown[0]])}: {unknown[0]!r:.100}: expected members, a list of datasets")
+    listed = top.get("members")
+    if listed is None or not isinstance(listed, yaml.SequenceNode) or not listed.value:
+        raise ValueError(f"{path}: expected members, a list of datasets, each with its root")
+    for one in listed.value:
+        options = _entries(one, line)
+        values = {}
+        for key, value in options.items():
+            values[key] = construct(value)
+            if key != "root":
+                _member("", {key: values[key]}, line(value))  # so that an error names the line of the key
+        yield line(one), values
+
+
+def _check_events(path: str, events: Any) -> None:
+    """Refuse what makes a small file large or deep."""
+    depth = 0
+    for event in events:
+        kind = type(event).__name__
+        depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
+        if kind == "AliasEvent" or depth > MAX_DEPTH + 2:
+            what = "a reference (*name)" if kind == "AliasEvent" else "lists within lists"
+            raise ValueError(f"{path}, line {event.start_mark.line + 1}: {what}, which no mixture needs")
+
+
+def _entries(node: Any, line: Any) -> dict[str, Any]:
+    """The values of a mapping by their keys, as nodes."""
+    if node is None or type(node).__name__ != "MappingNode":
+        raise ValueError(f"{'empty file' if node is None else line(node)}: expected keys with values")
+    found: dict[str, Any] = {}
+    for key, value in node.value:
+        if key.value in found:
+            raise ValueError(f"{line(key)}: {key.value!r:.100} is given twice")
+        found[str(key.value)] = value
+    return found

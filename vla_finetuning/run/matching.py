@@ -1,0 +1,318 @@
+"""How datasets are a policy's: of one robot, or of several that differ.
+
+Datasets of one robot are one dataset: features called alike, dimensions in one order, one rate, statistics together.
+Robots that differ have their own of all that, and share the policy's names: a row has the cameras of all of them, and
+vectors as long as the widest (`data.options.Features.padded`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.configs.policies import PreTrainedConfig
+from lerobot.utils.constants import ACTION, OBS_PREFIX
+
+from vla_finetuning.config import Config
+from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, rename_features, without_features
+from vla_finetuning.members import Member
+from vla_finetuning.policies.loading import FeatureMatch, FeatureRow, match_features
+from vla_finetuning.policies.registry import family_of, types_that
+from vla_finetuning.run.mixture import check_alike, named_alike, names_of_first, ordered_alike, ordered_by
+from vla_finetuning.run.preflight import check_camera_keys, observations_renamed
+from vla_finetuning.run.statistics import Names, relative_actions
+
+Metas = Sequence[DatasetMetadata]
+
+
+@dataclass(frozen=True)
+class Base:
+    """The policy that a run starts from: its configuration, the folder of its weights if any, its identity."""
+
+    config: PreTrainedConfig
+    folder: Path | None
+    identity: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"policy {self.identity['path']}"
+
+
+@dataclass(frozen=True)
+class RobotData:
+    """A robot's datasets, and how they are the policy's.
+
+    Attributes:
+        name: empty where it is the only one. datasets: their numbers (`dataset_index`), ascending.
+        config: the policy's, fitted to this robot. match: by the robot's own names.
+        rename_map: its own names of observations -> the policy's.
+        missing_stats: statistics still to be computed.
+        statistics: which statistics these are, in words.
+    """
+
+    name: str
+    datasets: tuple[int, ...]
+    config: PreTrainedConfig
+    match: FeatureMatch
+    rename_map: dict[str, str]
+    missing_stats: Names
+    statistics: tuple[str, ...] = ()
+
+    @property
+    def match_by_policy(self) -> FeatureMatch:
+        """The match by the policy's names, which a mixture's rows have."""
+
+        def named(key: str) -> str:
+            return self.rename_map.get(key, key)
+
+        rows = tuple(
+            replace(row, dataset_key=None if row.dataset_key is None else named(row.dataset_key))
+            for row in self.match.rows
+        )
+        deltas = {named(key): seconds for key, seconds in self.match.delta_timestamps.items()}
+        return FeatureMatch(tuple(map(named, self.match.camera_keys)), rows, deltas)
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Datasets as the policy gets them.
+
+    Attributes:
+        metas: with the names and order of their robot; of several robots with the policy's names.
+        config: the policy's. match: of all of them. rename_map: of the features in `metas` -> the policy's.
+        robots: those that differ; none where there is one. robot_of: by dataset, its number among them.
+        window_steps: as of `data.options.Features`.
+    """
+
+    metas: tuple[DatasetMetadata, ...]
+    config: PreTrainedConfig
+    match: FeatureMatch
+    rename_map: dict[str, str]
+    robots: tuple[RobotData, ...] = ()
+    robot_of: tuple[int, ...] = ()
+    window_steps: tuple[int, ...] | None = None
+
+
+def match_datasets(
+    config: Config,
+    metas: Metas,
+    members: Sequence[Member],
+    robots: Sequence[str],
+    base: Base,
+    check: Callable[[PreTrainedConfig], None],
+) -> Matched:
+    """Match a run's datasets with its policy, whose configuration is fitted to them in place.
+
+    Args:
+        members: what the mixture says of each dataset; none where it is none.
+        robots: that its members name.
+        check: refuses what does not go with the fitted configuration.
+    Raises:
+        ValueError: datasets, rates or robots that do not go together, or not with the policy.
+    """
+    of = list(members) or [Member(meta.root) for meta in metas]
+    steps = [window_step(meta, member.fps) for meta, member in zip(metas, of, strict=True)]
+    maps = [observations_renamed({**config.rename_map, **member.rename_map}) for member in of]
+    if len(robots) < 2:
+        check_rates(metas, steps, members)
+        metas, match, rename_map = _match_robot(config, metas, of, maps, base.config, base.name)
+        check(base.config)
+        strided = tuple(steps) if set(steps) != {1} else None
+        return Matched(metas, base.config, match, rename_map, window_steps=strided)
+    _check_policy(base)
+    data, found = [], list(metas)
+    for name in robots:
+        numbers = tuple(number for number, member in enumerate(of) if member.robot == name)
+        fitted = copy.deepcopy(base.config)
+        own_metas, own, own_maps = [metas[n] for n in numbers], [of[n] for n in numbers], [maps[n] for n in numbers]
+        check_rates(own_metas, [steps[n] for n in numbers], own)
+        lenient = replace(config, dataset=replace(config.dataset, missing_cameras="mask"))
+        try:
+            named, match, rename_map = _match_robot(lenient, own_metas, own, own_maps, fitted, base.name)
+        except ValueError as error:
+            raise ValueError(f"robot {name}: {error}") from error
+        rename_map = {key: name for key, name in rename_map.items() if key in match.dataset_keys}
+        data.append(RobotData(name, numbers, _of_its_own(fitted, match), match, rename_map, {}))
+        for number, meta in zip(numbers, named, strict=True):
+            found[number] = _with_policy_names(meta, match, rename_map)
+    match = _join(config, base, data, found)
+    check(base.config)
+    robot_of = tuple(next(n for n, one in enumerate(data) if number in one.datasets) for number in range(len(metas)))
+    return Matched(tuple(found), base.config, match, {}, tuple(data), robot_of, tuple(steps))
+
+
+# ---- one robot -----------------------------------------------------------------------------------------------------
+
+
+def _match_robot(
+    config: Config,
+    metas: Metas,
+    members: Sequence[Member],
+    maps: Sequence[Mapping[str, str]],
+    policy_config: PreTrainedConfig,
+    policy_name: str,
+) -> tuple[tuple[DatasetMetadata, ...], FeatureMatch, dict[str, str]]:
+    """The datasets with one name and order for everything, how they are the policy's, and which names it renames."""
+    metas = named_alike(metas, maps)
+    together = {key: name for one in reversed(maps) for key, name in one.items()}
+    rename_map = names_of_first(metas, together)
+    camera_keys = members[0].camera_keys if members[0].camera_keys is not None else config.dataset.camera_keys
+    metas = tuple(
+        ordered_by(meta, member.orders()) if member.orders() else meta
+        for meta, member in zip(metas, members, strict=True)
+    )
+    match = _match(config, metas[0], camera_keys, rename_map, policy_config, policy_name)
+    check_alike(metas, match.dataset_keys, together)
+    metas = ordered_alike(metas, match.dataset_keys, config.dataset.dimension_map)
+    relative = relative_actions(policy_config)
+    for meta in metas:
+        if relative is not None and any(meta.features[key].order is not None for key in match.dataset_keys):
+            raise ValueError(
+                f"dataset {meta.root}: its dimensions are in another order than the first dataset's, in which "
+                "statistics of relative actions cannot be joined: convert it to that order, or train with absolute "
+                "actions, --policy.use_relative_actions=false"
+            )
+    return tuple(metas), match, together
+
+
+def _match(
+    config: Config,
+    meta: DatasetMetadata,
+    camera_keys: list[str] | None,
+    rename_map: dict[str, str],
+    policy_config: PreTrainedConfig,
+    policy_name: str,
+) -> FeatureMatch:
+    """How the (first) dataset's features are the policy's; what the policy cannot take is refused."""
+    check_camera_keys(meta, camera_keys)
+    try:
+        return match_features(
+            policy_config,
+            _selected_features(meta, camera_keys),
+            rename_map,
+            missing_cameras=config.dataset.missing_cameras,
+            fps=meta.fps,
+            left_out=sorted(set(meta.camera_keys) - set(camera_keys or meta.camera_keys)),
+        )
+    except ValueError as error:
+        not_read = f" (not read of the dataset: {'; '.join(meta.not_read)})" if meta.not_read else ""
+        raise ValueError(f"dataset {meta.root} and {policy_name}: {error}{not_read}") from error
+
+
+def _selected_features(meta: DatasetMetadata, camera_keys: list[str] | None) -> dict[str, Any]:
+    dropped = set(meta.camera_keys) - set(camera_keys) if camera_keys is not None else set()
+    return {k: f for k, f in meta.features.items() if k not in dropped and not f.is_depth}
+
+
+def window_step(meta: DatasetMetadata, fps: int | None) -> int:
+    """How many frames of a dataset lie between two actions of a chunk."""
+    step, rest = divmod(meta.fps, fps or meta.fps)
+    if rest or not step:
+        raise ValueError(
+            f"dataset {meta.root} has {meta.fps} frames per second, and the mixture asks for {fps}: give a rate that "
+            f"{meta.fps} is a multiple of, or leave fps out for its own"
+        )
+    return step
+
+
+def check_rates(metas: Metas, steps: Sequence[int], members: Sequence[Member]) -> None:
+    """Refuse datasets of one robot whose action chunks would span other times."""
+    rates = {meta.fps // step: meta.root for meta, step in zip(metas, steps, strict=True)}
+    if len(rates) > 1 and members:
+        (a, first), (b, second) = list(rates.items())[:2]
+        raise ValueError(
+            f"datasets {first} and {second} are of one robot, and have {a} and {b} actions per second: give the faster "
+            "one fps, the rate of the other, or give each a robot of its own"
+        )
+
+
+# ---- robots that differ --------------------------------------------------------------------------------------------
+
+
+def _check_policy(base: Base) -> None:
+    """Refuse a policy that cannot be trained on robots that differ."""
+    family, kind = family_of(base.config), base.config.type
+    if not (family.row_losses and family.masks_cameras):
+        raise ValueError(
+            f"{base.name}: robots that differ need a loss that knows each row's own dimensions and cameras, as that of "
+            f"{types_that(lambda family: family.row_losses and family.masks_cameras)}; this is a '{kind}'"
+        )
+    if relative_actions(base.config) is not None:
+        raise ValueError(
+            f"{base.name}: actions relative to the state are of one robot; train robots that differ with absolute "
+            "actions, --policy.use_relative_actions=false"
+        )
+
+
+def _of_its_own(config: PreTrainedConfig, match: FeatureMatch) -> PreTrainedConfig:
+    """The policy's configuration with this robot's cameras alone."""
+    masked = {row.policy_key for row in match.rows if row.dataset_key is None}
+    config.input_features = {key: feature for key, feature in config.input_features.items() if key not in masked}
+    return config
+
+
+def _with_policy_names(meta: DatasetMetadata, match: FeatureMatch, rename_map: Mapping[str, str]) -> DatasetMetadata:
+    """The dataset with the policy's names for what the policy gets, and without its other cameras and observations."""
+    used = set(match.dataset_keys)
+    other = {
+        key
+        for key, feature in meta.features.items()
+        if key not in used and (key.startswith(OBS_PREFIX) or feature.dtype in CAMERA_DTYPES)
+    }
+    return rename_features(without_features(meta, other), rename_map)
+
+
+def features_together(config: Config, metas: Metas, members: Sequence[Member]) -> tuple[dict[str, Any], list[str]]:
+    """Features of all robots by the policy's names, the widest of vectors; and their instructions."""
+    features: dict[str, Feature] = {}
+    for meta, member in zip(metas, members, strict=True):
+        names = observations_renamed({**config.rename_map, **member.rename_map})
+        chosen = member.camera_keys if member.camera_keys is not None else config.dataset.camera_keys
+        for key, feature in _selected_features(meta, chosen).items():
+            name = names.get(key, key)
+            features[name] = max(features.get(name, feature), feature, key=lambda one: one.shape)
+    words = [f"{member.robot}: " if config.dataset.robot_in_prompt else "" for member in members]
+    tasks = {f"{said}{task}" for said, meta in zip(words, metas, strict=True) for task in meta.tasks.values()}
+    return features, sorted(tasks)
+
+
+def _join(config: Config, base: Base, robots: Sequence[RobotData], metas: Metas) -> FeatureMatch:
+    """Fit the policy's configuration to all robots: the cameras that any has, and the widest vectors."""
+    inputs: dict[str, PolicyFeature] = dict(base.config.input_features or {})
+    widest: dict[str, PolicyFeature] = {}
+    for robot in robots:
+        for key, feature in robot.config.input_features.items():
+            if key not in inputs or feature.type is not FeatureType.VISUAL:
+                inputs[key] = max(inputs.get(key, feature), feature, key=lambda one: one.shape)
+        (action,) = robot.config.output_features.values()
+        widest[ACTION] = max(widest.get(ACTION, action), action, key=lambda one: one.shape)
+    there = {row.policy_key: row for robot in robots for row in robot.match.rows if row.dataset_key is not None}
+    masked = [key for key in inputs if key not in there]
+    if masked and config.dataset.missing_cameras != "mask":
+        raise ValueError(
+            f"{base.name}: no robot of the mixture has the cameras {masked} that the policy has: map some with "
+            "rename_map, or let the policy run without them with --dataset.missing_cameras=mask"
+        )
+    base.config.input_features, base.config.output_features = inputs, widest
+    rows = tuple(
+        FeatureRow(
+            None if key in masked else key,
+            key,
+            None if key in masked else there[key].dataset_shape,
+            tuple(feature.shape),
+            (there.get(key) or robots[0].match.rows[0]).normalization,
+        )
+        for key, feature in {**inputs, **widest}.items()
+    )
+    deltas = {}
+    for robot in robots:
+        first = metas[robot.datasets[0]]
+        for key, seconds in robot.match.delta_timestamps.items():
+            name = robot.rename_map.get(key, key)
+            if name in there:  # in frames of the first dataset
+                deltas[name] = [round(second * first.fps) / metas[0].fps for second in seconds]
+    return FeatureMatch(tuple(key for key in base.config.image_features if key not in masked), rows, deltas)

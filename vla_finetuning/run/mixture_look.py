@@ -1,0 +1,101 @@
+"""The datasets of a mixture side by side, and what of them does not go together; without a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from vla_finetuning.config import Config
+from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata
+from vla_finetuning.members import Member, members, robots
+from vla_finetuning.policies.loading import aligned
+from vla_finetuning.run.matching import check_rates, window_step
+from vla_finetuning.run.mixture import check_alike, check_ranges, named_alike, ordered_alike, ordered_by
+from vla_finetuning.run.preflight import load_datasets, observations_renamed
+
+VECTORS = ("observation.state", "action")
+
+
+def look_at_mixture(config: Config) -> tuple[list[str], list[str]]:
+    """Tables of the datasets of `--dataset.mixture`, and what a run would refuse, as lines.
+
+    Raises:
+        ValueError, OSError: a dataset cannot be read, or lacks a feature that its rename map names.
+    """
+    of = members(config.dataset.mixture)
+    metas = load_datasets(config, [member.root for member in of])
+    named = list(zip(of, metas, strict=True))
+    misfits = [f"{meta.root}: {error}" for member, meta in named if (error := _error(window_step, meta, member.fps))]
+    for robot in robots(of) or (None,):
+        own = [(member, meta) for member, meta in named if robot is None or member.robot == robot]
+        misfits += [f"{f'robot {robot}: ' if robot else ''}{error}" for error in _misfits(config, own)]
+    return [*_datasets(named), "", *_cameras(named), "", *_dimensions(named)], misfits
+
+
+def _name(meta: DatasetMetadata) -> str:
+    return meta.root.rstrip("/").rpartition("/")[2]
+
+
+def _datasets(named: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
+    head = "dataset robot weight episodes frames fps tasks state action"
+    cells: list[tuple[str, ...]] = [tuple(head.split())]
+    for member, meta in named:
+        shapes = ["x".join(map(str, meta.features[key].shape)) if key in meta.features else "-" for key in VECTORS]
+        counts = f"{meta.num_episodes:,}", f"{meta.total_frames:,}", str(meta.fps), str(len(meta.tasks))
+        cells.append((_name(meta), member.robot or "-", f"{member.weight:g}", *counts, *shapes))
+    return aligned(cells)
+
+
+def _cameras(named: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
+    """A line for each of the policy's cameras: what each dataset has for it."""
+    found: dict[str, dict[int, str]] = {}
+    for number, (member, meta) in enumerate(named):
+        chosen = meta.camera_keys if member.camera_keys is None else member.camera_keys
+        for key in [key for key in chosen if key in meta.camera_keys]:
+            size = "x".join(map(str, meta.features[key].shape))
+            found.setdefault(member.rename_map.get(key, key), {})[number] = f"{key.rpartition('.')[2]} {size}"
+    columns = range(len(named))
+    lines = [(camera, *(of.get(number, "-") for number in columns)) for camera, of in sorted(found.items())]
+    return aligned([("camera", *(_name(meta) for _, meta in named)), *lines])
+
+
+def _dimensions(named: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
+    lines = []
+    for key in VECTORS:
+        for member, meta in named:
+            if key in meta.features and key not in [k for k, f in meta.features.items() if f.dtype in CAMERA_DTYPES]:
+                names = member.orders().get(key) or meta.features[key].names or ["without names"]
+                lines.append((key, _name(meta), ", ".join(names)))
+    return aligned(lines) if lines else []
+
+
+def _misfits(config: Config, own: Sequence[tuple[Member, DatasetMetadata]]) -> list[str]:
+    """Why the datasets of one robot do not go together."""
+    of, metas = [member for member, _ in own], [meta for _, meta in own]
+    steps = [meta.fps // member.fps if member.fps and meta.fps % member.fps == 0 else 1 for member, meta in own]
+    maps = [observations_renamed({**config.rename_map, **member.rename_map}) for member in of]
+    errors = [_error(check_rates, metas, steps, of)]
+    try:
+        metas = list(named_alike(metas, maps))
+        metas = [ordered_by(meta, member.orders()) for meta, member in zip(metas, of, strict=True)]
+        keys = [key for key in metas[0].features if key == "action" or key.startswith("observation.")]
+        check_alike(metas, keys, maps[0])
+        metas = list(ordered_alike(metas, keys, config.dataset.dimension_map))
+    except ValueError as error:
+        return [*filter(None, errors), str(error)]
+    vectors = [key for key in keys if metas[0].features[key].dtype not in CAMERA_DTYPES]
+    widths = [
+        f"{_name(metas[0])} and {_name(meta)}: {key} has {metas[0].features[key].shape} and {meta.features[key].shape}"
+        for meta in metas[1:]
+        for key in vectors
+        if meta.features[key].shape != metas[0].features[key].shape
+    ]
+    return [*filter(None, errors), *(widths or filter(None, [_error(check_ranges, metas, vectors)]))]
+
+
+def _error(check: Callable[..., object], *given: object) -> str:
+    """What a check raises, as text; empty if nothing."""
+    try:
+        check(*given)
+    except ValueError as error:
+        return str(error)
+    return ""
