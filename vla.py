@@ -89,6 +89,7 @@ from vla_finetuning.training.batches import (
     policy_batches,
     record_rows,
     what_batch,
+    with_mean_count,
 )
 from vla_finetuning.training.capacity import check_capacity, describe_memory, planned_memory, rows_that_fit
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
@@ -222,12 +223,16 @@ def train(
     nonfinite = 0
     stop = preempted = False
     for step in clock.steps(range(progress.step, job.steps), model):
+        micros, of_step = len(dealt.micros(step)), iter(batches)
+        if config.train.exact_mean:
+            clock.mark("data_wait")
+            of_step = with_mean_count(of_step, policy_loss, micros, job.batches_per_step, world)
         result = train_step(
             model,
             optimizer,
-            batches,
+            of_step,
             step=step,
-            grad_accum=len(dealt.micros(step)),
+            grad_accum=micros,
             mean_over=job.batches_per_step / world,
             draws=noise_for(policy, step, dealt, device),
             autocast=autocast,
@@ -236,7 +241,7 @@ def train(
             clock=clock,
         )
         clock.mark("metrics")
-        window.add(result, samples=job.batch_size * len(dealt.micros(step)))
+        window.add(result, samples=job.batch_size * micros)
         done = step + 1
         if rank == 0 and step == dealt.first_step:
             first_step_done(job.output_dir, done, time.monotonic() - began)

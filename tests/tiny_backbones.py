@@ -43,7 +43,7 @@ class Kind:
         here: what has to be patched to build it.
         run: options of the run.
         type: of the policy, where it is not the name in KINDS.
-        lora: names of layers for adapters, as a regular expression; "own": LeRobot's choice; None: there are none.
+        lora: names of layers for adapters, as a regular expression; "own": LeRobot's choice; None: they are refused.
     """
 
     options: dict[str, str | float | int]
@@ -101,10 +101,21 @@ def tiny_paligemma(modeling, *, width=32, depth=2, mlp_dim=32, head_dim=8, visio
         yield
 
 
-def benchmarked(kind):
-    """A policy type at the sizes of the tiny PI0.5, for `benchmarks.step`."""
-    modeling = {"pi0": modeling_pi0}[kind]
-    return tiny_paligemma(modeling, width=64, depth=3, mlp_dim=128, head_dim=16, vision_depth=2, image_size=56)
+@contextlib.contextmanager
+def benchmarked(kind, folder):
+    """A policy type for `benchmarks.step`, near the sizes of the tiny PI0.5. Yields its options."""
+    common = {"tokenizer_max_length": 64, "chunk_size": 10, "n_action_steps": 10}
+    if kind == "smolvla":
+        # As in the real one the vision tower takes four fifths of a step, and 16 patches become a token.
+        tower = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4}
+        text = {**tower, "num_key_value_heads": 2, "head_dim": 16}
+        vision = {**tower, "num_hidden_layers": 3, "image_size": 128, "patch_size": 8}
+        backbone = smolvlm(folder, layers=4, text=text, vision=vision, scale_factor=4)
+        yield {**common, **backbone, "num_vlm_layers": 4, "resize_imgs_with_padding": (128, 128)}
+        return
+    sizes = {"width": 64, "depth": 3, "mlp_dim": 128, "head_dim": 16, "vision_depth": 2, "image_size": 56}
+    with tiny_paligemma({"pi0": modeling_pi0}[kind], **sizes):
+        yield {**common, "image_resolution": (56, 56)}
 
 
 # Small, and with schedules of which ten steps see every part.
@@ -115,7 +126,7 @@ ACT = Kind(
         # Two rates.
         **{"optimizer_lr": 1e-4, "optimizer_lr_backbone": 1e-5, "optimizer_weight_decay": 0.1},
     },
-    lora=None,
+    lora=r".*encoder.*\.linear[12]",
 )
 DIFFUSION = Kind(
     {
@@ -123,7 +134,7 @@ DIFFUSION = Kind(
         **{"crop_shape": "[40, 40]", "spatial_softmax_num_keypoints": 4, "num_train_timesteps": 10},
         **{"scheduler_warmup_steps": 3, "optimizer_weight_decay": 0.01, "pretrained_backbone_weights": "null"},
     },
-    lora=None,
+    lora=r".*cond_encoder\.1",
 )
 PALIGEMMA: dict[str, str | float | int] = {
     **{"chunk_size": 4, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "tokenizer_max_length": 12},

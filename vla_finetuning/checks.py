@@ -89,6 +89,11 @@ def check_run(config: Config) -> None:
     _check_held_out(config)
     _check_output(config)
     _check_workers(config)
+    if config.train.exact_mean and config.sample_weighting.type == "rabc":
+        raise ValueError(
+            "--train.exact_mean=true has no effect with --sample_weighting.type=rabc: losses are then means over rows; "
+            "leave one of them out"
+        )
     if unknown := sorted(config.sample_weighting.extra_params.keys() - {"fallback_weight"}):
         raise ValueError(f"--sample_weighting.extra_params has {unknown}; RA-BC takes fallback_weight there")
     if config.push_to_hub and config.policy_repo_id is None:

@@ -303,6 +303,12 @@ class TrainOptions(StepOptions):
         "Of robots that differ in one run. own: a row's loss is the mean over the dimensions of its own robot's "
         "action. lerobot: over those of the widest one, as the policy itself counts padding.",
     )
+    # Two workers then equal one with twice the batch, where the policy draws by row.
+    exact_mean: bool = option(
+        False,
+        "ACT, SmolVLA, PI0-FAST: divide the loss by the valid action steps or tokens of the whole step; without, as "
+        "lerobot-train, each worker's micro-batch by its own. A step's micro-batches are then in memory at once.",
+    )
     # Another estimator of the same loss, with less variance: images and language are computed once for all draws.
     noise_draws: int = option(
         1,

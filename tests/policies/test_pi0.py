@@ -113,6 +113,15 @@ def test_several_draws_are_the_mean_of_lerobots_losses(in_float64):  # noqa: F81
     assert PI0Loss(policy)(batch, noise, time).item() == pytest.approx(sum(expected) / draws, rel=1e-13)
 
 
+def test_losses_of_rows_are_lerobots():
+    policy = make_policy()
+    batch, noise, time = make_batch(policy)
+    expected, _ = lerobots(policy, noise, time).forward(batch, reduction="none")
+    loss, weight = PI0Loss(policy), torch.tensor([0.5, 2.0, 0.1])
+    torch.testing.assert_close(loss(batch, noise, time, per_row=True), expected)
+    torch.testing.assert_close(loss({**batch, "row_weight": weight}, noise, time), (expected * weight).mean())
+
+
 def test_a_frozen_prefix_runs_without_autograd():
     policy = make_policy()
     choose_trainable(policy, "expert")

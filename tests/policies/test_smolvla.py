@@ -15,6 +15,7 @@ from tests.tiny_backbones import VOCABULARY, smolvlm
 from vla_finetuning.policies.attention import Shape, what_is_wrong
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.counting import flops_per_sample
+from vla_finetuning.policies.family import MEAN_COUNT
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.smolvla import SmolVLALoss, patch_places
 from vla_finetuning.policies.trainable import choose_trainable, leave_off_unused
@@ -166,6 +167,19 @@ def test_a_row_that_was_not_read_is_as_if_it_were_not_there(backbone):
     expected, _ = lerobots(policy, {key: value[read] for key, value in batch.items()}, noise[read], time[read])
     batch["action"][1] = 1e6
     torch.testing.assert_close(SmolVLALoss(policy)({**batch, "is_read": read}, noise, time), expected)
+
+
+def test_means_over_parts_of_a_step_are_lerobots_over_all_of_it(backbone):
+    policy, draws = make_policy(backbone), 2
+    batch, noise, time = make_batch(policy, draws=draws)
+    expected = sum(lerobots(policy, batch, noise[draw::draws], time[draw::draws])[0] for draw in range(draws)) / draws
+    loss, found = SmolVLALoss(policy), []
+    for rows in (slice(0, 1), slice(1, 3)):
+        part = {key: value[rows] for key, value in batch.items()}
+        part[MEAN_COUNT] = loss.count(batch) / 2
+        of_draws = slice(rows.start * draws, rows.stop * draws)
+        found.append(loss(part, noise[of_draws], time[of_draws]))
+    torch.testing.assert_close(sum(found) / 2, expected)
 
 
 def test_several_draws_are_the_mean_of_lerobots_losses(backbone):

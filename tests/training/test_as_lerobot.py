@@ -316,7 +316,11 @@ def test_a_run_starts_from_lerobots_folder_and_trains_adapters(dataset, tmp_path
             found, expected = resolved_from(saved, dataset, kind).policy.start().state_dict(), theirs.state_dict()
             assert all(torch.equal(found[name], expected[name]) for name in found | expected)
 
-        if lora := KINDS[kind].lora:
+        lora = KINDS[kind].lora
+        if lora is None:
+            with pytest.raises(ValueError, match=f"a '{kind}' has no adapters: its first steps"):
+                resolved_from(saved, dataset, kind, **{"peft.r": 4, "peft.target_modules": ".*"})
+        else:
             layers = {} if lora == "own" else {"peft.target_modules": lora}
             adapted = resolved_from(saved, dataset, kind, **{"peft.r": 4, **layers})
             trained = in_process.train(adapted, Shard(adapted))
@@ -390,8 +394,10 @@ def test_prompts_of_several_blocks_become_what_the_longest_needs(dataset):
 # ---- two workers ----------------------------------------------------------------------------------------------------
 
 FEW = 4
-# Types that draw by row and whose loss is a mean over rows.
-MEAN_OVER_ROWS = ("pi0",)
+# What two workers equal one by: types that draw by row or not at all, and whose loss can be a mean over rows or steps.
+AS_ONE = {"pi0": {}, "smolvla": {"train.exact_mean": "true"}, "pi0_fast": {"train.exact_mean": "true"}}
+# Types whose layers FSDP2 gathers one at a time, all of them training.
+IN_PARTS = ("pi0", "smolvla")
 
 
 def both(rank, world, root, folder):
@@ -408,10 +414,29 @@ def both(rank, world, root, folder):
                 trained = in_process.train(run, worker=Rank(run, rank, world)).named()
                 expected = lerobots(run, root, rank, world)[0].state_dict()
                 found[kind] = relative({name: trained[name] for name in trained if name in expected}, expected)
-                if kind in MEAN_OVER_ROWS:
-                    alone = resolved(root, kind, folder / f"{rank}-alone", steps=FEW, batch_size=ROWS * world)
+                if kind in AS_ONE:
+                    if AS_ONE[kind]:
+                        run = resolved(
+                            *(root, kind, folder / f"{rank}-exact"),
+                            **{"steps": FEW, "scaling.num_workers": world, **AS_ONE[kind]},
+                        )
+                        torch.manual_seed(run.config.seed)
+                        trained = in_process.train(run, worker=Rank(run, rank, world)).named()
+                    options = {"steps": FEW, "batch_size": ROWS * world, **AS_ONE[kind]}
+                    alone = resolved(root, kind, folder / f"{rank}-alone", **options)
                     torch.manual_seed(alone.config.seed)
                     found[f"{kind}, one worker"] = relative(trained, in_process.train(alone, Shard(alone)).named())
+                if kind in IN_PARTS:
+                    whole = {}
+                    for strategy in ("ddp", "fsdp2_reshard"):
+                        options = {"train.mode": "full", "scaling.num_workers": world, "scaling.strategy": strategy}
+                        run = resolved(root, kind, folder / f"{rank}-{strategy}", steps=2, **options)
+                        torch.manual_seed(run.config.seed)
+                        trained = in_process.train(run, worker=Rank(run, rank, world)).named()
+                        whole[strategy] = {
+                            name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in trained.items()
+                        }
+                    found[f"{kind}, in parts"] = relative(whole["fsdp2_reshard"], whole["ddp"])
         except Exception:
             found[kind] = traceback.format_exc()
             break  # the other process may wait for this one
@@ -425,10 +450,19 @@ def two_workers(dataset):
     return [json.loads((dataset.parent / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_two_workers_equal_one_where_draws_are_by_row(two_workers):
+@pytest.mark.parametrize("kind", AS_ONE)
+def test_two_workers_equal_one(two_workers, kind, record_property):
     for found in two_workers:
-        (kind,) = [kind for kind in found if kind.endswith(", one worker")]
-        assert kind == "pi0, one worker" and max(found[kind].values()) < 1e-6 and len(found[kind]) > 10
+        apart = found[f"{kind}, one worker"]
+        record_property("relative difference", max(apart.values()))
+        assert max(apart.values()) < 1e-6 and len(apart) > 10
+
+
+@pytest.mark.parametrize("kind", IN_PARTS)
+def test_workers_that_hold_parts_train_as_those_that_hold_all(two_workers, kind):
+    for found in two_workers:
+        apart = found[f"{kind}, in parts"]
+        assert max(apart.values()) < 1e-6 and len(apart) > 10
 
 
 @pytest.mark.parametrize("kind", KINDS)

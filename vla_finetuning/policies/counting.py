@@ -1,5 +1,6 @@
 """What follows from a policy's configuration alone: its network without storage, floating point operations."""
 
+import contextlib
 import copy
 import math
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ def meta_policy(config: PreTrainedConfig) -> PreTrainedPolicy:
     """
     config = family_of(config).without_downloads(copy.deepcopy(config))
     config.device = "meta"
-    with torch.device("meta"):
+    # LeRobot's SmolVLA prints what it does.
+    with torch.device("meta"), contextlib.redirect_stdout(None):
         return get_policy_class(config.type)(config)
 
 

@@ -28,7 +28,9 @@ from vla_finetuning.policies.processors import DeviceHalf, normalization_mode
 # The part of parameters that no loss ever reaches; see `Family.parts`.
 UNUSED = "unused in training"
 # Options of `--train.*` that a family must know how to compute (`Family.train_options`).
-TRAIN_OPTIONS = ("mask_padding", "noise_draws", "activation_checkpointing", "compile")
+TRAIN_OPTIONS = ("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile")
+# A batch's column, 0-d: what `PolicyLoss.count` is on average over the micro-batches of the whole step.
+MEAN_COUNT = "mean_count"
 # The embedding of words: a sixth of what trains of PI0.5 in full.
 WORDS = r".*\.(language_model|text_model)\.embed_tokens"
 # Of policies made of a PaliGemma, what they call as modules: the MLPs, most of a layer, and the vision tower's layers.
@@ -76,6 +78,14 @@ class PolicyLoss(nn.Module):
         """
         return self.policy.forward(self.images(batch))[0]
 
+    def count(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """What the loss of a micro-batch is divided by, 0-d: valid action steps or tokens.
+
+        A batch with MEAN_COUNT is divided by that instead, so that the mean of a step's losses is the mean over all its
+        valid steps or tokens. For losses with the option `exact_mean`.
+        """
+        raise NotImplementedError(self.policy.config.type)
+
     def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
         """The attentions that `attention` computes in steps with so many cameras and such prompts: layer and shape."""
         return []
@@ -112,6 +122,7 @@ class Family:
         row_losses: its loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
         flow: its loss is a `flow.FlowLoss`, so that action chunks have a probability.
         masks_cameras: it can do without some of its cameras.
+        no_adapters: why adapters (--peft.*) do not train, in words; empty where they do.
         from_config: LeRobot builds it from its configuration alone, and a folder has all of its weights: it is built
             without storage, to be counted, planned and compared with files, by the methods below that raise here.
     """
@@ -129,6 +140,7 @@ class Family:
     row_losses: ClassVar[bool] = False
     flow: ClassVar[bool] = False
     masks_cameras: ClassVar[bool] = False
+    no_adapters: ClassVar[str] = ""
     from_config: ClassVar[bool] = False
 
     # ---- training ----------------------------------------------------------------------------------------------------

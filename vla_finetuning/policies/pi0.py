@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from lerobot.policies.pretrained import PreTrainedPolicy
-from lerobot.utils.constants import OBS_STATE, OPENPI_ATTENTION_MASK_VALUE
+from lerobot.utils.constants import ACTION_TOKEN_MASK, OBS_STATE, OPENPI_ATTENTION_MASK_VALUE
 from torch import Tensor
 
-from vla_finetuning.policies.family import Family, PolicyLoss, require
+from vla_finetuning.policies.family import MEAN_COUNT, Family, PolicyLoss, require
 from vla_finetuning.policies.flow import repeat_rows
 from vla_finetuning.policies.pi05 import PI05, PI05Loss, Prefix
 
@@ -89,8 +89,24 @@ class PI0(PI05):
         return batch, noise, time
 
 
+class PI0FASTLoss(PolicyLoss):
+    """LeRobot's loss, a mean over action tokens but each row's first; with MEAN_COUNT, over those of the whole step."""
+
+    def forward(self, batch: Mapping[str, Tensor], noise: Tensor | None = None, time: Tensor | None = None) -> Tensor:
+        loss = super().forward(batch)
+        return loss * self.count(batch) / batch[MEAN_COUNT] if MEAN_COUNT in batch else loss
+
+    def count(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return batch[ACTION_TOKEN_MASK][:, 1:].sum()
+
+
 class PI0FAST(Family):
     """PI0-FAST and types that derive from it."""
+
+    train_options = frozenset({"exact_mean"})
+
+    def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
+        return PI0FASTLoss(policy, images=super().make_loss(policy, **options).images)
 
     def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Rename keys as LeRobot's `from_pretrained` of these policies does; it is PI0.5's with other rules."""

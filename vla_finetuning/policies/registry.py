@@ -6,6 +6,7 @@ from typing import Any
 from lerobot.configs import PreTrainedConfig
 
 from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
+from vla_finetuning.policies.act import ACT
 from vla_finetuning.policies.family import Family
 from vla_finetuning.policies.pi0 import PI0, PI0FAST
 from vla_finetuning.policies.pi05 import PI05
@@ -22,7 +23,7 @@ FAMILIES = {
     family.type: family
     for family in (
         PI05("pi05", as_lerobot=True, chunk_draws="noise", tokenizer=PALIGEMMA),
-        Family("act", as_lerobot=True, chunk_draws="nothing"),
+        ACT("act", as_lerobot=True, chunk_draws="nothing"),
         Family("diffusion", as_lerobot=True),
         PI0("pi0", as_lerobot=True, chunk_draws="noise", tokenizer=PALIGEMMA),
         SmolVLA("smolvla", as_lerobot=True, chunk_draws="noise", tokenizer_option="vlm_model_name"),

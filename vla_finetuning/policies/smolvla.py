@@ -43,7 +43,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from util import Draws
 from vla_finetuning.policies.attention import Kernel, Shape, attend
-from vla_finetuning.policies.family import UNUSED, PolicyLoss
+from vla_finetuning.policies.family import MEAN_COUNT, UNUSED, PolicyLoss
 from vla_finetuning.policies.flow import TimeDistribution, over_own_dims, repeat_rows, sample_noise_and_time
 from vla_finetuning.policies.layers import LayeredLoss, mask_absent
 from vla_finetuning.policies.pi0 import PI0
@@ -61,7 +61,8 @@ class SmolVLALoss(LayeredLoss):
     """SmolVLA's loss; loss and gradients are those of `SmolVLAPolicy.forward` with the same noise and time.
 
     LeRobot's mean is over the action steps of a micro-batch that lie in their episode (`action_is_pad`), not over its
-    rows. With `row_weight` it is, as LeRobot has it there, the mean over rows of a row's weight and mean.
+    rows; with MEAN_COUNT, over those of the whole step. With `row_weight` it is, as LeRobot has it there, the mean over
+    rows of a row's weight and mean.
 
     Gradients flow into images and language only if something there trains, which is decided at construction:
     `choose_trainable` first.
@@ -105,16 +106,16 @@ class SmolVLALoss(LayeredLoss):
             batch[ACTION] = self.policy._pi_aloha_encode_actions_inv(batch[ACTION].clone())
         return batch
 
+    def count(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return _counts(batch).sum()
+
     def reduce(self, losses: Tensor, batch: Mapping[str, Tensor], draws: int, per_row: bool) -> Tensor:
-        counts = torch.ones_like(losses[:, :, 0], dtype=torch.bool)
-        if "action_is_pad" in batch:
-            counts = ~repeat_rows(batch["action_is_pad"], draws)
-        if "is_read" in batch:
-            counts = counts & repeat_rows(batch["is_read"], draws)[:, None]
+        counts = repeat_rows(_counts(batch), draws)
         losses = over_own_dims(losses, batch, draws)
         losses, width = losses * counts[:, :, None], losses.shape[2]
         if not per_row and "row_weight" not in batch:
-            return losses.sum() / (counts.sum() * width).clamp_min(1)
+            total = batch[MEAN_COUNT] * draws if MEAN_COUNT in batch else counts.sum().clamp_min(1)
+            return losses.sum() / (total * width)
         rows = losses.sum(dim=(1, 2)) / (counts.sum(dim=1) * width).clamp_min(1)
         if "row_weight" in batch:
             rows = rows * repeat_rows(batch["row_weight"], draws)
@@ -232,6 +233,14 @@ class SmolVLALoss(LayeredLoss):
         angles = positions[:, None, :, None].to(torch.float32) / MAX_WAVELENGTH**exponents
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos(), angles.sin()
+
+
+def _counts(batch: Mapping[str, Tensor]) -> Tensor:
+    """Which action steps count, bool (B, T): those in their episode, of rows that could be read."""
+    counts = torch.ones_like(batch[ACTION][:, :, 0], dtype=torch.bool)
+    if "action_is_pad" in batch:
+        counts = ~batch["action_is_pad"]
+    return counts & batch["is_read"][:, None] if "is_read" in batch else counts
 
 
 def patch_places(rows: int, columns: int, side: int, device: torch.device) -> Tensor:
@@ -361,7 +370,7 @@ class SmolVLA(PI0):
         "expert": frozenset({"heads", "action expert"}),
         "full": frozenset({"heads", "action expert", "language model", "vision"}),
     }
-    train_options = frozenset({"noise_draws", "activation_checkpointing", "compile"})
+    train_options = frozenset({"exact_mean", "noise_draws", "activation_checkpointing", "compile"})
     without_effect = {
         "train_expert_only": "--train.mode: expert, or full",
         "compile_model": "--train.compile",

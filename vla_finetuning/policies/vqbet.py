@@ -47,6 +47,10 @@ class VQBeTLoss(PolicyLoss):
 class VQBeT(Family):
     """VQ-BeT and types that derive from it."""
 
+    no_adapters = (
+        "its first steps (n_vqvae_training_steps) train a codebook and nothing else, and adapters leave that frozen"
+    )
+
     def training_state(self) -> dict[str, Tensor]:
         return {f"{MODULE}.{COUNT}": torch.tensor(0)}
 

@@ -51,6 +51,10 @@ def check_policy(
                 f"--train.{name}={value} is for {able}, and the policy is of type {policy_config.type}: leave it "
                 "out, or look for the like among the policy's own options (--policy.*)"
             )
+    if adapters is not None and adapters.enabled and family.no_adapters:
+        raise ValueError(
+            f"--peft.method_type={adapters.method_type}: a '{policy_config.type}' has no adapters: {family.no_adapters}"
+        )
     if not family.from_config:
         _require_float32(str(getattr(policy_config, "dtype", "float32")))
         return None  # building others may download their backbones

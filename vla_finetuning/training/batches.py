@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.utils.constants import OBS_LANGUAGE_TOKENS
 
@@ -14,6 +16,7 @@ from util import Batch, Draws, peak_flops
 from vla_finetuning.data.columns import IS_PRESENT, RETURN, ROW_COLUMNS
 from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.videos import Frames
+from vla_finetuning.policies.family import MEAN_COUNT, PolicyLoss
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
@@ -108,6 +111,24 @@ def policy_batches(
             family_of(policy_config).check_batch(inputs, policy_config)
         on_batch(number, rows, inputs)
         yield inputs
+
+
+def with_mean_count(
+    batches: Iterator[Batch], loss: PolicyLoss, micros: int, micros_of_all: int, world: int
+) -> Iterator[Batch]:
+    """This rank's micro-batches of a step, each told what their loss is divided by on average, over all ranks.
+
+    Reads nothing from the device. Every rank must call it, once for each step.
+
+    Args:
+        micros: of this rank in this step. micros_of_all: of all ranks.
+    """
+    of_step = list(itertools.islice(batches, micros))
+    count = torch.stack([loss.count(batch) for batch in of_step]).sum().to(torch.float32)
+    if world > 1:
+        dist.all_reduce(count)
+    mean = count.clamp_min(1) / micros_of_all
+    return ({**batch, MEAN_COUNT: mean} for batch in of_step)
 
 
 def record_rows(log: RowsLog, rows: Rows, dealt: Dealt, number: int, columns: Batch) -> None:

@@ -1,0 +1,41 @@
+"""ACT's loss with the mean over the valid steps of a whole step, against LeRobot's own of all rows at once."""
+
+import torch
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.policies.act.configuration_act import ACTConfig
+from lerobot.policies.act.modeling_act import ACTPolicy
+
+from vla_finetuning.policies.act import ACTLoss
+from vla_finetuning.policies.family import MEAN_COUNT
+from vla_finetuning.policies.processors import DeviceHalf
+
+CHUNK, ROWS = 4, 4
+
+
+def test_means_over_parts_of_a_step_are_lerobots_over_all_of_it(monkeypatch):
+    config = ACTConfig(
+        input_features={
+            "observation.state": PolicyFeature(FeatureType.STATE, (3,)),
+            "observation.environment_state": PolicyFeature(FeatureType.ENV, (2,)),
+        },
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (2,))},
+        device="cpu",
+        **{"chunk_size": CHUNK, "n_action_steps": CHUNK, "dim_model": 16, "n_heads": 2, "dim_feedforward": 16},
+        **{"n_encoder_layers": 1, "n_vae_encoder_layers": 1, "latent_dim": 4, "dropout": 0.0},
+    )
+    torch.manual_seed(0)
+    policy = ACTPolicy(config).double().train()
+    monkeypatch.setattr(torch, "randn_like", torch.zeros_like)  # its latent is drawn without regard to rows
+    batch = {
+        "observation.state": torch.randn(ROWS, 3).double(),
+        "observation.environment_state": torch.randn(ROWS, 2).double(),
+        "action": torch.randn(ROWS, CHUNK, 2).double(),
+        "action_is_pad": torch.arange(CHUNK)[None] >= torch.tensor([4, 4, 1, 2])[:, None],
+    }
+    expected, _ = policy.forward(batch)
+    loss = ACTLoss(policy, images=DeviceHalf(None, config))
+    parts = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 2), slice(2, 4))]
+    mean_count = torch.stack([loss.count(part) for part in parts]).double().mean()
+    found = [loss({**part, MEAN_COUNT: mean_count}) for part in parts]
+    torch.testing.assert_close(sum(found) / 2, expected)
+    assert (sum(loss(part) for part in parts) / 2 - expected).abs() > 1e-3  # without it they are not
