@@ -1,0 +1,134 @@
+"""What a loss of this project's own is for, of PI0 and SmolVLA; PI0.5's tests have the same of PI0.5, one by one."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from diagnostics import audit_syncs
+from tests import in_process
+from tests.datasets import make_dataset
+from tests.tiny_backbones import KINDS
+from tests.training.test_as_lerobot import Shard, resolved
+from tests.training.test_memory import peak_of
+from util import train_step
+from vla_finetuning.policies.registry import family_of
+from vla_finetuning.training.memory import prediction_bytes, step_memory
+from vla_finetuning.training.model import build_model, build_optimizer
+
+CPU = torch.device("cpu")
+FRAMES = 31
+BOTH = pytest.mark.parametrize("kind", ["pi0", "smolvla"])
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    root = tmp_path_factory.mktemp("fast_paths") / "dataset"
+    make_dataset(root, episodes=(12, 9, 10), cameras={"observation.images.top": (48, 64)})
+    rows = {"index": np.arange(FRAMES), "episode_index": np.repeat([0, 1, 2], (12, 9, 10))}
+    pq.write_table(
+        pa.table({**rows, "progress_sparse": np.arange(FRAMES) ** 2 / FRAMES**2}), root / "sarm_progress.parquet"
+    )
+    return root
+
+
+def trained(run, shard=None):
+    torch.manual_seed(run.config.seed)
+    return in_process.train(run, shard or Shard(run)).named()
+
+
+@BOTH
+def test_rows_weigh_and_tasks_have_their_held_out_losses(dataset, tmp_path, kind):
+    with KINDS[kind].here(), in_process.tasks_here():
+        options = {"steps": 2, "dataset.eval_split": 0.3, "eval_steps": 2}
+        plain = trained(resolved(dataset, kind, tmp_path / "plain", **options))
+        run = resolved(dataset, kind, tmp_path, **options, **{"sample_weighting.type": "rabc"})
+        weighted = trained(run)
+    assert max((weighted[name] - plain[name]).abs().max() for name in plain) > 1e-6
+    (line,) = (json.loads(line) for line in (run.job.output_dir / "metrics.jsonl").read_text().splitlines()[-1:])
+    by_task = line["eval_loss_by_task"]
+    assert len(by_task) == 2 and all(np.isfinite(loss) for loss in by_task.values())
+    assert np.isfinite(line["eval_loss"])
+
+
+class Unreadable(Shard):
+    """The first row of each batch could not be read; something else is in its place."""
+
+    def __init__(self, run, instead):
+        super().__init__(run)
+        prepare = self._data.prepare
+
+        def with_skipped(rows):
+            rows = {key: value.copy() for key, value in rows.items()}
+            for key, value in instead.items():
+                rows[key][0] = value
+            skipped = np.zeros(len(rows["index"]), bool)
+            skipped[0] = True
+            return prepare({**rows, "is_skipped": skipped})
+
+        self._data = replace(self._data, prepare=with_skipped)
+
+
+@BOTH
+def test_what_could_not_be_read_does_not_matter(dataset, tmp_path, kind):
+    found = []
+    with KINDS[kind].here():
+        for number in (1, 2):
+            options = {"steps": 2, "dataset.on_error": "skip", "dataset.max_skipped": 1}
+            run = resolved(dataset, kind, tmp_path / str(number), **options)
+            instead = {"observation.images.top": 100 * number, "action": number, "observation.state": number}
+            found.append(trained(run, Unreadable(run, instead)))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+@BOTH
+def test_a_step_reads_nothing_from_the_device(dataset, tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(audit_syncs, "WINDOW_STEPS", 1)
+    with KINDS[kind].here():
+        found = audit_syncs.audit(resolved(dataset, kind, tmp_path, **{"grad_accum": 2}))
+    assert not found.syncs, found.table()
+
+
+@BOTH
+def test_memory_is_as_planned(dataset, tmp_path, kind):
+    """Against what PyTorch's profiler sees of a step, and of a prediction by LeRobot's own code."""
+    rows = 8
+    with KINDS[kind].here():
+        run = resolved(dataset, kind, tmp_path, **{"train.attention": "eager"})
+        spec = run.policy
+        loss, _ = build_model(spec, CPU)
+        family, config = family_of(spec.config), spec.config
+        plan = step_memory(
+            *(config, spec.train.mode),
+            **{"cameras": 1, "batch_size": rows, "grad_accum": 1, "draws": 1, "bf16": False, "attention": "eager"},
+            checkpointing=False,
+        )
+        predicted = prediction_bytes(config, spec.train.mode, cameras=1, rows=rows, bf16=False)
+        sized = family.with_cameras(config, 1)
+        batch, noise, time = family.empty_inputs(sized, rows, 1, CPU)
+        name = next(iter(config.image_features))
+        batch = {name if "images" in key else key: torch.zeros_like(value) for key, value in batch.items()}
+        batch["observation.language.attention_mask"].fill_(True)
+        noise, time = torch.zeros_like(noise), torch.zeros_like(time)
+        optimizer = build_optimizer(spec, loss, 10)
+
+        def step(number):
+            options = {"step": number, "grad_accum": 1, "mean_over": 1, "autocast": None, "device": CPU}
+            train_step(loss, optimizer, iter([batch]), draws=lambda micro: (noise, time), **options)
+
+        step(0)
+        watched = {"activities": [ProfilerActivity.CPU], "profile_memory": True, "acc_events": True}
+        with profile(**watched) as of_step:
+            step(1)
+        policy = spec.start().eval()
+        with profile(**watched) as of_prediction, torch.no_grad():
+            policy.predict_action_chunk(dict(batch), noise=noise)
+    inputs = sum(tensor.nbytes for tensor in (*batch.values(), noise, time))
+    assert plan.weights == sum(tensor.nbytes for tensor in (*loss.parameters(), *loss.buffers()))
+    assert plan.peak - plan.weights - plan.optimizer - inputs == pytest.approx(peak_of(of_step), rel=0.1)
+    assert predicted - inputs == pytest.approx(peak_of(of_prediction), rel=0.1)
