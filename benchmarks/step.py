@@ -72,8 +72,9 @@ from vla_finetuning.training.memory import StepMemory, step_memory
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention
 from vla_finetuning.training.parallel import keeps_casts
 
-# Which policy, and how many words its tiny one knows; `main` chooses.
-measured: dict[str, Any] = {"policy": "pi05", "vocabulary": None}
+# Which policy, options of its tiny one, and how many words that knows; `main` chooses.
+TINY = {"image_resolution": (56, 56), "tokenizer_max_length": 64, "chunk_size": 10, "n_action_steps": 10}
+measured: dict[str, Any] = {"policy": "pi05", "options": TINY, "vocabulary": None}
 Columns = dict[str, np.ndarray]
 Draws = tuple[torch.Tensor, torch.Tensor]
 
@@ -90,13 +91,14 @@ WAITS = re.compile(r"cuda(Stream|Device|Event)Synchronize|cudaMemcpy(Async)?")
 
 def policy_config(device: torch.device) -> Any:
     """The policy of this benchmark (`measured`) at its real size on a GPU, tiny on a CPU."""
-    tiny, side = device.type != "cuda", 224 if device.type == "cuda" else 56
+    tiny = device.type != "cuda"
     kind = "tiny_pi05" if tiny and measured["policy"] == "pi05" else measured["policy"]
+    options: dict[str, Any] = measured["options"] if tiny else {}
+    side, _ = options.get("image_resolution") or options.get("resize_imgs_with_padding") or (224, 224)
     image = PolicyFeature(FeatureType.VISUAL, (3, side, side))
     make: Any = PreTrainedConfig.get_choice_class(kind)
-    like_tiny = {"image_resolution": (side, side), "tokenizer_max_length": 64, "chunk_size": 10, "n_action_steps": 10}
     return make(
-        **(like_tiny if tiny else {}),
+        **options,
         input_features={
             **{f"observation.images.{i}": image for i in range(CAMERAS)},
             "observation.state": PolicyFeature(FeatureType.STATE, (STATE_DIM,)),
@@ -131,6 +133,7 @@ def prepared_rows(config: Any, rows: int, seed: int) -> Columns:
     if getattr(family_of(config), "before_actions", 0):
         columns["observation.state"] = random.standard_normal((rows, STATE_DIM), np.float32)
     columns["action"] = random.standard_normal((rows, config.chunk_size, ACTION_DIM), np.float32)
+    columns["action_is_pad"] = np.zeros((rows, config.chunk_size), bool)
     return columns
 
 
@@ -651,7 +654,7 @@ def table(mode: str, result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    parser.add_argument("--policy", default="pi05", choices=("pi05", "pi0"))
+    parser.add_argument("--policy", default="pi05", choices=("pi05", "pi0", "smolvla"))
     parser.add_argument("--modes", default="heads,expert,full")
     parser.add_argument("--batch_sizes", default="1,2,4,8,16,32,64,128" if device.type == "cuda" else "1,8")
     parser.add_argument("--global_batch", type=int, default=8)
@@ -668,7 +671,8 @@ def main() -> None:
             from tests.tiny_backbones import VOCABULARY, benchmarked
 
             measured["vocabulary"] = VOCABULARY
-            sizes.enter_context(benchmarked(options.policy))
+            folder = Path(sizes.enter_context(tempfile.TemporaryDirectory()))
+            measured["options"] = sizes.enter_context(benchmarked(options.policy, folder))
         run(options, device)
 
 
