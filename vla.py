@@ -23,7 +23,7 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -223,7 +223,8 @@ def train(
     nonfinite = 0
     stop = preempted = False
     for step in clock.steps(range(progress.step, job.steps), model):
-        micros, of_step = len(dealt.micros(step)), iter(batches)
+        micros = len(dealt.micros(step))
+        of_step: Iterator[Batch] = batches
         if config.train.exact_mean:
             clock.mark("data_wait")
             of_step = with_mean_count(of_step, policy_loss, micros, job.batches_per_step, world)
