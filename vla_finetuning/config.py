@@ -18,6 +18,8 @@ from vla_finetuning.options import option
 CONFIG_NAME = "config.json"
 # Of a dataset recorded in a simulator (in meta/) and of policies trained on it: how its pictures were drawn.
 ENVIRONMENT_NAME = "environment.json"
+# Of policies whose instructions name the robot (--dataset.robot_in_prompt): what they begin with.
+ROBOT_NAME = "robot.json"
 TrainMode = Literal["heads", "expert", "full"]
 MissingCameras = Literal["error", "mask"]
 OnError = Literal["stop", "skip"]

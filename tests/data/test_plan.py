@@ -127,6 +127,16 @@ def test_a_large_dataset_is_planned_in_few_seconds_and_megabytes(tmp_path):
         assert found["cpu_s"] < 25 and found["peak_mb"] < most, (stage, found)
 
 
+def test_a_mixture_of_many_members_is_planned_as_fast(tmp_path):
+    from benchmarks.plan import make, measure
+
+    for number in range(12):
+        make(tmp_path / f"dataset-{number:02d}", 2000, number)
+    for stage in ("metadata", "plan", "coordinator"):
+        found = measure(stage, tmp_path)
+        assert found["cpu_s"] < 25 and found["peak_mb"] < 500, (stage, found)
+
+
 def test_later_epochs_of_single_rows_are_shuffled_as_a_whole():
     eps = episodes(*[100] * 50)
     plan = StreamPlan(eps, seed=0, segment_rows=10, window_rows=100, later_segment_rows=1)

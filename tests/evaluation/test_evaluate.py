@@ -1,6 +1,7 @@
 """`evaluate.py` from its flags to its files: what it prints, refuses, goes on with and compares."""
 
 import json
+import shutil
 
 import pytest
 from lerobot.policies.act.modeling_act import ACTPolicy
@@ -144,3 +145,25 @@ def test_a_page_counts_each_task_and_all():
     assert (every["label"], every["successes"], every["episodes"], every["errors"]) == ("all episodes", 1, 2, 1)
     assert (a["label"], a["successes"], a["episodes"]) == ("a", 1, 2) and "errors" not in a
     assert (b["label"], b["episodes"], b["errors"], b["interval"]) == ("b", 0, 1, (0.0, 1.0))
+
+
+def test_of_several_robots_the_one_that_the_environment_shows(folder, tmp_path):
+    both = tmp_path / "pretrained_model"
+    for name in ("arm", "gantry"):
+        shutil.copytree(folder, both / name)
+    config = json.loads((both / "arm" / "config.json").read_text())
+    config["output_features"]["action"]["shape"] = [5]
+    (both / "arm" / "config.json").write_text(json.dumps(config))
+    (both / "gantry" / "robot.json").write_text('{"robot": "gantry", "instructions_begin_with": "gantry: "}')
+
+    def source():
+        return trial.resolve_trial(parse_evaluate([f"--policy.path={both}", *FLAGS, f"--output_dir={tmp_path}"])).source
+
+    assert source().folder == both / "gantry" and source().opening == "gantry: "
+    shutil.copytree(folder, both / "other")
+    with pytest.raises(ValueError, match="arm, gantry, other; give the folder of one .fits gantry, other"):
+        source()
+    for name in ("gantry", "other"):
+        shutil.rmtree(both / name)
+    with pytest.raises(ValueError, match="arm: the policy's 'action' has the shape .5,."):
+        source()

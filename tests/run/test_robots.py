@@ -1,19 +1,30 @@
 """Robots that differ in one run: each row is, to the policy, what it is in a run of its robot alone."""
 
+import json
+import shutil
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 import yaml
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from lerobot.policies.factory import make_pre_post_processors
 
+import vla
+from diagnostics import check_rows
+from tests import planted
 from tests.datasets import make_dataset
+from tests.planted import Fault
 from tests.tiny import ACTION_DIM, STATE_DIM
 from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
 from vla_finetuning.members import members, read_mixture, robots
-from vla_finetuning.policies.tiny_pi05 import make_tiny_base
+from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base
+from vla_finetuning.run import push
 from vla_finetuning.run.describe import describe
+from vla_finetuning.run.folder import attempts
 from vla_finetuning.run.matching import features_together
 from vla_finetuning.run.resolve import of_robot, resolve
 from vla_finetuning.training.batches import collate_cut
@@ -278,6 +289,20 @@ def test_statistics_are_each_robots(folder):
     assert list(view.policy.config.image_features) == [BASE]
 
 
+def test_a_policy_that_names_no_cameras_sees_them_in_one_order(folder, tmp_path):
+    """On the robot as in training, whatever order the robot's own dataset has them in."""
+    shutil.copytree(folder / "base", tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "input_features": {}}))
+    gantry, arm = MIXTURE["members"]
+    run = mixed(
+        folder, f"--policy.path={tmp_path / 'base'}", mixture={"members": [gantry, {**arm, "rename_map": {TOP: WRIST}}]}
+    )
+    assert list(run.policy.config.image_features) == [WRIST, BASE]
+    assert [list(robot.config.image_features) for robot in run.policy.robots] == [[WRIST], [WRIST, BASE]]
+    assert [robot.cameras for robot in run.policy.robots] == [(WRIST,), (BASE, WRIST)]
+
+
 def test_the_prompt_names_the_robot_if_asked_for(folder):
     tokens = {}
     for flag in ("false", "true"):
@@ -362,3 +387,49 @@ def test_dimensions_come_in_the_order_that_is_asked_for(folder):
     np.testing.assert_array_equal(rows["action"][mine][..., :3], plain_rows["action"][mine][..., [2, 0, 1]])
     np.testing.assert_allclose(columns["action"][mine][..., :3], plain["action"][mine][..., [2, 0, 1]], atol=1e-6)
     assert run.rows.metas[1].features["action"].names == tuple(names)
+
+
+# ---- the program ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_a_run_through_a_kill_leaves_a_policy_for_each_robot(folder, ray_cluster, monkeypatch):
+    """Each row as often as its dataset's weight says; LeRobot alone loads what is exported."""
+    output = folder / "run"
+    (folder / "gantry" / "meta" / "environment.json").write_text('{"drawn": {"type": "a simulator"}}')
+    argv = [
+        *[*FLAGS, f"--policy.path={folder / 'base'}", f"--dataset.mixture=@{folder / 'mix.yaml'}"],
+        *["--dataset.eval_split=0.3", "--eval_steps=6", "--log_freq=3", "--save_freq=4", "--run.record_rows=true"],
+        *[f"--output_dir={output}", "--scaling.num_workers=2", "--scaling.cpus_per_worker=0.5"],
+        *["--dataset.frame_cache", str(folder / "frames"), "--dataset.robot_in_prompt=true"],
+    ]
+    monkeypatch.setattr(vla, "make_trainer", partial(planted.make_trainer, faults=(Fault("kill", step=6),)))
+    assert vla.main(argv) == 0
+    assert check_rows.main([str(output)]) == 0
+    assert [line["resumed_from_step"] for line in attempts(output)] == [0, 4]
+
+    evaluation = json.loads((output / "evaluation.json").read_text())["robots"]
+    assert evaluation.keys() == {"arm", "gantry"}
+    assert len(evaluation["arm"]["trained"]["policy"]["mae"]) == 5
+    measured = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][-1]
+    assert measured["eval_loss_by_robot"].keys() == {"arm", "gantry"}
+    exported = output / "pretrained_model"
+    arm, gantry = exported / "arm", exported / "gantry"
+    assert (arm / "model.safetensors").samefile(gantry / "model.safetensors")
+    for where, state, action, cameras in ((arm, 6, 5, [TOP]), (gantry, 4, 3, [TOP, WRIST])):
+        policy = TinyPI05Policy.from_pretrained(where)
+        pre, post = make_pre_post_processors(policy.config, pretrained_path=str(where))
+        seen = {camera: torch.rand(1, 3, 60, 80) for camera in cameras}
+        chunk = post(
+            policy.predict_action_chunk(pre({**seen, "observation.state": torch.zeros(1, state), "task": [""]}))
+        )
+        assert chunk.shape == (1, 6, action)
+    page = (output / "report.html").read_text()
+    assert "Held-out loss by robot" in page and "<h3>arm</h3>" in page
+    assert "for the robot `arm`" in push.model_card(output, "me/both-arm", "arm")
+    assert push.exported_robots(output) == ["arm", "gantry"]
+    assert json.loads((arm / "robot.json").read_text()) == {"robot": "arm", "instructions_begin_with": "arm: "}
+    assert "robot.json" in push.exported_files(arm)[0]
+    assert json.loads((gantry / "environment.json").read_text()) == {"drawn": {"type": "a simulator"}}
+    assert not (arm / "environment.json").exists()

@@ -236,6 +236,7 @@ class Evaluator:
             processors=run.policy.processors(config),
             device="cuda" if run.job.use_gpu else "cpu",
             trusted=run.policy.trusted,
+            opening=run.policy.opening,
             advantage=None if run.rows.positive is None else "positive",
             weights=weights,
         )

@@ -318,13 +318,16 @@ def _errors_of(
     for batch in source.read_rows(evenly_spaced(source.plan.rows_per_epoch, frames).tolist(), EVAL_BATCH):
         read = ~batch.pop(IS_SKIPPED, np.zeros(len(batch["index"]), bool))
         if read.any():
-            batches.append({key: values[read] for key, values in batch.items()})
+            task = np.array([f"{spec.opening}{text}" for text in batch[TASK]], object)
+            batches.append({key: values[read] for key, values in {**batch, TASK: task}.items()})
     if not batches:
         raise ValueError("none of the held-out episodes can be read")
     device = torch.device("cuda" if job.use_gpu else "cpu")
     options: dict[str, Any] = {
         "mean_action": _mean_action(spec, batches),
-        "other_instruction": other_instructions(task for meta in rows.metas for task in meta.tasks.values()),
+        "other_instruction": other_instructions(
+            f"{spec.opening}{task}" for meta in rows.metas for task in meta.tasks.values()
+        ),
         "seed": job.seed,
     }
     saved = load_policy_config(folder)

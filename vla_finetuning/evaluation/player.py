@@ -23,8 +23,10 @@ from lerobot.envs.utils import env_to_policy_features, preprocess_observation
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION
 
+from vla_finetuning.config import ROBOT_NAME
 from vla_finetuning.envs.stage import Observation
 from vla_finetuning.evaluation.episodes import generator, noise
+from vla_finetuning.files import read_json
 from vla_finetuning.policies.flow import FlowLoss, guided_chunk
 from vla_finetuning.policies.loading import load_policy, read_weights
 from vla_finetuning.policies.pipelines import check_prompts_differ, load_processors
@@ -74,7 +76,7 @@ class PolicySource:
         env: whose observations it will see.
         rename_map: environment key to policy key, before the policy's own preprocessor.
         trusted: whether code that comes with the folder may run.
-        advantage: what instructions end with, "positive" or "negative"; None: nothing.
+        opening: what instructions begin with. advantage: what they end with, "positive" or "negative"; None: nothing.
         guidance: see `flow.guided_chunk`.
         weights: in the object store, instead of the folder's.
     """
@@ -86,6 +88,7 @@ class PolicySource:
     rename_map: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
     trusted: bool = False
+    opening: str = ""
     advantage: str | None = None
     guidance: float = 1.0
     weights: ray.ObjectRef[Packed] | None = None
@@ -117,6 +120,7 @@ class PolicySource:
             env=self.env,
             rename_map=self.rename_map,
             trusted=self.trusted,
+            opening=self.opening,
             advantage=self.advantage,
             guidance=self.guidance,
         )
@@ -134,9 +138,11 @@ class Player:
         env: EnvConfig,
         rename_map: Mapping[str, str],
         trusted: bool = False,
+        opening: str = "",
         advantage: str | None = None,
         guidance: float = 1.0,
     ) -> None:
+        self._opening = opening
         self._words = "" if advantage is None else ADVANTAGE[advantage == "positive"]
         self._guidance, self._loss = guidance, None
         if guidance != 1.0:
@@ -165,7 +171,7 @@ class Player:
     def prepare(self, observation: Observation, instructions: Sequence[str], words: str = "") -> dict[str, Any]:
         """What the policy sees of N rows, on its device; `words` are what instructions end with."""
         with remote_code(self._trusted), torch.no_grad():
-            said = [f"{instruction}{words}" for instruction in instructions]
+            said = [f"{self._opening}{instruction}{words}" for instruction in instructions]
             seen = self._env_pre({**preprocess_observation(dict(observation)), TASK: said})
             prepared = self._pre({self._rename_map.get(key, key): value for key, value in seen.items()})
         # Processors are saved for one device, often the CPU; the policy's is what counts.
@@ -204,6 +210,11 @@ class Player:
         config: Any = self._policy.config
         drawn = [noise(*key, (config.chunk_size, config.max_action_dim)) for key in keys]
         return torch.from_numpy(np.stack(drawn)).to(self._device)
+
+
+def opening_of(folder: Path) -> str:
+    """What the instructions of an exported policy begin with; nothing unless it was trained so."""
+    return str(read_json(folder / ROBOT_NAME).get("instructions_begin_with", ""))
 
 
 def check_advantage(config: PreTrainedConfig, advantage: str | None, guidance: float) -> None:

@@ -25,7 +25,7 @@ from vla_finetuning.envs.stage import Maker
 from vla_finetuning.evaluation.closed_loop import play
 from vla_finetuning.evaluation.episodes import Book, Condition, Episode, episode_list, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import compare, comparison_text, share, wilson
-from vla_finetuning.evaluation.player import PolicySource, check_advantage, check_fits
+from vla_finetuning.evaluation.player import PolicySource, check_advantage, check_fits, opening_of
 from vla_finetuning.evaluation.recording import Eyes, is_recorded, record_played
 from vla_finetuning.evaluation.replay import make_films
 from vla_finetuning.files import read_json, write_json
@@ -85,6 +85,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         rename_map=config.rename_map,
         device="cuda" if use_gpu else "cpu",
         trusted=config.policy_trust_remote_code,
+        opening=opening_of(folder),
         advantage=config.advantage,
         guidance=config.guidance,
     )

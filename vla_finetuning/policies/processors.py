@@ -253,13 +253,13 @@ class PreparedRobot:
         prepare: with the robot's own statistics, for blocks whose features have the policy's names.
         cameras: those that it has, by the policy's names.
         widths: entries of its vectors in a block, by their names; zeros follow them.
-        words: what its instructions begin with.
+        opening: what its instructions begin with.
     """
 
     prepare: Prepare
     cameras: frozenset[str]
     widths: Mapping[str, int]
-    words: str = ""
+    opening: str = ""
 
 
 class PrepareRobots:
@@ -300,8 +300,8 @@ class PrepareRobots:
             one, rows = self._robots[number], np.flatnonzero(robot == number)
             own = {key: value[rows] for key, value in rest.items()}
             own |= {key: own[key][..., :width] for key, width in one.widths.items()}
-            if one.words:
-                own["task"] = np.array([f"{one.words}{text}" for text in own["task"]], object)
+            if one.opening:
+                own["task"] = np.array([f"{one.opening}{text}" for text in own["task"]], object)
             for key, value in one.prepare.without_cameras(own).items():
                 width = batch[key].shape[-1] if key in one.widths else value.shape[-1]
                 shape = (*value.shape[1:-1], width) if value.ndim > 1 else ()

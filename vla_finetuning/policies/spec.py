@@ -44,7 +44,7 @@ class Robot:
         rename_map: its own key -> policy key.
         widths: of its state and action, by the policy's keys.
         cameras: those that it has, by the policy's keys.
-        words: what its instructions begin with.
+        opening: what its instructions begin with.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Robot:
     rename_map: dict[str, str]
     widths: dict[str, int]
     cameras: tuple[str, ...]
-    words: str = ""
+    opening: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class PolicySpec:
         value: for a value function on what the policy sees, instead of the policy itself; None for a policy.
         flops_by_prompt: forward and backward of a row, counted, by the length of its prompt; empty where the policy is
             not built on the driver.
+        opening: what instructions begin with, where they name the robot.
         robots: of a mixture of several; none where the dataset's is the only one. `config` then has the cameras of all
             and the widest action, and each robot its own processors (`of_robot`).
     """
@@ -99,15 +100,17 @@ class PolicySpec:
     prompts: tuple[int, ...] = ()
     flops_by_prompt: dict[int, int] = field(default_factory=dict)
     value: ValueSpec | None = None
+    opening: str = ""
     robots: tuple[Robot, ...] = ()
 
     def of_robot(self, robot: Robot, renamed: bool = False) -> PolicySpec:
         """The policy for one of its robots alone. `renamed`: for rows whose features have the policy's names."""
+        own = replace(self, config=robot.config, opening=robot.opening, robots=())
         if renamed:
-            return replace(self, config=robot.config, stats=robot.stats, rename_map={}, robots=())
+            return replace(own, stats=robot.stats, rename_map={})
         names = {name: key for key, name in robot.rename_map.items()}
         stats = {names.get(key, key): values for key, values in robot.stats.items()}
-        return replace(self, config=robot.config, stats=stats, rename_map=robot.rename_map, robots=())
+        return replace(own, stats=stats, rename_map=robot.rename_map)
 
     @property
     def fewest_cameras(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.utils.constants import ACTION, OBS_PREFIX
 
@@ -21,6 +21,7 @@ from vla_finetuning.config import Config
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, rename_features, without_features
 from vla_finetuning.members import Member
 from vla_finetuning.policies.loading import FeatureMatch, FeatureRow, match_features
+from vla_finetuning.policies.processors import normalization_mode
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.run.mixture import check_alike, named_alike, names_of_first, ordered_alike, ordered_by
 from vla_finetuning.run.preflight import check_camera_keys, observations_renamed
@@ -241,6 +242,8 @@ def _check_policy(base: Base) -> None:
             f"{base.name}: robots that differ need a loss that knows each row's own dimensions and cameras, as that of "
             f"{types_that(lambda family: family.row_losses and family.masks_cameras)}; this is a '{kind}'"
         )
+    if normalization_mode(base.config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY:
+        raise ValueError(f"{base.name}: images are normalised by statistics of one robot; train without that")
     if relative_actions(base.config) is not None:
         raise ValueError(
             f"{base.name}: actions relative to the state are of one robot; train robots that differ with absolute "
@@ -298,6 +301,9 @@ def _join(config: Config, base: Base, robots: Sequence[RobotData], metas: Metas)
             "rename_map, or let the policy run without them with --dataset.missing_cameras=mask"
         )
     base.config.input_features, base.config.output_features = inputs, widest
+    for robot in robots:  # cameras are seen in one order, in training and on the robot
+        own = robot.config.input_features
+        robot.config.input_features = {key: own[key] for key in inputs if key in own}
     rows = tuple(
         FeatureRow(
             None if key in masked else key,

@@ -34,7 +34,7 @@ POLICY_DIR, CARD_NAME, TOKENIZER_DIR = "pretrained_model", "README.md", "tokeniz
 # What `worker.export` writes, and the card: no more than this leaves the machine.
 POLICY_FILES = re.compile(
     r"config\.json|model\.safetensors|README\.md|policy_(pre|post)processor\.json|\w+_step_\d+(_\w+)?\.safetensors"
-    r"|environment\.json"
+    r"|environment\.json|robot\.json"
     r"|tokenizer/((tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|(vocab|merges)\.txt"
     r"|(tokenizer|spiece)\.model|chat_template\.jinja)",
     re.ASCII,

@@ -495,7 +495,7 @@ def _robot(data: RobotData, rows: Rows, stats: Stats, in_prompt: bool) -> Robot:
         rename_map=data.rename_map,
         widths={key: features[key].shape[0] for key in vectors},
         cameras=match.camera_keys,
-        words=f"{data.name}: " if in_prompt else "",
+        opening=f"{data.name}: " if in_prompt else "",
     )
 
 

@@ -186,7 +186,14 @@ class Rows:
 
     @property
     def drawn(self) -> dict[str, Any]:
-        """How the simulator drew the datasets' pictures; empty where they come from none, or differ."""
+        """How the simulator drew the datasets' pictures; empty where they come from none, or differ.
+
+        Of robots that differ, that of each by its name.
+        """
+        if self.robots:
+            numbers = np.array(self.robot_of)
+            of_each = [np.flatnonzero(numbers == robot).tolist() for robot in range(len(self.robots))]
+            return {name: self.of_datasets(own).drawn for name, own in zip(self.robots, of_each, strict=True)}
         first, *others = map(how_drawn, self.metas)
         return first if all(other == first for other in others) else {}
 

@@ -9,7 +9,7 @@ from typing import Any
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
-from vla_finetuning.config import CRITIC, ENVIRONMENT_NAME
+from vla_finetuning.config import CRITIC, ENVIRONMENT_NAME, ROBOT_NAME
 from vla_finetuning.files import write_json
 from vla_finetuning.policies.loading import save_adapters, save_pretrained
 from vla_finetuning.policies.lora import add_adapters, merge
@@ -68,7 +68,8 @@ def export(spec: PolicySpec, checkpoint: Path, output_dir: Path, drawn: Mapping[
 
     Args:
         checkpoint: whose policy it is; it has all of what trained, however that was sharded.
-        output_dir: the run's folder. drawn: how the simulator that the data is from drew its pictures, if any.
+        output_dir: the run's folder. drawn: how the simulator that the data is from drew its pictures, if any;
+            of several robots by their names.
     """
     policy, adapted = _trained_policy(spec, checkpoint)
     robots = [(spec.of_robot(robot), robot.name) for robot in spec.robots] or [(spec, "")]
@@ -83,9 +84,11 @@ def export(spec: PolicySpec, checkpoint: Path, output_dir: Path, drawn: Mapping[
         folder = output_dir / "pretrained_model" / name
         save_pretrained(policy, *own.processors(), folder, own.config if name else None, written)
         written = folder
-        if drawn:
+        if own.opening:
+            write_json(folder / ROBOT_NAME, {"robot": name, "instructions_begin_with": own.opening})
+        if shown := drawn.get(name) if name else drawn:
             # An evaluation in the simulator must show it the same pictures.
-            write_json(folder / ENVIRONMENT_NAME, {"drawn": drawn})
+            write_json(folder / ENVIRONMENT_NAME, {"drawn": shown})
 
 
 def exported_checkpoint(job: Job, best: bool) -> Path:

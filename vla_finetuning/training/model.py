@@ -174,7 +174,7 @@ def _prepare_robots(spec: PolicySpec, rows: Rows) -> PrepareRobots:
             _prepare(spec.of_robot(robot, renamed=True), robot.cameras),
             frozenset(robot.cameras),
             robot.widths,
-            robot.words,
+            robot.opening,
         )
         for robot in spec.robots
     ]
