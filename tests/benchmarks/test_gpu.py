@@ -21,11 +21,11 @@ ORDER = ("machine", "run", "step", "checkpoint", "prediction", "live data", "att
 
 @pytest.mark.ray
 @pytest.mark.slow  # 20 processes, two worker groups and a data engine
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_all_of_it_runs_on_a_cpu(no_ray_cluster, tmp_path, capfd, monkeypatch):
     path = tmp_path / "found.json"
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # where nothing answers: any request fails
-    assert gpu.main(["--tiny", "--minutes=30", f"--json={path}"]) == 0, path.read_text()
+    assert gpu.main(["--tiny", "--minutes=50", f"--json={path}"]) == 0, path.read_text()
     found = json.loads(path.read_text())
     kinds = list(dict.fromkeys(name.split(",")[0] for name in found))
     assert kinds == list(ORDER)
