@@ -26,7 +26,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adam import adam
 
-from vla_finetuning.cards import CARDS
+from vla_finetuning.cards import CARDS, Card
 from vla_finetuning.data.columns import ROW_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -188,13 +188,19 @@ def enable_expandable_segments() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Peak dense bf16 FLOP/s of a GPU; None for others and for the CPU."""
+def card_of_device(device: torch.device) -> Card | None:
+    """The GPU by its name; None for those that `cards.py` does not know, and for the CPU."""
     if device.type != "cuda":
         return None
     # "A100-SXM4-80GB" is an A100; "RTX A1000" is not, nor is an "L40" an L4.
     words = set(re.split(r"[\s-]", torch.cuda.get_device_name(device)))
-    return next((card.flops for card in CARDS if words >= set(card.words.split())), None)
+    return next((card for card in CARDS if words >= set(card.words.split())), None)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak dense bf16 FLOP/s of a GPU; None for others and for the CPU."""
+    card = card_of_device(device)
+    return None if card is None else card.flops
 
 
 @dataclass

@@ -39,7 +39,8 @@ from benchmarks import step
 from benchmarks.sections import Results, Section, run_sections
 from diagnostics.audit_syncs import audit
 from diagnostics.report import Environment
-from util import enable_expandable_segments, enable_gpu_perf_flags, peak_flops
+from util import card_of_device, enable_expandable_segments, enable_gpu_perf_flags, peak_flops
+from vla_finetuning.cards import PLANNED
 from vla_finetuning.config import TrainMode
 from vla_finetuning.files import read_json, read_lines
 from vla_finetuning.flags import parse_args
@@ -66,6 +67,7 @@ from vla_finetuning.terminal import tell, tell_error, tell_text
 from vla_finetuning.training import model
 from vla_finetuning.training.capacity import fits
 from vla_finetuning.training.memory import GIB
+from vla_finetuning.training.step_time import Operations, predict
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCUMULATED_ROWS = 8
@@ -179,12 +181,23 @@ def measure_step(contender: Any, device: torch.device, mode: TrainMode, size: in
     return {**sample, "mfu": flops * sample["samples_per_s"] / peak if flops and peak else None}
 
 
-def planned_bytes(mode: TrainMode, size: int, device: torch.device, bf16: bool) -> int | None:
-    """What the plan says that a step takes; None where it does not fit the device by what a run is refused for."""
-    needed = step.planned(step.policy_config(device), mode, size, max(1, ACCUMULATED_ROWS // size), bf16)
+def plan(mode: TrainMode, size: int, device: torch.device, bf16: bool) -> dict[str, Any] | None:
+    """What is planned and predicted of a step; None where it does not fit the device by what a run is refused for."""
+    config, accum, operations = step.policy_config(device), max(1, ACCUMULATED_ROWS // size), Operations()
+    needed = step.planned(config, mode, size, accum, bf16, operations)
     if device.type == "cuda" and not fits(needed, torch.cuda.get_device_properties(device).total_memory / GIB):
         return None
-    return needed.peak
+    card = card_of_device(device) if device.type == "cuda" else PLANNED["H100"]
+    predicted = None
+    if card is not None and card.bandwidth is not None:
+        flops = flops_per_sample(config, step.CAMERAS, mode, prompt=step.prompt(config)) or 0
+        predicted = {
+            name: predict(
+                operations.found, card, compiled=name == "compiled", rows=size, flops=flops, grad_accum=accum
+            ).rows_per_s
+            for name in ("eager", "compiled")
+        }
+    return {"planned_bytes": needed.peak, "predicted_rows_per_s": predicted}
 
 
 def at_sizes(
@@ -195,20 +208,20 @@ def at_sizes(
     batch_sizes: Sequence[int],
     device: torch.device,
     sizes: Sizes,
-    plan: Callable[[int], int | None] | None,
+    plan_of: Callable[[int], dict[str, Any] | None] | None,
     about_s: float,
 ) -> None:
     """One contender, made once, at growing batch sizes, until one of them fails or does not fit by the plan."""
     made: list[Any] = []
 
-    def measured(size: int, planned: int | None) -> dict[str, Any]:
+    def measured(size: int, planned: dict[str, Any]) -> dict[str, Any]:
         if not made:
             made.append(make())
-        return {**measure_step(made[0], device, mode, size, sizes.seconds), "planned_bytes": planned}
+        return {**measure_step(made[0], device, mode, size, sizes.seconds), **planned}
 
     for size in sorted(batch_sizes):
-        planned = plan(size) if plan else None
-        if plan and planned is None:
+        planned = plan_of(size) if plan_of else {"planned_bytes": None, "predicted_rows_per_s": None}
+        if planned is None:
             break
         if results.take(f"{name}, {size} rows", sizes.share * about_s, partial(measured, size, planned)) is None:
             break
@@ -334,15 +347,17 @@ def ours(results: Results, *, mode: TrainMode, compiled: bool, sizes: Sizes, dev
     prepare_process(device)
     bf16, name = device.type == "cuda", f"step, {mode}, ours{', compiled' if compiled else ''}"
     batch_sizes: Sequence[int] = sizes.batch_sizes
-    eager = {size: results.found.get(f"step, {mode}, ours, {size} rows", {}).get("result") for size in batch_sizes}
-    if compiled and any(eager.values()):
+    found = {size: results.found.get(f"step, {mode}, ours, {size} rows", {}).get("result") for size in batch_sizes}
+    if compiled and any(found.values()):
         # The sizes of interest: one that is bound by launches, and the largest that fits.
-        fitting = [size for size, result in eager.items() if result]
+        fitting = [size for size, result in found.items() if result]
         batch_sizes = sorted({fitting[0], fitting[-1]})
 
-    def plan(size: int) -> int | None:
-        known = eager[size]
-        return known["planned_bytes"] if known else planned_bytes(mode, size, device, bf16)
+    def plan_of(size: int) -> dict[str, Any] | None:
+        known = found[size]
+        if known:
+            return {key: known[key] for key in ("planned_bytes", "predicted_rows_per_s")}
+        return plan(mode, size, device, bf16)
 
     def make() -> step.Ours:
         # Where there is no GPU to generate code for, all else that compiling does.
@@ -353,7 +368,7 @@ def ours(results: Results, *, mode: TrainMode, compiled: bool, sizes: Sizes, dev
     if compiled and device.type == "cuda" and (reason := why_not(device)):
         results.write(name, {"left_out": reason})
         return
-    at_sizes(results, name, make, mode, batch_sizes, device, sizes, plan, 60.0 if compiled else 25.0)
+    at_sizes(results, name, make, mode, batch_sizes, device, sizes, plan_of, 60.0 if compiled else 25.0)
 
 
 def peer(results: Results, *, mode: TrainMode, name: str, sizes: Sizes, device: torch.device) -> None:
@@ -426,20 +441,23 @@ def own_ray() -> Iterator[None]:
 
 def table(found: dict[str, Any]) -> str:
     """What was predicted, beside what was measured."""
-    rows = [("", "rows/s", "aimed at", "MFU", "aimed at", "memory", "planned", "measured/planned")]
+    rows = [("", "rows/s", "predicted", "aimed at", "MFU", "aimed at", "memory", "planned", "measured/planned")]
     for name, entry in found.items():
         if not name.startswith("step"):
             continue
         result = entry.get("result")
         if result is None:
-            rows.append((name, entry.get("left_out") or entry["error"].splitlines()[0][:80], *[""] * 6))
+            rows.append((name, entry.get("left_out") or entry["error"].splitlines()[0][:80], *[""] * 7))
             continue
-        measured, planned = result["peak_memory_bytes"], result["planned_bytes"]
+        measured, planned, predicted = (
+            result[key] for key in ("peak_memory_bytes", "planned_bytes", "predicted_rows_per_s")
+        )
         of_mode = TARGETS.get(cast(TrainMode, name.split(", ")[1]), {}) if "ours" in name else {}
         rows.append(
             (
                 name,
                 f"{result['samples_per_s']:.1f}",
+                "-" if predicted is None else f"{predicted['compiled' if 'compiled' in name else 'eager']:.1f}",
                 f"{of_mode['rows_per_s']:g}" if "rows_per_s" in of_mode else "",
                 "-" if result["mfu"] is None else f"{result['mfu']:.1%}",
                 f"{of_mode['mfu']:.0%}" if "mfu" in of_mode else "",
@@ -448,7 +466,7 @@ def table(found: dict[str, Any]) -> str:
                 "-" if None in (measured, planned) else f"{measured / planned:.3f}",
             )
         )
-    widths = [max(len(row[i]) for row in rows if row[2:] != ("",) * 6 or i == 0) for i in range(8)]
+    widths = [max(len(row[i]) for row in rows if row[2:] != ("",) * 7 or i == 0) for i in range(9)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     waits = (found.get("audit_syncs", {}).get("result") or {}).get("waits")
     lines.append(f"host waits between log steps: {'not known' if waits is None else len(waits)}, predicted 0")

@@ -71,6 +71,7 @@ from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.training.memory import StepMemory, step_memory
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention
 from vla_finetuning.training.parallel import keeps_casts
+from vla_finetuning.training.step_time import Operations
 
 # Which policy, options of its tiny one, and how many words that knows; `main` chooses.
 TINY = {"image_resolution": (56, 56), "tokenizer_max_length": 64, "chunk_size": 10, "n_action_steps": 10}
@@ -530,8 +531,10 @@ def memory_estimate(cells: dict[str, Any], mode: TrainMode, device: torch.device
     return {"batch_size": size, "estimated_bytes": estimated, "measured_bytes": measured}
 
 
-def planned(config: Any, mode: TrainMode, size: int, accum: int, bf16: bool) -> StepMemory:
-    """What `--dry_run` says that a step of ours takes."""
+def planned(
+    config: Any, mode: TrainMode, size: int, accum: int, bf16: bool, operations: Operations | None = None
+) -> StepMemory:
+    """What `--dry_run` says that a step of ours takes. Notes its `operations`."""
     return step_memory(
         family_of(config).with_cameras(config, CAMERAS, prompt(config)),
         mode,
@@ -542,6 +545,7 @@ def planned(config: Any, mode: TrainMode, size: int, accum: int, bf16: bool) -> 
         bf16=bf16,
         attention=Config().train.attention,
         checkpointing=False,
+        operations=operations,
     )
 
 

@@ -42,6 +42,8 @@ class Card:
     Attributes:
         words: those of `torch.cuda.get_device_name` that tell it.
         flops: dense bf16 matrix products, FLOP/s. NVIDIA's data sheets give most "with sparsity": those are halved.
+        bandwidth, link: of its memory, and to other cards of its machine in one direction, bytes/s, from the same data
+            sheets (NVLink's sum of both directions halved; without one, 16 lanes of PCIe 4). multiprocessors: of them.
         name: Ray's, where runs are planned for it. gib: what CUDA reports of its memory: the "total capacity" in
             PyTorch's errors about memory, the least of those that users have posted (drivers and forms of a card differ
             by a tenth). The data sheets' numbers are in units of 10^9 bytes, and of what is left a driver keeps some.
@@ -51,6 +53,9 @@ class Card:
 
     words: str
     flops: float
+    bandwidth: float | None = None
+    link: float | None = None
+    multiprocessors: int | None = None
     name: str | None = None
     gib: float | None = None
     sold: str = ""
@@ -68,6 +73,9 @@ CARDS = (
         "L4",
         121e12,  # nvidia.com/en-us/data-center/l4: 242 with sparsity
         name="L4",
+        bandwidth=300e9,
+        link=32e9,
+        multiprocessors=58,
         gib=22.0,
         sold="L4 24 GB",
         preset="l4",
@@ -86,6 +94,9 @@ CARDS = (
         "A100",
         312e12,  # nvidia.com/en-us/data-center/a100
         name="A100-40G",
+        bandwidth=1555e9,
+        link=300e9,
+        multiprocessors=108,
         gib=39.3,
         sold="A100 40 GB",
         preset="a100_40",
@@ -100,6 +111,9 @@ CARDS = (
         "A100",
         312e12,
         name="A100-80G",
+        bandwidth=2039e9,
+        link=300e9,
+        multiprocessors=108,
         gib=79.1,
         sold="A100 80 GB",
         preset="a100",
@@ -118,6 +132,9 @@ CARDS = (
         "H100",
         989.5e12,  # nvidia.com/en-us/data-center/h100, SXM: 1979 with sparsity
         name="H100",
+        bandwidth=3350e9,
+        link=450e9,
+        multiprocessors=132,
         gib=79.1,
         sold="H100 80 GB",
         preset="h100",
@@ -132,6 +149,9 @@ CARDS = (
         "H200",
         989.5e12,  # nvidia.com/en-us/data-center/h200, SXM: 1979 with sparsity
         name="H200",
+        bandwidth=4800e9,
+        link=450e9,
+        multiprocessors=132,
         gib=139.7,
         sold="H200 141 GB",
         preset="h200",
@@ -147,6 +167,9 @@ CARDS = (
         "B200",
         2250e12,  # nvidia.com/en-us/data-center/hgx: 36 PFLOP/s with sparsity for 8 of them
         name="B200",
+        bandwidth=8000e9,
+        link=900e9,
+        multiprocessors=148,
         gib=178.3,
         sold="B200 180 GB",
         preset="b200",

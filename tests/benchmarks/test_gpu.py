@@ -21,11 +21,11 @@ ORDER = ("machine", "run", "step", "checkpoint", "prediction", "live data", "att
 
 @pytest.mark.ray
 @pytest.mark.slow  # 20 processes, two worker groups and a data engine
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(3600)
 def test_all_of_it_runs_on_a_cpu(no_ray_cluster, tmp_path, capfd, monkeypatch):
     path = tmp_path / "found.json"
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # where nothing answers: any request fails
-    assert gpu.main(["--tiny", "--minutes=30", f"--json={path}"]) == 0, path.read_text()
+    assert gpu.main(["--tiny", "--minutes=50", f"--json={path}"]) == 0, path.read_text()
     found = json.loads(path.read_text())
     kinds = list(dict.fromkeys(name.split(",")[0] for name in found))
     assert kinds == list(ORDER)
@@ -36,11 +36,12 @@ def test_all_of_it_runs_on_a_cpu(no_ray_cluster, tmp_path, capfd, monkeypatch):
     for mode in modes:
         for variant in ("ours, 1 rows", "ours, 2 rows", "ours, compiled, 1 rows", "lerobot, 2 rows", "naive, 2 rows"):
             assert found[f"step, {mode}, {variant}"]["result"]["samples_per_s"] > 0
+        assert found[f"step, {mode}, ours, 1 rows"]["result"]["predicted_rows_per_s"]["eager"] > 0
         assert found[f"step, {mode}, ours, compiled, 2 rows"]["result"]["compiled_calls_per_step"] > 0
     assert found["prediction, 2 rows"]["result"]["chunk"][0] == 2
     assert found["checkpoint"]["result"]["same_bits"] is True
     assert found["run"]["result"]["statuses"] == [0, 0] and found["run"]["result"]["steps"] == [2, 4]
-    assert found["run"]["result"]["exported"] == ["model.safetensors"]
+    assert "model.safetensors" in found["run"]["result"]["exported"]
     text = capfd.readouterr().out
     assert "host waits between log steps: 0, predicted 0" in text and "failed: nothing" in text
 
@@ -125,7 +126,7 @@ def test_a_contender_goes_no_further_than_its_memory(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "measure_step", lambda _, device, mode, size, seconds: {"rows": size} if size < 4 else 1 / 0)
-        name, plan = "step, full, ours", {1: 10, 4: 40, 8: 80}.get
+        name, plan = "step, full, ours", {size: {"planned_bytes": 10 * size} for size in (1, 4, 8)}.get
         gpu.at_sizes(taking, name, make, "full", (1, 4, 8), CPU, gpu.TINY, plan, 1.0)
     assert list(taking.found) == ["step, full, ours, 1 rows", "step, full, ours, 4 rows"] and made == [1]
     assert taking.found["step, full, ours, 1 rows"]["result"] == {"rows": 1, "planned_bytes": 10}
@@ -136,20 +137,23 @@ def test_sizes_are_those_that_the_plan_has_room_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=20 * GIB))
     monkeypatch.setattr(step, "policy_config", lambda device: None)
     monkeypatch.setattr(step, "planned", lambda config, mode, size, *_: StepMemory(0, 0, 0, 0, size * GIB, 4 * GIB))
-    assert gpu.planned_bytes("full", 16, torch.device("cuda"), True) == 16 * GIB
+    monkeypatch.setattr(gpu, "card_of_device", lambda device: None)
+    known = {"planned_bytes": 16 * GIB, "predicted_rows_per_s": None}
+    assert gpu.plan("full", 16, torch.device("cuda"), True) == known
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=19 * GIB))
-    assert gpu.planned_bytes("full", 16, torch.device("cuda"), True) is None
+    assert gpu.plan("full", 16, torch.device("cuda"), True) is None
 
 
 def test_predictions_stand_beside_measurements():
     row = {"samples_per_s": 27.04, "mfu": 0.412, "peak_memory_bytes": 51 * 2**30, "planned_bytes": 50 * 2**30}
+    row["predicted_rows_per_s"] = {"eager": 29.6, "compiled": 33.1}
     found = {
         "step, full, ours, 8 rows": {"result": row},
         "step, full, naive, 8 rows": {"error": "OutOfMemoryError: no\nmore", "traceback": ""},
         "audit_syncs": {"result": {"waits": ["a value is read at vla.py:1, 2 times"]}},
     }
     text = gpu.table(found).splitlines()
-    assert " ".join(text[1].split()) == "step, full, ours, 8 rows 27.0 30 41.2% 45% 51.00 GiB 50.00 GiB 1.020"
+    assert " ".join(text[1].split()) == "step, full, ours, 8 rows 27.0 29.6 30 41.2% 45% 51.00 GiB 50.00 GiB 1.020"
     assert " ".join(text[2].split()) == "step, full, naive, 8 rows OutOfMemoryError: no"
     assert text[3:] == ["host waits between log steps: 1, predicted 0", "failed: step, full, naive, 8 rows"]
 

@@ -294,8 +294,10 @@ def test_checkpointing_changes_nothing_but_memory(mode, asked_by):
             return tensor
 
         hooks = [
-            layer.mlp.register_forward_pre_hook(lambda *_, number=number: calls.update([number]))
+            projection.register_forward_pre_hook(lambda *_, number=number: calls.update([number]))
             for number, layer in enumerate(layers)
+            for name, projection in layer.self_attn.named_children()
+            if name in ("o_proj", "out_proj")
         ]
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             loss = module(batch, noise, time)
@@ -383,6 +385,19 @@ def test_other_policies_use_their_own_forward():
 
 
 # --- what is computed -------------------------------------------------------------------------------------
+
+
+def test_projections_of_actions_and_time_are_float32_under_autocast():
+    policy, seen = make_policy(1), {}
+    core = policy.model
+    for name in ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out"):
+        module = getattr(core, name)
+        module.register_forward_hook(lambda module, args, out, name=name: seen.update({name: (module, args[0], out)}))
+    with torch.autocast("cpu", torch.bfloat16):
+        PI05Loss(policy)(*make_batch(policy))
+    assert len(seen) == 4
+    for module, given, made in seen.values():
+        assert torch.equal(made, torch.nn.functional.linear(given.float(), module.weight, module.bias))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,10 +1,11 @@
-"""A perceptron that computes again in backward, against Gemma's own: the same bits, half of what is kept."""
+"""Perceptrons that compute again in backward, against transformers' own: the same bits, half of what is kept."""
 
 import pytest
 import torch
 from torch import nn
-from transformers import GemmaConfig
+from transformers import GemmaConfig, SiglipVisionConfig
 from transformers.models.gemma.modeling_gemma import GemmaMLP
+from transformers.models.siglip.modeling_siglip import SiglipMLP
 
 from vla_finetuning.policies.recompute import feed_forward
 
@@ -19,11 +20,16 @@ def make_mlp(dtype=torch.float32, act="gelu_pytorch_tanh"):
     return GemmaMLP(GemmaConfig(hidden_size=WIDTH, intermediate_size=WIDE, hidden_act=act)).to(dtype)
 
 
+def make_vision_mlp(dtype=torch.float32):
+    torch.manual_seed(0)
+    return SiglipMLP(SiglipVisionConfig(hidden_size=WIDTH, intermediate_size=WIDE)).to(dtype)
+
+
 def computed(function, mlp, autocast=None, trains=True):
     """The result, the input's gradient and those of the weights; and what autograd kept, by the memory it has."""
     mlp.zero_grad()
     mlp.requires_grad_(trains)
-    x = torch.randn(ROWS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).to(mlp.up_proj.weight.dtype)
+    x = torch.randn(ROWS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1)).to(next(mlp.parameters()).dtype)
     x.requires_grad_()
     kept = {}
 
@@ -39,28 +45,30 @@ def computed(function, mlp, autocast=None, trains=True):
     return [y.detach(), x.grad, *(p.grad for p in mlp.parameters() if p.requires_grad)], kept
 
 
+@pytest.mark.parametrize(("make", "matrices"), [(make_mlp, 3), (make_vision_mlp, 4)])
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "autocast"),
     [(torch.float32, None), (torch.float64, None), (torch.float32, torch.bfloat16), (torch.bfloat16, None)],
 )
-def test_values_and_gradients_are_the_same_bits(dtype, autocast, trains):
-    mlp = make_mlp(dtype)
+def test_values_and_gradients_are_the_same_bits(make, matrices, dtype, autocast, trains):
+    mlp = make(dtype)
     expected, _ = computed(lambda mlp, x: mlp(x), mlp, autocast, trains)
     found, _ = computed(feed_forward, mlp, autocast, trains)
-    assert len(found) == len(expected) == (5 if trains else 2)
+    assert len(found) == len(expected) == 2 + trains * matrices
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_backward_keeps_half_of_the_widest_tensors():
-    mlp, wide = make_mlp(), ROWS * TOKENS * WIDE * 4
+@pytest.mark.parametrize(("make", "before", "now"), [(make_mlp, 4, 2), (make_vision_mlp, 2, 1)])
+def test_backward_keeps_half_of_the_widest_tensors(make, before, now):
+    mlp, wide = make(), ROWS * TOKENS * WIDE * 4
 
     def widest(function):
         _, kept = computed(function, mlp)
         return sum(size == wide for size in kept.values())
 
     # The hooks of the test are not asked where those of the perceptron are: its product is in neither.
-    assert widest(lambda mlp, x: mlp(x)) == 4 and widest(feed_forward) == 2
+    assert widest(lambda mlp, x: mlp(x)) == before and widest(feed_forward) == now
 
 
 def test_other_activations_are_as_they_are():

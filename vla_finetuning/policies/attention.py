@@ -51,21 +51,30 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor,
     if kernel == "eager":
         attended, _ = eager_attention_forward(module, query, key, value, bias, module.scaling)
         return attended.flatten(2)
-    # The fused kernels that take a mask want as many heads of keys as of queries. Copies, not views of the same: of
-    # those the memory-efficient one computes something else at some lengths (torch 2.11, pytorch/pytorch#191937).
-    key, value = (_repeat_heads(heads, module.num_key_value_groups) for heads in (key, value))
-    bias = bias.to(query.dtype)
+    query, bias = _fold(query, key, bias)
     if kernel == "sdpa":
         attended = F.scaled_dot_product_attention(query, key, value, bias, scale=module.scaling)
     else:
         with sdpa_kernel(BACKENDS[kernel]):
             attended = F.scaled_dot_product_attention(query, key, value, bias, scale=module.scaling)
-    return attended.transpose(1, 2).flatten(2)
+    groups = module.num_key_value_groups
+    return attended.unflatten(2, (-1, groups)).transpose(1, 2).flatten(2)
 
 
-def _repeat_heads(heads: Tensor, groups: int) -> Tensor:
-    """(B, G, P, D) with each head `groups` times, each in memory of its own."""
-    return heads.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2).contiguous()
+def _fold(query: Tensor, key: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries (B, H, tokens, D) as (B, G, tokens * H / G, D), and the bias that goes with them, in their precision.
+
+    Kernels that take a mask want as many heads of keys as of queries. Heads that share their keys are more queries to
+    them: nothing is copied where G is 1, the order (token, head) being that of the projection's memory. Keys and values
+    repeated for each head would be kept for backward; repeated as views, the memory-efficient kernel computes something
+    else at some lengths (torch 2.11, pytorch/pytorch#191937). Backward divides its work by rows and keys, no longer by
+    heads: on a large GPU that is too little for one or two rows.
+    """
+    groups = query.shape[1] // key.shape[1]
+    folded = query.unflatten(1, (-1, groups)).transpose(2, 3).flatten(2, 3)
+    if bias.shape[2] > 1:
+        bias = bias.repeat_interleave(groups, dim=2)
+    return folded, bias.to(query.dtype)
 
 
 # ---- whether a kernel is right --------------------------------------------------------------------------------------
@@ -233,6 +242,6 @@ def _backend(kernel: Kernel, layer: Any, shape: Shape, device: torch.device, dty
     if kernel != "sdpa":
         return BACKENDS[kernel].name
     query, key, value, bias, _ = _inputs(layer, shape, device, dtype)
-    key, value = (_repeat_heads(heads, layer.num_key_value_groups) for heads in (key, value))
-    chosen = torch._fused_sdp_choice(query, key, value, bias.to(dtype), scale=layer.scaling)
+    query, bias = _fold(query, key, bias)
+    chosen = torch._fused_sdp_choice(query, key, value, bias, scale=layer.scaling)
     return SDPBackend(chosen).name

@@ -13,11 +13,13 @@ gradients are those of `PI05Policy.forward`, and these things are left out:
 * Nothing is read back from the device and nothing is copied to it: noise and times come in as arguments,
   masks are made from the batch on the device, and no dictionary of Python numbers is built.
 * Attention weights need not be stored: PyTorch's fused attention gives the same result (`attention`).
-* Of a perceptron's four widest tensors backward has two, and computes the others again (`recompute`).
+* Of a perceptron's widest tensors backward has half, and computes the others again (`recompute`); what several
+  products read is cast once for all of them; and the one head of keys and values is not repeated (`attention`).
 
 Legend: B batch, K draws of noise and time per row, T chunk, A action, L language tokens, P prefix tokens.
 """
 
+import contextlib
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.policies.common.vla_utils import create_sinusoidal_pos_embedding
-from lerobot.policies.pi_gemma import _gated_residual, layernorm_forward
+from lerobot.policies.pi_gemma import _gated_residual
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import (
     ACTION,
@@ -163,8 +165,9 @@ class PI05Loss(LayeredLoss):
         for layer in language_model.layers[:-1]:
             hidden, key, value = self._run(self._prefix_layer, layer, hidden, rotation, bias, self.attention, again)
             keys_values.append((key, value))
-        normed, _ = layernorm_forward(language_model.layers[-1].input_layernorm, hidden)
-        keys_values.append(_keys_values(language_model.layers[-1].self_attn, normed, rotation))
+        last = language_model.layers[-1]
+        normed = as_multiplied(norm(last.input_layernorm, hidden)[0], last.self_attn.k_proj)
+        keys_values.append(_keys_values(last.self_attn, normed, rotation))
         return Prefix(keys_values, bias, counts.sum(dim=1, keepdim=True))
 
     def _embed_images(self, images: Tensor) -> Tensor:
@@ -175,7 +178,7 @@ class PI05Loss(LayeredLoss):
         # order, and each of its norms and residuals copy from it (transformers 5.5).
         hidden = vision.embeddings(images).contiguous()
         for layer in vision.encoder.layers:
-            hidden = self._run(self._vision_layer, layer, hidden)
+            hidden = self._run(self._vision_layer, layer, hidden, not self._checkpointing)
         return paligemma.multi_modal_projector(vision.post_layernorm(hidden)).to(images.dtype)
 
     def _run_suffix(self, noisy_actions: Tensor, time: Tensor, prefix: Prefix) -> Tensor:
@@ -186,7 +189,8 @@ class PI05Loss(LayeredLoss):
         embedded_time = create_sinusoidal_pos_embedding(
             time, core.action_in_proj.out_features, config.min_period, config.max_period, device=time.device
         ).to(time.dtype)
-        hidden, condition = self._suffix_tokens(noisy_actions, embedded_time, prefix)
+        with in_float32(noisy_actions):
+            hidden, condition = self._suffix_tokens(noisy_actions, embedded_time, prefix)
         hidden = hidden.to(self._suffix_dtype or hidden.dtype)
 
         steps, draws = hidden.shape[1], len(time) // len(prefix.length)
@@ -196,13 +200,14 @@ class PI05Loss(LayeredLoss):
         how = self.attention, not self._checkpointing
         for layer, (key, value) in zip(expert.layers, prefix.keys_values, strict=True):
             hidden = self._run(self._suffix_layer, layer, hidden, condition, rotation, bias, key, value, *how)
-        hidden, _ = layernorm_forward(expert.norm, hidden, condition)
-        return core.action_out_proj(hidden[:, self.before_actions :].to(torch.float32))
+        hidden, _ = norm(expert.norm, hidden, condition)
+        with in_float32(hidden):
+            return core.action_out_proj(hidden[:, self.before_actions :].to(torch.float32))
 
     def _suffix_tokens(
         self, noisy_actions: Tensor, embedded_time: Tensor, prefix: Prefix
     ) -> tuple[Tensor, Tensor | None]:
-        """The expert's tokens (B*K, tokens, width), and what its norms are conditioned on, (B*K, width)."""
+        """The expert's tokens (B*K, tokens, width), and what its norms are conditioned on, (B*K, width); float32."""
         core = self.policy.model
         condition = F.silu(core.time_mlp_out(F.silu(core.time_mlp_in(embedded_time))))
         return core.action_in_proj(noisy_actions), condition
@@ -213,9 +218,7 @@ class PI05Loss(LayeredLoss):
 
     def _rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotary embedding for queries and keys made of `hidden`: cosines and sines (B, 1, tokens, head_dim)."""
-        kind = hidden.device.type
-        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
+        dtype = _autocast_dtype(hidden) or hidden.dtype
         rotary = self.policy.model.paligemma_with_expert.paligemma.model.language_model.rotary_emb
         # Gemma's own multiplies them as matrices, which `set_float32_matmul_precision("high")` has done in TF32: wrong
         # by 0.2 rad at position 900 (transformers 5.5, #48428).
@@ -225,9 +228,12 @@ class PI05Loss(LayeredLoss):
         return cosines.to(dtype), sines.to(dtype)
 
 
-def _vision_layer(layer: nn.Module, hidden: Tensor) -> Tensor:
-    """A layer of the vision tower: hidden (N, tokens, width) to hidden."""
-    return layer(hidden, attention_mask=None)
+def _vision_layer(layer: Any, hidden: Tensor, again: bool) -> Tensor:
+    """A layer of the vision tower: hidden (N, tokens, width) to hidden. `again` as for `_prefix_layer`."""
+    normed = as_multiplied(layer.layer_norm1(hidden), layer.self_attn.q_proj)
+    hidden = hidden + layer.self_attn(normed, attention_mask=None)[0]
+    normed = as_multiplied(layer.layer_norm2(hidden), layer.mlp.fc1)
+    return hidden + (feed_forward(layer.mlp, normed) if again else layer.mlp(normed))
 
 
 def _prefix_layer(
@@ -237,7 +243,8 @@ def _prefix_layer(
 
     `again`: backward computes again what is cheap to compute (`recompute.feed_forward`).
     """
-    normed, gate = layernorm_forward(layer.input_layernorm, hidden)
+    normed, gate = norm(layer.input_layernorm, hidden)
+    normed = as_multiplied(normed, layer.self_attn.q_proj)
     key, value = _keys_values(layer.self_attn, normed, rotation)
     attended = _attend(layer.self_attn, normed, rotation, key, value, bias, attention)
     return _finish_layer(layer, hidden, attended, gate, None, again), key, value
@@ -255,13 +262,28 @@ def _suffix_layer(
     again: bool,
 ) -> Tensor:
     """A layer of the action expert: hidden (B*K, T, width) to hidden, attending to prefix (B rows) and action steps."""
-    normed, gate = layernorm_forward(layer.input_layernorm, hidden, condition)
+    normed, gate = norm(layer.input_layernorm, hidden, condition)
+    normed = as_multiplied(normed, layer.self_attn.q_proj)
     key, value = _keys_values(layer.self_attn, normed, rotation)
     draws = len(hidden) // len(prefix_key)
     key = torch.cat([repeat_rows(prefix_key, draws), key], dim=2)
     value = torch.cat([repeat_rows(prefix_value, draws), value], dim=2)
     attended = _attend(layer.self_attn, normed, rotation, key, value, bias, attention)
     return _finish_layer(layer, hidden, attended, gate, condition, again)
+
+
+def norm(layer: Any, hidden: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """LeRobot's `PiGemmaRMSNorm` by PyTorch's, on CUDA one kernel for its seven, which keeps its input alone.
+
+    Returns:
+        The normed, in the dtype of `hidden`; and, where there is a condition, what the residual is multiplied by.
+    """
+    if condition is None:
+        normed = F.rms_norm(hidden.float(), (layer.dim,), 1.0 + layer.weight.float(), layer.eps)
+        return normed.type_as(hidden), None
+    scale, shift, gate = layer.dense(condition)[:, None].chunk(3, dim=-1)
+    normed = F.rms_norm(hidden.float(), (layer.dim,), None, layer.eps) * (1 + scale.float()) + shift.float()
+    return normed.type_as(hidden), gate.to(hidden.dtype)
 
 
 def _keys_values(module: Any, normed: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -284,13 +306,37 @@ def _attend(
 def _finish_layer(
     layer: Any, hidden: Tensor, attended: Tensor, gate: Tensor | None, condition: Tensor | None, again: bool
 ) -> Tensor:
-    """The half of a layer after attention, with the casts of LeRobot's `compute_layer_complete`."""
-    projected = layer.self_attn.o_proj(attended.to(layer.self_attn.o_proj.weight.dtype))
+    """The half of a layer after attention."""
+    projected = layer.self_attn.o_proj(as_multiplied(attended, layer.self_attn.o_proj))
     hidden = _gated_residual(hidden, projected, gate)
-    normed, gate = layernorm_forward(layer.post_attention_layernorm, hidden, condition)
-    if layer.mlp.up_proj.weight.dtype == torch.bfloat16:
-        normed = normed.to(torch.bfloat16)
+    normed, gate = norm(layer.post_attention_layernorm, hidden, condition)
+    normed = as_multiplied(normed, layer.mlp.up_proj)
     return _gated_residual(hidden, feed_forward(layer.mlp, normed) if again else layer.mlp(normed), gate)
+
+
+def as_multiplied(hidden: Tensor, projection: Any) -> Tensor:
+    """`hidden` in the precision in which a linear layer, and others beside it, multiply it: cast once for all of them.
+
+    Autocast would cast it for each, and have backward keep each result.
+    """
+    return hidden.to(_autocast_dtype(hidden) or projection.weight.dtype)
+
+
+def in_float32(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """No autocast while the block runs: the projections of actions and time are float32 in openpi, whatever the rest.
+
+    They see the noise of the action itself, and are a few small products.
+    """
+    autocasts = _autocast_dtype(tensor) is not None
+    return torch.autocast(tensor.device.type, enabled=False) if autocasts else contextlib.nullcontext()
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """What products with a tensor are computed in under the present autocast; None without one."""
+    kind = tensor.device.type
+    # The meta device, on which operations are counted, has none, and is not asked.
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
 
 
 def _heads(projection: nn.Module, normed: Tensor, module: Any) -> Tensor:

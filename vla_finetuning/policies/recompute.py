@@ -1,13 +1,13 @@
-"""A gated perceptron of which backward keeps half: GELU and its product with the other half are computed again.
+"""Perceptrons of which backward keeps half: GELU, and its product with the other factor, are computed again.
 
 Autograd keeps four tensors of a language model's widest layer for every token: the gate, its GELU, the other factor and
-their product. Two of them follow from the others by a few operations per number, which cost far less than the memory:
-of 4.77 MiB that a token of PI0.5's language model takes they are a quarter. Values and gradients are the same bits.
+their product; and two of a vision tower's. Half of them follow from the others by a few operations per number, which
+cost far less than the memory. Values and gradients are the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,20 +21,29 @@ GELU_TANH = "gelu_pytorch_tanh"
 
 
 def feed_forward(mlp: Any, hidden: Tensor) -> Tensor:
-    """A Gemma's perceptron: down(gelu(gate(x)) * up(x)).
+    """A Gemma's perceptron, down(gelu(gate(x)) * up(x)), or a SigLIP's, fc2(gelu(fc1(x))).
 
     As it is written where it is compiled, because the compiler recomputes by itself, and where no gradient is wanted.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or mlp.config.hidden_act != GELU_TANH:
         return mlp(hidden)
+    if hasattr(mlp, "fc1"):
+        wide = mlp.fc1(hidden)
+        product = _gelu(wide)
+        with _made_again(product, _gelu, wide):
+            return mlp.fc2(product)
     gate, up = mlp.gate_proj(hidden), mlp.up_proj(hidden)
     product = _Gated.apply(gate, up)
-    with _made_again(product, gate, up):
+    with _made_again(product, _gated, gate, up):
         return mlp.down_proj(product)
 
 
+def _gelu(wide: Tensor) -> Tensor:
+    return F.gelu(wide, approximate="tanh")
+
+
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    return F.gelu(gate, approximate="tanh") * up
+    return _gelu(gate) * up
 
 
 class _Gated(torch.autograd.Function):
@@ -52,21 +61,21 @@ class _Gated(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_gate = torch.ops.aten.gelu_backward(gradient * up, gate, approximate="tanh")
         if ctx.needs_input_grad[1]:
-            of_up = gradient * F.gelu(gate, approximate="tanh")
+            of_up = gradient * _gelu(gate)
         return of_gate, of_up
 
 
 @contextmanager
-def _made_again(product: Tensor, gate: Tensor, up: Tensor) -> Iterator[None]:
-    """What the block would keep of `product` for its backward, it makes again of the other two."""
+def _made_again(product: Tensor, make: Callable[..., Tensor], *factors: Tensor) -> Iterator[None]:
+    """What the block would keep of `product` for its backward, it makes again of what that was made of."""
     storage = product.untyped_storage()._cdata
-    factors = gate.detach(), up.detach()
+    factors = tuple(factor.detach() for factor in factors)
 
     def pack(kept: Tensor) -> Tensor | torch.Size:
         return kept.shape if kept.untyped_storage()._cdata == storage else kept
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
-        return packed if isinstance(packed, Tensor) else _gated(*factors).view(packed)
+        return packed if isinstance(packed, Tensor) else make(*factors).view(packed)
 
     with saved_tensors_hooks(pack, unpack):
         yield

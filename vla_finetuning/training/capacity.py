@@ -18,6 +18,7 @@ from vla_finetuning.config import Config, Strategy, TrainMode
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.training.memory import FRAGMENTATION, GIB, StepMemory, prediction_bytes, step_memory
+from vla_finetuning.training.step_time import Operations
 
 # Of the machines that have such GPUs most have so many; what hsdp is planned for on a driver that has none.
 GPUS_OF_A_NODE = 8
@@ -45,12 +46,19 @@ def planned_memory(spec: PolicySpec, frame_bytes: int) -> Plan:
     return planned
 
 
-def needed_by(config: Config, policy: PreTrainedConfig, *, cameras: int, frame_bytes: int) -> StepMemory:
+def needed_by(
+    config: Config,
+    policy: PreTrainedConfig,
+    *,
+    cameras: int,
+    frame_bytes: int,
+    operations: Operations | None = None,
+) -> StepMemory:
     """What each worker of a run with these options needs.
 
     Args:
         policy: with as many cameras, and prompts of the longest length.
-        frame_bytes: of one row's frames as they reach the device, uint8.
+        frame_bytes: of one row's frames as they reach the device, uint8. operations: as for `step_memory`.
     """
     train, scaling = config.train, config.scaling
     return step_memory(
@@ -71,6 +79,7 @@ def needed_by(config: Config, policy: PreTrainedConfig, *, cameras: int, frame_b
         find_unused_parameters=scaling.find_unused_parameters,
         average=config.ema.enable,
         frame_bytes=frame_bytes,
+        operations=operations,
     )
 
 

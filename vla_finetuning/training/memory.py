@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from util import local_shard, make_trainable_optimizer, train_step
+from util import UNWATCHED, local_shard, make_trainable_optimizer, train_step
 from vla_finetuning.config import Attention, PeftOptions, Strategy, TrainMode
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.build import build_loss
@@ -35,6 +35,7 @@ from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
 from vla_finetuning.training.parallel import gathered_bytes, hold_gradients, is_sharded, keeps_casts, spread, units
+from vla_finetuning.training.step_time import Operations
 
 GIB = 2**30
 # What a GPU holds that no tensor of the step is. Planned, to be corrected by what is measured.
@@ -106,6 +107,7 @@ def step_memory(
     find_unused_parameters: bool = False,
     frame_bytes: int = 0,
     average: bool = False,
+    operations: Operations | None = None,
 ) -> StepMemory:
     """Run a step without storage, Adam's moments being there, and add up what would be alive.
 
@@ -113,7 +115,8 @@ def step_memory(
         config: of a policy whose family is built `from_config`. cameras: in a batch. The others are the run's own
             options; bf16: under autocast, with frozen weights in bf16. workers: the fewest that the run may have.
             shard_workers: for hsdp, how many of them hold a copy together; all when absent. frame_bytes: of a row's
-            frames, uint8, as they arrive. average: whether there is one of what trains.
+            frames, uint8, as they arrive. average: whether there is one of what trains. operations: note those of one
+            micro-batch and the optimizer.
     """
     checkpointing = checkpointing or getattr(config, "gradient_checkpointing", False)
     family, cpu = family_of(config), torch.device("cpu")
@@ -176,7 +179,7 @@ def step_memory(
         loss.register_forward_pre_hook(note_before)
         loss.register_forward_hook(note_saved)
         gradients = _bytes([local_shard(param) for param in optimizer.params])
-        with alive:
+        with alive, operations or contextlib.nullcontext():
             state = [local_shard(tensor) for tensor in optimizer.state().values()]
             alive.peak = alive.bytes
             # DDP makes its buckets anew before its second step, in the order of backward, and copies from the old.
@@ -192,6 +195,7 @@ def step_memory(
                 autocast=autocast,
                 device=cpu,
                 keep_casts=keeps_casts(strategy, grad_accum, checkpointing),
+                clock=operations or UNWATCHED,
             )
         # Without gradients in them, DDP's buckets stand beside these.
         buckets = gradients if workers > 1 and not sharded and not optimizer.keeps_gradients else 0
