@@ -197,7 +197,8 @@ class LeRobotDatasource(Datasource):
             drawn = Episodes(places.dataset_index, places.episode_index, start, length)
             self.plan = plan(drawn, seed=order.shuffle_seed, episode_weights=repeated)
         else:
-            piece, begins, length, shard = divide(places.dataset_index, length, repeated, self.shards, cut_at)
+            roots = [meta.root for meta in self.metas]
+            piece, begins, length, shard = divide(places.dataset_index, length, repeated, self.shards, cut_at, roots)
             places = self._places = places.take(piece)
             repeated = None if repeated is None else repeated[piece]
             drawn = Episodes(places.dataset_index, places.episode_index, start[piece] + begins, length)
@@ -271,14 +272,14 @@ class LeRobotDatasource(Datasource):
         return max(total, 1)
 
     def decoded_bytes(self) -> int:
-        """Bytes of all different frames that are decoded of videos in an epoch: what keeping them takes.
+        """Bytes of all different frames that are decoded in an epoch: what keeping them takes.
 
         On a node: of a shard, where there are several.
         """
         total = 0
         for key in self.columns():
             feature = self._features.get(key)
-            if feature is not None and feature.dtype == "video":
+            if feature is not None and feature.dtype in CAMERA_DTYPES:
                 shape, dtype = frame_of(feature, self._image_size)
                 total += math.prod(shape) * dtype.itemsize
         return total * int(self.plan.episodes.length.sum()) // self.shards
@@ -300,13 +301,12 @@ class LeRobotDatasource(Datasource):
 
     @property
     def nameable(self) -> frozenset[str]:
-        """Cameras whose frames can be named: videos, if all frames may be cached and no row is left blank."""
+        """Cameras whose frames can be named: those that are read, if all frames may be cached and no row is blank."""
         cache = self._reading.frame_cache
         if cache is None or self.skips or self.decoded_bytes() > cache.gb * 1e9:
             return frozenset()
-        read = self._features.keys() & set(self.columns())
-        stored = {key: {meta.features[key].dtype for meta in self.metas if key in meta.features} for key in read}
-        return frozenset(key for key in read if stored[key] == {"video"})
+        cameras = {key for key, feature in self._features.items() if feature.dtype in CAMERA_DTYPES}
+        return frozenset(cameras & set(self.columns()))
 
     def caching(self) -> tuple[FrameCache, list[VideoFile], int] | None:
         """The cache that rows may name frames of, a file of each camera of each dataset, the bytes of all frames."""
@@ -599,8 +599,8 @@ def read_lerobot(
         num_cpus: CPUs that a read task holds; it decodes with as many threads.
         on_error: "stop": an episode that cannot be read ends the job with an error that names it. "skip": its rows are
             blank, and true in one more column, `is_skipped`; a warning in Ray's logs says why.
-        frame_cache: a folder on each node's own disk that keeps the frames decoded of videos, so that they are decoded
-            once, by any later read of this dataset. None: no cache.
+        frame_cache: a folder on each node's own disk that keeps decoded frames, so that they are decoded once, by any
+            later read of this dataset. None: no cache.
         frame_cache_gb: the most it holds on a node, in 10^9 bytes; frames that do not fit are decoded every time.
         memory: bytes that a read task reserves. concurrency: read tasks at once, at most. label_selector: the nodes
             that read, by their labels, so that nodes with GPUs need not. ray_remote_args: further options of read

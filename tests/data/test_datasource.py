@@ -556,7 +556,7 @@ def test_depth_maps_that_were_decoded_before_are_the_same(depth_root, tmp_path, 
     (expected,), (first,) = (list(source.read_rows(range(10), 10)) for source in (plain, cached))
     monkeypatch.delattr(lerobot_decode.VideoReader, "read")
     (later,) = cached.read_rows(range(10), 10)
-    assert cached.nameable == {"observation.images.depth_video"}
+    assert cached.nameable == set(DEPTHS)
     (table,) = read_directly(cached, named=cached.nameable)
     named = {name: column_to_numpy(table.column(name)) for name in table.column_names}
     assert all(named[key].nbytes < expected[key].nbytes for key in cached.nameable)
@@ -588,7 +588,7 @@ def test_a_depth_image_that_is_none(depth_root, tmp_path):
     file = io.BytesIO()
     Image.new("RGB", (80, 64)).save(file, "png")
     rewrite(root, lambda c: c["observation.images.depth_mm"].__setitem__(3, {"bytes": file.getvalue(), "path": None}))
-    with pytest.raises(ValueError, match="episode 0 frame 3: expected a depth map of uint16 or float32"):
+    with pytest.raises(ValueError, match=r"episode 0\), row 3: expected a depth map of uint16 or float32"):
         read_directly(datasource([load_metadata(root)]))
 
 
@@ -744,7 +744,7 @@ def test_a_data_file_with_rows_missing(copy):
 def test_a_damaged_image(copy):
     root = copy("images")
     rewrite(root, lambda c: c[STILL].__setitem__(2, {"bytes": b"\x89PNG\r\n\x1a\nnope", "path": None}))
-    with pytest.raises(ValueError, match="episode 0 frame 2: damaged image"):
+    with pytest.raises(ValueError, match=r"episode 0\), row 2: damaged image"):
         read_directly(datasource([load_metadata(root)]))
 
 

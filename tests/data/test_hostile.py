@@ -202,7 +202,7 @@ def test_images_larger_than_declared(root, side):
     with_images(root, png_that_claims(side, side), 48, 64)
     with (
         takes_at_most(100),
-        pytest.raises(ValueError, match=f"frame 0: image is (far larger than the|{side}x{side}).*48x64"),
+        pytest.raises(ValueError, match=f"row 0: image is (far larger than the|{side}x{side}).*48x64"),
     ):
         read_all(root)
     (finding,) = [finding for finding in look_at(load_metadata(root)).findings if "camera" in finding.text]
