@@ -16,7 +16,7 @@ import pytest
 from ray import cloudpickle
 from ray.data import DataContext
 
-from lerobot_datasource import SHARE, BlockShare, read_lerobot, reads_per_task
+from lerobot_datasource import SHARE, read_lerobot
 from tests import clusters
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
@@ -25,6 +25,7 @@ from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.plan import PART_SEGMENTS, _Source
+from vla_finetuning.data.read_tasks import BlockShare, reads_per_task
 from vla_finetuning.data.reader import DatasetFiles
 from vla_finetuning.data.rows import BOOKKEEPING, column_to_numpy, read_rows
 
