@@ -14,15 +14,14 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import ray
 from ray.data import Dataset
 from ray.data.block import BlockMetadata
@@ -53,10 +52,10 @@ from vla_finetuning.data.plan import (
     task_bounds,
     window_and_segment,
 )
+from vla_finetuning.data.read_tasks import BlockShare, Planned, ReadFunction, episode_locations, read_of, reads_per_task
 from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
 from vla_finetuning.data.rows import (
     IS_PAD,
-    EpisodeLocations,
     WindowRead,
     column_to_numpy,
     read_rows,
@@ -76,7 +75,6 @@ SEGMENT_ROWS = 16
 # A read task decodes a window at a time and holds its rows in memory: bound them. Several windows per task at most.
 READ_BYTES = 192 * 2**20
 BLOCK_BYTES = 32 * 2**20
-MAX_READS_PER_TASK = 4
 # One execution of Ray Data lists its read tasks up front; longer streams run as several executions.
 READS_PER_EXECUTION = 4096
 # An epoch is one execution however long it is: of at most so many tasks, as long as that makes them.
@@ -90,28 +88,6 @@ NAMES, CACHING = "lerobot_names", "lerobot_caching"
 CACHE_CHECK_S = 60.0
 # In the same place: how many shards its rows are divided into.
 SHARDS = "lerobot_shards"
-
-
-@dataclass(frozen=True)
-class BlockShare:
-    """Of every `of` blocks of a stream, those from `first` to `last`: what one of several executions at once reads.
-
-    Ranks `first` to `last` of `of` get the same blocks from it that they would get from an execution of all: blocks are
-    dealt to the ranks in turn.
-    """
-
-    first: int
-    last: int
-    of: int
-
-    def runs(self, first: int, last: int, block_rows: int) -> np.ndarray:
-        """Where it has rows among stream positions [first, last): runs [start, end), int64 (N, 2), in order.
-
-        An incomplete turn of `of` blocks is dealt to no rank.
-        """
-        turn = self.of * block_rows
-        starts = first + np.arange((last - first) // turn, dtype=np.int64) * turn
-        return starts[:, None] + np.array([self.first, self.last]) * block_rows
 
 
 class LeRobotDatasource(Datasource):
@@ -169,7 +145,7 @@ class LeRobotDatasource(Datasource):
         window, segment = window_and_segment(
             order.shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments, cut_at
         )
-        places = self._places = _places(self.metas, selected, self._features)
+        places = self._places = episode_locations(self.metas, selected, self._features)
         start, length, repeated = places.start, places.length - selection.drop_n_last_frames, None
         if stretches is not None:
             before = np.cumsum([0, *map(len, selected)])
@@ -197,7 +173,8 @@ class LeRobotDatasource(Datasource):
             drawn = Episodes(places.dataset_index, places.episode_index, start, length)
             self.plan = plan(drawn, seed=order.shuffle_seed, episode_weights=repeated)
         else:
-            piece, begins, length, shard = divide(places.dataset_index, length, repeated, self.shards, cut_at)
+            roots = [meta.root for meta in self.metas]
+            piece, begins, length, shard = divide(places.dataset_index, length, repeated, self.shards, cut_at, roots)
             places = self._places = places.take(piece)
             repeated = None if repeated is None else repeated[piece]
             drawn = Episodes(places.dataset_index, places.episode_index, start[piece] + begins, length)
@@ -271,14 +248,14 @@ class LeRobotDatasource(Datasource):
         return max(total, 1)
 
     def decoded_bytes(self) -> int:
-        """Bytes of all different frames that are decoded of videos in an epoch: what keeping them takes.
+        """Bytes of all different frames that are decoded in an epoch: what keeping them takes.
 
         On a node: of a shard, where there are several.
         """
         total = 0
         for key in self.columns():
             feature = self._features.get(key)
-            if feature is not None and feature.dtype == "video":
+            if feature is not None and feature.dtype in CAMERA_DTYPES:
                 shape, dtype = frame_of(feature, self._image_size)
                 total += math.prod(shape) * dtype.itemsize
         return total * int(self.plan.episodes.length.sum()) // self.shards
@@ -300,13 +277,12 @@ class LeRobotDatasource(Datasource):
 
     @property
     def nameable(self) -> frozenset[str]:
-        """Cameras whose frames can be named: videos, if all frames may be cached and no row is left blank."""
+        """Cameras whose frames can be named: those that are read, if all frames may be cached and no row is blank."""
         cache = self._reading.frame_cache
         if cache is None or self.skips or self.decoded_bytes() > cache.gb * 1e9:
             return frozenset()
-        read = self._features.keys() & set(self.columns())
-        stored = {key: {meta.features[key].dtype for meta in self.metas if key in meta.features} for key in read}
-        return frozenset(key for key in read if stored[key] == {"video"})
+        cameras = {key for key, feature in self._features.items() if feature.dtype in CAMERA_DTYPES}
+        return frozenset(cameras & set(self.columns()))
 
     def caching(self) -> tuple[FrameCache, list[VideoFile], int] | None:
         """The cache that rows may name frames of, a file of each camera of each dataset, the bytes of all frames."""
@@ -382,7 +358,7 @@ class LeRobotDatasource(Datasource):
 
         def task(position: int, rows: int, reads: Iterable[WindowRead]) -> ReadTask:
             metadata = BlockMetadata(num_rows=rows, size_bytes=rows * row_bytes, input_files=None, exec_stats=None)
-            return ReadTask(_ReadFunction(shared, reads, position, options), metadata, per_task_row_limit=limit)
+            return ReadTask(ReadFunction(shared, reads, position, options), metadata, per_task_row_limit=limit)
 
         if share is not None:
             return [task(first, sum(map(len, reads)), reads) for reads in self._reads_of(share, first, last)]
@@ -396,7 +372,7 @@ class LeRobotDatasource(Datasource):
         tasks = []
         for a, b in itertools.pairwise(bounds.tolist()):
             rows = b - a if limit is None else min(b - a, limit)
-            planned = _Planned(whole or (self.plan, self._places), a, a + rows, self._read_rows, self.block_rows)
+            planned = Planned(whole or (self.plan, self._places), a, a + rows, self._read_rows, self.block_rows)
             tasks.append(task(a, rows, planned if whole else list(planned)))
         return tasks
 
@@ -439,7 +415,7 @@ class LeRobotDatasource(Datasource):
             yield {name: column_to_numpy(table.column(name)) for name in table.column_names}
 
     def _read(self, windows: list[WindowSlice]) -> WindowRead:
-        return _read_of(windows, self._places)
+        return read_of(windows, self._places)
 
     def _options(self, block_rows: int) -> ReadOptions:
         return ReadOptions(
@@ -455,93 +431,6 @@ class LeRobotDatasource(Datasource):
             skip_log=self._reading.skip_log,
             frame_cache=self._reading.frame_cache,
         )
-
-
-def _places(
-    metas: Sequence[DatasetMetadata], selected: Sequence[np.ndarray], features: Collection[str]
-) -> EpisodeLocations:
-    """Where the selected episodes of all datasets lie. Of a camera that is no video in one of them: file -1."""
-    videos = [key for key in features if any(key in meta.video_files for meta in metas)]
-
-    def together(columns: Iterable[np.ndarray | None]) -> np.ndarray:
-        pairs = zip(columns, selected, strict=True)
-        return np.concatenate([np.full(len(c), -1) if column is None else column[c] for column, c in pairs])
-
-    return EpisodeLocations(
-        dataset_index=np.repeat(np.arange(len(metas), dtype=np.int32), [len(chosen) for chosen in selected]),
-        episode_index=np.concatenate(selected),
-        start=together(m.episode_start for m in metas),
-        length=together(m.episode_length for m in metas),
-        data_file=together(m.episode_data_file for m in metas),
-        data_row=together(m.episode_data_row for m in metas),
-        video_file={key: together(m.episode_video_file.get(key) for m in metas) for key in videos},
-        video_start_s={key: together(m.episode_video_start_s.get(key) for m in metas) for key in videos},
-    )
-
-
-def _read_of(windows: list[WindowSlice], places: EpisodeLocations) -> WindowRead:
-    return WindowRead(windows, places.take(np.concatenate([window.episode for window in windows])))
-
-
-@dataclass
-class _Planned:
-    """The reads that make up stream positions [first, last), a window each, looked up when they are wanted."""
-
-    plan: Any  # (Plan, EpisodeLocations), or an ObjectRef of them
-    first: int
-    last: int
-    read_rows: int
-    block_rows: int
-
-    def __iter__(self) -> Iterator[WindowRead]:
-        plan, places = _opened(self.plan)
-        cuts = task_bounds(self.first, self.last, self.read_rows, self.block_rows)
-        for a, b in itertools.pairwise(cuts.tolist()):
-            yield _read_of(list(plan.slices(a, b)), places)
-
-
-_newest: dict[str, Any] = {}
-
-
-def _opened(plan: Any) -> tuple[Plan, EpisodeLocations]:
-    """A plan, opened once in a process: it remembers which part of an epoch it has cut, for the next task."""
-    if not isinstance(plan, ray.ObjectRef):
-        return plan
-    if plan.hex() not in _newest:
-        _newest.clear()
-        _newest[plan.hex()] = ray.get(plan)
-    return _newest[plan.hex()]
-
-
-@dataclass
-class _ReadFunction:
-    """The function of a read task. Its pickle holds only its own parts."""
-
-    shared: Any  # ObjectRef of (list[DatasetFiles], what is made of blocks or None), or the pair itself
-    reads: Iterable[WindowRead]  # decoded one after the other, which bounds the memory
-    first_position: int
-    options: ReadOptions
-    __name__: str = field(default="read_slices", repr=False)
-
-    def __call__(self) -> Iterator[pa.Table]:
-        readers, prepare = ray.get(self.shared) if isinstance(self.shared, ray.ObjectRef) else self.shared
-        position = self.first_position
-        for read in self.reads:
-            yield from read_rows(readers, read, position, self.options, prepare)
-            position += len(read)
-
-
-def reads_per_task(reads: int, read_bytes: int, cluster: Mapping[str, float]) -> int:
-    """How many windows a read task decodes, one after the other, where `reads` are to be read. Pure.
-
-    Ray Data 2.60 notices up to 0.3 s later that a task has ended; the next one then finds its CPU idle. Long tasks make
-    that matter less; but the CPUs must end about together, and when blocks are wanted in order, those of all tasks but
-    the first wait in the object store.
-    """
-    cpus = max(1.0, cluster.get("CPU", 1))
-    by_turns = reads / cpus / 4
-    by_store = cluster.get("object_store_memory", 0) / cpus / 3 / read_bytes
-    return int(max(1, min(by_turns, by_store, MAX_READS_PER_TASK)))
 
 
 # ---- the public functions ----------------------------------------------------------------------------------------
@@ -599,8 +488,8 @@ def read_lerobot(
         num_cpus: CPUs that a read task holds; it decodes with as many threads.
         on_error: "stop": an episode that cannot be read ends the job with an error that names it. "skip": its rows are
             blank, and true in one more column, `is_skipped`; a warning in Ray's logs says why.
-        frame_cache: a folder on each node's own disk that keeps the frames decoded of videos, so that they are decoded
-            once, by any later read of this dataset. None: no cache.
+        frame_cache: a folder on each node's own disk that keeps decoded frames, so that they are decoded once, by any
+            later read of this dataset. None: no cache.
         frame_cache_gb: the most it holds on a node, in 10^9 bytes; frames that do not fit are decoded every time.
         memory: bytes that a read task reserves. concurrency: read tasks at once, at most. label_selector: the nodes
             that read, by their labels, so that nodes with GPUs need not. ray_remote_args: further options of read

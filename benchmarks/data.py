@@ -7,7 +7,8 @@ take turns, several rounds; medians are reported. `rows_per_s` is what arrives o
 a fifth and nine tenths of the rows. Ours reads several epochs, on a warm Ray cluster; `rows_per_s_overall` is all rows
 over all the time. `growth` compares a dataset with ten times the episodes, and times the plan of up to 100 000 of them.
 `numbers` is the CPU time of a row's numbers, in data files of 100 MB with one row group each, or one for each episode.
-`kept_frames` compares an epoch without a cache of decoded frames, the first with one, and later ones.
+`kept_frames` compares an epoch without a cache of decoded frames, the first with one, and later ones. `adverse`: two
+epochs without a cache, and two with one that cannot be used, is too small, or is emptied between them.
 Results go to `benchmarks/results/data-<hardware>-<date>.json`, dataset by dataset; a table is printed.
 """
 
@@ -24,6 +25,7 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import statistics
 import sys
 import tempfile
@@ -337,15 +339,16 @@ def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
     `nothing_kept`: as if every window were the node's first. `first`: so many windows with an empty folder for what was
     unpacked, the unpacking included. `later`: other windows of the same files then. `settled`: after as many again.
     """
-    from lerobot_datasource import LeRobotDatasource, _read_of
-    from vla_finetuning.data import rows
+    from lerobot_datasource import LeRobotDatasource
+    from vla_finetuning.data import number_cache, rows
     from vla_finetuning.data.metadata import load_metadata
+    from vla_finetuning.data.read_tasks import read_of
 
     def cost(source: LeRobotDatasource, first: int, count: int) -> float:
         """Of so many windows, which are planned beforehand."""
         readers = [rows.DatasetFiles.of(meta) for meta in source.metas]
         bounds = range(first * size, (first + count) * size, size)
-        reads = [_read_of(list(source.plan.slices(a, a + size)), source._places) for a in bounds]
+        reads = [read_of(list(source.plan.slices(a, a + size)), source._places) for a in bounds]
         before = time.process_time()
         read = sum(len(block) for r in reads for block in rows.read_rows(readers, r, 0, source._options(size)))
         return (time.process_time() - before) * 1000 / read
@@ -356,7 +359,7 @@ def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
         meta = load_metadata(make_numbers(name, megabytes))
         deltas = {"action": [i / FPS for i in range(WINDOW)]}
         source = LeRobotDatasource([meta], features=Features(delta_timestamps=deltas), order=Order(shuffle_seed=0))
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(table, "NUMBERS_DIR", folder):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(number_cache, "NUMBERS_DIR", folder):
             with mock.patch.object(rows, "file_identity", lambda *_: None):
                 unkept = cost(source, 0, 2)
             found[name] = {
@@ -410,6 +413,50 @@ def kept_frames(root: Path, rounds: int, cores: int, seeds: Iterator[int]) -> di
         "later_of_loader": medians["later epochs"] / medians["LeRobot DataLoader, pyav"],
         "samples": samples,
     }
+
+
+# ---- caches that are not as hoped -------------------------------------------------------------------------------
+
+
+def adverse(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
+    """Rows per second over two epochs, start-up included, with caches of frames that fail, by those without one."""
+    from vla_finetuning.data.frame_cache import FrameCache
+
+    source = our_source(root, OUR_ROWS)
+    rows, gb = 2 * source.plan.rows_per_epoch, source.decoded_bytes() / 1e9
+
+    def emptied(folder: Path) -> Iterator[dict[str, np.ndarray]]:
+        """Once, when the first epoch is through."""
+        read = 0
+        for batch in shuffled(root, rows, seeds, frame_cache=FrameCache(str(folder), 200.0)):
+            before, read = read, read + len(batch["index"])
+            if before < rows // 2 <= read:
+                shutil.rmtree(folder)
+            yield batch
+
+    def too_small(folder: Path) -> Iterator[dict[str, np.ndarray]]:
+        return shuffled(root, rows, seeds, frame_cache=FrameCache(str(folder), gb / 2))
+
+    def open_to_others(folder: Path) -> Iterator[dict[str, np.ndarray]]:
+        folder.mkdir()
+        folder.chmod(0o777)
+        return shuffled(root, rows, seeds, frame_cache=FrameCache(str(folder), 200.0))
+
+    samples: dict[str, list[float]] = {}
+    next(shuffled(root, rows, seeds))  # warms the cluster's worker processes up
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(dir=root.parent) as temporary:
+            cases: dict[str, Contender] = {
+                "without": partial(shuffled, root, rows, seeds),
+                "emptied after an epoch": partial(emptied, Path(temporary).absolute() / "emptied"),
+                "half of the frames fit": partial(too_small, Path(temporary).absolute() / "small"),
+                "others may write there": partial(open_to_others, Path(temporary).absolute() / "open"),
+            }
+            for label, batches in cases.items():
+                samples.setdefault(label, []).append(measure(batches)["rows_per_s_overall"])
+    medians = {label: statistics.median(values) for label, values in samples.items()}
+    of_without = {label: value / medians["without"] for label, value in medians.items() if label != "without"}
+    return {"rows": rows, "rows_per_s": medians, "of_without": of_without, "samples": samples}
 
 
 # ---- growth -----------------------------------------------------------------------------------------------------
@@ -471,7 +518,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2000, help="of each dataset")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth", "numbers", "kept_frames")))
+    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth", "numbers", "kept_frames", "adverse")))
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
 
@@ -486,6 +533,7 @@ def main() -> None:
         "growth": before.get("growth"),
         "numbers": before.get("numbers"),
         "kept_frames": before.get("kept_frames"),
+        "adverse": before.get("adverse"),
         "date": today,
         "command": shlex.join(sys.orig_argv[1:]),
         "hardware": Environment.here().model_dump(),
@@ -501,6 +549,9 @@ def main() -> None:
             if name == "kept_frames":
                 root = make("av1_240x320x3", options.rows)
                 results[name] = settings | kept_frames(root, options.rounds, options.cores, seeds)
+                print(json.dumps(results[name], indent=2), flush=True)
+            elif name == "adverse":
+                results[name] = settings | adverse(make("av1_240x320x3", options.rows), options.rounds, seeds)
                 print(json.dumps(results[name], indent=2), flush=True)
             elif name == "numbers":
                 results[name] = numbers(100)
@@ -551,7 +602,7 @@ def compare(name: str, rows: int, rounds: int, cores: int, seeds: Iterator[int])
             epoch = partial(shuffled, root, rows, seeds, frame_cache=cache)
             later = partial(shuffled, root, OUR_ROWS, seeds, frame_cache=cache)
             cached: dict[str, Contender] = {"ours, first epoch with a frame cache": epoch, "ours, later epochs": later}
-            for label, batches in (contenders | (cached if cameras else {})).items():
+            for label, batches in (contenders | cached).items():
                 if label == "ours, shuffled":
                     limits.append(decoder_alone(root, cores))  # next to what is compared with it
                 samples.setdefault(label, []).append(measure(batches))

@@ -16,6 +16,8 @@ DATASETS: dict[str, dict[str, Any]] = {
     "av1_480x640x2": {"cameras": dict.fromkeys(CAMERAS[:2], (480, 640))},
     "h264_480x640x2": {"cameras": dict.fromkeys(CAMERAS[:2], (480, 640)), "vcodec": "h264"},
     "images_240x320x1": {"cameras": {}, "image_cameras": {CAMERAS[0]: (240, 320)}},
+    # With noise, so that images are as large as a camera's are as PNG: 0.1 MB.
+    "images_240x320x3": {"cameras": {}, "image_cameras": dict.fromkeys(CAMERAS, (240, 320)), "noise": 8},
 }
 CACHE = Path(".cache/benchmarks")
 

@@ -83,6 +83,8 @@ def make(folder: Path, episodes: int, robot: int = 0) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"PAR1" * 3 if suffix == "parquet" else b"\0\0\0\x08moov")  # whole, and empty
     before = np.cumsum(length) - length
+    columns |= {"dataset_from_index": before, "dataset_to_index": before + length}
+    columns |= {"meta/episodes/chunk_index": 0 * number, "meta/episodes/file_index": number // EPISODES_OF_FILE["meta"]}
     for key in cameras:
         first = before[number // EPISODES_OF_FILE["videos"] * EPISODES_OF_FILE["videos"]]
         columns[f"videos/{key}/from_timestamp"] = (before - first) / fps
@@ -94,8 +96,10 @@ def make(folder: Path, episodes: int, robot: int = 0) -> None:
         rows = table.slice(begin, EPISODES_OF_FILE["meta"])
         for key, size in sizes.items():
             for name in STATISTICS:
-                values = pa.FixedSizeListArray.from_arrays(pa.array(rng.random(len(rows) * size)), size)
-                rows = rows.append_column(f"stats/{key}/{name}", values.cast(pa.list_(pa.float64())))
+                values = pa.array(rng.random(len(rows) * size))
+                if key in cameras:  # of shape (3, 1, 1)
+                    values = _lists_of(1, _lists_of(1, values))
+                rows = rows.append_column(f"stats/{key}/{name}", _lists_of(size, values))
             rows = rows.append_column(f"stats/{key}/count", pa.array([[1]] * len(rows), pa.list_(pa.int64())))
         path = folder / f"meta/episodes/chunk-000/file-{nth:03d}.parquet"
         pq.write_table(rows, path, row_group_size=EPISODES_OF_GROUP, compression="snappy")
@@ -113,6 +117,10 @@ def make(folder: Path, episodes: int, robot: int = 0) -> None:
         "total_frames": int(length.sum()),
     }
     (folder / "meta/info.json").write_text(json.dumps(info))
+
+
+def _lists_of(size: int, values: pa.Array) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(np.arange(0, len(values) + 1, size), pa.int32()), values)
 
 
 def load(folder: Path, name: str) -> Any:

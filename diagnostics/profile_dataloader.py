@@ -40,6 +40,7 @@ from diagnostics.report import Environment, Record, Report, Spread, shares, time
 from diagnostics.step_report import StepReport
 from diagnostics.tool import Options, Result, count, run_tool, scratch_run
 from util import Batch, Clock, NumpyToTorchCollate, Phase
+from vla_finetuning.data import number_cache
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data import videos as lerobot_videos
 from vla_finetuning.data.decode import VideoReader
@@ -72,10 +73,10 @@ FUNCTIONS: tuple[tuple[Any, str, Stage], ...] = (
     (RemoteVideo, "ask", "read"),
     (lerobot_rows, "_fill_numbers", "shuffle"),
     (lerobot_rows, "_fill_texts", "shuffle"),
-    (lerobot_rows, "_fill_images", "shuffle"),
-    (lerobot_rows, "decode_image", "decode"),
-    (lerobot_rows, "decode_depth_image", "decode"),
-    (lerobot_rows, "_read_videos", "shuffle"),
+    (lerobot_rows, "_read_cameras", "shuffle"),
+    (number_cache, "read_groups", "read"),
+    (lerobot_videos, "decode_image", "decode"),
+    (lerobot_videos, "decode_depth_image", "decode"),
     (lerobot_rows, "to_table", "transfer"),
     (VideoReader, "__init__", "decode"),
     (VideoReader, "_frame_at", "decode"),

@@ -36,8 +36,9 @@ import vla
 from diagnostics.report import Environment, Record, Report
 from diagnostics.step_report import StepReport
 from diagnostics.tool import Options, Result, count, run_tool, with_any_stats
-from lerobot_datasource import MAX_READS_PER_TASK, LeRobotDatasource
+from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.metadata import DatasetMetadata
+from vla_finetuning.data.read_tasks import MAX_READS_PER_TASK
 from vla_finetuning.data.rows import DatasetFiles, column_to_numpy, read_rows
 from vla_finetuning.run.cluster import DATA_SHARE
 from vla_finetuning.run.resolve import Run

@@ -42,6 +42,7 @@ def make_dataset(
     chunks_size: int = 2,
     vcodec: str | None = None,
     seed: int = 0,
+    noise: int = 0,
     true_quantiles: bool = True,
 ) -> Path:
     """Write a dataset at `root` (which must not exist yet) and return `root`.
@@ -61,6 +62,7 @@ def make_dataset(
             defaults give several files of each kind; `100` gives one.
         chunks_size: files per `chunk-XXX` folder.
         vcodec: None is LeRobot's default encoder (AV1, a key frame every 2); or `"h264"`, with g = 10.
+        noise: of so many levels in every frame, which then is as large, compressed, as a real one.
         true_quantiles: put those of all rows into stats.json; else LeRobot's means of the episodes' quantiles stay,
             which most values of so short episodes lie outside of.
     """
@@ -129,6 +131,9 @@ def make_dataset(
                     frame["observation.grid"] = rng.normal(size=(2, 3)).astype(np.float32)
                 for camera_number, (key, size) in enumerate({**cameras, **image_cameras}.items()):
                     frame[key] = draw_frame(number, size, seed=seed * 1000 + camera_number)
+                    if noise:
+                        # Of the texture too: halved, so that nothing overflows.
+                        frame[key] = frame[key] // 2 + rng.integers(0, noise, frame[key].shape, np.uint8)
                 dataset.add_frame(frame)
                 number += 1
             # One process: starting encoder processes costs more than encoding a few small frames.

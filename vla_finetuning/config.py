@@ -48,7 +48,8 @@ _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
 FRAMES_DIR = os.environ.get("VLA_FRAMES_DIR") or str(_CACHE / "frames")
 # Unpacked numbers of data files (data/number_cache.py), on every node's own disk: a hundredth of what the videos take.
 # Where the home folder is a network drive, VLA_NUMBERS_DIR and VLA_FRAMES_DIR should name a local disk.
-NUMBERS_DIR = os.environ.get("VLA_NUMBERS_DIR") or str(_CACHE / "numbers")
+DEFAULT_NUMBERS_DIR = str(_CACHE / "numbers")
+NUMBERS_DIR = os.environ.get("VLA_NUMBERS_DIR") or DEFAULT_NUMBERS_DIR
 NUMBERS_GB = float(os.environ.get("VLA_NUMBERS_GB") or 20)
 
 

@@ -16,7 +16,7 @@ import pytest
 from ray import cloudpickle
 from ray.data import DataContext
 
-from lerobot_datasource import SHARE, BlockShare, read_lerobot, reads_per_task
+from lerobot_datasource import SHARE, read_lerobot
 from tests import clusters
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
@@ -25,6 +25,7 @@ from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.plan import PART_SEGMENTS, _Source
+from vla_finetuning.data.read_tasks import BlockShare, reads_per_task
 from vla_finetuning.data.reader import DatasetFiles
 from vla_finetuning.data.rows import BOOKKEEPING, column_to_numpy, read_rows
 
@@ -556,7 +557,7 @@ def test_depth_maps_that_were_decoded_before_are_the_same(depth_root, tmp_path, 
     (expected,), (first,) = (list(source.read_rows(range(10), 10)) for source in (plain, cached))
     monkeypatch.delattr(lerobot_decode.VideoReader, "read")
     (later,) = cached.read_rows(range(10), 10)
-    assert cached.nameable == {"observation.images.depth_video"}
+    assert cached.nameable == set(DEPTHS)
     (table,) = read_directly(cached, named=cached.nameable)
     named = {name: column_to_numpy(table.column(name)) for name in table.column_names}
     assert all(named[key].nbytes < expected[key].nbytes for key in cached.nameable)
@@ -588,7 +589,7 @@ def test_a_depth_image_that_is_none(depth_root, tmp_path):
     file = io.BytesIO()
     Image.new("RGB", (80, 64)).save(file, "png")
     rewrite(root, lambda c: c["observation.images.depth_mm"].__setitem__(3, {"bytes": file.getvalue(), "path": None}))
-    with pytest.raises(ValueError, match="episode 0 frame 3: expected a depth map of uint16 or float32"):
+    with pytest.raises(ValueError, match=r"episode 0\), row 3: expected a depth map of uint16 or float32"):
         read_directly(datasource([load_metadata(root)]))
 
 
@@ -744,7 +745,7 @@ def test_a_data_file_with_rows_missing(copy):
 def test_a_damaged_image(copy):
     root = copy("images")
     rewrite(root, lambda c: c[STILL].__setitem__(2, {"bytes": b"\x89PNG\r\n\x1a\nnope", "path": None}))
-    with pytest.raises(ValueError, match="episode 0 frame 2: damaged image"):
+    with pytest.raises(ValueError, match=r"episode 0\), row 2: damaged image"):
         read_directly(datasource([load_metadata(root)]))
 
 

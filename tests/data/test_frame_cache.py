@@ -347,18 +347,47 @@ def test_files_that_frames_were_copied_from_do_not_stay_open_for_ever(original, 
     assert len(os.listdir("/proc/self/fd")) <= before + 2 * 2 + 2  # and those of the dataset's ledger
 
 
-def test_what_cannot_be_named_is_carried(tmp_path, original, folder):
-    """Images in data files; and all, where rows may be blank, or nothing is cached, or not everything."""
-    sizes = {key: feature.shape[:2] for key, feature in load_metadata(original).features.items() if key in (TOP, WRIST)}
-    images = load_metadata(make_dataset(tmp_path / "images", episodes=(3,), cameras={}, image_cameras=sizes))
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Frames of the same sizes as `original`'s, in data files."""
+    sizes = {TOP: (48, 64), WRIST: (96, 80)}
+    return make_dataset(tmp_path_factory.mktemp("images") / "d", episodes=LENGTHS, cameras={}, image_cameras=sizes)
+
+
+@pytest.mark.parametrize("image_size", [None, (20, 30)])
+def test_images_of_data_files_are_decoded_once(images, original, folder, monkeypatch, image_size):
+    """And named, together with videos; those of several cameras in a file are told apart."""
+    decoded = []
+    decode = lerobot_videos.decode_image
+    monkeypatch.setattr(lerobot_videos, "decode_image", lambda *a, **k: decoded.append(k["name"]) or decode(*a, **k))
+    expected = rows(images, image_size=image_size)
+    decoded.clear()
+    for number in (2 * ROWS, 0):
+        assert_same(rows(images, folder, image_size=image_size), expected)
+        assert len(decoded) == number
+        decoded.clear()
+    named, source = named_rows(images, folder, image_size=image_size)
+    assert source.nameable == {TOP, WRIST} and named[WRIST].nbytes < expected[WRIST].nbytes / 10
+    frames = source.frames()
+    assert_filled(named, source, expected)
+    assert not decoded
+    for marks in folder.glob("*/*/*.marks"):
+        marks.unlink()
+    filled = frames(named)
+    assert len(decoded) == 2 * ROWS and "camera observation.images.wrist), row 3" in " ".join(decoded)
+    assert_same({key: v[np.argsort(filled["index"])] for key, v in filled.items()}, expected)
+    both = datasource([load_metadata(original), load_metadata(images)], frame_cache=FrameCache(str(folder), 1.0))
+    assert both.nameable == {TOP, WRIST}
+
+
+def test_what_cannot_be_named_is_carried(original, folder):
+    """Where rows may be blank, or nothing is cached, or not everything."""
     cache = FrameCache(str(folder), 1.0)
     meta = load_metadata(original)
     assert datasource([meta], frame_cache=cache).nameable == {TOP, WRIST}
     size = datasource([meta]).decoded_bytes()
     assert datasource([meta], frame_cache=cache, camera_keys=[TOP]).nameable == {TOP}
     for metas, options in (
-        ([images], {"frame_cache": cache}),
-        ([meta, images], {"frame_cache": cache}),
         ([meta], {"frame_cache": cache, "on_error": "skip"}),
         ([meta], {"frame_cache": FrameCache(str(folder), size * 0.99 / 1e9)}),
         ([meta], {}),

@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import EpsImagePlugin, Image
 
-from lerobot_datasource import _read_of
 from tests.datasets import datasource, make_dataset
 from tests.memory import takes_at_most
 from vla_finetuning.data import metadata as lerobot_metadata
@@ -26,6 +25,7 @@ from vla_finetuning.data import number_cache, paths
 from vla_finetuning.data.decode import decode_image
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.plan import Episodes, StreamPlan
+from vla_finetuning.data.read_tasks import read_of
 from vla_finetuning.data.rows import DatasetFiles, read_rows
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report.dataset_look import look_at
@@ -47,7 +47,7 @@ def root(original, tmp_path):
 
 def read_all(root):
     source = datasource([load_metadata(root)], check_files=False)
-    read = _read_of(list(source.plan.slices(0, sum(LENGTHS))), source._places)
+    read = read_of(list(source.plan.slices(0, sum(LENGTHS))), source._places)
     return list(read_rows([DatasetFiles.of(m) for m in source.metas], read, 0, source._options(64)))
 
 
@@ -202,7 +202,7 @@ def test_images_larger_than_declared(root, side):
     with_images(root, png_that_claims(side, side), 48, 64)
     with (
         takes_at_most(100),
-        pytest.raises(ValueError, match=f"frame 0: image is (far larger than the|{side}x{side}).*48x64"),
+        pytest.raises(ValueError, match=f"row 0: image is (far larger than the|{side}x{side}).*48x64"),
     ):
         read_all(root)
     (finding,) = [finding for finding in look_at(load_metadata(root)).findings if "camera" in finding.text]

@@ -243,6 +243,17 @@ def test_a_folder_that_fails_costs_a_warning(root, folder, work, monkeypatch, ca
     assert len(warnings) == 1 and "VLA_NUMBERS_DIR" in warnings[0]
 
 
+def test_the_default_folder_is_not_used_where_it_is_memory(root, folder, work, monkeypatch):
+    monkeypatch.setattr(number_cache, "is_in_memory", lambda folder: True)
+    assert number_cache.numbers_gb() == number_cache.NUMBERS_GB > 0  # somebody chose it
+    monkeypatch.setattr(number_cache, "DEFAULT_NUMBERS_DIR", str(folder))
+    assert number_cache.numbers_gb() == 0
+    source = datasource([load_metadata(root)], delta_timestamps=WINDOWS)
+    for _ in range(2):
+        list(source.read_rows(range(8), 8))
+        assert work.pop("rows") and not list(folder.glob("*/*/*"))
+
+
 def arrow(values, type_, shape, dtype=np.float32):
     return numbers(pa.chunked_array([pa.array(values, type_)]), dtype, shape, "data: column x")
 

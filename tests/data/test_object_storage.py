@@ -28,13 +28,14 @@ import pytest
 import s3fs
 
 import vla
-from lerobot_datasource import _read_of, read_lerobot
+from lerobot_datasource import read_lerobot
 from tests import clusters
 from tests.data.test_datasource import TOP, WINDOWS, assert_same_row, lerobot, rows_of
 from tests.datasets import datasource, make_dataset
 from tests.loopback import Faults, GoogleStorage, Handler, Proxy, s3_server, serving
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.read_tasks import read_of
 from vla_finetuning.data.rows import DatasetFiles, column_to_numpy, read_rows
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 from vla_finetuning.data.storage import StorageError, StoragePolicy, connect
@@ -139,7 +140,7 @@ def read_directly(source):
     """A source's tables without Ray, as its read tasks read them."""
     for meta in source.metas:
         meta.fs.fs.invalidate_cache()
-    read = _read_of(list(source.plan.slices(0, source.plan.rows_per_epoch)), source._places)
+    read = read_of(list(source.plan.slices(0, source.plan.rows_per_epoch)), source._places)
     return list(read_rows([DatasetFiles.of(m) for m in source.metas], read, 0, source._options(16)))
 
 

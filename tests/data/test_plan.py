@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from vla_finetuning.data import plan as data_plan
-from vla_finetuning.data.plan import Dealer, Episodes, StreamPlan, apportion, task_bounds, window_and_segment
+from vla_finetuning.data.plan import Episodes, StreamPlan, task_bounds, window_and_segment
+from vla_finetuning.data.shares import Dealer, apportion
 
 
 def episodes(*lengths: int, dataset: int = 0) -> Episodes:

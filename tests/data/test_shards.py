@@ -11,11 +11,13 @@ from tests.data.test_plan import episodes, read
 from vla_finetuning.data.plan import Episodes, StreamPlan
 from vla_finetuning.data.shards import ShardedPlan, Sharding, divide
 
+ROOTS = ("/a", "/b")
+
 
 def sharded(drawn, shards, turn, *, seed=3, repeated=None, cut_at=1, **options):
     """A plan of `drawn`, divided; later epochs by single rows, so that both kinds of epochs are there."""
     options = {"segment_rows": 4, "window_rows": 10, "cut_at": cut_at, "later_segment_rows": 1} | options
-    piece, first, rows, shard = divide(drawn.dataset_index, drawn.length, repeated, shards, cut_at)
+    piece, first, rows, shard = divide(drawn.dataset_index, drawn.length, repeated, shards, cut_at, ROOTS)
     pieces = Episodes(drawn.dataset_index[piece], drawn.episode_index[piece], drawn.start[piece] + first, rows)
     repeated = None if repeated is None else repeated[piece]
     plan = partial(StreamPlan, **options)
@@ -75,19 +77,21 @@ def test_of_weighted_episodes_and_of_a_mixture_every_row_as_often_as_is_told():
 
 def test_a_shard_has_its_part_of_every_dataset_in_equal_numbers():
     drawn = two_datasets()
-    piece, first, rows, shard = divide(drawn.dataset_index, drawn.length, None, 3, cut_at=2)
+    piece, first, rows, shard = divide(drawn.dataset_index, drawn.length, None, 3, cut_at=2, roots=ROOTS)
     for dataset, total in ((0, 88), (1, 73)):
         of_each = [rows[(shard == s) & (drawn.dataset_index[piece] == dataset)].sum() for s in range(3)]
         assert sum(of_each) == total and max(of_each) - min(of_each) <= 4
     assert not (first % 2).any() and (np.diff(shard) >= 0).all()
     # By weight, where episodes come more or less often.
     weights = np.array([1.0, 1.0, 1.0, 1.0, 3.0, 1.0])
-    piece, _, rows, shard = divide(drawn.dataset_index, drawn.length, weights, 3, cut_at=1)
+    piece, _, rows, shard = divide(drawn.dataset_index, drawn.length, weights, 3, cut_at=1, roots=ROOTS)
     of_second = drawn.dataset_index[piece] == 1
     counted = [(rows * weights[piece])[(shard == s) & of_second].sum() for s in range(3)]
     assert np.ptp(counted) <= 4
-    with pytest.raises(ValueError, match="--dataset.shards=9: dataset_index 1 has 8 rows, which cannot be divided"):
-        divide(np.array([0, 1, 1]), np.array([100, 4, 4]), None, 9, 1)
+    with pytest.raises(ValueError, match="--dataset.shards=9: /b has 8 training rows in 2 episodes, which are too few"):
+        divide(np.array([0, 1, 1]), np.array([100, 4, 4]), None, 9, 1, ROOTS)
+    with pytest.raises(ValueError, match="/b has 8 .* which, cut at key frames, every 4 rows, are too few for each"):
+        divide(np.array([0, 1, 1]), np.array([100, 4, 4]), None, 3, 4, ROOTS)
 
 
 @pytest.mark.parametrize("turn", [1, 6, 40])

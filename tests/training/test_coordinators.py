@@ -14,11 +14,12 @@ import ray
 import torch
 from ray.data import DataContext, ExecutionOptions, ExecutionResources
 
-from lerobot_datasource import SHARDS, BlockShare, read_source
+from lerobot_datasource import SHARDS, read_source
 from tests import clusters
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.read_tasks import BlockShare
 from vla_finetuning.data.shards import Sharding
 from vla_finetuning.training.coordinators import Coordinators, GroupedRanks, shared
 from vla_finetuning.training.stream import Dealt, Deferred, TrainingData, stream_batches

@@ -12,7 +12,8 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
-from vla_finetuning.data.metadata import DatasetMetadata, load_metadata, select_episodes, shorten, unreachable
+from vla_finetuning.data.metadata import DatasetMetadata, load_metadata, select_episodes, unreachable
+from vla_finetuning.data.paths import shorten
 
 # Local files whose ends are looked at; a dataset with more is looked at in places.
 MAX_OPENED = 5_000

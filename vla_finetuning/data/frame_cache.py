@@ -1,4 +1,4 @@
-"""Decoded frames on the node's own disk, so that epochs after the first do not decode.
+"""Decoded frames of videos and images on the node's own disk, so that epochs after the first do not decode.
 
 Frames are stored as rows have them (uint8, at the requested size), and served only where the same would be decoded:
 of the same content of a file, at the same time, by the same rules and libraries. The plan does not depend on it.
@@ -14,6 +14,7 @@ from pathlib import Path
 import av
 import cv2
 import numpy as np
+import PIL
 
 from vla_finetuning.data.node_cache import NodeCache, Records, node_cache
 
@@ -39,23 +40,24 @@ class FrameCache:
 
 @dataclass(frozen=True)
 class VideoFile:
-    """A file of one camera, and how it is decoded: all that a frame depends on but its time.
+    """A file of one camera, and how it is decoded: all that a frame depends on but its time, or row.
 
     Attributes:
         dataset: tells the dataset from others. path: in it. identity: of the content (`storage.file_identity`).
+        fps: frames in a unit of time. tolerance_s: None of images.
         shape, dtype: of a frame in a row. stored: (height, width) in the file.
-        depth_mm: of a depth map, `decode.depth_table`; None for RGB.
+        depth: of a depth map, `decode.depth_table`, or the unit of images; None for RGB.
     """
 
     dataset: str
     path: str
     identity: str
     fps: int
-    tolerance_s: float
+    tolerance_s: float | None
     shape: tuple[int, int, int]
     dtype: np.dtype
     stored: tuple[int, int]
-    depth_mm: np.ndarray | None
+    depth: np.ndarray | str | None
 
     @property
     def place(self) -> str:
@@ -65,7 +67,11 @@ class VideoFile:
     def decoder(self) -> str:
         """Whatever else may change a pixel."""
         resizing = cv2.__version__ if self.shape[:2] != self.stored else None
-        depth = None if self.depth_mm is None else hashlib.sha256(self.depth_mm.tobytes()).hexdigest()
+        depth = self.depth
+        if isinstance(depth, np.ndarray):
+            depth = hashlib.sha256(depth.tobytes()).hexdigest()
+        if self.tolerance_s is None:
+            return repr((RULES, PIL.__version__, resizing, depth))
         libraries = sorted(av.library_versions.items())
         return repr((RULES, av.__version__, libraries, resizing, self.fps, self.tolerance_s, depth))
 

@@ -1,8 +1,9 @@
 """What a LeRobot dataset says about itself: features, tasks, statistics, which file holds which episode.
 
 Nothing here decodes a frame or starts Ray. A dataset's files are data, never trusted: paths are those that
-`paths` allows, parquet is opened by `safe_parquet`, and every number is checked before it is used.
-Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`; of older versions `metadata_v2`.
+`paths` allows, and every number is checked before it is used.
+Layout: LeRobot 0.6.1, `lerobot/datasets/dataset_metadata.py`; its tables are read by `metadata_v3`, those of older
+versions by `metadata_v2`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,31 +18,21 @@ from typing import Any
 
 import fsspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.config import ENVIRONMENT_NAME, FIRST_ANSWER_TIMEOUT_S, refuse_credentials
-from vla_finetuning.data import metadata_v2
+from vla_finetuning.data import metadata_v2, metadata_v3
 from vla_finetuning.data.limits import (
-    MAX_EPISODES,
-    MAX_EPISODES_BYTES,
     MAX_FRAME_PIXELS,
     MAX_INFO_BYTES,
-    MAX_INSTRUCTION,
     MAX_ROW_NUMBERS,
     MAX_ROW_PIXELS,
     MAX_STATS_BYTES,
-    MAX_TASKS,
-    MAX_TASKS_BYTES,
 )
-from vla_finetuning.data.paths import INFO_PATH, MAX_INDEX, assign_files, check_inside, first_row_in_file
-from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+from vla_finetuning.data.paths import INFO_PATH, assign_files, check_inside, first_row_in_file, shorten
 from vla_finetuning.data.storage import RemoteFileSystem, StorageError, StoragePolicy, connect, naming_file
 
 STATS_PATH = "meta/stats.json"
-TASKS_PATH = "meta/tasks.parquet"
-EPISODES_DIR = "meta/episodes"
 
 # LeRobot's writer adds these to every dataset; without them rows cannot be placed.
 FRAME_FEATURES = ("timestamp", "frame_index", "episode_index", "index", "task_index")
@@ -208,8 +198,8 @@ def load_metadata(
             tasks = metadata_v2.read_tasks(fs, base)
             table = metadata_v2.read_episodes(fs, base, video_keys, set(tasks.values()))
         else:
-            tasks = _read_tasks(fs, base)
-            table = _read_episodes(fs, base, video_keys, set(tasks.values()))
+            tasks = metadata_v3.read_tasks(fs, base)
+            table = metadata_v3.read_episodes(fs, base, video_keys, set(tasks.values()))
         episodes, episode_tasks = _in_order(info, *table)
         num_episodes, length = len(episode_tasks), episodes["length"]
 
@@ -471,11 +461,6 @@ def _naming_dataset(root: str) -> Iterator[None]:
         raise unreachable(root, error) from error
 
 
-def shorten(items: Sequence[Any], limit: int = 10) -> str:
-    text = ", ".join(str(item) for item in items[:limit])
-    return f"[{text}{f', … {len(items)} in all' if len(items) > limit else ''}]"
-
-
 def _read_json(fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: int) -> dict[str, Any]:
     check_inside(fs, base, [path])
     try:
@@ -635,98 +620,6 @@ def _parse_stats(raw: dict[str, Any]) -> dict[str, dict[str, np.ndarray]]:
     return stats
 
 
-# --- tasks and episodes -------------------------------------------------------------------------------------
-
-
-def _read_tasks(fs: fsspec.AbstractFileSystem, base: str) -> dict[int, str]:
-    check_inside(fs, base, [TASKS_PATH])
-    with open_parquet(fs, f"{base}/{TASKS_PATH}", name=TASKS_PATH) as file:
-        names = file.schema_arrow.names
-        # pandas writes the texts as an index with or without a name, other writers as a plain column.
-        text_column = next((name for name in ("task", "__index_level_0__") if name in names), None)
-        if text_column is None or "task_index" not in names:
-            raise ValueError(
-                f"{TASKS_PATH}: expected the columns task_index and task (or an index of texts), found {names!s:.200}"
-            )
-        budget = Budget("tasks", MAX_TASKS, MAX_TASKS_BYTES)
-        table = read_columns(file, ["task_index", text_column], budget, name=TASKS_PATH)
-    indices = _int_column(table, "task_index", TASKS_PATH, low=0).tolist()
-    texts = table[text_column]
-    if not pa.types.is_string(texts.type) or texts.null_count:
-        raise ValueError(f"{TASKS_PATH}: {text_column} has type {texts.type}, expected texts without nulls")
-    tasks = dict(zip(indices, texts.to_pylist(), strict=True))
-    if len(tasks) != len(indices):
-        raise ValueError(f"{TASKS_PATH}: a task_index appears twice in {shorten(sorted(indices))}")
-    for index, text in tasks.items():
-        check_instruction(TASKS_PATH, index, text)
-    return tasks
-
-
-def check_instruction(where: str, index: int, text: str) -> None:
-    """Raises ValueError for a text that no one would tell a robot: every row of it is tokenised."""
-    if "\0" in text:
-        raise ValueError(f"{where}: task {index} holds a NUL character: {text!r:.100}")
-    if len(text) > MAX_INSTRUCTION:
-        raise ValueError(
-            f"{where}: task {index} has {len(text):,} characters, more than the {MAX_INSTRUCTION:,} of an instruction: "
-            f"{text!r:.100}"
-        )
-
-
-def episode_files(fs: fsspec.AbstractFileSystem, base: str) -> list[str]:
-    """The parquet files of `meta/episodes`, relative to `base`, in order."""
-    pattern = re.compile(re.escape(f"{base}/{EPISODES_DIR}/") + r"[^/]+/[^/]+\.parquet")
-    # Of local folders no more than the two levels there are: links may lead round and round. Stores have no folders.
-    depth = {"maxdepth": 2} if isinstance(fs, LocalFileSystem) else {}
-    found = sorted(path for path in fs.find(f"{base}/{EPISODES_DIR}", **depth) if pattern.fullmatch(path))
-    paths = [path[len(base) + 1 :] for path in found]
-    if not paths:
-        raise FileNotFoundError(f"{EPISODES_DIR}/chunk-*/file-*.parquet is missing; copy the dataset again")
-    check_inside(fs, base, paths)
-    return paths
-
-
-def _read_episodes(
-    fs: fsspec.AbstractFileSystem, base: str, video_keys: list[str], known: set[str]
-) -> tuple[dict[str, np.ndarray], list[tuple[str, ...]]]:
-    """Read what is needed of `meta/episodes`, and check it.
-
-    Returns the columns, numbers of files and their chunks as int32, and the instructions of each episode. There may be
-    millions: columns take shape file by file, and equal instructions are one object.
-    """
-    file_columns = []
-    for prefix in ["data", *(f"videos/{key}" for key in video_keys)]:
-        file_columns += [f"{prefix}/chunk_index", f"{prefix}/file_index"]
-    start_columns = [f"videos/{key}/from_timestamp" for key in video_keys]
-    wanted = ["episode_index", "length", *file_columns, *start_columns, "tasks"]
-
-    paths = episode_files(fs, base)
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in wanted[:-1]}
-    tasks: list[tuple[str, ...]] = []
-    same: dict[tuple[str, ...], tuple[str, ...]] = {}
-    budget, texts_budget = (Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES) for _ in range(2))
-    for path in paths:
-        with open_parquet(fs, f"{base}/{path}", name=path) as file:
-            missing = sorted(set(wanted) - set(file.schema_arrow.names))
-            if missing:
-                raise ValueError(f"{path}: lacks the columns {shorten(missing)}")
-            part = read_columns(file, wanted[:-1], budget, name=path)
-            texts = read_columns(file, wanted[-1:], texts_budget, name=path)["tasks"]
-        for name in ("episode_index", "length"):
-            parts[name].append(_int_column(part, name, path, low=0, high=MAX_INDEX))
-        for name in file_columns:
-            parts[name].append(_int_column(part, name, path, low=0, high=MAX_INDEX).astype(np.int32))
-        for name in start_columns:
-            parts[name].append(_start_column(part, name, path))
-        index, length = parts["episode_index"][-1], parts["length"][-1]
-        if (length < 1).any():
-            raise ValueError(f"{path}: episode {index[length < 1][0]} has length 0, expected one frame or more")
-        tasks += (same.setdefault(t, t) for t in _episode_tasks(texts, index, known, path))
-
-    # A column at a time, so that there are never two of all.
-    return {name: np.concatenate(parts.pop(name)) for name in wanted[:-1]}, tasks
-
-
 def _in_order(
     info: dict[str, Any], columns: dict[str, np.ndarray], tasks: list[tuple[str, ...]]
 ) -> tuple[dict[str, np.ndarray], list[tuple[str, ...]]]:
@@ -751,57 +644,3 @@ def _in_order(
         columns = {name: column[order] for name, column in columns.items()}
         tasks = [tasks[at] for at in order.tolist()]
     return columns, tasks
-
-
-def _int_column(table: pa.Table, name: str, path: str, *, low: int, high: int = 2**62) -> np.ndarray:
-    column = table[name]
-    # Merged tables may hold whole numbers as floats.
-    if not pa.types.is_integer(column.type) and not pa.types.is_floating(column.type):
-        raise ValueError(f"{path}: {name} has type {column.type}, expected whole numbers")
-    if column.null_count:
-        raise ValueError(f"{path}: {name} has {column.null_count} empty values, expected whole numbers")
-    try:
-        values = column.cast(pa.int64()).to_numpy()
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path}: {name} must hold whole numbers: {error}") from error
-    outside = values[(values < low) | (values >= high)]
-    if outside.size:
-        raise ValueError(f"{path}: {name} is {outside[0]}, expected a number from {low} to {high - 1}")
-    return values
-
-
-def _start_column(table: pa.Table, name: str, path: str) -> np.ndarray:
-    column = table[name]
-    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)) or column.null_count:
-        raise ValueError(f"{path}: {name} has type {column.type} or empty values, expected seconds")
-    values = column.cast(pa.float64(), safe=False).to_numpy()
-    outside = values[~((values >= 0) & (values < MAX_INDEX))]
-    if outside.size:
-        raise ValueError(f"{path}: {name} is {outside[0]}, expected seconds from the start of a video")
-    return values
-
-
-def _episode_tasks(column: pa.ChunkedArray, index: np.ndarray, known: set[str], path: str) -> Iterator[tuple[str, ...]]:
-    """The instructions of the episodes in a file, whose numbers are `index`."""
-    if not pa.types.is_list(column.type):
-        raise ValueError(f"{path}: tasks has type {column.type}, expected lists of texts")
-    lists = column.cast(pa.large_list(pa.large_string())).combine_chunks()
-    if lists.null_count:
-        raise ValueError(f"{path}: tasks of episode {index[lists.is_null().index(True).as_py()]} is empty (null)")
-    texts = pc.dictionary_encode(lists.flatten())
-    values = texts.dictionary.to_pylist()
-    ends = np.cumsum(pc.list_value_length(lists).to_numpy())
-    unknown = {position for position, text in enumerate(values) if text not in known}
-    if unknown or texts.null_count:
-        positions = texts.indices.to_numpy(zero_copy_only=False)
-        bad = next(i for i, position in enumerate(positions) if position in unknown or position != position)
-        episode, text = index[np.searchsorted(ends, bad, side="right")], texts[bad].as_py()
-        raise ValueError(
-            f"{path}: episode {episode} has the task {text!r:.200}, which {TASKS_PATH} lacks; "
-            "the two files do not belong together"
-        )
-    flat = [values[position] for position in texts.indices.to_pylist()]
-    begin = 0
-    for end in ends.tolist():
-        yield tuple(flat[begin:end])
-        begin = end

@@ -72,6 +72,7 @@ def has_capacity(folder: Path, size: int) -> bool:
     return size <= SPACE_SHARE * (FULLEST_DISK * (used + free) - (used - own))
 
 
+@functools.cache
 def is_in_memory(folder: Path) -> bool:
     """Whether a folder (which need not be there) is on a disk in memory (tmpfs), as far as this system says."""
     try:

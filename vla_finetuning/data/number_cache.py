@@ -22,9 +22,9 @@ import pyarrow.compute as pc
 import xxhash
 from numpy.typing import DTypeLike
 
-from vla_finetuning.config import NUMBERS_DIR, NUMBERS_GB
+from vla_finetuning.config import DEFAULT_NUMBERS_DIR, NUMBERS_DIR, NUMBERS_GB
 from vla_finetuning.data.limits import MAX_DATA_BYTES
-from vla_finetuning.data.node_cache import NodeCache, node_cache
+from vla_finetuning.data.node_cache import NodeCache, is_in_memory, node_cache
 from vla_finetuning.data.private import open_own
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 
@@ -260,7 +260,7 @@ class _RowCopy:
         key = f"{[column.key for column in columns]}\0{kind.descr}"
         copy = None
         with cache.doing_without():
-            if cache.works:
+            if cache.works and cache.limit_bytes:
                 content = cache.content(file.dataset, file.path, identity)
                 copy = cls(cache, content, hashlib.sha256(key.encode()).hexdigest()[:32], kind)
         return copy
@@ -329,10 +329,15 @@ def _checksums(rows: np.ndarray) -> list[int]:
     return [xxhash.xxh3_64_intdigest(row) or 1 for row in content]
 
 
+def numbers_gb() -> float:
+    """10^9 bytes of numbers that this node caches, at most; 0 where the default folder is memory (tmpfs)."""
+    return 0.0 if NUMBERS_DIR == DEFAULT_NUMBERS_DIR and is_in_memory(Path(NUMBERS_DIR)) else NUMBERS_GB
+
+
 def numbers_cache() -> NodeCache:
     return node_cache(
         Path(NUMBERS_DIR),
-        int(NUMBERS_GB * 1e9),
+        int(numbers_gb() * 1e9),
         "row groups are unpacked whenever rows of them are wanted, which is slow where they are large; free some, or "
         "set VLA_NUMBERS_DIR, on every node, to a folder on another disk",
     )

@@ -100,7 +100,7 @@ class Reading:
             with an error. "skip": its rows are blank, and true in one more column, `is_skipped`.
         skip_log: a file that gets a JSON line for each skipped episode; all nodes must see it.
         check_files: check that all files exist, which lists the datasets' folders.
-        frame_cache: where each node caches the frames that it decoded of videos; None: nowhere.
+        frame_cache: where each node caches the frames that it decoded; None: nowhere.
         prepare: applied to each block, in the read task. prepared_bytes: of a row afterwards.
     """
 

@@ -153,3 +153,8 @@ def _render(where: str, parts: Sequence[_Part], values: Mapping[str, Any]) -> st
     if not text.isprintable() or "\\" in text or ":" in text or any(step in ("", ".", "..") for step in steps):
         raise ValueError(f"{where} leads to {text!r:.200}, which is not a path inside the dataset")
     return text
+
+
+def shorten(items: Sequence[Any], limit: int = 10) -> str:
+    text = ", ".join(str(item) for item in items[:limit])
+    return f"[{text}{f', … {len(items)} in all' if len(items) > limit else ''}]"

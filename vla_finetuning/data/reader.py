@@ -44,16 +44,19 @@ class DatasetFiles:
         """Tells the dataset from others that this node keeps something of."""
         return f"{''.join(self.fs.protocol)}\0{self.base}"
 
+    def camera_files(self, key: str) -> tuple[str, ...]:
+        """The files that have a camera's frames."""
+        return self.video_files[key] if self.features[key].dtype == "video" else self.data_files
+
     def path(self, relative: str) -> str:
         return f"{self.base}/{relative}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How frames of videos are decoded, and where they are cached; `threads` of a decoder.
+    """How frames are decoded, and where they are cached; `threads` of a video's decoder.
 
-    `image_size`: (height, width) that they are fitted into; None: as stored. `frame_cache`: None for nowhere; images in
-    data files are decoded every time.
+    `image_size`: (height, width) that they are fitted into; None: as stored. `frame_cache`: None for nowhere.
     """
 
     tolerance_s: float
@@ -73,7 +76,7 @@ class ReadOptions(Decoding):
     window_steps: tuple[int, ...] = ()
     # The row's features, where datasets may lack cameras or have shorter vectors (`options.Features.padded`).
     padded: dict[str, Feature] = field(default_factory=dict)
-    # Cameras, videos all, whose frames are named instead of carried (`data.videos.Frames`).
+    # Cameras whose frames are named instead of carried (`data.videos.Frames`).
     named: frozenset[str] = frozenset()
     # One made-up row, batched, for the rows of episodes that cannot be read; None: an error ends the task.
     blank: dict[str, np.ndarray] | None = None

@@ -20,15 +20,13 @@ import pyarrow as pa
 from ray.data.extensions import ArrowTensorArray
 
 from vla_finetuning.data.columns import IS_SKIPPED
-from vla_finetuning.data.decode import decode_depth_image, decode_image
-from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.metadata import CAMERA_DTYPES, NUMERIC_DTYPES, Feature
 from vla_finetuning.data.number_cache import Column, DataFile, Span, read_numbers, read_values
 from vla_finetuning.data.plan import WindowSlice
-from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of, height_width
+from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
 from vla_finetuning.data.reused_memory import copied, empty
 from vla_finetuning.data.storage import check_still_there, file_identity, naming_file
-from vla_finetuning.data.videos import Video, Wanted, name_shape, names, no_frame, put_frame, read_videos
+from vla_finetuning.data.videos import CameraFile, Wanted, name_shape, names, no_frame, read_frames
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +48,10 @@ class Part:
     data_file: str
     data_row: int  # the episode's first row in its data file
     videos: dict[str, tuple[str, float]]  # camera_key -> (file, where the episode starts in it, seconds)
+
+    def frames_in(self, camera_key: str) -> tuple[str, float]:
+        """The file with a camera's frames, and where the episode starts in it: seconds of a video, rows of images."""
+        return self.videos.get(camera_key) or (self.data_file, float(self.data_row))
 
     @property
     def files(self) -> list[str]:
@@ -167,7 +169,7 @@ def _decode(
     """All columns but `position`, `total` rows each."""
     columns: dict[str, Any] = {}
     _read_tabular(readers, episodes, total, options, columns)
-    _read_videos(readers, episodes, total, options, columns)
+    _read_cameras(readers, episodes, total, options, columns)
     _fill_absent(readers, episodes, total, options, columns)
     if IS_SKIPPED in options.columns:
         columns[IS_SKIPPED] = np.zeros(total, bool)
@@ -262,7 +264,7 @@ def _read_tabular(
 
     for (dataset_index, file), members in by_file.items():
         reader = readers[dataset_index]
-        stored = [k for k in options.columns if k in reader.features and reader.features[k].dtype != "video"]
+        stored = [k for k in options.columns if k in reader.features and reader.features[k].dtype not in CAMERA_DTYPES]
         where = f"{reader.root}: {file}"
         data_file = DataFile(reader.fs, reader.path(file), where, reader.dataset)
         spans = [
@@ -285,7 +287,6 @@ def _read_tabular(
         for e in members:
             row = np.arange(e.number_row + e.first, e.number_row + e.last)
             _check_rows(reader, file, e, bookkeeping, row)
-            # LeRobot compares video times with the timestamp column, not with frame_index / fps.
             e.timestamps = bookkeeping["timestamp"][row].astype(np.float64)
         for key in numeric:
             values = reader.features[key].values({column.key: arrays[column] for column in of_row[key]})
@@ -296,10 +297,7 @@ def _read_tabular(
 
         for key in [k for k in stored if k not in numeric]:
             feature = reader.features[key]
-            if feature.dtype == "image":
-                _fill_images(data_file, key, feature, members, total, options, columns, identity)
-            else:
-                _fill_texts(data_file, key, feature, members, total, columns, identity)
+            _fill_texts(data_file, key, feature, members, total, columns, identity)
         names = reader.tasks
         for e in members:
             at = e.number_row + e.frame
@@ -414,55 +412,24 @@ def _fill_texts(
         _out(columns, key, total, (), np.dtype(object))[position[inside]] = picked
 
 
-def _fill_images(
-    file: DataFile,
-    key: str,
-    feature: Feature,
-    members: list[_Episode],
-    total: int,
-    options: ReadOptions,
-    columns: dict[str, Any],
-    identity: str | None,
-) -> None:
-    height, width = height_width(feature)
-    unit = feature.info.get("depth_unit")
-    # As 4 bytes for a number; an encoded image is rarely larger than its pixels.
-    row_bytes = math.prod(feature.shape) * 4 + IMAGE_OVERHEAD_BYTES
-    wanted: list[tuple[_Episode, int, list[Any]]] = []
-    for e in members:
-        frames, targets, out = _camera_targets(key, feature, e, total, options, columns)
-        wanted += [(e, frame, target) for frame, target in zip(frames.tolist(), targets, strict=True)]
-    rows = np.array([e.part.data_row + frame for e, frame, _ in wanted])
-    for inside, column in read_values(file, feature.key, row_bytes, rows, identity):
-        encoded = column.combine_chunks().field("bytes")
-        for i, data in zip(inside.tolist(), encoded, strict=True):
-            e, frame, target = wanted[i]
-            name = f"{file.name}: column {feature.key}: episode {e.part.episode_index} frame {frame}"
-            if feature.is_depth:
-                pixels = decode_depth_image(data.as_py(), unit, name=name, height=height, width=width)
-            else:
-                pixels = decode_image(data.as_py(), name=name, height=height, width=width)
-            put_frame(pixels, target, out)
-
-
-def _read_videos(
+def _read_cameras(
     readers: Sequence[DatasetFiles], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
 ) -> None:
     """Fill the cameras' columns: with frames, or with their names."""
-    videos = []
+    files = []
     for key in options.columns:
         for dataset_index, reader in enumerate(readers):
             feature = reader.features.get(key)
-            if feature is not None and feature.dtype == "video":
+            if feature is not None and feature.dtype in CAMERA_DTYPES:
                 mine = [e for e in episodes if e.part.dataset_index == dataset_index]
                 by_file: dict[str, list[_Episode]] = {}
-                for e in sorted(mine, key=lambda e: e.part.videos[key]):
-                    by_file.setdefault(e.part.videos[key][0], []).append(e)
+                for e in sorted(mine, key=lambda e: e.part.frames_in(key)):
+                    by_file.setdefault(e.part.frames_in(key)[0], []).append(e)
                 for file, members in by_file.items():
-                    number = reader.video_files[key].index(file) if key in options.named else None
+                    number = reader.camera_files(key).index(file) if key in options.named else None
                     wanted = [_wanted(key, feature, e, number, total, options, columns) for e in members]
-                    videos.append(Video(reader, key, file, wanted))
-    read_videos(videos, options)
+                    files.append(CameraFile(reader, key, file, wanted))
+    read_frames(files, options)
 
 
 def _fill_absent(
@@ -490,15 +457,17 @@ def _wanted(
     options: ReadOptions,
     columns: dict[str, Any],
 ) -> Wanted:
-    """What an episode's rows want of a video; rows that name frames, by the file's `number`, have them cached."""
-    start_s = e.part.videos[key][1]
+    """What an episode's rows want of a file; rows that name frames, by the file's `number`, have them cached."""
+    # LeRobot compares video times with the timestamp column, not with frame_index / fps.
+    own = e.timestamps if feature.dtype == "video" else np.arange(e.first, e.last, dtype=np.float64)
+    start = e.part.frames_in(key)[1]
     if number is None:
         frames, target, out = _camera_targets(key, feature, e, total, options, columns)
-        return Wanted(start_s + e.timestamps[frames - e.first], target, out, e.part.episode_index)
+        return Wanted(start + own[frames - e.first], target, out, e.part.episode_index)
     frames = e.frame
     if key in options.delta_indices:
         frames = _windowed(frames, options.deltas(key, e.part.dataset_index), e.part.episode_length)[0]
-    times_s = start_s + e.timestamps[frames - e.first]
+    times_s = start + own[frames - e.first]
     shape, dtype = frame_of(feature, options.image_size)
     out = _out(columns, key, total, (*frames.shape[1:], *name_shape(shape, dtype)), dtype)
     out[e.position] = names(e.part.dataset_index, number, times_s, feature, options)

@@ -19,7 +19,7 @@ import bisect
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,19 +53,25 @@ class Sharding:
 
 
 def divide(
-    dataset_index: np.ndarray, length: np.ndarray, weight: np.ndarray | None, shards: int, cut_at: int
+    dataset_index: np.ndarray,
+    length: np.ndarray,
+    weight: np.ndarray | None,
+    shards: int,
+    cut_at: int,
+    roots: Sequence[str],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Divide the rows of E episodes, those of each dataset by themselves, into shards of equally many.
 
     Args:
         dataset_index, length: int (E,), in stored order; as `Episodes`. weight: float64 (E,), how often each comes.
         cut_at: episodes are cut at multiples of so many rows.
+        roots: of the datasets, for errors.
 
     Returns int64 (P,) each, shard by shard: the episode that a piece is of, the row of it that the piece begins with,
     rows, and shard.
 
     Raises:
-        ValueError: there are fewer rows than shards.
+        ValueError: a shard would have no rows of a dataset.
     """
     bounds = np.concatenate([[0], np.cumsum(length)])
     counted = np.concatenate([[0.0], np.cumsum(length if weight is None else length * weight)])
@@ -79,9 +85,11 @@ def divide(
         within = np.minimum(np.rint(within / cut_at).astype(np.int64) * cut_at, length[episode])
         cuts = np.concatenate([[bounds[first]], bounds[episode] + within])
         if not (np.diff(np.append(cuts, bounds[last])) > 0).all():
+            apart = "" if cut_at == 1 else f", cut at key frames, every {cut_at} rows,"
             raise ValueError(
-                f"--dataset.shards={shards}: dataset_index {dataset} has {bounds[last] - bounds[first]} rows, which "
-                f"cannot be divided into so many shards"
+                f"--dataset.shards={shards}: {roots[dataset]} has {bounds[last] - bounds[first]} training rows in "
+                f"{last - first} episodes, which{apart} are too few for each shard to have some; give fewer shards, or "
+                "leave the dataset out"
             )
         begins = np.unique(np.concatenate([bounds[first:last], cuts]))
         starts.append(begins)

@@ -1,4 +1,6 @@
-"""Frames of videos: out of the node's cache or the decoder, to where rows want them; or named, to be filled in later.
+"""Frames of cameras: out of the node's cache or the decoder, to where rows want them; or named, to be filled in later.
+
+A camera's frames are in videos, each at a time, or images in data files, each in a row.
 
 Rows that are used on the node they were read on need not carry their frames through the object store, which takes
 most of a cached frame's time. They name them, the read task makes sure that they are cached, and where batches are
@@ -12,15 +14,17 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from vla_finetuning.data.decode import VideoReader, resize_with_pad
+from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, resize_with_pad
 from vla_finetuning.data.frame_cache import CachedVideo, VideoFile
+from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.metadata import DatasetMetadata, Feature
+from vla_finetuning.data.number_cache import DataFile, read_values
 from vla_finetuning.data.reader import DatasetFiles, Decoding, frame_of, height_width
 from vla_finetuning.data.reused_memory import empty
 from vla_finetuning.data.storage import RemoteFileSystem, file_identity, naming_file
@@ -28,7 +32,7 @@ from vla_finetuning.data.video_index import RemoteVideo
 
 logger = logging.getLogger(__name__)
 
-# What names a frame: a dataset, the number of a file among its camera's, and when the frame is shown in it.
+# What names a frame: a dataset, the number of a file among its camera's, and when it is shown in that file, or its row.
 _NAME = np.dtype([("dataset", "<i8"), ("file", "<i8"), ("time_s", "<f8")])
 # In place of a dataset, where a row's dataset lacks the camera.
 NO_DATASET = -1
@@ -45,10 +49,10 @@ _THREADS = 2
 
 @dataclass
 class Wanted:
-    """Frames of a video that are wanted.
+    """Frames of a file that are wanted.
 
     Attributes:
-        times_s: when they are shown in the file, float64 (n,), ascending.
+        times_s: when they are shown in the video, or the images' rows in the data file; float64 (n,), ascending.
         target: where each goes in `out`, maybe to several places. out: None where they are only cached.
         episode: whose they are, for errors; None where that is not known.
     """
@@ -59,9 +63,13 @@ class Wanted:
     episode: int | None = None
 
 
+# Puts the n-th wanted frame where it belongs.
+_Sink = Callable[[int, np.ndarray], None]
+
+
 @dataclass
-class Video:
-    """A camera's file, and what is wanted of it."""
+class CameraFile:
+    """A file with frames of a camera, and what is wanted of it."""
 
     reader: DatasetFiles
     key: str
@@ -69,6 +77,14 @@ class Video:
     wanted: list[Wanted]
     cached: CachedVideo | None = None
     remote: RemoteVideo | None = None
+
+    @property
+    def feature(self) -> Feature:
+        return self.reader.features[self.key]
+
+    @property
+    def is_video(self) -> bool:
+        return self.feature.dtype == "video"
 
     def name(self, *episodes: int | None) -> str:
         """How errors call it."""
@@ -78,9 +94,10 @@ class Video:
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
-        """Errors of a store name the file."""
+        """Errors of a store name the file; those of data files do so by themselves."""
+        name = self.name(*(w.episode for w in self.wanted))
         try:
-            with naming_file(self.name(*(w.episode for w in self.wanted))):
+            with naming_file(name) if self.is_video else contextlib.nullcontext():
                 yield
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.reader.root}: {self.file} is missing; copy it again") from error
@@ -107,67 +124,84 @@ class Video:
 
     def decode(self, decoding: Decoding) -> None:
         """Fill in the frames that are wanted: the file is walked forward once."""
-        reader, feature = self.reader, self.reader.features[self.key]
-        height, width = height_width(feature)
-        with (
-            self.cached or contextlib.nullcontext(),
-            VideoReader(
-                self.open(),
-                name=self.name(*(w.episode for w in self.wanted)),
-                height=height,
-                width=width,
-                fps=reader.fps,
-                tolerance_s=decoding.tolerance_s,
-                threads=decoding.threads,
-                depth_mm=reader.depth_mm.get(self.key),
-            ) as video,
-        ):
-            for w in self.wanted:
+        with self.cached or contextlib.nullcontext():
+            sinks = [(w, sink) for w in self.wanted if (sink := self._sink(w, decoding)) is not None]
+            if sinks:
+                (self._decode_video if self.is_video else self._decode_images)(sinks, decoding)
+
+    def _sink(self, w: Wanted, decoding: Decoding) -> _Sink | None:
+        """None where frames would only be cached, and there is no space: they are decoded where they are used."""
+        keep = self.cached if self.cached is not None and self.cached.reserve_capacity(len(w.times_s)) else None
+        if w.out is not None:
+            out, target = w.out, w.target
+        elif keep is not None:
+            # Each over the one before it: it is only cached.
+            out, target = empty(*frame_of(self.feature, decoding.image_size)), [[()]] * len(w.times_s)
+        else:
+            return None
+
+        def sink(n: int, pixels: np.ndarray) -> None:
+            put_frame(pixels, target[n], out)
+            if keep is not None:
+                keep.write(w.times_s[n], out[target[n][0]])
+
+        return sink
+
+    def _decode_video(self, sinks: Sequence[tuple[Wanted, _Sink]], decoding: Decoding) -> None:
+        height, width = height_width(self.feature)
+        with VideoReader(
+            self.open(),
+            name=self.name(*(w.episode for w, _ in sinks)),
+            height=height,
+            width=width,
+            fps=self.reader.fps,
+            tolerance_s=decoding.tolerance_s,
+            threads=decoding.threads,
+            depth_mm=self.reader.depth_mm.get(self.key),
+        ) as video:
+            for w, sink in sinks:
                 video.name = self.name(w.episode)
-                keep = self.cached if self.cached is not None and self.cached.reserve_capacity(len(w.times_s)) else None
-                if w.out is not None:
-                    out, target = w.out, w.target
-                elif keep is not None:
-                    # Each over the one before it: it is only cached.
-                    out, target = empty(*frame_of(feature, decoding.image_size)), [[()]] * len(w.times_s)
-                else:
-                    continue  # decoded where it is used
-
-                def sink(
-                    n: int,
-                    pixels: np.ndarray,
-                    times_s: np.ndarray = w.times_s,
-                    target: list[list[Any]] = target,
-                    out: np.ndarray = out,
-                    keep: CachedVideo | None = keep,
-                ) -> None:
-                    put_frame(pixels, target[n], out)
-                    if keep is not None:
-                        keep.write(times_s[n], out[target[n][0]])
-
                 video.read(w.times_s, sink)
 
+    def _decode_images(self, sinks: Sequence[tuple[Wanted, _Sink]], decoding: Decoding) -> None:
+        feature, path = self.feature, self.reader.path(self.file)
+        height, width = height_width(feature)
+        file = DataFile(self.reader.fs, path, f"{self.reader.root}: {self.file}", self.reader.dataset)
+        # As 4 bytes for a number; an encoded image is rarely larger than its pixels.
+        row_bytes = math.prod(feature.shape) * 4 + IMAGE_OVERHEAD_BYTES
+        rows = np.concatenate([w.times_s for w, _ in sinks]).astype(np.int64)
+        places = [(w, sink, n) for w, sink in sinks for n in range(len(w.times_s))]
+        for inside, column in read_values(file, feature.key, row_bytes, rows, file_identity(self.reader.fs, path)):
+            for i, data in zip(inside.tolist(), column.combine_chunks().field("bytes"), strict=True):
+                w, sink, n = places[i]
+                name = f"{self.name(w.episode)}, row {rows[i]}"
+                if feature.is_depth:
+                    unit = feature.info.get("depth_unit")
+                    sink(n, decode_depth_image(data.as_py(), unit, name=name, height=height, width=width))
+                else:
+                    sink(n, decode_image(data.as_py(), name=name, height=height, width=width))
 
-def read_videos(videos: Sequence[Video], decoding: Decoding) -> None:
-    """Do what is wanted: one decoder at a time. What is wanted of a store is asked for before the first."""
+
+def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
+    """Do what is wanted: one decoder at a time. What is wanted of a store's videos is asked for before the first."""
     with contextlib.ExitStack() as opened:
-        for video in videos:
-            with video.naming():
-                video.look(decoding)
-                fs = video.reader.fs
-                if video.wanted and isinstance(fs, RemoteFileSystem):
-                    video.remote = RemoteVideo(fs, video.reader.path(video.file), video.reader.dataset)
-                    opened.callback(video.remote.file.close)
-        for video in videos:
-            if video.remote is not None:
-                with video.naming():
-                    video.remote.ask(np.concatenate([w.times_s for w in video.wanted]), video.reader.fps)
-        for video in videos:
-            if video.wanted:
-                with video.naming():
-                    video.decode(decoding)
-                if video.remote is not None:
-                    video.remote.file.close()
+        for file in files:
+            with file.naming():
+                file.look(decoding)
+                fs = file.reader.fs
+                if file.wanted and file.is_video and isinstance(fs, RemoteFileSystem):
+                    file.remote = RemoteVideo(fs, file.reader.path(file.file), file.reader.dataset)
+                    opened.callback(file.remote.file.close)
+        for file in files:
+            if file.remote is not None:
+                with file.naming():
+                    file.remote.ask(np.concatenate([w.times_s for w in file.wanted]), file.reader.fps)
+        for file in files:
+            if file.wanted:
+                with file.naming():
+                    file.decode(decoding)
+                if file.remote is not None:
+                    file.remote.file.close()
 
 
 def cached_video(reader: DatasetFiles, key: str, file: str, decoding: Decoding) -> CachedVideo | None:
@@ -182,19 +216,20 @@ def cached_video(reader: DatasetFiles, key: str, file: str, decoding: Decoding) 
 
 
 def video_file(reader: DatasetFiles, key: str, path: str, identity: str, decoding: Decoding) -> VideoFile:
-    """What tells the frames of a camera's file from others."""
+    """What tells the frames of a camera's file from others. A data file holds images of several cameras."""
     feature = reader.features[key]
     shape, dtype = frame_of(feature, decoding.image_size)
+    is_video = feature.dtype == "video"
     return VideoFile(
         dataset=reader.dataset,
-        path=path,
+        path=path if is_video else f"{path}\0{feature.key}",
         identity=identity,
-        fps=reader.fps,
-        tolerance_s=decoding.tolerance_s,
+        fps=reader.fps if is_video else 1,
+        tolerance_s=decoding.tolerance_s if is_video else None,
         shape=shape,
         dtype=dtype,
         stored=height_width(feature),
-        depth_mm=reader.depth_mm.get(key),
+        depth=reader.depth_mm.get(key) if is_video else feature.info.get("depth_unit"),
     )
 
 
@@ -318,10 +353,10 @@ class Frames:
             if missing:
                 reader, target = self._readers[dataset], [w.target[i] for i in missing]
                 wanted = [Wanted(w.times_s[missing], target, w.out)]
-                left.append(Video(reader, key, reader.video_files[key][number], wanted))
+                left.append(CameraFile(reader, key, reader.camera_files(key)[number], wanted))
         if left:
-            self._tell(sum(len(video.wanted[0].times_s) for video in left))
-            read_videos(left, self._decoding)
+            self._tell(sum(len(file.wanted[0].times_s) for file in left))
+            read_frames(left, self._decoding)
         while len(self._open) > _OPEN_FILES:
             self._open.pop(next(iter(self._open))).close()
 
@@ -331,7 +366,7 @@ class Frames:
         if video is None:
             key, dataset, number = file
             reader = self._readers[dataset]
-            video = cached_video(reader, key, reader.video_files[key][number], self._decoding)
+            video = cached_video(reader, key, reader.camera_files(key)[number], self._decoding)
         if video is not None:
             self._open[file] = video
         return video

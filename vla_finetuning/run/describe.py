@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from lerobot_datasource import SEGMENT_ROWS
-from vla_finetuning.config import FRAMES_DIR, REHEARSAL_ROWS_PER_S, Config, DatasetOptions
+from vla_finetuning.config import FRAMES_DIR, NUMBERS_DIR, NUMBERS_GB, REHEARSAL_ROWS_PER_S, Config, DatasetOptions
+from vla_finetuning.data.number_cache import numbers_gb
 from vla_finetuning.members import members
 from vla_finetuning.policies.augment import WRIST
 from vla_finetuning.policies.loading import aligned
@@ -33,6 +34,7 @@ def describe(run: Run) -> str:
         *_frames(rows),
         *_augmentation(config, list(policy.config.image_features)),
         *_cached_frames(config.dataset, rows),
+        _cached_numbers(),
         *_steps(config, job.steps, rows),
         *_indented("Learning", policy.recipe.describe(job.steps)),
         *_shuffling(config.dataset, rows),
@@ -280,7 +282,7 @@ def _cached_frames(d: DatasetOptions, rows: Rows) -> list[str]:
         where = "on every node" if rows.order.sharding is None else "on each node those of its shard"
         return [f"             decoded once: {size} of frames are cached in {cache.folder}, {where}"]
     if not rows.cached_bytes:
-        return ["             none are cached (--dataset.frame_cache=auto): no camera is a video"]
+        return ["             none are cached (--dataset.frame_cache=auto): there is no camera"]
     if rows.last_row <= rows.per_epoch:
         return ["             none are cached (--dataset.frame_cache=auto): none are read twice"]
     return [
@@ -288,6 +290,15 @@ def _cached_frames(d: DatasetOptions, rows: Rows) -> list[str]:
         f"{d.frame_cache_gb:g}, or than fits the disk of {FRAMES_DIR} with a margin, or that is memory "
         "(--dataset.frame_cache=DIR keeps what fits)"
     ]
+
+
+def _cached_numbers() -> str:
+    if size := numbers_gb():
+        return (
+            f"Numbers      at most {size:g} GB on each node, unpacked once, in {NUMBERS_DIR} (VLA_NUMBERS_GB=0: none)"
+        )
+    why = f"{NUMBERS_DIR} is memory (tmpfs); VLA_NUMBERS_DIR names another folder" if NUMBERS_GB else "VLA_NUMBERS_GB=0"
+    return f"Numbers      unpacked whenever rows of them are wanted, on this node: {why}"
 
 
 def _shuffling(d: DatasetOptions, rows: Rows) -> list[str]:

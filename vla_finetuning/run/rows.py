@@ -354,13 +354,13 @@ def frame_cache_of(d: DatasetOptions, decoded_bytes: int, reads_again: bool) -> 
 
 
 def check_global_shuffle(d: DatasetOptions, cache: FrameCache | None, decoded_bytes: int) -> None:
-    """Refuse to draw single frames of videos unless all of them are cached, decoded."""
+    """Refuse to draw single frames unless all of them are cached, decoded."""
     if not d.global_shuffle or not decoded_bytes:
         return
     if cache is None or decoded_bytes > cache.gb * 1e9:
         where = "no frames are cached" if cache is None else f"--dataset.frame_cache_gb={cache.gb:g} of them are cached"
         raise ValueError(
             f"--dataset.global_shuffle draws single frames of {decoded_bytes / 1e9:.3g} GB, and {where}: each would be "
-            "searched for in a video. Cache them all (--dataset.frame_cache DIR, --dataset.frame_cache_gb), or leave "
+            "searched for in its file. Cache them all (--dataset.frame_cache DIR, --dataset.frame_cache_gb), or leave "
             "--dataset.global_shuffle out"
         )

@@ -23,7 +23,8 @@ import ray
 import ray.train
 from ray.data import ExecutionOptions, ExecutionResources
 
-from lerobot_datasource import SHARDS, SHARE, BlockShare, keeps_frames, name_frames
+from lerobot_datasource import SHARDS, SHARE, keeps_frames, name_frames
+from vla_finetuning.data.read_tasks import BlockShare
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,129 @@
+"""What read tasks of an execution are given: their windows of the plan, and where the episodes in those lie."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from vla_finetuning.data.metadata import DatasetMetadata
+from vla_finetuning.data.plan import Plan, WindowSlice, task_bounds
+from vla_finetuning.data.reader import ReadOptions
+from vla_finetuning.data.rows import EpisodeLocations, WindowRead, read_rows
+
+# Windows that a read task decodes, one after the other, at most.
+MAX_READS_PER_TASK = 4
+
+
+@dataclass(frozen=True)
+class BlockShare:
+    """Of every `of` blocks of a stream, those from `first` to `last`: what one of several executions at once reads.
+
+    Ranks `first` to `last` of `of` get the same blocks from it that they would get from an execution of all: blocks are
+    dealt to the ranks in turn.
+    """
+
+    first: int
+    last: int
+    of: int
+
+    def runs(self, first: int, last: int, block_rows: int) -> np.ndarray:
+        """Where it has rows among stream positions [first, last): runs [start, end), int64 (N, 2), in order.
+
+        An incomplete turn of `of` blocks is dealt to no rank.
+        """
+        turn = self.of * block_rows
+        starts = first + np.arange((last - first) // turn, dtype=np.int64) * turn
+        return starts[:, None] + np.array([self.first, self.last]) * block_rows
+
+
+def episode_locations(
+    metas: Sequence[DatasetMetadata], selected: Sequence[np.ndarray], features: Collection[str]
+) -> EpisodeLocations:
+    """Where the selected episodes of all datasets lie. Of a camera that is no video in one of them: file -1."""
+    videos = [key for key in features if any(key in meta.video_files for meta in metas)]
+
+    def together(columns: Iterable[np.ndarray | None]) -> np.ndarray:
+        pairs = zip(columns, selected, strict=True)
+        return np.concatenate([np.full(len(c), -1) if column is None else column[c] for column, c in pairs])
+
+    return EpisodeLocations(
+        dataset_index=np.repeat(np.arange(len(metas), dtype=np.int32), [len(chosen) for chosen in selected]),
+        episode_index=np.concatenate(selected),
+        start=together(m.episode_start for m in metas),
+        length=together(m.episode_length for m in metas),
+        data_file=together(m.episode_data_file for m in metas),
+        data_row=together(m.episode_data_row for m in metas),
+        video_file={key: together(m.episode_video_file.get(key) for m in metas) for key in videos},
+        video_start_s={key: together(m.episode_video_start_s.get(key) for m in metas) for key in videos},
+    )
+
+
+def read_of(windows: list[WindowSlice], places: EpisodeLocations) -> WindowRead:
+    return WindowRead(windows, places.take(np.concatenate([window.episode for window in windows])))
+
+
+@dataclass
+class Planned:
+    """The reads that make up stream positions [first, last), a window each, looked up when they are wanted."""
+
+    plan: Any  # (Plan, EpisodeLocations), or an ObjectRef of them
+    first: int
+    last: int
+    read_rows: int
+    block_rows: int
+
+    def __iter__(self) -> Iterator[WindowRead]:
+        plan, places = _opened(self.plan)
+        cuts = task_bounds(self.first, self.last, self.read_rows, self.block_rows)
+        for a, b in itertools.pairwise(cuts.tolist()):
+            yield read_of(list(plan.slices(a, b)), places)
+
+
+_newest: dict[str, Any] = {}
+
+
+def _opened(plan: Any) -> tuple[Plan, EpisodeLocations]:
+    """A plan, opened once in a process: it remembers which part of an epoch it has cut, for the next task."""
+    if not isinstance(plan, ray.ObjectRef):
+        return plan
+    if plan.hex() not in _newest:
+        _newest.clear()
+        _newest[plan.hex()] = ray.get(plan)
+    return _newest[plan.hex()]
+
+
+@dataclass
+class ReadFunction:
+    """The function of a read task. Its pickle holds only its own parts."""
+
+    shared: Any  # ObjectRef of (list[DatasetFiles], what is made of blocks or None), or the pair itself
+    reads: Iterable[WindowRead]  # decoded one after the other, which bounds the memory
+    first_position: int
+    options: ReadOptions
+    __name__: str = field(default="read_slices", repr=False)
+
+    def __call__(self) -> Iterator[pa.Table]:
+        readers, prepare = ray.get(self.shared) if isinstance(self.shared, ray.ObjectRef) else self.shared
+        position = self.first_position
+        for read in self.reads:
+            yield from read_rows(readers, read, position, self.options, prepare)
+            position += len(read)
+
+
+def reads_per_task(reads: int, read_bytes: int, cluster: Mapping[str, float]) -> int:
+    """How many windows a read task decodes, one after the other, where `reads` are to be read. Pure.
+
+    Ray Data 2.60 notices up to 0.3 s later that a task has ended; the next one then finds its CPU idle. Long tasks make
+    that matter less; but the CPUs must end about together, and when blocks are wanted in order, those of all tasks but
+    the first wait in the object store.
+    """
+    cpus = max(1.0, cluster.get("CPU", 1))
+    by_turns = reads / cpus / 4
+    by_store = cluster.get("object_store_memory", 0) / cpus / 3 / read_bytes
+    return int(max(1, min(by_turns, by_store, MAX_READS_PER_TASK)))
