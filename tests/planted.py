@@ -88,8 +88,8 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
             note(run.job.output_dir, "step")
         return result
 
-    def forward_with_faults(self, *args):
-        loss = forward(self, *args)
+    def forward_with_faults(self, *args, **options):
+        loss = forward(self, *args, **options)
         return loss * torch.nan if "nan" in now else loss
 
     def die(*paths):
