@@ -393,6 +393,8 @@ def test_dimensions_come_in_the_order_that_is_asked_for(folder):
 
 
 @pytest.mark.ray
+@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_through_a_kill_leaves_a_policy_for_each_robot(folder, ray_cluster, monkeypatch):
     """Each row as often as its dataset's weight says; LeRobot alone loads what is exported."""
