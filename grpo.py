@@ -66,6 +66,7 @@ from vla_finetuning.rl.learning import (
     play_iteration,
 )
 from vla_finetuning.rl.objective import Objective, totals
+from vla_finetuning.rl.recording import dataset_of, is_iteration_recorded, record_rollouts, write_episodes
 from vla_finetuning.rl.resolve import INITIAL_STATES_NAME, GrpoRun, describe_grpo, resolve_grpo
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_checkpoint
@@ -141,8 +142,11 @@ def train(run: GrpoRun, worker: Worker) -> bool:
     first_row, episodes = progress.rows, first * run.episodes if demonstrations is not None else progress.rows
     for iteration in range(first, job.steps):
         times, done = Times(), iteration + 1
-        explorer = Explorer(actor, run.sde, config.seed, iteration)
+        recorded = is_iteration_recorded(run, iteration)
+        explorer = Explorer(actor, run.sde, config.seed, iteration, recorded)
         played, rounds = play_iteration(options, run.scene, rollouts, explorer, worker)
+        if recorded:
+            write_episodes(job.output_dir, iteration, worker, [one for each in rounds for one in each.episodes])
         episodes += sum(one.returns.numel() for one in rounds)
         check_first(options, iteration, played)
         times.mark("play")
@@ -245,6 +249,7 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
     run = resolve_grpo(config, gpus_found=torch.cuda.device_count())
     config, job = run.config, run.job
     check_start(config, job.start, job.steps, job.disk_bytes)
+    dataset_of(run)  # what else is there is refused
     tell_text(describe_grpo(run))
     if config.dry_run:
         tell_text("\n".join(expected_times(run, measure_environment(run.scene.env))))
@@ -277,6 +282,7 @@ def work(run: GrpoRun) -> int:
         if steps_done < job.steps:
             tell(f"Stopped      after iteration {steps_done} of {job.steps}; --resume goes on from there")
             return 3
+        record_rollouts(run)
         status = evaluate(run)
     if not status:
         finish(job.output_dir, job.steps)

@@ -34,6 +34,7 @@ from vla_finetuning.flags import VALUE, parse_value
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.rl.values import ValueRun, describe_value, label_frames, resolve_value
+from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
 from vla_finetuning.run.folder import check_start, finish, own_folder
 from vla_finetuning.run.labels import LABELS_NAME
 from vla_finetuning.run.preflight import Examined, examine
@@ -86,7 +87,10 @@ def work(run: ValueRun) -> int:
         record_run(job, training.policy, describe_value(run), ray.cluster_resources(), training.rows)
         beside.enter_context(keep_report(job.output_dir))
         options: dict[str, Any] = {"loop": train_loop_per_worker}
-        steps_done = fit(job, lambda: vla.make_trainer(training, data_options, **options))
+        newest = latest_checkpoint(job.checkpoints_dir)
+        steps_done = load_progress(newest).step if newest is not None else 0
+        if steps_done < job.steps:  # otherwise it is to label anew
+            steps_done = fit(job, lambda: vla.make_trainer(training, data_options, **options))
         if steps_done < job.steps:
             tell(f"Stopped      after step {steps_done} of {job.steps}; --resume goes on from there")
             return 3

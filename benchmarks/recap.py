@@ -5,14 +5,14 @@
 
     imitation   vla.py imitates all demonstrations, wrong ones too
     value       value.py learns what frames are worth, by which episodes succeeded, and labels them
-    recap       vla.py learns from the same demonstrations with the labels in its prompts, for as many steps
-    filtered    vla.py imitates the successful demonstrations alone, for as many steps (with --filtered)
-    rabc        vla.py weighs all demonstrations by how much the value function sees them gain (with --filtered)
+    recap       vla.py learns from the same demonstrations with the labels in its prompts, from the same weights and for
+                as many steps
     second      the policy plays --rollouts episodes, recorded by evaluate.py; values, labels and policy anew, on
                 demonstrations and rollouts (with --second)
 
-Every policy plays the same --eval_episodes scenes. Nothing simulates while it trains. The same command goes on where it
-was broken off. Exit status: 0 done, otherwise that of the program that failed.
+Every policy plays the same --eval_episodes scenes. Nothing simulates while it trains. With --start_seed all seeds have
+the imitation and the value function of that one. The same command goes on where it was broken off. Exit status: 0 done,
+otherwise that of the program that failed. benchmarks.methods compares with other ways to go on from the imitation.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ from vla_finetuning.terminal import tell, tell_text
 FIRST_EVALUATED, FIRST_ROLLOUT = 1000, 50_000
 NAMES = {
     "imitation": "imitation of all demonstrations",
-    "filtered": "imitation of the successful ones",
-    "rabc": "RA-BC by the value function",
     "recap": "RECAP, told positive",
     "negative": "RECAP, told negative",
     "second": "RECAP, second iteration",
@@ -64,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--folder", type=Path, default=Path("outputs/recap"), help="of everything but the result")
     made.add_argument("--json", type=Path, help="where the result goes")
     made.add_argument("--seeds", default="1000", help="of weights, order of rows, and noise; each is a run")
+    made.add_argument("--start_seed", type=int, help="of the imitation and the value function that all seeds have")
     made.add_argument("--steps", type=int, default=900, help="of each policy")
     made.add_argument("--noise_draws", type=int, default=2, help="per row")
     made.add_argument("--value_steps", type=int, default=200, help="of each value function")
@@ -71,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--horizon", type=int, default=50, help="frames of an advantage")
     made.add_argument("--eval_episodes", type=int, default=200, help="of each policy")
     made.add_argument("--rollouts", type=int, default=120, help="episodes of the second iteration")
-    made.add_argument("--filtered", action="store_true", help="also imitate successes alone, and weigh all by value")
+    made.add_argument("--negative", action="store_true", help="also tell the policy negative")
     made.add_argument("--second", action="store_true", help="also play, and learn from that")
     return made
 
@@ -94,49 +93,52 @@ class Benchmark:
 
     def run(self) -> dict[str, Any]:
         """All stages; what came of them."""
-        o = self.options
-        imitation = self.policy("imitation", self.root)
-        value = self.judge("value", self.root, imitation)
-        labels = {"recap.labels": value / LABELS_NAME}
-        recap = self.policy("recap", self.root, **labels)
-        scores = {"imitation": self.play("imitation", imitation)}
+        first, o = self.first(), self.options
+        start = first.start()
+        value = first.judge("value", self.root, start)
+        recap = self.policy("recap", self.root, self.base, o.steps, **{"recap.labels": value / LABELS_NAME})
+        scores = {"imitation": first.play("imitation", start)}
         scores["recap"] = self.play("recap", recap, "positive")
-        scores["negative"] = self.play("negative", recap, "negative")
-        if o.filtered:
-            good = [int(i) for i, success in self.outcomes[str(self.root)].items() if success]
-            chosen = {"dataset.episodes": ",".join(map(str, good))}
-            scores["filtered"] = self.play("filtered", self.policy("filtered", self.root, **chosen))
-            progress = {"sample_weighting.progress_path": self.progress(value)}
-            scores["rabc"] = self.play("rabc", self.policy("rabc", self.root, **progress))
         values = {"value": read_json(value / VALUES_NAME)["labels"]}
+        if o.negative:
+            scores["negative"] = self.play("negative", recap, "negative")
         if o.second:
             rollouts = self.record("rollouts", recap)
             both = f"{self.root},{rollouts}"
-            again = self.judge("value-2", both, imitation)
-            second = self.policy("second", both, **{"recap.labels": again / LABELS_NAME})
+            again = self.judge("value-2", both, start)
+            second = self.policy("second", both, self.base, o.steps, **{"recap.labels": again / LABELS_NAME})
             scores["second"] = self.play("second", second, "positive")
             values["value-2"] = read_json(again / VALUES_NAME)["labels"]
-        return {
-            "seed": self.seed,
-            "success": scores,
-            "values": values,
-            "seconds": read_json(self.folder / "seconds.json"),
-        }
+        seconds = {**first.seconds(), **self.seconds()}
+        return {"seed": self.seed, "success": scores, "values": values, "seconds": seconds}
+
+    def first(self) -> Benchmark:
+        """The seed whose imitation and value function this one has."""
+        seed = self.options.start_seed
+        return self if seed in (None, self.seed) else Benchmark(self.options, seed)
+
+    def start(self) -> Path:
+        """The policy that imitates all demonstrations."""
+        return self.policy("imitation", self.root, self.base, self.options.steps)
+
+    def seconds(self) -> dict[str, float]:
+        """What each stage took."""
+        return read_json(self.folder / "seconds.json")
 
     # ---- programs --------------------------------------------------------------------------------------------------
 
-    def policy(self, name: str, root: Any, **flags: Any) -> Path:
-        """A policy that `vla.py` trains; its folder."""
+    def policy(self, name: str, root: Any, start: Path, steps: int, **flags: Any) -> Path:
+        """A policy that `vla.py` trains from another; its folder."""
         o, folder = self.options, self.folder / name
         options = {
             "preset": "demo",
             "dataset.root": root,
             "dataset.eval_split": 0,
-            "policy.path": self.base,
+            "policy.path": start,
             "output_dir": folder,
             "resume": "auto",
             "seed": self.seed,
-            "steps": o.steps,
+            "steps": steps,
             "train.noise_draws": o.noise_draws,
             "scaling.use_gpu": "false",
             **flags,
@@ -167,6 +169,10 @@ class Benchmark:
         if not (folder / FINISHED_NAME).is_file():
             self._call(name, value.main, options)
         return folder
+
+    def successes(self) -> str:
+        """The demonstrations that succeeded, as a flag takes them."""
+        return ",".join(i for i, success in self.outcomes[str(self.root)].items() if success)
 
     def progress(self, judged: Path) -> Path:
         """The values of frames as LeRobot's RA-BC reads progress: from 0 to 1."""

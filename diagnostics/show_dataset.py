@@ -6,6 +6,7 @@
     python -m diagnostics.show_dataset ROOT --augmentation openpi
     python -m diagnostics.show_dataset ROOT --skip_idle 0.5 --episode_weights quality
     python -m diagnostics.show_dataset @mix.yaml
+    python -m diagnostics.show_dataset ROOT --recap.labels out/value/labels.parquet
 
 The page shows every camera at a few moments of an episode, state and action curves, how long the episodes are,
 their instructions, and the ranges that a policy's input is normalised by. It warns of what training would suffer from;
@@ -17,6 +18,9 @@ to look, which a run leaves out by --dataset.exclude_episodes @bad_episodes.json
 
 With --skip_idle or --episode_weights every row's numbers are read, and a table, here and on the page, says what a run
 with those of --dataset. would leave out or repeat: of all episodes, and by task.
+
+With --recap.labels, a file that value.py has written, the page shows how advantages and labels fell, of all frames and
+by task.
 
 With --augmentation each picture is the frame, and below it what three epochs of training would make of it: as
 `--train.augmentation openpi`, or as `--dataset.image_transforms.enable` ("lerobot").
@@ -49,9 +53,10 @@ from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.dataset_look import look_at
 from vla_finetuning.report.episode_scores import score_episodes
 from vla_finetuning.report.page import write_dataset_page
+from vla_finetuning.run.labels import show_labels
 from vla_finetuning.run.mixture_look import look_at_mixture
 from vla_finetuning.run.preflight import with_names
-from vla_finetuning.terminal import escape_warnings, tell, tell_error
+from vla_finetuning.terminal import escape_warnings, escaped, tell, tell_error
 
 # As a run's options say it.
 AUGMENTATIONS: dict[str, dict[str, Any]] = {
@@ -101,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--augmentation", choices=AUGMENTATIONS, help="show what training would make of frames")
     parser.add_argument("--skip_idle", type=float, help="say what --dataset.skip_idle of so many seconds leaves out")
     parser.add_argument("--episode_weights", help="say what --dataset.episode_weights, a column or @FILE, makes of it")
+    parser.add_argument("--recap.labels", type=Path, dest="labels", help="show how the labels of value.py fell")
     options = parser.parse_args(argv)
     escape_warnings()
     if (options.root or "").startswith("@"):
@@ -122,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.exclude_to:
                 write_json(options.exclude_to, [score.episode for score in scores if score.reasons])
         selection = told_selection(meta, options.skip_idle, options.episode_weights)
-        page = write_dataset_page(look, options.output, scores, selection)
+        labels = None if options.labels is None else show_labels(options.labels, meta)
+        page = write_dataset_page(look, options.output, scores, selection, labels)
     except (ValueError, OSError) as error:
         tell_error(error)
         return 2
@@ -132,6 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if score.reasons:
             tell(f"episode {score.episode}: {'; '.join(score.reasons)}")
     tell(*selection)
+    if labels is not None:
+        tell(*map(escaped, labels[0]))
     tell(f"{len(look.findings) or 'no'} warning{'s' * (len(look.findings) != 1)}; looked at {look.sample}")
     tell(*look.shares)
     tell(*(f"not read: {what}" for what in meta.not_read))

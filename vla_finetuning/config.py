@@ -650,6 +650,12 @@ class GrpoOptions:
     envs_per_actor: int = option(8, "Environments of each of these processes.", min=1)
     env_actor_cpus: float = option(1.0, "CPUs that each of these processes holds.", above=0)
     inference_batch: int = option(64, "Decisions that the policy makes at once, at most.", min=1)
+    record_dataset: str | None = option(
+        None,
+        "Write the episodes that were learned from, failures included, as a LeRobot dataset with next.success, "
+        "next.reward and next.done when the run is done: a new folder; on a cluster a path that all nodes share.",
+    )
+    record_every: int = option(1, "Iterations from one recorded one to the next, with --grpo.record_dataset.", min=1)
 
 
 # ---- groups whose flags have no dot; programs are made of them ----------------------------------------------------
@@ -1082,6 +1088,9 @@ VALUE_PRESETS: dict[str, dict[str, str]] = {
         "log_freq": "20",
         "save_freq": "100",
         "dataset.eval_split": "0.1",
+        # What the tiny policy sees does not tell the bin that was named from the other until its backbone trains too.
+        "value.backbone": "true",
+        "value.backbone_lr": "3e-4",
     },
 }
 # What runs did before an option existed: a resumed run keeps how its values are scaled.

@@ -23,6 +23,7 @@ from vla_finetuning.report.augmented_frames import EPOCHS_SHOWN, augmented, conf
 from vla_finetuning.report.dataset_look import look_at, ranges_of, sample_episodes
 from vla_finetuning.report.episode_scores import MEDIANS, score_episodes
 from vla_finetuning.report.page import look_at_datasets
+from vla_finetuning.run.labels import write_labels
 
 EPISODES = (12, 9, 12, 10)
 VIDEO, IMAGES = "observation.images.top", "observation.images.side"
@@ -385,6 +386,24 @@ def test_what_a_run_would_leave_out_and_repeat_is_told(copy, tmp_path, capsys):
     assert "2 24 0 ( 0.0%) 36 ( 1.50x) 'go to the red bin'" in check_page((tmp_path / "page.html").read_text()).text
     assert main([str(copy), "--skip_idle=0", f"--output={tmp_path / 'page.html'}"]) == 2
     assert "--skip_idle=0.0: must be positive" in capsys.readouterr().err
+
+
+def test_how_labels_fell_is_told(clean, tmp_path, capsys):
+    """Episodes 0 and 2 succeeded, and have one task; the last one has no labels."""
+    meta, path, page = load_metadata(clean), tmp_path / "labels.parquet", tmp_path / "page.html"
+    success = np.repeat([True, False, True], EPISODES[:3])
+    advantage = np.where(success, 0.2, -0.4).astype(np.float32)
+    columns = {"advantage": advantage, "success": success, "positive": success & (np.arange(33) % 2 == 0)}
+    write_labels(path, [meta], [np.arange(3)], columns)
+    assert main([str(clean), f"--recap.labels={path}", f"--output={page}"]) == 0
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    positive, of_successes = columns["positive"].mean(), columns["positive"][success].mean()
+    assert f"33 {positive:.1%} {of_successes:.1%} 0.0% -0.400 to 0.200 all" in printed
+    tasks = [texts[0] for texts in meta.episode_tasks]
+    assert f"9 0.0% 0.0% -0.400 to -0.400 {tasks[1]}" in printed
+    found = check_page(page.read_text())
+    assert "Advantages and labels" in found.text and "-0.400 to 0.200" in found.text
+    assert main([str(clean), f"--recap.labels={tmp_path / 'none'}", f"--output={page}"]) == 2
 
 
 @pytest.mark.parametrize("what", SUSPECT)

@@ -7,20 +7,24 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import value
 from tests.datasets import make_dataset
+from tests.in_process import train
 from tests.tiny import make_base
 from vla_finetuning.config import ValueConfig
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_value
 from vla_finetuning.report.page import write_report
-from vla_finetuning.rl.judging import judge_frames
+from vla_finetuning.rl import values
+from vla_finetuning.rl.judging import Judge
 from vla_finetuning.rl.returns import advantages, episode_returns, label_positive
-from vla_finetuning.rl.values import describe_value, resolve_value
+from vla_finetuning.rl.values import describe_value, resolve_value, score_labels
 from vla_finetuning.run.checkpoint import TRAINABLE, checkpoint_names, latest_checkpoint
 from vla_finetuning.run.labels import LABELS_NAME
-from vla_finetuning.training.model import build_model, build_optimizer
+from vla_finetuning.training.model import build_model, build_optimizer, make_prepare
+from vla_finetuning.training.stream import Dealt
 
 EPISODES, SUCCESS = (6, 5, 9, 3, 7, 4), (1, 0, 1, 0, 1, 0)
 
@@ -56,8 +60,8 @@ def flags(setting, name="run", **changes):
     return [f"--{key}={value}" for key, value in options.items()]
 
 
-def resolved(setting, **changes):
-    return resolve_value(parse_value(flags(setting, **changes)), gpus_found=0)
+def resolved(setting, name="run", **changes):
+    return resolve_value(parse_value(flags(setting, name, **changes)), gpus_found=0)
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +95,63 @@ def test_labels_are_what_plain_numpy_makes_of_the_values(finished, setting):
     assert not np.isnan(rows["value"]).any()
 
 
-def test_values_do_not_depend_on_workers_blocks_or_restarts(finished, setting, ray_cluster):
-    checkpoint = latest_checkpoint(finished / "checkpoints")
-    (expected,) = judge_frames(resolved(setting).training, checkpoint)
-    one = resolved(setting, **{"scaling.num_workers": 1}).training
-    (found,) = judge_frames(one, checkpoint)
-    np.testing.assert_array_equal(found, expected)
-    rows = pq.read_table(finished / LABELS_NAME)
-    np.testing.assert_array_equal(rows["value"].to_numpy(), expected)
+def test_values_do_not_depend_on_workers_order_or_restarts(finished, setting):
+    """Two processes of Ray Data judged the blocks; here it is one, in another order, begun anew."""
+    judge, rows = judge_here(setting, finished), np.arange(sum(EPISODES))
+    found = [judge(own) for own in np.split(rows, len(rows) // 2)[::-1]][::-1]
+    expected = pq.read_table(finished / LABELS_NAME)["value"].to_numpy()
+    np.testing.assert_array_equal(np.concatenate(found), expected)
+    # In batches of other rows they are the same but for rounding.
+    shuffled = np.random.default_rng(0).permutation(rows)
+    np.testing.assert_allclose(judge(shuffled), expected[shuffled], rtol=1e-5)
 
 
-def test_a_finished_run_labels_anew_by_other_options(finished, setting, ray_cluster):
-    before = pq.read_table(finished / LABELS_NAME)
+def judge_here(setting, finished):
+    """Judges rows in this process."""
+    run = resolved(setting).training
+    judge = Judge(run.policy, latest_checkpoint(finished / "checkpoints"), run.job.batch_size, use_gpu=False)
+    prepare, source = make_prepare(run.policy, run.rows), run.rows.in_stored_order()
+
+    def values(rows):
+        (block,) = source.read_rows(rows.tolist(), len(rows))
+        return judge(prepare(block))["value"]
+
+    return values
+
+
+class Stream:
+    """Stands in for Ray's shard of the dataset: the rows of a run's only worker, read in this process."""
+
+    def __init__(self, run):
+        self._run = run
+
+    def iter_torch_batches(self, *, batch_size, collate_fn, **_):
+        run = self._run
+        dealt = Dealt(batch_size, run.rows.block_rows, 0, 1, run.job.batches_per_step)
+        prepare, source = make_prepare(run.policy, run.rows), run.rows.source()
+        for micro in range(run.job.steps * run.job.batches_per_step):
+            positions = dealt.rows(micro)
+            (rows,) = source.read_rows(positions.tolist(), batch_size)
+            yield collate_fn({**prepare(rows), "position": positions})
+
+
+def test_two_workers_are_one_with_twice_the_batch(finished, setting):
+    """The head that two processes trained through Ray, against the same four steps in this one."""
+    changes = {"scaling.num_workers": 1, "grad_accum": 2, "eval_steps": 0}
+    run = resolved(setting, "one", **changes).training
+    found = train(run, Stream(run)).named()
+    expected = load_file(latest_checkpoint(finished / "checkpoints") / f"{TRAINABLE}.safetensors")
+    start, _ = build_model(run.policy, torch.device("cpu"))
+    assert found.keys() == expected.keys()
+    for name, weights in found.items():
+        torch.testing.assert_close(weights.detach(), expected[name], rtol=1e-3, atol=1e-5)
+    assert not torch.equal(start.state_dict()["critic.output.weight"], expected["critic.output.weight"])
+
+
+def test_a_finished_run_labels_anew_by_other_options(finished, setting, monkeypatch):
+    before, judge = pq.read_table(finished / LABELS_NAME), judge_here(setting, finished)
+    monkeypatch.setattr(value, "fit", lambda *_: pytest.fail("it trained again"))
+    monkeypatch.setattr(values, "judge_frames", lambda run, checkpoint: [judge(np.arange(sum(EPISODES)))])
     assert value.main([*flags(setting), "--resume=true", "--value.positive=0.8"]) == 0
     after = pq.read_table(finished / LABELS_NAME)
     assert before["value"] == after["value"]
@@ -114,6 +163,24 @@ def test_the_report_shows_curves_beside_frames(finished):
     assert "Values and labels" in text and "AUROC" in text
     assert text.count("data:image/webp") == 6  # three episodes of each outcome
     assert "episode 5, failure" in text
+
+
+def test_advantages_that_know_the_outcome_do_not_count(finished):
+    """Of the frames within the horizon of an episode's end; of values those of the last frames count."""
+    rng, length = np.random.default_rng(0), np.array([4, 6, 5, 3])
+    to_come, failed = np.repeat(np.cumsum(length), length) - np.arange(18) - 1, np.repeat([True, False] * 2, length)
+    held_out = np.repeat([True, True, False, False], length)
+    columns = {"success": ~failed, "held_out": held_out, "positive": rng.random(18) < 0.5}
+    columns |= {"advantage": rng.normal(size=18), "value": rng.normal(size=18)}
+    scores = score_labels(columns, to_come, 3)
+    negative, last = -columns["advantage"], [3, 9, 14, 17]
+    pairs = [negative[i] > negative[j] for i in (0, 10, 11) for j in (4, 5, 6)]
+    assert scores["auroc"] == pytest.approx(np.mean(pairs)) and scores["horizon"] == 3
+    assert scores["auroc_held_out"] == np.mean([negative[0] > negative[j] for j in (4, 5, 6)])
+    pairs = [columns["value"][i] < columns["value"][j] for i in (last[0], last[2]) for j in (last[1], last[3])]
+    assert scores["auroc_last"] == np.mean(pairs)
+    unknown = score_labels(columns, to_come, 50)
+    assert unknown["auroc"] is None and "unknown of advantages over 50 frames" in values.labels_text(unknown)
 
 
 def test_another_outcome_is_another_run(setting):

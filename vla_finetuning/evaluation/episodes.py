@@ -127,13 +127,8 @@ class Book:
     def write_actions(self, line: Mapping[str, Any], actions: np.ndarray) -> None:
         """What was executed in an episode, (steps, A), to the bit: it can be played again. Before its line."""
         done = {name: line[name] for name in Episode.__dataclass_fields__}
-        recorded = {
-            "dtype": actions.dtype.str,
-            "shape": actions.shape,
-            "base64": base64.b64encode(actions.tobytes()).decode(),
-        }
         with (self._path.parent / ACTIONS_NAME).open("a") as file:
-            file.write(_text({**done, **recorded}))
+            file.write(_text({**done, **pack_actions(actions)}))
 
     def is_done(self, episode: Episode) -> bool:
         return _key(asdict(episode)) in self.done
@@ -147,12 +142,22 @@ def _text(line: Mapping[str, Any]) -> str:
     return json.dumps(line) + "\n"
 
 
+def pack_actions(actions: np.ndarray) -> dict[str, Any]:
+    """Actions (steps, A) as JSON has them, to the bit."""
+    coded = base64.b64encode(actions.tobytes()).decode()
+    return {"dtype": actions.dtype.str, "shape": actions.shape, "base64": coded}
+
+
+def unpack_actions(line: Mapping[str, Any]) -> np.ndarray:
+    """What `pack_actions` was given."""
+    return np.frombuffer(base64.b64decode(line["base64"]), line["dtype"]).reshape(line["shape"])
+
+
 def read_actions(folder: Path) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
     """The actions of each episode, (steps, A), after what names it; of one that was played twice, both times."""
     for text in read_lines(folder / ACTIONS_NAME):
         line = json.loads(text)
-        actions = np.frombuffer(base64.b64decode(line["base64"]), line["dtype"])
-        yield {name: line[name] for name in Episode.__dataclass_fields__}, actions.reshape(line["shape"])
+        yield {name: line[name] for name in Episode.__dataclass_fields__}, unpack_actions(line)
 
 
 def read_evaluation(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

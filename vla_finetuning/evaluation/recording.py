@@ -6,6 +6,7 @@ which it had ended; so an evaluation that records is the one that does not, and 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,16 +121,18 @@ def _feature(value: np.ndarray, names: Sequence[str] | None) -> dict[str, Any]:
     return {"dtype": str(value.dtype), "shape": value.shape, "names": None if names is None else list(names)}
 
 
-def is_recorded(root: Path, about: Mapping[str, Any]) -> bool:
+def is_recorded(root: Path, about: Mapping[str, Any], flag: str = "--eval.record_dataset") -> bool:
     """Whether a folder holds the dataset of this evaluation.
 
+    Args:
+        about: as for `record_played`. flag: by which the folder was given.
     Raises:
         ValueError: it holds something else.
     """
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         return False
-    if read_json(root / "meta" / ENVIRONMENT_NAME).get("evaluation") != about:
-        raise ValueError(f"--eval.record_dataset={root} exists and is not empty: name a new folder, or remove it")
+    if read_json(root / "meta" / ENVIRONMENT_NAME).get("evaluation") != json.loads(json.dumps(about)):
+        raise ValueError(f"{flag}={root} exists and is not empty: name a new folder, or remove it")
     return True
 
 

@@ -38,7 +38,7 @@ from vla_finetuning.report.episode_scores import Score
 from vla_finetuning.report.figures import Chunk, plain
 from vla_finetuning.report.held_out_loss import held_out_loss
 from vla_finetuning.report.loop import closed_loop, score_row, shown_films
-from vla_finetuning.report.values import values_section
+from vla_finetuning.report.values import advantages_chart, values_section
 from vla_finetuning.run.checkpoint import PREFIX
 from vla_finetuning.run.folder import (
     ATTENTION_NAME,
@@ -113,16 +113,24 @@ def write_report(output_dir: Path, looks: Sequence[Drawn] | None = None) -> Path
 
 
 def write_dataset_page(
-    look: Look, path: Path, scores: Sequence[Score] | None = None, selection: Sequence[str] = ()
+    look: Look,
+    path: Path,
+    scores: Sequence[Score] | None = None,
+    selection: Sequence[str] = (),
+    labels: tuple[Sequence[str], Mapping[str, Any]] | None = None,
 ) -> Path:
     """Write the page about one dataset, and of the `scores` of its episodes those that give a reason to look.
 
-    `selection`: lines on what a run would leave out or repeat.
+    `selection`: lines on what a run would leave out or repeat. `labels`: as `show_labels` gives them.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     suspect = None if scores is None else _suspect(scores)
     page = page_template("dataset.html").render(
-        title=plain(look.meta.root, 200), looks=[_draw_look(look)], suspect=suspect, selection="\n".join(selection)
+        title=plain(look.meta.root, 200),
+        looks=[_draw_look(look)],
+        suspect=suspect,
+        selection="\n".join(selection),
+        labels=None if labels is None else {"table": "\n".join(labels[0]), "svg": advantages_chart(labels[1])},
     )
     return write_page(path, page)
 

@@ -29,9 +29,14 @@ def values_section(folder: Path) -> dict[str, Any] | None:
     return {
         "rows": [[name, f"{labels[key]:.1%}"] for name, (_, key) in shares.items()],
         "frames": f"{labels['frames']:,}",
-        "auroc": _number(labels["auroc"]),
-        "auroc_held_out": _number(labels["auroc_held_out"]),
-        "histogram": _histogram(found["histogram"]),
+        "auroc": [
+            [name, _number(labels.get(key)), _number(labels.get(f"{key}_held_out"))]
+            for name, key in (
+                (f"advantages over {labels.get('horizon', '?')} frames of an episode", "auroc"),
+                ("values of the last frame", "auroc_last"),
+            )
+        ],
+        "histogram": advantages_chart(found["histogram"]),
         "episodes": [_episode(one, folder) for one in found["episodes"]],
     }
 
@@ -40,7 +45,8 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _histogram(counted: Mapping[str, Any]) -> str:
+def advantages_chart(counted: Mapping[str, Any]) -> str:
+    """How many frames of each outcome have which advantage (`run.labels.histogram`), as SVG."""
     edges = np.asarray(counted["edges"])
     middle = (edges[:-1] + edges[1:]) / 2
     lines = {

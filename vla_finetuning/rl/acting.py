@@ -103,13 +103,17 @@ class Explorer:
 
     All random numbers of a decision are a function of (seed, iteration, episode, decision).
 
+    Args:
+        recorded: whether `executed` is asked for later.
+
     Attributes:
-        seed, iteration: as given.
+        seed, iteration, recorded: as given.
     """
 
-    def __init__(self, actor: Actor, sde: FlowSDE, seed: int, iteration: int) -> None:
+    def __init__(self, actor: Actor, sde: FlowSDE, seed: int, iteration: int, recorded: bool = False) -> None:
         self._actor, self._sde = actor, sde
-        self.seed, self.iteration = seed, iteration
+        self.seed, self.iteration, self.recorded = seed, iteration, recorded
+        self._executed: dict[int, list[np.ndarray]] = {}
         self._recorded: list[dict[str, Tensor]] = []
         self._rows: dict[tuple[int, int], int] = {}
         self.device = actor.device
@@ -132,8 +136,15 @@ class Explorer:
             for decision in decisions[part]:
                 self._rows[decision.number, decision.decision] = len(self._rows)
         actions = actor.executed(chunks)
+        if self.recorded:
+            for decision, own_actions in zip(decisions, actions, strict=True):
+                self._executed.setdefault(decision.number, []).append(own_actions)
         actor.busy_s += time.perf_counter() - started
         return actions
+
+    def executed(self, episode: int, steps: int) -> np.ndarray:
+        """All actions that were executed in an episode of so many steps, (steps, A)."""
+        return np.concatenate(self._executed[episode])[:steps]
 
     def decisions(self, episode: int) -> int:
         """How many an episode had."""

@@ -26,8 +26,8 @@ Columns = dict[str, np.ndarray]
 class Judge:
     """The value function of a checkpoint, in a process of its own; an actor of Ray Data.
 
-    Batches are filled up to `rows` rows and prompts padded to one length, so that what is computed of a frame does not
-    depend on the others of its batch.
+    A block's rows are judged in batches of `rows` from its first one on, the last one filled up, with prompts padded to
+    one length: which process judges a block, and when, changes no bit of its values.
     """
 
     def __init__(self, spec: PolicySpec, checkpoint: Path, rows: int, use_gpu: bool):
@@ -40,18 +40,22 @@ class Judge:
         self._loss, self._device, self._rows, self._prompts = loss.eval(), device, rows, spec.prompts[-1:]
         self._collate = NumpyToTorchCollate(use_gpu)
 
-    def __call__(self, batch: Columns) -> Columns:
-        found = len(batch["index"])
-        columns = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
-        columns = {
-            key: np.concatenate([v, np.repeat(v[-1:], self._rows - found, axis=0)]) for key, v in columns.items()
-        }
-        inputs = self._collate(cut_prompts(columns, self._prompts) if self._prompts else columns)
-        inputs = {key: value.to(self._device, non_blocking=True) for key, value in inputs.items()}
+    def __call__(self, block: Columns) -> Columns:
+        count = len(block["index"])
+        columns = {key: value for key, value in block.items() if key not in ROW_COLUMNS}
+        if self._prompts:
+            columns = cut_prompts(columns, self._prompts)
+        values = []
+        for first in range(0, count, self._rows):
+            places = np.minimum(np.arange(first, first + self._rows), count - 1)
+            values.append(self._values({key: value[places] for key, value in columns.items()}))
+        places = {key: block[key] for key in ("dataset_index", "index")}
+        return {**places, "value": np.concatenate(values)[:count]}
+
+    def _values(self, columns: Columns) -> np.ndarray:
+        inputs = {key: value.to(self._device, non_blocking=True) for key, value in self._collate(columns).items()}
         with torch.no_grad(), torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
-            value = self._loss.value(inputs)
-        places = {key: batch[key] for key in ("dataset_index", "index")}
-        return {**places, "value": value.float().cpu().numpy()[:found]}
+            return self._loss.value(inputs).float().cpu().numpy()
 
 
 def trained(loss: ValueLoss) -> list[tuple[str, torch.nn.Parameter]]:
@@ -72,7 +76,7 @@ def judge_frames(run: Run, checkpoint: Path) -> list[np.ndarray]:
     judged = read_source(source).map_batches(
         Judge,
         fn_constructor_args=(run.policy, checkpoint, run.job.batch_size, run.job.use_gpu),
-        batch_size=run.job.batch_size,
+        batch_size=None,  # blocks as the source cuts them, whatever the number of processes
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=scaling.num_workers),
         **resources,
     )

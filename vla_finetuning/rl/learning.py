@@ -24,12 +24,14 @@ from vla_finetuning.config import CRITIC, DatasetOptions, EvalOptions, GrpoConfi
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import Ended, Start
 from vla_finetuning.evaluation.episodes import episode_list
+from vla_finetuning.evaluation.recording import Played as Recorded
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.value import advantages_and_targets
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
 from vla_finetuning.rl.demonstrations import Read, as_lessons, in_tasks, micro_positions
 from vla_finetuning.rl.minibatches import Minibatch, Table, group_seed, minibatches, rank_of
 from vla_finetuning.rl.objective import EPSILON, Objective, advantages, totals
+from vla_finetuning.rl.recording import recorded_episodes
 from vla_finetuning.rl.resolve import Scene
 from vla_finetuning.rl.rollout import Rollouts
 from vla_finetuning.run.progress import keep_metrics
@@ -84,6 +86,7 @@ class Played:
     Attributes:
         returns, success: float32 (N, G). decisions, steps, numbers: int64 (N G,), of each episode.
         rewards: of each decision, by the number of the episode; of this rank's episodes.
+        episodes: this rank's, where they are recorded.
     """
 
     returns: Tensor
@@ -92,6 +95,7 @@ class Played:
     steps: np.ndarray
     numbers: np.ndarray
     rewards: Mapping[int, list[float]]
+    episodes: Sequence[Recorded] = ()
 
     @property
     def alike(self) -> Tensor:
@@ -167,7 +171,8 @@ def play_groups(
     returns, success = (whole[:, column].float().view(-1, size) for column in (0, 1))
     decisions, steps, numbers = (whole[:, column].long().numpy() for column in (2, 3, 4))
     rewards = {number: rewards_of(one, options.reward) for number, one in ended.items()}
-    return Played(returns, success, decisions, steps, numbers, rewards)
+    recorded = recorded_episodes(starts, ended, explorer) if explorer.recorded else ()
+    return Played(returns, success, decisions, steps, numbers, rewards, recorded)
 
 
 def rewards_of(episode: Ended, reward: Reward) -> list[float]:

@@ -49,6 +49,8 @@ FREE = (
     "envs_per_actor",
     "env_actor_cpus",
     "inference_batch",
+    "record_dataset",
+    "record_every",
 )
 # Options that older runs were started without: at its default, each of these leaves a run as it was.
 LATER = ("reserved_states", "resample", "gamma", "gae_lambda", "value_lr", "value_clip")
@@ -193,6 +195,8 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
         flops_by_prompt=flops_by_prompt(policy_config, len(cameras), config.train.mode, steps, prompts),
     )
     policy.processors()
+    if config.grpo.record_dataset is not None:
+        config = replace(config, grpo=replace(config.grpo, record_dataset=absolute(config.grpo.record_dataset)))
     identity = {"environment": config.env_type, "env_options": config.env_options, "seed": config.seed, **decided}
     # Runs of before scored whole chunks, and their --grpo.target_kl was of all dimensions together.
     identity["density"] = "executed actions, divergence per dimension"
@@ -251,12 +255,21 @@ def describe_grpo(run: GrpoRun) -> str:
         f"decisions of {size / 1e6:.2f} MB",
         f"Held out     {config.eval.n_episodes} episodes every {g.eval_every} iterations, by the deterministic sampler",
         *_describe_states(g, scene),
+        *_describe_recording(run),
         f"Checkpoints  every {config.save_freq} iterations and at the end, keeping the last {config.keep_checkpoints}, "
         f"in {job.checkpoints_dir}",
         f"Hardware     {workers} {'GPU' if job.use_gpu else 'CPU'} workers, {config.scaling.strategy}, "
         f"{config.train.precision} precision",
     ]
     return "\n".join(map(escaped, lines))
+
+
+def _describe_recording(run: GrpoRun) -> list[str]:
+    options = run.options
+    if options.record_dataset is None:
+        return []
+    count = -(-options.iterations // options.record_every) * run.episodes
+    return [f"Dataset      {count:,} episodes that it learned from, in {options.record_dataset}, at the end"]
 
 
 def _describe_states(options: GrpoOptions, scene: Scene) -> list[str]:

@@ -26,7 +26,7 @@ from vla_finetuning.rl.judging import judge_frames
 from vla_finetuning.rl.returns import advantages, episode_returns, label_positive
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import FILMS, VALUES_NAME
-from vla_finetuning.run.labels import LABELS_NAME, write_labels
+from vla_finetuning.run.labels import LABELS_NAME, histogram, write_labels
 from vla_finetuning.run.outcomes import corrected_frames, episode_success
 from vla_finetuning.run.preflight import absolute
 from vla_finetuning.run.resolve import Run, make_job, resolve
@@ -34,7 +34,6 @@ from vla_finetuning.terminal import escaped
 
 # Episodes of each outcome that the report shows, frames of each, and pixels of the strip that they make.
 SHOWN, SHOWN_FRAMES, STRIP_WIDTH = 3, 8, 960
-BINS_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -163,6 +162,7 @@ def label_frames(run: ValueRun, training: Run, checkpoint: Path) -> str:
             "return": run.returns[number][frames],
             "value": values[number][frames],
             "held_out": np.repeat(np.isin(own, rows.eval_episodes[number]), length),
+            "to_come": np.repeat(np.cumsum(length), length) - np.arange(length.sum()) - 1,
         }
         if np.isnan(found["value"]).any():
             raise RuntimeError(f"{np.isnan(found['value']).sum()} frames of {meta.root} were not judged")
@@ -173,20 +173,12 @@ def label_frames(run: ValueRun, training: Run, checkpoint: Path) -> str:
     together["positive"] = label_positive(
         together["advantage"], together.pop("task"), together["intervention"], v.positive
     )
-    folder = training.job.output_dir
+    folder, to_come = training.job.output_dir, together.pop("to_come")
     write_labels(folder / LABELS_NAME, rows.metas, rows.episodes, together)
-    scores = score_labels(together)
+    scores = score_labels(together, to_come, v.horizon)
     episodes = show_episodes(run, together, folder)
-    write_json(folder / VALUES_NAME, {"labels": scores, "histogram": _histogram(together), "episodes": episodes})
+    write_json(folder / VALUES_NAME, {"labels": scores, "histogram": histogram(together), "episodes": episodes})
     return labels_text(scores)
-
-
-def _histogram(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """How many frames of each outcome have which advantage."""
-    edges = np.histogram_bin_edges(columns["advantage"], BINS_SHOWN)
-    of = {"successful episodes": columns["success"], "failed episodes": ~columns["success"]}
-    counts = {name: np.histogram(columns["advantage"][own], edges)[0].tolist() for name, own in of.items()}
-    return {"edges": edges.tolist(), "counts": counts}
 
 
 def show_episodes(run: ValueRun, columns: Mapping[str, np.ndarray], folder: Path) -> list[dict[str, Any]]:
@@ -231,25 +223,31 @@ def show_episodes(run: ValueRun, columns: Mapping[str, np.ndarray], folder: Path
     return shown
 
 
-def score_labels(columns: dict[str, np.ndarray]) -> dict[str, Any]:
-    """How labels fell, and how well advantages tell failures from successes.
+def score_labels(columns: Mapping[str, np.ndarray], to_come: np.ndarray, horizon: int) -> dict[str, Any]:
+    """How labels fell, and how well advantages and values tell failures from successes.
+
+    Where an episode ends within the horizon an advantage knows its outcome, so those frames say nothing of the value
+    function.
 
     Args:
-        columns: (F,) each, as in the file of labels, and `held_out`.
+        columns: (F,) each, as in the file of labels, and `held_out`. to_come: int (F,), frames of the episode after it.
     Returns:
         `positive` shares of frames, all, of successful and of failed episodes; `auroc` of the negative advantage for
-        "the episode failed", over frames, and `auroc_held_out`, over those of held-out episodes; None where there are
-        not both.
+        "the episode failed", over frames that end within their episode, and `auroc_last` of the negative value, over
+        the last frames of episodes; `_held_out`: of held-out episodes; None where there are not both outcomes.
     """
     failed, held_out = ~columns["success"], columns["held_out"]
-    return {
+    scores = {
         "frames": len(failed),
+        "horizon": horizon,
         "positive": float(columns["positive"].mean()),
         "positive_of_successes": float(columns["positive"][~failed].mean()),
         "positive_of_failures": float(columns["positive"][failed].mean()),
-        "auroc": auroc(-columns["advantage"], failed),
-        "auroc_held_out": auroc(-columns["advantage"][held_out], failed[held_out]),
     }
+    for name, column, of in (("auroc", "advantage", to_come >= horizon), ("auroc_last", "value", to_come == 0)):
+        scores[name] = auroc(-columns[column][of], failed[of])
+        scores[f"{name}_held_out"] = auroc(-columns[column][of & held_out], failed[of & held_out])
+    return scores
 
 
 def auroc(score: np.ndarray, truth: np.ndarray) -> float | None:
@@ -260,15 +258,21 @@ def auroc(score: np.ndarray, truth: np.ndarray) -> float | None:
     return float(mannwhitneyu(of_true, of_false).statistic / len(of_true) / len(of_false))
 
 
-def labels_text(scores: dict[str, Any]) -> str:
+def labels_text(scores: Mapping[str, Any]) -> str:
     """What `value.py` ends with."""
-    told = scores["auroc_held_out"]
     return "\n".join(
         [
             f"Positive     {scores['positive']:.1%} of {scores['frames']} frames: "
             f"{scores['positive_of_successes']:.1%} of successful episodes', "
             f"{scores['positive_of_failures']:.1%} of failed ones'",
-            f"AUROC        {scores['auroc']:.3f} of the advantages for failed episodes"
-            + (f", {told:.3f} on held-out episodes" if told is not None else ""),
+            f"AUROC        for failed episodes: {_told(scores, 'auroc')} of advantages over {scores['horizon']} frames "
+            f"of an episode, {_told(scores, 'auroc_last')} of the values of its last frame",
         ]
     )
+
+
+def _told(scores: Mapping[str, Any], name: str) -> str:
+    if scores[name] is None:
+        return "unknown"
+    held_out = scores[f"{name}_held_out"]
+    return f"{scores[name]:.3f}" + (f" ({held_out:.3f} on held-out episodes)" if held_out is not None else "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +25,7 @@ from vla_finetuning.run.checkpoint import file_digest
 LABELS_NAME = "labels.parquet"
 FLAG = "--recap.labels"
 COLUMNS = ("dataset", "episode_index", "frame_index", "positive")
+SHOWN, BINS_SHOWN = ("advantage", "success"), 40
 
 
 def write_labels(
@@ -60,32 +62,10 @@ def read_labels(
     Raises:
         ValueError: no such file as `write_labels` makes, or it lacks a dataset or a frame. FileNotFoundError: no file.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{FLAG}={path}: no such file; python value.py writes it into its --output_dir")
-    with open_parquet(LocalFileSystem(), str(path)) as file:
-        if lacking := [name for name in COLUMNS if name not in file.schema_arrow.names]:
-            raise ValueError(f"{FLAG}={path} lacks the columns {lacking}; give the {LABELS_NAME} of a run of value.py")
-        rows = read_columns(file, list(COLUMNS), Budget("frames", None, MAX_DATA_BYTES), name=str(path))
-    known = rows["dataset"].unique().to_pylist()
+    rows = _read(path, COLUMNS)
     found = []
     for meta, own in zip(metas, episodes, strict=True):
-        # One dataset may have been moved since; of several, only their names tell which is which.
-        root = known[0] if len(known) == len(metas) == 1 else meta.root
-        if root not in known:
-            raise ValueError(f"{FLAG}={path} has labels of {known}, and none of {meta.root}")
-        of_it = rows.filter(pc.equal(rows["dataset"].cast(pa.string()), root))
-        episode, frame = (
-            numbers(of_it[name], np.int64, (1,), f"{path}: column {name}").reshape(-1) for name in COLUMNS[1:3]
-        )
-        there = (episode >= 0) & (episode < meta.num_episodes) & (frame >= 0)
-        there[there] = frame[there] < meta.episode_length[episode[there]]
-        if not there.all():
-            wrong = int(np.flatnonzero(~there)[0])
-            raise ValueError(
-                f"{FLAG}={path}: episode {episode[wrong]} of {meta.root} has no frame {frame[wrong]}: the labels are "
-                "of another dataset, or of an earlier version of it"
-            )
-        index = (np.cumsum(meta.episode_length) - meta.episode_length)[episode] + frame
+        index, of_it = _rows_of(rows, path, meta, alone=len(metas) == 1)
         labelled, positive = np.zeros(meta.total_frames, bool), np.zeros(meta.total_frames, bool)
         labelled[index] = True
         positive[index] = of_it["positive"].to_numpy()
@@ -100,3 +80,68 @@ def read_labels(
             )
         found.append(positive)
     return tuple(found), file_digest(path)
+
+
+def histogram(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """How many frames of each outcome have which advantage, as JSON; of (F,) each, `advantage` and `success`."""
+    edges = np.histogram_bin_edges(columns["advantage"], BINS_SHOWN)
+    of = {"successful episodes": columns["success"], "failed episodes": ~columns["success"]}
+    counts = {name: np.histogram(columns["advantage"][own], edges)[0].tolist() for name, own in of.items()}
+    return {"edges": edges.tolist(), "counts": counts}
+
+
+def show_labels(path: Path, meta: DatasetMetadata) -> tuple[list[str], dict[str, Any]]:
+    """How labels of a dataset fell: a table as lines, of all frames and by task, and the `histogram`.
+
+    Raises:
+        ValueError, FileNotFoundError: as `read_labels`, but episodes may be without labels.
+    """
+    index, rows = _rows_of(_read(path, (*COLUMNS, *SHOWN)), path, meta, alone=True)
+    advantage, success, positive = (rows[name].to_numpy() for name in (*SHOWN, "positive"))
+    texts = np.array([texts[0] if texts else "" for texts in meta.episode_tasks])
+    task = np.repeat(texts, meta.episode_length)[index]
+    width = "{:>9} {:>9} {:>13} {:>12} {:>26}  {}"
+    heads = ("frames", "positive", "of successes", "of failures", "5 % to 95 % of advantages", "task")
+    lines = [width.format(*heads)]
+    for name in (None, *dict.fromkeys(task.tolist())):
+        own = np.ones(len(task), bool) if name is None else task == name
+        shares = (f"{positive[of].mean():.1%}" if of.any() else "" for of in (own, own & success, own & ~success))
+        low, high = np.quantile(advantage[own], [0.05, 0.95])
+        lines.append(
+            width.format(f"{own.sum():,}", *shares, f"{low:.3f} to {high:.3f}", "all" if name is None else name)
+        )
+    return lines, histogram({"advantage": advantage, "success": success})
+
+
+def _read(path: Path, columns: Sequence[str]) -> pa.Table:
+    if not path.is_file():
+        raise FileNotFoundError(f"{FLAG}={path}: no such file; python value.py writes it into its --output_dir")
+    with open_parquet(LocalFileSystem(), str(path)) as file:
+        if lacking := [name for name in columns if name not in file.schema_arrow.names]:
+            raise ValueError(f"{FLAG}={path} lacks the columns {lacking}; give the {LABELS_NAME} of a run of value.py")
+        return read_columns(file, list(columns), Budget("frames", None, MAX_DATA_BYTES), name=str(path))
+
+
+def _rows_of(rows: pa.Table, path: Path, meta: DatasetMetadata, alone: bool) -> tuple[np.ndarray, pa.Table]:
+    """The rows of a dataset, and which of its frames each is: int64 (N,).
+
+    Args:
+        alone: whether it is the run's only dataset; of several, only their names tell which is which.
+    """
+    known = rows["dataset"].unique().to_pylist()
+    root = known[0] if len(known) == 1 and alone else meta.root  # it may have been moved since
+    if root not in known:
+        raise ValueError(f"{FLAG}={path} has labels of {known}, and none of {meta.root}")
+    of_it = rows.filter(pc.equal(rows["dataset"].cast(pa.string()), root))
+    episode, frame = (
+        numbers(of_it[name], np.int64, (1,), f"{path}: column {name}").reshape(-1) for name in COLUMNS[1:3]
+    )
+    there = (episode >= 0) & (episode < meta.num_episodes) & (frame >= 0)
+    there[there] = frame[there] < meta.episode_length[episode[there]]
+    if not there.all():
+        wrong = int(np.flatnonzero(~there)[0])
+        raise ValueError(
+            f"{FLAG}={path}: episode {episode[wrong]} of {meta.root} has no frame {frame[wrong]}: the labels are "
+            "of another dataset, or of an earlier version of it"
+        )
+    return (np.cumsum(meta.episode_length) - meta.episode_length)[episode] + frame, of_it

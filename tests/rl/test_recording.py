@@ -1,0 +1,117 @@
+"""The episodes that a policy learned from, as a dataset, against an environment that plays the same actions."""
+
+import json
+from types import SimpleNamespace
+
+import gymnasium
+import numpy as np
+import pytest
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+from tests.in_process import tasks_here
+from tests.rl.test_learning import make_base, resolved, train_as
+from vla_finetuning.envs import two_bins
+from vla_finetuning.envs.configs import task_makers
+from vla_finetuning.evaluation.recording import Eyes, record_share
+from vla_finetuning.rl import recording
+from vla_finetuning.rl.recording import dataset_of, read_episodes, record_rollouts, write_episodes
+
+OPTIONS = {
+    "env.episode_length": 6,
+    "grpo.groups": 2,
+    "grpo.group_size": 2,
+    "grpo.iterations": 3,
+    "save_freq": 1,
+    "eval.n_episodes": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_base(tmp_path_factory.mktemp("recording") / "base")
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recorded")
+    options = {**OPTIONS, "grpo.record_dataset": folder / "dataset", "grpo.record_every": 2}
+    run = resolved(base, folder / "run", **options)
+    assert train_as(run)
+    return run
+
+
+def test_every_other_iteration_is_written_down(run):
+    folder = run.job.output_dir / "rollouts"
+    assert [path.name for path in sorted(folder.iterdir())] == ["000000-0.jsonl", "000002-0.jsonl"]
+    episodes = list(read_episodes(run.job.output_dir))
+    assert len(episodes) == 2 * run.episodes
+    lines = [json.loads(line) for line in (run.job.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line["steps"] for line, _ in episodes) == lines[1]["env_steps"] + lines[3]["env_steps"]
+    assert all(actions.shape == (line["steps"], 3) for line, actions in episodes)
+
+
+def test_the_dataset_is_what_gymnasium_shows_for_these_actions(run, tmp_path):
+    episodes = list(read_episodes(run.job.output_dir))
+    root = record_share(
+        tmp_path / "dataset", task_makers(run.scene.env), Eyes(run.scene.env, run.policy.config), episodes
+    )
+    dataset, row = LeRobotDataset("recorded/policy", root=root, video_backend="pyav"), 0
+    for line, actions in episodes:
+        env = gymnasium.make(two_bins.GYM_ID, max_episode_steps=6)
+        seen, _ = env.reset(seed=line["seed"])
+        for action in actions:
+            frame = dataset[row]
+            np.testing.assert_allclose(frame["observation.state"], seen["agent_pos"], atol=1e-5)
+            np.testing.assert_array_equal(frame["action"], action.astype(np.float32))
+            seen, _, _, _, info = env.step(action)
+            assert bool(frame["next.success"]) == info["is_success"]
+            row += 1
+        assert env.unwrapped.state_hash() == line["final_state"]
+        env.close()
+    assert row == len(dataset)
+
+
+def test_what_is_learned_is_the_same_without(run, base, tmp_path):
+    plain = resolved(base, tmp_path / "run", **OPTIONS)
+    assert train_as(plain)
+    losses = [
+        [json.loads(line)["loss"] for line in (one.job.output_dir / "metrics.jsonl").read_text().splitlines()[1:]]
+        for one in (run, plain)
+    ]
+    assert losses[0] == losses[1]
+    assert not (plain.job.output_dir / "rollouts").exists()
+    assert dataset_of(plain) is None
+
+
+def test_it_is_written_once_and_replaces_nothing(run, monkeypatch):
+    written = []
+
+    def record(root, makers, eyes, episodes, about):
+        written.append(len(episodes))
+        (root / "meta").mkdir(parents=True)
+        (root / "meta" / "environment.json").write_text(json.dumps({"evaluation": about}))
+
+    monkeypatch.setattr(recording, "record_played", record)
+    with tasks_here():
+        record_rollouts(run)
+        record_rollouts(run)
+    assert written == [2 * run.episodes]
+    root, _ = dataset_of(run)
+    (root / "meta" / "environment.json").write_text(json.dumps({"evaluation": {"seed": 0}}))
+    with pytest.raises(ValueError, match="--grpo.record_dataset=.* exists and is not empty"):
+        dataset_of(run)
+
+
+def test_iterations_that_were_played_without_it_are_missed(base, tmp_path):
+    assert train_as(resolved(base, tmp_path / "run", **{**OPTIONS, "grpo.iterations": 1}))
+    late = resolved(base, tmp_path / "run", **{**OPTIONS, "grpo.record_dataset": tmp_path / "dataset"})
+    assert train_as(late)
+    with pytest.raises(ValueError, match="has not the episodes of 1 of 3 iterations"):
+        record_rollouts(late)
+
+
+def test_fewer_processes_leave_no_episodes_of_more(tmp_path):
+    episode = ({"seed": 1}, np.zeros((2, 3)))
+    for rank, world in ((0, 2), (1, 2), (0, 1)):
+        write_episodes(tmp_path, 4, SimpleNamespace(rank=rank, world=world), [episode])
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["000004-0.jsonl"]

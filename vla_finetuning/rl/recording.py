@@ -1,0 +1,98 @@
+"""The episodes that a policy learned from, as a LeRobot dataset (`grpo.py --grpo.record_dataset`).
+
+Each training process writes down what its episodes began with and which actions they executed, a file per iteration:
+an iteration that is played again after a failure replaces its file. When the run is done they are played again from
+these actions, with rendering on, in tasks of the cluster (`evaluation/recording.py`): learning waits for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vla_finetuning.envs.configs import task_makers
+from vla_finetuning.envs.stage import Ended, Start
+from vla_finetuning.evaluation.episodes import Episode, line_of, pack_actions, unpack_actions
+from vla_finetuning.evaluation.recording import Eyes, Played, is_recorded, record_played
+from vla_finetuning.files import read_lines
+from vla_finetuning.rl.acting import Explorer
+from vla_finetuning.rl.resolve import GrpoRun
+from vla_finetuning.terminal import tell
+from vla_finetuning.training.worker import Worker
+
+FOLDER, FLAG = "rollouts", "--grpo.record_dataset"
+
+
+def is_iteration_recorded(run: GrpoRun, iteration: int) -> bool:
+    """Whether the episodes of an iteration, counted from 0, are written down."""
+    return run.options.record_dataset is not None and iteration % run.options.record_every == 0
+
+
+def recorded_episodes(starts: Sequence[Start], ended: Mapping[int, Ended], explorer: Explorer) -> list[Played]:
+    """Each episode's line, as an evaluation has it, and the actions that it executed, in the order of the list."""
+    found = []
+    for start in starts:
+        one = ended[start.number]
+        named = Episode("plain", start.task, start.initial_state, start.seed)
+        line = line_of(named, one, None, explorer.decisions(start.number))
+        found.append((line, explorer.executed(start.number, one.steps)))
+    return found
+
+
+def write_episodes(output_dir: Path, iteration: int, worker: Worker, episodes: Iterable[Played]) -> None:
+    """Write down a training process's episodes of an iteration, all or none."""
+    path = output_dir / FOLDER / f"{iteration:06d}-{worker.rank}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    if worker.rank == 0:  # of an earlier attempt with more processes, whose episodes others have now
+        for other in path.parent.glob(f"{iteration:06d}-*.jsonl"):
+            if int(other.stem.partition("-")[2]) >= worker.world:
+                other.unlink()
+    scratch = path.with_suffix(".partial")
+    scratch.write_text("".join(json.dumps({**line, **pack_actions(actions)}) + "\n" for line, actions in episodes))
+    scratch.replace(path)
+
+
+def read_episodes(output_dir: Path) -> Iterator[Played]:
+    """All episodes that were written down, iteration after iteration."""
+    for path in sorted((output_dir / FOLDER).glob("*.jsonl")):
+        for text in read_lines(path):
+            line = json.loads(text)
+            yield line, unpack_actions(line)
+
+
+def dataset_of(run: GrpoRun) -> tuple[Path, dict[str, Any]] | None:
+    """Where the dataset is written, and what it is of; None: nowhere.
+
+    Raises:
+        ValueError: something else is there.
+    """
+    if run.options.record_dataset is None:
+        return None
+    root = Path(run.options.record_dataset)
+    about = {
+        "policy": run.policy.base,
+        "environment": {"type": run.config.env_type, "options": run.config.env_options},
+        "learning": {"run": run.job.start.stream, "iterations": run.job.steps, "every": run.options.record_every},
+    }
+    is_recorded(root, about, FLAG)
+    return root, about
+
+
+def record_rollouts(run: GrpoRun) -> None:
+    """Write the dataset, unless that is done. Runs on the driver, joined to the run's cluster."""
+    found = dataset_of(run)
+    if found is None or is_recorded(*found, FLAG):
+        return
+    (root, about), episodes = found, list(read_episodes(run.job.output_dir))
+    expected = [i for i in range(run.job.steps) if is_iteration_recorded(run, i)]
+    there = {int(path.name.partition("-")[0]) for path in (run.job.output_dir / FOLDER).glob("*.jsonl")}
+    if missing := len(set(expected) - there):
+        raise ValueError(
+            f"{run.job.output_dir} has not the episodes of {missing} of {len(expected)} iterations, which were played "
+            f"without {FLAG}: it must be given from the first iteration on"
+        )
+    record_played(root, task_makers(run.scene.env), Eyes(run.scene.env, run.policy.config), episodes, about)
+    succeeded = sum(line["success_once"] for line, _ in episodes)
+    tell(f"Dataset      {root}: {len(episodes)} episodes, {succeeded} succeeded")
