@@ -237,7 +237,7 @@ def _vision_layer(layer: Any, hidden: Tensor, again: bool) -> Tensor:
 
 
 def _prefix_layer(
-    layer: nn.Module, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor, attention: Kernel, again: bool
+    layer: Any, hidden: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor, attention: Kernel, again: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A layer of the language model: hidden (B, P, width) to hidden, and its keys and values.
 
@@ -251,7 +251,7 @@ def _prefix_layer(
 
 
 def _suffix_layer(
-    layer: nn.Module,
+    layer: Any,
     hidden: Tensor,
     condition: Tensor | None,
     rotation: tuple[Tensor, Tensor],

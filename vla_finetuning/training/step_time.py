@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -222,7 +222,7 @@ def predict(
         workers: on one machine, one card each.
         exchanged_bytes: what DDP sums over the workers once per step; its collectives are not among the operations.
     """
-    ms: Counter[str] = Counter()
+    ms: dict[str, float] = defaultdict(float)
     timeline, launches, last_uses = _Timeline(card, workers), 0, _last_uses(operations)
     for last, stretch in _stretches(operations, compiled):
         first = stretch[0]
