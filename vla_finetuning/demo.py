@@ -12,14 +12,15 @@ files that roll over at different episodes.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vla_finetuning.envs import two_bins_scene
+from vla_finetuning.envs import two_bins_arm, two_bins_scene
+from vla_finetuning.envs.two_bins_arm import ARM
 from vla_finetuning.envs.two_bins_scene import GANTRY, INSTRUCTIONS, Robot, Scene, draw_scene
 from vla_finetuning.envs.writing import writing_videos
 
@@ -37,6 +38,34 @@ SHORT_PAIR, SHORT_START = 1, (14.0, 23.0, 6.0)
 # Small enough that files roll over every few episodes; a camera's roll-over point follows from how well it compresses.
 VIDEO_FILE_MB, DATA_FILE_MB = 0.05, 0.03
 REPO_ID = "demo/two_bins"
+
+
+@dataclass(frozen=True)
+class DemoRobot:
+    """A robot of the demo: in which environment it plays, and the files of code that decide what its dataset holds.
+
+    `rename_map` has the policy's names, which are the gantry's, for its cameras.
+    """
+
+    robot: Robot
+    env_type: str
+    code: tuple[str, ...]
+    rename_map: Mapping[str, str] = field(default_factory=dict)
+
+
+_CODE = (__file__, two_bins_scene.__file__)
+# The arm has nothing like the gantry's front camera.
+ARM_CAMERAS = {"overhead": "top", "hand": "wrist"}
+# By name, as the mixture's members have them.
+ROBOTS = {
+    "gantry": DemoRobot(GANTRY, "two_bins", _CODE),
+    "arm": DemoRobot(
+        ARM,
+        "two_bins_arm",
+        (*_CODE, two_bins_arm.__file__),
+        {f"observation.images.{own}": f"observation.images.{name}" for own, name in ARM_CAMERAS.items()},
+    ),
+}
 
 
 def demo_scenes(pairs: int = DEMO_PAIRS, seed: int = DEMO_SEED) -> list[Scene]:
@@ -158,7 +187,7 @@ def prepare_demo(
 
     cache_dir = Path(cache_dir)
     if dataset_root is None:
-        dataset_root = make_demo_dataset(_dataset_folder(cache_dir, "dataset"))
+        dataset_root = make_demo_dataset(_dataset_folder(cache_dir, "dataset", _CODE))
     meta = load_metadata(dataset_root)
     vectors = ("observation.state", "action")
     complete = all({"q01", "q99"} <= set(meta.stats.get(key, {})) for key in vectors)
@@ -179,12 +208,29 @@ def prepare_demo(
 
 def prepare_disobedient(cache_dir: Path) -> Path:
     """The dataset that `grpo.py`'s demo imitates, made now or reused; its root."""
-    folder = _dataset_folder(Path(cache_dir), "disobedient")
+    folder = _dataset_folder(Path(cache_dir), "disobedient", _CODE)
     return make_demo_dataset(folder, pairs=DISOBEDIENT_PAIRS, disobedient=DISOBEDIENT)
 
 
-def _dataset_folder(cache_dir: Path, name: str) -> Path:
-    return cache_dir / f"{name}-{_cache_key([__file__, two_bins_scene.__file__])}"
+def prepare_robots(cache_dir: Path, pairs: int = DEMO_PAIRS) -> dict[str, dict[str, Any]]:
+    """A dataset of each of the demo's robots, made now or reused, as a mixture: members' options by root.
+
+    Both robots show the same scenes, and have equal shares of what is trained on.
+
+    Args:
+        cache_dir: of the datasets. pairs: of episodes, of each robot.
+    """
+    mixture: dict[str, dict[str, Any]] = {}
+    for name, of in ROBOTS.items():
+        kind = {"gantry": "dataset"}.get(name, name) + ("" if pairs == DEMO_PAIRS else f"-{pairs}")
+        folder = _dataset_folder(Path(cache_dir), kind, of.code)
+        root = make_demo_dataset(folder, pairs=pairs, robot=of.robot)
+        mixture[str(root.absolute())] = {"robot": name, "rename_map": dict(of.rename_map)}
+    return mixture
+
+
+def _dataset_folder(cache_dir: Path, name: str, code: Sequence[str]) -> Path:
+    return cache_dir / f"{name}-{_cache_key(code)}"
 
 
 def _cache_key(code: Sequence[str], description: Mapping[str, Any] | None = None) -> str:

@@ -81,7 +81,7 @@ def test_flags_exist(name):
     )
     known = set(re.findall(r'(?:"--|options\.add\(")(\w+)"', programs)) | set(re.findall(r'"(\w+_json)"', programs))
     known |= set().union(*(program.flags for program in PROGRAMS))
-    known |= {"help", "compare"}
+    known |= {"help", "compare", "robot"}  # the last of run/push.py
     text = re.sub(r"--[\w.]+\.(\*|<)", "", PAGES[name])  # --optimizer.*: a group
     named = set(re.findall(r"(?<![\w-])--([a-z][\w.]*\w)", text))
     groups = tuple(lerobots(VLA.flags))

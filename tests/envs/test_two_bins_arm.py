@@ -112,13 +112,13 @@ def test_cameras_show_bins_arm_and_what_is_below_the_hand():
     scene = Scene("red", "blue", (0.0, 10.0, 10.0))
     state, _ = ARM.demonstrate(scene, "blue")
     first, last = render(scene, state[0]), render(scene, state[-1])
-    assert {name: image.shape for name, image in first.items()} == {"overhead": (84, 108, 3), "hand": (40, 40, 3)}
+    assert {name: image.shape for name, image in first.items()} == {"overhead": (72, 96, 3), "hand": (40, 40, 3)}
     red, blue, dark = (COLOURS[name] for name in ("red", "blue", "gripper"))
     left, right = np.split(first["overhead"], 2, axis=1)
     for half, shown, other in ((left, red, blue), (right, blue, red)):
-        assert 300 < (half == shown).all(axis=-1).sum() < 600 and not (half == other).all(axis=-1).any()
-    # The hand's tip: 18 cm to the right and 28 ahead, in a picture of 72 by 56 cm.
-    row, column = round((52 - 28) / 56 * 83), round((18 + 36) / 72 * 107)
+        assert 400 < (half == shown).all(axis=-1).sum() < 600 and not (half == other).all(axis=-1).any()
+    # The hand's tip at x = 18 and y = 28, in a picture of 64 by 48 cm.
+    row, column = round((50 - 28) / 48 * 71), round((18 + 32) / 64 * 95)
     assert tuple(last["overhead"][row, column]) == dark != tuple(first["overhead"][row, column])
     assert tuple(last["hand"][20, 20]) == blue and tuple(first["hand"][20, 20]) == COLOURS["table"]
     # It turns with the hand: what the hand turns to the left, the picture turns to the right.

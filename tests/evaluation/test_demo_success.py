@@ -1,6 +1,6 @@
 """What the demo says of its policy in the loop."""
 
-from vla_finetuning.evaluation.demo_success import _to_show, success_table
+from vla_finetuning.evaluation.demo_success import LABELS, _to_show, success_table
 
 
 def test_the_table_counts_what_was_played_and_says_what_was_not():
@@ -9,6 +9,7 @@ def test_the_table_counts_what_was_played_and_says_what_was_not():
         "other_instruction": {"successes": 0, "episodes": 5, "went_where_told": 4},
         "blindfolded": {"successes": 2, "episodes": 5, "went_to_a_bin": 3},
     }
+    scores = {name: {**score, "label": LABELS[name]} for name, score in scores.items()}
     _, trained, other, blindfolded = success_table(scores).splitlines()
     assert "3 of 4, 75.0 % (30.1 to 95.4); 1 more ended in an error" in trained
     assert other.startswith("  trained, with the other instruction  0 of 5, 0.0 % (0.0 to 43.4); ")

@@ -22,8 +22,8 @@ SPEED_CM_PER_FRAME = 2.0
 BASE_X, BASE_Y, SHOULDER_Z = 0.0, 46.0, 10.0
 UPPER_ARM, FOREARM, HAND = 26.0, 26.0, 8.0
 
-CAMERAS = {"overhead": (84, 108), "hand": (40, 40)}
-OVERHEAD_X, OVERHEAD_Y = (-36.0, 36.0), (-4.0, 52.0)
+CAMERAS = {"overhead": (72, 96), "hand": (40, 40)}
+OVERHEAD_X, OVERHEAD_Y = (-32.0, 32.0), (2.0, 50.0)
 HAND_VIEW, LINK_HALF_WIDTH = (-12.0, 12.0), 1.5
 
 

@@ -1,12 +1,14 @@
-"""What the demo ends with: its policy in the loop on unseen scenes, and what it owes to its eyes and ears."""
+"""What the demo ends with: its policies in the loop on unseen scenes, and what they owe to their eyes and ears."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from vla_finetuning.config import Config, EvalOptions
+from vla_finetuning.demo import ROBOTS
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.evaluation.episodes import Condition
@@ -18,7 +20,6 @@ from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.job import Job
 
-ENV_TYPE = "two_bins"
 SCENES, FIRST_SEED = 60, 1000
 LABELS = {
     "trained": "trained",
@@ -36,8 +37,8 @@ FAILURES_SHOWN = 4
 
 
 def is_demo(config: Config, policy: PolicySpec) -> bool:
-    """Whether a run is on the demo's own dataset, whose scene the environment is, with a policy that can play in it."""
-    own = config.preset == "demo" and not config.roots and not config.dataset.repo_id
+    """Whether a run is on the demo's own datasets, in whose scene its policy can play."""
+    own = config.preset == "demo" and not config.is_rehearsal
     return own and getattr(policy.config, "n_obs_steps", 1) == 1  # more: player.check_fits
 
 
@@ -53,15 +54,35 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
         where the policy got the other one; `other_instruction` says besides in how many episodes it
         `went_where_told`, and `blindfolded` in how many it `went_to_a_bin`. `errors`, where there are any, is how many
         more episodes could not be played to their end. Without the untrained policy if the run had no weights to start
-        from.
+        from. Of several robots, each plays with its own exported policy, and names begin with the robot's:
+        `{"arm/trained": ...}`.
     Raises:
         ValueError: a policy that cannot play.
     """
-    env = env_config(ENV_TYPE)
-    trained = load_policy_config(job.output_dir / "pretrained_model")
+    exported = job.output_dir / "pretrained_model"
+    if not policy.robots:
+        (gantry, *_) = ROBOTS.values()
+        return _try(job, policy, gantry.env_type, exported)
+    scores: dict[str, Any] = {}
+    films = []
+    for robot in policy.robots:
+        env_type, own = ROBOTS[robot.name].env_type, policy.of_robot(robot)
+        tried, shown = _try(job, own, env_type, exported / robot.name, f"{robot.name}, ")
+        scores |= {f"{robot.name}/{name}": score for name, score in tried.items()}
+        films += shown
+    return scores, films
+
+
+def _try(
+    job: Job, policy: PolicySpec, env_type: str, exported: Path, said: str = ""
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """As `try_demo`, of one robot. `exported`: its trained policy. `said`: what labels begin with."""
+    env = env_config(env_type)
+    trained = load_policy_config(exported)
+    labels = {name: f"{said}{label}" for name, label in LABELS.items()}
     options: dict[str, Any] = {"env": env, "trusted": policy.trusted}
     options["device"] = "cuda" if job.use_gpu else "cpu"
-    sources = {"trained": PolicySource(job.output_dir / "pretrained_model", trained, **options)}
+    sources = {"trained": PolicySource(exported, trained, **options)}
     conditions = {
         "trained": Condition("trained"),
         "other_instruction": Condition("trained", instructions=other_instructions(INSTRUCTIONS.values())),
@@ -85,12 +106,12 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
         use_gpu=job.use_gpu,
     )
     names = [name for name in LABELS if name in conditions]
-    scores = {name: beside.score(name, LABELS[name]) for name in names}
+    scores = {name: beside.score(name, labels[name]) for name in names}
     for name, counted, where in WENT:
         if name in scores:
             scores[name][counted] = sum(where(line) for line in beside.played(name))
     shown = _to_show([line for name in names for line in beside.played(name)], names)
-    return scores, beside.films(job.output_dir, [(LABELS[line["condition"]], line) for line in shown])
+    return scores, beside.films(job.output_dir, [(labels[line["condition"]], line) for line in shown])
 
 
 def _to_show(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -105,13 +126,10 @@ def _to_show(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[M
 
 def success_table(scores: Mapping[str, Mapping[str, Any]]) -> str:
     """The table that the demo ends with."""
-    width = max(len(label) for label in LABELS.values())
+    width = max(len(score["label"]) for score in scores.values())
     lines = [f"Success in the loop on {SCENES} scenes that are not in the dataset (95 % interval)"]
-    for name, label in LABELS.items():
-        if name not in scores:
-            continue
-        score = scores[name]
-        line = f"  {label:{width}}  {share(score['successes'], score['episodes'])}"
+    for score in scores.values():
+        line = f"  {score['label']:{width}}  {share(score['successes'], score['episodes'])}"
         if "went_where_told" in score:
             line += f"; {score['went_where_told']} went to the bin that they were given"
         if "went_to_a_bin" in score:

@@ -233,8 +233,11 @@ def _key_figures(
             trained, whose = of["trained"], f", {robot}" if robot else ""
             if baseline := trained["mean_action"]["mse"]:
                 found.append((f"of the mean action's error{whose}", f"{trained['policy']['mse'] / baseline:.2f} ×"))
-        if (tried := evaluation.get("closed_loop", {}).get("trained")) and tried["episodes"]:
-            found.append(("success in the loop", f"{tried['successes'] / tried['episodes']:.0%}"))
+        for name, tried in evaluation.get("closed_loop", {}).items():
+            robot, _, condition = name.rpartition("/")
+            if condition == "trained" and tried["episodes"]:
+                whose = f", {robot}" if robot else ""
+                found.append((f"success in the loop{whose}", f"{tried['successes'] / tried['episodes']:.0%}"))
     if metrics:
         seconds, samples, waited = _totals(metrics)
         found.append(("samples / s", _g(samples / seconds, 3)))

@@ -302,8 +302,16 @@ def _fetched(config: Config, roots: list[str]) -> tuple[Config, list[str], str |
     if policy_path and Path(absolute(policy_path)).is_dir():
         policy_path = absolute(policy_path)
     if config.preset == "demo":
-        from vla_finetuning.demo import prepare_demo
+        from vla_finetuning.demo import prepare_demo, prepare_robots
 
+        if config.demo.robots > 1:
+            mixture = prepare_robots(CACHE_DIR / "demo")
+            if roots and roots != list(mixture):  # those of a resumed run are there
+                raise ValueError(
+                    f"--demo.robots={config.demo.robots} makes its own datasets, {', '.join(mixture)}; the run has "
+                    f"{', '.join(roots)}: leave --dataset.mixture out, or start the run in another --output_dir"
+                )
+            config, roots = replace(config, dataset=replace(config.dataset, mixture=mixture)), list(mixture)
         root, base = prepare_demo(
             CACHE_DIR / "demo",
             roots[0] if roots else None,
