@@ -136,7 +136,7 @@ def keep(folder: Path, name: str, value: Any) -> int:
 def source_of(metas: Sequence[DatasetMetadata], stream: tuple[int, int] | None = None) -> LeRobotDatasource:
     """As of a run (`Rows.source`); of several datasets, of a mixture of robots."""
     mixed = len(metas) > 1
-    padded = {"padded": True, "window_steps": [1] * len(metas), "camera_keys": CAMERAS} if mixed else {}
+    padded: dict[str, Any] = {"padded": True, "window_steps": [1] * len(metas), "camera_keys": CAMERAS} if mixed else {}
     return LeRobotDatasource(
         metas,
         Selection(weights=[1 + number % 3 for number in range(len(metas))] if mixed else None),

@@ -32,7 +32,7 @@ def is_iteration_recorded(run: GrpoRun, iteration: int) -> bool:
 
 def recorded_episodes(starts: Sequence[Start], ended: Mapping[int, Ended], explorer: Explorer) -> list[Played]:
     """Each episode's line, as an evaluation has it, and the actions that it executed, in the order of the list."""
-    found = []
+    found: list[Played] = []
     for start in starts:
         one = ended[start.number]
         named = Episode("plain", start.task, start.initial_state, start.seed)

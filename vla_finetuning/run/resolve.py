@@ -305,7 +305,7 @@ def _fetched(config: Config, roots: list[str]) -> tuple[Config, list[str], str |
         from vla_finetuning.demo import prepare_demo, prepare_robots
 
         if config.demo.robots > 1:
-            mixture = prepare_robots(CACHE_DIR / "demo")
+            mixture: dict[str, float | dict[str, Any]] = {**prepare_robots(CACHE_DIR / "demo")}
             if roots and roots != list(mixture):  # those of a resumed run are there
                 raise ValueError(
                     f"--demo.robots={config.demo.robots} makes its own datasets, {', '.join(mixture)}; the run has "
