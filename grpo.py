@@ -266,7 +266,7 @@ def work(run: GrpoRun) -> int:
     job = run.job
     with contextlib.ExitStack() as beside:
         tell("Starting     Ray and the workers")
-        cluster.start(job.scaling, cluster.node_needs(job.scaling, [], run.policy.folder), job.output_dir)
+        cluster.start(job.scaling, cluster.node_needs(job.scaling, [], run.policy.shared_folder), job.output_dir)
         from vla_finetuning.rl.learning_page import (
             write_grpo_report,  # not above: training processes need no matplotlib
         )

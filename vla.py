@@ -97,6 +97,7 @@ from vla_finetuning.training.coordinators import GroupedRanks
 from vla_finetuning.training.export import export, exported_checkpoint, policy_at
 from vla_finetuning.training.fitting import fit, worker_group
 from vla_finetuning.training.held_out import HeldOutLoss
+from vla_finetuning.training.hub_checkpoints import pushing_checkpoints
 from vla_finetuning.training.memory import GIB
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention, compile_all, make_prepare
 from vla_finetuning.training.parallel import keeps_casts, replicas, spread
@@ -373,6 +374,8 @@ def work(run: Run, evaluator: Evaluator | None) -> int:
 
         record_run(job, run.policy, describe(run), ray.cluster_resources(), run.rows, config.dataset.repo_id)
         beside.enter_context(keep_report(job.output_dir))
+        if config.save_checkpoint_to_hub and config.hub_repo_id:
+            beside.enter_context(pushing_checkpoints(run.policy, job, config.hub_repo_id, run.rows.drawn))
         if evaluator is not None:
             beside.callback(evaluator.close)
         with evaluator.beside(run, data_options) if evaluator is not None else contextlib.nullcontext():
@@ -419,7 +422,7 @@ def on_cluster(run: Run) -> tuple[Run, ray.data.ExecutionOptions]:
 def join_cluster(run: Run) -> cluster.Needs:
     """Join or start the run's cluster; what the run needs on every node, which the nodes have."""
     job = run.job
-    needs = cluster.node_needs(job.scaling, [meta.root for meta in run.rows.metas], run.policy.folder)
+    needs = cluster.node_needs(job.scaling, [meta.root for meta in run.rows.metas], run.policy.shared_folder)
     cluster.start(job.scaling, needs, job.output_dir)
     return needs
 

@@ -16,8 +16,8 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from vla_finetuning.bucket import place
 from vla_finetuning.flags import parse_args
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
 from vla_finetuning.run.folder import ROWS_NAME, attempts
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(argv) != 1 or argv[0] in ("-h", "--help"):
         tell_text(str(__doc__))
         return 0 if argv and argv[0] in ("-h", "--help") else 2
-    folder = Path(argv[0]).absolute()
+    folder = place(argv[0]).absolute()
     try:
         run = resolve(parse_args([f"--output_dir={folder}", "--resume"]), gpus_found=0)
         epochs = check_rows(run)

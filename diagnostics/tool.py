@@ -22,6 +22,7 @@ from ray.train import TrainingFailedError
 from diagnostics.report import Report, page
 from util import Batch, NumpyToTorchCollate
 from vla_finetuning.flags import VLA, parse_args
+from vla_finetuning.node_disk import node_folder
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.resolve import Run, resolve, with_config
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
@@ -145,8 +146,9 @@ def scratch_run(run: Run) -> Iterator[Run]:
 
     It starts from the beginning, on as many workers as it may have at most, and nothing is tried twice.
     """
-    run.job.output_dir.parent.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix=f".{run.job.output_dir.name}-", dir=run.job.output_dir.parent)
+    beside = node_folder(run.job.output_dir).parent
+    beside.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix=f".{run.job.output_dir.name}-", dir=beside)
     scaling = replace(run.config.scaling, min_workers=None, max_failures=0)
     try:
         yield with_config(run, replace(run.config, output_dir=folder, resume=False, eval_steps=0, scaling=scaling))

@@ -41,6 +41,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_HEAD(self):
         self.do_GET()
 
+    def handle_expect_100(self):
+        going_on = super().handle_expect_100()
+        self.wfile.flush()
+        return going_on
+
     def answer(self, status, data=b"", headers=None):
         self.send_response(status)
         for name, value in (headers or {}).items():
@@ -70,17 +75,35 @@ def s3_server() -> Iterator[str]:
 
 
 class GoogleStorage(ThreadingHTTPServer):
-    """What gcsfs asks of Google Cloud Storage's JSON API to read: one bucket, whose objects are a folder's files.
+    """What gcsfs asks of Google Cloud Storage's JSON API: one bucket, whose objects are a folder's files.
 
-    https://cloud.google.com/storage/docs/json_api/v1 (objects: get, list; buckets: get).
+    https://cloud.google.com/storage/docs/json_api/v1 (objects: get, list, insert, delete; buckets: get).
     """
 
     def __init__(self, bucket: str, folder: Path):
-        self.bucket, self.folder = bucket, folder
+        self.bucket, self.folder, self.lock = bucket, folder, threading.Lock()
         super().__init__(("127.0.0.1", 0), GoogleStorageRequest)
 
 
 class GoogleStorageRequest(Handler):
+    def do_POST(self):
+        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        query = {name: values[-1] for name, values in parse_qs(urlsplit(self.path).query).items()}
+        file, wanted = self.server.folder / query["name"], query.get("ifGenerationMatch")
+        with self.server.lock:
+            if wanted is not None and wanted != (self.metadata(query["name"])["generation"] if file.exists() else "0"):
+                return self.answer(412, b'{"error": {"code": 412, "message": "Precondition Failed"}}')
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+            self.json(self.metadata(query["name"]))
+
+    def do_DELETE(self):
+        file = self.server.folder / unquote(urlsplit(self.path).path.rpartition("/o/")[2])
+        if not file.is_file():
+            return self.not_found()
+        file.unlink()
+        self.answer(204)
+
     def do_GET(self):
         url = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(url.query).items()}
@@ -102,7 +125,7 @@ class GoogleStorageRequest(Handler):
         data = file.read_bytes()
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if not asked:
-            return self.answer(200, data)
+            return self.answer(200, data, {"X-Goog-Generation": generation})
         first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
         return self.answer(206, data[first : last + 1], {"Content-Range": f"bytes {first}-{last}/{len(data)}"})
 
@@ -151,7 +174,8 @@ class Request:
 
 @dataclass
 class Faults:
-    """What the proxy does to a request: `choose(request)` gives one of None, "503", "reset", "cut", "stall", "403"."""
+    """What the proxy does to a request: `choose(request)` gives one of None, "503", "reset", "cut", "stall", "403", and
+    "lost" (it is served, and the answer is not passed on), "expired" (credentials), "slow" (the store asks to)."""
 
     choose: Callable[[Request], str | None] = lambda request: None
     delay_s: float = 0.0
@@ -179,7 +203,13 @@ class Proxy(ThreadingHTTPServer):
 
 
 class ProxyRequest(Handler):
+    def do_PUT(self):
+        self.do_GET()
+
+    do_POST = do_DELETE = do_PUT
+
     def do_GET(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         faults, wanted = self.server.faults, self.headers.get("Range", "")
         with self.server.lock:
             same = [r for r in faults.requests if (r.method, r.url, r.range) == (self.command, self.path, wanted)]
@@ -193,11 +223,17 @@ class ProxyRequest(Handler):
             return self.reset()
         if fault in ("503", "403"):
             return self.answer(int(fault), b"")
+        if fault in ("expired", "slow"):
+            status, code = {"expired": (400, "ExpiredToken"), "slow": (503, "SlowDown")}[fault]
+            return self.answer(status, f"<Error><Code>{code}</Code><Message>planted</Message></Error>".encode())
         connection = http.client.HTTPConnection(self.server.upstream, timeout=30)
-        connection.request(self.command, self.path, headers=dict(self.headers.items()))
+        headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
+        connection.request(self.command, self.path, body=body, headers=headers)
         response = connection.getresponse()
         data = response.read()
         connection.close()
+        if fault == "lost":
+            return self.reset()
         headers = {k: v for k, v in response.getheaders() if k.lower() not in ("connection", "date", "server")}
         if fault == "cut":
             data = data[: len(data) // 2]

@@ -26,7 +26,7 @@ from vla_finetuning.run.folder import attempts
 class Fault:
     """`action` of `rank` in the `attempt`-th start of the worker group, before optimizer step `step` (from 0).
 
-    kill, freeze: SIGKILL, SIGSTOP to the training process itself. nan: its loss is NaN in that step.
+    kill, freeze: SIGKILL, SIGSTOP to the training process itself. wait: for ten minutes. nan: its loss is NaN then.
     bad_input, bug: a ValueError, an error of another kind. full_disk: from then on, no file of more than 100 kB can be
     written. die_at_commit: from then on, the process that drives the run and this one die when a checkpoint is put in
     its place.
@@ -75,6 +75,8 @@ def loop(loop_config: dict[str, Any], *, faults, driver_pid=None):
             os.kill(os.getpid(), signal.SIGKILL)
         if "freeze" in now:
             os.kill(os.getpid(), signal.SIGSTOP)
+        if "wait" in now:
+            time.sleep(600)
         if "bad_input" in now:
             raise ValueError("planted: this row is bad")
         if "bug" in now:

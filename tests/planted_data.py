@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from vla_finetuning.files import read_lines
+from vla_finetuning.lines import append_line
 from vla_finetuning.run.folder import attempts
 from vla_finetuning.training.stream import Deferred
 
@@ -35,8 +36,7 @@ class DataFault:
 
 def note(output_dir: Path, event: str) -> None:
     line = {"event": event, "attempt": len(attempts(output_dir)) - 1, "time": time.time()}
-    with open(output_dir / EVENTS_NAME, "a") as file:
-        file.write(json.dumps(line) + "\n")
+    append_line(output_dir / EVENTS_NAME, json.dumps(line), now=True)
 
 
 def noted(output_dir: Path, event: str) -> list[dict]:

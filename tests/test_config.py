@@ -151,7 +151,7 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         (DATA[1:], "which data"),
         ([DATA[0], DATA[2]], "which policy"),
         (DATA[:2], "where to"),
-        ([*DATA[:2], "--output_dir=s3://b/x"], "must be a path"),
+        ([*DATA[:2], "--output_dir=http://b/x"], "expected a path, s3://BUCKET/FOLDER or gs:"),
         (["--resume"], "--resume: say which run"),
         ([*DATA, "--env.task=a"], "--env.task=a: in which environment"),
         ([*DATA, "--keep_best=1,success"], "--keep_best=N,success: in which environment"),

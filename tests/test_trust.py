@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from tests.run.test_checkpoint import empty, made
-from vla_finetuning.run import checkpoint, cluster
+from vla_finetuning.run import checkpoint, cluster, manifest
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_checkpoint, set_aside_damaged
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,7 +74,7 @@ def test_a_poisoned_checkpoint(tmp_path, name, knows_checksums):
         data = (folder / name).read_bytes()
         state["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         del state["sha256"]
-        checkpoint.write_json(folder / checkpoint.STATE, {**state, "sha256": checkpoint._digest(state)})
+        checkpoint.write_json(folder / checkpoint.STATE, {**state, "sha256": manifest._digest(state)})
         assert latest_checkpoint(folder.parent) == folder
     with pytest.raises(ValueError, match=str(folder)):
         load_checkpoint(folder, *empty())

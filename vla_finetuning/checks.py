@@ -5,6 +5,7 @@ What is wrong with one alone, its type and bounds say (options.py); what needs f
 
 from __future__ import annotations
 
+from vla_finetuning.bucket import place
 from vla_finetuning.config import (
     MAX_SEED,
     Config,
@@ -98,6 +99,10 @@ def check_run(config: Config) -> None:
         raise ValueError(f"--sample_weighting.extra_params has {unknown}; RA-BC takes fallback_weight there")
     if config.push_to_hub and config.policy_repo_id is None:
         raise ValueError("--policy.push_to_hub: to which repository? give --policy.repo_id USER/NAME")
+    if config.save_checkpoint_to_hub and config.hub_repo_id is None:
+        raise ValueError("--save_checkpoint_to_hub: to which repository? give --policy.repo_id USER/NAME")
+    if config.save_checkpoint_to_hub and len(robots(members(config.dataset.mixture))) > 1:
+        raise ValueError("--save_checkpoint_to_hub: is for a run of one robot; leave it out")
     if config.dataset.image_transforms.enable and config.train.augmentation != "none":
         raise ValueError("--dataset.image_transforms.enable and --train.augmentation: give one of them")
     if config.policy_path and config.policy_type:
@@ -124,6 +129,8 @@ def check_value(config: ValueConfig) -> None:
     if len(robots(members(config.dataset.mixture))) > 1:
         raise ValueError("--dataset.mixture: a value function learns from datasets of one robot; name those of one")
     check_run(config.training())
+    if "://" in (config.output_dir or ""):
+        raise ValueError(f"--output_dir={config.output_dir}: value.py writes to a disk; give a path")
 
 
 def _check_dataset(d: DatasetOptions, demo: bool) -> None:
@@ -223,11 +230,13 @@ def _check_held_out(config: Config) -> None:
 
 def _check_output(config: JobOptions) -> None:
     if config.output_dir is None:
-        raise ValueError("where to? give --output_dir FOLDER (on a cluster: a path that all nodes share)")
-    if "://" in config.output_dir:
         raise ValueError(
-            f"--output_dir={config.output_dir}: must be a path (on a cluster, a mounted one that all nodes share)"
+            "where to? give --output_dir s3://BUCKET/FOLDER, or a path (on a cluster, one that all nodes share)"
         )
+    try:
+        place(config.output_dir)
+    except ValueError as error:
+        raise ValueError(f"--output_dir={error}") from None
 
 
 def _check_learning(config: Config) -> None:

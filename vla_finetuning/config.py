@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from vla_finetuning.bucket import place
 from vla_finetuning.cards import OF_PRESET
 from vla_finetuning.options import option
 
@@ -698,7 +699,16 @@ class JobOptions:
     """The run and its folder."""
 
     preset: str | None = option(None, "A set of flags that come before those given; see Presets.")
-    output_dir: str | None = option(None, "The run's folder; on a cluster a path that all nodes share.")
+    output_dir: str | None = option(
+        None,
+        "The run's folder: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a path that all nodes share.",
+    )
+    store_timeout_s: float = option(
+        1800.0,
+        "Seconds that checkpoints may fail to reach the bucket of output_dir before the run stops and leaves its state "
+        "on the node; a request is given up after a tenth of it.",
+        above=0,
+    )
     resume: bool = option(
         False,
         "Go on with the run in output_dir. auto: if there is one, else start it, as a job that is retried wants.",
@@ -714,8 +724,8 @@ class JobOptions:
 
     @property
     def folder(self) -> Path:
-        """The run's own folder, `output_dir`."""
-        return Path(self.output_dir or "")
+        """The run's own folder, `output_dir`, on a disk or in a bucket."""
+        return place(self.output_dir or "")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -901,6 +911,10 @@ class PushOptions:
     )
     policy_repo_id: str | None = option(None, "Where the trained policy is pushed: USER/NAME.", flag="policy.repo_id")
     policy_private: bool | None = option(None, "Make a private repository there.", flag="policy.private")
+    save_checkpoint_to_hub: bool = option(
+        False,
+        "Push the policy of every checkpoint there too, as checkpoints/STEP/pretrained_model, tagged with the step.",
+    )
 
 
 # `--help` lists the bases from the last one on.

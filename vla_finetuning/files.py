@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
+
+from vla_finetuning.bucket import BucketPath
+from vla_finetuning.lines import LINES, replace_lines, text_of_lines
 
 # Of a JSON file that came from elsewhere: a configuration, a pipeline, an index of weights. Python's objects take up to
 # 25 times the bytes of the text.
@@ -15,9 +19,27 @@ MAX_JSON_BYTES = 16 * 2**20
 
 def write_json(path: Path, value: Any) -> None:
     """Atomically: readers see the old file or the new one."""
+    write_whole(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Atomically: readers see the old file or the new one. What UTF-8 lacks becomes a question mark."""
+    if isinstance(path, BucketPath):
+        replace_lines(path, text) if path.suffix in LINES else path.write_text(text, errors="replace")
+        return
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    scratch.write_text(json.dumps(value, indent=2) + "\n")
+    scratch.write_text(text, encoding="utf-8", errors="replace")
     os.replace(scratch, path)
+
+
+def remove(path: Path) -> None:
+    """A file, or a folder with all that is in it."""
+    if isinstance(path, BucketPath):
+        path.remove_tree()
+    elif path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
@@ -26,6 +48,8 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     Raises:
         OSError: it cannot be opened. ValueError: it is no regular file, or larger than `most_bytes`.
     """
+    if isinstance(path, BucketPath):
+        return path.read_bytes(most_bytes)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
@@ -51,14 +75,18 @@ def read_foreign_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
 
 def read_json(path: Path) -> dict[str, Any]:
     """What a file of the run's folder holds; nothing when there is none."""
-    return json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
 
 
 def read_lines(path: Path) -> list[str]:
     """Whole lines of the file; one that is still being written is left for the next time."""
-    if not path.exists():
+    try:
+        text = text_of_lines(path) if isinstance(path, BucketPath) else path.read_text()
+    except FileNotFoundError:
         return []
-    text = path.read_text()
     return text[: text.rfind("\n") + 1].splitlines()
 
 

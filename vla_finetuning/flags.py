@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vla_finetuning.bucket import place
 from vla_finetuning.checks import check_evaluate, check_grpo, check_record, check_run, check_value
 from vla_finetuning.config import (
     BEFORE_OPTIONS,
@@ -235,7 +236,7 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
     for path, value in BEFORE_OPTIONS.items() if resumed else ():
         if path in flags:
             set_option(config, path, value)
-    for path, value in _saved_options(Path(config_path), program.kind) if config_path else ():
+    for path, value in _saved_options(place(config_path), program.kind) if config_path else ():
         set_option(config, path, value)
     groups = lerobots(flags)
     for name, text in [*defaults.items(), *names.items()]:
@@ -339,7 +340,7 @@ def _config_of_run(names: Mapping[str, str], presets: Mapping[str, Mapping[str, 
     folder = names.get("output_dir") or presets.get(names.get("preset", ""), {}).get("output_dir")
     if folder is None:
         raise ValueError("--resume: say which run, --output_dir FOLDER")
-    return Path(folder).expanduser() / CONFIG_NAME
+    return place(folder) / CONFIG_NAME
 
 
 # ---- help ---------------------------------------------------------------------------------------------------------

@@ -105,8 +105,8 @@ def test_no_such_folder(path):
 
 
 def test_a_uri_is_refused():
-    with pytest.raises(ValueError, match="s3://bucket/policy; copy it to a folder"):
-        fetch_pretrained("s3://bucket/policy")
+    with pytest.raises(ValueError, match="http://bucket/policy: expected a path, s3://BUCKET/FOLDER or gs://"):
+        fetch_pretrained("http://bucket/policy")
 
 
 def test_a_folder_that_is_no_policy(tmp_path):

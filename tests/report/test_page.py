@@ -19,6 +19,7 @@ from tests.datasets import make_dataset
 from tests.loopback import Handler, serving
 from tests.pages import check_page
 from tests.tiny import make_base
+from vla_finetuning import files
 from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.evaluation.open_loop import open_loop_errors
@@ -333,9 +334,9 @@ def test_readers_see_the_old_page_or_the_new(folder, monkeypatch):
     write_report(folder, [])
     before = (folder / "report.html").read_text()
     seen = []
-    replace = report.os.replace
+    replace = files.os.replace
     monkeypatch.setattr(
-        report.os, "replace", lambda a, b: (seen.append((folder / "report.html").read_text()), replace(a, b))
+        files.os, "replace", lambda a, b: (seen.append((folder / "report.html").read_text()), replace(a, b))
     )
     (folder / "metrics.jsonl").unlink()
     write_report(folder, [])

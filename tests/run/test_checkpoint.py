@@ -23,7 +23,7 @@ from tests.tiny import real_config
 from util import make_trainable_optimizer
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.trainable import choose_trainable
-from vla_finetuning.run import checkpoint
+from vla_finetuning.run import checkpoint, manifest
 from vla_finetuning.run.checkpoint import (
     OPTIMIZER,
     SPARE_BYTES,
@@ -302,7 +302,7 @@ def test_a_file_that_was_put_beside_is_not_read(tmp_path):
 def test_another_format_is_refused(tmp_path):
     path = made(tmp_path)
     state = json.loads((path / checkpoint.STATE).read_text())
-    assert state["format"] == checkpoint.FORMAT
+    assert state["format"] == manifest.FORMAT
     (path / checkpoint.STATE).write_text(json.dumps({**state, "format": 99}))
     with pytest.raises(ValueError, match="format 99"):
         load_checkpoint(path, *empty())
@@ -316,7 +316,7 @@ def rewrite(folder: Path, **changes) -> None:
     """Change what state.json says, its checksum made to fit; `...` takes a key away."""
     state = json.loads((folder / checkpoint.STATE).read_text()) | changes
     state = {key: value for key, value in state.items() if value is not ... and key != "sha256"}
-    (folder / checkpoint.STATE).write_text(json.dumps({**state, "sha256": checkpoint._digest(state)}))
+    (folder / checkpoint.STATE).write_text(json.dumps({**state, "sha256": manifest._digest(state)}))
 
 
 ENTRY = {"bytes": 3, "sha256": "0" * 64}

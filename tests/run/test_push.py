@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,17 +15,21 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 import vla
+from tests.buckets import runs_bucket
 from tests.hub import READ_ONLY, TOKEN, PushHub
 from tests.loopback import serving
 from tests.policies.test_loading import STATS
 from tests.tiny import make_config, make_policy
+from vla_finetuning.bucket import place
 from vla_finetuning.config import ENVIRONMENT_NAME, Config
+from vla_finetuning.files import write_whole
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER
 from vla_finetuning.run import push
 from vla_finetuning.run.preflight import Examined
+from vla_finetuning.training import hub_checkpoints
 
 REPO = "me/pick"
 HOSTILE = "arm | <script>alert(1)</script> `x`"
@@ -299,3 +304,50 @@ def test_flags_are_lerobots():
     with pytest.raises(ValueError, match="to which repository"):
         parse_args([*argv, "--policy.push_to_hub"])
     assert replace(given, push_to_hub=None).hub_repo_id == REPO
+
+
+def test_a_policy_is_pushed_from_a_bucket(server, finished):
+    """The card is made of what the run's folder in the bucket says."""
+    with runs_bucket():
+        folder = place("s3://runs/secret_place/run7")
+        for path in finished.rglob("*"):
+            if path.suffix == ".jsonl":
+                write_whole(folder / path.name, path.read_text())
+            elif path.is_file():
+                (folder / path.relative_to(finished)).upload(path)
+        assert push.main([str(folder)]) == 0
+    text = server.files[REPO]["README.md"].decode()
+    assert server.files[REPO]["model.safetensors"] == b"weights" * 1000
+    assert "40 optimizer steps, 320 samples" in text and "secret" not in text
+
+
+def test_policies_of_checkpoints_are_pushed_while_training_goes_on(server, finished, monkeypatch, caplog):
+    push.check_push(REPO, None)
+    checkpoints = finished / "checkpoints"
+
+    def export(spec, checkpoint, output_dir, drawn):
+        folder = output_dir / "pretrained_model"
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_text(f"policy of {checkpoint.name}")
+
+    monkeypatch.setattr(hub_checkpoints, "export", export)
+    monkeypatch.setattr(hub_checkpoints, "POLL_S", 0.02)
+    job = SimpleNamespace(output_dir=finished, checkpoints_dir=checkpoints, steps=40)
+    with hub_checkpoints.pushing_checkpoints(None, job, REPO, {}):
+        (checkpoints / "step_00000020").mkdir(parents=True)
+        while not server.tags:
+            assert not caplog.text
+            time.sleep(0.02)
+        server.fails["commit"] = 400
+        (checkpoints / "step_00000040").mkdir()
+        while "the checkpoint of step 40 is not pushed" not in caplog.text:
+            time.sleep(0.02)
+        server.fails.clear()
+    assert server.tags[REPO] == ["000020", "000040"]
+    for step in ("20", "40"):
+        name = f"checkpoints/0000{step}/pretrained_model/model.safetensors"
+        assert server.files[REPO][name] == f"policy of step_000000{step}".encode()
+    with hub_checkpoints.pushing_checkpoints(None, job, REPO, {}):
+        pass
+    assert len(server.tags[REPO]) == 2

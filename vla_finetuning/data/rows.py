@@ -27,6 +27,7 @@ from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
 from vla_finetuning.data.reused_memory import copied, empty
 from vla_finetuning.data.storage import check_still_there, file_identity, naming_file
 from vla_finetuning.data.videos import CameraFile, Wanted, name_shape, names, no_frame, read_frames
+from vla_finetuning.lines import append_line
 
 logger = logging.getLogger(__name__)
 
@@ -215,8 +216,7 @@ def _tell_skipped(reader: DatasetFiles, e: _Episode, positions: np.ndarray, erro
     if log is not None:
         line: dict[str, Any] = {"root": reader.root, "episode_index": e.part.episode_index, "rows": len(e.frame)}
         line |= {"positions": sorted(positions.tolist()), "error": str(error)}
-        with open(log, "a") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(log, json.dumps(line), now=True)
 
 
 def _group_by_episode(readers: Sequence[DatasetFiles], read: WindowRead) -> tuple[list[_Episode], int]:

@@ -24,6 +24,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
+from vla_finetuning.bucket import StorageError, client_options, http_status, may_pass, range_google, range_s3
 from vla_finetuning.config import CACHE_SIZE_GB, READ_TIMEOUT_S
 from vla_finetuning.data.node_cache import NodeCache, Records, node_cache
 
@@ -45,10 +46,6 @@ MAX_REQUEST_BYTES = 16 * 2**20
 STALL_SHARE = 1 / 8
 # Pauses between attempts: at random, up to 0.5, 1, 2, 4, 8 s and then always 10 s.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
-
-
-class StorageError(OSError):
-    """A store refused or did not answer. Says nothing about what the file holds; the message tells what to do."""
 
 
 @contextlib.contextmanager
@@ -116,26 +113,12 @@ def connect(
             instead = "--dataset.repo_id USER/NAME downloads what is needed of a dataset on the Hub, once and pinned"
         # fsspec may open it; but which of its errors pass, and what tells one content from another, is not known here.
         raise ValueError(f"{protocol}:// is not read: {instead}")
-    options = _client_options(protocol, policy.timeout_s * STALL_SHARE)
+    options = client_options(protocol, policy.timeout_s * STALL_SHARE, MAX_REQUESTS)
     for key, value in (storage_options or {}).items():
         known = options.get(key)
         options[key] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
     fs, base = fsspec.core.url_to_fs(url, **options)
     return (fs if isinstance(fs, LocalFileSystem) else RemoteFileSystem(fs, policy, root=base)), base
-
-
-def _client_options(protocol: str, stall_s: float) -> dict[str, Any]:
-    """Options that make a store's client notice a stalled connection, and leave retries to this module."""
-    if protocol in ("s3", "s3a"):
-        config = {"connect_timeout": stall_s, "read_timeout": stall_s, "retries": {"total_max_attempts": 1}}
-        # botocore (1.43) would make up a name anew for every request, an eighth of its CPU time.
-        return {"config_kwargs": config | {"max_pool_connections": MAX_REQUESTS, "user_agent": "vla-fine-tuning"}}
-    if protocol in ("gs", "gcs"):
-        import aiohttp
-
-        # Without this gcsfs waits for ever. Its own retries (6 attempts, half a minute in all) cannot be configured.
-        return {"requests_timeout": aiohttp.ClientTimeout(sock_connect=stall_s, sock_read=stall_s)}
-    return {}
 
 
 class Content(NamedTuple):
@@ -214,9 +197,9 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
     def read_range(self, path: str, start: int, end: int, content: Content) -> bytes:
         """Bytes [start, end) of a file that is still `content`, where the store can tell (S3's and Google's can)."""
         if content.kind == "ETag" and "s3" in self.protocol:
-            return self._call(self._on_loop, _get_of_s3, path, start, end, content.mark)
+            return self._call(self._on_loop, range_s3, path, start, end, content.mark)
         if content.kind == "generation":
-            return self._call(self._on_loop, _get_of_google, path, start, end, content.mark)
+            return self._call(self._on_loop, range_google, path, start, end, content.mark)
         return self.cat_file(path, start, end)
 
     def _on_loop(self, get: Any, *args: Any, timeout: float) -> bytes:
@@ -242,7 +225,7 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
         started = time.monotonic()
         last: Exception | None = None
         retrying = Retrying(
-            retry=retry_if_exception(_may_pass),
+            retry=retry_if_exception(may_pass),
             wait=wait_random_exponential(FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
             stop=stop_before_delay(self.policy.timeout_s),
             reraise=True,
@@ -267,30 +250,15 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
             raise _explained(last or error, time.monotonic() - started) from error
 
 
-async def _get_of_s3(fs: Any, path: str, start: int, end: int, etag: str) -> bytes:
-    # s3fs (2026.2.0) itself has no way to name the content.
-    bucket, key, _ = fs.split_path(path)
-    wanted = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{end - 1}", "IfMatch": etag}
-    response = await fs._call_s3("get_object", **wanted, **fs.req_kw)
-    async with response["Body"] as body:
-        return await body.read()
-
-
-async def _get_of_google(fs: Any, path: str, start: int, end: int, generation: str) -> bytes:
-    # gcsfs (2026.2.0) itself would ask for an old generation, which buckets rarely keep, by another name.
-    address = f"{fs.url(path)}&ifGenerationMatch={generation}"
-    return (await fs._call("GET", address, headers={"Range": f"bytes={start}-{end - 1}"}))[1]
-
-
 def _explained(error: Exception, elapsed_s: float) -> StorageError:
-    if _http_status(error) == 412 or isinstance(error, FileExistsError):  # as gcsfs calls it
+    if http_status(error) == 412 or isinstance(error, FileExistsError):  # as gcsfs calls it
         return StorageError(
             "changed since this run looked which files there are; datasets must not be written to while they are read: "
             "go on with --resume when it is whole"
         )
     message = " ".join(str(error).split())
     words = f"{type(error).__name__}: {message}" if message else "no answer"
-    if _may_pass(error):
+    if may_pass(error):
         return StorageError(
             f"cannot be read: {words}; gave up after {elapsed_s:.0f} s of retries: check the network, the endpoint, "
             "the credentials and that the store is not overloaded (a run goes on with --resume; "
@@ -300,30 +268,6 @@ def _explained(error: Exception, elapsed_s: float) -> StorageError:
         f"cannot be read: {words}; check credentials, permissions and endpoint (environment variables of the object "
         "store, on every node)"
     )
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether the same request may succeed a little later."""
-    import aiohttp
-    from botocore.exceptions import ConnectionError as BotoConnectionError
-    from botocore.exceptions import HTTPClientError
-
-    status = _http_status(error)
-    if status is not None:
-        return status in (408, 429) or status >= 500
-    return isinstance(
-        error, TimeoutError | ConnectionError | aiohttp.ClientError | HTTPClientError | BotoConnectionError
-    )
-
-
-def _http_status(error: BaseException) -> int | None:
-    """The status that a store answered with: s3fs keeps it in the cause, gcsfs in `code`, aiohttp in `status`."""
-    for e in (error, error.__cause__):
-        response = getattr(e, "response", None)
-        if isinstance(response, dict):
-            return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    status = str(getattr(error, "code", None) or getattr(error, "status", None))
-    return int(status) if status.isdigit() else None
 
 
 def file_identity(fs: fsspec.AbstractFileSystem, path: str) -> str | None:

@@ -16,6 +16,7 @@ from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.evaluation.open_loop import other_instructions
 from vla_finetuning.evaluation.player import PolicySource, check_fits
 from vla_finetuning.evaluation.side_by_side import SideBySide
+from vla_finetuning.node_disk import fetched_for_good
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.job import Job
@@ -59,7 +60,7 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
     Raises:
         ValueError: a policy that cannot play.
     """
-    exported = job.output_dir / "pretrained_model"
+    exported = fetched_for_good(job.output_dir / "pretrained_model")
     if not policy.robots:
         (gantry, *_) = ROBOTS.values()
         return _try(job, policy, gantry.env_type, exported)

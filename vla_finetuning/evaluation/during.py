@@ -33,7 +33,8 @@ from vla_finetuning.evaluation.episodes import Book, Condition, episode_list, re
 from vla_finetuning.evaluation.intervals import share, wilson
 from vla_finetuning.evaluation.player import Packed, PolicySource, check_fits, packed
 from vla_finetuning.evaluation.trial import score_rows
-from vla_finetuning.files import read_lines
+from vla_finetuning.files import read_lines, write_whole
+from vla_finetuning.lines import append_line
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.checkpoint import PREFIX, load_progress
 from vla_finetuning.run.failures import root_cause
@@ -204,8 +205,7 @@ class Evaluator:
         line |= {"interval": list(wilson(sum(played), len(played))), "seconds": round(time.monotonic() - started, 1)}
         if len(self._makers) > 1:
             line["by_task"] = score_rows(lines)[1:]
-        with open(run.job.output_dir / EVALUATIONS_NAME, "a") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(run.job.output_dir / EVALUATIONS_NAME, json.dumps(line), now=True)
         if self._training.is_set():
             _say(f"evaluated    step {step}: {share(line['successes'], line['episodes'])}")
 
@@ -291,9 +291,7 @@ def _tell_last(output_dir: Path) -> None:
     lines = [json.loads(line) for line in read_lines(path)]
     if played and lines:
         lines[-1] |= success_of(played[-1])
-        scratch = path.with_suffix(".scratch")
-        scratch.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        scratch.replace(path)
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _say(text: str) -> None:

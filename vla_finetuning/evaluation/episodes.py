@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from vla_finetuning.bucket import place
 from vla_finetuning.envs.stage import Ended
-from vla_finetuning.files import read_json, read_lines, write_json
+from vla_finetuning.files import read_json, read_lines, write_json, write_whole
+from vla_finetuning.lines import append_line
 
 EPISODES_NAME, EVALUATED_NAME, ACTIONS_NAME = "episodes.jsonl", "evaluated.json", "actions.jsonl"
 
@@ -100,7 +102,7 @@ class Book:
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], episodes: Sequence[Episode]) -> None:
-        self._path = Path(folder) / EPISODES_NAME
+        self._path = place(folder) / EPISODES_NAME
         about = json.loads(json.dumps({**about, "episodes": [asdict(episode) for episode in episodes]}))
         folder.mkdir(parents=True, exist_ok=True)
         found = read_json(folder / EVALUATED_NAME)
@@ -116,19 +118,15 @@ class Book:
         lines = [json.loads(line) for line in read_lines(self._path)]
         self.done = {_key(line): line for line in lines if line["error"] is None}
         # Without a last line that was cut off, and without those that are to be done again.
-        scratch = self._path.with_suffix(".scratch")
-        scratch.write_text("".join(_text(line) for line in self.done.values()))
-        scratch.replace(self._path)
+        write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in self.done.values()))
 
     def write(self, line: Mapping[str, Any]) -> None:
-        with self._path.open("a") as file:
-            file.write(_text(line))
+        append_line(self._path, json.dumps(line))
 
     def write_actions(self, line: Mapping[str, Any], actions: np.ndarray) -> None:
         """What was executed in an episode, (steps, A), to the bit: it can be played again. Before its line."""
         done = {name: line[name] for name in Episode.__dataclass_fields__}
-        with (self._path.parent / ACTIONS_NAME).open("a") as file:
-            file.write(_text({**done, **pack_actions(actions)}))
+        append_line(self._path.parent / ACTIONS_NAME, json.dumps({**done, **pack_actions(actions)}))
 
     def is_done(self, episode: Episode) -> bool:
         return _key(asdict(episode)) in self.done
@@ -136,10 +134,6 @@ class Book:
 
 def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(line[name] for name in Episode.__dataclass_fields__)
-
-
-def _text(line: Mapping[str, Any]) -> str:
-    return json.dumps(line) + "\n"
 
 
 def pack_actions(actions: np.ndarray) -> dict[str, Any]:
@@ -166,7 +160,7 @@ def read_evaluation(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]
     Raises:
         ValueError, FileNotFoundError: no evaluation is there, or episodes of its list are missing.
     """
-    folder = Path(folder)
+    folder = place(folder)
     about = read_json(folder / EVALUATED_NAME)
     if not about:
         raise FileNotFoundError(

@@ -25,6 +25,7 @@ from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.options import Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.files import write_json
+from vla_finetuning.node_disk import fetched_for_good
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.pipelines import load_processors
 from vla_finetuning.policies.processors import to_float
@@ -288,7 +289,7 @@ def evaluate_run(
         `{"trained": ..., "untrained": ...}`, each as from `open_loop_errors`; of several robots `{"robots": {name:
         that}}` of those with held-out episodes. Also written to `evaluation.json`.
     """
-    folder = run.job.output_dir / "pretrained_model"
+    folder = fetched_for_good(run.job.output_dir / "pretrained_model")
     if run.robots:
         parts = {data.name: (of_robot(run, data.name), data.rename_map) for data in run.robots}
         errors: dict[str, Any] = {

@@ -19,6 +19,7 @@ import torch
 from lerobot.envs.configs import EnvConfig
 from tqdm import tqdm
 
+from vla_finetuning.bucket import place
 from vla_finetuning.config import Config, EvalOptions, EvaluateConfig
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, task_makers
 from vla_finetuning.envs.stage import Maker
@@ -96,7 +97,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
         "seed": config.seed,
     }
     episodes = episode_list(["plain"], makers, config.eval.n_episodes, config.seed)
-    output_dir = Path(config.output_dir or "").expanduser().absolute()
+    output_dir = place(config.output_dir or "").absolute()
     dataset = None if config.record_dataset is None else Path(config.record_dataset).expanduser().absolute()
     if dataset is not None:
         is_recorded(dataset, about)

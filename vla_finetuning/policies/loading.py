@@ -37,9 +37,11 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor
 from transformers.initialization import no_init_weights
 
+from vla_finetuning.bucket import place
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.files import let_others_read, read_foreign_json
 from vla_finetuning.lerobot_options import make_config
+from vla_finetuning.node_disk import fetched_for_good
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.lora import write_adapters
 from vla_finetuning.policies.processors import (
@@ -113,19 +115,17 @@ def fetch_pretrained(
     Only configuration, safetensors and tokenizer files are downloaded.
 
     Args:
-        path: a folder, or `owner/name` on the Hub. An existing folder wins.
+        path: a folder, on a disk or in a bucket, or `owner/name` on the Hub. An existing folder wins.
         revision: branch, tag or commit on the Hub.
         look: called with the folder of a download that has nothing but config.json yet; what it raises ends this.
     Returns:
-        The folder, and the commit it holds or None for a folder of the user's.
+        The folder, fetched if it is in a bucket, and the commit it holds or None for a folder of the user's.
     Raises:
         FileNotFoundError: neither a folder nor a Hub id, or no config.json in it.
         ValueError: a URI; a revision of a local folder; no such repository or revision, or no access.
         OSError: the Hub cannot be reached, and the cache does not hold the files.
     """
-    if "://" in path:
-        raise ValueError(f"a policy cannot be read from {path}; copy it to a folder, or name it on the Hub")
-    folder, commit = Path(path).expanduser(), None
+    folder, commit = fetched_for_good(place(path)), None
     if folder.is_dir():
         if revision is not None:
             raise ValueError(f"{path} is a local folder, which has no revision {revision!r}")

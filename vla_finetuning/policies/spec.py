@@ -12,7 +12,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.processor import PolicyProcessorPipeline
 
 from vla_finetuning.config import ImageTransformOptions, PeftOptions, TrainOptions
-from vla_finetuning.policies.loading import load_policy, new_policy
+from vla_finetuning.policies.loading import fetch_pretrained, load_policy, new_policy
 from vla_finetuning.policies.optim import Recipe
 from vla_finetuning.policies.pipelines import Stats, load_processors, make_processors
 from vla_finetuning.policies.trainable import TrainableReport, with_float32_masters
@@ -62,7 +62,7 @@ class PolicySpec:
 
     Attributes:
         config: LeRobot's, fitted to the dataset.
-        folder: a LeRobot pretrained folder, or None to start from random weights.
+        folder: a LeRobot pretrained folder of the driver's node, or None to start from random weights.
         base: identity of the weights that the run starts from (path, revision, digest).
         train, adapters, image_transforms: what the run asks for. seed: of random weights, draws and augmentation.
         recipe: optimizer and learning rate.
@@ -117,13 +117,25 @@ class PolicySpec:
         """Of a batch: all, unless a robot has fewer."""
         return min((len(robot.cameras) for robot in self.robots), default=self.cameras)
 
+    @property
+    def shared_folder(self) -> Path | None:
+        """The folder, if all nodes must see it: a node fetches by itself what is on the Hub or in a bucket."""
+        fetchable = self.base["revision"] is not None or "://" in str(self.base["path"])
+        return None if fetchable else self.folder
+
+    def folder_here(self) -> Path | None:
+        """The folder on this node, fetched if it is not there."""
+        if self.folder is None or self.folder.is_dir():
+            return self.folder
+        return fetch_pretrained(self.base["path"], self.base["revision"])[0]
+
     def start(self) -> PreTrainedPolicy:
         """The policy with the weights that the run starts from, on the CPU: pretrained, or random by the seed.
 
         What trains is float32.
         """
-        if self.folder is not None:
-            policy = load_policy(self.folder, self.config, trusted=self.trusted)
+        if (folder := self.folder_here()) is not None:
+            policy = load_policy(folder, self.config, trusted=self.trusted)
         else:
             torch.manual_seed(self.seed)
             policy = new_policy(self.config, trusted=self.trusted)
@@ -133,11 +145,11 @@ class PolicySpec:
         """The policy's pre- and postprocessor; of several robots, one's. `config` replaces the policy's own."""
         if self.robots:
             return self.of_robot(self.robots[0], renamed=True).processors(config)
-        config = config or self.config
+        config, folder = config or self.config, self.folder_here()
         if self.stats is None:
-            assert self.folder is not None
-            return load_processors(self.folder, config, trusted=self.trusted)
-        return make_processors(self.folder, config, self.stats, self.rename_map, trusted=self.trusted)
+            assert folder is not None
+            return load_processors(folder, config, trusted=self.trusted)
+        return make_processors(folder, config, self.stats, self.rename_map, trusted=self.trusted)
 
     @property
     def augments(self) -> bool:

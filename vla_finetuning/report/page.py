@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import re
 import sys
 import threading
@@ -28,9 +27,10 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from vla_finetuning.bucket import BucketPath, StorageError, place
 from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.metadata import dimension_names, load_metadata
-from vla_finetuning.files import read_json, read_lines
+from vla_finetuning.files import read_json, read_lines, write_whole
 from vla_finetuning.report import figures
 from vla_finetuning.report.augmented_frames import augmented, config_of
 from vla_finetuning.report.dataset_look import ACTION, OUTLIER, Look, look_at, scaled_ranges
@@ -48,6 +48,7 @@ from vla_finetuning.run.folder import (
     attempts,
     skipped_episodes,
 )
+from vla_finetuning.run.progress import BUCKET_POLL_S
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
 REPORT_NAME = "report.html"
@@ -88,7 +89,9 @@ def _keep(output_dir: Path, stop: threading.Event) -> None:
     written_for: str | None = "nothing yet"
     while True:
         stopping = stop.is_set()
-        newest = max((p.name for p in (output_dir / "checkpoints").glob(f"{PREFIX}*")), default=None)
+        newest = written_for
+        with contextlib.suppress(StorageError):
+            newest = max((p.name for p in (output_dir / "checkpoints").glob(f"{PREFIX}*")), default=None)
         if stopping or newest != written_for:
             try:
                 looks = look_at_datasets(output_dir) if looks is None else looks
@@ -98,7 +101,7 @@ def _keep(output_dir: Path, stop: threading.Event) -> None:
             written_for = newest
         if stopping:
             return
-        stop.wait(POLL_S)
+        stop.wait(BUCKET_POLL_S if isinstance(output_dir, BucketPath) else POLL_S)
 
 
 def write_report(output_dir: Path, looks: Sequence[Drawn] | None = None) -> Path:
@@ -107,7 +110,7 @@ def write_report(output_dir: Path, looks: Sequence[Drawn] | None = None) -> Path
     Args:
         looks: `look_at_datasets`, which need not be done again for every page; None does it now.
     """
-    output_dir = Path(output_dir)
+    output_dir = place(output_dir)
     page = render_report(output_dir, look_at_datasets(output_dir) if looks is None else looks)
     return write_page(output_dir / REPORT_NAME, page)
 
@@ -615,10 +618,8 @@ def _content_policy(style: str) -> str:
 
 
 def write_page(path: Path, text: str) -> Path:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     # What no encoding has (half of a surrogate pair in a task) must not cost the page.
-    scratch.write_text(text, encoding="utf-8", errors="replace")
-    os.replace(scratch, path)
+    write_whole(path, text)
     return path
 
 
@@ -629,7 +630,7 @@ def main(
 ) -> int:
     """Write a run's page again, by `write`. Returns the exit status."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output_dir", type=Path, help="a run's folder")
+    parser.add_argument("output_dir", type=place, help="a run's folder")
     folder = parser.parse_args(argv).output_dir
     escape_warnings()
     if not (folder / CONFIG_NAME).is_file():

@@ -19,7 +19,9 @@ import contextlib
 import importlib
 import json
 import logging
+import math
 import os
+import shutil
 import sys
 import threading
 import time
@@ -28,8 +30,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast, get_args
 
+from vla_finetuning.bucket import BucketPath, place
 from vla_finetuning.config import CONFIG_NAME, Config, TrackerName
 from vla_finetuning.files import read_json, read_lines, write_json
+from vla_finetuning.node_disk import scratch
 from vla_finetuning.run.checkpoint import PREFIX
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, evaluations
 from vla_finetuning.run.progress import success_of
@@ -39,7 +43,10 @@ from vla_finetuning.terminal import escape_warnings, tell_error
 logger = logging.getLogger(__name__)
 
 TRACKING_NAME = "tracking.json"
+DATABASE_NAME = "mlflow.db"
 POLL_S = 2.0
+# A tracker's files are sent to a bucket so often.
+MIRROR_S = 60.0
 # What to install.
 PACKAGE = {
     "tensorboard": "tensorboard",
@@ -115,13 +122,14 @@ class Link:
         self._folder, self._name, self._problem = output_dir, name, ""
         self._states = read_json(output_dir / TRACKING_NAME)
         state = self._states.get(name, {})
+        self._mirror = _Mirror(output_dir)
         # Lines that the tracker has: what it got, as far as the run will go on from there.
         has = min(state.get("step", 0), self._newest_checkpoint())
         self._sent = [line for line in self._lines() if line["step"] <= has]
         require_tracker(name)
         about = {**read_json(output_dir / CONFIG_NAME), "code_revision": code_revision()}
         try:
-            tracker = TRACKERS[name](output_dir, project, state.get("run_id"), has, about)
+            tracker = TRACKERS[name](self._mirror.folder, project, state.get("run_id"), has, about)
         except Exception as error:
             remedy = f"; {REMEDY[name]}" if name in REMEDY else ""
             raise ValueError(f"--track {name}: cannot be opened: {type(error).__name__}: {error}{remedy}") from error
@@ -157,6 +165,7 @@ class Link:
         finally:
             if new:
                 self._save()
+                self._mirror.send()
 
     def forward_evaluation(self) -> None:
         """Pass on the held-out errors, and the last success in the loop, once."""
@@ -190,6 +199,7 @@ class Link:
             self.forward_evaluation()
         finally:
             self._tracker.close()
+            self._mirror.send(now=True)
 
     def _lines(self) -> list[dict[str, Any]]:
         return [json.loads(text) for text in read_lines(self._folder / METRICS_NAME)]
@@ -201,6 +211,33 @@ class Link:
 
     def _save(self) -> None:
         write_json(self._folder / TRACKING_NAME, {**self._states, self._name: self._state})
+
+
+class _Mirror:
+    """A folder on a disk for the files of a tracker: the run's own, or of a run in a bucket one that is sent there."""
+
+    def __init__(self, output_dir: Path):
+        self._output_dir, self._sent, self._last = output_dir, dict[str, tuple[int, int]](), -math.inf
+        self.folder = output_dir
+        if isinstance(output_dir, BucketPath):
+            self.folder = scratch(output_dir) / "tracker" / output_dir.name
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            database = output_dir / DATABASE_NAME  # the only file that trackers go on with
+            if database.is_file():
+                (self.folder / DATABASE_NAME).write_bytes(database.read_bytes())
+
+    def send(self, now: bool = False) -> None:
+        """Send what has changed, every MIRROR_S at most unless it is to be `now`."""
+        if self.folder == self._output_dir or not now and time.monotonic() - self._last < MIRROR_S:
+            return
+        self._last = time.monotonic()
+        for file in self.folder.rglob("*"):
+            if file.is_file() and not file.is_symlink():
+                name, status = file.relative_to(self.folder).as_posix(), file.stat()
+                if self._sent.get(name) != (found := (status.st_size, status.st_mtime_ns)):
+                    (self._output_dir / name).write_bytes(file.read_bytes())
+                    self._sent[name] = found
 
 
 # ---- trackers -----------------------------------------------------------------------------------------------------
@@ -322,7 +359,7 @@ class MLflow(_Appending):
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{output_dir.absolute() / 'mlflow.db'}"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{output_dir.absolute() / DATABASE_NAME}"
         self._client = MlflowClient(tracking_uri=uri)
         if run_id is None:
             found = self._client.get_experiment_by_name(project)
@@ -375,7 +412,7 @@ def _new_id() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 all is sent, 1 it is not."""
     parser = argparse.ArgumentParser(description="Send a run's curves to a tracker that does not have them yet.")
-    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("output_dir", type=place)
     parser.add_argument("--track", required=True, choices=get_args(TrackerName))
     parser.add_argument("--track_project", default=Config.track_project)
     args = parser.parse_args(argv)

@@ -14,6 +14,7 @@ from vla_finetuning.evaluation.episodes import Condition
 from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.evaluation.player import PolicySource
 from vla_finetuning.evaluation.side_by_side import SideBySide
+from vla_finetuning.node_disk import fetched_for_good
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.rl.resolve import GrpoRun
 
@@ -36,7 +37,7 @@ def before_and_after(run: GrpoRun) -> tuple[dict[str, Any], list[dict[str, Any]]
     """
     job, policy, env = run.job, run.policy, run.scene.env
     assert policy.folder is not None
-    folder = job.output_dir / "pretrained_model"
+    folder = fetched_for_good(job.output_dir / "pretrained_model")
     after = load_policy_config(folder)
     after.n_action_steps = policy.config.n_action_steps
     options: dict[str, Any] = {"env": env, "rename_map": policy.rename_map}

@@ -25,6 +25,7 @@ from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import Ended, Start
 from vla_finetuning.evaluation.episodes import episode_list
 from vla_finetuning.evaluation.recording import Played as Recorded
+from vla_finetuning.lines import append_line
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.value import advantages_and_targets
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
@@ -525,8 +526,7 @@ class IterationLog:
         self._path = keep_metrics(output_dir, resumed_step)
 
     def write(self, step: int, line: Mapping[str, Any]) -> None:
-        with open(self._path, "a") as file:
-            file.write(json.dumps({"step": step, **line}) + "\n")
+        append_line(self._path, json.dumps({"step": step, **line}))
 
 
 def iteration_line(line: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import Ended, Start
 from vla_finetuning.evaluation.episodes import Episode, line_of, pack_actions, unpack_actions
 from vla_finetuning.evaluation.recording import Eyes, Played, is_recorded, record_played
-from vla_finetuning.files import read_lines
+from vla_finetuning.files import read_lines, write_whole
 from vla_finetuning.rl.acting import Explorer
 from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.terminal import tell
@@ -49,9 +49,7 @@ def write_episodes(output_dir: Path, iteration: int, worker: Worker, episodes: I
         for other in path.parent.glob(f"{iteration:06d}-*.jsonl"):
             if int(other.stem.partition("-")[2]) >= worker.world:
                 other.unlink()
-    scratch = path.with_suffix(".partial")
-    scratch.write_text("".join(json.dumps({**line, **pack_actions(actions)}) + "\n" for line, actions in episodes))
-    scratch.replace(path)
+    write_whole(path, "".join(json.dumps({**line, **pack_actions(actions)}) + "\n" for line, actions in episodes))
 
 
 def read_episodes(output_dir: Path) -> Iterator[Played]:

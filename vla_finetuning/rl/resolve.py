@@ -14,6 +14,7 @@ from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import env_to_policy_features
 from lerobot.utils.constants import POLICY_PREPROCESSOR_DEFAULT_NAME
 
+from vla_finetuning.bucket import place
 from vla_finetuning.config import GrpoConfig, GrpoOptions, PeftOptions
 from vla_finetuning.envs.configs import (
     check_drawn,
@@ -145,7 +146,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     path = os.path.expanduser(config.policy_path or "")
     config = replace(
         config,
-        output_dir=str(Path(os.path.expanduser(config.output_dir or "")).absolute()),
+        output_dir=str(place(config.output_dir or "").absolute()),
         policy_path=str(Path(path).absolute()) if Path(path).is_dir() else path,
     )
     env = env_config(config.env_type or "", config.env_options)

@@ -237,7 +237,7 @@ def score_labels(columns: Mapping[str, np.ndarray], to_come: np.ndarray, horizon
         the last frames of episodes; `_held_out`: of held-out episodes; None where there are not both outcomes.
     """
     failed, held_out = ~columns["success"], columns["held_out"]
-    scores = {
+    scores: dict[str, float | None] = {
         "frames": len(failed),
         "horizon": horizon,
         "positive": float(columns["positive"].mean()),

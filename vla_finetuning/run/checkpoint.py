@@ -12,80 +12,56 @@ on. This is the layout of torch.distributed.checkpoint's safetensors storage, wh
 number of processes; its usual one keeps a pickle, and gathering a large policy in one process would take that one's
 memory, and all others' time.
 
-A folder appears under its name in one rename, when everything in it has reached the disk. Nothing is pickled. torch is
-imported where tensors are read or written, because processes of Ray that only look for progress should not have to
-load it. Randomness needs no state: noise, times and row order are functions of (seed, step) or of (seed, position).
-Knows nothing of how a step is computed.
+A folder appears under its name in one rename, when everything in it has reached the disk; in a bucket, when
+`state.json` is put (run/bucket_checkpoint.py), after the files, which are written to this node's disk and sent from
+there. Nothing is pickled. torch is imported where tensors are read or written, because processes of Ray that only look
+for progress should not have to load it. Randomness needs no state: noise, times and row order are functions of (seed,
+step) or of (seed, position). Knows nothing of how a step is computed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
-import math
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError
 
+from vla_finetuning.bucket import BucketPath
 from vla_finetuning.config import CRITIC
 from vla_finetuning.files import let_others_read, write_json
+from vla_finetuning.run import bucket_checkpoint
+from vla_finetuning.run.manifest import (
+    AVERAGE,
+    OPTIMIZER,
+    PREFIX,
+    STATE,
+    TRAINABLE,
+    Files,
+    Progress,
+    file_digest,
+    manifest,
+    parsed,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+__all__ = ["AVERAGE", "OPTIMIZER", "PREFIX", "STATE", "TRAINABLE", "Files", "Progress", "file_digest"]
+
 logger = logging.getLogger(__name__)
 
-TRAINABLE, OPTIMIZER, AVERAGE, STATE = "trainable", "optimizer", "average", "state.json"
-FORMAT = 2
-PREFIX, DAMAGED, PARTIAL = "step_", "damaged_", ".partial_"
-FILE_NAME = rf"({TRAINABLE}|{OPTIMIZER}|{AVERAGE})(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors"
+DAMAGED, PARTIAL = "damaged_", ".partial_"
 # Left free on the disk after a checkpoint, for logs and everybody else.
 SPARE_BYTES = 256 * 2**20
-
-
-@dataclass
-class Progress:
-    """How far a run is, and what it is a run of.
-
-    step: optimizer steps done. rows: stream positions [0, rows) have been trained. stream: `StreamPlan.identity()`.
-    base: the pretrained policy (path, revision, digest of its weights). mode: what trains. loss: mean training loss
-    since the checkpoint before; None when no step of it was logged. eval_loss: held-out loss of these very weights;
-    None when it was not measured.
-    """
-
-    step: int
-    rows: int
-    stream: dict[str, Any]
-    base: dict[str, Any]
-    mode: str
-    global_batch_size: int
-    loss: float | None = None
-    eval_loss: float | None = None
-
-    @property
-    def score(self) -> tuple[float, float]:
-        """The lower, the better: held-out losses before all others, and NaN last."""
-        found = [math.inf if loss is None or math.isnan(loss) else loss for loss in (self.eval_loss, self.loss)]
-        return found[0], found[1]
-
-
-# As JSON has them.
-PROGRESS_TYPES: dict[str, tuple[type, ...]] = {
-    **{"step": (int,), "rows": (int,), "global_batch_size": (int,), "mode": (str,)},
-    **{"stream": (dict,), "base": (dict,), "loss": (float, int, type(None))},
-    "eval_loss": (float, int, type(None)),
-}
 
 
 class Piece(NamedTuple):
@@ -183,12 +159,10 @@ class Staging:
         self._pinned, self._pieces = [], Future()
 
 
-# What state.json says of each file: {"trainable.safetensors": {"bytes": ..., "sha256": ...}}.
-Files = dict[str, dict[str, Any]]
-
-
 def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number: int = 0, of: int = 1) -> Files:
-    """Write one process's files of the checkpoint that `commit` will make appear at `folder`.
+    """Write one process's files of the checkpoint that `commit` will make appear at `folder`, to a disk.
+
+    Where `folder` is in a bucket, that is this node's; `bucket_checkpoint.send` comes next.
 
     Args:
         pieces: under TRAINABLE, OPTIMIZER and AVERAGE, by name. Together, those of all processes are whole tensors.
@@ -199,8 +173,8 @@ def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number
     from safetensors.torch import save_file
 
     needed = of * sum(piece.values.nbytes for group in pieces.values() for piece in group.values())
-    require_space(folder.parent, needed, "a checkpoint")
-    partial = _partial(folder)
+    partial = partial_folder(folder)
+    require_space(partial.parent, needed, "a checkpoint")
     files: Files = {}
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -227,12 +201,11 @@ def commit(folder: Path, progress: Progress, files: Files) -> None:
 
     Called by one process when all have written their pieces. `files`: of all of them.
     """
-    partial = _partial(folder)
+    partial = partial_folder(folder)
     for path in partial.iterdir():
         if path.name not in files:  # of an attempt that died while writing
             path.unlink()
-    state = {"format": FORMAT, "files": files, "progress": asdict(progress)}
-    write_json(partial / STATE, {**state, "sha256": _digest(state)})
+    write_json(partial / STATE, manifest(progress, files))
     _to_disk(partial / STATE)
     _to_disk(partial)
     # One of that name is of an attempt that was thought to have failed before it was written.
@@ -243,10 +216,13 @@ def commit(folder: Path, progress: Progress, files: Files) -> None:
 
 def discard(folder: Path) -> None:
     """Remove what was written of a checkpoint that will not appear at `folder`."""
-    shutil.rmtree(_partial(folder), ignore_errors=True)
+    shutil.rmtree(partial_folder(folder), ignore_errors=True)
 
 
-def _partial(folder: Path) -> Path:
+def partial_folder(folder: Path) -> Path:
+    """Where, on a disk, the files of a checkpoint are before it appears at `folder`."""
+    if isinstance(folder, BucketPath):
+        return bucket_checkpoint.disk_of(folder) / (PARTIAL + folder.name)
     return folder.with_name(PARTIAL + folder.name)
 
 
@@ -278,9 +254,12 @@ def load_checkpoint(
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
     from torch.distributed.checkpoint.api import CheckpointException
 
-    progress = load_progress(folder)
     kinds = {TRAINABLE: trainable, OPTIMIZER: optimizer, AVERAGE: average}
     wanted = {kind: tensors for kind, tensors in kinds.items() if tensors is not None}
+    if isinstance(folder, BucketPath):
+        with bucket_checkpoint.on_this_node(folder, list(wanted)) as here:
+            return load_checkpoint(here, trainable, optimizer, average)
+    progress = load_progress(folder)
     try:
         for kind, tensors in wanted.items():
             saved = _names(folder, kind)
@@ -309,7 +288,8 @@ def checkpoint_names(folder: Path, kind: str) -> set[str]:
     """Names of what a checkpoint holds: TRAINABLE, OPTIMIZER or AVERAGE. Raises ValueError when it is damaged."""
     load_progress(folder)
     try:
-        return _names(folder, kind)
+        with bucket_checkpoint.on_this_node(folder, [kind]) as here:
+            return _names(here, kind)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"checkpoint {folder}: cannot be read: {error}") from error
 
@@ -338,10 +318,15 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def set_aside_damaged(folder: Path) -> Path | None:
     """The newest checkpoint that is what was written, by its checksums; None when there is none.
 
+    In a bucket, by their sizes: checksums are compared where its files are read.
+
     A damaged one (a failing disk, an edit) is reported and renamed to `damaged_...`, so that a later search for the
     newest finds the same one without reading all its bytes. What a crash left half-written is removed. Call it in one
     process, while none writes.
     """
+    if isinstance(folder, BucketPath):
+        bucket_checkpoint.sweep(folder)
+        return latest_checkpoint(folder)
     if folder.is_dir():
         for path in folder.glob(PARTIAL + "*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -380,6 +365,9 @@ def prune(
         # In one rename out of sight: half a checkpoint must not be taken for one.
         doomed = path.with_name(PARTIAL + path.name)
         try:
+            if isinstance(path, BucketPath):
+                bucket_checkpoint.delete(path)
+                continue
             os.rename(path, doomed)
             shutil.rmtree(doomed)
         except OSError as error:
@@ -404,6 +392,8 @@ def _scores(paths: Iterable[Path]) -> dict[Path, tuple[float, float]]:
 def _may_wait(path: Path, waiting: Callable[[int], bool]) -> bool:
     if not waiting(_step(path)):
         return False
+    if isinstance(path, BucketPath):
+        return True
     size = sum(file.stat().st_size for file in path.iterdir())
     if shutil.disk_usage(path).free >= 2 * size + SPARE_BYTES:
         return True
@@ -467,33 +457,19 @@ def require_space(folder: Path, needed_bytes: int, what: str) -> None:
         )
 
 
-def file_digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _newest_first(folder: Path) -> list[Path]:
-    if not folder.is_dir():
+    if not isinstance(folder, BucketPath) and not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if path.name.startswith(PREFIX)), reverse=True)
 
 
-def _digest(state: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
 def _state(folder: Path) -> dict[str, Any]:
-    path = folder / STATE
+    if isinstance(folder, BucketPath):
+        return bucket_checkpoint.read(folder)
     try:
-        state = json.loads(path.read_text())
-        if state["format"] != FORMAT:
-            raise ValueError(f"format {state['format']}, this version reads {FORMAT}")
-        if state.pop("sha256") != _digest(state):
-            raise ValueError("its checksum is another")
-        _check_form(state)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        problem = f"no {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"checkpoint {folder}: {STATE} is missing or damaged ({problem})") from error
+        state = parsed((folder / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"checkpoint {folder}: {STATE} is missing or damaged ({error})") from error
     for name, written in state["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != written["bytes"]:
             raise ValueError(f"checkpoint {folder}: {name} is missing or truncated")
@@ -501,22 +477,6 @@ def _state(folder: Path) -> dict[str, Any]:
     if foreign := sorted({path.name for path in folder.glob("*.safetensors")} - state["files"].keys()):
         raise ValueError(f"checkpoint {folder}: {foreign} are not of this checkpoint; remove them")
     return state
-
-
-def _check_form(state: Mapping[str, Any]) -> None:
-    """Refuse, with one of the errors that `_state` expects, what `commit` would not have written.
-
-    A checksum shows that a file is complete, not its author.
-    """
-    for name, written in state["files"].items():
-        if not re.fullmatch(FILE_NAME, name):
-            raise ValueError(f"{name!r:.100} is no file of a checkpoint")
-        if type(written["bytes"]) is not int or type(written["sha256"]) is not str:
-            raise ValueError(f"size and checksum of {name} are {written!r:.100}")
-    progress = asdict(Progress(**state["progress"]))
-    for name, expected in PROGRESS_TYPES.items():
-        if type(progress[name]) not in expected:
-            raise ValueError(f"{name} is {progress[name]!r:.100}")
 
 
 def _verify(folder: Path, state: Mapping[str, Any]) -> None:

@@ -33,6 +33,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from vla_finetuning.bucket import BucketPath
 from vla_finetuning.config import ScalingOptions
 from vla_finetuning.terminal import tell
 
@@ -303,13 +304,14 @@ class Needs:
     paths: Mapping[str, str]
     cuda: str | None
     free_bytes: int
+    bucket: BucketPath | None = None
 
 
 def node_needs(scaling: ScalingOptions, roots: Iterable[str], policy_folder: Path | None) -> Needs:
     """What a run needs on every node: the driver's versions, and the paths that the driver uses.
 
     Args:
-        roots: of its datasets. policy_folder: of the policy that it starts from, if any.
+        roots: of its datasets. policy_folder: of the policy that it starts from, if all nodes must see that.
     """
     import torch
 
@@ -337,9 +339,12 @@ def check_nodes(needs: Needs, output_dir: Path, nodes: Sequence[Node] | None = N
         ValueError: naming every node that lacks something, what it lacks, and what to do.
     """
     nodes = alive_nodes() if nodes is None else nodes
-    with _marker(output_dir) as marker:
-        seen = replace(needs, paths={**needs.paths, marker: f"{output_dir} (--output_dir)"})
-        lacks = _ask(nodes, seen)
+    if isinstance(output_dir, BucketPath):
+        lacks = _ask(nodes, replace(needs, bucket=output_dir))
+    else:
+        with _marker(output_dir) as marker:
+            seen = replace(needs, paths={**needs.paths, marker: f"{output_dir} (--output_dir)"})
+            lacks = _ask(nodes, seen)
     if lacks:
         raise ValueError(
             f"{len(lacks)} of {len(nodes)} nodes cannot take part:\n"
@@ -401,6 +406,11 @@ def probe(needs: Needs, gpus: float, temp_dir: str) -> list[str]:
     for path, whose in needs.paths.items():
         if not Path(path).exists():
             lacks.append(f"does not see {whose}: no {path}; put it on storage that all nodes share, at the same path")
+    if needs.bucket is not None:
+        try:
+            needs.bucket.exists()
+        except OSError as error:
+            lacks.append(f"cannot read {needs.bucket} (--output_dir): {error}")
     free = shutil.disk_usage(temp_dir).free
     if free < needs.free_bytes:
         lacks.append(

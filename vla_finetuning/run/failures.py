@@ -15,12 +15,14 @@ from typing import Any
 import ray.train
 from ray.train.constants import TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 
+from vla_finetuning.bucket import StorageError, StoreAwayError
+from vla_finetuning.lines import append_line
 from vla_finetuning.run.folder import LOG_NAME, attempts
 from vla_finetuning.terminal import escaped
 
-# What this program's own checks raise: bad input, a file that is gone, a run that does not learn. Libraries raise the
-# first for arguments that make no sense, which another attempt would give them again.
-FINAL = (ValueError, FileNotFoundError, FloatingPointError)
+# What this program's own checks raise: bad input, a file that is gone, a run that does not learn, a store that is away
+# for good. Libraries raise the first for arguments that make no sense, which another attempt would give them again.
+FINAL = (ValueError, FileNotFoundError, FloatingPointError, StoreAwayError)
 
 
 class StopRetrying(ray.train.UserCallback):
@@ -49,7 +51,9 @@ class StopRetrying(ray.train.UserCallback):
             self._hurries = True
         causes = {rank: unwrapped(error) for rank, error in worker_exceptions.items()}
         error = first_cause(causes.values())
-        resumed_from = [line["resumed_from_step"] for line in attempts(self._output_dir)[-1:]]
+        resumed_from: list[int] = []
+        with contextlib.suppress(StorageError):
+            resumed_from = [line["resumed_from_step"] for line in attempts(self._output_dir)[-1:]]
         # Addresses, sizes and process ids are never the same twice.
         found = (type(error), re.sub(r"\d+", "", str(error)), resumed_from)
         # When a process died, all that the other ranks can say is that they miss it.
@@ -60,10 +64,9 @@ class StopRetrying(ray.train.UserCallback):
         ranks = ", ".join(str(rank) for rank, cause in causes.items() if cause is error)
         message = root_cause(error).strip().splitlines()[0]
         # It may be the disk that is full.
-        with contextlib.suppress(OSError), open(self._output_dir / LOG_NAME, "a") as log:
-            log.write(
-                f"WARNING attempt from step {(resumed_from or [0])[0]} failed on rank {ranks}: {escaped(message)}\n"
-            )
+        with contextlib.suppress(OSError):
+            failed = f"WARNING attempt from step {(resumed_from or [0])[0]} failed on rank {ranks}: {escaped(message)}"
+            append_line(self._output_dir / LOG_NAME, failed, now=True)
         if final:
             raise error
 

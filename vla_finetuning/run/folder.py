@@ -1,4 +1,4 @@
-"""A run's folder on the path that all nodes share: its lock, its starts, and how to stop the run.
+"""A run's folder, on a path that all nodes share or in a bucket: its lock, and how to stop the run.
 
 Files of `OUTPUT_DIR`::
 
@@ -6,7 +6,7 @@ Files of `OUTPUT_DIR`::
     run.json              what a run is, for its readers: datasets, policy, hardware, versions, the plan
     attention.json        which kernels compute attention, and which were wrong; of the newest attempt, by rank 0
     .lock                 held by the process that drives the run
-    attempts.jsonl        a line per start of the worker group: {"attempt": 1, "resumed_from_step": 10, "world_size": 2}
+    attempts.jsonl        see run/attempts.py
     first_step.json       the newest start of the worker group has done its first step: {"step": 11, "after_s": 41.2}
     metrics.jsonl         a line per log step
     run.log               warnings of the training processes
@@ -25,7 +25,8 @@ Files of `OUTPUT_DIR`::
     finished.json         the run did all that it was asked for: {"step": 200}
     stop                  made by a user: the run writes a checkpoint and ends at its next log step
 
-Lines of an attempt past the step that the next one resumed from are void.
+Lines of an attempt past the step that the next one resumed from are void. In a bucket, files of lines are folders of
+objects (bucket.py), and `.lock` is a lease (run/lease.py).
 """
 
 from __future__ import annotations
@@ -36,15 +37,20 @@ import os
 import shutil
 import signal
 import tempfile
+import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
+from vla_finetuning.bucket import BucketPath, ChangedError
 from vla_finetuning.config import CONFIG_NAME, GRPO_PRESETS, OF_A_START, PRESETS, Config, GrpoConfig, JobOptions
-from vla_finetuning.files import read_lines, write_json
+from vla_finetuning.files import read_lines, remove, write_json
+from vla_finetuning.lines import is_there, recently, write_beside
 from vla_finetuning.options import leaves, options_of
+from vla_finetuning.run.attempts import ATTEMPTS_NAME, attempts, start_attempt
 from vla_finetuning.run.checkpoint import (
     Progress,
     check_resumable,
@@ -53,10 +59,13 @@ from vla_finetuning.run.checkpoint import (
     prune,
     require_space,
 )
+from vla_finetuning.run.lease import LOCK_NAME, drive, is_lost
 from vla_finetuning.terminal import tell
 
-ATTEMPTS_NAME, METRICS_NAME, LOG_NAME, ROWS_NAME = "attempts.jsonl", "metrics.jsonl", "run.log", "rows"
-LOCK_NAME, STOP_NAME, SKIPPED_NAME, RUN_NAME = ".lock", "stop", "skipped.jsonl", "run.json"
+__all__ = ["ATTEMPTS_NAME", "attempts", "start_attempt"]
+
+METRICS_NAME, LOG_NAME, ROWS_NAME = "metrics.jsonl", "run.log", "rows"
+STOP_NAME, SKIPPED_NAME, RUN_NAME = "stop", "skipped.jsonl", "run.json"
 FIRST_STEP_NAME, FINISHED_NAME = "first_step.json", "finished.json"
 ATTENTION_NAME = "attention.json"
 EVALUATION_NAME, CHECKPOINTS_NAME = "evaluation.json", "checkpoints"
@@ -108,6 +117,10 @@ def finish(output_dir: Path, step: int) -> None:
 
 
 def _check_place(folder: Path) -> None:
+    if isinstance(folder, BucketPath):
+        if not any(folder.iterdir()) and not (bucket := type(folder)(*folder.parts[:2])).exists():
+            raise FileNotFoundError(f"--output_dir={folder}: there is no {bucket}; make it first, or check its name")
+        return
     try:
         there = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:  # a name too long, or below a file
@@ -139,6 +152,13 @@ def own_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: int)
 def claim_folder(config: JobOptions) -> Iterator[None]:
     """Hold the run's folder while the block runs. Raises FileExistsError when another process does, on any machine."""
     folder = config.folder
+    if isinstance(folder, BucketPath):
+        _try_conditions(folder)
+        with drive(folder):
+            yield
+        if not _contents(folder):
+            folder.remove_tree()
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -175,6 +195,27 @@ def _try_storage(folder: Path) -> None:
         raise _unfit(folder, error) from error
 
 
+def _try_conditions(folder: BucketPath) -> None:
+    """Have the store refuse what a run relies on that it refuses. Raises OSError where it does not."""
+    probe = folder / f".storage-{uuid.uuid4().hex}"
+    try:
+        tag = probe.put(b"1", tag="")
+        for wrong in ("", tag):
+            if wrong:
+                probe.put(b"2", tag=tag)  # from now on its tag is another
+            try:
+                probe.put(b"3", tag=wrong)
+            except ChangedError:
+                continue
+            raise OSError(
+                f"--output_dir={folder}: this store overwrites what it was asked not to (no conditional writes): two "
+                "processes could destroy each other's run; choose another store, or a folder on a disk"
+            )
+        probe.unlink()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--output_dir={folder}: nothing can be written there ({error})") from error
+
+
 def _busy(folder: Path) -> FileExistsError:
     return FileExistsError(
         f"--output_dir={folder}: a run is going on there; wait until it ends, or choose another folder"
@@ -183,7 +224,7 @@ def _busy(folder: Path) -> FileExistsError:
 
 def _check_idle(folder: Path) -> None:
     """Raises FileExistsError where another process holds the folder; storage that cannot tell is for `claim_folder`."""
-    if not (folder / LOCK_NAME).is_file():
+    if isinstance(folder, BucketPath) or not (folder / LOCK_NAME).is_file():
         return
     lock = FileLock(folder / LOCK_NAME)
     try:
@@ -212,7 +253,7 @@ def prepare_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: 
     _check_state(config, start, steps, disk_bytes)
     if not config.resume:
         for path in _contents(folder):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            remove(path)
     # What was asked of an earlier process; and Ray Train's own list, which must not outlive it: which checkpoints there
     # are is what the folder says.
     for name in (STOP_NAME, FINISHED_NAME):
@@ -245,7 +286,8 @@ def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: in
                 f"{progress.step} steps are done, and --steps or MAX_TRAIN_STEPS says {steps}: ask for as many at "
                 "least, or start a new run with --policy.path set to this one's pretrained_model"
             )
-    require_space(config.folder, disk_bytes, "two checkpoints and the trained policy")
+    if not isinstance(config.folder, BucketPath):
+        require_space(config.folder, disk_bytes, "two checkpoints and the trained policy")
 
 
 def _check_free(config: JobOptions) -> None:
@@ -262,23 +304,10 @@ def _contents(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name != LOCK_NAME] if folder.exists() else []
 
 
-def start_attempt(output_dir: Path, resumed_from_step: int, world_size: int) -> int:
-    """Add a line to `attempts.jsonl`; returns the attempt's number. Called by rank 0 when the worker group starts."""
-    number = len(attempts(output_dir))
-    line = {"attempt": number, "resumed_from_step": resumed_from_step, "world_size": world_size}
-    with open(output_dir / ATTEMPTS_NAME, "a") as file:
-        file.write(json.dumps(line) + "\n")
-    return number
-
-
 def first_step_done(output_dir: Path, step: int, after_s: float) -> None:
     """Record that this start of the worker group trains. Called by rank 0."""
-    write_json(output_dir / FIRST_STEP_NAME, {"step": step, "after_s": round(after_s, 1)})
-
-
-def attempts(output_dir: Path) -> list[dict[str, int]]:
-    """The lines of `attempts.jsonl`, oldest first."""
-    return [json.loads(line) for line in read_lines(output_dir / ATTEMPTS_NAME)]
+    line = {"step": step, "after_s": round(after_s, 1)}
+    write_beside(output_dir / FIRST_STEP_NAME, partial(write_json, value=line))
 
 
 def skipped_episodes(output_dir: Path) -> list[dict[str, Any]]:
@@ -315,7 +344,7 @@ def prune_checkpoints(config: Config, steps: int) -> None:
 
 
 def stop_requested(output_dir: Path) -> bool:
-    return (output_dir / STOP_NAME).exists()
+    return recently(is_there, output_dir / STOP_NAME, False)
 
 
 @contextlib.contextmanager
@@ -328,10 +357,10 @@ def stopping_on_signals(output_dir: Path) -> Iterator[None]:
 
     def ask(number: int, frame: object) -> None:
         nonlocal asked
-        if asked:
+        if asked or is_lost(output_dir):
             raise SystemExit(128 + number)
         asked = True
-        (output_dir / STOP_NAME).touch()
+        write_beside(output_dir / STOP_NAME, lambda path: path.touch())
         # Not by print: what is interrupted may be in the middle of one, and Python's streams do not stand that.
         os.write(2, b"stopping: a checkpoint is taken at the next log step; once more to end now\n")
 

@@ -15,7 +15,7 @@ class Job:
     """What a run does. Pickled in flight to training workers (without secrets; tokens stay in the environment).
 
     Attributes:
-        output_dir: absolute; all nodes see it.
+        output_dir: absolute; all nodes see it, on a disk that they share or in a bucket.
         steps: optimizer updates of the whole run; in GRPO iterations.
         seed: of the stream of rows, of noise and of random weights.
         batch_size: rows of a worker's micro-batch.
@@ -23,6 +23,7 @@ class Job:
         scaling: workers and what each of them holds; `use_gpu` is decided.
         start: the progress of the run before its first step.
         disk_bytes: the most that the run writes into its folder.
+        store_timeout_s: how long checkpoints may fail to reach a bucket, in seconds.
     """
 
     output_dir: Path
@@ -33,6 +34,7 @@ class Job:
     scaling: ScalingOptions
     start: Progress
     disk_bytes: int
+    store_timeout_s: float
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -16,7 +16,9 @@ import numpy as np
 import ray
 from tqdm import tqdm
 
-from vla_finetuning.files import read_json, read_lines
+from vla_finetuning.bucket import BucketPath, StorageError
+from vla_finetuning.files import read_json, read_lines, write_whole
+from vla_finetuning.lines import append_line, line_writer, recently
 from vla_finetuning.run.folder import (
     FIRST_STEP_NAME,
     LOG_NAME,
@@ -29,7 +31,8 @@ from vla_finetuning.run.folder import (
 )
 from vla_finetuning.terminal import LogFormatter, tell
 
-POLL_S = 0.5
+# How often the driver looks for news; a bucket is asked less often, as each look is some requests.
+POLL_S, BUCKET_POLL_S = 0.5, 3.0
 # Formats a line of metrics.jsonl for the terminal.
 Line = Callable[[Mapping[str, Any]], str]
 
@@ -67,12 +70,12 @@ class MetricsLog:
             **{k: None if v is None else v * metrics["samples_per_s"] for k, v in self._per_sample.items()},
             **self._success(),
         }
-        with open(self.path, "a") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(self.path, json.dumps(line))
 
     def _success(self) -> dict[str, float]:
         """Of the oldest evaluation in the loop that no line tells of yet; it came in some time after its checkpoint."""
-        line = next((line for line in evaluations(self.path.parent) if line["step"] not in self._told), None)
+        played = recently(evaluations, self.path.parent, list[dict[str, Any]]())
+        line = next((line for line in played if line["step"] not in self._told), None)
         if line is None:
             return {}
         self._told.add(line["step"])
@@ -91,7 +94,7 @@ def keep_metrics(output_dir: Path, resumed_step: int) -> Path:
     """Remove the lines of `metrics.jsonl` past a step, which are void; returns its path."""
     path = output_dir / METRICS_NAME
     valid = [line for line in read_lines(path) if json.loads(line)["step"] <= resumed_step]
-    path.write_text("".join(line + "\n" for line in valid))
+    write_whole(path, "".join(line + "\n" for line in valid))
     return path
 
 
@@ -99,10 +102,9 @@ class RowsLog:
     """`rows/rank<r>.jsonl`: which rows this rank has trained on, for anybody to check (`diagnostics.check_rows`)."""
 
     def __init__(self, output_dir: Path, rank: int, attempt: int):
-        path = output_dir / ROWS_NAME / f"rank{rank}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        # A line is in the file when `write` returns, whatever happens to the process afterwards.
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115  (as long as the process)
+        # On a disk a line is in the file when `write` returns, whatever happens to the process afterwards; in a bucket
+        # before a checkpoint that has its rows is.
+        self._append = line_writer(output_dir / ROWS_NAME / f"rank{rank}.jsonl")
         self._attempt = attempt
 
     def write(
@@ -114,7 +116,7 @@ class RowsLog:
             for name, chosen in (("rows", ~is_skipped), ("skipped", is_skipped)):
                 of_it = (epochs == epoch) & chosen
                 line[name] = np.stack([dataset_index[of_it], index[of_it]], axis=1).tolist()
-            self._file.write(json.dumps(line) + "\n")
+            self._append(json.dumps(line))
 
 
 def recorded_rows(output_dir: Path) -> Iterator[dict[str, Any]]:
@@ -137,7 +139,7 @@ def check_skipped(output_dir: Path, share: float, rows: int, rows_per_epoch: int
     """
     # By their places in the stream: an attempt that went back reads some of them again, and read tasks are ahead.
     skipped: dict[int, dict[str, Any]] = {}
-    for line in skipped_episodes(output_dir):
+    for line in recently(skipped_episodes, output_dir, list[dict[str, Any]]()):
         skipped |= {position: line for position in line.get("positions", ()) if position < rows}
     if len(skipped) <= share * max(rows, rows_per_epoch):
         return
@@ -169,10 +171,22 @@ def object_store() -> Any:
 
 def log_to(output_dir: Path) -> None:
     """Send this process's warnings to the run's log, where the driver finds them. Called by training workers."""
-    handler = logging.FileHandler(output_dir / LOG_NAME)
+    path = output_dir / LOG_NAME
+    handler = LinesHandler(path) if isinstance(path, BucketPath) else logging.FileHandler(path)
     handler.setLevel(logging.WARNING)
     handler.setFormatter(LogFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
+
+
+class LinesHandler(logging.Handler):
+    """Adds each record to a file of lines in a bucket."""
+
+    def __init__(self, path: BucketPath):
+        super().__init__()
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        append_line(self._path, self.format(record))
 
 
 @contextlib.contextmanager
@@ -230,50 +244,64 @@ def step_line(line: Mapping[str, Any]) -> str:
 
 def _follow(output_dir: Path, steps: int, reported: _Reported, stop: threading.Event, say: Line) -> None:
     interactive = sys.stdout.isatty()
-    skipped: set[tuple[str, int]] = set()
-    starting = True
+    follower = _Follower(output_dir, steps, reported, say, interactive)
+    poll_s = BUCKET_POLL_S if isinstance(output_dir, BucketPath) else POLL_S
     with tqdm(
         total=steps, initial=reported.step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
     ) as bar:
         while True:
             stopping = stop.is_set()
-            for text in read_lines(output_dir / LOG_NAME)[reported.warnings :]:
-                with tqdm.external_write_mode(file=sys.stderr):
-                    tell(text, file=sys.stderr)
-                reported.warnings += 1
-            for line in skipped_episodes(output_dir):
-                episode = (line["root"], line["episode_index"])
-                if episode not in skipped:
-                    skipped.add(episode)
-                    with tqdm.external_write_mode(file=sys.stderr):
-                        tell(f"WARNING {episode[0]}: episode {episode[1]} is skipped: {line['error']}", file=sys.stderr)
-            if len(starts := attempts(output_dir)) > reported.starts:
-                reported.starts, starting = len(starts), True
-                _say(
-                    f"started      {starts[-1]['world_size']} training processes from step "
-                    f"{starts[-1]['resumed_from_step']}: the model is made, the first batch is read"
-                )
-            if (first := read_json(output_dir / FIRST_STEP_NAME)) != reported.first_step:
-                reported.first_step = first
-                _say(f"step {first['step']}/{steps}  done, {first['after_s']:.0f} s after the start")
-            for text in read_lines(output_dir / METRICS_NAME):
-                line = json.loads(text)
-                if line["step"] <= reported.step:
-                    continue
-                bar.update(line["step"] - reported.step)
-                reported.step = line["step"]
-                line_text = say(line)
-                if interactive:
-                    bar.set_postfix_str(line_text)
-                else:
-                    # The first steps after a start also wait for the data engine to fill.
-                    step_s = line["step_s"] - line.get("data_wait_s", 0.0) * starting
-                    left_s = (steps - reported.step) * step_s
-                    tell(f"step {reported.step}/{steps}  {line_text}, {_minutes(left_s)} left")
-                starting = False
+            with contextlib.suppress(StorageError):  # what the store does not tell now comes later
+                follower.look(bar)
             if stopping:
                 return
-            stop.wait(POLL_S)
+            stop.wait(poll_s)
+
+
+class _Follower:
+    """Prints what is new in a run's folder."""
+
+    def __init__(self, output_dir: Path, steps: int, reported: _Reported, say: Line, interactive: bool):
+        self._output_dir, self._steps, self._reported, self._say = output_dir, steps, reported, say
+        self._interactive, self._starting = interactive, True
+        self._skipped: set[tuple[str, int]] = set()
+
+    def look(self, bar: Any) -> None:
+        output_dir, steps, reported = self._output_dir, self._steps, self._reported
+        for text in read_lines(output_dir / LOG_NAME)[reported.warnings :]:
+            with tqdm.external_write_mode(file=sys.stderr):
+                tell(text, file=sys.stderr)
+            reported.warnings += 1
+        for line in skipped_episodes(output_dir):
+            episode = (line["root"], line["episode_index"])
+            if episode not in self._skipped:
+                self._skipped.add(episode)
+                with tqdm.external_write_mode(file=sys.stderr):
+                    tell(f"WARNING {episode[0]}: episode {episode[1]} is skipped: {line['error']}", file=sys.stderr)
+        if len(starts := attempts(output_dir)) > reported.starts:
+            reported.starts, self._starting = len(starts), True
+            _say(
+                f"started      {starts[-1]['world_size']} training processes from step "
+                f"{starts[-1]['resumed_from_step']}: the model is made, the first batch is read"
+            )
+        if (first := read_json(output_dir / FIRST_STEP_NAME)) != reported.first_step:
+            reported.first_step = first
+            _say(f"step {first['step']}/{steps}  done, {first['after_s']:.0f} s after the start")
+        for text in read_lines(output_dir / METRICS_NAME):
+            line = json.loads(text)
+            if line["step"] <= reported.step:
+                continue
+            bar.update(line["step"] - reported.step)
+            reported.step = line["step"]
+            line_text = self._say(line)
+            if self._interactive:
+                bar.set_postfix_str(line_text)
+            else:
+                # The first steps after a start also wait for the data engine to fill.
+                step_s = line["step_s"] - line.get("data_wait_s", 0.0) * self._starting
+                left_s = (steps - reported.step) * step_s
+                tell(f"step {reported.step}/{steps}  {line_text}, {_minutes(left_s)} left")
+            self._starting = False
 
 
 def _say(text: str) -> None:

@@ -20,10 +20,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vla_finetuning.bucket import place
 from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.hub import explaining_errors
 from vla_finetuning.files import let_others_read, read_json, read_lines
 from vla_finetuning.members import members
+from vla_finetuning.node_disk import fetched
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
 from vla_finetuning.run.record import held_out_errors
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
@@ -91,9 +93,9 @@ def repositories(repo_id: str, robots: Sequence[str]) -> dict[str, str]:
 def exported_robots(output_dir: Path) -> list[str]:
     """The robots that a run exported a policy for; none where it exported one policy."""
     folder = output_dir / POLICY_DIR
-    return (
-        [] if (folder / CONFIG_NAME).is_file() else sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_NAME}"))
-    )
+    if (folder / CONFIG_NAME).is_file() or not folder.is_dir():
+        return []
+    return sorted(path.name for path in folder.iterdir() if (path / CONFIG_NAME).is_file())
 
 
 def push_policy(output_dir: Path, repo_id: str, robot: str = "") -> str:
@@ -106,9 +108,13 @@ def push_policy(output_dir: Path, repo_id: str, robot: str = "") -> str:
         ValueError: there is no policy yet, or a link in it; no such repository, or no access.
         OSError: the Hub cannot be reached.
     """
+    with fetched(output_dir / POLICY_DIR / robot) as folder:
+        return _push(output_dir, folder, repo_id, robot)
+
+
+def _push(output_dir: Path, folder: Path, repo_id: str, robot: str) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    folder = output_dir / POLICY_DIR / robot
     if not (folder / CONFIG_NAME).is_file():
         if there := exported_robots(output_dir):
             raise ValueError(f"{output_dir}: no robot {robot!r} among those that were trained: {', '.join(there)}")
@@ -122,6 +128,23 @@ def push_policy(output_dir: Path, repo_id: str, robot: str = "") -> str:
         added = [CommitOperationAdd(name, folder / name) for name in files]
         message = f"Policy trained by {output_dir.name}"
         return str(HfApi().create_commit(repo_id, added, commit_message=message).commit_url)
+
+
+def push_checkpoint(folder: Path, repo_id: str, step: str) -> str:
+    """Push a checkpoint's exported policy as `checkpoints/STEP/pretrained_model`, in a commit tagged with the step.
+
+    As `lerobot-train --save_checkpoint_to_hub` does. Returns the commit's address.
+
+    Raises: as `push_policy`.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api, (files, _) = HfApi(), exported_files(folder)
+    with explaining_errors(repo_id, None, "model", cached=False):
+        added = [CommitOperationAdd(f"checkpoints/{step}/{POLICY_DIR}/{name}", folder / name) for name in files]
+        commit = api.create_commit(repo_id, added, commit_message=f"checkpoint {step}")
+        api.create_tag(repo_id, tag=step, revision=commit.oid, exist_ok=True)
+        return str(commit.commit_url)
 
 
 def exported_files(folder: Path) -> tuple[list[str], list[str]]:
@@ -235,7 +258,7 @@ def _status(error: OSError) -> int | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Push a finished run's policy. Returns the exit status: 0 pushed, 1 not."""
     parser = argparse.ArgumentParser(description="Push the policy of a finished run to the Hugging Face Hub.")
-    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("output_dir", type=place)
     parser.add_argument("--repo_id", help="USER/NAME; the run's own --policy.repo_id when absent")
     parser.add_argument("--robot", help="of a run of several robots, the one whose policy is pushed; all when absent")
     parser.add_argument("--private", action="store_true", default=None, help="the run's own --policy.private if absent")

@@ -26,6 +26,7 @@ from vla_finetuning.data.reader import frame_of
 from vla_finetuning.data.selection import of_each
 from vla_finetuning.data.statistics import check_stats
 from vla_finetuning.members import members, robots
+from vla_finetuning.node_disk import node_folder
 from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.loading import WEIGHTS_FILE, FeatureMatch
@@ -234,7 +235,7 @@ def with_stats(run: Run) -> Run:
         run.missing_stats,
         relative_actions(run.policy.config),
         run.rows.identity["rows_per_source"],
-        run.job.output_dir / "stats",
+        node_folder(run.job.output_dir) / "stats",
     )
     rows, match = replace(run.rows, metas=metas), run.match
     stats = finished_stats(run.config.dataset, run.policy.config, metas, match.camera_keys, match.dataset_keys, joint)
@@ -270,7 +271,7 @@ def make_job(
         identity: of what the run trains on. what_trains: in words. global_batch_size: the options' when None.
             A checkpoint with others does not resume.
     """
-    weights = (policy.folder or config.folder) / WEIGHTS_FILE
+    weights = (policy.folder or node_folder(config.folder)) / WEIGHTS_FILE
     return Job(
         output_dir=config.folder,
         steps=steps,
@@ -281,6 +282,7 @@ def make_job(
         start=Progress(0, 0, identity, policy.base, what_trains, global_batch_size or config.global_batch_size),
         # There is one more checkpoint while an old one still exists.
         disk_bytes=2 * policy.checkpoint_bytes + (weights.stat().st_size if weights.is_file() else 0),
+        store_timeout_s=config.store_timeout_s,
     )
 
 

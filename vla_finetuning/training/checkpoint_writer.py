@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray.train
 import torch
@@ -18,9 +20,13 @@ from ray.train import CheckpointUploadMode
 from torch import Tensor
 
 from util import TrainableOptimizer
+from vla_finetuning.bucket import BucketPath, StorageError, StoreAwayError, within
+from vla_finetuning.lines import flush_lines
+from vla_finetuning.run import bucket_checkpoint
 from vla_finetuning.run.checkpoint import (
     AVERAGE,
     OPTIMIZER,
+    STATE,
     TRAINABLE,
     Files,
     Piece,
@@ -28,12 +34,15 @@ from vla_finetuning.run.checkpoint import (
     Staging,
     commit,
     discard,
+    partial_folder,
     write_pieces,
 )
 from vla_finetuning.run.folder import attempts
 from vla_finetuning.run.job import Job
 from vla_finetuning.training.parallel import first_replica, is_sharded, shard_of
 from vla_finetuning.training.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 # With less time than this, a checkpoint of the little that was trained meanwhile would hardly be whole in time.
 SHORTEST_NOTICE_S = 10.0
@@ -43,7 +52,8 @@ class CheckpointWriter:
     """Takes checkpoints while training goes on: the step waits for a copy in host memory, not for the disk.
 
     Rank 0, or where parameters are in parts every rank of the first copy, copies what it holds; a thread of Ray Train's
-    then writes that into the run's folder. When all have, rank 0 has the checkpoint appear there, and it is reported.
+    then writes that into the run's folder; if that is in a bucket, to this node's disk and from there into the bucket.
+    When all have, rank 0 has the checkpoint appear there, and it is reported.
     One is in flight at a time: the next one waits for it, so host memory holds one copy (12 bytes for each parameter
     that trains), in memory made once. All ranks make their writers together.
 
@@ -64,11 +74,15 @@ class CheckpointWriter:
         self._job, self._optimizer, self._worker, self._rank = job, optimizer, worker, worker.rank
         self._attempt, self._every_s, self._prune = attempt, every_s, prune
         self._writers = max((first_replica(param) for param in optimizer.params), key=len, default=[0])
+        # Lines of all ranks must be in a bucket before a checkpoint is that has their rows.
+        self._senders = list(range(worker.world)) if self._in_bucket else self._writers
+        self._failing_since: float | None = None
+        self._away: StoreAwayError | None = None
         self._group = None
-        if len(self._writers) > 1:
+        if len(self._senders) > 1:
             # Of its own: threads must not disturb each other's collectives. On the host, as the files are.
             timeout = datetime.timedelta(seconds=job.scaling.collective_timeout_s)
-            self._group = dist.new_group(self._writers, backend="gloo", timeout=timeout)
+            self._group = dist.new_group(self._senders, backend="gloo", timeout=timeout)
         self._staging: Staging | None = None
         if self._rank in self._writers:
             mine = [self._mine(tensors) for tensors in self._state().values()]
@@ -105,18 +119,22 @@ class CheckpointWriter:
         """Take a checkpoint of this moment. Every rank must call it."""
         started = time.monotonic()
         name = f"step_{progress.step:08d}"
-        if self._rank not in self._writers:
+        if self._rank not in self._senders:
             self._worker.report({"step": progress.step}, checkpoint_dir_name=name)
         else:
             self.wait()
             self._idle.clear()
-            taken = {kind: self._copied(tensors) for kind, tensors in self._state().items()}
+            taken = {}
+            if self._rank in self._writers:
+                taken = {kind: self._copied(tensors) for kind, tensors in self._state().items()}
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self._worker.report(
                 {"step": progress.step},
                 # Not what is uploaded: `_write` makes that from memory, straight in its place.
-                checkpoint=ray.train.Checkpoint.from_directory(self._job.checkpoints_dir),
+                checkpoint=ray.train.Checkpoint.from_directory(
+                    self._worker.storage if self._in_bucket else self._job.checkpoints_dir
+                ),
                 checkpoint_dir_name=name,
                 checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
                 checkpoint_upload_fn=partial(self._write, taken, progress),
@@ -130,10 +148,19 @@ class CheckpointWriter:
         self._idle.wait()
 
     def close(self) -> None:
-        """Wait until nothing is being written, and give the memory back."""
+        """Wait until nothing is being written, and give the memory back.
+
+        Raises:
+            StoreAwayError: the last checkpoint did not reach the bucket.
+        """
         self.wait()
         if self._staging is not None:
             self._staging.close()
+        if self._away is not None:
+            raise self._away
+        if self._in_bucket:
+            with within(self._job.store_timeout_s / 10):
+                flush_lines()
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds, by kind and name, on the device."""
@@ -154,39 +181,125 @@ class CheckpointWriter:
             pieces[name] = Piece(self._staging.copied(name, held), offsets)
         return pieces
 
+    @property
+    def _in_bucket(self) -> bool:
+        return isinstance(self._job.output_dir, BucketPath)
+
     def _write(
-        self, taken: dict[str, dict[str, Piece]], progress: Progress, _: ray.train.Checkpoint, name: str
+        self, taken: dict[str, dict[str, Piece]], progress: Progress, rays: ray.train.Checkpoint, name: str
     ) -> ray.train.Checkpoint:
         folder = self._job.checkpoints_dir / name
+        limit_s, started = self._job.store_timeout_s, time.monotonic()
         try:
-            files = self._write_pieces(folder, taken)
-            if self._rank == 0:
-                commit(folder, progress, files)
-                self._prune()
-        except OSError:
-            if self._rank == 0:
-                discard(folder)
-            raise
+            # The last one has all the time there is: no other comes after it.
+            with within(limit_s if progress.step == self._job.steps else limit_s / 10):
+                written = self._write_pieces(folder, taken)
+                everyones = self._gathered(written)
+                if self._rank == 0:
+                    self._finish(folder, progress, everyones, started)
+            if written.error is not None and not isinstance(written.error, StorageError):
+                raise written.error
         finally:
             self._idle.set()
-        return ray.train.Checkpoint.from_directory(folder)
+        return ray.train.Checkpoint.from_directory(Path(rays.path) / name)
 
-    def _write_pieces(self, folder: Path, taken: dict[str, dict[str, Piece]]) -> Files:
-        """Write this rank's pieces. Returns this rank's files; on rank 0 all ranks', when all have written theirs."""
-        written: Files | Exception
+    def _write_pieces(self, folder: Path, taken: dict[str, dict[str, Piece]]) -> _Written:
+        """Write this rank's pieces, and have them and its lines where the run is. An error is for `_finish`."""
+        files: Files = {}
+        error: Exception | None = None
         try:
-            if len(attempts(self._job.output_dir)) != self._attempt + 1:
-                raise RuntimeError(
-                    f"{self._job.output_dir}: another process goes on with this run; {folder.name} is not written"
-                )
-            written = write_pieces(folder, taken, self._writers.index(self._rank), len(self._writers))
-        except Exception as error:
-            written = error
-        everyones: list[Any] = [written]
-        if self._group is not None:
-            everyones = [None] * len(self._writers) if self._rank == 0 else []
-            dist.gather_object(written, everyones or None, group=self._group)
-        for of_rank in [written, *everyones]:
-            if isinstance(of_rank, Exception):
-                raise of_rank
-        return {name: file for files in everyones for name, file in files.items()}
+            if not isinstance(folder, BucketPath):
+                self._require_newest(folder)
+                files = write_pieces(folder, taken, self._writers.index(self._rank), len(self._writers))
+            else:
+                if self._rank in self._writers:
+                    bucket_checkpoint.forget_others(folder)
+                    files = write_pieces(folder, taken, self._writers.index(self._rank), len(self._writers))
+                self._require_newest(folder)
+                flush_lines()
+                bucket_checkpoint.send(folder, partial_folder(folder), files, self._attempt)
+        except Exception as raised:
+            error = raised
+        return _Written(files, error, f"{socket.gethostname()}:{partial_folder(folder)}")
+
+    def _require_newest(self, folder: Path) -> None:
+        if len(attempts(self._job.output_dir)) != self._attempt + 1:
+            raise RuntimeError(
+                f"{self._job.output_dir}: another process goes on with this run; {folder.name} is not written"
+            )
+
+    def _gathered(self, written: _Written) -> list[_Written]:
+        """On rank 0 what all ranks have written, when all have; its own first. On others this rank's."""
+        if self._group is None:
+            return [written]
+        everyones: list[Any] = [None] * len(self._senders) if self._rank == 0 else []
+        dist.gather_object(written, everyones or None, group=self._group)
+        return everyones or [written]
+
+    def _finish(self, folder: Path, progress: Progress, everyones: list[_Written], started: float) -> None:
+        """Have the checkpoint appear, when all ranks have written theirs. On rank 0.
+
+        Raises:
+            Exception: the first that a rank met, but for a store that fails: such a checkpoint is given up.
+            StoreAwayError: the store has failed for too long.
+        """
+        errors = [of_rank.error for of_rank in everyones if of_rank.error is not None]
+        files = {name: file for of_rank in everyones for name, file in of_rank.files.items()}
+        try:
+            for error in sorted(errors, key=lambda error: isinstance(error, StorageError)):
+                raise error
+            if isinstance(folder, BucketPath):
+                bucket_checkpoint.commit(folder, progress, files, self._attempt)
+            else:
+                commit(folder, progress, files)
+        except StorageError as error:
+            assert isinstance(folder, BucketPath)
+            self._give_up(folder, progress, files, everyones, error, started)
+            return
+        except OSError:
+            discard(folder)
+            raise
+        self._failing_since = self._away = None
+        if isinstance(folder, BucketPath):
+            discard(folder)
+        try:
+            self._prune()
+        except StorageError as error:
+            logger.warning("old checkpoints are not deleted: %s", error)
+
+    def _give_up(
+        self,
+        folder: BucketPath,
+        progress: Progress,
+        files: Files,
+        everyones: list[_Written],
+        error: StorageError,
+        started: float,
+    ) -> None:
+        """Go on without this checkpoint, or stop after --store_timeout_s without any."""
+        self._failing_since = started if self._failing_since is None else self._failing_since
+        bucket_checkpoint.keep(folder, partial_folder(folder), progress, files)
+        since_s = time.monotonic() - self._failing_since
+        places = ", ".join(sorted({of_rank.place for of_rank in everyones if of_rank.files}))
+        self._away = StoreAwayError(
+            f"no checkpoint has reached {self._job.output_dir} for {since_s:.0f} s (--store_timeout_s): {error}; the "
+            f"state of step {progress.step} is in {places}: copy what is there to {folder}/, {STATE} last, and go on "
+            "with --resume; without it, the run goes on from the checkpoint before"
+        )
+        if since_s >= self._job.store_timeout_s or progress.step == self._job.steps:
+            raise self._away
+        logger.warning(
+            "the checkpoint of step %d is given up, and training goes on (for %.0f of %.0f s without one): %s",
+            progress.step,
+            since_s,
+            self._job.store_timeout_s,
+            error,
+        )
+
+
+class _Written(NamedTuple):
+    """What a rank wrote of a checkpoint, or the error that it met; and where on which node it is."""
+
+    files: Files
+    error: Exception | None
+    place: str

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
-from vla_finetuning.config import CRITIC, ENVIRONMENT_NAME, ROBOT_NAME
+from vla_finetuning.bucket import BucketPath
+from vla_finetuning.config import CONFIG_NAME, CRITIC, ENVIRONMENT_NAME, ROBOT_NAME
 from vla_finetuning.files import write_json
+from vla_finetuning.node_disk import scratch, upload_folder
 from vla_finetuning.policies.loading import save_adapters, save_pretrained
 from vla_finetuning.policies.lora import add_adapters, merge
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.run.bucket_checkpoint import on_this_node
 from vla_finetuning.run.checkpoint import (
     AVERAGE,
     TRAINABLE,
@@ -44,6 +49,11 @@ def policy_at(spec: PolicySpec, checkpoint: Path) -> PreTrainedPolicy:
 
 def _trained_policy(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolicy, Any]:
     """`policy_at`, with the run's adapters still beside its weights; and PEFT's model of it, None without any."""
+    with on_this_node(checkpoint, (TRAINABLE, AVERAGE)) as checkpoint:
+        return _policy_from(spec, checkpoint)
+
+
+def _policy_from(spec: PolicySpec, checkpoint: Path) -> tuple[PreTrainedPolicy, Any]:
     policy, peft = spec.start(), spec.adapters
     adapted = add_adapters(policy, peft, spec.seed) if peft.enabled else None
     tensors = policy.state_dict() | family_of(spec.config).training_state()
@@ -75,20 +85,33 @@ def export(spec: PolicySpec, checkpoint: Path, output_dir: Path, drawn: Mapping[
     robots = [(spec.of_robot(robot), robot.name) for robot in spec.robots] or [(spec, "")]
     if adapted is not None:
         for own, name in robots if spec.adapters.export == "adapter" else ():
-            folder, base = output_dir / "adapter" / name, own.base
-            config = own.config if name else adapted.get_base_model().config
-            save_adapters(adapted, base["path"], base["revision"], *own.processors(), folder, config)
+            base, config = own.base, own.config if name else adapted.get_base_model().config
+            with _made_for(output_dir / "adapter" / name) as folder:
+                save_adapters(adapted, base["path"], base["revision"], *own.processors(), folder, config)
         merge(adapted)
-    written = None
-    for own, name in robots:
-        folder = output_dir / "pretrained_model" / name
-        save_pretrained(policy, *own.processors(), folder, own.config if name else None, written)
-        written = folder
-        if own.opening:
-            write_json(folder / ROBOT_NAME, {"robot": name, "instructions_begin_with": own.opening})
-        if shown := drawn.get(name) if name else drawn:
-            # An evaluation in the simulator must show it the same pictures.
-            write_json(folder / ENVIRONMENT_NAME, {"drawn": shown})
+    with _made_for(output_dir / "pretrained_model") as whole:
+        written = None
+        for own, name in robots:
+            folder = whole / name
+            save_pretrained(policy, *own.processors(), folder, own.config if name else None, written)
+            written = folder
+            if own.opening:
+                write_json(folder / ROBOT_NAME, {"robot": name, "instructions_begin_with": own.opening})
+            if shown := drawn.get(name) if name else drawn:
+                # An evaluation in the simulator must show it the same pictures.
+                write_json(folder / ENVIRONMENT_NAME, {"drawn": shown})
+
+
+@contextlib.contextmanager
+def _made_for(path: Path) -> Iterator[Path]:
+    """A folder on a disk to write a policy to: the one asked for, or one whose files then go into the bucket."""
+    if not isinstance(path, BucketPath):
+        yield path
+        return
+    folder = scratch(path) / path.name
+    yield folder
+    upload_folder(folder, path, last=CONFIG_NAME)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def exported_checkpoint(job: Job, best: bool) -> Path:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -12,6 +14,8 @@ import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
+from vla_finetuning.bucket import BucketPath
+from vla_finetuning.node_disk import scratch
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
 from vla_finetuning.run.failures import StopRetrying
@@ -58,11 +62,22 @@ def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: 
         ),
         run_config=ray.train.RunConfig(
             name=job.checkpoints_dir.name,
-            storage_path=str(job.output_dir),
+            storage_path=str(_rays_own(job)),
             failure_config=ray.train.FailureConfig(max_failures=scaling.max_failures),
             callbacks=[StopRetrying(job.output_dir)],  # type: ignore[list-item]  # mypy sees the RunConfig of Ray 1
         ),
     )
+
+
+def _rays_own(job: Job) -> Path:
+    """Where Ray Train keeps its list of checkpoints, which nothing here reads.
+
+    Beside a run's checkpoints on a disk; of a run in a bucket a new folder of each node, so that an outage of the store
+    is none of Ray Train's.
+    """
+    if isinstance(job.output_dir, BucketPath):
+        return scratch(job.output_dir) / f"ray-{uuid.uuid4().hex[:8]}"
+    return job.output_dir
 
 
 def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_line) -> int:

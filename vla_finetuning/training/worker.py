@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ class Worker:
     def shard(self) -> Any:
         """This rank's rows."""
         return self._shard
+
+    @property
+    def storage(self) -> Path:
+        """Where Ray Train believes that checkpoints are."""
+        return Path()
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value. Every rank must call it."""
@@ -59,6 +65,12 @@ class RayWorker(Worker):
         import ray.train
 
         return ray.train.get_dataset_shard("train")
+
+    @property
+    def storage(self) -> Path:
+        import ray.train
+
+        return Path(ray.train.get_context().get_storage().experiment_fs_path)
 
     def broadcast(self, value: Any) -> Any:
         import ray.train.collective

@@ -1,0 +1,295 @@
+"""Checkpoints of a run in a bucket, by the program's own writer, through a network that fails: no Ray."""
+
+import json
+import logging
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.buckets import forget, runs_bucket
+from vla_finetuning import bucket, node_disk
+from vla_finetuning.bucket import StoreAwayError, place
+from vla_finetuning.files import read_lines
+from vla_finetuning.lines import append_line
+from vla_finetuning.run import bucket_checkpoint
+from vla_finetuning.run.attempts import start_attempt
+from vla_finetuning.run.checkpoint import (
+    OPTIMIZER,
+    TRAINABLE,
+    Progress,
+    latest_checkpoint,
+    load_checkpoint,
+    load_progress,
+    prune,
+    set_aside_damaged,
+)
+from vla_finetuning.training.checkpoint_writer import CheckpointWriter
+from vla_finetuning.training.worker import Worker
+
+START = Progress(step=0, rows=0, stream={"seed": 0}, base={"digest": "x"}, mode="full", global_batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def faults():
+    with runs_bucket() as faults:
+        yield faults
+
+
+@pytest.fixture
+def run(faults, request, tmp_path, monkeypatch):
+    """A run's folder. Requests are repeated at once, and this node's disk is the test's own."""
+    faults.choose, faults.delay_s = lambda request: None, 0.0
+    faults.requests.clear()
+    monkeypatch.setattr(bucket, "FIRST_PAUSE_S", 0.01)
+    on_node(tmp_path, monkeypatch)
+    yield place(f"s3://runs/{request.node.name}/run")
+    faults.choose = lambda request: None
+
+
+def on_node(folder, monkeypatch):
+    """From now on this is a machine with that disk."""
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(node_disk.tempfile, "tempdir", str(folder))
+    forget()
+
+
+class Rank(Worker):
+    """A worker whose checkpoints are written by a thread, as Ray Train does; errors are collected."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.errors = SimpleQueue()
+
+    def report(self, metrics, checkpoint=None, checkpoint_dir_name=None, checkpoint_upload_fn=None, **_):
+        def upload():
+            try:
+                checkpoint_upload_fn(checkpoint, checkpoint_dir_name)
+            except Exception as error:
+                self.errors.put(error)
+
+        self.thread = threading.Thread(target=upload)
+        self.thread.start()
+
+
+class Training:
+    """What trains, and its writer."""
+
+    def __init__(self, run, attempt, steps=100, timeout_s=600.0):
+        weight = torch.nn.Parameter(torch.zeros(3, 4))
+        self.state = {"a.weight": weight.data}, {"exp_avg.a.weight": torch.zeros(3, 4)}
+        optimizer = SimpleNamespace(
+            params=[weight], named=lambda: self.state[0], state=lambda: self.state[1], named_average=lambda: {}
+        )
+        self.job = job = SimpleNamespace(
+            output_dir=run,
+            checkpoints_dir=run / "checkpoints",
+            steps=steps,
+            scaling=SimpleNamespace(collective_timeout_s=60),
+            store_timeout_s=timeout_s,
+        )
+        self.worker = Rank()
+        self.writer = CheckpointWriter(job, optimizer, self.worker, attempt)
+
+    def save(self, step):
+        """The checkpoint of a step, and wait for it; its error, if any."""
+        self.begin(step)
+        self.writer.wait()
+        self.worker.thread.join()
+        return None if self.worker.errors.empty() else self.worker.errors.get()
+
+    def begin(self, step):
+        for kind in self.state:
+            for tensor in kind.values():
+                tensor.fill_(step)
+        self.writer.save(replace(START, step=step, rows=8 * step))
+
+
+def loaded(folder):
+    """The value that all tensors of a checkpoint have."""
+    trainable, optimizer = {"a.weight": torch.zeros(3, 4)}, {"exp_avg.a.weight": torch.zeros(3, 4)}
+    progress = load_checkpoint(folder, trainable, optimizer)
+    (value,) = set(torch.cat([*trainable.values(), *optimizer.values()]).unique().tolist())
+    assert value == progress.step
+    return progress
+
+
+def test_a_checkpoint_is_read_on_another_machine(run, faults, tmp_path, monkeypatch):
+    training = Training(run, start_attempt(run, 0, 1))
+    append_line(run / "rows" / "rank0.jsonl", "rows of step 4")
+    faults.requests.clear()
+    assert training.save(4) is None
+    puts = [r.path.partition("/run/")[2] for r in faults.requests if r.method == "PUT"]
+    assert puts[0].startswith("rows/rank0.jsonl/") and puts[-1] == "checkpoints/step_00000004/state.json"
+    assert len(puts) == 4 and not list(tmp_path.rglob("*.safetensors"))
+    on_node(tmp_path / "other", monkeypatch)
+    newest = latest_checkpoint(run / "checkpoints")
+    assert newest == run / "checkpoints" / "step_00000004" and loaded(newest).rows == 32
+    assert not list((tmp_path / "other").rglob("*.safetensors")), "what was fetched is removed"
+
+
+def test_without_its_manifest_a_checkpoint_is_none(run, faults):
+    training = Training(run, start_attempt(run, 0, 1))
+    assert training.save(4) is None
+    faults.choose = lambda request: "403" if "step_00000008/state.json" in request.url else None
+    assert training.save(8) is None
+    assert latest_checkpoint(run / "checkpoints").name == "step_00000004"
+    faults.choose = lambda request: None
+    before = {name.partition("/")[0] for name in (run / "checkpoints" / ".parts").below()}
+    assert before == {"step_00000004-00000", "step_00000008-00000"}
+    # The worker is killed here; the next attempt starts.
+    assert set_aside_damaged(run / "checkpoints").name == "step_00000004"
+    assert {name.partition("/")[0] for name in (run / "checkpoints" / ".parts").below()} == {"step_00000004-00000"}
+    again = Training(run, start_attempt(run, 4, 1))
+    assert again.save(8) is None and loaded(latest_checkpoint(run / "checkpoints")).step == 8
+
+
+def test_an_attempt_that_is_over_cannot_commit(run, monkeypatch):
+    stale = Training(run, start_attempt(run, 0, 1))
+    assert stale.save(4) is None
+    newer = Training(run, start_attempt(run, 4, 1))
+    error = stale.save(8)
+    assert isinstance(error, RuntimeError) and "another process goes on with this run" in str(error)
+    assert latest_checkpoint(run / "checkpoints").name == "step_00000004"
+
+    # It looked before the newer attempt began, and puts its manifest after.
+    def as_it_was(output_dir):
+        return [json.loads(line) for line in read_lines(output_dir / "attempts.jsonl")][:1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket_checkpoint, "attempts", as_it_was)
+        patch.setattr("vla_finetuning.training.checkpoint_writer.attempts", as_it_was)
+        assert stale.save(8) is None
+    with pytest.raises(ValueError, match="void, a later attempt went on from step 4 without it"):
+        load_progress(run / "checkpoints" / "step_00000008")
+    assert latest_checkpoint(run / "checkpoints").name == "step_00000004"
+    assert newer.save(8) is None  # in the place of the void one
+    state = json.loads((run / "checkpoints" / "step_00000008" / "state.json").read_text())
+    assert state["attempt"] == 1 and loaded(latest_checkpoint(run / "checkpoints")).step == 8
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket_checkpoint, "attempts", as_it_was)
+        patch.setattr("vla_finetuning.training.checkpoint_writer.attempts", as_it_was)
+        assert isinstance(stale.save(8), RuntimeError)
+    assert loaded(run / "checkpoints" / "step_00000008").step == 8
+
+
+def test_two_processes_that_start_the_same_attempt(run, monkeypatch):
+    start_attempt(run, 0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("vla_finetuning.run.attempts.attempts", lambda output_dir: [])
+        with pytest.raises(RuntimeError, match="another process goes on with this run"):
+            start_attempt(run, 0, 1)
+
+
+@pytest.mark.parametrize("fault", ["503", "reset", "slow", "expired"])
+def test_a_store_that_fails_for_a_while(run, faults, caplog, fault):
+    """The checkpoint is given up with a warning and training goes on; the next one is there."""
+    training = Training(run, start_attempt(run, 0, 1))
+    assert training.save(4) is None
+    # A request is given up after 0.5 s.
+    faults.choose, training.job.store_timeout_s = lambda request: fault, 5
+    assert training.save(8) is None
+    assert "the checkpoint of step 8 is given up, and training goes on" in caplog.text
+    faults.choose, training.job.store_timeout_s = lambda request: None, 600
+    assert training.save(12) is None
+    assert loaded(latest_checkpoint(run / "checkpoints")).step == 12
+    training.writer.close()
+    assert not (run / "checkpoints" / "step_00000008").exists()
+    assert "canary-secret" not in caplog.text
+
+
+def test_a_slow_store_delays_no_step(run, faults):
+    training = Training(run, start_attempt(run, 0, 1))
+    answers = threading.Event()
+    faults.choose = lambda request: "reset" if not answers.wait(60) else None
+    training.begin(4)
+    assert training.worker.thread.is_alive(), "training goes on while the store is silent"
+    answers.set()
+    training.writer.wait()
+    assert loaded(latest_checkpoint(run / "checkpoints")).step == 4
+
+
+def test_a_store_that_is_away_for_good(run, faults, tmp_path, monkeypatch):
+    """The run stops, and what it leaves on the node is a checkpoint when it is copied into the bucket."""
+    training = Training(run, start_attempt(run, 0, 1))
+    assert training.save(4) is None
+    faults.choose, training.job.store_timeout_s = lambda request: "503", 2
+    step, error = 8, None
+    while error is None:
+        error, step = training.save(step), step + 4
+    assert isinstance(error, StoreAwayError) and "--store_timeout_s" in str(error)
+    (kept,) = {path.parent for path in tmp_path.rglob("*.safetensors")}
+    assert f"the state of step {step - 4} is in " in str(error) and str(kept) in str(error)
+    with pytest.raises(StoreAwayError):
+        training.writer.close()
+    faults.choose = lambda request: None
+    assert latest_checkpoint(run / "checkpoints").name == "step_00000004"
+    for file in sorted(kept.iterdir(), key=lambda file: file.name == "state.json"):
+        (run / "checkpoints" / f"step_{step - 4:08d}" / file.name).upload(file)
+    on_node(tmp_path / "other", monkeypatch)
+    assert loaded(latest_checkpoint(run / "checkpoints")).step == step - 4
+
+
+def test_the_last_checkpoint_has_all_the_time_there_is(run, faults, caplog):
+    """--store_timeout_s, not a tenth of it."""
+    training = Training(run, start_attempt(run, 0, 1), steps=4, timeout_s=30)
+    back_at = time.monotonic() + 4
+    faults.choose = lambda request: "503" if time.monotonic() < back_at else None
+    assert training.save(4) is None and loaded(latest_checkpoint(run / "checkpoints")).step == 4
+    assert time.monotonic() > back_at
+
+
+def test_files_that_are_not_what_was_written(run, caplog):
+    training = Training(run, start_attempt(run, 0, 1))
+    for step in (4, 8):
+        assert training.save(step) is None
+    file = run / "checkpoints" / ".parts" / "step_00000008-00000" / f"{TRAINABLE}.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    with pytest.raises(ValueError, match="trainable.safetensors has changed since it was written"):
+        loaded(run / "checkpoints" / "step_00000008")
+    file.write_bytes(whole[:-1])
+    with caplog.at_level(logging.WARNING):
+        assert set_aside_damaged(run / "checkpoints").name == "step_00000004"
+    assert "trainable.safetensors is missing or truncated" in caplog.text
+    state = run / "checkpoints" / "step_00000004" / "state.json"
+    state.write_text(state.read_text().replace('"step": 4', '"step": 5'))
+    assert latest_checkpoint(run / "checkpoints") is None
+    assert (run / "checkpoints" / ".parts").below(), "what is damaged is left for a person to look at"
+
+
+def test_old_checkpoints_are_deleted_whole(run):
+    training = Training(run, start_attempt(run, 0, 1))
+    for step in (4, 8, 12):
+        assert training.save(step) is None
+    prune(run / "checkpoints", keep=1, keep_best=0)
+    assert {name.split("/")[0] for name in (run / "checkpoints").below()} == {".parts", "step_00000012"}
+    assert {name.split("/")[0] for name in (run / "checkpoints" / ".parts").below()} == {"step_00000012-00000"}
+
+
+def test_only_what_is_asked_for_is_fetched(run, faults):
+    training = Training(run, start_attempt(run, 0, 1))
+    assert training.save(4) is None
+    faults.requests.clear()
+    trainable = {"a.weight": torch.zeros(3, 4)}
+    load_checkpoint(run / "checkpoints" / "step_00000004", trainable)
+    assert trainable["a.weight"].unique().tolist() == [4.0]
+    assert faults.of(f"{TRAINABLE}.safetensors") and not faults.of(f"{OPTIMIZER}.safetensors")
+
+
+def test_a_checkpoint_that_was_copied_from_a_disk(run, tmp_path):
+    from tests.run.test_checkpoint import made
+
+    folder = made(tmp_path / "checkpoints", step=7)
+    target = run / "checkpoints" / folder.name
+    for file in folder.iterdir():
+        (target / file.name).upload(file)
+    assert latest_checkpoint(run / "checkpoints") == target and load_progress(target) == load_progress(folder)
+    shutil.rmtree(folder)
+    assert Path(str(folder)) != target

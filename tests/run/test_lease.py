@@ -1,0 +1,136 @@
+"""One driver at a time for a run in a bucket."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.buckets import runs_bucket
+from vla_finetuning import bucket
+from vla_finetuning.bucket import place
+from vla_finetuning.config import Config
+from vla_finetuning.run import lease
+from vla_finetuning.run.folder import claim_folder
+from vla_finetuning.run.lease import drive, is_lost
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def faults():
+    with runs_bucket() as faults:
+        yield faults
+
+
+@pytest.fixture
+def folder(faults, request, monkeypatch):
+    faults.choose = lambda request: None
+    faults.requests.clear()
+    monkeypatch.setattr(lease, "RENEW_S", 0.2)
+    monkeypatch.setattr(lease, "LOOK_S", 0.1)
+    monkeypatch.setattr(bucket, "FIRST_PAUSE_S", 0.01)
+    yield place(f"s3://runs/{request.node.name}/run")
+    faults.choose = lambda request: None
+
+
+def test_a_second_driver_is_refused_while_the_first_lives(folder):
+    with drive(folder):
+        started = time.monotonic()
+        with pytest.raises(FileExistsError, match=r"a run is going on there, driven by process \d+ on .*; wait until"):
+            lease._Lease(folder).take()
+        assert time.monotonic() - started < lease.LEASE_S
+    with drive(folder):  # it said that it ended
+        assert not is_lost(folder)
+
+
+def test_two_drivers_at_once(folder):
+    drives, refused, barrier = [], [], threading.Barrier(3)
+
+    def attempt():
+        one = lease._Lease(folder)
+        barrier.wait()
+        try:
+            one.take()
+            drives.append(one)
+        except FileExistsError as error:
+            refused.append(error)
+
+    with drive(folder):
+        pass
+    threads = [threading.Thread(target=attempt) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    # The one that has it lives as long as the others look.
+    while any(thread.is_alive() for thread in threads):
+        for one in drives:
+            assert one.renew()
+        time.sleep(0.1)
+    assert len(drives) == 1 and len(refused) == 2
+
+
+def test_a_killed_driver_loses_its_lease(folder, monkeypatch):
+    monkeypatch.setattr(lease, "LEASE_S", 2.0)
+    code = (
+        "import sys, time; from vla_finetuning.bucket import place; from vla_finetuning.run.lease import drive\n"
+        "with drive(place(sys.argv[1])): print('held', flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    process.kill()
+    process.wait()
+    started = time.monotonic()
+    with drive(folder):
+        assert time.monotonic() - started >= lease.LEASE_S
+    assert not is_lost(folder)
+
+
+def test_a_driver_whose_lease_was_taken_ends(folder, faults, capsys):
+    """It was cut off from the store for longer than its lease."""
+    ended = threading.Event()
+    with drive(folder, when_lost=ended.set):
+        other = lease._Lease(folder)
+        other._put(other._read()[1])
+        assert ended.wait(30) and is_lost(folder)
+    assert "another process drives this run now" in capsys.readouterr().err
+    assert other.renew(), "what it leaves is the other's"
+
+
+@pytest.mark.parametrize("fault", ["503", "lost", "reset"])
+def test_a_lease_survives_a_store_that_fails(folder, faults, fault, monkeypatch):
+    with drive(folder, when_lost=lambda: pytest.fail("lost")):
+        renewed, failed = threading.Event(), []
+
+        def choose(request):
+            if request.method == "PUT" and len(failed) < 3:
+                failed.append(request)
+                return fault
+            if request.method == "PUT":
+                renewed.set()
+            return None
+
+        faults.choose = choose
+        assert renewed.wait(60) and not is_lost(folder)
+
+
+def test_a_store_without_conditions_is_refused(folder, faults, monkeypatch):
+    async def overwriting(fs, key, data, tag):
+        bucket_name, name, _ = fs.split_path(key)
+        return (await fs._call_s3("put_object", Bucket=bucket_name, Key=name, Body=data))["ETag"]
+
+    monkeypatch.setattr(bucket, "_put_s3", overwriting)
+    with (
+        pytest.raises(OSError, match=r"this store overwrites what it was asked not to \(no conditional writes\)"),
+        claim_folder(Config(output_dir=str(folder))),
+    ):
+        pass
+
+
+def test_a_folder_is_held_and_one_that_stays_empty_is_removed(folder):
+    config = Config(output_dir=str(folder))
+    with claim_folder(config):
+        assert [path.name for path in folder.iterdir()] == [".lock"]
+    assert not folder.exists()

@@ -1,0 +1,285 @@
+"""Paths and lines in buckets, over HTTP, through a network that fails."""
+
+import json
+import os
+import pickle
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.buckets import forget, runs_bucket
+from tests.loopback import GoogleStorage, serving
+from vla_finetuning import bucket, lines, node_disk
+from vla_finetuning.bucket import BucketPath, ChangedError, StorageError, place, within
+from vla_finetuning.files import read_json, read_lines, write_json, write_whole
+from vla_finetuning.lines import append_line, claim_line, flush_lines, is_there, recently
+from vla_finetuning.node_disk import fetched, upload_folder
+
+
+@pytest.fixture(scope="module")
+def faults():
+    with runs_bucket() as faults:
+        yield faults
+
+
+@pytest.fixture
+def folder(faults, request):
+    faults.choose, faults.delay_s = lambda request: None, 0.0
+    faults.requests.clear()
+    yield place(f"s3://runs/{request.node.name}/run")
+    faults.choose = lambda request: None
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Hardly a pause between attempts."""
+    monkeypatch.setattr(bucket, "FIRST_PAUSE_S", 0.01)
+
+
+# ---- paths ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_path_in_a_bucket_is_a_path():
+    path = place("s3://runs/a/run")
+    assert isinstance(path, Path) and str(path / "x" / "y.json") == "s3://runs/a/run/x/y.json"
+    assert (path / "x").parent == path and hash((path / "x").parent) == hash(path) and path.absolute() == path
+    assert str((path / "x").with_name("z")) == "s3://runs/a/run/z" and str((path / "x").relative_to(path)) == "x"
+    assert pickle.loads(pickle.dumps(path)) == path and type(pickle.loads(pickle.dumps(path))) is BucketPath
+    assert type(place("~/runs")) is not BucketPath and str(place("gs://b/r")) == "gs://b/r"
+
+
+@pytest.mark.parametrize("use", [open, os.stat, Path.rename, os.listdir])
+def test_what_is_not_done_in_a_bucket_does_not_happen_on_the_disk(use):
+    with pytest.raises(TypeError, match="s3://runs/x is in a bucket, and was used as a path on a disk"):
+        use(place("s3://runs/x"), "r") if use in (open, Path.rename) else use(place("s3://runs/x"))
+
+
+@pytest.mark.parametrize("url", ["http://runs/x", "s3://", "hf://a/b"])
+def test_an_address_of_no_store(url):
+    with pytest.raises(ValueError, match=f"{url}: expected a path, s3://BUCKET/FOLDER or gs://BUCKET/FOLDER"):
+        place(url)
+
+
+def everything_whole(folder):
+    """What holds in any store."""
+    assert read_json(folder / "a.json") == {} and read_lines(folder / "a.jsonl") == [] and not folder.exists()
+    write_json(folder / "a.json", {"a": 1})
+    (folder / "inner" / "b.bin").write_bytes(b"12345")
+    assert read_json(folder / "a.json") == {"a": 1} and (folder / "a.json").is_file() and folder.is_dir()
+    assert sorted(path.name for path in folder.iterdir()) == ["a.json", "inner"]
+    assert [path.name for path in folder.glob("*.json")] == ["a.json"]
+    assert {name: found.size for name, found in folder.below().items()} == {"a.json": 13, "inner/b.bin": 5}
+    tag = (folder / "c").put(b"1", tag="")
+    assert (folder / "c").read_tagged() == (b"1", tag)
+    for wrong, path in (("", folder / "c"), ('"0"' if tag.startswith('"') else "7", folder / "c")):
+        with pytest.raises(ChangedError, match="another process wrote it"):
+            path.put(b"2", tag=wrong)
+    assert (folder / "c").put(b"3", tag=tag) != tag and (folder / "c").read_bytes() == b"3"
+    for path in (folder / "c", folder / "nothing"):
+        path.unlink(missing_ok=True)
+        with pytest.raises(FileNotFoundError):
+            path.read_bytes()
+    with pytest.raises(ChangedError):
+        (folder / "c").put(b"4", tag=tag)
+    folder.remove_tree()
+    assert not folder.exists()
+
+
+def test_objects_are_whole(folder):
+    everything_whole(folder)
+
+
+def test_objects_are_whole_in_googles_store(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    with serving(GoogleStorage("runs", tmp_path / "runs")) as endpoint:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
+        forget()
+        everything_whole(place("gs://runs/a/run"))
+        append_line(place("gs://runs/a/run/m.jsonl"), "1", now=True)
+        assert read_lines(place("gs://runs/a/run/m.jsonl")) == ["1"]
+        forget()
+
+
+def test_large_files_travel_in_pieces_that_are_repeated_by_themselves(folder, faults, tmp_path, impatient, monkeypatch):
+    monkeypatch.setattr(bucket, "PIECE_BYTES", 5 * 2**20)  # S3 takes no less
+    file, back = tmp_path / "file", tmp_path / "back"
+    file.write_bytes(os.urandom(12 * 2**20))
+    seen = set()
+
+    def each_fails_once(request):
+        first = (request.method, request.url, request.range) not in seen
+        seen.add((request.method, request.url, request.range))
+        return ["503", "reset", "slow"][len(seen) % 3] if first and request.method in ("PUT", "GET") else None
+
+    faults.choose = each_fails_once
+    (folder / "file").upload(file)
+    (folder / "file").download(back, (folder / "file").found())
+    assert back.read_bytes() == file.read_bytes()
+    pieces = [r for r in faults.requests if "partNumber" in r.url]
+    assert len(pieces) == 2 * 3 and {r.attempt for r in pieces} == {1, 2}
+
+    faults.choose = lambda request: "503" if "partNumber=2" in request.url else None
+    with pytest.raises(StorageError, match="the store does not answer"), within(0.3):
+        (folder / "other").upload(file)
+    faults.choose = lambda request: None
+    assert not (folder / "other").exists()
+    folder.store.abort_uploads(folder.key)
+    assert folder.store._call(folder.key, bucket._begun_s3) == []
+
+
+def test_a_put_whose_answer_is_lost_is_our_own(folder, faults, impatient):
+    tag = (folder / "a").put(b"1", tag="")
+    for data, only in ((b"2", tag), (b"new", "")):
+        path = folder / ("a" if only else "b")
+        faults.choose = lambda request: "lost" if (request.method, request.attempt) == ("PUT", 1) else None
+        faults.requests.clear()
+        path.put(data, tag=only)
+        assert path.read_bytes() == data
+        assert [r.method for r in faults.requests].count("PUT") == 2
+
+
+def test_a_store_that_is_away_for_a_while(folder, faults, impatient):
+    (folder / "a").put(b"1")
+    back_at = time.monotonic() + 0.5
+    faults.choose = lambda request: (
+        ("503", "reset", "slow")[request.attempt % 3] if time.monotonic() < back_at else None
+    )
+    (folder / "a").put(b"2")
+    assert (folder / "a").read_bytes() == b"2"
+
+
+def test_a_store_that_is_away_for_good(folder, faults, impatient):
+    faults.choose = lambda request: "503"
+    message = r"s3://runs/.*/run/a: the store does not answer .*check the network"
+    with pytest.raises(StorageError, match=message), within(0.5):
+        (folder / "a").put(b"1")
+    faults.choose = lambda request: "stall"
+    with pytest.raises(StorageError, match="the store does not answer"), within(0.5):
+        (folder / "a").read_bytes()
+
+
+def test_a_store_that_refuses_is_not_asked_again(folder, faults):
+    faults.choose = lambda request: "403"
+    with pytest.raises(StorageError, match="the store refuses .*check credentials, permissions") as error:
+        (folder / "a").put(b"1")
+    assert len(faults.requests) == 1 and "canary-secret" not in str(error.value)
+
+
+def test_credentials_that_expire_are_looked_for_anew(folder, faults, impatient, monkeypatch):
+    (folder / "a").put(b"1")
+    used = folder.store._connected()
+    faults.choose = lambda request: "expired" if request.attempt == 1 and request.method == "PUT" else None
+    faults.requests.clear()
+    (folder / "a").put(b"2")
+    assert (folder / "a").read_bytes() == b"2" and folder.store._connected() is not used
+
+
+# ---- lines ---------------------------------------------------------------------------------------------------------
+
+
+def test_lines_are_read_while_they_are_appended(folder, monkeypatch):
+    monkeypatch.setattr(lines, "LINES_BYTES", 50)
+    path, expected = folder / "m.jsonl", []
+    for number in range(30):
+        append_line(path, json.dumps({"step": number}))
+        expected.append(json.dumps({"step": number}))
+        if number % 3 == 0:
+            flush_lines()
+            lines_there = "".join((path / name).read_text() for name in sorted(path.below()))
+            assert lines_there.splitlines() == expected
+    assert read_lines(path) == expected
+    assert len(path.below()) > 2
+
+
+def test_a_later_process_appends_after_an_earlier_one(folder):
+    path = folder / "m.jsonl"
+    for number in range(3):
+        append_line(path, str(number), now=True)
+        forget()
+    assert read_lines(path) == ["0", "1", "2"]
+
+
+def test_lines_that_are_replaced_stay_so_whatever_an_earlier_process_still_writes(folder):
+    path = folder / "m.jsonl"
+    append_line(path, "1", now=True)
+    stale = lines._appenders[path]
+    forget()
+    write_whole(path, "kept\n")
+    append_line(path, "2", now=True)
+    stale.append("void")
+    stale.flush()
+    assert read_lines(path) == ["kept", "2"]
+    forget()
+    assert read_lines(path) == ["kept", "2"]
+
+
+def test_a_line_is_claimed_once(folder):
+    claimed, barrier = [], threading.Barrier(4)
+
+    def claim(who):
+        barrier.wait()
+        try:
+            claim_line(folder / "a.jsonl", 0, f"mine, {who}")
+            claimed.append(f"mine, {who}")
+        except ChangedError:
+            pass
+
+    threads = [threading.Thread(target=claim, args=(who,)) for who in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(claimed) == 1 and read_lines(folder / "a.jsonl") == claimed
+
+
+def test_lines_wait_for_a_store_that_is_away(folder, faults, impatient, caplog):
+    path = folder / "m.jsonl"
+    append_line(path, "0", now=True)
+    faults.choose = lambda request: "503"
+    append_line(path, "1")
+    with pytest.raises(StorageError), within(0.5):
+        flush_lines()
+    append_line(path, "2")
+    faults.choose = lambda request: None
+    flush_lines()
+    assert read_lines(path) == ["0", "1", "2"]
+
+
+def test_a_loop_that_looks_now_and_then_never_waits(folder, faults, monkeypatch):
+    monkeypatch.setattr(lines, "RECENT_S", 0.05)
+    (folder / "stop").touch()
+    answers = threading.Event()
+    faults.choose = lambda request: "reset" if not answers.wait(60) else None
+    for _ in range(3):
+        assert recently(is_there, folder / "stop", False) is False  # while the store is silent
+    answers.set()
+    while not recently(is_there, folder / "stop", False):
+        time.sleep(0.01)
+
+
+# ---- this node's disk ----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_fetched_once_for_those_who_read_it_together(folder, faults, tmp_path, monkeypatch):
+    monkeypatch.setattr(node_disk.tempfile, "tempdir", str(tmp_path))
+    source = tmp_path / "policy"
+    (source / "tokenizer").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "tokenizer/vocab.json"):
+        (source / name).write_text(name)
+    (folder / "old.safetensors").write_text("of the export before")
+    upload_folder(source, folder, last="config.json")
+    puts = [r.path.rpartition("/run/")[2] for r in faults.requests if r.method == "PUT"]
+    assert puts[-1] == "config.json" and set(folder.below()) == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer/vocab.json",
+    }
+    faults.requests.clear()
+    with fetched(folder) as first, fetched(folder) as second:
+        assert first == second and (first / "tokenizer/vocab.json").read_text() == "tokenizer/vocab.json"
+        assert len(faults.of("model.safetensors")) == 1
+    assert not first.exists()
+    with fetched(source) as same:
+        assert same == source

@@ -1,0 +1,46 @@
+"""Starts of a run's worker group.
+
+`OUTPUT_DIR/attempts.jsonl` has a line per start: {"attempt": 1, "resumed_from_step": 10, "world_size": 2}. What an
+attempt has written of steps past the one that a later attempt resumed from is void.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+
+from vla_finetuning.bucket import BucketPath, ChangedError
+from vla_finetuning.files import read_lines
+from vla_finetuning.lines import append_line, claim_line
+
+ATTEMPTS_NAME = "attempts.jsonl"
+
+
+def start_attempt(output_dir: Path, resumed_from_step: int, world_size: int) -> int:
+    """Add a line to `attempts.jsonl`; returns the attempt's number. Called by rank 0 when the worker group starts.
+
+    Raises:
+        RuntimeError: another process has started the same attempt of a run in a bucket.
+    """
+    number = len(attempts(output_dir))
+    line = {"attempt": number, "resumed_from_step": resumed_from_step, "world_size": world_size}
+    path = output_dir / ATTEMPTS_NAME
+    if isinstance(path, BucketPath):
+        try:
+            claim_line(path, number, json.dumps({**line, "claimed_by": uuid.uuid4().hex}))
+        except ChangedError as error:
+            raise RuntimeError(f"{output_dir}: another process goes on with this run") from error
+    else:
+        append_line(path, json.dumps(line))
+    return number
+
+
+def attempts(output_dir: Path) -> list[dict[str, int]]:
+    """The lines of `attempts.jsonl`, oldest first."""
+    return [json.loads(line) for line in read_lines(output_dir / ATTEMPTS_NAME)]
+
+
+def resumed_at(starts: list[dict[str, int]], attempt: int) -> int | None:
+    """The step that what an attempt wrote counts up to: the earliest that a later one resumed from; None for all."""
+    return min((line["resumed_from_step"] for line in starts[attempt + 1 :]), default=None)

@@ -1,0 +1,165 @@
+"""One driver at a time for a run in a bucket: a lease, which a live driver renews and a dead one loses.
+
+`OUTPUT_DIR/.lock` says whose the run is. Its driver puts it anew every RENEW_S, each time on the condition that it is
+still what this driver put before. Another process that wants the run watches the object: when it changes, the driver
+lives, and the process is refused; when it does not for LEASE_S, the driver is dead, or cut off from the store, and the
+process takes the lease over, on the condition that it is still what was watched. No clock is compared with another.
+
+A driver that finds its lease taken ends. Its training processes cannot commit a checkpoint any more: the attempt that
+the new driver starts makes theirs void (run/checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from vla_finetuning.bucket import BucketPath, ChangedError
+from vla_finetuning.terminal import tell, tell_error
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME = ".lock"
+LEASE_S, RENEW_S, LOOK_S = 60.0, 15.0, 1.0
+# How long the store is asked to take a renewal.
+ANSWER_S = 15.0
+# A lease that was renewed so long ago, by this machine's clock, is not watched first. Stores refuse requests of clocks
+# that are wrong by more than 15 minutes.
+LONG_AGO_S = 3600.0
+
+_lost: set[BucketPath] = set()
+
+
+def is_lost(folder: Path) -> bool:
+    """Whether this process drove the run, and another one took it over."""
+    return folder in _lost
+
+
+def end_process() -> None:
+    """As an order to stop: what this process started ends with it."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def drive(folder: BucketPath, when_lost: Callable[[], None] = end_process) -> Iterator[None]:
+    """Hold the run's lease while the block runs.
+
+    Raises:
+        FileExistsError: another process drives the run.
+    """
+    lease = _Lease(folder)
+    lease.take()
+    stop = threading.Event()
+
+    def keep() -> None:
+        while not stop.wait(RENEW_S):
+            if not lease.renew():
+                _lost.add(folder)
+                tell_error(f"{folder}: another process drives this run now ({lease.holder()}); this one ends")
+                when_lost()
+                return
+
+    thread = threading.Thread(target=keep, daemon=True, name="lease")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(timeout=ANSWER_S)
+        if not is_lost(folder):
+            lease.release()
+
+
+class _Lease:
+    def __init__(self, folder: BucketPath):
+        self._folder, self._path = folder, folder / LOCK_NAME
+        self._id, self._renewals, self._tag = uuid.uuid4().hex, 0, ""
+        _lost.discard(folder)
+
+    def take(self) -> None:
+        tag = self._free_tag()
+        try:
+            self._put(tag)
+        except ChangedError as error:
+            raise self._busy() from error
+
+    def _free_tag(self) -> str:
+        """The tag of what this lease replaces, which is nobody's any more. Raises FileExistsError."""
+        state, tag = self._read()
+        if not state or state.get("released") or time.time() - self._path.found().written > LONG_AGO_S:
+            return tag
+        tell(f"Waiting      the driver of this run ({_named(state)}) did not say that it ended; {LEASE_S:.0f} s show")
+        deadline = time.monotonic() + LEASE_S
+        while time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+            now, newer = self._read()
+            if newer != tag:
+                if not now or now.get("released"):
+                    return newer
+                raise self._busy()
+        return tag
+
+    def renew(self) -> bool:
+        """Whether it is still this process's, as far as is known: a store that does not answer is asked again."""
+        try:
+            self._put(self._tag)
+        except ChangedError:
+            with contextlib.suppress(OSError):
+                state, tag = self._read()
+                if state.get("id") != self._id:
+                    return False
+                self._tag = tag  # ours, whose answer was lost
+        except OSError as error:
+            logger.warning("the lease of %s is not renewed: %s", self._folder, error)
+        return True
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):
+            self._put(self._tag, released=True)
+
+    def holder(self) -> str:
+        with contextlib.suppress(OSError, ValueError):
+            return _named(self._read()[0])
+        return "unknown"
+
+    def _busy(self) -> FileExistsError:
+        return FileExistsError(
+            f"--output_dir={self._folder}: a run is going on there, driven by {self.holder()}; wait until it ends, or "
+            "choose another folder"
+        )
+
+    def _put(self, tag: str, released: bool = False) -> None:
+        self._renewals += 1
+        state = {
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "id": self._id,
+            "renewals": self._renewals,
+            "lease_s": LEASE_S,
+            "released": released,
+        }
+        self._tag = self._path.put(json.dumps(state, indent=2).encode(), tag=tag, patience_s=ANSWER_S)
+
+    def _read(self) -> tuple[dict[str, object], str]:
+        try:
+            data, tag = self._path.read_tagged()
+        except FileNotFoundError:
+            return {}, ""
+        with contextlib.suppress(ValueError):
+            state = json.loads(data)
+            if isinstance(state, dict):
+                return state, tag
+        return {"host": "unknown"}, tag
+
+
+def _named(state: dict[str, object]) -> str:
+    return f"process {state.get('process')} on {state.get('host')}"

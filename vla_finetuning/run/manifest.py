@@ -1,0 +1,104 @@
+"""`state.json` of a checkpoint: how far the run is, and the checkpoint's files with their sizes and checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+TRAINABLE, OPTIMIZER, AVERAGE, STATE = "trainable", "optimizer", "average", "state.json"
+FORMAT = 2
+PREFIX = "step_"
+FILE_NAME = rf"({TRAINABLE}|{OPTIMIZER}|{AVERAGE})(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors"
+# In a bucket, the folder of an attempt's files of a checkpoint.
+PARTS_NAME = r"step_[0-9]{8,}-[0-9]{5,}"
+
+
+@dataclass
+class Progress:
+    """How far a run is, and what it is a run of.
+
+    step: optimizer steps done. rows: stream positions [0, rows) have been trained. stream: `StreamPlan.identity()`.
+    base: the pretrained policy (path, revision, digest of its weights). mode: what trains. loss: mean training loss
+    since the checkpoint before; None when no step of it was logged. eval_loss: held-out loss of these very weights;
+    None when it was not measured.
+    """
+
+    step: int
+    rows: int
+    stream: dict[str, Any]
+    base: dict[str, Any]
+    mode: str
+    global_batch_size: int
+    loss: float | None = None
+    eval_loss: float | None = None
+
+    @property
+    def score(self) -> tuple[float, float]:
+        """The lower, the better: held-out losses before all others, and NaN last."""
+        found = [math.inf if loss is None or math.isnan(loss) else loss for loss in (self.eval_loss, self.loss)]
+        return found[0], found[1]
+
+
+# As JSON has them.
+PROGRESS_TYPES: dict[str, tuple[type, ...]] = {
+    **{"step": (int,), "rows": (int,), "global_batch_size": (int,), "mode": (str,)},
+    **{"stream": (dict,), "base": (dict,), "loss": (float, int, type(None))},
+    "eval_loss": (float, int, type(None)),
+}
+
+
+# What state.json says of each file: {"trainable.safetensors": {"bytes": ..., "sha256": ...}}.
+Files = dict[str, dict[str, Any]]
+
+
+def manifest(progress: Progress, files: Files, **more: Any) -> dict[str, Any]:
+    """What `state.json` holds. `more`: in a bucket, `attempt` and `parts`."""
+    state = {"format": FORMAT, "files": files, "progress": asdict(progress), **more}
+    return {**state, "sha256": _digest(state)}
+
+
+def parsed(text: str | bytes) -> dict[str, Any]:
+    """What `state.json` holds, without its checksum. Raises ValueError when it is damaged."""
+    try:
+        state = json.loads(text)
+        if state["format"] != FORMAT:
+            raise ValueError(f"format {state['format']}, this version reads {FORMAT}")
+        if state.pop("sha256") != _digest(state):
+            raise ValueError("its checksum is another")
+        _check_form(state)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"no {error}" if isinstance(error, KeyError) else str(error)) from error
+    return state
+
+
+def file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _check_form(state: Mapping[str, Any]) -> None:
+    """Refuse, with one of the errors that `parsed` expects, what `manifest` would not have made.
+
+    A checksum shows that a file is complete, not its author.
+    """
+    for name, written in state["files"].items():
+        if not re.fullmatch(FILE_NAME, name):
+            raise ValueError(f"{name!r:.100} is no file of a checkpoint")
+        if type(written["bytes"]) is not int or type(written["sha256"]) is not str:
+            raise ValueError(f"size and checksum of {name} are {written!r:.100}")
+    if "parts" in state and not re.fullmatch(PARTS_NAME, state["parts"]) or type(state.get("attempt", 0)) is not int:
+        raise ValueError(f"parts are {state['parts']!r:.100} of attempt {state.get('attempt')!r:.100}")
+    progress = asdict(Progress(**state["progress"]))
+    for name, expected in PROGRESS_TYPES.items():
+        if type(progress[name]) not in expected:
+            raise ValueError(f"{name} is {progress[name]!r:.100}")

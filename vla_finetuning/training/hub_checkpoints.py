@@ -1,0 +1,77 @@
+"""Policies of checkpoints on the Hub while training goes on (`--save_checkpoint_to_hub`). Runs on the driver.
+
+`OUTPUT_DIR/pushed.jsonl` has a line for each: {"step": 200, "commit": "https://..."}; a resumed run pushes the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vla_finetuning.files import read_lines
+from vla_finetuning.lines import append_line
+from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.run.checkpoint import PREFIX
+from vla_finetuning.run.job import Job
+from vla_finetuning.run.push import POLICY_DIR, push_checkpoint
+from vla_finetuning.training.export import export
+
+logger = logging.getLogger(__name__)
+
+PUSHED_NAME = "pushed.jsonl"
+POLL_S = 5.0
+
+
+@contextlib.contextmanager
+def pushing_checkpoints(spec: PolicySpec, job: Job, repo_id: str, drawn: Mapping[str, Any]) -> Iterator[None]:
+    """While the block runs, push the policy of each new checkpoint, in a thread; and at its end of those that are left.
+
+    What cannot be pushed is a warning and does not end the run.
+
+    Args: see `export`.
+    """
+    stop, failed = threading.Event(), set[int]()
+
+    def follow() -> None:
+        while not stop.wait(POLL_S):
+            _push_new(spec, job, repo_id, drawn, failed)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        failed.clear()
+        _push_new(spec, job, repo_id, drawn, failed)
+
+
+def _push_new(spec: PolicySpec, job: Job, repo_id: str, drawn: Mapping[str, Any], failed: set[int]) -> None:
+    """Push those that are not pushed, oldest first. `failed`: steps that are left for later."""
+    record = job.output_dir / PUSHED_NAME
+    try:
+        pushed = {json.loads(line)["step"] for line in read_lines(record)}
+        checkpoints = sorted(job.checkpoints_dir.glob(f"{PREFIX}*"))
+    except OSError as error:
+        logger.warning("checkpoints are not pushed now: %s", error)
+        return
+    for checkpoint in checkpoints:
+        step = int(checkpoint.name.removeprefix(PREFIX))
+        if step in pushed | failed:
+            continue
+        try:
+            with tempfile.TemporaryDirectory() as scratch:
+                export(spec, checkpoint, Path(scratch), drawn)
+                name = f"{step:0{max(6, len(str(job.steps)))}d}"  # as LeRobot's own folders of checkpoints
+                commit = push_checkpoint(Path(scratch) / POLICY_DIR, repo_id, name)
+            append_line(record, json.dumps({"step": step, "commit": commit}), now=True)
+        except Exception as error:  # whatever an upload may end with, training goes on
+            failed.add(step)
+            logger.warning("the checkpoint of step %d is not pushed: %s", step, error)
