@@ -18,5 +18,6 @@ def schema_of(root):
 
 def test_its_episodes_are_written_as_lerobot_writes_them(tmp_path):
     make(tmp_path / "ours", 23)
-    make_dataset(tmp_path / "theirs", episodes=[2] * 23, cameras=dict.fromkeys(CAMERAS, (32, 32)))
+    whole = {"chunks_size": 1000, "data_files_size_in_mb": 100, "video_files_size_in_mb": 100}
+    make_dataset(tmp_path / "theirs", episodes=[2] * 23, cameras=dict.fromkeys(CAMERAS, (32, 32)), **whole)
     assert schema_of(tmp_path / "ours") == schema_of(tmp_path / "theirs")

@@ -325,7 +325,7 @@ def test_more_episodes_than_a_dataset_may_have(root, monkeypatch):
     """In several files, none of which has too many by itself."""
     (path,) = root.glob("meta/episodes/*/*.parquet")
     shutil.copyfile(path, path.with_name("file-001.parquet"))
-    monkeypatch.setattr(lerobot_metadata, "MAX_EPISODES", 5)
+    monkeypatch.setattr("vla_finetuning.data.metadata_v3.MAX_EPISODES", 5)
     with pytest.raises(ValueError, match="file-001.parquet: 6 episodes, more than the 5 that a dataset may have"):
         load_metadata(root)
 

@@ -93,9 +93,9 @@ class Rank(Worker):
     def broadcast(self, value):
         return broadcast(value)
 
-    def report(self, metrics, checkpoint_upload_fn=None, checkpoint_dir_name=None, **_):
+    def report(self, metrics, checkpoint=None, checkpoint_upload_fn=None, checkpoint_dir_name=None, **_):
         if checkpoint_upload_fn is not None:
-            checkpoint_upload_fn(None, checkpoint_dir_name)
+            checkpoint_upload_fn(checkpoint, checkpoint_dir_name)
 
 
 def train_as(run, rank=0, world=1):

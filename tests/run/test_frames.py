@@ -201,7 +201,6 @@ def recorded(setting, tmp_path):
             dataset = np.concatenate([plan.episodes.dataset_index[episode[part]] for part, _, episode in rows])
             index = np.concatenate([index for _, index, _ in rows])
             log.write(step + 1, run.rows.epochs_of(positions), dataset, index, np.zeros(4, bool))
-        log._file.close()
         folder = run.job.checkpoints_dir / f"step_{steps:08d}"
         commit(folder, replace(run.job.start, step=steps, rows=4 * steps), write_pieces(folder, {}))
         return run

@@ -81,7 +81,7 @@ def test_frames_are_kept_by_themselves_where_they_are_read_again_and_fit(setting
 
     where, text = kept(again)
     assert where == FrameCache(str(tmp_path / "frames"), 200.0)
-    assert "Numbers      unpacked once, and cached, at most 20 GB on each node, in " in text
+    assert "Numbers      at most 20 GB on each node, unpacked once, in " in text
     assert f"decoded once: 0.0 GB of frames are cached in {tmp_path / 'frames'}, on every node" in text
     where, text = kept(once)
     assert where is None and "none are read twice" in text

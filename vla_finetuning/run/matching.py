@@ -252,9 +252,13 @@ def _check_policy(base: Base) -> None:
 
 
 def _of_its_own(config: PreTrainedConfig, match: FeatureMatch) -> PreTrainedConfig:
-    """The policy's configuration with this robot's cameras alone."""
-    masked = {row.policy_key for row in match.rows if row.dataset_key is None}
-    config.input_features = {key: feature for key, feature in config.input_features.items() if key not in masked}
+    """The policy's configuration with this robot's cameras and widths alone."""
+    shapes = {row.policy_key: row.dataset_shape for row in match.rows if row.dataset_shape is not None}
+    config.input_features = {
+        key: feature if feature.type is FeatureType.VISUAL else PolicyFeature(feature.type, shapes[key])
+        for key, feature in config.input_features.items()
+        if key in shapes
+    }
     return config
 
 
