@@ -20,7 +20,6 @@ from PIL import EpsImagePlugin, Image
 
 from tests.datasets import datasource, make_dataset
 from tests.memory import takes_at_most
-from vla_finetuning.data import metadata as lerobot_metadata
 from vla_finetuning.data import number_cache, paths
 from vla_finetuning.data.decode import decode_image
 from vla_finetuning.data.metadata import load_metadata

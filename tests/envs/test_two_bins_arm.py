@@ -141,7 +141,7 @@ def check_rows(dataset, make, seeds):
                 np.testing.assert_allclose(row["observation.state"], seen["agent_pos"], atol=1e-4)
                 for name, image in seen["pixels"].items():
                     shown = (row[f"observation.images.{name}"].permute(1, 2, 0) * 255).numpy()
-                    assert np.abs(shown - image).mean() < 8  # as videos are
+                    assert np.abs(shown - image).mean() < 12  # as videos of 40x40 pixels are
                 seen, _, over, _, info = env.step(row["action"].numpy())
             assert over and info["is_success"]
 
