@@ -353,9 +353,19 @@ class StreamPlan(Plan):
 
     def times(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         least, most = np.empty((2, len(self.episodes)), np.int64)
-        for source, taken in zip(self._sources, self._taken(position), strict=True):
-            least[source.members], most[source.members] = source.times(taken)
+        # Within a window any of its rows may have come: those of two epochs of a source, too.
+        _, first, last = self._window(position)
+        last = first if first == position else last
+        for source, came, begun in zip(self._sources, self._taken(first), self._taken(last), strict=True):
+            least[source.members], most[source.members] = source.times(came)[0], source.times(begun)[1]
         return least, most
+
+    def _window(self, position: int) -> tuple[int, int, int]:
+        """The epoch of a stream position, and where the window begins and ends that it is in."""
+        epoch, first, last = self.epoch_at(position)
+        begin = position - position % self.window_rows
+        # A window that straddles two epochs is two windows: no row of an epoch overtakes the one before it.
+        return epoch, max(begin, first), min(begin + self.window_rows, last)
 
     def _taken(self, position: int) -> list[int]:
         """Rows of each source among the first `position` of the stream."""
@@ -376,14 +386,10 @@ class StreamPlan(Plan):
     def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
         position = first
         while position < last:
-            epoch, epoch_first, epoch_last = self.epoch_at(position)
-            window = position // self.window_rows
-            # A window that straddles two epochs is two windows: no row of an epoch overtakes the one before it.
-            window_first = max(window * self.window_rows, epoch_first)
-            window_last = min((window + 1) * self.window_rows, epoch_last)
+            epoch, window_first, window_last = self._window(position)
             hi = min(last, window_last)
             episode, start, end = self._parts(window_first, window_last)
-            key = None if self.seed is None else (self.seed, 1, epoch, window)
+            key = None if self.seed is None else (self.seed, 1, epoch, position // self.window_rows)
             yield WindowSlice(epoch, episode, start, end, key, position - window_first, hi - window_first)
             position = hi
 
