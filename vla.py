@@ -349,7 +349,7 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
     check_start(config, job.start, job.steps, job.disk_bytes)
     evaluator = Evaluator(run, policy_at) if config.env_type else None
     tell_text(describe(run))
-    memory = planned_memory(run.policy, run.rows.frame_bytes)
+    memory = planned_memory(run.policy, run.rows.frames)
     needed = memory(config) if job.use_gpu or config.dry_run else None
     if needed is not None:
         if config.dry_run:

@@ -28,7 +28,7 @@ from vla_finetuning.terminal import tell
 from vla_finetuning.training.capacity import needed_by
 from vla_finetuning.training.memory import GIB
 
-CAMERAS, FRAME_BYTES, PROMPT = 3, 480 * 640 * 3, 200
+CAMERAS, FRAME, PROMPT = 3, (480, 640), 200
 PLACES = ("--policy.path=p", "--dataset.root=d", "--output_dir=o", "--scaling.use_gpu=true")
 ATTENTION = r".*(language_model|gemma_expert).*\.(q_proj|k_proj|v_proj|o_proj)"
 # Of one GPU, each with 1 and with 8 rows.
@@ -49,7 +49,7 @@ def planned_gib(config: Config) -> float:
     policy = make(device="cpu", pretrained_path=Path("pi05_base"))
     policy.output_features = {ACTION: PolicyFeature(FeatureType.ACTION, (policy.max_action_dim,))}
     policy = family_of(policy).with_cameras(policy, CAMERAS, PROMPT)
-    return round(needed_by(config, policy, cameras=CAMERAS, frame_bytes=CAMERAS * FRAME_BYTES).needed / GIB, 2)
+    return round(needed_by(config, policy, cameras=CAMERAS, frames=[FRAME] * CAMERAS).needed / GIB, 2)
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ def predicted(config: Config, policy: PreTrainedConfig, card: Card, workers: int
     """
     cameras, operations = len(policy.image_features), Operations()
     config = replace(config, scaling=replace(config.scaling, num_workers=workers, min_workers=None))
-    needed = needed_by(config, policy, cameras=cameras, frame_bytes=0, operations=operations)
+    needed = needed_by(config, policy, cameras=cameras, frames=(), operations=operations)
     flops = flops_per_sample(policy, cameras, config.train.mode, config.train.noise_draws, adapters=config.peft)
     assert flops is not None
     times = [

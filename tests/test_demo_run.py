@@ -125,6 +125,7 @@ def test_two_robots_train_together_for_as_many_steps_of_each(cache, tmp_path):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_each_robot_plays_with_its_own_policy(cache, ray_cluster, tmp_path, monkeypatch):
     """Exported here without training."""
     monkeypatch.setattr(demo_success, "SCENES", 2)

@@ -86,7 +86,7 @@ def setting(tmp_path_factory):
 
 
 def planned(run):
-    return planned_memory(run.policy, run.rows.frame_bytes)(run.config)
+    return planned_memory(run.policy, run.rows.frames)(run.config)
 
 
 def resolved(setting, **changes):

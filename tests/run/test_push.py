@@ -282,7 +282,7 @@ def test_a_run_that_cannot_be_pushed_does_not_start(server, finished, monkeypatc
         config=config,
         job=SimpleNamespace(output_dir=out, use_gpu=False, start=None, steps=1, disk_bytes=0),
         policy=None,
-        rows=SimpleNamespace(frame_bytes=0),
+        rows=SimpleNamespace(frames=[]),
         robots=(),
     )
     monkeypatch.setattr(vla, "examine", lambda config: Examined())

@@ -32,7 +32,7 @@ from vla_finetuning.training.capacity import (
 from vla_finetuning.training.memory import GIB, StepMemory
 
 PATHS = ("--dataset.root=d", "--output_dir=o")
-CAMERAS, FRAME_BYTES, PROMPT = (1, 2, 3), 480 * 640 * 3, 200
+CAMERAS, FRAME, PROMPT = (1, 2, 3), (480, 640), 200
 MODES = get_args(TrainMode)  # from what trains least
 
 
@@ -50,7 +50,7 @@ def plan_of_options(config, cameras):
     policy = PreTrainedConfig.get_choice_class("pi05")(device="cpu", pretrained_path=Path("pi05_base"))
     policy.output_features = {ACTION: PolicyFeature(FeatureType.ACTION, (policy.max_action_dim,))}
     policy = family_of(policy).with_cameras(policy, cameras, PROMPT)
-    return needed_by(config, policy, cameras=cameras, frame_bytes=cameras * FRAME_BYTES)
+    return needed_by(config, policy, cameras=cameras, frames=[FRAME] * cameras)
 
 
 def plan_of_grpo(preset, cameras):
@@ -135,7 +135,7 @@ def tiny(tmp_path_factory):
 
 
 def plan_of(run):
-    return planned_memory(run.policy, run.rows.frame_bytes)
+    return planned_memory(run.policy, run.rows.frames)
 
 
 def test_a_run_that_does_not_fit_is_refused_with_what_does(tiny):

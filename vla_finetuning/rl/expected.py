@@ -74,9 +74,9 @@ def worker_memory(run: GrpoRun) -> StepMemory | None:
     """What each worker needs of its GPU for a micro-batch of decisions, all random steps of each."""
     draws = 1 if run.sde.one else run.sde.steps
     features = env_to_policy_features(run.scene.env).values()
-    frame_bytes = sum(math.prod(feature.shape) for feature in features if feature.type is FeatureType.VISUAL)
+    frames = [feature.shape[1:] for feature in features if feature.type is FeatureType.VISUAL]
     config = run.config.training()
-    return planned_memory(run.policy, frame_bytes)(replace(config, train=replace(config.train, noise_draws=draws)))
+    return planned_memory(run.policy, frames)(replace(config, train=replace(config.train, noise_draws=draws)))
 
 
 def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:

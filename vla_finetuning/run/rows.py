@@ -155,10 +155,11 @@ class Rows:
         return None if size is None else (size[0], size[1])
 
     @property
-    def frame_bytes(self) -> int:
-        """Bytes of a row's frames, uint8, as they reach a training process."""
+    def frames(self) -> list[tuple[int, int]]:
+        """(height, width) of each camera's frames, as they reach a training process."""
         features = {key: feature for meta in reversed(self.metas) for key, feature in meta.features.items()}
-        return sum(int(np.prod(frame_of(features[key], self.image_size)[0])) for key in self.camera_keys)
+        shapes = [frame_of(features[key], self.image_size)[0] for key in self.camera_keys]
+        return [(height, width) for height, width, _ in shapes]
 
     @property
     def last_row(self) -> int:

@@ -6,7 +6,7 @@ Runs on the driver.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,11 +28,11 @@ GPUS_OF_A_NODE = 8
 Plan = Callable[[Config], StepMemory | None]
 
 
-def planned_memory(spec: PolicySpec, frame_bytes: int) -> Plan:
+def planned_memory(spec: PolicySpec, frames: Sequence[tuple[int, int]]) -> Plan:
     """What each worker needs, as a function of the options.
 
     Args:
-        frame_bytes: of one row's frames as they reach the device, uint8.
+        frames: (height, width) of each camera's, as they reach the device.
     """
 
     def planned(config: Config) -> StepMemory | None:
@@ -41,7 +41,7 @@ def planned_memory(spec: PolicySpec, frame_bytes: int) -> Plan:
             return None
         # Of the lengths that prompts may have, the longest.
         policy = family.with_cameras(spec.config, spec.cameras, spec.prompts[-1])
-        return needed_by(config, policy, cameras=spec.cameras, frame_bytes=frame_bytes)
+        return needed_by(config, policy, cameras=spec.cameras, frames=frames)
 
     return planned
 
@@ -51,14 +51,14 @@ def needed_by(
     policy: PreTrainedConfig,
     *,
     cameras: int,
-    frame_bytes: int,
+    frames: Sequence[tuple[int, int]],
     operations: Operations | None = None,
 ) -> StepMemory:
     """What each worker of a run with these options needs.
 
     Args:
         policy: with as many cameras, and prompts of the longest length.
-        frame_bytes: of one row's frames as they reach the device, uint8. operations: as for `step_memory`.
+        frames: (height, width) of each camera's, as they reach the device. operations: as for `step_memory`.
     """
     train, scaling = config.train, config.scaling
     return step_memory(
@@ -78,7 +78,7 @@ def needed_by(
         adapters=config.peft,
         find_unused_parameters=scaling.find_unused_parameters,
         average=config.ema.enable,
-        frame_bytes=frame_bytes,
+        frames=frames,
         operations=operations,
     )
 

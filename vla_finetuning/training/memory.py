@@ -11,7 +11,7 @@ import contextlib
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -105,7 +105,7 @@ def step_memory(
     shard_workers: int | None = None,
     adapters: PeftOptions | None = None,
     find_unused_parameters: bool = False,
-    frame_bytes: int = 0,
+    frames: Sequence[tuple[int, int]] = (),
     average: bool = False,
     operations: Operations | None = None,
 ) -> StepMemory:
@@ -114,9 +114,9 @@ def step_memory(
     Args:
         config: of a policy whose family is built `from_config`. cameras: in a batch. The others are the run's own
             options; bf16: under autocast, with frozen weights in bf16. workers: the fewest that the run may have.
-            shard_workers: for hsdp, how many of them hold a copy together; all when absent. frame_bytes: of a row's
-            frames, uint8, as they arrive. average: whether there is one of what trains. operations: note those of one
-            micro-batch and the optimizer.
+            shard_workers: for hsdp, how many of them hold a copy together; all when absent. frames: (height, width) of
+            each camera's as they arrive, uint8; without them they arrive as the policy sees them. average: whether
+            there is one of what trains. operations: note those of one micro-batch and the optimizer.
     """
     checkpointing = checkpointing or getattr(config, "gradient_checkpointing", False)
     family, cpu = family_of(config), torch.device("cpu")
@@ -163,6 +163,8 @@ def step_memory(
             hold_gradients(loss)
             micros = 1
         batch, noise, time = family.empty_inputs(config, batch_size, draws, cpu)
+        for key, size in zip(config.image_features, frames, strict=False):
+            batch[key] = torch.empty(batch_size, *size, 3, dtype=torch.uint8)
         inputs = [*batch.values(), noise, time]
         weights = [local_shard(tensor) for tensor in (*loss.parameters(), *loss.buffers(), *optimizer.average)]
         alive = Alive([*weights, *(local_shard(p.grad) for p in optimizer.params if p.grad is not None), *inputs])
@@ -200,9 +202,7 @@ def step_memory(
         # Without gradients in them, DDP's buckets stand beside these.
         buckets = gradients if workers > 1 and not sharded and not optimizer.keeps_gradients else 0
         peak = max(alive.peak + buckets, rebuilt)
-        # Frames as they arrive, of this batch and of the next, and as floats before they have the policy's size.
-        frames = batch_size * frame_bytes * (2 + 4)
-        beside = CONTEXT_BYTES + round(FRAGMENTATION * peak) + _bytes(inputs) + frames + 2 * ahead
+        beside = CONTEXT_BYTES + round(FRAGMENTATION * peak) + _bytes(inputs) + 2 * ahead
         beside += COLLECTIVES_BYTES if workers > 1 else 0
         if attention == "sdpa":
             beside += _attention_workspace(loss, cameras, batch[OBS_LANGUAGE_TOKENS].shape[1], batch_size * draws)
