@@ -17,22 +17,17 @@ imitation and value function are taken; the same command goes on where it was br
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpo
-from benchmarks import recap
-from benchmarks.recap import Benchmark, Failed
-from diagnostics.report import Environment
-from vla_finetuning.evaluation.intervals import share, wilson
-from vla_finetuning.files import write_json
-from vla_finetuning.run import cluster
+from benchmarks import recap, stages
+from benchmarks.recap import Benchmark
 from vla_finetuning.run.folder import FINISHED_NAME
 from vla_finetuning.run.labels import LABELS_NAME
-from vla_finetuning.terminal import tell_text
 
 # Of an iteration of grpo.py's preset.
 EPISODES_PER_ITERATION = 128
@@ -70,7 +65,7 @@ class Comparison(Benchmark):
         for name in self.options.methods.split(","):
             policy = self.online(name, start) if name in ONLINE else self.offline(name, start)
             scores[name] = self.play(f"on-{name}", policy, "positive" if name == "recap" else None)
-        seconds = {name: spent for name, spent in self.seconds().items() if name.startswith("on-")}
+        seconds = {name: spent for name, spent in self.seconds.items() if name.startswith("on-")}
         return {"seed": self.seed, "success": scores, "seconds": seconds}
 
     def offline(self, name: str, start: Path) -> Path:
@@ -104,39 +99,18 @@ class Comparison(Benchmark):
         }
         if name == "filtered":
             flags["grpo.demonstrations"] = self.root
-        if not (folder / FINISHED_NAME).is_file():
-            self._call(f"on-{name}", grpo.main, flags)
+        self.call(f"on-{name}", grpo.main, flags, done=folder / FINISHED_NAME)
         return folder / "pretrained_model"
-
-
-def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Success of each method, a line for each seed and one for all together."""
-    lines = ["Success on scenes that no policy has seen (95 % interval)"]
-    for name, label in NAMES.items():
-        found = [(run["seed"], run["success"][name]) for run in runs if name in run["success"]]
-        for seed, score in found:
-            lines.append(f"  {label:32}{seed}   {share(score['successes'], score['episodes'])}")
-        if len(found) > 1:
-            total = [sum(score[key] for _, score in found) for key in ("successes", "episodes")]
-            low, high = wilson(*total)
-            lines.append(f"  {label:32}all    {total[0] / total[1]:.1%} ({low:.1%} to {high:.1%})")
-    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
-    cluster.connect()
-    try:
-        runs = [Comparison(options, int(seed)).compare() for seed in options.seeds.split(",")]
-    except Failed as failed:
-        return int(failed.args[0])
-    tell_text(table(runs))
-    if options.json is not None:
-        settings = {name: given for name, given in vars(options).items() if name not in ("folder", "json")}
-        environment = Environment.here().model_dump(mode="json")
-        result = {"settings": settings, "environment": environment, "runs": runs}
-        write_json(options.json, json.loads(json.dumps(result, default=str)))
-    return 0
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    return stages.run(
+        options,
+        lambda: recap.found([Comparison(options, seed).compare() for seed in seeds]),
+        partial(recap.table, names=NAMES),
+    )
 
 
 if __name__ == "__main__":

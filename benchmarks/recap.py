@@ -18,10 +18,8 @@ otherwise that of the program that failed. benchmarks.methods compares with othe
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +30,15 @@ import pyarrow.parquet as pq
 import evaluate
 import value
 import vla
-from diagnostics.report import Environment
+from benchmarks import stages
+from benchmarks.stages import Stages, score, together
 from vla_finetuning.config import CACHE_DIR
 from vla_finetuning.demo import DISOBEDIENT, DISOBEDIENT_PAIRS, disobeyed, prepare_demo, prepare_disobedient
 from vla_finetuning.evaluation.episodes import read_evaluation
-from vla_finetuning.evaluation.intervals import share, wilson
+from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.files import read_json, write_json
-from vla_finetuning.run import cluster
 from vla_finetuning.run.folder import FINISHED_NAME, VALUES_NAME
 from vla_finetuning.run.labels import LABELS_NAME
-from vla_finetuning.terminal import tell, tell_text
 
 # Of the scenes that no policy has seen: far from those of rollouts.
 FIRST_EVALUATED, FIRST_ROLLOUT = 1000, 50_000
@@ -51,10 +48,6 @@ NAMES = {
     "negative": "RECAP, told negative",
     "second": "RECAP, second iteration",
 }
-
-
-class Failed(Exception):
-    """A program ended with this status."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,13 +68,12 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-class Benchmark:
+class Benchmark(Stages):
     """The runs of one seed, in their folder; each skips what is done."""
 
     def __init__(self, options: argparse.Namespace, seed: int) -> None:
+        super().__init__(options.folder / str(seed), str(seed))
         self.options, self.seed = options, seed
-        self.folder: Path = options.folder.absolute() / str(seed)
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.root = prepare_disobedient(CACHE_DIR / "demo").absolute()
         # All start from the same weights, whose tokenizer knows the words.
         _, base = prepare_demo(CACHE_DIR / "demo", self.root, labelled=True)
@@ -109,7 +101,7 @@ class Benchmark:
             second = self.policy("second", both, self.base, o.steps, **{"recap.labels": again / LABELS_NAME})
             scores["second"] = self.play("second", second, "positive")
             values["value-2"] = read_json(again / VALUES_NAME)["labels"]
-        seconds = {**first.seconds(), **self.seconds()}
+        seconds = {**first.seconds, **self.seconds}
         return {"seed": self.seed, "success": scores, "values": values, "seconds": seconds}
 
     def first(self) -> Benchmark:
@@ -120,10 +112,6 @@ class Benchmark:
     def start(self) -> Path:
         """The policy that imitates all demonstrations."""
         return self.policy("imitation", self.root, self.base, self.options.steps)
-
-    def seconds(self) -> dict[str, float]:
-        """What each stage took."""
-        return read_json(self.folder / "seconds.json")
 
     # ---- programs --------------------------------------------------------------------------------------------------
 
@@ -143,8 +131,7 @@ class Benchmark:
             "scaling.use_gpu": "false",
             **flags,
         }
-        if not (folder / FINISHED_NAME).is_file():
-            self._call(name, vla.main, options)
+        self.call(name, vla.main, options, done=folder / FINISHED_NAME)
         return folder / "pretrained_model"
 
     def judge(self, name: str, root: Any, policy: Path) -> Path:
@@ -166,8 +153,7 @@ class Benchmark:
             "value.positive": o.positive,
             "scaling.use_gpu": "false",
         }
-        if not (folder / FINISHED_NAME).is_file():
-            self._call(name, value.main, options)
+        self.call(name, value.main, options, done=folder / FINISHED_NAME)
         return folder
 
     def successes(self) -> str:
@@ -187,8 +173,7 @@ class Benchmark:
         told = {} if advantage is None else {"policy.advantage": advantage}
         flags = {"eval.n_episodes": self.options.eval_episodes, "seed": FIRST_EVALUATED, "eval.videos": 0, **told}
         self._play(f"play-{name}", folder, policy, flags)
-        played = [line["success_once"] for line in read_evaluation(folder)[1] if line["error"] is None]
-        return {"successes": sum(played), "episodes": len(played), "interval": wilson(sum(played), len(played))}
+        return score(read_evaluation(folder)[1])
 
     def record(self, name: str, policy: Path) -> Path:
         """Episodes of a policy as a dataset, whose outcomes are known then."""
@@ -207,44 +192,32 @@ class Benchmark:
 
     def _play(self, name: str, folder: Path, policy: Path, flags: dict[str, Any]) -> None:
         env = {"env.type": "two_bins", "env.episode_length": 30}
-        if not (folder / "report.html").is_file():
-            self._call(name, evaluate.main, {"policy.path": policy, "output_dir": folder, **env, **flags})
-
-    def _call(self, name: str, program: Callable[[list[str]], int], flags: dict[str, Any]) -> None:
-        tell(f"Stage        {self.seed} {name}")
-        started, path = time.monotonic(), self.folder / "seconds.json"
-        if status := program([f"--{flag}={given}" for flag, given in flags.items()]):
-            raise Failed(status)
-        write_json(path, {**read_json(path), name: round(time.monotonic() - started, 1)})
+        options = {"policy.path": policy, "output_dir": folder, **env, **flags}
+        self.call(name, evaluate.main, options, done=folder / "report.html")
 
 
-def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Success, a line for each seed and policy."""
+def table(found: dict[str, Any], names: dict[str, str] = NAMES) -> str:
+    """Success of each policy, a line for each seed and one for all together."""
     lines = ["Success on scenes that no policy has seen (95 % interval)"]
-    for run in runs:
-        for name, label in NAMES.items():
-            if name in run["success"]:
-                score = run["success"][name]
-                lines.append(f"  {run['seed']}  {label:34}{share(score['successes'], score['episodes'])}")
+    for name, label in names.items():
+        scores = [(run["seed"], run["success"][name]) for run in found["runs"] if name in run["success"]]
+        if len(scores) > 1:
+            scores.append(("all", found["all_seeds"][name]))
+        lines += [f"  {label:34}{seed:<6}{share(of['successes'], of['episodes'])}" for seed, of in scores]
     return "\n".join(lines)
+
+
+def found(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The runs of each seed, and their scores together."""
+    names = dict.fromkeys(name for run in runs for name in run["success"])
+    scores = {name: [run["success"][name] for run in runs if name in run["success"]] for name in names}
+    return {"runs": runs, "all_seeds": {name: together(of) for name, of in scores.items()}}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
-    cluster.connect()
-    runs = []
-    try:
-        for seed in options.seeds.split(","):
-            runs.append(Benchmark(options, int(seed)).run())
-    except Failed as failed:
-        return int(failed.args[0])
-    tell_text(table(runs))
-    if options.json is not None:
-        settings = {name: given for name, given in vars(options).items() if name not in ("folder", "json")}
-        environment = Environment.here().model_dump(mode="json")
-        result = {"settings": settings, "environment": environment, "runs": runs}
-        write_json(options.json, json.loads(json.dumps(result, default=str)))
-    return 0
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    return stages.run(options, lambda: found([Benchmark(options, seed).run() for seed in seeds]), table)
 
 
 if __name__ == "__main__":

@@ -16,33 +16,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import evaluate
 import vla
-from diagnostics.report import Environment
+from benchmarks import stages
+from benchmarks.stages import Stages, score
 from vla_finetuning.config import CACHE_DIR
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.demo import DEMO_CHUNK_SIZE, DEMO_PAIRS, ROBOTS, prepare_robots
 from vla_finetuning.evaluation.episodes import read_evaluation
-from vla_finetuning.evaluation.intervals import compare, share, wilson
-from vla_finetuning.files import read_json, write_json
+from vla_finetuning.evaluation.intervals import compare, share
 from vla_finetuning.policies.tiny import make_tiny_base
-from vla_finetuning.run import cluster
 from vla_finetuning.run.folder import FINISHED_NAME
-from vla_finetuning.terminal import tell, tell_text
 
 FIRST_EVALUATED = 1000
 VECTORS = ("observation.state", "action")
 Lines = Sequence[Mapping[str, Any]]
-
-
-class Failed(Exception):
-    """A program ended with this status."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,13 +51,12 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-class Cell:
+class Cell(Stages):
     """The runs of one size of datasets and one seed, in their folder; each skips what is done."""
 
     def __init__(self, options: argparse.Namespace, pairs: int, seed: int) -> None:
+        super().__init__(options.folder / f"{pairs}-{seed}", f"{pairs} pairs, seed {seed}:")
         self.options, self.pairs, self.seed = options, pairs, seed
-        self.folder: Path = options.folder.absolute() / f"{pairs}-{seed}"
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.mixture = prepare_robots(CACHE_DIR / "demo", pairs)
         self.roots = {of["robot"]: root for root, of in self.mixture.items()}
 
@@ -81,7 +73,7 @@ class Cell:
             "pairs": self.pairs,
             "seed": self.seed,
             "robots": {name: self.found(name) for name in self.roots},
-            "seconds": read_json(self.folder / "seconds.json"),
+            "seconds": self.seconds,
         }
 
     def policy(self, name: str, data: Mapping[str, Any], batch_size: int) -> Path:
@@ -101,8 +93,7 @@ class Cell:
             "scaling.num_workers": 1,
             "scaling.use_gpu": "false",
         }
-        if not (folder / FINISHED_NAME).is_file():
-            self._call(name, vla.main, options)
+        self.call(name, vla.main, options, done=folder / FINISHED_NAME)
         return folder / "pretrained_model"
 
     def base(self, name: str) -> Path:
@@ -133,8 +124,7 @@ class Cell:
             "seed": FIRST_EVALUATED,
             "output_dir": folder,
         }
-        if not (folder / "report.html").is_file():
-            self._call(folder.name, evaluate.main, options)
+        self.call(folder.name, evaluate.main, options, done=folder / "report.html")
 
     def played(self, run: str, robot: str) -> Path:
         """Where a robot's evaluation with a run's policy is."""
@@ -148,19 +138,6 @@ class Cell:
         """A robot's successes, alone and together."""
         runs = {"alone": robot} if self.options.alone else {"alone": robot, "together": "together"}
         return {said: score(self.lines(run, robot)) for said, run in runs.items()}
-
-    def _call(self, name: str, program: Callable[[list[str]], int], flags: Mapping[str, Any]) -> None:
-        tell(f"Stage        {self.pairs} pairs, seed {self.seed}: {name}")
-        started, path = time.monotonic(), self.folder / "seconds.json"
-        if status := program([f"--{flag}={given}" for flag, given in flags.items()]):
-            raise Failed(status)
-        write_json(path, {**read_json(path), name: round(time.monotonic() - started, 1)})
-
-
-def score(lines: Lines) -> dict[str, Any]:
-    """Successes of episodes that were played to their end, with Wilson's interval."""
-    played = [bool(line["success_once"]) for line in lines if line["error"] is None]
-    return {"successes": sum(played), "episodes": len(played), "interval": wilson(sum(played), len(played))}
 
 
 def pooled(cells: Sequence[Cell]) -> dict[str, Any]:
@@ -190,15 +167,15 @@ def pooled(cells: Sequence[Cell]) -> dict[str, Any]:
     return found
 
 
-def table(cells: Sequence[Mapping[str, Any]], together: Mapping[str, Mapping[str, Any]]) -> str:
+def table(found: Mapping[str, Any]) -> str:
     """Success, a line for each size, seed, robot and kind of run; and of all seeds, whether it differs."""
     lines = ["Success on scenes that no policy has seen (95 % interval)"]
-    for cell in cells:
+    for cell in found["runs"]:
         for robot, runs in cell["robots"].items():
             for run, of in runs.items():
                 said = f"  {cell['pairs']:3} pairs  seed {cell['seed']}  {robot:8}{run:10}"
                 lines.append(f"{said}{share(of['successes'], of['episodes'])}")
-    for pairs, robots in together.items():
+    for pairs, robots in found["all_seeds"].items():
         for robot, of in robots.items():
             for run in ("alone", "together"):
                 said = f"  {pairs:>3} pairs  all seeds  {robot:8}{run:10}"
@@ -214,25 +191,15 @@ def table(cells: Sequence[Mapping[str, Any]], together: Mapping[str, Mapping[str
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
-    cluster.connect()
     sizes, seeds = ([int(given) for given in text.split(",")] for text in (options.pairs, options.seeds))
     cells = [Cell(options, pairs, seed) for seed in seeds for pairs in sizes]
-    try:
+
+    def work() -> dict[str, Any]:
         runs = [cell.run() for cell in cells]
-    except Failed as failed:
-        return int(failed.args[0])
-    of_all = (
-        {}
-        if options.alone
-        else {str(pairs): pooled([cell for cell in cells if cell.pairs == pairs]) for pairs in sizes}
-    )
-    tell_text(table(runs, of_all))
-    if options.json is not None:
-        settings = {name: given for name, given in vars(options).items() if name not in ("folder", "json")}
-        environment = Environment.here().model_dump(mode="json")
-        result = {"settings": settings, "environment": environment, "runs": runs, "all_seeds": of_all}
-        write_json(options.json, json.loads(json.dumps(result, default=str)))
-    return 0
+        by_size = {} if options.alone else {pairs: [cell for cell in cells if cell.pairs == pairs] for pairs in sizes}
+        return {"runs": runs, "all_seeds": {str(pairs): pooled(of) for pairs, of in by_size.items()}}
+
+    return stages.run(options, work, table)
 
 
 if __name__ == "__main__":
