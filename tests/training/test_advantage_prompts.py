@@ -2,13 +2,17 @@
 
 import numpy as np
 import pytest
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+from lerobot.policies.factory import make_pre_post_processors
 
 from tests.datasets import make_dataset
 from tests.in_process import make_setting, resolved
 from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.per_frame import PerFrame
+from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.prompts import ADVANTAGE
+from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.labels import write_labels
 from vla_finetuning.training.model import make_prepare
@@ -89,3 +93,25 @@ def test_labels_reach_the_policys_tokens_and_the_runs_identity(tmp_path):
     assert not np.array_equal(tokens[0], tokens[1])  # frames of one episode, whose labels differ
     same = make_prepare(plain.policy, plain.rows)(rows)["observation.language.tokens"]
     assert same.shape == tokens.shape and not np.array_equal(same[0], tokens[0])
+
+
+@pytest.mark.parametrize("frame", [0, 1])
+def test_lerobot_alone_says_to_the_policy_what_it_was_trained_with(tmp_path, frame):
+    """The exported policy in LeRobot's hands, its label in the task's text: the same tokens as in training."""
+    root = make_dataset(tmp_path / "dataset", episodes=(6, 5, 4), cameras={"observation.images.top": (32, 32)})
+    meta = load_metadata(root)
+    tasks = [f"{task}{words}" for task in meta.tasks.values() for words in ("", *ADVANTAGE.values())]
+    run = labelled((tmp_path, root, make_base(tmp_path / "base", meta, tasks=tasks)))
+    own, folder = run.policy, tmp_path / "exported"
+    save_pretrained(own.start(), *own.processors(), folder)
+    policy = TinyPI05Policy.from_pretrained(folder)
+    preprocess, postprocess = make_pre_post_processors(policy.config, pretrained_path=str(folder))
+
+    (rows,) = run.rows.in_stored_order().read_rows([frame], 1)
+    trained = make_prepare(own, run.rows)(rows)
+    item = LeRobotDataset("x/tried", root, video_backend="pyav")[frame]
+    seen = {key: item[key] for key in ("observation.images.top", "observation.state")}
+    found = preprocess({**seen, "task": f"{item['task']}, Advantage: {('positive', 'negative')[frame]}"})
+    tokens = found["observation.language.tokens"][:, : trained["observation.language.tokens"].shape[1]]
+    np.testing.assert_array_equal(tokens.numpy(), trained["observation.language.tokens"])
+    assert postprocess(policy.predict_action_chunk(found)).shape == (1, policy.config.chunk_size, 3)
