@@ -14,6 +14,7 @@ import torch
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.models.gemma.modeling_gemma import rotate_half
 
 from vla_finetuning.data.columns import IS_PRESENT
 from vla_finetuning.policies.attention import Kernel
@@ -96,6 +97,17 @@ def mask_absent(counts: Tensor, batch: Mapping[str, Tensor], tokens: Mapping[str
         if (present := batch.get(key + IS_PRESENT)) is not None:
             counts[:, first : first + many] = present[:, None]
         first += many
+
+
+def heads_of(projection: nn.Module, tokens: Tensor, module: Any) -> Tensor:
+    """Project (B, tokens, width) to (B, heads, tokens, head_dim), as the attention `module` has them."""
+    return projection(tokens).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+
+
+def rotated(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn (B, heads, tokens, head_dim) by the cosines and sines of each token's place: rotary embeddings."""
+    cosines, sines = rotation
+    return heads * cosines + rotate_half(heads) * sines
 
 
 class Unit(nn.Module):

@@ -40,13 +40,12 @@ from lerobot.utils.constants import (
 )
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
-from transformers.models.gemma.modeling_gemma import rotate_half
 
 from util import Draws
 from vla_finetuning.policies.attention import Kernel, Shape, attend
 from vla_finetuning.policies.family import UNUSED, Family, PolicyLoss, require
 from vla_finetuning.policies.flow import repeat_rows, sample_noise_and_time
-from vla_finetuning.policies.layers import LayeredLoss, mask_absent
+from vla_finetuning.policies.layers import LayeredLoss, heads_of, mask_absent, rotated
 from vla_finetuning.policies.prompts import prompt_lengths
 from vla_finetuning.policies.recompute import feed_forward
 
@@ -287,7 +286,7 @@ def norm(layer: Any, hidden: Tensor, condition: Tensor | None = None) -> tuple[T
 
 
 def _keys_values(module: Any, normed: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return _rotate(_heads(module.k_proj, normed, module), rotation), _heads(module.v_proj, normed, module)
+    return rotated(heads_of(module.k_proj, normed, module), rotation), heads_of(module.v_proj, normed, module)
 
 
 def _attend(
@@ -300,7 +299,7 @@ def _attend(
     attention: Kernel,
 ) -> Tensor:
     """Attention of `normed` (B, tokens, width) to keys and values: (B, tokens, heads * head_dim)."""
-    return attend(module, _rotate(_heads(module.q_proj, normed, module), rotation), key, value, bias, attention)
+    return attend(module, rotated(heads_of(module.q_proj, normed, module), rotation), key, value, bias, attention)
 
 
 def _finish_layer(
@@ -337,16 +336,6 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     # The meta device, on which operations are counted, has none, and is not asked.
     on = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None
-
-
-def _heads(projection: nn.Module, normed: Tensor, module: Any) -> Tensor:
-    """Project (B, tokens, width) to (B, heads, tokens, head_dim)."""
-    return projection(normed).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-
-
-def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    cosines, sines = rotation
-    return heads * cosines + rotate_half(heads) * sines
 
 
 # --- the family -------------------------------------------------------------------------------------------

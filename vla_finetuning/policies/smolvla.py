@@ -39,13 +39,12 @@ from lerobot.utils.constants import (
 )
 from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import rotate_half
 
 from util import Draws
 from vla_finetuning.policies.attention import Kernel, Shape, attend
 from vla_finetuning.policies.family import MEAN_COUNT, UNUSED, PolicyLoss
 from vla_finetuning.policies.flow import TimeDistribution, over_own_dims, repeat_rows, sample_noise_and_time
-from vla_finetuning.policies.layers import LayeredLoss, mask_absent
+from vla_finetuning.policies.layers import LayeredLoss, heads_of, mask_absent, rotated
 from vla_finetuning.policies.pi0 import PI0
 from vla_finetuning.policies.pi05 import Prefix
 from vla_finetuning.policies.prompts import prompt_lengths
@@ -318,7 +317,7 @@ def _cross_layer(
     """A layer of the expert that attends to the prefix alone, by keys and values that it makes of the prefix's."""
     module, draws = layer.self_attn, len(hidden) // len(prefix_key)
     key, value = (
-        repeat_rows(_heads(projection, made.transpose(1, 2).flatten(2), module), draws)
+        repeat_rows(heads_of(projection, made.transpose(1, 2).flatten(2), module), draws)
         for projection, made in ((module.k_proj, prefix_key), (module.v_proj, prefix_value))
     )
     return _finish(layer, hidden, layer.input_layernorm(hidden), rotation, key, value, bias, attention)
@@ -336,24 +335,18 @@ def _finish(
 ) -> Tensor:
     """All of a layer but the keys and values that it sees."""
     module = layer.self_attn
-    attended = attend(module, _rotate(_heads(module.q_proj, normed, module), rotation), key, value, bias, attention)
+    attended = attend(module, _rotate(heads_of(module.q_proj, normed, module), rotation), key, value, bias, attention)
     hidden = hidden + module.o_proj(attended)
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 
 def _keys_values(layer: Any, normed: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     module = layer.self_attn
-    return _rotate(_heads(module.k_proj, normed, module), rotation), _heads(module.v_proj, normed, module)
-
-
-def _heads(projection: Any, tokens: Tensor, module: Any) -> Tensor:
-    """Project (B, tokens, width) to (B, heads, tokens, head_dim)."""
-    return projection(tokens).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+    return _rotate(heads_of(module.k_proj, normed, module), rotation), heads_of(module.v_proj, normed, module)
 
 
 def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    cosines, sines = rotation
-    return (heads * cosines + rotate_half(heads) * sines).to(heads.dtype)
+    return rotated(heads, rotation).to(heads.dtype)
 
 
 # --- the family -------------------------------------------------------------------------------------------
