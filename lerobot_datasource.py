@@ -52,7 +52,15 @@ from vla_finetuning.data.plan import (
     task_bounds,
     window_and_segment,
 )
-from vla_finetuning.data.read_tasks import BlockShare, Planned, ReadFunction, episode_locations, read_of, reads_per_task
+from vla_finetuning.data.read_tasks import (
+    BlockShare,
+    Planned,
+    ReadFunction,
+    episode_locations,
+    read_of,
+    reads_of_tasks,
+    reads_per_task,
+)
 from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
 from vla_finetuning.data.rows import (
     IS_PAD,
@@ -369,12 +377,12 @@ class LeRobotDatasource(Datasource):
         # Part of a stream: each task gets its rows, so that none needs the whole plan. An epoch: a node holds its
         # whole plan once, and each task gets its place in it.
         whole = None if self._with_position else self._whole_epoch(first, last)
-        tasks = []
-        for a, b in itertools.pairwise(bounds.tolist()):
-            rows = b - a if limit is None else min(b - a, limit)
-            planned = Planned(whole or (self.plan, self._places), a, a + rows, self._read_rows, self.block_rows)
-            tasks.append(task(a, rows, planned if whole else list(planned)))
-        return tasks
+        planned = [
+            Planned(whole, a, b if limit is None else min(b, a + limit), self._read_rows, self.block_rows)
+            for a, b in itertools.pairwise(bounds.tolist())
+        ]
+        reads: Iterable[Iterable[WindowRead]] = planned if whole else reads_of_tasks(planned, self.plan, self._places)
+        return [task(p.first, p.last - p.first, of) for p, of in zip(planned, reads, strict=True)]
 
     def _whole_epoch(self, first: int, last: int) -> Any:
         """The epoch's plan in the object store, once for each Ray session that this source outlives."""
@@ -396,15 +404,19 @@ class LeRobotDatasource(Datasource):
         """
         runs, task_rows = share.runs(first, last, self.block_rows), self._task_rows(first, last)
         cuts = self.plan.window_starts(first + share.first * self.block_rows, last)
+        here = [
+            runs[np.searchsorted(runs[:, 1], a, side="right") : np.searchsorted(runs[:, 0], b, side="left")].clip(a, b)
+            for a, b in itertools.pairwise(at_blocks(first, cuts, last, self.block_rows).tolist())
+        ]
+        here = [of for of in here if len(of)]
         reads: list[WindowRead] = []
-        for a, b in itertools.pairwise(at_blocks(first, cuts, last, self.block_rows).tolist()):
-            here = runs[np.searchsorted(runs[:, 1], a, side="right") : np.searchsorted(runs[:, 0], b, side="left")]
-            if len(here):
-                here = here.clip(a, b)
-                reads.append(replace(self._read(list(self.plan.slices_of(here))), runs=here))
-            if sum(map(len, reads)) >= task_rows or b == last and reads:
+        for of, windows in zip(here, self.plan.slices_in(here), strict=True):
+            reads.append(replace(self._read(windows), runs=of))
+            if sum(map(len, reads)) >= task_rows:
                 yield reads
                 reads = []
+        if reads:
+            yield reads
 
     def read_rows(self, positions: Sequence[int], batch_size: int) -> Iterator[dict[str, np.ndarray]]:
         """Rows at chosen stream positions, decoded in this process, as numpy batches. Ray is not needed."""

@@ -174,7 +174,8 @@ def coordinator(folder: Path) -> dict[str, Any]:
     rows = sum(meta.total_frames for meta in metas)
     tasks = source_of(metas, (0, 2 * rows)).get_read_tasks(1)
     resumed = source_of(metas, (rows + rows // 2, 2 * rows)).get_read_tasks(1)
-    largest = max([*tasks[::100], *resumed[::100]], key=lambda task: len(cloudpickle.dumps(task.read_fn)))
+    # What all tasks share, the files and instructions of every dataset, is pickled once in a run.
+    largest = max([*tasks[::100], *resumed[::100]], key=lambda task: len(cloudpickle.dumps(task.read_fn.reads)))
     return {"travels": {"task": largest.read_fn}, "tasks": len(tasks)}
 
 

@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from vla_finetuning.data.limits import MAX_EPISODES, MAX_EPISODES_BYTES, MAX_INSTRUCTION, MAX_TASKS, MAX_TASKS_BYTES
 from vla_finetuning.data.paths import MAX_INDEX, check_inside, shorten
-from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
+from vla_finetuning.data.safe_parquet import Budget, freeing_footers, open_parquet, read_columns
 
 TASKS_PATH = "meta/tasks.parquet"
 EPISODES_DIR = "meta/episodes"
@@ -90,26 +90,35 @@ def read_episodes(
     tasks: list[tuple[str, ...]] = []
     same: dict[tuple[str, ...], tuple[str, ...]] = {}
     budget, texts_budget = (Budget("episodes", MAX_EPISODES, MAX_EPISODES_BYTES) for _ in range(2))
-    for path in paths:
-        with open_parquet(fs, f"{base}/{path}", name=path) as file:
-            missing = sorted(set(wanted) - set(file.schema_arrow.names))
-            if missing:
-                raise ValueError(f"{path}: lacks the columns {shorten(missing)}")
-            part = read_columns(file, wanted[:-1], budget, name=path)
-            texts = read_columns(file, wanted[-1:], texts_budget, name=path)["tasks"]
-        for name in ("episode_index", "length"):
-            parts[name].append(_int_column(part, name, path, low=0, high=MAX_INDEX))
-        for name in file_columns:
-            parts[name].append(_int_column(part, name, path, low=0, high=MAX_INDEX).astype(np.int32))
-        for name in start_columns:
-            parts[name].append(_start_column(part, name, path))
-        index, length = parts["episode_index"][-1], parts["length"][-1]
-        if (length < 1).any():
-            raise ValueError(f"{path}: episode {index[length < 1][0]} has length 0, expected one frame or more")
-        tasks += (same.setdefault(t, t) for t in _episode_tasks(texts, index, known, path))
+    with freeing_footers() as free:
+        for path in paths:
+            part, texts = _read_file(fs, base, path, wanted, budget, texts_budget)
+            free()
+            for name in ("episode_index", "length"):
+                parts[name].append(_int_column(part, name, path, low=0, high=MAX_INDEX))
+            for name in file_columns:
+                parts[name].append(_int_column(part, name, path, low=0, high=MAX_INDEX).astype(np.int32))
+            for name in start_columns:
+                parts[name].append(_start_column(part, name, path))
+            index, length = parts["episode_index"][-1], parts["length"][-1]
+            if (length < 1).any():
+                raise ValueError(f"{path}: episode {index[length < 1][0]} has length 0, expected one frame or more")
+            tasks += (same.setdefault(t, t) for t in _episode_tasks(texts, index, known, path))
 
     # A column at a time, so that there are never two of all.
     return {name: np.concatenate(parts.pop(name)) for name in wanted[:-1]}, tasks
+
+
+def _read_file(
+    fs: fsspec.AbstractFileSystem, base: str, path: str, wanted: list[str], budget: Budget, texts_budget: Budget
+) -> tuple[pa.Table, pa.ChunkedArray]:
+    """The columns of a file of `meta/episodes` that are `wanted`: numbers, and the last one, which has texts."""
+    with open_parquet(fs, f"{base}/{path}", name=path) as file:
+        missing = sorted(set(wanted) - set(file.schema_arrow.names))
+        if missing:
+            raise ValueError(f"{path}: lacks the columns {shorten(missing)}")
+        part = read_columns(file, wanted[:-1], budget, name=path)
+        return part, read_columns(file, wanted[-1:], texts_budget, name=path)[wanted[-1]]
 
 
 def _int_column(table: pa.Table, name: str, path: str, *, low: int, high: int = 2**62) -> np.ndarray:

@@ -13,9 +13,9 @@ Order within an epoch::
 
 so a window mixes at least ``window_rows / segment_rows`` places of the dataset while every video is still read forward.
 An epoch of more than `PART_SEGMENTS` segments goes by in parts, each with about the same number of segments of every
-episode, so that only a part is ever cut, permuted and held. In stored order, an episode is one segment. Epochs
-after the first may have segments of their own (`later_segment_rows`): of single rows, each epoch is one permutation of
-all rows, which is for frames that need no decoder any more.
+episode, so that only a part is ever cut, permuted and held; the sources of a mixture share that number. In stored
+order, an episode is one segment. Epochs after the first may have segments of their own (`later_segment_rows`): of
+single rows, each epoch is one permutation of all rows, which is for frames that need no decoder any more.
 
 A *mixture* gives datasets weights. Each dataset is then a source of its own: endless epochs of its own rows, each
 another permutation of its segments. An epoch of the mixture is as many rows as the datasets hold together, and every
@@ -36,17 +36,21 @@ import abc
 import bisect
 import copy
 import hashlib
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from vla_finetuning.data.shares import Dealer, Repetitions, apportion, mean_rows
+from vla_finetuning.data.shares import Dealer, Repetitions, apportion, fair_share, mean_rows
 
-# Segments that are cut and permuted at once: 32 bytes each to keep, three times that for a moment, 0.3 s.
+# Segments of all sources that are held at once: 32 bytes each to keep, three times that while they are cut, 0.3 s.
 PART_SEGMENTS = 2**21
+# Windows whose rows are looked up together.
+WINDOWS_TOGETHER = 64
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,11 @@ class Plan(abc.ABC):
         for first, last in runs.tolist():
             yield from self.slices(first, last)
 
+    def slices_in(self, groups: Iterable[np.ndarray]) -> Iterator[list[WindowSlice]]:
+        """The same of each of several groups of runs, none without rows."""
+        for runs in groups:
+            yield list(self.slices_of(runs))
+
     @abc.abstractmethod
     def window_starts(self, first: int, last: int) -> np.ndarray:
         """Where windows begin after `first` and before `last`, about: int64 (N,), for reads to begin there."""
@@ -252,13 +261,19 @@ class StreamPlan(Plan):
             if len(weights) != episodes.dataset_index.max() + 1:
                 raise ValueError(f"{len(weights)} weights for {episodes.dataset_index.max() + 1} datasets")
             source_of, self._dealer = episodes.dataset_index, Dealer(apportion(self.rows_per_epoch, weights))
-        self._sources = []
-        for number in range(len(self._dealer.counts)):
-            members = np.flatnonzero(source_of == number)
-            source = _Source(episodes, members, seed, number, segment_rows, self.cut_at, episode_weights)
-            if later_segment_rows is not None:
-                source.later = _Source(episodes, members, seed, number, later_segment_rows, 1, episode_weights)
-            self._sources.append(source)
+        members = [np.flatnonzero(source_of == number) for number in range(len(self._dealer.counts))]
+
+        def sources(rows: int, cut_at: int) -> list[_Source]:
+            made = [_Source(episodes, of, seed, n, rows, cut_at, episode_weights) for n, of in enumerate(members)]
+            most = fair_share([source.segments for source in made], PART_SEGMENTS)
+            for source in made:
+                source.divide(most)
+            return made
+
+        self._sources = sources(segment_rows, self.cut_at)
+        if later_segment_rows is not None:
+            for source, later in zip(self._sources, sources(later_segment_rows, 1), strict=True):
+                source.later = later
 
     @property
     def rows_per_source(self) -> list[int]:
@@ -376,30 +391,79 @@ class StreamPlan(Plan):
 
     def with_segments(self, first: int, last: int) -> StreamPlan:
         taken = zip(self._sources, self._taken(first), self._taken(last), strict=True)
+        epochs = [source.epochs(a, b) for source, a, b in taken]
+        segments = [source.segments_in(of) for source, of in zip(self._sources, epochs, strict=True)]
+        most = fair_share(segments, PART_SEGMENTS)
         plan = copy.copy(self)
-        plan._sources = [source.with_segments(a, b) for source, a, b in taken]
+        plan._sources = [
+            source.with_segments(of) if count <= most else source
+            for source, of, count in zip(self._sources, epochs, segments, strict=True)
+        ]
         return plan
 
     def window_starts(self, first: int, last: int) -> np.ndarray:
         return np.arange((first // self.window_rows + 1) * self.window_rows, last, self.window_rows, dtype=np.int64)
 
     def slices(self, first: int, last: int) -> Iterator[WindowSlice]:
-        position = first
-        while position < last:
-            epoch, window_first, window_last = self._window(position)
-            hi = min(last, window_last)
-            episode, start, end = self._parts(window_first, window_last)
-            key = None if self.seed is None else (self.seed, 1, epoch, position // self.window_rows)
-            yield WindowSlice(epoch, episode, start, end, key, position - window_first, hi - window_first)
-            position = hi
+        return (window for _, window in self._numbered([np.array([[first, last]])]))
 
-    def _parts(self, first: int, last: int) -> Parts:
-        """The runs of rows at stream positions [first, last), source by source."""
-        parts: list[Parts] = []
-        for source, a, b in zip(self._sources, self._taken(first), self._taken(last), strict=True):
-            parts += source.parts(a, b)
-        episode, start, end = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return episode, start, end
+    def slices_in(self, groups: Iterable[np.ndarray]) -> Iterator[list[WindowSlice]]:
+        for _, found in itertools.groupby(self._numbered(groups), key=operator.itemgetter(0)):
+            yield [window for _, window in found]
+
+    def _numbered(self, groups: Iterable[np.ndarray]) -> Iterator[tuple[int, WindowSlice]]:
+        """The window slices of groups of runs, each with its group's number: looked up for many windows at once."""
+        # Of windows that follow each other: epoch, begin, end; and what is wanted of them: group, window, begin, end.
+        windows: list[tuple[int, int, int]] = []
+        wanted: list[tuple[int, int, int, int]] = []
+        for number, runs in enumerate(groups):
+            for first, last in runs.tolist():
+                while first < last:
+                    window = self._window(first)
+                    another = not windows or window != windows[-1]
+                    if windows and another and (window[1] != windows[-1][2] or len(windows) == WINDOWS_TOGETHER):
+                        yield from self._found(windows, wanted)
+                        windows, wanted = [], []
+                    if another:
+                        windows.append(window)
+                    wanted.append((number, len(windows) - 1, first, min(last, window[2])))
+                    first = wanted[-1][-1]
+        yield from self._found(windows, wanted)
+
+    def _found(
+        self, windows: Sequence[tuple[int, int, int]], wanted: Sequence[tuple[int, int, int, int]]
+    ) -> Iterator[tuple[int, WindowSlice]]:
+        runs = list(self._runs([windows[0][1], *(end for *_, end in windows)])) if windows else []
+        for number, at, first, last in wanted:
+            epoch, begin, _ = windows[at]
+            key = None if self.seed is None else (self.seed, 1, epoch, first // self.window_rows)
+            yield number, WindowSlice(epoch, *runs[at], key, first - begin, last - begin)
+
+    def _runs(self, bounds: Sequence[int]) -> Iterator[Parts]:
+        """The runs of rows in each of W windows that follow each other, source by source; `bounds`: W + 1 positions."""
+        taken = [self._taken(at) for at in bounds]
+        if len(bounds) == 2:
+            parts = [part for source, *of in zip(self._sources, *taken, strict=True) for part in source.parts(*of)]
+            episode, start, end = (np.concatenate(column) for column in zip(*parts, strict=True))
+            yield episode, start, end
+            return
+        found: list[tuple[np.ndarray, ...]] = []
+        for source, bound in zip(self._sources, np.array(taken).T, strict=True):
+            first, last = int(bound[0]), int(bound[-1])
+            if first == last:
+                continue
+            episode, start, end = (np.concatenate(column) for column in zip(*source.parts(first, last), strict=True))
+            begin = first + np.cumsum(end - start) - (end - start)
+            # A run begins where a segment does, and where a window does.
+            at = np.union1d(begin, bound[bound < last])
+            segment = begin.searchsorted(at, side="right") - 1
+            start = start[segment] + at - begin[segment]
+            window = bound.searchsorted(at, side="right") - 1
+            found.append((episode[segment], start, start + np.diff(at, append=last), window))
+        episode, start, end, window = (np.concatenate(column) for column in zip(*found, strict=True))
+        order = np.argsort(window, kind="stable")
+        count = np.cumsum(np.bincount(window, minlength=len(bounds) - 1))[:-1]
+        yield from zip(*(np.split(column[order], count) for column in (episode, start, end)), strict=True)
 
 
 # The segments of a part in stream order, and where each begins in the part, int64 (S + 1,).
@@ -433,8 +497,8 @@ class _Source:
             self._repeated = Repetitions(weight[members], (seed, 2, number))
             self.rows, copies = mean_rows(self.length, weight[members]), float(weight[members].sum())
         # Of an epoch, about; how many there are depends on where episodes are cut.
-        self._segments = len(members) if seed is None else self.rows // segment_rows + math.ceil(copies)
-        self.parts_of_epoch = 1 if seed is None else -(-self._segments // PART_SEGMENTS)
+        self.segments = len(members) if seed is None else self.rows // segment_rows + math.ceil(copies)
+        self.parts_of_epoch = 1
         self.later: _Source | None = None  # cuts and permutes its epochs after the first
         self._cached: tuple[tuple[int, int], Segments] | None = None
         self._kept: dict[tuple[int, int], Segments] = {}
@@ -444,16 +508,25 @@ class _Source:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cached": None}
 
-    def with_segments(self, first: int, last: int) -> _Source:
-        """The same, keeping the segments of the epochs that positions [first, last) of its own stream are of.
+    def divide(self, most: int) -> None:
+        """Let its epochs go by in parts of about `most` segments. In stored order they stay whole."""
+        self.parts_of_epoch = 1 if self._key is None else -(-self.segments // most)
 
-        Unless they are more than a part's.
-        """
-        epochs = range(self.epoch_at(first)[0], self.epoch_at(max(first, last - 1))[0] + 1)
-        epochs = epochs if self._key is not None else range(1)
+    def epochs(self, first: int, last: int) -> range:
+        """Its own epochs that positions [first, last) of its own stream are of; in stored order the first, as all."""
+        if self._key is None:
+            return range(1)
+        return range(self.epoch_at(first)[0], self.epoch_at(max(first, last - 1))[0] + 1)
+
+    def segments_in(self, epochs: range) -> int:
+        """How many segments they have together, about."""
+        return sum(self.of_epoch(epoch).segments for epoch in epochs)
+
+    def with_segments(self, epochs: range) -> _Source:
+        """The same, keeping all segments of some of its own epochs."""
         source = copy.copy(self)
-        if sum(self.of_epoch(epoch)._segments for epoch in epochs) <= PART_SEGMENTS:
-            source._kept = {(epoch, 0): self.of_epoch(epoch)._cut_and_permute(epoch, 0) for epoch in epochs}
+        parts = [(epoch, part) for epoch in epochs for part in range(self.of_epoch(epoch).parts_of_epoch)]
+        source._kept = {(epoch, part): self.of_epoch(epoch)._cut_and_permute(epoch, part) for epoch, part in parts}
         return source
 
     def of_epoch(self, epoch: int) -> _Source:

@@ -80,9 +80,21 @@ class Planned:
 
     def __iter__(self) -> Iterator[WindowRead]:
         plan, places = _opened(self.plan)
+        for windows in plan.slices_in(self.runs()):
+            yield read_of(windows, places)
+
+    def runs(self) -> np.ndarray:
+        """The stream positions of each of R reads: int64 (R, 1, 2), begin and end."""
         cuts = task_bounds(self.first, self.last, self.read_rows, self.block_rows)
-        for a, b in itertools.pairwise(cuts.tolist()):
-            yield read_of(list(plan.slices(a, b)), places)
+        return np.stack([cuts[:-1], cuts[1:]], axis=-1)[:, None]
+
+
+def reads_of_tasks(tasks: Sequence[Planned], plan: Plan, places: EpisodeLocations) -> Iterator[list[WindowRead]]:
+    """What each of several tasks reads, looked up here and together."""
+    runs = [task.runs() for task in tasks]
+    found = plan.slices_in(itertools.chain(*runs))
+    for of_task in runs:
+        yield [read_of(windows, places) for windows in itertools.islice(found, len(of_task))]
 
 
 _newest: dict[str, Any] = {}

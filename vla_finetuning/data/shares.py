@@ -40,6 +40,21 @@ class Repetitions:
         return np.floor(epoch * self.weight + self._phase).astype(np.int64)
 
 
+def fair_share(wanted: Sequence[int], most: int) -> int:
+    """What each may have where several want a number of things, and there are at most `most` of them in all.
+
+    Those that want no more than this have what they want; the others this much, so that together they have `most`. At
+    least one.
+    """
+    left = most
+    for others, number in enumerate(sorted(wanted)):
+        share = left // (len(wanted) - others)
+        if number > share:
+            return max(1, share)
+        left -= number
+    return most
+
+
 def mean_rows(length: np.ndarray, weight: np.ndarray) -> int:
     """Rows of an epoch of episodes with weights, on average; at least one."""
     return max(1, round(float(weight @ length)))
@@ -58,19 +73,23 @@ class Dealer:
 
     def dealt(self, position: int) -> list[int]:
         """Rows of each source among the first `position` of the epoch, found without walking there."""
-        total, sources = sum(self.counts), len(self.counts)
+        position, total, sources = int(position), sum(self.counts), len(self.counts)
         if position >= total:
             return list(self.counts)
         if sources == 1:
             return [position]
         # All that is due by (position - sources) / total of the epoch: at most `position` rows, and nearly as many.
         dealt = [max(0, (2 * n * (position - sources) + total) // (2 * total)) for n in self.counts]
-        due = [(Fraction(2 * d + 1, n), source) for source, (d, n) in enumerate(zip(dealt, self.counts, strict=True))]
+        # Two unequal times a/n and b/m differ by 1/nm or more: so many binary digits tell them apart.
+        digits = 2 * max(self.counts).bit_length()
+        due = [
+            ((2 * d + 1 << digits) // n, source) for source, (d, n) in enumerate(zip(dealt, self.counts, strict=True))
+        ]
         heapq.heapify(due)
         for _ in range(position - sum(dealt)):
             source = due[0][1]
             dealt[source] += 1
-            heapq.heapreplace(due, (Fraction(2 * dealt[source] + 1, self.counts[source]), source))
+            heapq.heapreplace(due, ((2 * dealt[source] + 1 << digits) // self.counts[source], source))
         return dealt
 
 
