@@ -171,6 +171,16 @@ def test_whose_memory_counts(tiny):
     assert card_of(of(None, "h100", use_gpu=False), 22.5) is None
 
 
+def test_micro_batches_that_wait_for_an_exact_mean_are_planned(tiny):
+    config, planned, rows = replace(tiny.config, batch_size=2, grad_accum=4), plan_of(tiny), 2
+    exact = planned(replace(config, train=replace(config.train, exact_mean=True)))
+    policy = tiny.policy.config
+    numbers = policy.chunk_size * policy.output_features[ACTION].shape[0]
+    prompt = tiny.policy.prompts[-1]
+    of_row = sum(height * width * 3 for height, width in tiny.rows.frames) + prompt * (8 + 1) + 4 * numbers
+    assert exact.needed - planned(config).needed == 3 * rows * of_row and exact.peak == planned(config).peak
+
+
 def test_rows_for_a_forward_are_those_that_fit(monkeypatch):
     """What they take is bent: a straight line through the first two would promise too much."""
     monkeypatch.setattr(capacity, "prediction_bytes", lambda config, mode, rows, **_: max(900 + 50 * rows, 125 * rows))

@@ -78,6 +78,7 @@ def needed_by(
         adapters=config.peft,
         find_unused_parameters=scaling.find_unused_parameters,
         average=config.ema.enable,
+        exact_mean=train.exact_mean,
         frames=frames,
         operations=operations,
     )

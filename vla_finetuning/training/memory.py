@@ -107,6 +107,7 @@ def step_memory(
     find_unused_parameters: bool = False,
     frames: Sequence[tuple[int, int]] = (),
     average: bool = False,
+    exact_mean: bool = False,
     operations: Operations | None = None,
 ) -> StepMemory:
     """Run a step without storage, Adam's moments being there, and add up what would be alive.
@@ -116,7 +117,8 @@ def step_memory(
             options; bf16: under autocast, with frozen weights in bf16. workers: the fewest that the run may have.
             shard_workers: for hsdp, how many of them hold a copy together; all when absent. frames: (height, width) of
             each camera's as they arrive, uint8; without them they arrive as the policy sees them. average: whether
-            there is one of what trains. operations: note those of one micro-batch and the optimizer.
+            there is one of what trains. exact_mean: all micro-batches of a step are on the device at once, whose mean
+            is exact. operations: note those of one micro-batch and the optimizer.
     """
     checkpointing = checkpointing or getattr(config, "gradient_checkpointing", False)
     family, cpu = family_of(config), torch.device("cpu")
@@ -202,7 +204,9 @@ def step_memory(
         # Without gradients in them, DDP's buckets stand beside these.
         buckets = gradients if workers > 1 and not sharded and not optimizer.keeps_gradients else 0
         peak = max(alive.peak + buckets, rebuilt)
-        beside = CONTEXT_BYTES + round(FRAGMENTATION * peak) + _bytes(inputs) + 2 * ahead
+        # The prefetcher's next batch; and those of the step that is under way, where all are there before the first.
+        batches = _bytes(inputs) + (_bytes([*batch.values()]) * (grad_accum - 1) if exact_mean else 0)
+        beside = CONTEXT_BYTES + round(FRAGMENTATION * peak) + batches + 2 * ahead
         beside += COLLECTIVES_BYTES if workers > 1 else 0
         if attention == "sdpa":
             beside += _attention_workspace(loss, cameras, batch[OBS_LANGUAGE_TOKENS].shape[1], batch_size * draws)
