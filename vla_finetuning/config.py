@@ -1098,7 +1098,8 @@ VALUE_PRESETS: dict[str, dict[str, str]] = {
         "scaling.num_workers": "2",
         "scaling.cpus_per_worker": "0.5",
         "batch_size": "32",
-        "steps": "200",
+        # After 200 the AUROC is between 0.74 and 1, by seed; after 600 it is 1.
+        "steps": "600",
         "log_freq": "20",
         "save_freq": "100",
         "dataset.eval_split": "0.1",

@@ -181,6 +181,17 @@ def test_advantages_that_know_the_outcome_do_not_count(finished):
     assert scores["auroc_last"] == np.mean(pairs)
     unknown = score_labels(columns, to_come, 50)
     assert unknown["auroc"] is None and "unknown of advantages over 50 frames" in values.labels_text(unknown)
+    assert "BELOW" not in values.labels_text(unknown)
+
+
+@pytest.mark.parametrize(
+    ("all_episodes", "held_out", "low"), [(0.95, 0.8, True), (0.8, None, True), (0.5, 0.95, False)]
+)
+def test_a_value_function_that_sees_no_failure_coming_is_named(all_episodes, held_out, low):
+    """By its held-out episodes, where there are both outcomes."""
+    scores = dict.fromkeys(("positive", "positive_of_successes", "positive_of_failures", "auroc_last"), 0.5)
+    scores |= {"frames": 9, "horizon": 3, "auroc": all_episodes, "auroc_held_out": held_out, "auroc_last_held_out": 0.5}
+    assert ("BELOW 0.9" in values.labels_text(scores)) == low
 
 
 def test_another_outcome_is_another_run(setting):
