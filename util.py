@@ -13,7 +13,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
@@ -545,9 +545,15 @@ def train_step(
 
 @dataclass
 class Window:
-    """What happened since the last log step: device sums, host counts."""
+    """What happened since the last log step: device sums, host counts.
+
+    Attributes:
+        robots: names of those that a mixture has. by_robot: `PolicyLoss.by_robot`, set to zero here.
+    """
 
     device: torch.device
+    robots: Sequence[str] = ()
+    by_robot: Tensor | None = None
     started: float = field(default_factory=time.perf_counter)
     steps: int = 0
     samples: int = 0
@@ -557,6 +563,8 @@ class Window:
     def __post_init__(self) -> None:
         self._sums = torch.zeros(2, device=self.device)
         self._norm = torch.zeros((), device=self.device)
+        if self.by_robot is not None:
+            self.by_robot.zero_()
 
     def add(self, result: StepResult, samples: int) -> None:
         self.steps += 1
@@ -588,9 +596,11 @@ class Window:
             "flops": flops,
             **{f"asked {number}": yes for number, yes in enumerate(asked)},
         }
-        names = ["loss", "skipped", "grad_norm", *on_host]
+        of_robots = [f"{kind} of {robot}" for kind in ("losses", "rows") for robot in self.robots]
+        names = ["loss", "skipped", "grad_norm", *on_host, *of_robots]
         host = torch.tensor(list(on_host.values()), dtype=torch.float64)
-        mine = torch.cat([self._sums.double(), self._norm.double()[None], host.to(self.device)])
+        by_robot = torch.empty(0, device=self.device) if self.by_robot is None else self.by_robot.flatten()
+        mine = torch.cat([self._sums.double(), self._norm.double()[None], host.to(self.device), by_robot.double()])
         if dist.is_initialized():
             ranks = torch.empty(dist.get_world_size() * len(mine), dtype=mine.dtype, device=self.device)
             dist.all_gather_into_tensor(ranks, mine)
@@ -610,4 +620,9 @@ class Window:
             "tokens_per_s": sum(of["tokens"]) / elapsed_s or None,
             "flops_per_s": sum(of["flops"]) / elapsed_s or None,
         }
+        if self.robots:
+            counts = {robot: sum(of[f"rows of {robot}"]) for robot in self.robots}
+            metrics["loss_by_robot"] = {
+                robot: sum(of[f"losses of {robot}"]) / count if count else None for robot, count in counts.items()
+            }
         return metrics, [any(of[f"asked {number}"]) for number in range(len(asked))]

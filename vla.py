@@ -179,6 +179,9 @@ def train(
     )
 
     policy_loss, autocast = build_model(policy, device)
+    robots = rows.robots if policy.value is None else ()
+    if robots:
+        policy_loss.by_robot = torch.zeros(2, len(robots), device=device)
     check_attention(policy, policy_loss, device, autocast, job.output_dir if rank == 0 else None)
     strategy = job.scaling.strategy
     model = spread(
@@ -219,7 +222,8 @@ def train(
     gc.collect()
     gc.freeze()  # nor does a log step look again through all that libraries and model are made of: half a second
     keep_casts = keeps_casts(strategy, config.grad_accum, config.train.activation_checkpointing)
-    window, waited_before = Window(device), 0.0
+    begin_window = partial(Window, device, robots, policy_loss.by_robot)
+    window, waited_before = begin_window(), 0.0
     losses: list[float] = []
     nonfinite = 0
     stop = preempted = False
@@ -254,7 +258,7 @@ def train(
             # All that ranks must agree on rides on the one collective of a log step.
             asked = (stop_requested(job.output_dir), checkpoints.due()) if rank == 0 else (False, False)
             metrics, (stop, due) = window.gather(batches.waited_s - waited_before, *asked, work=work.take())
-            window, waited_before = Window(device), batches.waited_s
+            window, waited_before = begin_window(), batches.waited_s
             gc.collect()
             nonfinite += metrics["nonfinite_steps"]
             check_finite(rows, job.rows_per_step, config.train.max_nonfinite, metrics, nonfinite, done)
@@ -263,7 +267,7 @@ def train(
                 clock.mark("evaluation")
                 with optimizer.averaged() if config.takes_average else contextlib.nullcontext():
                     judged = held_out.evaluate(policy_loss, autocast)
-                window = Window(device)  # no part of a step
+                window = begin_window()  # no part of a step
             if log is not None:
                 if config.dataset.on_error == "skip":
                     trained = done * job.rows_per_step

@@ -11,6 +11,7 @@ from torch import nn
 
 from util import (
     NumpyToTorchCollate,
+    StepResult,
     TimedIterator,
     Window,
     cuda_prefetcher,
@@ -275,6 +276,15 @@ def test_peak_rates_go_by_the_whole_name(name, tera, monkeypatch):
     found = peak_flops(torch.device("cuda", 0))
     assert found is None if tera is None else found == pytest.approx(tera * 1e12)
     assert peak_flops(CPU) is None
+
+
+def test_a_window_tells_the_loss_of_each_robot():
+    sums = torch.tensor([[7.0, 7.0, 7.0], [1.0, 1.0, 1.0]])
+    window = Window(CPU, ("arm", "gantry", "none"), sums)
+    sums += torch.tensor([[6.0, 1.0, 0.0], [4.0, 2.0, 0.0]])
+    window.add(StepResult(torch.ones(()), torch.ones(()), torch.zeros(())), samples=6)
+    assert window.gather(0.0)[0]["loss_by_robot"] == {"arm": 1.5, "gantry": 0.5, "none": None}
+    assert "loss_by_robot" not in Window(CPU).gather(0.0)[0]
 
 
 def test_one_collective_and_one_read_per_log_step(monkeypatch, tmp_path):

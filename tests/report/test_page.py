@@ -27,7 +27,7 @@ from vla_finetuning.files import write_json
 from vla_finetuning.flags import parse_args
 from vla_finetuning.report import dataset_look
 from vla_finetuning.report import page as report
-from vla_finetuning.report.page import keep_report, write_report
+from vla_finetuning.report.page import keep_report, loss_by_robot, write_report
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.progress import MetricsLog
 from vla_finetuning.run.record import record_attention, record_run
@@ -474,3 +474,10 @@ def test_a_browser_shows_it(browser, folder, tmp_path, width, scheme):
     for ink in seen["inks"]:
         light, dark = sorted((luminance(ink), paper), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4.5, ink  # WCAG 2.2, 1.4.3
+
+
+def test_training_loss_by_robot_is_a_chart():
+    lines = [{"step": step, "loss_by_robot": {"arm": 1 / step, "gantry": None}} for step in (1, 2)]
+    (chart,) = loss_by_robot([{"step": 0}, *lines])
+    assert "arm 0.5" in chart["svg"] and "gantry" in chart["svg"]
+    assert loss_by_robot([{"step": 1, "loss": 2.0}]) == []

@@ -186,7 +186,12 @@ def test_loss_and_gradient_of_a_row_are_those_alone(both):
     loss, config = loss_of(run), run.policy.config
     noise, time = draws(24, config)
     together = loss(tensors(columns), noise, time, per_row=True)
+    loss.by_robot = torch.zeros(2, 2)
     loss(tensors(columns), noise, time).backward()
+    for number, name in enumerate(("arm", "gantry")):  # those of members, sorted
+        mine = found[name][1]
+        expected = torch.stack([together[mine].sum(), torch.tensor(float(len(mine)))])
+        torch.testing.assert_close(loss.by_robot[:, number], expected.detach())
     gradients = {name: p.grad for name, p in loss.named_parameters() if p.grad is not None}
     summed = {}
     for own, mine, _, prepared in found.values():
@@ -415,7 +420,7 @@ def test_a_run_through_a_kill_leaves_a_policy_for_each_robot(folder, ray_cluster
     assert evaluation.keys() == {"arm", "gantry"}
     assert len(evaluation["arm"]["trained"]["policy"]["mae"]) == 5
     measured = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][-1]
-    assert measured["eval_loss_by_robot"].keys() == {"arm", "gantry"}
+    assert measured["eval_loss_by_robot"].keys() == measured["loss_by_robot"].keys() == {"arm", "gantry"}
     exported = output / "pretrained_model"
     arm, gantry = exported / "arm", exported / "gantry"
     assert (arm / "model.safetensors").samefile(gantry / "model.safetensors")
@@ -428,7 +433,7 @@ def test_a_run_through_a_kill_leaves_a_policy_for_each_robot(folder, ray_cluster
         )
         assert chunk.shape == (1, 6, action)
     page = (output / "report.html").read_text()
-    assert "Held-out loss by robot" in page and "<h3>arm</h3>" in page
+    assert "Held-out loss by robot" in page and "Loss by robot over steps" in page and "<h3>arm</h3>" in page
     assert "for the robot `arm`" in push.model_card(output, "me/both-arm", "arm")
     assert push.exported_robots(output) == ["arm", "gantry"]
     assert json.loads((arm / "robot.json").read_text()) == {"robot": "arm", "instructions_begin_with": "arm: "}

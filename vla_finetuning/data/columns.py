@@ -8,5 +8,7 @@ ROW_COLUMNS = ("dataset_index", "index", "position", IS_SKIPPED)
 RETURN = "return"
 # After a camera's key: false for rows of robots that lack it. Of actions: which dimensions are the row's robot's.
 IS_PRESENT, ACTION_DIMS = "_is_present", "action_dims"
+# Which of a mixture's robots a row is of, by number.
+ROBOT = "robot_index"
 # The position once more, for those that draw random numbers by it on the device.
 STREAM_POSITION = "stream_position"

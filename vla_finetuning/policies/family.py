@@ -55,10 +55,13 @@ class PolicyLoss(nn.Module):
         attention: the kernel of what `attentions` lists; may be changed to what `attention.choose_kernel` says.
         reaches_all: every parameter that trains gets a gradient in every step. LeRobot's own losses leave some out (of
             PI0 5 tensors): DDP looks for them in every step, as `lerobot-train` has it do.
+        by_robot: float32 (2, R), of a mixture of R robots: the sum of each one's losses by row, and their number. Grows
+            with every batch that is trained on; who reads it sets it to zero. None: not wanted.
     """
 
     attention: Kernel = "eager"
     reaches_all: bool = False
+    by_robot: Tensor | None = None
 
     def __init__(self, policy: PreTrainedPolicy, *, images: DeviceHalf | None = None):
         super().__init__()

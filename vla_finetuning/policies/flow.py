@@ -17,7 +17,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION
 from torch import Tensor
 
-from vla_finetuning.data.columns import ACTION_DIMS
+from vla_finetuning.data.columns import ACTION_DIMS, ROBOT
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
 
@@ -132,6 +132,9 @@ class FlowLoss(PolicyLoss):
         velocity = self.velocity(noisy_actions, time, self.prefix(batch))
         losses = F.mse_loss(noise - actions, velocity, reduction="none")
         losses = losses[:, :, : self.policy.config.output_features[ACTION].shape[0]]
+        if self.by_robot is not None and not per_row:
+            of_rows = self.reduce(losses.detach(), batch, draws, per_row=True)
+            add_by_robot(self.by_robot, of_rows, batch, draws)
         return self.reduce(losses, batch, draws, per_row)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -193,6 +196,15 @@ def over_own_dims(losses: Tensor, batch: Mapping[str, Tensor], draws: int) -> Te
     own = repeat_rows(batch[ACTION_DIMS], draws)
     share = own.shape[1] / own.sum(dim=1, keepdim=True)
     return losses.masked_fill(~own[:, None, :], 0.0) * share[:, :, None]
+
+
+def add_by_robot(sums: Tensor, losses: Tensor, batch: Mapping[str, Tensor], draws: int) -> None:
+    """Add losses by row (B*K,) to `PolicyLoss.by_robot`: those that are finite, of rows that could be read."""
+    counts = losses.isfinite()
+    if "is_read" in batch:
+        counts = counts & repeat_rows(batch["is_read"], draws)
+    pair = torch.stack([losses.masked_fill(~counts, 0.0), counts.to(losses.dtype)])
+    sums.index_add_(1, repeat_rows(batch[ROBOT], draws), pair.to(sums.dtype))
 
 
 def repeat_rows(rows: Tensor, times: int) -> Tensor:

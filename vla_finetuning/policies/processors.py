@@ -30,7 +30,7 @@ from lerobot.utils.constants import (
 from lerobot.utils.feature_utils import dataset_to_policy_features
 from torch import Tensor, nn
 
-from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT, ROW_COLUMNS, STREAM_POSITION
+from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT, ROBOT, ROW_COLUMNS, STREAM_POSITION
 
 Stats = Mapping[str, Mapping[str, Any]]
 
@@ -290,7 +290,8 @@ class PrepareRobots:
             batch: as for `Prepare`; vectors of all rows are as long as the longest.
         Returns:
             As `Prepare`, with vectors of the same length, zeros after a robot's own. Also `CAMERA_is_present` bool (N,)
-            of each camera, and `action_dims` bool (N, A), the dimensions of a row's robot.
+            of each camera, `action_dims` bool (N, A), the dimensions of a row's robot, and its number `robot_index`
+            int64 (N,).
         """
         robot = self._robot_of[batch["dataset_index"]]
         columns = {key: _pictures(batch, key) for key in self._cameras}
@@ -309,7 +310,7 @@ class PrepareRobots:
                 if key in one.widths:
                     out = out[..., : value.shape[-1]]
                 out[rows] = value
-        columns |= found
+        columns |= {**found, ROBOT: robot.astype(np.int64)}
         for key in self._cameras:
             columns[key + IS_PRESENT] = np.array([key in one.cameras for one in self._robots])[robot]
         if self._own_widths:

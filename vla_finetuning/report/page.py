@@ -209,7 +209,7 @@ def render_report(output_dir: Path, looks: Sequence[Drawn]) -> str:
         missing=[
             name for name, found in ((RUN_NAME, facts), (CONFIG_NAME, config), (METRICS_NAME, metrics)) if not found
         ],
-        charts=_training_charts(metrics, starts),
+        charts=[*_training_charts(metrics, starts), *loss_by_robot(lines)],
         metrics=_metrics_table(metrics),
         held_out=[] if evaluation is None else _held_out_of_each(evaluation, names, facts),
         closed_loop=closed_loop(evaluation or {}, output_dir),
@@ -375,6 +375,21 @@ def _training_charts(metrics: Metrics, starts: Sequence[Mapping[str, Any]]) -> l
         spoken = f"{title} over steps: from {_g(seen[0])} to {_g(seen[-1])}, lowest {_g(seen.min())}, {axis}"
         charts.append({"title": title, "svg": figures.to_svg(chart, spoken)})
     return charts
+
+
+def loss_by_robot(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """A chart of each robot's training loss, from the lines of `metrics.jsonl`; none where there is one robot."""
+    told = [line for line in lines if line.get("loss_by_robot")]
+    if not told:
+        return []
+    steps = np.array([line["step"] for line in told], float)
+    curves = {
+        robot: (steps, np.array([np.nan if (v := line["loss_by_robot"].get(robot)) is None else v for line in told]))
+        for robot in told[-1]["loss_by_robot"]
+    }
+    last = ", ".join(f"{robot} {_g(values[-1])}" for robot, (_, values) in curves.items())
+    chart = figures.line_chart(curves, xlabel="step", ylabel="loss")
+    return [{"title": "Loss by robot", "svg": figures.to_svg(chart, f"Loss by robot over steps; at last {last}")}]
 
 
 def _metrics_table(metrics: Metrics) -> list[list[str]] | None:
