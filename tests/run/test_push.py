@@ -266,6 +266,29 @@ def test_a_failed_push_says_how_to_do_it_again_and_that_works(server, finished, 
     assert server.private["me/other"] is True and set(server.files["me/other"]) == set(server.files[REPO])
 
 
+def test_each_robots_policy_has_a_repository(server, finished, capsys):
+    exported = finished / "pretrained_model"
+    for name in ("arm", "gantry"):
+        (exported / name).mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (exported / name / file).write_bytes((exported / file).read_bytes())
+        (exported / name / "robot.json").write_text(json.dumps({"robot": name}))
+    for file in ("config.json", "model.safetensors"):
+        (exported / file).unlink()
+    assert push.main([str(finished)]) == 0
+    assert server.files.keys() == {f"{REPO}-arm", f"{REPO}-gantry"}
+    for name in ("arm", "gantry"):
+        pushed = server.files[f"{REPO}-{name}"]
+        assert pushed == {path.name: path.read_bytes() for path in (exported / name).iterdir()}
+        assert json.loads(pushed["robot.json"]) == {"robot": name}
+        assert f"for the robot `{name}`" in pushed["README.md"].decode()
+    assert push.main([str(finished), "--robot=arm", "--repo_id=me/one"]) == 0
+    assert server.files["me/one"].keys() == server.files[f"{REPO}-arm"].keys() and len(server.files) == 3
+    capsys.readouterr()
+    assert push.main([str(finished), "--robot=amr"]) == 1
+    assert "no robot 'amr' among those that were trained: arm, gantry" in capsys.readouterr().err
+
+
 def test_a_run_that_is_not_over_has_nothing_to_push(server, finished, capsys):
     (finished / "pretrained_model/config.json").unlink()
     assert push.main([str(finished)]) == 1
