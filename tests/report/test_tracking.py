@@ -4,14 +4,21 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
 
 import pytest
 
+from tests.buckets import forget, runs_bucket
+from vla_finetuning import node_disk
+from vla_finetuning.bucket import place
 from vla_finetuning.config import Config
+from vla_finetuning.files import read_lines, write_json, write_whole
 from vla_finetuning.flags import parse_args
+from vla_finetuning.lines import append_line
+from vla_finetuning.node_disk import fetched
 from vla_finetuning.report import tracking
 from vla_finetuning.report.tracking import PACKAGE, Link, track
 
@@ -39,21 +46,22 @@ def folder(tmp_path):
 
 def logged(folder, *steps, attempt=0):
     """What `MetricsLog` adds: a line for each of the steps. The loss tells the step and the attempt."""
-    with open(folder / "metrics.jsonl", "a") as file:
-        for step in steps:
-            line = {"step": step, "lr": 0.5, "loss": step + attempt / 4, "mfu": None, "data_wait_s": 0.0}
-            file.write(json.dumps(line) + "\n")
+    for step in steps:
+        line = {"step": step, "lr": 0.5, "loss": step + attempt / 4, "mfu": None, "data_wait_s": 0.0}
+        append_line(folder / "metrics.jsonl", json.dumps(line))
 
 
 def checkpoint(folder, step):
-    (folder / "checkpoints" / f"step_{step:08d}").mkdir()
+    made = folder / "checkpoints" / f"step_{step:08d}"
+    made.mkdir()
+    (made / "state.json").write_text("{}")
 
 
 def resumed(folder, step):
     """What `MetricsLog` does when a worker group starts: lines past the checkpoint are void."""
     path = folder / "metrics.jsonl"
-    kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
-    path.write_text("".join(line + "\n" for line in kept))
+    kept = [line for line in read_lines(path) if json.loads(line)["step"] <= step]
+    write_whole(path, "".join(line + "\n" for line in kept))
 
 
 def a_whole_run(folder, name):
@@ -61,6 +69,11 @@ def a_whole_run(folder, name):
 
     A checkpoint at 30 is written late: what is passed on is looked at in between.
     """
+    until_it_stops(folder, name)
+    resumed_to_the_end(folder, name)
+
+
+def until_it_stops(folder, name):
     link = Link(folder, name, PROJECT)
     logged(folder, 10, 20)
     link.forward()
@@ -75,13 +88,15 @@ def a_whole_run(folder, name):
     checkpoint(folder, 30)
     link.finish()
 
+
+def resumed_to_the_end(folder, name):
     link = Link(folder, name, PROJECT)
     resumed(folder, 30)
     link.forward()
     logged(folder, 40, 50, attempt=2)
     link.forward()
     checkpoint(folder, 50)
-    (folder / "evaluation.json").write_text(json.dumps(EVALUATION))
+    write_json(folder / "evaluation.json", EVALUATION)
     link.finish()
     # Nothing is new: nothing is sent again.
     Link(folder, name, PROJECT).finish()
@@ -92,7 +107,7 @@ LOSSES = [(10, 10.0), (20, 20.0), (30, 30.25), (40, 40.5), (50, 50.5)]
 
 def said(folder):
     """metrics.jsonl's own curve, which every tracker must show."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, read_lines(folder / "metrics.jsonl"))
     return [(line["step"], line["loss"]) for line in lines]
 
 
@@ -193,7 +208,7 @@ def records(data):
             whole = b""
 
 points, config, ids = [], {}, set()
-for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime):
+for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.parent.name):
     for record in records(path.read_bytes()):
         for item in record.run.config.update:
             config[item.key] = json.loads(item.value_json)
@@ -207,14 +222,34 @@ found = [points, config["lr"], config["code_revision"]]
 }
 PROGRAM = """
 import json, sys
-from pathlib import Path
-from tests.report.test_tracking import PROJECT, a_whole_run
+from tests.report import test_tracking
+from tests.report.test_tracking import PROJECT
+from vla_finetuning.bucket import place
+from vla_finetuning.node_disk import fetched
 
-folder = Path(sys.argv[1])
-a_whole_run(folder, sys.argv[2])
-exec(sys.argv[3])
-print("FOUND " + json.dumps(found))
+folder, what, tracker, read_back = sys.argv[1:]
+getattr(test_tracking, what)(place(folder), tracker)
+if read_back:
+    with fetched(place(folder)) as folder:
+        exec(read_back)
+    print("FOUND " + json.dumps(found))
 """
+
+
+def in_a_process(folder, what, tracker, read_back="", **environment):
+    """What was read back, points first."""
+    without = {key: value for key, value in os.environ.items() if key != "TRACKIO_DIR"}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), what, tracker, read_back],
+        env={**without, "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": "", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    return json.loads(found[0].removeprefix("FOUND ")) if read_back else None
 
 
 @pytest.mark.parametrize("name", READ_BACK)
@@ -222,22 +257,59 @@ def test_others_show_what_metrics_jsonl_says(folder, tmp_path, name):
     """Every step once, though they take nothing back; offline."""
     if name != "trackio":  # which is among the requirements
         pytest.importorskip(name, reason=f"pip install {PACKAGE[name]}")
-    offline = {"TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), name, READ_BACK[name]],
-        env={**os.environ, **offline, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    [found] = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    points, lr, revision = json.loads(found.removeprefix("FOUND "))
-    assert [(step, value) for step, key, value in points if key == "train/loss"] == LOSSES == said(folder)
+    found = in_a_process(folder, "a_whole_run", name, READ_BACK[name], TRACKIO_DIR=str(tmp_path / "trackio"))
+    check_read_back(found, said(folder))
+
+
+def check_read_back(found, expected):
+    points, lr, revision = found
+    assert [(step, value) for step, key, value in points if key == "train/loss"] == LOSSES == expected
     assert {(step, key, value) for step, key, value in points if key.startswith("eval")} == {
         (50, key, value) for key, value in ERRORS.items()
     }
     assert (lr, revision) == (2.5e-5, tracking.code_revision())
+
+
+@pytest.mark.parametrize("name", ["tensorboard", *(pytest.param(name, marks=pytest.mark.slow) for name in READ_BACK)])
+def test_a_run_in_a_bucket_is_resumed_elsewhere(folder, tmp_path, monkeypatch, name):
+    """It goes on with the tracker's run, though the machine where that was begun is gone."""
+    if name not in ("trackio", "tensorboard"):
+        pytest.importorskip(name, reason=f"pip install {PACKAGE[name]}")
+    with runs_bucket():
+        there, machines = place(f"s3://runs/{name}/run7"), [tmp_path / "one", tmp_path / "two"]
+        (there / "config.json").write_text((folder / "config.json").read_text())
+        for machine in machines:
+            machine.mkdir()
+        if name == "tensorboard":
+            for machine, part in zip(machines, (until_it_stops, resumed_to_the_end), strict=True):
+                forget()
+                monkeypatch.setattr(node_disk.tempfile, "tempdir", str(machine))
+                part(there, name)
+            with fetched(there) as whole:
+                assert scalars(whole) == LOSSES == said(there)
+            return
+        in_a_process(there, "until_it_stops", name, TMPDIR=str(machines[0]))
+        shutil.rmtree(machines[0])
+        found = in_a_process(there, "resumed_to_the_end", name, READ_BACK[name], TMPDIR=str(machines[1]))
+        check_read_back(found, said(there))
+
+
+def test_what_a_tracker_has_is_in_the_bucket_before_it_is_said_to_have_it(folder, tmp_path, monkeypatch):
+    """Else a driver that is killed in between would leave a hole."""
+    monkeypatch.setattr(node_disk.tempfile, "tempdir", str(tmp_path))
+    with runs_bucket():
+        there = place("s3://runs/killed/run7")
+        (there / "config.json").write_text((folder / "config.json").read_text())
+        link = Link(there, "tensorboard", PROJECT)
+        logged(there, 10, 20)
+        checkpoint(there, 20)
+        link.forward()  # too soon after what was sent at the start
+        link._tracker.close()
+        forget()
+        again = Link(there, "tensorboard", PROJECT)  # the driver was killed
+        again.finish()
+        with fetched(there) as whole:
+            assert scalars(whole) == [(10, 10.0), (20, 20.0)]
 
 
 class Kept:

@@ -43,10 +43,10 @@ from vla_finetuning.terminal import escape_warnings, tell_error
 logger = logging.getLogger(__name__)
 
 TRACKING_NAME = "tracking.json"
-DATABASE_NAME = "mlflow.db"
+DATABASE_NAME, TRACKIO_NAME = "mlflow.db", "trackio"
 POLL_S = 2.0
 # A tracker's files are sent to a bucket so often.
-MIRROR_S = 60.0
+MIRROR_S, MIRROR = 60.0, "tracker"
 # What to install.
 PACKAGE = {
     "tensorboard": "tensorboard",
@@ -137,7 +137,7 @@ class Link:
         # The step that the tracker is at: what cannot be taken back counts too.
         step = has if tracker.takes_back else state.get("step", 0)
         self._state = {**state, "run_id": tracker.run_id, "step": step}
-        self._save()
+        self._save(now=True)
 
     def forward(self) -> None:
         """Pass on the lines that the tracker does not have."""
@@ -164,8 +164,8 @@ class Link:
                 self._sent.append(line)
         finally:
             if new:
-                self._save()
-                self._mirror.send()
+                # What is taken back is soon given again: it can wait.
+                self._save(now=not self._tracker.takes_back)
 
     def forward_evaluation(self) -> None:
         """Pass on the held-out errors, and the last success in the loop, once."""
@@ -174,13 +174,13 @@ class Link:
         if played and played[-1]["step"] != self._state.get("success_step"):
             self._tracker.log(self._state["step"], _numbers("train", success_of(played[-1])))
             self._state["success_step"] = played[-1]["step"]
-            self._save()
+            self._save(now=True)
         evaluation = read_json(self._folder / EVALUATION_NAME)
         errors = evaluation and held_out_errors(evaluation)
         if errors and errors != self._state.get("evaluation"):
             self._tracker.log(self._state["step"], _numbers("eval_mse", errors))
             self._state["evaluation"] = errors
-            self._save()
+            self._save(now=True)
 
     def forward_or_warn(self) -> None:
         try:
@@ -199,7 +199,7 @@ class Link:
             self.forward_evaluation()
         finally:
             self._tracker.close()
-            self._mirror.send(now=True)
+            self._save(now=True)
 
     def _lines(self) -> list[dict[str, Any]]:
         return [json.loads(text) for text in read_lines(self._folder / METRICS_NAME)]
@@ -209,8 +209,10 @@ class Link:
         found = (self._folder / "checkpoints").glob(f"{PREFIX}*")
         return max((int(path.name.removeprefix(PREFIX)) for path in found), default=0)
 
-    def _save(self) -> None:
-        write_json(self._folder / TRACKING_NAME, {**self._states, self._name: self._state})
+    def _save(self, now: bool) -> None:
+        """Write down what the tracker has: of a run in a bucket when its files are there, too."""
+        if self._mirror.send(now):
+            write_json(self._folder / TRACKING_NAME, {**self._states, self._name: self._state})
 
 
 class _Mirror:
@@ -220,24 +222,38 @@ class _Mirror:
         self._output_dir, self._sent, self._last = output_dir, dict[str, tuple[int, int]](), -math.inf
         self.folder = output_dir
         if isinstance(output_dir, BucketPath):
-            self.folder = scratch(output_dir) / "tracker" / output_dir.name
+            self.folder = scratch(output_dir) / MIRROR / output_dir.name
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
-            database = output_dir / DATABASE_NAME  # the only file that trackers go on with
-            if database.is_file():
-                (self.folder / DATABASE_NAME).write_bytes(database.read_bytes())
+            # Those that trackers go on with.
+            inside = [output_dir / TRACKIO_NAME / name for name in (output_dir / TRACKIO_NAME).below()]
+            for file in (output_dir / DATABASE_NAME, *inside):
+                if file.is_file():
+                    here = self.folder / file.relative_to(output_dir).as_posix()
+                    here.parent.mkdir(parents=True, exist_ok=True)
+                    file.download(here, file.found())
 
-    def send(self, now: bool = False) -> None:
-        """Send what has changed, every MIRROR_S at most unless it is to be `now`."""
-        if self.folder == self._output_dir or not now and time.monotonic() - self._last < MIRROR_S:
-            return
+    def send(self, now: bool) -> bool:
+        """Send what has changed, every MIRROR_S at most unless it is to be `now`. Whether all is there."""
+        if self.folder == self._output_dir:
+            return True
+        if not now and time.monotonic() - self._last < MIRROR_S:
+            return False
         self._last = time.monotonic()
         for file in self.folder.rglob("*"):
             if file.is_file() and not file.is_symlink():
                 name, status = file.relative_to(self.folder).as_posix(), file.stat()
                 if self._sent.get(name) != (found := (status.st_size, status.st_mtime_ns)):
-                    (self._output_dir / name).write_bytes(file.read_bytes())
+                    there = self._output_dir / name
+                    assert isinstance(there, BucketPath)
+                    there.upload(file)
                     self._sent[name] = found
+        return True
+
+
+def is_mirror(folder: Path) -> bool:
+    """Whether it is that of a run in a bucket."""
+    return folder.parent.name == MIRROR
 
 
 # ---- trackers -----------------------------------------------------------------------------------------------------
@@ -309,6 +325,7 @@ class WeightsAndBiases(_Appending):
         import wandb
 
         self.run_id = run_id or _new_id()
+        self._is_mirror = is_mirror(output_dir)
         self._run = wandb.init(
             project=project,
             id=self.run_id,
@@ -325,12 +342,21 @@ class WeightsAndBiases(_Appending):
 
     def close(self) -> None:
         self._run.finish()
+        if self._is_mirror:
+            import wandb
+
+            wandb.teardown()  # its own process still writes the run's file when `finish` returns (0.31)
 
 
 class Trackio(_Appending):
-    """In TRACKIO_DIR on this machine, or a Space or server where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL name one."""
+    """In TRACKIO_DIR on this machine, or a Space or server where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL name one.
+
+    Without any of them, of a run in a bucket in its folder `trackio`, as the next process may be on another machine.
+    """
 
     def __init__(self, output_dir: Path, project: str, run_id: str | None, step: int, about: Mapping[str, Any]):
+        if is_mirror(output_dir) and not any(os.environ.get(f"TRACKIO_{name}") for name in ("SPACE_ID", "SERVER_URL")):
+            os.environ.setdefault("TRACKIO_DIR", str(output_dir / TRACKIO_NAME))  # which it reads when it is imported
         import trackio
 
         # It finds a run by its name.
