@@ -19,8 +19,8 @@ if __name__ == "__main__" and sys.argv[1:2] != ["--compare"]:  # help and wrong 
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
+from vla_finetuning.bucket import place
 from vla_finetuning.evaluation.trial import compare_folders, resolve_trial, run_trial
 from vla_finetuning.flags import EVALUATE, parse_evaluate
 from vla_finetuning.program import Work, run_program
@@ -38,7 +38,7 @@ def prepare(argv: list[str], held: ExitStack) -> Work | None:
     if argv[0] == "--compare":
         if len(argv) != 3:
             raise ValueError("--compare A B: two folders that evaluate.py has written to, and no other flags")
-        tell_text(compare_folders(Path(argv[1]), Path(argv[2])))
+        tell_text(compare_folders(place(argv[1]), place(argv[2])))
         return None
     trial = resolve_trial(parse_evaluate(argv))
 

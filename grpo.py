@@ -66,7 +66,13 @@ from vla_finetuning.rl.learning import (
     play_iteration,
 )
 from vla_finetuning.rl.objective import Objective, totals
-from vla_finetuning.rl.recording import dataset_of, is_iteration_recorded, record_rollouts, write_episodes
+from vla_finetuning.rl.recording import (
+    dataset_of,
+    forget_episodes,
+    is_iteration_recorded,
+    record_rollouts,
+    write_episodes,
+)
 from vla_finetuning.rl.resolve import INITIAL_STATES_NAME, GrpoRun, describe_grpo, resolve_grpo
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import load_checkpoint
@@ -126,6 +132,8 @@ def train(run: GrpoRun, worker: Worker) -> bool:
     if attempt.checkpoint is not None:
         load_checkpoint(attempt.checkpoint, optimizer.named(), optimizer.state())
     log = IterationLog(job.output_dir, progress.step) if rank == 0 else None
+    if rank == 0:
+        forget_episodes(job.output_dir, progress.step)
     prune = partial(prune_checkpoints, config.training(), job.steps)
     checkpoints = CheckpointWriter(job, optimizer, worker, attempt.number, config.save_every_s, prune)
     first = progress.step

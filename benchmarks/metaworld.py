@@ -27,8 +27,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lerobot.configs.policies import PreTrainedConfig
-
 import record
 import vla
 from diagnostics.report import Environment
@@ -42,6 +40,7 @@ from vla_finetuning.evaluation.open_loop import other_instructions
 from vla_finetuning.evaluation.player import PolicySource, check_fits
 from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import read_json, read_lines, write_json
+from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.tiny import make_tiny_base
 from vla_finetuning.run import cluster
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
@@ -191,7 +190,7 @@ class Benchmark:
 
     def _source(self, folder: Path) -> PolicySource:
         steps = f"--n_action_steps={self.options.n_action_steps}"
-        config = PreTrainedConfig.from_pretrained(folder, cli_overrides=["--device=cpu", steps])
+        config = load_policy_config(folder, [steps])
         check_fits(config, self.env, {})
         return PolicySource(folder, config, self.env)
 

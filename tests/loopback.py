@@ -89,6 +89,9 @@ class GoogleStorageRequest(Handler):
     def do_POST(self):
         data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         query = {name: values[-1] for name, values in parse_qs(urlsplit(self.path).query).items()}
+        if query.get("uploadType") == "resumable":  # the object follows, to where this answer says
+            host, port = self.server.server_address[:2]
+            return self.answer(200, headers={"Location": f"http://{host}:{port}/upload/session?name={query['name']}"})
         file, wanted = self.server.folder / query["name"], query.get("ifGenerationMatch")
         with self.server.lock:
             if wanted is not None and wanted != (self.metadata(query["name"])["generation"] if file.exists() else "0"):

@@ -1,5 +1,6 @@
 """Paths and lines in buckets, over HTTP, through a network that fails."""
 
+import inspect
 import json
 import os
 import pickle
@@ -12,10 +13,11 @@ import pytest
 from tests.buckets import forget, runs_bucket
 from tests.loopback import GoogleStorage, serving
 from vla_finetuning import bucket, lines, node_disk
-from vla_finetuning.bucket import BucketPath, ChangedError, StorageError, place, within
+from vla_finetuning.bucket import BucketPath, ChangedError, StorageError, client_options, place, within
 from vla_finetuning.files import read_json, read_lines, write_json, write_whole
 from vla_finetuning.lines import append_line, claim_line, flush_lines, is_there, recently
 from vla_finetuning.node_disk import fetched, upload_folder
+from vla_finetuning.training.export import _made_for
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +99,42 @@ def test_objects_are_whole_in_googles_store(tmp_path, monkeypatch):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
         forget()
         everything_whole(place("gs://runs/a/run"))
+        monkeypatch.setattr(bucket, "PIECE_BYTES", 5 * 2**20)  # gcsfs itself begins a session for more
+        file, back, there = tmp_path / "file", tmp_path / "back", place("gs://runs/a/run/large")
+        file.write_bytes(os.urandom(12 * 2**20))
+        there.upload(file)
+        found = there.found()
+        there.download(back, found)
+        assert back.read_bytes() == file.read_bytes()
+        there.write_bytes(b"another")
+        with pytest.raises(ChangedError):  # another generation
+            there.download(back, found)
         append_line(place("gs://runs/a/run/m.jsonl"), "1", now=True)
         assert read_lines(place("gs://runs/a/run/m.jsonl")) == ["1"]
         forget()
+
+
+def test_what_is_asked_of_gcsfs_is_what_it_has():
+    """The stand-in answers like Google's store; here are the names and options of the client that is installed."""
+    from gcsfs import GCSFileSystem
+
+    def takes(name, /, *args, **options):
+        method = getattr(GCSFileSystem, name)
+        assert inspect.iscoroutinefunction(inspect.unwrap(method)), name
+        inspect.signature(method).bind(None, *args, **options)
+
+    for name in ("_info", "_rm_file"):
+        takes(name, "runs/a")
+    for name in ("_ls", "_find"):
+        takes(name, "runs/a", detail=True)
+    takes("_put_file", "/tmp/file", "runs/a")
+    takes("_call", "GET", "url", headers={"Range": "bytes=0-1"})
+    own = {"uploadType": "media", "name": "a", "ifGenerationMatch": "0"}
+    takes("_call", "POST", "url", headers={}, data=b"", json_out=True, **own)
+    known = inspect.signature(GCSFileSystem.__init__).parameters
+    assert client_options("gs").keys() <= known.keys()
+    assert GCSFileSystem(token="anon", skip_instance_cache=True).url("runs/a b").endswith("/b/runs/o/a%20b?alt=media")
+    assert isinstance(GCSFileSystem._location, property)
 
 
 def test_large_files_travel_in_pieces_that_are_repeated_by_themselves(folder, faults, tmp_path, impatient, monkeypatch):
@@ -201,6 +236,28 @@ def test_a_later_process_appends_after_an_earlier_one(folder):
     assert read_lines(path) == ["0", "1", "2"]
 
 
+def test_lines_that_a_process_left_are_written_by_another(folder, faults, impatient):
+    forget()
+    append_line(folder / "old.jsonl", "0", now=True)
+    faults.choose = lambda request: "503"
+    write_whole(folder / "new.jsonl", "0\n1\n", now=False)
+    append_line(folder / "inner" / "first.jsonl", "0")
+    append_line(folder / "old.jsonl", "1")
+    waiting = json.loads(json.dumps(lines.waiting_lines(folder)))
+    assert len(waiting) == 3
+    late = list(lines._appenders.values())
+    forget()
+    faults.choose = lambda request: None
+    for _ in range(2):
+        lines.write_waiting(folder, waiting)
+        assert read_lines(folder / "old.jsonl") == read_lines(folder / "new.jsonl") == ["0", "1"]
+        assert read_lines(folder / "inner" / "first.jsonl") == ["0"]
+    late[0].append("2")
+    late[0].flush()  # it wrote them after all, and more
+    lines.write_waiting(folder, waiting)
+    assert read_lines(folder / "old.jsonl") == ["0", "1", "2"]
+
+
 def test_lines_that_are_replaced_stay_so_whatever_an_earlier_process_still_writes(folder):
     path = folder / "m.jsonl"
     append_line(path, "1", now=True)
@@ -283,3 +340,20 @@ def test_a_folder_is_fetched_once_for_those_who_read_it_together(folder, faults,
     assert not first.exists()
     with fetched(source) as same:
         assert same == source
+
+
+def test_an_export_that_fails_leaves_nothing_on_the_node(folder, tmp_path, monkeypatch):
+    """And what one left that was killed is no part of the next."""
+    monkeypatch.setattr(node_disk.tempfile, "tempdir", str(tmp_path))
+    path = folder / "pretrained_model"
+    with pytest.raises(RuntimeError, match="planted"), _made_for(path) as made:
+        made.mkdir()
+        (made / "model.safetensors").touch()
+        raise RuntimeError("planted")
+    assert not made.exists() and not path.exists()
+    made.mkdir()
+    (made / "old.safetensors").touch()
+    with _made_for(path) as made:
+        made.mkdir()
+        (made / "config.json").write_text("{}")
+    assert set(path.below()) == {"config.json"} and not made.exists()

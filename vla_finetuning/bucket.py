@@ -13,6 +13,7 @@ import contextlib
 import fnmatch
 import functools
 import logging
+import math
 import os
 import threading
 import time
@@ -381,10 +382,17 @@ class Store:
 
 
 _limits = threading.local()
+_longest_s = math.inf
 
 
 def _patience(patience_s: float | None) -> float:
-    return getattr(_limits, "patience_s", PATIENCE_S) if patience_s is None else patience_s
+    return min(getattr(_limits, "patience_s", PATIENCE_S) if patience_s is None else patience_s, _longest_s)
+
+
+def hurry(longest_s: float = math.inf) -> None:
+    """From now on no call of this process tries for longer, whatever it says: of a process that only has to end."""
+    global _longest_s
+    _longest_s = longest_s
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from vla_finetuning.config import (
     DatasetOptions,
     EvaluateConfig,
     GrpoConfig,
-    JobOptions,
     RecordConfig,
     ValueConfig,
     WorkerOptions,
@@ -27,7 +26,9 @@ def check_evaluate(config: EvaluateConfig) -> None:
     if config.env_type is None:
         raise ValueError("in which environment? give --env.type two_bins")
     if config.output_dir is None:
-        raise ValueError("where to? give --output_dir FOLDER; given again, it goes on there")
+        raise ValueError("where to? give --output_dir FOLDER or s3://BUCKET/FOLDER; given again, it goes on there")
+    _check_output(config.output_dir)
+    _check_recorded(config.record_dataset, "--eval.record_dataset")
 
 
 def check_record(config: RecordConfig) -> None:
@@ -42,6 +43,7 @@ def check_grpo(config: GrpoConfig) -> None:
     """Raises ValueError where options of a run of `grpo.py` do not go together."""
     g, s = config.grpo, config.scaling
     _check_gpus(config.scaling)
+    _check_recorded(g.record_dataset, "--grpo.record_dataset")
     if g.demonstrations is not None and g.method != "filtered":
         raise ValueError(
             f"--grpo.demonstrations={g.demonstrations} with --grpo.method={g.method}: only imitation takes them, "
@@ -76,7 +78,7 @@ def check_grpo(config: GrpoConfig) -> None:
         raise ValueError("in which environment? give --env.type two_bins")
     if any(option.startswith("--type=") for option in config.policy_options):
         raise ValueError("--policy.type starts from random weights, which succeed at nothing; give --policy.path")
-    _check_output(config)
+    _check_output(config.output_dir)
 
 
 def check_run(config: Config) -> None:
@@ -88,7 +90,7 @@ def check_run(config: Config) -> None:
     _check_adapters(config)
     _check_env(config)
     _check_held_out(config)
-    _check_output(config)
+    _check_output(config.output_dir)
     _check_workers(config)
     if config.train.exact_mean and config.sample_weighting.type == "rabc":
         raise ValueError(
@@ -129,8 +131,6 @@ def check_value(config: ValueConfig) -> None:
     if len(robots(members(config.dataset.mixture))) > 1:
         raise ValueError("--dataset.mixture: a value function learns from datasets of one robot; name those of one")
     check_run(config.training())
-    if "://" in (config.output_dir or ""):
-        raise ValueError(f"--output_dir={config.output_dir}: value.py writes to a disk; give a path")
 
 
 def _check_dataset(d: DatasetOptions, demo: bool) -> None:
@@ -228,15 +228,23 @@ def _check_held_out(config: Config) -> None:
         )
 
 
-def _check_output(config: JobOptions) -> None:
-    if config.output_dir is None:
+def _check_output(output_dir: str | None) -> None:
+    if output_dir is None:
         raise ValueError(
             "where to? give --output_dir s3://BUCKET/FOLDER, or a path (on a cluster, one that all nodes share)"
         )
     try:
-        place(config.output_dir)
+        place(output_dir)
     except ValueError as error:
         raise ValueError(f"--output_dir={error}") from None
+
+
+def _check_recorded(root: str | None, flag: str) -> None:
+    if root is not None and "://" in root:
+        raise ValueError(
+            f"{flag}={root}: datasets are written to a disk; give a path (on a cluster, one that all nodes share), and "
+            "copy the folder to the bucket when it is done"
+        )
 
 
 def _check_learning(config: Config) -> None:

@@ -774,7 +774,9 @@ class EvaluateConfig(EnvironmentOptions, PolicyOptions):
         min=0,
         max=MAX_SEED,
     )
-    output_dir: str | None = option(None, "Where episodes.jsonl is written. Given again, the evaluation goes on there.")
+    output_dir: str | None = option(
+        None, "Where episodes.jsonl is written: a path, s3:// or gs://. Given again, the evaluation goes on there."
+    )
     record_dataset: str | None = option(
         None,
         "Write what the policy did, failures included, as a LeRobot dataset with next.success, next.reward and "

@@ -22,10 +22,13 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=2) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Atomically: readers see the old file or the new one. What UTF-8 lacks becomes a question mark."""
+def write_whole(path: Path, text: str, *, now: bool = True) -> None:
+    """Atomically: readers see the old file or the new one. What UTF-8 lacks becomes a question mark.
+
+    Without `now`, a file of lines in a bucket is there a little later, and before the next checkpoint.
+    """
     if isinstance(path, BucketPath):
-        replace_lines(path, text) if path.suffix in LINES else path.write_text(text, errors="replace")
+        replace_lines(path, text, now=now) if path.suffix in LINES else path.write_text(text, errors="replace")
         return
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     scratch.write_text(text, encoding="utf-8", errors="replace")

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,20 @@ class _Appender:
         self._path, self._writer = path, uuid.uuid4().hex[:8]
         self._order: int | None = None
         self._number, self._is_all = 0, False
-        self._new: list[str] = []
+        self._new: list[str | None] = []  # after None comes what stands instead of all that is there
         self._text = ""  # of the object that is written anew
         self._changing, self._writing = threading.Lock(), threading.Lock()
+        self.after: _Appender | None = None  # its lines of before are in the bucket before these
         self.failing = False
 
     def append(self, line: str) -> None:
         with self._changing:
             self._new.append(line)
+
+    def replace(self, text: str) -> None:
+        """These lines, instead of all that are there."""
+        with self._changing:
+            self._new += [None, *_lines(text)]
 
     @property
     def waits(self) -> bool:
@@ -58,39 +64,65 @@ class _Appender:
         """Return when all lines are in the bucket."""
         with self._writing:
             with self._changing:
-                count, text = len(self._new), "".join(f"{line}\n" for line in self._new)
-            if not text:
+                new = list(self._new)
+            if not new:
                 return
-            if self._order is None:
-                self._order = _next_order(self._path)
-            self._put(self._text + text)
+            if self.after is not None:
+                self.after.flush()
+            if None in new:
+                self._put_instead(_text(new))
+            else:
+                if self._order is None:
+                    self._order = _order_after(self._path.below())
+                self._put(self._text + _text(new))
             with self._changing:
-                del self._new[:count]
+                del self._new[: len(new)]
 
-    def replace(self, text: str) -> None:
-        """These lines, instead of all that are there."""
-        with self._writing:
-            with self._changing:
-                self._new.clear()
-            before = list(self._path.below())
-            self._order, self._number, self._is_all, self._text = _order_after(before), 0, True, ""
-            self._put(text)
-            self._path.store.delete([f"{self._path.key}/{name}" for name in before])
+    def _put_instead(self, text: str) -> None:
+        before = list(self._path.below())
+        self._order, self._number, self._is_all = _order_after(before), 0, True
+        self._put(text)
+        self._number, self._text = 1, ""
+        self._path.store.delete([f"{self._path.key}/{name}" for name in before])
 
     def _put(self, text: str) -> None:
-        name = f"{self._order:08d}-{self._writer}-{self._number:06d}{ALL * (self._is_all and not self._number)}.jsonl"
+        assert self._order is not None
+        name = _object_name(self._order, self._writer, self._number, self._is_all)
         (self._path / name).put(text.encode())
         self._text = text
         if len(text) > LINES_BYTES:
             self._number, self._text = self._number + 1, ""
 
+    def waiting(self, folder: BucketPath) -> dict[str, Any]:
+        """The object that `flush` would write, as JSON."""
+        with self._changing:
+            new = list(self._new)
+        instead = None in new
+        return {
+            "path": self._path.relative_to(folder).as_posix(),
+            "writer": self._writer,
+            "order": None if instead else self._order,
+            "number": 0 if instead else self._number,
+            "all": instead or self._is_all,
+            "text": _text(new) if instead else self._text + _text(new),
+        }
+
+
+def _object_name(order: int, writer: str, number: int, is_all: bool) -> str:
+    return f"{order:08d}-{writer}-{number:06d}{ALL * (is_all and not number)}.jsonl"
+
+
+def _lines(text: str) -> list[str]:
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def _text(new: Sequence[str | None]) -> str:
+    start = max((i + 1 for i, line in enumerate(new) if line is None), default=0)
+    return "".join(f"{line}\n" for line in new[start:])
+
 
 def _order_after(names: Collection[str]) -> int:
     return 1 + max((int(name[:8]) for name in names if name[:8].isdigit()), default=-1)
-
-
-def _next_order(path: BucketPath) -> int:
-    return _order_after(path.below())
 
 
 _appenders: dict[BucketPath, _Appender] = {}
@@ -126,9 +158,11 @@ def _flush_at_the_end() -> None:
                 appender.flush()
 
 
-def append_line(path: Path, line: str, *, now: bool = False) -> None:
+def append_line(path: Path, line: str, *, now: bool = False, after: Path | None = None) -> None:
     """Add a line to a file. In a bucket it is there FLUSH_S later, or with `now` when this returns.
 
+    Args:
+        after: a file whose lines that were added before are in the bucket before this one is.
     Raises:
         OSError: the disk is full; with `now`, the store does not answer.
     """
@@ -137,6 +171,8 @@ def append_line(path: Path, line: str, *, now: bool = False) -> None:
             file.write(f"{line}\n")
         return
     appender = _appender(path)
+    if isinstance(after, BucketPath):
+        appender.after = _appender(after)
     appender.append(line)
     if now:
         appender.flush()
@@ -172,9 +208,34 @@ def claim_line(path: BucketPath, number: int, line: str) -> None:
 _segments: dict[tuple[str, str, str], str] = {}
 
 
-def replace_lines(path: BucketPath, text: str) -> None:
-    """Have a file hold these lines and no others, at once. What this process appends comes after them."""
-    _appender(path).replace(text)
+def replace_lines(path: BucketPath, text: str, *, now: bool = True) -> None:
+    """Have a file hold these lines and no others, at once. What this process appends comes after them.
+
+    They are in the bucket when this returns; without `now` as `append_line` says.
+    """
+    appender = _appender(path)
+    appender.replace(text)
+    if now:
+        appender.flush()
+
+
+def waiting_lines(folder: BucketPath) -> list[dict[str, Any]]:
+    """Of files below, the lines that this process has yet to write, as JSON for `write_waiting`."""
+    inside = [appender for path, appender in list(_appenders.items()) if path.is_relative_to(folder)]
+    return [appender.waiting(folder) for appender in inside if appender.waits]
+
+
+def write_waiting(folder: BucketPath, waiting: Sequence[Mapping[str, Any]]) -> None:
+    """Write what `waiting_lines` found in a process that has ended since. Done again, it changes nothing."""
+    for one in waiting:
+        path, mine = folder / one["path"], f"-{one['writer']}-{one['number']:06d}"
+        there = sorted(path.below())
+        found = [name for name in there if name[8:].startswith(mine)]
+        order = _order_after(there) if one["order"] is None else one["order"]
+        name = found[-1] if found else _object_name(order, one["writer"], one["number"], one["all"])
+        # It may have come in after all, and with lines of later.
+        if not found or len((path / name).read_bytes()) < len(one["text"].encode()):
+            (path / name).put(one["text"].encode())
 
 
 def text_of_lines(path: BucketPath) -> str:

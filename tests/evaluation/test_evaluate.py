@@ -8,10 +8,16 @@ from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.factory import make_pre_post_processors
 
 import evaluate
+from tests.buckets import forget, runs_bucket
 from tests.evaluation.test_player import STATS, act_config
 from tests.pages import check_page
+from vla_finetuning import node_disk
+from vla_finetuning.bucket import place
 from vla_finetuning.evaluation import trial
+from vla_finetuning.evaluation.episodes import read_actions, read_evaluation
+from vla_finetuning.files import write_json, write_whole
 from vla_finetuning.flags import parse_evaluate
+from vla_finetuning.node_disk import upload_folder
 from vla_finetuning.policies.loading import save_pretrained
 
 FLAGS = ["--env.type=two_bins", "--env.episode_length=12", "--eval.n_episodes=6", "--eval.env_actors=1"]
@@ -69,6 +75,46 @@ def test_from_flags_to_a_comparison(ray_cluster, folder, tmp_path, capsys, monke
     assert "Of 6 episodes that both played" in out and "Verdict  cannot tell" in out and str(b) in out
 
 
+@pytest.mark.ray
+def test_from_a_bucket_to_a_bucket(ray_cluster, folder, tmp_path, capsys, monkeypatch):
+    """As on a disk, after a kill as well. The processes that play do not know of the bucket."""
+    monkeypatch.setattr(node_disk.tempfile, "tempdir", str(tmp_path))
+    plain, there = tmp_path / "plain", "s3://runs/there"
+    with runs_bucket() as faults:
+        policy = place("s3://runs/run/pretrained_model")
+        upload_folder(folder, policy, last="config.json")
+        flags = [*FLAGS, "--eval.n_episodes=4", "--eval.videos=1", "--eval.exact"]
+        assert evaluate.main([f"--policy.path={folder}", *flags, f"--output_dir={plain}"]) == 0
+        about, lines = read_evaluation(plain)
+        # Killed after two.
+        write_json(place(there) / "evaluated.json", {**about, "policy": {**about["policy"], "path": str(policy)}})
+        write_whole(place(there) / "episodes.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines[:2]))
+        faults.requests.clear()
+        flags = [f"--policy.path={policy}", *flags, "--eval.videos=3"]  # one of them was played here
+        assert evaluate.main([*flags, f"--output_dir={there}"]) == 0
+        # Of a line's actions and the line, the line comes last.
+        puts = [r.path.split("/")[3] for r in faults.requests if r.method == "PUT" and ".jsonl/" in r.path]
+        assert puts[:3] == ["episodes.jsonl", "actions.jsonl", "episodes.jsonl"]
+        forget()
+        assert read_evaluation(place(there))[1] == lines
+        played = {line["seed"]: actions for line, actions in read_actions(place(there))}
+        expected = {line["seed"]: actions for line, actions in read_actions(plain)}
+        assert played.keys() == {1002, 1003} and all((played[n] == expected[n]).all() for n in played)
+        assert len(check_page(place(f"{there}/report.html").read_text()).all("img")) == 1
+        capsys.readouterr()
+        assert evaluate.main(["--compare", there, str(plain)]) == 0
+        assert "Of 4 episodes that both played" in capsys.readouterr().out
+
+        place("s3://runs/run/checkpoints/step_00000004/state.json").write_text("{}")
+        for changed, message in (
+            ("--policy.path=s3://runs/run/checkpoints/step_00000004", "is a checkpoint: give its run's pretrained_mod"),
+            ("--policy.path=s3://runs/nothing", "s3://runs/nothing is no pretrained LeRobot policy"),
+            ("--output_dir=s3://other/a", "there is no s3://other; make it first, or check its name"),
+        ):
+            assert evaluate.main([*flags, f"--output_dir={there}", changed]) == 2
+            assert message in capsys.readouterr().err
+
+
 def test_what_is_wrong_is_said_before_anything_starts(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(evaluate, "cluster", None)
     good = [f"--policy.path={folder}", *FLAGS, f"--output_dir={tmp_path / 'out'}"]
@@ -93,6 +139,8 @@ def test_what_is_wrong_is_said_before_anything_starts(folder, tmp_path, capsys, 
         ([*good, "--env.type=libero"], "needs what is not installed (No module named 'libero'"),
         ([*good, "--env.type=pusht"], "pip install gym-pusht"),
         ([*good, "--env.type=somebody/envs@main:env.py"], "would run code from the Hub"),
+        ([*good, "--output_dir=hf://a/b"], "--output_dir=hf://a/b: expected a path, s3://BUCKET/FOLDER or gs://"),
+        ([*good, "--eval.record_dataset=s3://runs/played"], "datasets are written to a disk; give a path"),
         (["--compare", str(tmp_path)], "two folders"),
         (["--compare", str(tmp_path), str(tmp_path)], "holds no evaluation"),
         ([*good, "--rename_map={"], "--rename_map={: expected JSON"),

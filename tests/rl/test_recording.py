@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
+from tests.buckets import forget, runs_bucket
 from tests.in_process import tasks_here
 from tests.rl.test_learning import make_base, resolved, train_as
+from vla_finetuning import node_disk
+from vla_finetuning.bucket import place
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.evaluation.recording import Eyes, record_share
+from vla_finetuning.files import read_lines
+from vla_finetuning.lines import flush_lines
 from vla_finetuning.rl import recording
-from vla_finetuning.rl.recording import dataset_of, read_episodes, record_rollouts, write_episodes
+from vla_finetuning.rl.recording import dataset_of, forget_episodes, read_episodes, record_rollouts, write_episodes
 
 OPTIONS = {
     "env.episode_length": 6,
@@ -110,8 +115,33 @@ def test_iterations_that_were_played_without_it_are_missed(base, tmp_path):
         record_rollouts(late)
 
 
-def test_fewer_processes_leave_no_episodes_of_more(tmp_path):
+def test_what_is_played_again_replaces_what_an_attempt_of_more_processes_left(tmp_path):
     episode = ({"seed": 1}, np.zeros((2, 3)))
-    for rank, world in ((0, 2), (1, 2), (0, 1)):
-        write_episodes(tmp_path, 4, SimpleNamespace(rank=rank, world=world), [episode])
-    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["000004-0.jsonl"]
+    for iteration in (3, 4, 5):
+        for rank in (0, 1):
+            write_episodes(tmp_path, iteration, SimpleNamespace(rank=rank), [episode])
+    forget_episodes(tmp_path, 4)
+    write_episodes(tmp_path, 4, SimpleNamespace(rank=0), [episode])
+    found = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    assert found == ["000003-0.jsonl", "000003-1.jsonl", "000004-0.jsonl"]
+
+
+def test_in_a_bucket_as_on_a_disk(run, base, tmp_path, monkeypatch):
+    """Stopped after two iterations, when an attempt with two processes had begun the third."""
+    monkeypatch.setattr(node_disk.tempfile, "tempdir", str(tmp_path))
+    folder = place("s3://runs/learned/run")
+    options = {**OPTIONS, "grpo.record_dataset": tmp_path / "dataset", "grpo.record_every": 2}
+    with runs_bucket():
+        assert train_as(resolved(base, folder, **{**options, "grpo.iterations": 2}))
+        write_episodes(folder, 2, SimpleNamespace(rank=1), [({"seed": 1}, np.zeros((2, 3)))])
+        flush_lines()
+        forget()
+        again = resolved(base, folder, **options)
+        assert train_as(again)
+        forget()
+        expected, found = (list(read_episodes(one.job.output_dir)) for one in (run, again))
+        assert [line for line, _ in found] == [line for line, _ in expected]
+        assert all((mine == theirs).all() for (_, mine), (_, theirs) in zip(found, expected, strict=True))
+        losses = [[json.loads(line)["loss"] for line in read_lines(one.job.output_dir / "metrics.jsonl")[1:]]
+                  for one in (run, again)]  # fmt: skip
+        assert losses[0] == losses[1] and len(losses[0]) == 3

@@ -15,7 +15,7 @@ import torch
 
 from tests.buckets import forget, runs_bucket
 from vla_finetuning import bucket, node_disk
-from vla_finetuning.bucket import StoreAwayError, place
+from vla_finetuning.bucket import StorageError, StoreAwayError, place, within
 from vla_finetuning.files import read_lines
 from vla_finetuning.lines import append_line
 from vla_finetuning.run import bucket_checkpoint
@@ -30,6 +30,7 @@ from vla_finetuning.run.checkpoint import (
     prune,
     set_aside_damaged,
 )
+from vla_finetuning.run.kept import bring_in
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.worker import Worker
 
@@ -93,6 +94,7 @@ class Training:
             steps=steps,
             scaling=SimpleNamespace(collective_timeout_s=60),
             store_timeout_s=timeout_s,
+            start=START,
         )
         self.worker = Rank()
         self.writer = CheckpointWriter(job, optimizer, self.worker, attempt)
@@ -215,25 +217,71 @@ def test_a_slow_store_delays_no_step(run, faults):
     assert loaded(latest_checkpoint(run / "checkpoints")).step == 4
 
 
-def test_a_store_that_is_away_for_good(run, faults, tmp_path, monkeypatch):
-    """The run stops, and what it leaves on the node is a checkpoint when it is copied into the bucket."""
+def stopped_by_the_store(run, faults):
+    """A run of which step 4 is in the bucket, and what came after on the node: the error, and the step."""
     training = Training(run, start_attempt(run, 0, 1))
     assert training.save(4) is None
     faults.choose, training.job.store_timeout_s = lambda request: "503", 2
-    step, error = 8, None
+    step, error = 4, None
     while error is None:
-        error, step = training.save(step), step + 4
+        step += 4
+        append_line(run / "rows" / "rank0.jsonl", f"rows of step {step}")
+        error = training.save(step)
     assert isinstance(error, StoreAwayError) and "--store_timeout_s" in str(error)
-    (kept,) = {path.parent for path in tmp_path.rglob("*.safetensors")}
-    assert f"the state of step {step - 4} is in " in str(error) and str(kept) in str(error)
     with pytest.raises(StoreAwayError):
         training.writer.close()
-    faults.choose = lambda request: None
+    forget()
+    faults.choose, training.job.store_timeout_s = lambda request: None, 60
+    return training, error, step
+
+
+def here(wanted):
+    """In place of `cluster.on_nodes`."""
+    return {node: function() for node, function in wanted.items()}
+
+
+def test_a_store_that_is_away_for_good(run, faults, tmp_path, monkeypatch):
+    """The run stops, and goes on from what it leaves on the node, lines included."""
+    training, error, step = stopped_by_the_store(run, faults)
+    (kept,) = {path.parent for path in tmp_path.rglob("*.safetensors")}
+    assert f"the state of step {step} is in " in str(error) and str(kept) in str(error)
     assert latest_checkpoint(run / "checkpoints").name == "step_00000004"
-    for file in sorted(kept.iterdir(), key=lambda file: file.name == "state.json"):
-        (run / "checkpoints" / f"step_{step - 4:08d}" / file.name).upload(file)
+    lines = [f"rows of step {step}" for step in range(8, step + 1, 4)]
+
+    faults.choose = lambda request: "503" if "state.json" in request.url and request.method == "PUT" else None
+    with pytest.raises(StorageError), within(0.5):  # again away, at the last moment
+        bring_in(training.job, ["a"], here)
+    faults.choose = lambda request: None
+    assert bring_in(training.job, ["a"], here) == step
+    assert read_lines(run / "rows" / "rank0.jsonl") == lines
+    assert not list(tmp_path.rglob("*.safetensors")) and bring_in(training.job, ["a"], here) is None
     on_node(tmp_path / "other", monkeypatch)
-    assert loaded(latest_checkpoint(run / "checkpoints")).step == step - 4
+    assert loaded(latest_checkpoint(run / "checkpoints")).step == step
+    # Copied by hand it is one, too.
+    assert set_aside_damaged(run / "checkpoints").name == f"step_{step:08d}"
+
+
+def test_what_a_node_has_kept_is_no_use_without_the_others(run, faults, tmp_path):
+    training, _, step = stopped_by_the_store(run, faults)
+    (file,) = tmp_path.rglob(f"{OPTIMIZER}.safetensors")
+    file.rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=rf"state of step {step}.* lacks optimizer.safetensors: bring .* from step 4"):
+        bring_in(training.job, ["a"], here)
+    (tmp_path / "elsewhere").rename(file)
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match="optimizer.safetensors has changed since it was written"):
+        bring_in(training.job, ["a"], here)
+    assert latest_checkpoint(run / "checkpoints").name == "step_00000004"
+    training.job.start = replace(START, global_batch_size=9)
+    with pytest.raises(ValueError, match=f"the state of step {step}, kept in .*: batch_size x grad_accum"):
+        bring_in(training.job, ["a"], here)
+
+
+def test_what_a_node_has_kept_is_void_when_the_run_went_on_without(run, faults, tmp_path):
+    training, _, _ = stopped_by_the_store(run, faults)
+    start_attempt(run, 4, 1)
+    assert bring_in(training.job, ["a"], here) is None
+    assert latest_checkpoint(run / "checkpoints").name == "step_00000004" and not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_the_last_checkpoint_has_all_the_time_there_is(run, faults, caplog):

@@ -1,11 +1,7 @@
 """Runs whose home is a bucket, by the program itself, broken on purpose; `check_rows` says what became of every row."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
+import re
 import threading
 import time
 from functools import partial
@@ -13,25 +9,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+import grpo
+import value
 import vla
 from diagnostics import check_rows
-from tests import clusters, planted
+from tests import broken, clusters
+from tests.broken import assert_same_weights, make_setting, resumed_from, run_with, weights
 from tests.buckets import SECRET, runs_bucket
-from tests.datasets import make_dataset
 from tests.planted import Fault
+from tests.rl.test_learning import make_base as make_player
 from tests.tiny import make_base
 from vla_finetuning.bucket import place
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.files import read_json, read_lines
-from vla_finetuning.node_disk import fetched
+from vla_finetuning.rl import before_after
 from vla_finetuning.run.attempts import attempts
 from vla_finetuning.run.checkpoint import latest_checkpoint
 from vla_finetuning.run.lease import LOCK_NAME
 
-STEPS, SAVE_FREQ = 12, 4
-pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
+STEPS = 12
+short_folder = broken.short_folder
+flags = partial(broken.flags, **{"steps": STEPS, "scaling.max_failures": 1})
+pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +42,14 @@ def faults():
 
 @pytest.fixture(scope="module")
 def setting(faults, tmp_path_factory):
-    """A folder, a dataset and a policy; and a cluster whose processes find the bucket."""
-    folder = tmp_path_factory.mktemp("bucket_faults")
-    root = make_dataset(folder / "dataset", episodes=(12, 7, 15, 1, 10, 9))
-    base = make_base(folder / "base", load_metadata(root), chunk_size=8)
+    return make_setting(tmp_path_factory.mktemp("bucket_faults"))
+
+
+@pytest.fixture
+def cluster(faults):
+    """One whose processes find the bucket."""
     clusters.start()
-    yield folder, root, base
+    yield
     clusters.stop()
 
 
@@ -58,60 +60,29 @@ def undone(faults):
     faults.choose = lambda request: None
 
 
-def flags(setting, output_dir, **changes):
-    _, root, base = setting
-    options = {
-        "dataset.root": root,
-        "policy.path": base,
-        "output_dir": output_dir,
-        "scaling.num_workers": 2,
-        "scaling.cpus_per_worker": 0.5,
-        "scaling.max_failures": 1,
-        "batch_size": 3,
-        "steps": STEPS,
-        "log_freq": 1,
-        "save_freq": SAVE_FREQ,
-        "lr": 1e-3,
-        "train.mode": "full",
-        "train.deterministic": "true",
-        "run.record_rows": "true",
-        **changes,
-    }
-    return [f"--{k}={v}" for k, v in options.items()]
-
-
-def run_with(argv, *of_run):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vla, "make_trainer", partial(planted.make_trainer, faults=of_run))
-        return vla.main(argv)
-
-
-def weights(output_dir):
-    with fetched(output_dir / "pretrained_model") as folder:
-        return load_file(folder / "model.safetensors")
-
-
 @pytest.fixture(scope="module")
-def undisturbed(setting):
-    """The weights of the same run on a disk."""
-    folder = setting[0] / "undisturbed"
-    assert vla.main(flags(setting, folder)) == 0
-    return weights(folder)
+def undisturbed(setting, faults):
+    """The same run on a disk."""
+    clusters.start()
+    assert vla.main(flags(setting, "undisturbed")) == 0
+    clusters.stop()
+    return setting[0] / "undisturbed"
 
 
-def assert_same(output_dir, expected):
-    """Every row as often as due, a line for each step, and the weights of the run on a disk."""
+def assert_every_row_once(output_dir):
+    """And a line for each step."""
     assert check_rows.main([str(output_dir)]) == 0
     steps = [json.loads(line)["step"] for line in read_lines(output_dir / "metrics.jsonl")]
     assert steps == list(range(1, STEPS + 1))
-    found = weights(output_dir)
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        assert torch.equal(value, expected[name]), name
-    assert "<html" in (output_dir / "report.html").read_text().lower()
 
 
-def test_a_worker_is_killed_during_a_checkpoint(setting, faults, undisturbed, capfd):
+def assert_nearly_same_weights(output_dir, other):
+    """Of parameters in parts, whose sums have another order."""
+    expected = weights(other)
+    assert all(torch.allclose(value, expected[name], atol=1e-4) for name, value in weights(output_dir).items())
+
+
+def test_a_worker_is_killed_during_a_checkpoint(undisturbed, cluster, setting, faults, capfd):
     """Both ranks write parts; those of the killed attempt never become a checkpoint."""
     folder = place("s3://runs/killed")
 
@@ -122,65 +93,46 @@ def test_a_worker_is_killed_during_a_checkpoint(setting, faults, undisturbed, ca
     faults.choose = slow
     argv = flags(setting, folder, **{"scaling.strategy": "fsdp2"})
     assert run_with(argv, Fault("kill", step=8, settled=False)) == 0
-    assert [line["resumed_from_step"] for line in attempts(folder)] == [0, 4]
+    assert resumed_from(folder) == [0, 4]
     names = {path.name for path in (folder / "checkpoints").glob("step_*")}
     parts = {name.split("/")[0] for name in (folder / "checkpoints" / ".parts").below()}
     assert names == {"step_00000008", "step_00000012"}
     # What was under way when its process was killed may arrive after the sweep.
     assert {f"{name}-00001" for name in names} == parts - {"step_00000008-00000"}
-    assert read_json(latest_checkpoint(folder / "checkpoints") / "state.json")["files"].keys() == {
+    assert files_of(folder, 12) == {
         f"{kind}-0000{part}-of-00002.safetensors" for kind in ("trainable", "optimizer") for part in (1, 2)
     }
-    assert check_rows.main([str(folder)]) == 0
-    found = weights(folder)
-    assert all(torch.allclose(value, undisturbed[name], atol=1e-4) for name, value in found.items())
+    assert_every_row_once(folder)
+    assert_nearly_same_weights(folder, undisturbed)
+    assert "<html" in (folder / "report.html").read_text().lower()
     printed = "".join(capfd.readouterr())
     assert SECRET not in printed
     assert not any(SECRET in file.read_text() for file in (folder / "config.json", folder / "run.json"))
 
 
-DRIVER = """
-import sys
-from functools import partial
-import vla
-from tests.planted import Fault, make_trainer
-from vla_finetuning.run import lease
-lease.LEASE_S, lease.RENEW_S = 12.0, 2.0
-vla.make_trainer = partial(make_trainer, faults=[Fault("wait", step=6)])
-sys.exit(vla.main(sys.argv[1:]))
-"""
+def files_of(folder, step):
+    return set(read_json(folder / "checkpoints" / f"step_{step:08d}" / "state.json")["files"])
 
 
-@pytest.fixture
-def short_folder():
-    """Ray puts Unix sockets there, whose paths must be short."""
-    path = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    yield Path(path)
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def started(argv, node):
-    """The program in a process of its own, on a machine with that disk, and a cluster of its own."""
+def started(argv, node, *of_run):
+    """The program on a machine with that disk, and a cluster of its own."""
     node.mkdir(exist_ok=True)
-    own = {"RAY_ADDRESS": "local", "PYTHONPATH": str(clusters.ROOT), "TMPDIR": str(node), "RAY_TMPDIR": str(node)}
-    environment = {**os.environ, **own}
-    command = [sys.executable, "-c", DRIVER, *map(str, argv)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    own = {"TMPDIR": str(node), "RAY_TMPDIR": str(node), "TEST_LEASE": "[12.0, 2.0]"}
+    return broken.started(argv, *of_run, address="local", **own)
 
 
 def test_a_driver_is_killed_and_the_run_goes_on_elsewhere(setting, faults, undisturbed, short_folder):
-    """Meanwhile a second driver is refused, and the store is away for a while."""
-    folder = place("s3://runs/moved")
-    clusters.stop()
-    argv = [*flags(setting, folder), "--resume=auto"]
-    first = started(argv, short_folder / "one")
+    """Meanwhile a second driver is refused; later the store is away for half a minute, and credentials expire."""
+    folder, disks = place("s3://runs/moved"), Path(short_folder)
+    argv, waits = [*flags(setting, folder), "--resume=auto"], Fault("wait", step=6)
+    first = started(argv, disks / "one", waits)
     lines = []
     threading.Thread(target=lambda: lines.extend(first.stdout), daemon=True).start()
     while latest_checkpoint(folder / "checkpoints") is None:
         assert first.poll() is None, "".join(lines)
         time.sleep(0.2)
-    second = started([f"--output_dir={folder}", "--resume"], short_folder / "two")
-    printed, _ = second.communicate(timeout=200)
+    second = started([f"--output_dir={folder}", "--resume"], disks / "two")
+    printed, _ = second.communicate(timeout=300)
     assert second.returncode == 2 and "a run is going on there, driven by process" in printed, printed
     first.kill()
     first.wait()
@@ -191,11 +143,104 @@ def test_a_driver_is_killed_and_the_run_goes_on_elsewhere(setting, faults, undis
     def away_for_a_while(request):
         if "attempts.jsonl/00000001" in request.url or away:
             away.append(time.monotonic())
-            return "503" if time.monotonic() - away[0] < 5 else None
+            since_s = away[-1] - away[0]
+            return "503" if since_s < 30 else "expired" if since_s < 35 else None
 
     faults.choose = away_for_a_while
-    third = started(argv, short_folder / "three")
-    printed, _ = third.communicate(timeout=300)
+    third = started(argv, disks / "three")
+    printed, _ = third.communicate(timeout=500)
     assert third.returncode == 0, printed
-    assert len(attempts(folder)) == 2 and away
-    assert_same(folder, undisturbed)
+    assert len(attempts(folder)) == 2 and away[-1] - away[0] > 35
+    assert_every_row_once(folder)
+    assert_same_weights(folder, undisturbed)
+
+
+def test_nodes_keep_what_a_store_that_is_away_for_good_does_not_take(
+    undisturbed, setting, faults, short_folder, monkeypatch, capfd
+):
+    """Two nodes with disks of their own write parts of a checkpoint; the run goes on from what they have kept."""
+    folder, disks = place("s3://runs/two_nodes"), [Path(short_folder, name) for name in ("a", "b")]
+    monkeypatch.setenv("PYTHONPATH", str(clusters.ROOT))
+    with clusters.of_several_nodes(num_cpus=0, include_dashboard=False, object_store_memory=3 * 10**8) as nodes:
+        for disk in disks:  # each with room for one worker, and a read task
+            disk.mkdir()
+            nodes.add_node(num_cpus=3, object_store_memory=3 * 10**8, env_vars={"TMPDIR": str(disk)})
+        monkeypatch.setenv("RAY_ADDRESS", nodes.address)
+        dead = []
+
+        def dies(request):
+            if dead:
+                return "503"
+            if "step_00000004/state.json" in request.url and request.method == "PUT":
+                dead.append(request)  # after this one
+            return None
+
+        faults.choose = dies
+        changes = {"scaling.strategy": "fsdp2", "scaling.cpus_per_worker": 2, "store_timeout_s": 40}
+        assert vla.main(flags(setting, folder, **changes)) == 1
+        printed = capfd.readouterr().err
+        assert "error: no checkpoint has reached s3://runs/two_nodes for" in printed
+        kept = [sorted(file.name for file in disk.rglob("*.safetensors")) for disk in disks]
+        assert sorted(kept) == [[f"{kind}-0000{n}-of-00002.safetensors" for kind in ("optimizer", "trainable")]
+                                for n in (1, 2)]  # fmt: skip
+        assert set(re.search(r"is in (.*): --resume", printed)[1].split(", ")) == {
+            f"{printed.split('is in ')[1].split(':')[0]}:{file.parent}"
+            for disk in disks
+            for file in disk.rglob("trainable*.safetensors")
+        }
+        faults.choose = lambda request: None
+        assert latest_checkpoint(folder / "checkpoints").name == "step_00000004"
+        assert vla.main([f"--output_dir={folder}", "--resume"]) == 0
+        assert resumed_from(folder) == [0, STEPS]
+        assert files_of(folder, STEPS) == {*kept[0], *kept[1]}
+        assert not [file for disk in disks for file in disk.rglob("*.safetensors")], "nodes keep nothing"
+        assert_every_row_once(folder)
+        assert_nearly_same_weights(folder, undisturbed)
+
+
+def test_values_and_what_is_learned_from_their_labels(setting, cluster):
+    folder, root, _ = setting
+    (folder / "outcomes.json").write_text(json.dumps(dict(enumerate([1, 0, 1, 0, 1, 0]))))
+    there = place("s3://runs/value")
+    argv = flags(setting, there, steps=2, save_freq=1, **{"outcome.success": f"@{folder / 'outcomes.json'}"})
+    argv = [flag for flag in argv if not flag.startswith(("--train.mode", "--lr", "--run.record"))]
+    assert value.main([*argv, "--value.horizon=3", "--dataset.eval_split=0"]) == 0
+    assert {"labels.parquet", "values.json", "report.html", "finished.json"} <= {path.name for path in there.iterdir()}
+    learned, meta = place("s3://runs/learned_from_labels"), load_metadata(root)
+    words = [*meta.tasks.values(), "Advantage: positive", "Advantage: negative"]
+    told = make_base(folder / "told", meta, chunk_size=8, tasks=words)
+    changes = {"steps": 2, "policy.path": told, "recap.labels": there / "labels.parquet"}
+    assert vla.main(flags(setting, learned, **changes)) == 0
+    assert (learned / "pretrained_model" / "model.safetensors").is_file()
+
+
+def test_learning_from_success(setting, cluster, tmp_path, monkeypatch):
+    """One iteration, and another one when it is resumed."""
+    monkeypatch.setattr(before_after, "FRESH_EPISODES", 4)
+    folder = place("s3://runs/grpo")
+    options = {
+        "policy.path": make_player(tmp_path / "base"),
+        "env.type": "two_bins",
+        "env.episode_length": 6,
+        "output_dir": folder,
+        "scaling.num_workers": 1,
+        "scaling.cpus_per_worker": 0.5,
+        "grpo.env_actor_cpus": 0.5,
+        "grpo.groups": 2,
+        "grpo.group_size": 2,
+        "grpo.iterations": 1,
+        "grpo.reward": "return",
+        "grpo.flow_steps": 2,
+        "grpo.record_dataset": tmp_path / "dataset",
+        "eval.n_episodes": 2,
+        "save_freq": 1,
+        "lr": 1e-4,
+    }
+    assert grpo.main([f"--{name}={value}" for name, value in options.items()]) == 0
+    again = [f"--output_dir={folder}", "--resume", "--grpo.iterations=2", f"--grpo.record_dataset={tmp_path / 'all'}"]
+    assert grpo.main(again) == 0
+    assert resumed_from(folder) == [0, 1]
+    assert [json.loads(line)["step"] for line in read_lines(folder / "metrics.jsonl")] == [0, 1, 2]
+    assert read_json(folder / "evaluation.json")["closed_loop"]["after"]["episodes"] > 0
+    assert (folder / "pretrained_model" / "config.json").is_file() and (folder / "report.html").is_file()
+    assert read_json(tmp_path / "all" / "meta" / "info.json")["total_episodes"] == 8

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests import clusters, planted_data
+from tests.broken import SAVE_FREQ, flags, started
 from tests.run import test_faults
-from tests.run.test_faults import SAVE_FREQ, assert_every_row_once, flags, started, wait_for_step
+from tests.run.test_faults import assert_every_row_once, wait_for_step
 from vla_finetuning.run.folder import STOP_NAME, attempts
 
 setting, measured = test_faults.setting, test_faults.measured

@@ -6,42 +6,46 @@ its faults (`recovered_s`), and how many steps it had to train anew (`steps_lost
 
 import contextlib
 import json
-import os
 import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from functools import partial
 
 import boto3
 import numpy as np
 import psutil
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
 
 import vla
 from diagnostics import check_rows
-from tests import clusters, planted, planted_data
-from tests.datasets import make_dataset
+from tests import broken, planted_data
+from tests.broken import (
+    SAVE_FREQ,
+    STEPS,
+    assert_same_weights,
+    flags,
+    make_setting,
+    resumed_from,
+    run_with,
+    started,
+)
 from tests.loopback import Faults, Proxy, s3_server, serving
 from tests.planted import Fault
 from tests.planted_data import DataFault
-from tests.tiny import make_base
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.files import read_lines
 from vla_finetuning.run.folder import ATTEMPTS_NAME, LOG_NAME, METRICS_NAME, attempts
 from vla_finetuning.run.progress import recorded_rows
 from vla_finetuning.training import coordinators
 
-STEPS, SAVE_FREQ = 20, 4
+short_folder = broken.short_folder
 # Three runs and a cluster in one test take their time on a machine that is busy.
 # `make test` has one of them, in test_vla.py.
 pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -49,40 +53,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.slow, pytest.mark
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("faults")
-    root = make_dataset(folder / "dataset", episodes=(12, 7, 15, 1, 10, 9))
-    meta = load_metadata(root)
-    base = make_base(folder / "base", meta, chunk_size=8)
-    return folder, root, base
-
-
-def flags(setting, name, **changes):
-    folder, root, base = setting
-    options = {
-        "dataset.root": root,
-        "policy.path": base,
-        "output_dir": folder / name,
-        "scaling.num_workers": 2,
-        "scaling.cpus_per_worker": 0.5,
-        "scaling.max_failures": 0,
-        "batch_size": 3,
-        "steps": STEPS,  # 2.2 epochs of 54 rows
-        "log_freq": 1,
-        "save_freq": SAVE_FREQ,
-        "lr": 1e-3,
-        "train.mode": "full",
-        "train.deterministic": "true",
-        "run.record_rows": "true",
-        **changes,
-    }
-    return [f"--{k}={v}" for k, v in options.items()]
-
-
-def run_with(argv, *faults):
-    """The program, with faults in its training processes or its data. Returns its exit status."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vla, "make_trainer", partial(planted.make_trainer, faults=faults))
-        return vla.main(argv)
+    return make_setting(tmp_path_factory.mktemp("faults"))
 
 
 checked = []
@@ -101,18 +72,6 @@ def measured(record_property):
 def assert_every_row_once(folder):
     checked.append(folder)
     assert check_rows.main([str(folder)]) == 0
-
-
-def assert_same_weights(folder, other):
-    expected = load_file(other / "pretrained_model" / "model.safetensors")
-    found = load_file(folder / "pretrained_model" / "model.safetensors")
-    assert expected.keys() == found.keys()
-    for name, value in found.items():
-        assert torch.equal(value, expected[name]), name
-
-
-def resumed_from(folder):
-    return [line["resumed_from_step"] for line in attempts(folder)]
 
 
 @pytest.fixture(scope="module")
@@ -338,29 +297,6 @@ def test_a_missing_data_file_is_skipped(setting, undisturbed, capsys):
     assert trained and trained <= set(np.flatnonzero(there)) and skipped <= set(np.flatnonzero(~there))
 
 
-DRIVER = """
-import os
-import sys
-from collections import Counter
-from functools import partial
-import vla
-from tests.planted import Fault, make_trainer
-from tests.planted_data import DataFault
-from vla_finetuning.training import coordinators
-coordinators.RANKS_PER_COORDINATOR = int(os.environ.get("TEST_RANKS", coordinators.RANKS_PER_COORDINATOR))
-vla.make_trainer = partial(make_trainer, faults=eval(sys.argv[1]))
-sys.exit(vla.main(sys.argv[2:]))
-"""
-
-
-def started(argv, *faults, address=None, **environment):
-    """The program in a process of its own, joining the tests' cluster, another, or ("local") one of its own."""
-    address = address or ray.get_runtime_context().gcs_address
-    environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(clusters.ROOT), **environment}
-    command = [sys.executable, "-c", DRIVER, repr(list(faults)), *map(str, argv)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def wait_for_step(folder, step, process):
     """Of the newest attempt."""
     try:
@@ -431,14 +367,6 @@ def test_broken_checkpoints(setting, undisturbed, capsys):
     assert not list((folder / "checkpoints").glob(".partial*"))
     assert_every_row_once(folder)
     assert_same_weights(folder, undisturbed)
-
-
-@pytest.fixture
-def short_folder():
-    """For a cluster of its own: Ray puts Unix sockets there, whose paths must be short."""
-    path = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def test_a_data_task_that_takes_all_memory(setting, undisturbed, short_folder):

@@ -7,9 +7,10 @@ import pytest
 from safetensors.torch import load_file
 
 import vla
+from tests.broken import flags, resumed_from, run_with
 from tests.planted import Fault
 from tests.run import test_faults
-from tests.run.test_faults import assert_every_row_once, flags, resumed_from, run_with
+from tests.run.test_faults import assert_every_row_once
 
 setting, measured = test_faults.setting, test_faults.measured
 pytestmark = [pytest.mark.ray, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -121,7 +121,7 @@ class Book:
         write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in self.done.values()))
 
     def write(self, line: Mapping[str, Any]) -> None:
-        append_line(self._path, json.dumps(line))
+        append_line(self._path, json.dumps(line), after=self._path.parent / ACTIONS_NAME)
 
     def write_actions(self, line: Mapping[str, Any], actions: np.ndarray) -> None:
         """What was executed in an episode, (steps, A), to the bit: it can be played again. Before its line."""

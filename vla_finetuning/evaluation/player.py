@@ -94,12 +94,13 @@ class PolicySource:
     weights: ray.ObjectRef[Packed] | None = None
 
     def shared(self) -> PolicySource:
-        """The same with its weights in the object store of the cluster that this process has joined, read once.
+        """The same, read once, for nodes that do not have the folder: weights in the cluster's object store.
 
         Raises:
             ValueError, FileNotFoundError: they cannot be read.
         """
-        return replace(self, weights=ray.put(packed(read_weights(self.folder))))
+        processors = self.processors or load_processors(self.folder, self.config, trusted=self.trusted)
+        return replace(self, processors=processors, weights=ray.put(packed(read_weights(self.folder))))
 
     @property
     def weights_bytes(self) -> int:

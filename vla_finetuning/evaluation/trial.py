@@ -33,7 +33,7 @@ from vla_finetuning.files import read_json, write_json
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.pipelines import saved_rename_map
 from vla_finetuning.run.base_policy import resolve_policy
-from vla_finetuning.run.folder import FILMS_INDEX
+from vla_finetuning.run.folder import FILMS_INDEX, check_place
 from vla_finetuning.terminal import escaped, tell
 
 # Without a progress bar.
@@ -98,6 +98,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     }
     episodes = episode_list(["plain"], makers, config.eval.n_episodes, config.seed)
     output_dir = place(config.output_dir or "").absolute()
+    check_place(output_dir)
     dataset = None if config.record_dataset is None else Path(config.record_dataset).expanduser().absolute()
     if dataset is not None:
         is_recorded(dataset, about)
@@ -106,14 +107,18 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
 
 def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str]) -> str | None:
     """The policy's path; of what a run of several robots exported, that of the robot that the environment shows."""
-    folder = Path(path or "").expanduser()
-    names = [file.parent.name for file in sorted(folder.glob("*/config.json"))]
-    if path is None or not names or (folder / "config.json").exists():
+    folder = place(path or "")
+    if path is None or not folder.is_dir() or (folder / "config.json").exists():
+        return path
+    names = [one.name for one in sorted(folder.iterdir()) if (one / "config.json").is_file()]
+    if not names:
         return path
     refused = {}
     for name in names:
+        own = folder / name
         try:
-            check_fits(load_policy_config(folder / name), env, {**saved_rename_map(folder / name), **rename_map})
+            # Of a bucket no more than these files are fetched.
+            check_fits(load_policy_config(own), env, {**saved_rename_map(own), **rename_map})
         except ValueError as error:
             refused[name] = str(error)
     fits = [name for name in names if name not in refused]

@@ -37,7 +37,7 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor
 from transformers.initialization import no_init_weights
 
-from vla_finetuning.bucket import place
+from vla_finetuning.bucket import BucketPath, place
 from vla_finetuning.data.hub import download_snapshot, resolve_commit
 from vla_finetuning.files import let_others_read, read_foreign_json
 from vla_finetuning.lerobot_options import make_config
@@ -125,7 +125,7 @@ def fetch_pretrained(
         ValueError: a URI; a revision of a local folder; no such repository or revision, or no access.
         OSError: the Hub cannot be reached, and the cache does not hold the files.
     """
-    folder, commit = fetched_for_good(place(path)), None
+    folder, commit = _here(path), None
     if folder.is_dir():
         if revision is not None:
             raise ValueError(f"{path} is a local folder, which has no revision {revision!r}")
@@ -141,10 +141,19 @@ def fetch_pretrained(
     return folder, commit
 
 
+def _here(path: str) -> Path:
+    """The folder; of one in a bucket a copy on this machine, once it is known to be a policy's."""
+    found = place(path)
+    if isinstance(found, BucketPath):
+        _require_config(path, found)
+    return fetched_for_good(found)
+
+
 def _require_config(path: str, folder: Path) -> None:
     if not (folder / "config.json").is_file():
         found = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-        raise FileNotFoundError(f"{path} is no pretrained LeRobot policy: no config.json among {found}")
+        remedy = "; it is a checkpoint: give its run's pretrained_model" if "state.json" in found else ""
+        raise FileNotFoundError(f"{path} is no pretrained LeRobot policy: no config.json among {found}{remedy}")
 
 
 def new_policy(config: PreTrainedConfig, *, trusted: bool = False) -> PreTrainedPolicy:

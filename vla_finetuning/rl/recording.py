@@ -16,7 +16,7 @@ from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import Ended, Start
 from vla_finetuning.evaluation.episodes import Episode, line_of, pack_actions, unpack_actions
 from vla_finetuning.evaluation.recording import Eyes, Played, is_recorded, record_played
-from vla_finetuning.files import read_lines, write_whole
+from vla_finetuning.files import read_lines, remove, write_whole
 from vla_finetuning.rl.acting import Explorer
 from vla_finetuning.rl.resolve import GrpoRun
 from vla_finetuning.terminal import tell
@@ -41,15 +41,22 @@ def recorded_episodes(starts: Sequence[Start], ended: Mapping[int, Ended], explo
     return found
 
 
+def forget_episodes(output_dir: Path, first: int) -> None:
+    """Remove the episodes of iterations from `first` on, which are played again. By rank 0, before any is.
+
+    An earlier attempt may have had more processes, with files that none replaces.
+    """
+    for path in (output_dir / FOLDER).glob("*.jsonl"):
+        if int(path.name.partition("-")[0]) >= first:
+            remove(path)
+
+
 def write_episodes(output_dir: Path, iteration: int, worker: Worker, episodes: Iterable[Played]) -> None:
-    """Write down a training process's episodes of an iteration, all or none."""
+    """Write down a training process's episodes of an iteration, all or none; in a bucket before the next checkpoint."""
     path = output_dir / FOLDER / f"{iteration:06d}-{worker.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    if worker.rank == 0:  # of an earlier attempt with more processes, whose episodes others have now
-        for other in path.parent.glob(f"{iteration:06d}-*.jsonl"):
-            if int(other.stem.partition("-")[2]) >= worker.world:
-                other.unlink()
-    write_whole(path, "".join(json.dumps({**line, **pack_actions(actions)}) + "\n" for line, actions in episodes))
+    lines = (json.dumps({**line, **pack_actions(actions)}) + "\n" for line, actions in episodes)
+    write_whole(path, "".join(lines), now=False)
 
 
 def read_episodes(output_dir: Path) -> Iterator[Played]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -209,7 +210,8 @@ def show_episodes(run: ValueRun, columns: Mapping[str, np.ndarray], folder: Path
         if strip is not None:
             picture = Image.fromarray(strip)
             picture.thumbnail((STRIP_WIDTH, STRIP_WIDTH))
-            picture.save(folder / FILMS / file)
+            picture.save(webp := io.BytesIO(), "WEBP")
+            (folder / FILMS / file).write_bytes(webp.getvalue())
         meta = rows.metas[number]
         shown.append(
             {

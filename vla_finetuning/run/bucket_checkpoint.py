@@ -24,6 +24,7 @@ from typing import Any
 
 from vla_finetuning.bucket import BucketPath, ChangedError
 from vla_finetuning.files import write_json
+from vla_finetuning.lines import waiting_lines
 from vla_finetuning.node_disk import on_disk, scratch
 from vla_finetuning.run.attempts import attempts, resumed_at
 from vla_finetuning.run.manifest import PREFIX, STATE, Files, Progress, file_digest, manifest, parsed
@@ -31,6 +32,7 @@ from vla_finetuning.run.manifest import PREFIX, STATE, Files, Progress, file_dig
 logger = logging.getLogger(__name__)
 
 PARTS = ".parts"
+LINES_PREFIX = "lines-"
 
 
 def disk_of(folder: BucketPath) -> Path:
@@ -50,14 +52,20 @@ def send(folder: BucketPath, disk: Path, files: Iterable[str], attempt: int) -> 
         (_parts(folder, attempt) / name).upload(disk / name)
 
 
-def keep(folder: BucketPath, disk: Path, progress: Progress, files: Files) -> None:
-    """Leave a checkpoint that cannot be sent on this node's disk, so that a person can."""
+def keep(folder: BucketPath, disk: Path, progress: Progress, files: Files, attempt: int) -> None:
+    """Leave a checkpoint that cannot be sent on nodes' disks, for `kept.bring_in`. On rank 0."""
     forget_others(folder, kept=True)
-    write_json(disk / STATE, manifest(progress, files))
+    write_json(disk / STATE, manifest(progress, files, attempt=attempt))
+
+
+def keep_lines(folder: BucketPath, disk: Path, rank: int) -> None:
+    """Beside the files of a checkpoint that cannot be sent: the lines that this process has yet to write."""
+    disk.mkdir(parents=True, exist_ok=True)
+    write_json(disk / f"{LINES_PREFIX}{rank}.json", waiting_lines(folder.parent.parent))
 
 
 def forget_others(folder: BucketPath, kept: bool = False) -> None:
-    """Remove files of other checkpoints from this node's disk. `kept`: those that were left for a person, too."""
+    """Remove files of other checkpoints from this node's disk. `kept`: those that `keep` has left, too."""
     for other in disk_of(folder).glob("*"):
         if not other.name.endswith(folder.name) and (kept or not (other / STATE).exists()):
             shutil.rmtree(other, ignore_errors=True)

@@ -15,7 +15,7 @@ from typing import Any
 import ray.train
 from ray.train.constants import TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S
 
-from vla_finetuning.bucket import StorageError, StoreAwayError
+from vla_finetuning.bucket import PATIENCE_S, StorageError, StoreAwayError, within
 from vla_finetuning.lines import append_line
 from vla_finetuning.run.folder import LOG_NAME, attempts
 from vla_finetuning.terminal import escaped
@@ -23,6 +23,8 @@ from vla_finetuning.terminal import escaped
 # What this program's own checks raise: bad input, a file that is gone, a run that does not learn, a store that is away
 # for good. Libraries raise the first for arguments that make no sense, which another attempt would give them again.
 FINAL = (ValueError, FileNotFoundError, FloatingPointError, StoreAwayError)
+# How long a store is asked that has been away for too long already.
+NEARLY_NONE_S = 2.0
 
 
 class StopRetrying(ray.train.UserCallback):
@@ -52,7 +54,8 @@ class StopRetrying(ray.train.UserCallback):
         causes = {rank: unwrapped(error) for rank, error in worker_exceptions.items()}
         error = first_cause(causes.values())
         resumed_from: list[int] = []
-        with contextlib.suppress(StorageError):
+        patience_s = NEARLY_NONE_S if isinstance(error, StoreAwayError) else PATIENCE_S
+        with within(patience_s), contextlib.suppress(StorageError):
             resumed_from = [line["resumed_from_step"] for line in attempts(self._output_dir)[-1:]]
         # Addresses, sizes and process ids are never the same twice.
         found = (type(error), re.sub(r"\d+", "", str(error)), resumed_from)
@@ -64,7 +67,7 @@ class StopRetrying(ray.train.UserCallback):
         ranks = ", ".join(str(rank) for rank, cause in causes.items() if cause is error)
         message = root_cause(error).strip().splitlines()[0]
         # It may be the disk that is full.
-        with contextlib.suppress(OSError):
+        with within(patience_s), contextlib.suppress(OSError):
             failed = f"WARNING attempt from step {(resumed_from or [0])[0]} failed on rank {ranks}: {escaped(message)}"
             append_line(self._output_dir / LOG_NAME, failed, now=True)
         if final:
@@ -73,13 +76,18 @@ class StopRetrying(ray.train.UserCallback):
 
 def root_cause(error: BaseException) -> str:
     """The message of what went wrong first, without Ray's layers around it."""
-    failures = getattr(error, "worker_failures", None)
-    error = first_cause(failures.values()) if failures else unwrapped(error)
+    error = cause_of(error)
     # Ray Data 2.60 writes how often it tried, and how to change that, into the message.
     message = re.split(r"\nFailed to .+ after \d+/\d+ attempts", str(error))[0]
     # Ours are sentences for the user; of the others the type may be all there is.
     ours = isinstance(error, (*FINAL, OSError)) and message.strip()
     return message if ours else f"{type(error).__name__}: {message}"
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What went wrong first."""
+    failures = getattr(error, "worker_failures", None)
+    return first_cause(failures.values()) if failures else unwrapped(error)
 
 
 def first_cause(errors: Iterable[BaseException]) -> BaseException:

@@ -45,7 +45,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from vla_finetuning.bucket import BucketPath, ChangedError
+from vla_finetuning.bucket import BucketPath, ChangedError, StorageError
 from vla_finetuning.config import CONFIG_NAME, GRPO_PRESETS, OF_A_START, PRESETS, Config, GrpoConfig, JobOptions
 from vla_finetuning.files import read_lines, remove, write_json
 from vla_finetuning.lines import is_there, recently, write_beside
@@ -89,7 +89,7 @@ def check_folder(config: JobOptions) -> None:
             on in it, or it is not empty.
     """
     folder = config.folder
-    _check_place(folder)
+    check_place(folder)
     _check_idle(folder)
     _check_free(config)
 
@@ -116,7 +116,8 @@ def finish(output_dir: Path, step: int) -> None:
     write_json(output_dir / FINISHED_NAME, {"step": step})
 
 
-def _check_place(folder: Path) -> None:
+def check_place(folder: Path) -> None:
+    """Raises OSError where no folder can be, without making one."""
     if isinstance(folder, BucketPath):
         if not any(folder.iterdir()) and not (bucket := type(folder)(*folder.parts[:2])).exists():
             raise FileNotFoundError(f"--output_dir={folder}: there is no {bucket}; make it first, or check its name")
@@ -156,8 +157,9 @@ def claim_folder(config: JobOptions) -> Iterator[None]:
         _try_conditions(folder)
         with drive(folder):
             yield
-        if not _contents(folder):
-            folder.remove_tree()
+        with contextlib.suppress(StorageError):  # what the run ends with says more
+            if not _contents(folder):
+                folder.remove_tree()
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,10 @@ A parquet file with a row for each frame: `dataset` (its root), `episode_index`,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import io
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
+from vla_finetuning.bucket import BucketPath
 from vla_finetuning.data.limits import MAX_DATA_BYTES
 from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.number_cache import numbers
@@ -47,8 +51,13 @@ def write_labels(
         frame.append(np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length))
     names = pa.DictionaryArray.from_arrays(np.concatenate(root), pa.array([meta.root for meta in metas]))
     known = {"dataset": names, "episode_index": np.concatenate(episode), "frame_index": np.concatenate(frame)}
+    table = pa.table({**known, **columns})
+    if isinstance(path, BucketPath):
+        pq.write_table(table, buffer := io.BytesIO())
+        path.write_bytes(buffer.getbuffer())
+        return
     partial = path.with_suffix(".partial")
-    pq.write_table(pa.table({**known, **columns}), partial)
+    pq.write_table(table, partial)
     partial.replace(path)
 
 
@@ -62,7 +71,8 @@ def read_labels(
     Raises:
         ValueError: no such file as `write_labels` makes, or it lacks a dataset or a frame. FileNotFoundError: no file.
     """
-    rows = _read(path, COLUMNS)
+    with _on_disk(path) as here:
+        rows, digest = _read(path, here, COLUMNS), file_digest(here)
     found = []
     for meta, own in zip(metas, episodes, strict=True):
         index, of_it = _rows_of(rows, path, meta, alone=len(metas) == 1)
@@ -79,7 +89,7 @@ def read_labels(
                 "give value.py the same episodes"
             )
         found.append(positive)
-    return tuple(found), file_digest(path)
+    return tuple(found), digest
 
 
 def histogram(columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -96,7 +106,8 @@ def show_labels(path: Path, meta: DatasetMetadata) -> tuple[list[str], dict[str,
     Raises:
         ValueError, FileNotFoundError: as `read_labels`, but episodes may be without labels.
     """
-    index, rows = _rows_of(_read(path, (*COLUMNS, *SHOWN)), path, meta, alone=True)
+    with _on_disk(path) as here:
+        index, rows = _rows_of(_read(path, here, (*COLUMNS, *SHOWN)), path, meta, alone=True)
     advantage, success, positive = (rows[name].to_numpy() for name in (*SHOWN, "positive"))
     texts = np.array([texts[0] if texts else "" for texts in meta.episode_tasks])
     task = np.repeat(texts, meta.episode_length)[index]
@@ -113,10 +124,20 @@ def show_labels(path: Path, meta: DatasetMetadata) -> tuple[list[str], dict[str,
     return lines, histogram({"advantage": advantage, "success": success})
 
 
-def _read(path: Path, columns: Sequence[str]) -> pa.Table:
+@contextlib.contextmanager
+def _on_disk(path: Path) -> Iterator[Path]:
     if not path.is_file():
         raise FileNotFoundError(f"{FLAG}={path}: no such file; python value.py writes it into its --output_dir")
-    with open_parquet(LocalFileSystem(), str(path)) as file:
+    if not isinstance(path, BucketPath):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path.download(here := Path(folder, path.name), path.found())
+        yield here
+
+
+def _read(path: Path, here: Path, columns: Sequence[str]) -> pa.Table:
+    with open_parquet(LocalFileSystem(), str(here), name=str(path)) as file:
         if lacking := [name for name in columns if name not in file.schema_arrow.names]:
             raise ValueError(f"{FLAG}={path} lacks the columns {lacking}; give the {LABELS_NAME} of a run of value.py")
         return read_columns(file, list(columns), Budget("frames", None, MAX_DATA_BYTES), name=str(path))

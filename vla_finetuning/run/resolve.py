@@ -16,6 +16,7 @@ from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
 
 from lerobot_datasource import LeRobotDatasource
+from vla_finetuning.bucket import place
 from vla_finetuning.config import CACHE_DIR, PRESETS, Config
 from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
@@ -433,7 +434,7 @@ def _with_labels(config: Config, rows: Rows) -> Rows:
     """The rows with the advantages that their prompts name (--recap.labels)."""
     if config.recap.labels is None:
         return rows
-    labels, digest = read_labels(Path(config.recap.labels), rows.metas, rows.episodes)
+    labels, digest = read_labels(place(config.recap.labels), rows.metas, rows.episodes)
     identity = {**rows.identity, "labels": digest, "label_dropout": config.recap.dropout}
     return replace(rows, positive=PerFrame(labels), label_dropout=config.recap.dropout, identity=identity)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import math
@@ -26,7 +27,6 @@ from vla_finetuning.run import bucket_checkpoint
 from vla_finetuning.run.checkpoint import (
     AVERAGE,
     OPTIMIZER,
-    STATE,
     TRAINABLE,
     Files,
     Piece,
@@ -81,8 +81,9 @@ class CheckpointWriter:
         self._group = None
         if len(self._senders) > 1:
             # Of its own: threads must not disturb each other's collectives. On the host, as the files are.
-            timeout = datetime.timedelta(seconds=job.scaling.collective_timeout_s)
-            self._group = dist.new_group(self._senders, backend="gloo", timeout=timeout)
+            timeout_s = job.scaling.collective_timeout_s
+            timeout_s += job.store_timeout_s * self._in_bucket  # one rank may try for so long, and another not
+            self._group = dist.new_group(self._senders, backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._staging: Staging | None = None
         if self._rank in self._writers:
             mine = [self._mine(tensors) for tensors in self._state().values()]
@@ -195,8 +196,12 @@ class CheckpointWriter:
             with within(limit_s if progress.step == self._job.steps else limit_s / 10):
                 written = self._write_pieces(folder, taken)
                 everyones = self._gathered(written)
-                if self._rank == 0:
-                    self._finish(folder, progress, everyones, started)
+                appeared = False
+                try:
+                    if self._rank == 0:
+                        appeared = self._finish(folder, progress, everyones, started)
+                finally:
+                    self._tidy(folder, appeared)
             if written.error is not None and not isinstance(written.error, StorageError):
                 raise written.error
         finally:
@@ -236,8 +241,28 @@ class CheckpointWriter:
         dist.gather_object(written, everyones or None, group=self._group)
         return everyones or [written]
 
-    def _finish(self, folder: Path, progress: Progress, everyones: list[_Written], started: float) -> None:
-        """Have the checkpoint appear, when all ranks have written theirs. On rank 0.
+    def _tidy(self, folder: Path, appeared: bool) -> None:
+        """Of a checkpoint in a bucket, remove this node's files when it has appeared, and otherwise keep the lines too.
+
+        Args:
+            appeared: on rank 0, whether it has.
+        """
+        if not isinstance(folder, BucketPath):
+            return
+        if self._group is not None:
+            said = [appeared]
+            dist.broadcast_object_list(said, group=self._group)
+            (appeared,) = said
+        if appeared:
+            discard(folder)
+            return
+        bucket_checkpoint.keep_lines(folder, partial_folder(folder), self._rank)
+        if self._group is not None:
+            with contextlib.suppress(RuntimeError):  # of another rank, which says by itself what is wrong
+                dist.barrier(self._group)  # an error of rank 0 ends all
+
+    def _finish(self, folder: Path, progress: Progress, everyones: list[_Written], started: float) -> bool:
+        """Have the checkpoint appear, when all ranks have written theirs. On rank 0. Whether it has.
 
         Raises:
             Exception: the first that a rank met, but for a store that fails: such a checkpoint is given up.
@@ -255,17 +280,16 @@ class CheckpointWriter:
         except StorageError as error:
             assert isinstance(folder, BucketPath)
             self._give_up(folder, progress, files, everyones, error, started)
-            return
+            return False
         except OSError:
             discard(folder)
             raise
         self._failing_since = self._away = None
-        if isinstance(folder, BucketPath):
-            discard(folder)
         try:
             self._prune()
         except StorageError as error:
             logger.warning("old checkpoints are not deleted: %s", error)
+        return True
 
     def _give_up(
         self,
@@ -278,13 +302,13 @@ class CheckpointWriter:
     ) -> None:
         """Go on without this checkpoint, or stop after --store_timeout_s without any."""
         self._failing_since = started if self._failing_since is None else self._failing_since
-        bucket_checkpoint.keep(folder, partial_folder(folder), progress, files)
+        bucket_checkpoint.keep(folder, partial_folder(folder), progress, files, self._attempt)
         since_s = time.monotonic() - self._failing_since
         places = ", ".join(sorted({of_rank.place for of_rank in everyones if of_rank.files}))
         self._away = StoreAwayError(
             f"no checkpoint has reached {self._job.output_dir} for {since_s:.0f} s (--store_timeout_s): {error}; the "
-            f"state of step {progress.step} is in {places}: copy what is there to {folder}/, {STATE} last, and go on "
-            "with --resume; without it, the run goes on from the checkpoint before"
+            f"state of step {progress.step} is in {places}: --resume with these nodes in the cluster sends it and goes "
+            "on from there; without them, the run goes on from the checkpoint before"
         )
         if since_s >= self._job.store_timeout_s or progress.step == self._job.steps:
             raise self._away

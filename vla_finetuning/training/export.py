@@ -109,9 +109,12 @@ def _made_for(path: Path) -> Iterator[Path]:
         yield path
         return
     folder = scratch(path) / path.name
-    yield folder
-    upload_folder(folder, path, last=CONFIG_NAME)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+    try:
+        yield folder
+        upload_folder(folder, path, last=CONFIG_NAME)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def exported_checkpoint(job: Job, best: bool) -> Path:

@@ -14,13 +14,14 @@ import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
-from vla_finetuning.bucket import BucketPath
+from vla_finetuning.bucket import BucketPath, StoreAwayError, hurry
 from vla_finetuning.node_disk import scratch
 from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
-from vla_finetuning.run.failures import StopRetrying
+from vla_finetuning.run.failures import NEARLY_NONE_S, StopRetrying, cause_of
 from vla_finetuning.run.folder import stopping_on_signals
 from vla_finetuning.run.job import Job
+from vla_finetuning.run.kept import bring_in
 from vla_finetuning.run.progress import Line, follow_progress, step_line
 
 
@@ -86,6 +87,8 @@ def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_li
     Args:
         line: formats a line of `metrics.jsonl` for the terminal.
     """
+    if isinstance(job.output_dir, BucketPath):
+        bring_in(job, [node["NodeID"] for node in cluster.alive_nodes()], cluster.on_nodes)
     trained: Future[Any] = Future()
 
     def work() -> None:
@@ -98,6 +101,11 @@ def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_li
         # Not in the main thread, where Ray Train takes Ctrl-C for itself and loses what is done; and in a thread that a
         # second signal need not wait for.
         threading.Thread(target=work, daemon=True).start()
-        cluster.wait_for(trained, job.scaling)
+        try:
+            cluster.wait_for(trained, job.scaling)
+        except Exception as error:
+            if isinstance(cause_of(error), StoreAwayError):
+                hurry(NEARLY_NONE_S)  # the report and all else would each wait for the store once more
+            raise
     newest = latest_checkpoint(job.checkpoints_dir)
     return load_progress(newest).step if newest is not None else 0
