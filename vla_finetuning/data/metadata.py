@@ -29,8 +29,8 @@ from vla_finetuning.data.limits import (
     MAX_ROW_PIXELS,
     MAX_STATS_BYTES,
 )
-from vla_finetuning.data.paths import INFO_PATH, assign_files, check_inside, first_row_in_file, shorten
-from vla_finetuning.data.storage import RemoteFileSystem, StorageError, StoragePolicy, connect, naming_file
+from vla_finetuning.data.paths import INFO_PATH, assign_files, check_inside, first_row_in_file, read_whole, shorten
+from vla_finetuning.data.storage import RemoteFileSystem, StorageError, StoragePolicy, connect
 
 STATS_PATH = "meta/stats.json"
 
@@ -462,18 +462,7 @@ def _naming_dataset(root: str) -> Iterator[None]:
 
 
 def _read_json(fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: int) -> dict[str, Any]:
-    check_inside(fs, base, [path])
-    try:
-        with naming_file(path):
-            size = fs.size(f"{base}/{path}")
-            text = fs.cat_file(f"{base}/{path}") if size <= most_bytes else b""
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing") from None
-    if size > most_bytes:
-        raise ValueError(
-            f"{path} has {size / 2**20:,.1f} MiB, more than the {most_bytes / 2**20:.0f} MiB that it may have; "
-            "restore the file"
-        )
+    text = read_whole(fs, base, path, most_bytes)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

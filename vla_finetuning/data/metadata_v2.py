@@ -25,8 +25,7 @@ from vla_finetuning.data.limits import (
     MAX_TASKS,
     MAX_TASKS_BYTES,
 )
-from vla_finetuning.data.paths import MAX_INDEX, check_inside
-from vla_finetuning.data.storage import naming_file
+from vla_finetuning.data.paths import MAX_INDEX, read_whole
 
 VERSIONS = ("v2.0", "v2.1")
 TASKS_PATH, EPISODES_PATH, STATS_PATH = "meta/tasks.jsonl", "meta/episodes.jsonl", "meta/episodes_stats.jsonl"
@@ -143,18 +142,7 @@ def _lines(
     fs: fsspec.AbstractFileSystem, base: str, path: str, most: int, most_bytes: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a file of JSON lines, each with the words by which errors call it."""
-    check_inside(fs, base, [path])
-    try:
-        with naming_file(path):
-            size = fs.size(f"{base}/{path}")
-            text = fs.cat_file(f"{base}/{path}") if size <= most_bytes else b""
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing; copy the dataset again") from None
-    if size > most_bytes:
-        raise ValueError(
-            f"{path} has {size / 2**20:,.1f} MiB, more than the {most_bytes / 2**20:,.0f} MiB that it may have: it is "
-            "damaged or made to exhaust the memory"
-        )
+    text = read_whole(fs, base, path, most_bytes)
     for number, line in enumerate(text.splitlines(), 1):
         if number > most:
             raise ValueError(f"{path}: more than {most:,} lines: it is damaged or made to exhaust the memory")

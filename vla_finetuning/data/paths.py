@@ -19,6 +19,8 @@ import fsspec
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
+from vla_finetuning.data.storage import naming_file
+
 INFO_PATH = "meta/info.json"
 # Of one kind, of a camera or of numbers: v2.1 has one for each episode, v3.0 one for dozens.
 MAX_FILES = 2_000_000
@@ -115,6 +117,28 @@ def check_inside(fs: fsspec.AbstractFileSystem, base: str, paths: Sequence[str])
                 f"{path} is a link to {real}, outside the dataset; copy the file into the dataset's folder, "
                 "or give the folder the link leads to"
             )
+
+
+def read_whole(fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: int) -> bytes:
+    """A file of metadata.
+
+    Raises:
+        FileNotFoundError: it is not there. ValueError: it is larger, or a link to outside of the dataset.
+        StorageError: the object store does not answer.
+    """
+    check_inside(fs, base, [path])
+    try:
+        with naming_file(path):
+            size = fs.size(f"{base}/{path}")
+            text: bytes = fs.cat_file(f"{base}/{path}") if size <= most_bytes else b""
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing; copy the dataset again") from None
+    if size > most_bytes:
+        raise ValueError(
+            f"{path} has {size / 2**20:,.1f} MiB, more than the {most_bytes / 2**20:,.0f} MiB that it may have: it is "
+            "damaged or made to exhaust the memory; restore the file"
+        )
+    return text
 
 
 class _Part(NamedTuple):
