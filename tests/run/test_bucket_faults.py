@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import grpo
 import value
 import vla
 from diagnostics import check_rows
@@ -18,12 +17,10 @@ from tests import broken, clusters
 from tests.broken import assert_same_weights, make_setting, resumed_from, run_with, weights
 from tests.buckets import SECRET, runs_bucket
 from tests.planted import Fault
-from tests.rl.test_learning import make_base as make_player
 from tests.tiny import make_base
 from vla_finetuning.bucket import place
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.files import read_json, read_lines
-from vla_finetuning.rl import before_after
 from vla_finetuning.run.attempts import attempts
 from vla_finetuning.run.checkpoint import latest_checkpoint
 from vla_finetuning.run.lease import LOCK_NAME
@@ -212,35 +209,3 @@ def test_values_and_what_is_learned_from_their_labels(setting, cluster):
     changes = {"steps": 2, "policy.path": told, "recap.labels": there / "labels.parquet"}
     assert vla.main(flags(setting, learned, **changes)) == 0
     assert (learned / "pretrained_model" / "model.safetensors").is_file()
-
-
-def test_learning_from_success(setting, cluster, tmp_path, monkeypatch):
-    """One iteration, and another one when it is resumed."""
-    monkeypatch.setattr(before_after, "FRESH_EPISODES", 4)
-    folder = place("s3://runs/grpo")
-    options = {
-        "policy.path": make_player(tmp_path / "base"),
-        "env.type": "two_bins",
-        "env.episode_length": 6,
-        "output_dir": folder,
-        "scaling.num_workers": 1,
-        "scaling.cpus_per_worker": 0.5,
-        "grpo.env_actor_cpus": 0.5,
-        "grpo.groups": 2,
-        "grpo.group_size": 2,
-        "grpo.iterations": 1,
-        "grpo.reward": "return",
-        "grpo.flow_steps": 2,
-        "grpo.record_dataset": tmp_path / "dataset",
-        "eval.n_episodes": 2,
-        "save_freq": 1,
-        "lr": 1e-4,
-    }
-    assert grpo.main([f"--{name}={value}" for name, value in options.items()]) == 0
-    again = [f"--output_dir={folder}", "--resume", "--grpo.iterations=2", f"--grpo.record_dataset={tmp_path / 'all'}"]
-    assert grpo.main(again) == 0
-    assert resumed_from(folder) == [0, 1]
-    assert [json.loads(line)["step"] for line in read_lines(folder / "metrics.jsonl")] == [0, 1, 2]
-    assert read_json(folder / "evaluation.json")["closed_loop"]["after"]["episodes"] > 0
-    assert (folder / "pretrained_model" / "config.json").is_file() and (folder / "report.html").is_file()
-    assert read_json(tmp_path / "all" / "meta" / "info.json")["total_episodes"] == 8
