@@ -167,14 +167,17 @@ def test_labels_in_a_bucket_are_those_on_the_disk(finished, setting, tmp_path, m
     monkeypatch.setattr(node_disk.tempfile, "tempdir", str(tmp_path))
     judge = judge_here(setting, finished)
     monkeypatch.setattr(values, "judge_frames", lambda run, checkpoint: [judge(np.arange(sum(EPISODES)))])
+    on_disk = resolved(setting, output_dir=tmp_path / "disk")
+    (tmp_path / "disk").mkdir()
+    label_frames(on_disk, on_disk.training, finished)
     with runs_bucket():
         run = resolve_value(parse_value(flags(setting, output_dir="s3://runs/value")), gpus_found=0)
         label_frames(run, run.training, finished)
         there = place("s3://runs/value") / LABELS_NAME
         meta, everything = run.training.rows.metas[0], np.arange(len(EPISODES))
         (found,), _ = read_labels(there, [meta], [everything])
-        assert found.tolist() == pq.read_table(finished / LABELS_NAME)["positive"].to_pylist()
-        assert show_labels(there, meta)[0] == show_labels(finished / LABELS_NAME, meta)[0]
+        assert found.tolist() == pq.read_table(tmp_path / "disk" / LABELS_NAME)["positive"].to_pylist()
+        assert show_labels(there, meta)[0] == show_labels(tmp_path / "disk" / LABELS_NAME, meta)[0]
         words = [*meta.tasks.values(), "Advantage: positive", "Advantage: negative"]
         told = make_base(tmp_path / "told", meta, chunk_size=4, tasks=words)
         options = {"dataset.root": setting[1], "policy.path": told, "recap.labels": there}

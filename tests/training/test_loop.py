@@ -292,7 +292,9 @@ def test_the_loop_compiles_before_its_first_step(setting, monkeypatch):
     run = resolved(setting, **{"train.compile": "true", "steps": 1, "log_freq": 1})
     batches = TimedIterator([{"number": n} for n in range(3)])
     monkeypatch.setattr(vla, "feed", lambda *_, **options: batches)
-    monkeypatch.setattr(vla, "build_model", lambda *_: (torch.nn.Linear(1, 1), None))
+    loss = torch.nn.Linear(1, 1)
+    loss.by_robot = None
+    monkeypatch.setattr(vla, "build_model", lambda *_: (loss, None))
     monkeypatch.setattr(vla, "check_attention", lambda *_: None)
     monkeypatch.setattr(vla, "begin", lambda *_: attempt.Attempt(0, run.job.start, None))
     monkeypatch.setattr(vla, "compile_all", lambda *args, **options: given.append(args[4]))
