@@ -175,8 +175,9 @@ def coordinator(folder: Path) -> dict[str, Any]:
     tasks = source_of(metas, (0, 2 * rows)).get_read_tasks(1)
     resumed = source_of(metas, (rows + rows // 2, 2 * rows)).get_read_tasks(1)
     # What all tasks share, the files and instructions of every dataset, is pickled once in a run.
-    largest = max([*tasks[::100], *resumed[::100]], key=lambda task: len(cloudpickle.dumps(task.read_fn.reads)))
-    return {"travels": {"task": largest.read_fn}, "tasks": len(tasks)}
+    reads: list[Any] = [task.read_fn for task in [*tasks[::100], *resumed[::100]]]
+    largest = max(reads, key=lambda read: len(cloudpickle.dumps(read.reads)))
+    return {"travels": {"task": largest}, "tasks": len(tasks)}
 
 
 def epoch(folder: Path) -> dict[str, Any]:
