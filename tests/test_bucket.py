@@ -245,17 +245,32 @@ def test_lines_that_a_process_left_are_written_by_another(folder, faults, impati
     append_line(folder / "old.jsonl", "1")
     waiting = json.loads(json.dumps(lines.waiting_lines(folder)))
     assert len(waiting) == 3
-    late = list(lines._appenders.values())
+    late = {path.name: appender for path, appender in lines._appenders.items()}
     forget()
     faults.choose = lambda request: None
     for _ in range(2):
         lines.write_waiting(folder, waiting)
         assert read_lines(folder / "old.jsonl") == read_lines(folder / "new.jsonl") == ["0", "1"]
         assert read_lines(folder / "inner" / "first.jsonl") == ["0"]
-    late[0].append("2")
-    late[0].flush()  # it wrote them after all, and more
+    late["old.jsonl"].append("2")
+    late["old.jsonl"].flush()  # it wrote them after all, and more
     lines.write_waiting(folder, waiting)
     assert read_lines(folder / "old.jsonl") == ["0", "1", "2"]
+
+
+def test_lines_that_two_processes_write_at_once_are_there_once(folder):
+    """The one that was thought to be gone, and the one that writes what it had left."""
+    path = folder / "m.jsonl"
+    append_line(path, "0")
+    waiting, late = lines.waiting_lines(folder), lines._appenders[path]
+    forget()
+    lines.write_waiting(folder, waiting)
+    append_line(path, "1", now=True)
+    late.flush()  # under an order of its own
+    assert len(path.below()) == 3 and read_lines(path) == ["0", "1"]
+    late.append("2")
+    late.flush()
+    assert sorted(read_lines(path)) == ["0", "1", "2"]
 
 
 def test_lines_that_are_replaced_stay_so_whatever_an_earlier_process_still_writes(folder):

@@ -238,16 +238,31 @@ def write_waiting(folder: BucketPath, waiting: Sequence[Mapping[str, Any]]) -> N
             (path / name).put(one["text"].encode())
 
 
+def _counting(sizes: Mapping[str, int]) -> list[str]:
+    """Of a folder of lines, the objects that are read, in order: each of a writer's once.
+
+    What a process had yet to write may come in a second time under another order, when `write_waiting` and an answer
+    that was lost cross: one of both is the beginning of the other, or equal to it.
+    """
+    names = sorted(sizes)
+    names = names[max((i for i, name in enumerate(names) if ALL in name), default=0) :]
+    longest: dict[str, str] = {}
+    for name in names:
+        mine = name[8:].replace(ALL, "")
+        before = longest.get(mine)
+        if before is None or sizes[name] > sizes[before]:
+            longest[mine] = name
+    return [name for name in names if name[8:9] != "-" or longest[name[8:].replace(ALL, "")] == name]
+
+
 def text_of_lines(path: BucketPath) -> str:
     """All lines, those that this process has yet to write included; nothing when there are none."""
     mine = _appenders.get(path)
     if mine is not None and mine.waits:
         mine.flush()
     found = path.below()
-    names = sorted(found)
-    start = max((i for i, name in enumerate(names) if ALL in name), default=0)
     texts = []
-    for name in names[start:]:
+    for name in _counting({name: of.size for name, of in found.items()}):
         seen = (str(path), name, found[name].tag)
         if seen not in _segments:
             try:
