@@ -385,7 +385,11 @@ class MLflow(_Appending):
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{output_dir.absolute() / DATABASE_NAME}"
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            uri = f"sqlite:///{output_dir.absolute() / DATABASE_NAME}"
+            # Connections that outlive a call would be to a file that is gone when the next `Link` brings a newer one.
+            os.environ.setdefault("MLFLOW_SQLALCHEMYSTORE_POOLCLASS", "NullPool")
         self._client = MlflowClient(tracking_uri=uri)
         if run_id is None:
             found = self._client.get_experiment_by_name(project)
