@@ -9,7 +9,9 @@ import pytest
 
 from tests.data.test_relative_actions import one_after_the_other
 from tests.datasets import all_rows, edit_rows, make_dataset
+from tests.run import test_frames as idling
 from vla_finetuning.data import quantiles
+from vla_finetuning.data.idle import Movement
 from vla_finetuning.data.metadata import load_metadata, reorder_dimensions
 from vla_finetuning.data.quantiles import QUANTILES, Source, exact_stats, outside, sample_rows
 from vla_finetuning.data.relative_actions import RelativeActions, relative_chunks
@@ -154,6 +156,57 @@ def test_two_passes_cost_little_memory(without_ray):
     np.testing.assert_allclose(coarse.sum.sum(), values.sum(dtype=np.float64))
 
 
+@pytest.fixture(scope="module")
+def still(tmp_path_factory):
+    """A dataset with frames in which nothing moves, the frames that are left, and what movement is measured by."""
+    folder = tmp_path_factory.mktemp("quantiles") / "still"
+    root = make_dataset(folder, episodes=idling.EPISODES, cameras={}, extra_features=True)
+    for key in ("observation.state", "action"):
+        edit_rows(root, key, idling.hold)
+    meta = load_metadata(root)
+    left = np.concatenate([meta.episode_start[episode] + frames for episode, frames in idling.LEFT.items()])
+    return meta, left, Movement.of(meta, ["observation.state", "action"], 0.5)
+
+
+def test_idle_frames_do_not_count(still, root, without_ray):
+    """Nor where what is described is not what movement is measured by."""
+    meta, left, movement = still
+    source = Source(meta, np.arange(5), movement=movement)
+    rows = all_rows(Path(meta.root), KEYS)
+    joint, (own,) = exact_stats([source], KEYS, cache_dir=None)
+    for key in KEYS:
+        assert_numpys(joint[key], rows[key][left])
+        assert own[key]["count"].tolist() == [len(left)] and len(left) < meta.total_frames / 2
+    alone, _ = exact_stats([source], ["next.reward"], cache_dir=None)
+    assert_numpys(alone["next.reward"], rows["next.reward"][left])
+
+    first = load_metadata(root)
+    both, _ = exact_stats([Source(first, np.arange(6), 0.5), replace(source, weight=2.0)], ["action"], cache_dir=None)
+    of_first = rows_of(first, "action", range(6))
+    weights = np.repeat([0.5, 2.0], [len(of_first), len(left)])
+    assert_numpys(both["action"], np.concatenate([of_first, rows["action"][left]]), weights)
+
+    how = RelativeActions(4, (True, False, True))
+    found, _ = exact_stats([source], ["action"], cache_dir=None, relative=how)
+    chunks = []
+    for episode, frames in idling.LEFT.items():
+        of_episode = (rows_of(meta, key, [episode]).astype(np.float32) for key in ("action", "observation.state"))
+        begun = relative_chunks(*of_episode, how).reshape(-1, 4, 3)
+        chunks += [begun[frame] for frame in frames if frame < len(begun)]
+    assert_numpys(found["action"], np.concatenate(chunks).astype(np.float64))
+
+    sampled, episodes = sample_rows(meta, np.arange(5), ["next.reward"], movement)
+    assert episodes == 5
+    np.testing.assert_array_equal(sampled["next.reward"].ravel(), rows["next.reward"][left])
+
+
+@pytest.mark.ray
+def test_idle_frames_do_not_count_in_a_pass_by_ray(still, ray_cluster):
+    meta, left, movement = still
+    joint, _ = exact_stats([Source(meta, np.arange(5), movement=movement)], ["action"], cache_dir=None)
+    assert_numpys(joint["action"], all_rows(Path(meta.root), ["action"])["action"][left])
+
+
 @pytest.mark.ray
 def test_a_pass_by_ray(root, second, tmp_path, ray_cluster, monkeypatch):
     metas = [load_metadata(root), load_metadata(second)]
@@ -179,6 +232,8 @@ def test_the_cache_is_of_episodes_weights_and_order(root, tmp_path, without_ray)
     assert computed([sources[0], replace(sources[1], weight=3.0)], ["action"])
     assert computed([replace(sources[0], meta=reorder_dimensions(meta, {"action": (1, 0, 2)}, meta))], ["action"])
     assert computed(sources[:1], ["action"], relative=RelativeActions(6, (True,) * 3))
+    moving = [replace(sources[0], movement=Movement.of(meta, ["action"], seconds)) for seconds in (0.2, 0.4)]
+    assert all(computed([source], ["action"]) and not computed([source], ["action"]) for source in moving)
 
 
 def test_a_file_that_cannot_be_read(root, tmp_path, without_ray, caplog):

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from diagnostics import check_rows
-from tests.datasets import edit_rows, make_dataset
+from tests.data.test_relative_actions import one_after_the_other
+from tests.datasets import all_rows, edit_rows, make_dataset
 from vla_finetuning.config import CONFIG_NAME
+from vla_finetuning.data import quantiles
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies import tiny_pi05
@@ -17,7 +19,7 @@ from vla_finetuning.run.checkpoint import check_resumable, commit, write_pieces
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import start_attempt
 from vla_finetuning.run.progress import RowsLog
-from vla_finetuning.run.resolve import resolve
+from vla_finetuning.run.resolve import resolve, with_stats
 
 CAMERA = {"observation.images.top": (48, 64)}
 # Of five episodes; nothing moves in these frames, nor in any of the last episode.
@@ -128,6 +130,35 @@ def test_frames_that_are_left_have_their_whole_action_chunks(setting):
         if index in (3, 40, 48):
             image = expected["observation.images.top"].movedim(0, -1)
             assert np.array_equal(rows["observation.images.top"][at], (image * 255).round().numpy().astype(np.uint8))
+
+
+@pytest.mark.parametrize("dropped", [0, 3])
+def test_statistics_are_of_the_frames_that_do_not_idle(setting, monkeypatch, dropped):
+    """The last ones of an episode among them; in a mixture by what an epoch has of each dataset."""
+    monkeypatch.setattr(quantiles, "over_files", one_after_the_other)
+    exact = ("--dataset.skip_idle=0.5", "--dataset.statistics=exact", f"--dataset.drop_n_last_frames={dropped}")
+    left = np.concatenate([START[episode] + np.array(frames) for episode, frames in LEFT.items()])
+    rows = [all_rows(setting[0] / name, ["action"])["action"][left] for name in ("dataset", "other")]
+    run = run_of(setting, *exact)
+    assert "over all frames of the training episodes that --dataset.skip_idle leaves" in describe(run)
+    found = with_stats(run).policy.stats["action"]
+    for name, q in (("q01", 0.01), ("q99", 0.99)):
+        np.testing.assert_array_equal(found[name], np.quantile(rows[0], q, axis=0, method="inverted_cdf"))
+    mixture = json.dumps({str(setting[0] / "dataset"): 1, str(setting[0] / "other"): 3})
+    mixed = run_of(setting, *exact, f"--dataset.mixture={mixture}")
+    found = with_stats(mixed).policy.stats["action"]
+    weights = np.repeat(np.array(mixed.rows.identity["rows_per_source"]) / len(left), len(left))
+    both = np.concatenate(rows)
+    for name, q in (("q01", 0.01), ("q99", 0.99)):
+        expected = [np.quantile(column, q, weights=weights, method="inverted_cdf") for column in both.T]
+        np.testing.assert_array_equal(found[name], expected)
+
+
+def test_a_run_whose_statistics_counted_idle_frames_does_not_go_on_without_them(setting):
+    start = run_of(setting, "--dataset.skip_idle=0.5", "--dataset.statistics=exact").job.start
+    earlier = {key: value for key, value in start.stream.items() if key != "statistics"}
+    with pytest.raises(ValueError, match="statistics: was None, is without idle frames"):
+        check_resumable(replace(start, stream=earlier), start)
 
 
 def test_weighted_episodes_come_as_often_as_they_weigh(setting):

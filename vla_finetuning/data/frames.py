@@ -23,12 +23,15 @@ class Stretches:
         episode: int64, ascending. first: int64, the frame_index of the run's first frame, ascending in an episode.
         frames: int64, how many, > 0.
         weight: float64, how often each of them comes in an epoch, on average; None: once.
+        moving: frames of `episodes` that are not idle, an int: those that are rows, and those that are dropped at
+            their ends.
     """
 
     episode: np.ndarray
     first: np.ndarray
     frames: np.ndarray
     weight: np.ndarray | None
+    moving: int
 
     @property
     def episodes(self) -> np.ndarray:
@@ -71,10 +74,11 @@ def stretches_of(
     else:
         whole = runs_kept(meta, episodes, keys, skip_idle)
     episode, first, frames = whole.T
-    frames = np.minimum(frames, meta.episode_length[episode] - dropped - first)
+    moving, frames = frames, np.minimum(frames, meta.episode_length[episode] - dropped - first)
     there = frames > 0 if weight is None else (frames > 0) & (weight[episode] > 0)
+    moving = int(moving[np.isin(episode, episode[there])].sum())
     episode, first, frames = (np.ascontiguousarray(column[there]) for column in (episode, first, frames))
-    return Stretches(episode, first, frames, None if weight is None else weight[episode])
+    return Stretches(episode, first, frames, None if weight is None else weight[episode], moving)
 
 
 @dataclass(frozen=True)

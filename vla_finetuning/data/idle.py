@@ -1,4 +1,4 @@
-"""When nothing moves: the one definition that scores, `--dataset.skip_idle` and its tables share.
+"""When nothing moves: the one definition that scores, `--dataset.skip_idle`, its tables and statistics share.
 
 openpi leaves out of DROID what lies in runs of 7 frames or more (at 15 Hz) whose actions, velocities of joints, differ
 by less than 1e-3 from one frame to the next (`examples/droid/compute_droid_nonidle_ranges.py`). Here state and action
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata
+from vla_finetuning.data.metadata import NUMERIC_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.statistics import episode_arrays, files_of
 
 # A dimension stands still while it stays within this share of its range.
@@ -78,6 +79,40 @@ def reach_of(meta: DatasetMetadata, key: str) -> tuple[np.ndarray, np.ndarray]:
     return np.ravel(stats["min"]).astype(np.float64), np.ravel(stats["max"]).astype(np.float64)
 
 
+@dataclass(frozen=True, eq=False)
+class Movement:
+    """What movement in a dataset is measured by, and for how many frames it may be absent.
+
+    Attributes:
+        features: vectors, of state and action. spans: their ranges, as of `span_of`. moves: as of `idle_frames`.
+    """
+
+    features: tuple[Feature, ...]
+    spans: tuple[np.ndarray, ...]
+    moves: int
+
+    @classmethod
+    def of(cls, meta: DatasetMetadata, keys: Sequence[str], seconds: float) -> Movement:
+        """Frames in which the vectors `keys` stay the same for longer than so many seconds are idle.
+
+        Raises:
+            ValueError: `keys` that are no vectors or have no range in meta/stats.json.
+        """
+        if wrong := [key for key in keys if meta.features[key].dtype not in NUMERIC_DTYPES]:
+            raise ValueError(f"{meta.root}: {wrong} are no numbers, so when they do not move is unknown")
+        features, spans = (meta.features[key] for key in keys), (span_of(meta, key) for key in keys)
+        return cls(tuple(features), tuple(spans), math.floor(seconds * meta.fps + 1e-6) + 1)
+
+    def idle(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The idle frames of an episode, bool (L,), by the values of its features, (L, ...) each."""
+        return idle_frames([arrays[f.key].astype(np.float64) for f in self.features], self.spans, self.moves)
+
+    def described(self) -> dict[str, Any]:
+        """What a digest says of it."""
+        spans = {f.key: span.tolist() for f, span in zip(self.features, self.spans, strict=True)}
+        return {"spans": spans, "moves": self.moves}
+
+
 def runs_kept(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str], seconds: float) -> np.ndarray:
     """The runs of frames of some episodes that are left without those where nothing moves for longer than so long.
 
@@ -92,15 +127,12 @@ def runs_kept(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str], 
         ValueError: `keys` that are no vectors or have no range in meta/stats.json; data that contradicts the metadata
             or holds NaN. FileNotFoundError: a data file is missing.
     """
-    if wrong := [key for key in keys if meta.features[key].dtype not in NUMERIC_DTYPES]:
-        raise ValueError(f"{meta.root}: {wrong} are no numbers, so when they do not move is unknown")
-    features, spans = [meta.features[key] for key in keys], [span_of(meta, key) for key in keys]
-    moves = math.floor(seconds * meta.fps + 1e-6) + 1
+    movement = Movement.of(meta, keys, seconds)
 
     def of_file(file: dict[str, Any]) -> np.ndarray:
         found = [np.empty((0, 3), np.int64)]
-        for episode, arrays in episode_arrays(meta.fs, features=features, **file):
-            idle = idle_frames([arrays[f.key].astype(np.float64) for f in features], spans, moves)
+        for episode, arrays in episode_arrays(meta.fs, features=movement.features, **file):
+            idle = movement.idle(arrays)
             change = np.flatnonzero(np.diff(idle, prepend=True, append=True)).reshape(-1, 2)
             found.append(np.stack([np.full(len(change), episode), change[:, 0], change[:, 1] - change[:, 0]], axis=1))
         return np.concatenate(found)

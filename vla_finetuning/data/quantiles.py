@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import fsspec
 import numpy as np
 
+from vla_finetuning.data.idle import Movement
 from vla_finetuning.data.metadata import DatasetMetadata, Feature
 from vla_finetuning.data.number_cache import DataFile, Span, numbers, read_groups
 from vla_finetuning.data.relative_actions import ACTION, STATE, RelativeActions, check_relative, relative_chunks
@@ -39,11 +40,19 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Episodes (int64, ascending) of a dataset; each of their frames counts for `weight`."""
+    """Episodes (int64, ascending) of a dataset; each of their frames counts for `weight`.
+
+    Frames that are idle by `movement` do not count, nor do relative actions of chunks that begin there; None: all do.
+    """
 
     meta: DatasetMetadata
     episodes: np.ndarray
     weight: float = 1.0
+    movement: Movement | None = None
+
+    def described(self) -> dict[str, Any]:
+        """What a digest says of the frames that count."""
+        return {} if self.movement is None else {"idle": self.movement.described()}
 
 
 def exact_stats(
@@ -81,7 +90,7 @@ def exact_stats(
     columns = _columns(names, relative)
     orders = [[source.meta.features[key].order for key in columns] for source in sources]
     digests = [
-        digest(source.meta, columns, source.episodes, {**how, "order": order})
+        digest(source.meta, columns, source.episodes, {**how, "order": order} | source.described())
         for source, order in zip(sources, orders, strict=True)
     ]
     name = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
@@ -97,11 +106,14 @@ def exact_stats(
     return joint, [{key: found[own] for key, own in zip(names, owns, strict=True)} for owns in of_each]
 
 
-def sample_rows(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str]) -> tuple[dict[str, np.ndarray], int]:
+def sample_rows(
+    meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str], movement: Movement | None = None
+) -> tuple[dict[str, np.ndarray], int]:
     """A few episodes' values, float64 (N, D) by feature, and how many episodes; a pure function of the dataset.
 
-    Runs on the driver and reads the row groups of at most SAMPLE_FILE_EPISODES episodes in each of SAMPLE_FILES files.
-    A file that is damaged or missing is left out: training reads it again, and tells.
+    Without frames that are idle by `movement`. Runs on the driver and reads the row groups of at most
+    SAMPLE_FILE_EPISODES episodes in each of SAMPLE_FILES files. A file that is damaged or missing is left out: training
+    reads it again, and tells.
     """
     files = np.unique(meta.episode_data_file[episodes])
     found: dict[str, list[np.ndarray]] = {key: [] for key in keys}
@@ -120,6 +132,7 @@ def sample_rows(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str]
         ]
         path = f"{meta.base}/{meta.data_files[file]}"
         features = {key: meta.features[key] for key in keys}
+        features |= {feature.key: feature for feature in (() if movement is None else movement.features)}
         try:
             data = DataFile(meta.fs, path, path, meta.root)
             columns = {c.key: c for f in features.values() for c in f.columns}
@@ -129,9 +142,13 @@ def sample_rows(meta: DatasetMetadata, episodes: np.ndarray, keys: Sequence[str]
             _logger.warning("dataset %s: not looked at before training: %s", meta.root, error)
             continue
         read += len(spans)
-        for key, feature in features.items():
-            values = _vectors(feature.values(table), feature).astype(np.float64)
-            found[key] += [values[groups.at(span.first) :][: len(span)] for span in spans]
+        arrays = {key: feature.values(table) for key, feature in features.items()}
+        for span in spans:
+            here = slice(groups.at(span.first), groups.at(span.first) + len(span))
+            of_episode = {key: values[here] for key, values in arrays.items()}
+            moving = slice(None) if movement is None else ~movement.idle(of_episode)
+            for key in keys:
+                found[key].append(_vectors(of_episode[key], features[key]).astype(np.float64)[moving])
     return {key: np.concatenate([np.empty((0, _width(meta.features[key]))), *rows]) for key, rows in found.items()}, (
         read
     )
@@ -325,6 +342,8 @@ def _pass(
 ) -> Tally:
     """Count the values of a source in a pass over its files."""
     features = {key: source.meta.features[key] for key in _columns(names, relative)}
+    movement, read = source.movement, dict(features)
+    read |= {feature.key: feature for feature in (() if movement is None else movement.features)}
     starts = np.cumsum([0, *(_width(features[key]) for key in names)]).tolist()
 
     root = source.meta.root
@@ -332,10 +351,16 @@ def _pass(
     def count_file(fs: fsspec.AbstractFileSystem, file: dict[str, Any]) -> dict[str, np.ndarray]:
         tallies: list[Tally] = []
         try:
-            for _, arrays in episode_arrays(fs, features=list(features.values()), **file):
+            for _, arrays in episode_arrays(fs, features=list(read.values()), **file):
                 rows = {key: _vectors(arrays[f.key], f).astype(np.float32) for key, f in features.items()}
+                per_frame = dict.fromkeys(rows, 1)
                 if relative is not None and ACTION in names:
                     rows[ACTION] = relative_chunks(rows[ACTION], rows[STATE], relative)
+                    per_frame[ACTION] = relative.chunk_size
+                if movement is not None:
+                    moving = ~movement.idle(arrays)
+                    # Chunks begin at an episode's first frames.
+                    rows = {k: v[np.repeat(moving, per_frame[k])[: len(v)]] for k, v in rows.items()}
                 tallies += [
                     count_values(rows[key], start, coarse=coarse, within=within)
                     for key, start in zip(names, starts, strict=False)

@@ -129,6 +129,9 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     rows = replace(rows, weights=row_weights(config, metas, base.config))
     rows = _with_labels(config, rows)
     config, found = _statistics(config, rows, matched)
+    if config.dataset.skip_idle is not None and config.dataset.statistics == "exact":
+        # Earlier versions counted idle frames too: their runs do not go on with other statistics.
+        rows = replace(rows, identity={**rows.identity, "statistics": "without idle frames"})
     cameras, train, flops = len(match.camera_keys), config.train, {}
     family = family_of(base.config)
     prompts = family.prompt_lengths(base.config, cameras, train.trim_prompts)
@@ -229,15 +232,8 @@ def with_stats(run: Run) -> Run:
         return _with_stats_of_robots(run)
     if not run.missing_stats:
         return run
-    metas, joint = computed_stats(
-        run.config,
-        run.rows.metas,
-        run.rows.train_episodes,
-        run.missing_stats,
-        relative_actions(run.policy.config),
-        run.rows.identity["rows_per_source"],
-        node_folder(run.job.output_dir) / "stats",
-    )
+    relative, cache_dir = relative_actions(run.policy.config), node_folder(run.job.output_dir) / "stats"
+    metas, joint = computed_stats(run.config, run.rows, run.missing_stats, relative, cache_dir)
     rows, match = replace(run.rows, metas=metas), run.match
     stats = finished_stats(run.config.dataset, run.policy.config, metas, match.camera_keys, match.dataset_keys, joint)
     return replace(run, rows=rows, policy=replace(run.policy, stats=stats), missing_stats={})

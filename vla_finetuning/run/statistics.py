@@ -17,12 +17,15 @@ from lerobot.processor.relative_action_processor import RelativeActionsProcessor
 from lerobot.utils.constants import IMAGENET_STATS
 
 from vla_finetuning.config import Config, DatasetOptions
+from vla_finetuning.data.frames import movement_keys
+from vla_finetuning.data.idle import Movement
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, dimension_names
 from vla_finetuning.data.quantiles import LIMITS, Source, exact_stats, outside, sample_rows
 from vla_finetuning.data.relative_actions import ACTION, RelativeActions, relative_action_stats
 from vla_finetuning.data.statistics import RANGES, Stats, check_stats, complete_stats
 from vla_finetuning.policies.processors import required_stats, with_imagenet_stats
 from vla_finetuning.run.mixture import AGGREGATED, check_ranges, join_stats, ordered_stats
+from vla_finetuning.run.rows import Rows
 
 # Names of statistics by feature, `{"action": {"q01", "q99"}}`.
 Names = dict[str, set[str]]
@@ -66,7 +69,8 @@ def decide(
     vectors = {key: names & normalisers for key, names in exact_needed(metas[0].features, needed).items()}
     lines, badly = [], []
     for meta, chosen in zip(metas, episodes, strict=True):
-        rows, read = sample_rows(meta, chosen, list(vectors)) if vectors else ({}, 0)
+        movement = movement_of(meta, config.rename_map, config.dataset.skip_idle)
+        rows, read = sample_rows(meta, chosen, list(vectors), movement) if vectors else ({}, 0)
         where = f"{meta.root}: " if len(metas) > 1 else ""
         if read:
             count = len(next(iter(rows.values())))
@@ -99,16 +103,20 @@ def decide(
             "--dataset.statistics=stored, and what the policy is normalised by is not in meta/stats.json of the dataset"
             f"{'s' * (len(metas) > 1)} {', '.join(meta.root for meta in metas)}: {_listed(missing)}; leave the flag out"
         )
-    lines = [_said(asked, mode, vectors, missing, badly, len(metas)), *lines]
+    skips = config.dataset.skip_idle is not None
+    lines = [_said(asked, mode, vectors, missing, badly, len(metas), skips), *lines]
     return Decision(mode, not missing and not badly, tuple(lines))
 
 
-def _said(asked: str, mode: str, vectors: Needed, missing: Needed, badly: Sequence[str], datasets: int) -> str:
+def _said(
+    asked: str, mode: str, vectors: Needed, missing: Needed, badly: Sequence[str], datasets: int, skips: bool
+) -> str:
     wrong = ", ".join(dict.fromkeys(badly))
     if mode == "exact":
         if not vectors:
             return "none of vectors are needed"
         text = "computed before training, over all frames of the training episodes"
+        text += " that --dataset.skip_idle leaves" * skips
         if asked == "auto":
             if badly:
                 text += (
@@ -163,30 +171,35 @@ def exact_needed(features: Mapping[str, Feature], needed: Needed) -> dict[str, s
     return {key: set(names) for key, names in needed.items() if features[key].dtype not in CAMERA_DTYPES}
 
 
+def movement_of(meta: DatasetMetadata, rename_map: Mapping[str, str], skip_idle: float | None) -> Movement | None:
+    """By what frames are idle that --dataset.skip_idle leaves out; None without it."""
+    return None if skip_idle is None else Movement.of(meta, movement_keys(meta, rename_map), skip_idle)
+
+
 def computed_stats(
-    config: Config,
-    metas: Sequence[DatasetMetadata],
-    episodes: Sequence[np.ndarray],
-    missing: Needed,
-    relative: RelativeActions | None,
-    rows: Sequence[int],
-    cache_dir: Path,
+    config: Config, of: Rows, missing: Needed, relative: RelativeActions | None, cache_dir: Path
 ) -> tuple[tuple[DatasetMetadata, ...], Stats]:
     """Compute what is missing, in passes by Ray Data: each dataset with its own statistics, and those of all together.
 
+    With mixture_stats "weights" a dataset counts for the rows that an epoch has of it.
+
     Args:
-        rows: of an epoch, from each dataset, which is what the dataset counts for with mixture_stats "weights".
+        of: the run's rows; frames that --dataset.skip_idle leaves out of them do not count.
     Raises:
         ValueError, FileNotFoundError: of the datasets' files.
     """
+    metas, rows = of.metas, of.identity["rows_per_source"]
     if config.dataset.statistics == "lerobot":
         completed = tuple(_lerobots(meta, missing, relative, cache_dir) for meta in metas)
         return completed, joint_stats(config, completed, rows)
     weights = [1.0] * len(metas)
     if _weighted(config):
-        frames = [int(meta.episode_length[chosen].sum()) for meta, chosen in zip(metas, episodes, strict=True)]
+        frames = [int(meta.episode_length[chosen].sum()) for meta, chosen in zip(metas, of.train_episodes, strict=True)]
+        if of.selection.stretches is not None:
+            frames = [left.moving for left in of.selection.stretches]
         weights = [count / all_frames for count, all_frames in zip(rows, frames, strict=True)]
-    sources = [Source(*source) for source in zip(metas, episodes, weights, strict=True)]
+    movements = [movement_of(meta, of.rename_map, config.dataset.skip_idle) for meta in metas]
+    sources = [Source(*source) for source in zip(metas, of.train_episodes, weights, movements, strict=True)]
     joint, each = exact_stats(
         sources,
         list(missing),
