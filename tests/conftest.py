@@ -55,12 +55,15 @@ def pytest_collection_modifyitems(items):
     once would need more memory than a laptop has. Of the rest, a file stays in one process.
     """
 
-    def order(item):
-        return item.get_closest_marker("ray") is None, "ray_cluster" not in item.fixturenames
+    def shares(item):
+        return "ray_cluster" in item.fixturenames
 
-    items.sort(key=order)
+    def starts_ray(item):
+        return shares(item) or item.get_closest_marker("ray") is not None
+
+    items.sort(key=lambda item: (not starts_ray(item), not shares(item)))
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if item.get_closest_marker("ray") else item.path.name))
+        item.add_marker(pytest.mark.xdist_group("ray" if starts_ray(item) else item.path.name))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

@@ -201,7 +201,7 @@ def test_without_capacity_it_ends_and_says_what_lacks(ray_cluster, episodes, hel
     ray.get(held_cpus.ready())
     try:
         with pytest.raises(NoCapacityError, match=message):
-            played(episodes[:2], use_gpu=use_gpu, room_timeout_s=5)
+            played(episodes[:2], use_gpu=use_gpu, room_timeout_s=2)
     finally:
         ray.util.remove_placement_group(held_cpus)
 

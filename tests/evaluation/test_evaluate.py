@@ -76,6 +76,7 @@ def test_from_flags_to_a_comparison(ray_cluster, folder, tmp_path, capsys, monke
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_from_a_bucket_to_a_bucket(ray_cluster, folder, tmp_path, capsys, monkeypatch):
     """As on a disk, after a kill as well. The processes that play do not know of the bucket."""
     monkeypatch.setattr(node_disk.tempfile, "tempdir", str(tmp_path))

@@ -33,7 +33,11 @@ def folder(tmp_path_factory):
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("env", "tasks", "episodes"), [("two_bins", ["two_bins"], 12), ("several", ["near/0", "near/1", "far/0"], 4)]
+    ("env", "tasks", "episodes"),
+    [
+        ("two_bins", ["two_bins"], 12),
+        pytest.param("several", ["near/0", "near/1", "far/0"], 4, marks=pytest.mark.slow),
+    ],
 )
 def test_successes_are_those_of_lerobot_eval(ray_cluster, folder, tmp_path, monkeypatch, capsys, env, tasks, episodes):
     flags = [f"--policy.path={folder}", f"--env.type={env}", f"--eval.n_episodes={episodes}", "--seed=1000"]

@@ -64,7 +64,7 @@ def plan_of_grpo(preset, cameras):
 # Each takes what the preset it stands for takes, camera by camera.
 ALIKE = {"h100": "a100", "h200": "a100", "b200": "a100"}
 # Planned in every run of the tests, as the preset says and with three cameras; all else is slow.
-QUICK = {"l4", "a100"}
+QUICK = {"l4"}
 CASES = [
     pytest.param(
         preset,
