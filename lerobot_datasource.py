@@ -53,6 +53,7 @@ from vla_finetuning.data.plan import (
     window_and_segment,
 )
 from vla_finetuning.data.read_tasks import (
+    AnyBytes,
     BlockShare,
     Planned,
     ReadFunction,
@@ -89,8 +90,7 @@ READS_PER_EXECUTION = 4096
 MAX_TASKS = 4096
 # In the context of a dataset: which `BlockShare` of the stream its executions read; all of it where there is none.
 SHARE = "lerobot_share"
-# In the same place: whether its rows name cached frames (`name_frames`); and if they could, what `what_prevents` takes,
-# with the bytes of a block that carries its frames and of one that names them.
+# In the same place: whether its rows name cached frames (`name_frames`); and if they could, what `what_prevents` takes.
 NAMES, CACHING = "lerobot_names", "lerobot_caching"
 # A node that does not say within this time whether it can cache frames is taken for one that cannot.
 CACHE_CHECK_S = 60.0
@@ -273,15 +273,14 @@ class LeRobotDatasource(Datasource):
         most = max(1, min(self._window, BLOCK_BYTES // row_bytes))
         return self._prescribed_rows or next(n for n in range(most, 0, -1) if self._window % n == 0)
 
-    def block(self, naming: bool = False) -> tuple[int, int]:
-        """Rows of a block, and its bytes in the object store; `naming`: where rows name the frames that they can."""
+    def block(self, naming: bool = False) -> int:
+        """Rows of a block; `naming`: where rows name the frames that they can."""
         spared = 0
         for key in self.nameable if naming else ():
             shape, dtype = frame_of(self._features[key], self._image_size)
             frames = len(self._delta_indices.get(key, (0,)))
             spared += (math.prod(shape) - math.prod(name_shape(shape, dtype))) * dtype.itemsize * frames
-        rows = self._block_rows(self.row_bytes() - spared)
-        return rows, rows * ((self._reading.prepared_bytes or self.row_bytes()) - spared)
+        return self._block_rows(self.row_bytes() - spared)
 
     @property
     def nameable(self) -> frozenset[str]:
@@ -358,9 +357,9 @@ class LeRobotDatasource(Datasource):
         first, last = self.execution(getattr(data_context, "_execution_idx", 0))
         share = None if data_context is None else data_context.get_config(SHARE)
         naming = data_context is not None and data_context.get_config(NAMES)
-        options = self._options(self.block(naming)[0])
+        options = self._options(self.block(bool(naming)))
         if naming:
-            options = replace(options, named=self.nameable)
+            options = replace(options, named=self.nameable, carrying_rows=self.block())
         shared = ray.put(([DatasetFiles.of(meta, self.columns()) for meta in self.metas], self._reading.prepare))
         row_bytes, limit = self.row_bytes(), per_task_row_limit
 
@@ -560,9 +559,10 @@ def read_source(source: LeRobotDatasource, **ray_options: Any) -> Dataset:
     # One is never more than the source's own number of tasks: Ray then does not split their output...
     dataset = ray.data.read_datasource(source, override_num_blocks=1, num_cpus=source.num_cpus, **ray_options)
     # ... and a target a little under a block's size makes Ray pass each on at once, neither merged nor cut.
-    dataset.context.target_max_block_size = _target_bytes(source.block()[1])
+    block_bytes = source.block() * (source._reading.prepared_bytes or source.row_bytes())
+    dataset.context.target_max_block_size = max(1, int(0.8 * block_bytes))
     if caching := source.caching():
-        dataset.context.set_config(CACHING, (caching, [source.block(naming)[1] for naming in (False, True)]))
+        dataset.context.set_config(CACHING, caching)
     # Blocks that a task may have ready before Ray Data takes one. It takes what is there ten times a second, and a task
     # that has more waits with its CPU idle. Ray Data counts them as bytes that are on their way. The name is private in
     # Ray 2.60; its default is 2.
@@ -582,20 +582,22 @@ def name_frames(dataset: Dataset, used_on: Iterable[str], where_used: bool = Fal
     Returns whether they will: only if each node can cache all its frames, and rows are read where they are used:
     `where_used`, or only nodes of `used_on` (node ids) have CPUs. A node that joins later reads too; what it caches is
     decoded once more where it is used. Decided anew by every call: a node that cannot is named in a warning, and rows
-    carry their frames until the next.
+    carry their frames until the next. Rows whose frames cannot be cached after all carry them, window by window.
     """
     nodes = set(used_on)
     if not keeps_frames(dataset):
         return False
-    caching, block_bytes = dataset.context.get_config(CACHING)
+    caching, context = dataset.context.get_config(CACHING), dataset.context
     reading = {node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0}
     naming = (
-        len(nodes) >= dataset.context.get_config(SHARDS)
+        len(nodes) >= context.get_config(SHARDS)
         and (where_used or len(reading) == 1 and reading == nodes)
         and _all_can_cache(nodes, caching)
     )
-    dataset.context.set_config(NAMES, naming)
-    dataset.context.target_max_block_size = _target_bytes(block_bytes[naming])
+    context.set_config(NAMES, naming)
+    # Blocks that name frames, and those that carry what could not be cached, have other sizes.
+    whole: Any = AnyBytes(1)
+    context.target_max_block_size = whole
     return naming
 
 
@@ -626,11 +628,7 @@ def local_batches(source: LeRobotDatasource, batch_size: int) -> Iterator[dict[s
     dataset, frames = read_source(source), source.frames()
     naming = name_frames(dataset, [ray.get_runtime_context().get_node_id()])
     # A block in one go, about, spares Ray Data's work for each batch.
-    at_once = max(1, source.block(naming)[0] // batch_size) * batch_size
+    at_once = max(1, source.block(naming) // batch_size) * batch_size
     for rows in dataset.iter_batches(batch_size=at_once, batch_format="numpy", prefetch_batches=0):
         for first in range(0, len(next(iter(rows.values()))), batch_size):
             yield frames({key: values[first : first + batch_size] for key, values in rows.items()})
-
-
-def _target_bytes(block_bytes: int) -> int:
-    return max(1, int(0.8 * block_bytes))

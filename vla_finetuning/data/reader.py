@@ -76,8 +76,9 @@ class ReadOptions(Decoding):
     window_steps: tuple[int, ...] = ()
     # The row's features, where datasets may lack cameras or have shorter vectors (`options.Features.padded`).
     padded: dict[str, Feature] = field(default_factory=dict)
-    # Cameras whose frames are named instead of carried (`data.videos.Frames`).
+    # Cameras whose frames are named instead of carried, where they are cached (`data.videos.Frames`).
     named: frozenset[str] = frozenset()
+    carrying_rows: int = 1  # as `block_rows`, of blocks that carry frames that could be named
     # One made-up row, batched, for the rows of episodes that cannot be read; None: an error ends the task.
     blank: dict[str, np.ndarray] | None = None
     skip_log: Path | None = None  # gets a JSON line for each episode that could not be read

@@ -26,7 +26,7 @@ from vla_finetuning.data.plan import WindowSlice
 from vla_finetuning.data.reader import DatasetFiles, ReadOptions, frame_of
 from vla_finetuning.data.reused_memory import copied, empty
 from vla_finetuning.data.storage import check_still_there, file_identity, naming_file
-from vla_finetuning.data.videos import CameraFile, Wanted, name_shape, names, no_frame, read_frames
+from vla_finetuning.data.videos import CameraFile, Wanted, is_frame, name_shape, names, no_frame, read_frames
 from vla_finetuning.lines import append_line
 
 logger = logging.getLogger(__name__)
@@ -154,8 +154,10 @@ def read_rows(
         columns = _decode_what_can_be_read(readers, episodes, positions, options, options.blank)
     if "position" in options.columns:
         columns["position"] = positions
-    for first in range(0, total, options.block_rows):
-        last = min(first + options.block_rows, total)
+    carries = any(is_frame(columns[key]) for key in options.named)
+    block_rows = options.carrying_rows if carries else options.block_rows
+    for first in range(0, total, block_rows):
+        last = min(first + block_rows, total)
         if last == total:
             # Whoever gets this block keeps it until the next is asked for: let go of the memory of all the others.
             columns = {key: copied(values[first:last]) for key, values in columns.items()}
@@ -170,8 +172,8 @@ def _decode(
     """All columns but `position`, `total` rows each."""
     columns: dict[str, Any] = {}
     _read_tabular(readers, episodes, total, options, columns)
-    _read_cameras(readers, episodes, total, options, columns)
-    _fill_absent(readers, episodes, total, options, columns)
+    named = _read_cameras(readers, episodes, total, options, columns)
+    _fill_absent(readers, episodes, total, replace(options, named=named), columns)
     if IS_SKIPPED in options.columns:
         columns[IS_SKIPPED] = np.zeros(total, bool)
     return columns
@@ -414,8 +416,27 @@ def _fill_texts(
 
 def _read_cameras(
     readers: Sequence[DatasetFiles], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
-) -> None:
-    """Fill the cameras' columns: with frames, or with their names."""
+) -> frozenset[str]:
+    """Fill the cameras' columns: with names, where all frames are then in this node's cache, else with frames.
+
+    Returns the cameras whose frames are named.
+    """
+    files = _camera_files(readers, episodes, total, options, columns)
+    read_frames(files, options)
+    carried = {file.key for file in files if not file.stored}
+    if carried:
+        # The rows of this read carry them, those of the next may name them again.
+        for key in carried:
+            del columns[key]
+        options = replace(options, columns=tuple(carried), named=options.named - carried)
+        read_frames(_camera_files(readers, episodes, total, options, columns), options)
+    return options.named
+
+
+def _camera_files(
+    readers: Sequence[DatasetFiles], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
+) -> list[CameraFile]:
+    """The files with frames of the cameras, with what is wanted of each."""
     files = []
     for key in options.columns:
         for dataset_index, reader in enumerate(readers):
@@ -429,7 +450,7 @@ def _read_cameras(
                     number = reader.camera_files(key).index(file) if key in options.named else None
                     wanted = [_wanted(key, feature, e, number, total, options, columns) for e in members]
                     files.append(CameraFile(reader, key, file, wanted))
-    read_frames(files, options)
+    return files
 
 
 def _fill_absent(

@@ -4,7 +4,12 @@ A camera's frames are in videos, each at a time, or images in data files, each i
 
 Rows that are used on the node they were read on need not carry their frames through the object store, which takes
 most of a cached frame's time. They name them, the read task makes sure that they are cached, and where batches are
-made each frame is copied once (`Frames`).
+made each frame is copied once (`Frames`). Frames that cannot be cached are carried: decoding is for read tasks.
+
+Two things look as if they could go, and cannot. Names have bytes that nobody reads (`_NAME_SHARE`), because Ray Data
+reads ahead until so many bytes are waiting: of bare names that would be more frames than memory has pages for. And
+`Frames` can decode, because between the read task and the batch somebody may empty the folder, or the disk may lose a
+page: then only the training process has the row.
 """
 
 from __future__ import annotations
@@ -69,7 +74,10 @@ _Sink = Callable[[int, np.ndarray], None]
 
 @dataclass
 class CameraFile:
-    """A file with frames of a camera, and what is wanted of it."""
+    """A file with frames of a camera, and what is wanted of it.
+
+    `stored`: whether all frames that are only to be cached are.
+    """
 
     reader: DatasetFiles
     key: str
@@ -77,6 +85,7 @@ class CameraFile:
     wanted: list[Wanted]
     cached: CachedVideo | None = None
     remote: RemoteVideo | None = None
+    stored: bool = True
 
     @property
     def feature(self) -> Feature:
@@ -109,12 +118,13 @@ class CameraFile:
             self.wanted = [left for w in self.wanted if (left := self._left(w)) is not None]
 
     def _left(self, w: Wanted) -> Wanted | None:
+        if self.cached is None:
+            self.stored &= w.out is not None
+            return w if w.out is not None else None
         if w.out is None:
-            missing = [] if self.cached is None else self.cached.lacks(w.times_s)
-        elif self.cached is not None:
-            missing = _place_cached(self.cached, w.times_s, w.target, w.out)
+            missing = self.cached.lacks(w.times_s)
         else:
-            return w
+            missing = _place_cached(self.cached, w.times_s, w.target, w.out)
         target = [w.target[i] for i in missing] if w.target else []
         return Wanted(w.times_s[missing], target, w.out, w.episode) if missing else None
 
@@ -128,9 +138,12 @@ class CameraFile:
             sinks = [(w, sink) for w in self.wanted if (sink := self._sink(w, decoding)) is not None]
             if sinks:
                 (self._decode_video if self.is_video else self._decode_images)(sinks, decoding)
+            for w in self.wanted:
+                if w.out is None:
+                    self.stored &= self.cached is not None and not self.cached.lacks(w.times_s)
 
     def _sink(self, w: Wanted, decoding: Decoding) -> _Sink | None:
-        """None where frames would only be cached, and there is no space: they are decoded where they are used."""
+        """None where frames would only be cached, and there is no space for them."""
         keep = self.cached if self.cached is not None and self.cached.reserve_capacity(len(w.times_s)) else None
         if w.out is not None:
             out, target = w.out, w.target
@@ -272,6 +285,11 @@ def names(dataset: int, file: int, times_s: np.ndarray, feature: Feature, decodi
     return found.view(dtype).reshape(*times_s.shape, *named)
 
 
+def is_frame(values: np.ndarray) -> bool:
+    """Whether a camera's column has frames, and not names, which are one column wide."""
+    return values.shape[-2] > 1
+
+
 def no_frame(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """What stands for a black frame of this shape where frames are named."""
     named = name_shape(shape, dtype)
@@ -328,21 +346,31 @@ class Frames:
             return batch | filled
 
     def _ask(self, values: np.ndarray, key: str, asked: dict[_File, _Asked]) -> np.ndarray:
-        """Where the frames will be that `values` name; the values, where they name none."""
+        """Where the frames will be that `values` name; the values, where they name none.
+
+        Rows of several blocks, of which some carry their frames, are an array of objects.
+        """
         feature = next(reader.features[key] for reader in self._readers if key in reader.features)
         shape, dtype = frame_of(feature, self._decoding.image_size)
-        if values.shape[-3:] != name_shape(shape, dtype) or values.shape[-3:] == shape:
+        named = name_shape(shape, dtype)
+        naming = np.array([named != shape and row.shape[-3:] == named for row in values], bool)
+        if not naming.any() and values.dtype != object:
             return values
-        *window, _, _, _ = values.shape
-        as_bytes = np.ascontiguousarray(values).reshape(math.prod(window), -1).view(np.uint8)
+        window = values[0].shape[:-3]
+        out = empty((len(values), *window, *shape), dtype)
+        for row in np.flatnonzero(~naming):
+            out[row] = values[row]
+        if not naming.any():
+            return out
+        rows, frames = np.flatnonzero(naming), out.reshape(-1, *shape)
+        as_bytes = np.stack([values[row] for row in rows]).reshape(len(rows) * math.prod(window), -1).view(np.uint8)
         name = np.ascontiguousarray(as_bytes[:, : _NAME.itemsize]).view(_NAME).ravel()
-        out = empty((len(name), *shape), dtype)
-        out[np.flatnonzero(name["dataset"] == NO_DATASET)] = 0
-        for place, (dataset, file, time_s) in enumerate(name.tolist()):
-            if dataset == NO_DATASET:
-                continue
-            asked.setdefault((key, dataset, file), _Asked(out)).times.setdefault(time_s, []).append(place)
-        return out.reshape(*window, *shape)
+        place = (rows[:, None] * math.prod(window) + np.arange(math.prod(window))).ravel()
+        frames[place[name["dataset"] == NO_DATASET]] = 0
+        for at, (dataset, file, time_s) in zip(place.tolist(), name.tolist(), strict=True):
+            if dataset != NO_DATASET:
+                asked.setdefault((key, dataset, file), _Asked(frames)).times.setdefault(time_s, []).append(at)
+        return out
 
     def _copy(self, asked: dict[_File, _Asked]) -> None:
         jobs = [(self._opened(file), a.wanted()) for file, a in asked.items()]
