@@ -1,9 +1,11 @@
-"""What fits where: the GPU memory that PI0.5 is planned to take at its real size, for each preset and for one GPU.
+"""What fits where, and how fast: GPU memory and speed of PI0.5 at its real size, predicted for each preset.
 
     python -m benchmarks.presets --json benchmarks/results/presets.json
 
-Three cameras of 480x640 and prompts of 200 tokens, GiB per worker, by the plan that refuses a run which does not fit.
-Shapes are traced on tensors without storage, half a minute for each; nothing is measured.
+Memory is GiB per worker, with three cameras of 480x640 and prompts of 200 tokens, by the plan that refuses a run which
+does not fit; for each preset, and for one GPU. Rows/s of each GPU and MFU are for as many GPUs as the preset has, with
+prompts of 96 tokens, by the model of `profile_step --predict`. Shapes are traced on tensors without storage, half a
+minute for each; nothing is measured.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from lerobot.configs.types import FeatureType, PolicyFeature
 from lerobot.utils.constants import ACTION
 
 from diagnostics.report import Environment
-from vla_finetuning.cards import CARDS_GIB, OF_PRESET
+from diagnostics.step_prediction import policy_to_predict, predicted
+from vla_finetuning.cards import CARDS_GIB, OF_PRESET, Card
 from vla_finetuning.config import PRESETS, Config
 from vla_finetuning.files import write_json
 from vla_finetuning.flags import parse_args
@@ -52,6 +55,18 @@ def planned_gib(config: Config) -> float:
     return round(needed_by(config, policy, cameras=CAMERAS, frames=[FRAME] * CAMERAS).needed / GIB, 2)
 
 
+def predicted_speed(config: Config, card: Card) -> dict[str, dict[str, float]]:
+    """rows/s of a GPU and MFU, eager and compiled, on as many as the run has workers."""
+    _, times = predicted(config, policy_to_predict("pi05"), card, config.scaling.num_workers)
+    return {
+        "compiled" if time.compiled else "eager": {
+            "rows_per_s": round(time.rows_per_s, 1),
+            "mfu": round(time.mfu, 3),
+        }
+        for time in times
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where the result goes")
@@ -61,8 +76,15 @@ def main() -> None:
         config = parse_args([f"--preset={preset}", *PLACES])
         alike = str({name: value for name, value in PRESETS[preset].items() if "accelerator" not in name})
         known[alike] = known.get(alike) or planned_gib(config)
-        presets[preset] = {"flags": PRESETS[preset], "needed_gib": known[alike], "gpu_gib": CARDS_GIB[card.name or ""]}
-        tell(f"{preset:10} {known[alike]:.1f} of {presets[preset]['gpu_gib']} GiB")
+        speed = predicted_speed(config, card)
+        presets[preset] = {
+            "flags": PRESETS[preset],
+            "needed_gib": known[alike],
+            "gpu_gib": CARDS_GIB[card.name or ""],
+            "predicted": speed,
+        }
+        said = ", ".join(f"{how} {of['rows_per_s']:.1f} rows/s, MFU {of['mfu']:.1%}" for how, of in speed.items())
+        tell(f"{preset:10} {known[alike]:.1f} of {presets[preset]['gpu_gib']} GiB; {said}")
     for way, flags in ONE_GPU.items():
         one_gpu[way] = {rows: planned_gib(parse_args([*flags, f"--batch_size={rows}", *PLACES])) for rows in (1, 8)}
         tell(f"one GPU    {one_gpu[way][1]:.1f} and {one_gpu[way][8]:.1f} GiB with 1 and 8 rows: {way}")

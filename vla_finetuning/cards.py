@@ -11,15 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# What presets set besides. The GPU ones are sized by what --dry_run plans for PI0.5 with 3 cameras: a global batch of
-# 64 in the fewest micro-steps, with 4 GiB to spare on every GPU (tests/training/test_capacity.py). They are planned,
-# not measured.
-GPU = {"scaling.use_gpu": "true", "steps": "30000"}
-FULL = {**GPU, "train.mode": "full", "batch_size": "8", "grad_accum": "1", "scaling.num_workers": "8"}
+# What presets set besides. The GPU ones are sized by what --dry_run plans for PI0.5 with 3 cameras: one micro-batch of
+# 16 rows, of 32 on GPUs with more than 100 GiB, with 4 GiB to spare on every GPU (tests/training/test_capacity.py).
+# More rows fill more whole tiles of matrix products and share the optimizer's time: 8 to 16 rows are a predicted tenth
+# (benchmarks/results/presets-*.json). openpi trains PI0.5 in LIBERO on 256 rows a step. Planned, not measured.
+GPU = {"scaling.use_gpu": "true", "steps": "30000", "batch_size": "16", "grad_accum": "1"}
+FULL = {**GPU, "train.mode": "full", "scaling.num_workers": "8", "scaling.strategy": "fsdp2"}
 # What RLinf publishes of PI0.5 in LIBERO (libero_10_grpo_openpi_pi05.yaml) trains the action expert at this rate, with
 # 2048 decisions per update; presets differ in nothing but how many rows at once fit.
 GRPO = {
-    **{"scaling.use_gpu": "true", "scaling.num_workers": "8", "train.mode": "expert", "batch_size": "8"},
+    **{"scaling.use_gpu": "true", "scaling.num_workers": "8", "train.mode": "expert", "batch_size": "32"},
     **{"lr": "5e-6", "grpo.minibatch": "2048"},
 }
 
@@ -79,10 +80,9 @@ CARDS = (
         gib=22.0,
         sold="L4 24 GB",
         preset="l4",
-        # 16 rows at once would need 19 GiB of 22.
-        flags={**GPU, "train.mode": "expert", "batch_size": "8", "grad_accum": "2", "scaling.num_workers": "4"},
-        # Four rows, of five random steps each, would need 19.8 GiB of 22.
-        grpo_flags={**GRPO, "scaling.num_workers": "4", "batch_size": "2"},
+        flags={**GPU, "train.mode": "expert", "scaling.num_workers": "4"},
+        # Of five random steps each.
+        grpo_flags={**GRPO, "scaling.num_workers": "4", "batch_size": "4"},
         machines={
             "aws": Machine("g6.12xlarge", 48, "192 GiB", 4),
             "gcp": Machine("g2-standard-48-nvidia-l4-4", 48, "192 GB", 4),
@@ -101,7 +101,7 @@ CARDS = (
         sold="A100 40 GB",
         preset="a100_40",
         # What activations take would not fit beside the shards of what trains: computed again.
-        flags={**FULL, "scaling.strategy": "fsdp2", "train.activation_checkpointing": "true"},
+        flags={**FULL, "train.activation_checkpointing": "true"},
         machines={
             "aws": Machine("p4d.24xlarge", 96, "1152 GiB", 8),
             "gcp": Machine("a2-highgpu-8g-nvidia-tesla-a100-8", 96, "680 GB", 8),
@@ -118,7 +118,7 @@ CARDS = (
         sold="A100 80 GB",
         preset="a100",
         # Replicas of what trains, 48 GiB with gradients and Adam's moments, would not fit beside activations.
-        flags={**FULL, "scaling.strategy": "fsdp2"},
+        flags=FULL,
         machines={
             "aws": Machine("p4de.24xlarge", 96, "1152 GiB", 8, "p4d has 40 GB: --preset a100_40"),
             "gcp": Machine(
@@ -138,7 +138,7 @@ CARDS = (
         gib=79.1,
         sold="H100 80 GB",
         preset="h100",
-        flags={**FULL, "scaling.strategy": "fsdp2"},
+        flags=FULL,
         machines={
             "aws": Machine("p5.48xlarge", 192, "2048 GiB", 8),
             "gcp": Machine("a3-highgpu-8g-nvidia-h100-80gb-8", 208, "1872 GB", 8),
@@ -157,7 +157,7 @@ CARDS = (
         preset="h200",
         # Here replicas fit too, but each would read and write 198 GB a step to cast, accumulate, clip and update what
         # all of them hold; of shards it is 33 (counted, 8 GPUs).
-        flags={**FULL, "scaling.strategy": "fsdp2"},
+        flags={**FULL, "batch_size": "32"},
         machines={
             "aws": Machine("p5en.48xlarge", 192, "2048 GiB", 8),
             "gcp": Machine("a3-ultragpu-8g-nvidia-h200-141gb-8", 224, "2952 GB", 8),
@@ -173,7 +173,7 @@ CARDS = (
         gib=178.3,
         sold="B200 180 GB",
         preset="b200",
-        flags={**FULL, "scaling.strategy": "fsdp2"},
+        flags={**FULL, "batch_size": "32"},
         machines={
             "aws": Machine("p6-b200.48xlarge", 192, "2048 GiB", 8),
             "gcp": Machine("a4-highgpu-8g-nvidia-b200-8", 224, "3968 GB", 8),

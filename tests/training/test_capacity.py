@@ -62,7 +62,7 @@ def plan_of_grpo(preset, cameras):
 
 
 # Each takes what the preset it stands for takes, camera by camera.
-ALIKE = {"h100": "a100", "h200": "a100", "b200": "a100"}
+ALIKE = {"h100": "a100", "b200": "h200"}
 # Planned in every run of the tests, as the preset says and with three cameras; all else is slow.
 QUICK = {"l4"}
 CASES = [
@@ -120,11 +120,12 @@ def test_what_a_preset_does_not_name_is_refused_with_flags_that_fit():
     assert planned(config).needed <= CARDS_GIB["L4"] * GIB
 
 
-def test_presets_train_on_64_rows_and_those_alike_are():
+def test_presets_train_on_as_many_rows_as_they_say_in_one_micro_step():
     assert OF_PRESET.keys() == PRESETS.keys() - {"demo"}
-    for preset in OF_PRESET:
-        config = config_of(preset, PRESETS[preset]["train.mode"])
-        assert (config.global_batch_size, config.grad_accum) == (64, 2 if preset == "l4" else 1)
+    rows = {"l4": 64, "a100_40": 128, "a100": 128, "h100": 128, "h200": 256, "b200": 256}
+    configs = {preset: config_of(preset, PRESETS[preset]["train.mode"]) for preset in OF_PRESET}
+    assert {preset: config.global_batch_size for preset, config in configs.items()} == rows
+    assert {config.grad_accum for config in configs.values()} == {1}
     assert all(PRESETS[name] == PRESETS[other] for name, other in ALIKE.items())
 
 
