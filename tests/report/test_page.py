@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
@@ -301,11 +302,10 @@ def test_the_report_is_written_at_the_start_at_checkpoints_and_at_the_end(folder
         return sorted(path.name for path in folder.glob("checkpoints/*"))
 
     def wait_for(count):
-        deadline = report.threading.Event()
         for _ in range(3000):
             if len(written) >= count:
                 return
-            deadline.wait(0.01)
+            time.sleep(0.01)
         raise AssertionError(f"written {len(written)} times, expected {count}")
 
     with pytest.raises(RuntimeError, match="worker"), keep_report(folder):

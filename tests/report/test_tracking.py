@@ -368,10 +368,10 @@ def test_the_last_success_in_the_loop_comes_after_the_last_line(folder, kept, na
 
 
 def test_a_tracker_that_fails_is_a_warning_and_gets_what_it_missed(folder, kept, caplog):
-    logged(folder, 10, 20)
-    checkpoint(folder, 20)
     with caplog.at_level(logging.WARNING), track(folder, "wandb", PROJECT):
         Kept.last.failing = True
+        logged(folder, 10, 20)
+        checkpoint(folder, 20)
     assert Kept.last.closed
     assert (
         f"no route; `python -m vla_finetuning.report.tracking {folder} --track wandb` sends what is missing"

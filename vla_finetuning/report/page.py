@@ -17,7 +17,6 @@ import logging
 import math
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -48,6 +47,7 @@ from vla_finetuning.run.folder import (
     attempts,
     skipped_episodes,
 )
+from vla_finetuning.run.polling import polling
 from vla_finetuning.run.progress import BUCKET_POLL_S
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
@@ -74,34 +74,31 @@ def keep_report(output_dir: Path) -> Iterator[None]:
     Runs on the driver, in a thread, so that no training process waits for it. A report that cannot be written is a
     warning and does not end the run.
     """
-    stop = threading.Event()
-    thread = threading.Thread(target=_keep, args=(output_dir, stop), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-def _keep(output_dir: Path, stop: threading.Event) -> None:
     looks: list[Drawn] | None = None
     written_for: str | None = "nothing yet"
-    while True:
-        stopping = stop.is_set()
+
+    def write() -> None:
+        nonlocal looks
+        try:
+            looks = look_at_datasets(output_dir) if looks is None else looks
+            write_report(output_dir, looks)
+        except Exception as error:
+            logger.warning("%s could not be written: %r", output_dir / REPORT_NAME, error)
+
+    def write_if_new() -> None:
+        nonlocal written_for
         newest = written_for
         with contextlib.suppress(StorageError):
             newest = max((p.name for p in (output_dir / "checkpoints").glob(f"{PREFIX}*")), default=None)
-        if stopping or newest != written_for:
-            try:
-                looks = look_at_datasets(output_dir) if looks is None else looks
-                write_report(output_dir, looks)
-            except Exception as error:
-                logger.warning("%s could not be written: %r", output_dir / REPORT_NAME, error)
+        if newest != written_for:
+            write()
             written_for = newest
-        if stopping:
-            return
-        stop.wait(BUCKET_POLL_S if isinstance(output_dir, BucketPath) else POLL_S)
+
+    try:
+        with polling(write_if_new, BUCKET_POLL_S if isinstance(output_dir, BucketPath) else POLL_S):
+            yield
+    finally:
+        write()
 
 
 def write_report(output_dir: Path, looks: Sequence[Drawn] | None = None) -> Path:

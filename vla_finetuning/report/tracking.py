@@ -23,7 +23,6 @@ import math
 import os
 import shutil
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -36,6 +35,7 @@ from vla_finetuning.files import read_json, read_lines, write_json
 from vla_finetuning.node_disk import scratch
 from vla_finetuning.run.checkpoint import PREFIX
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, evaluations
+from vla_finetuning.run.polling import polling
 from vla_finetuning.run.progress import success_of
 from vla_finetuning.run.record import code_revision, held_out_errors
 from vla_finetuning.terminal import escape_warnings, tell_error
@@ -91,19 +91,10 @@ def track(output_dir: Path, name: str | None, project: str) -> Iterator[None]:
         yield
         return
     link = Link(output_dir, name, project)
-    stop = threading.Event()
-
-    def follow() -> None:
-        while not stop.wait(POLL_S):
-            link.forward_or_warn()
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
     try:
-        yield
+        with polling(link.forward_or_warn, POLL_S):
+            yield
     finally:
-        stop.set()
-        thread.join()
         try:
             link.finish()
         except Exception as error:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from vla_finetuning.run.folder import (
     evaluations,
     skipped_episodes,
 )
+from vla_finetuning.run.polling import polling
 from vla_finetuning.terminal import LogFormatter, tell
 
 # How often the driver looks for news; a bucket is asked less often, as each look is some requests.
@@ -198,16 +198,24 @@ def follow_progress(output_dir: Path, steps: int, line: Line | None = None) -> I
         steps: optimizer steps of the whole run.
         line: formats a line of `metrics.jsonl`; `step_line` when absent.
     """
-    stop = threading.Event()
-    # Before the block: what an earlier attempt of a resumed run wrote is not news.
+    interactive = sys.stdout.isatty()
+    # What an earlier attempt of a resumed run wrote is not news.
     reported = _Reported.of(output_dir)
-    thread = threading.Thread(target=_follow, args=(output_dir, steps, reported, stop, line or step_line), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+    follower = _Follower(output_dir, steps, reported, line or step_line, interactive)
+    poll_s = BUCKET_POLL_S if isinstance(output_dir, BucketPath) else POLL_S
+    with tqdm(
+        total=steps, initial=reported.step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
+    ) as bar:
+
+        def look() -> None:
+            with contextlib.suppress(StorageError):  # what the store does not tell now comes later
+                follower.look(bar)
+
+        try:
+            with polling(look, poll_s):
+                yield
+        finally:
+            look()
 
 
 @dataclass
@@ -240,22 +248,6 @@ def step_line(line: Mapping[str, Any]) -> str:
     )
     held_out = line.get("eval_loss")
     return text if held_out is None else f"{text}, held-out loss {held_out:.4f}"
-
-
-def _follow(output_dir: Path, steps: int, reported: _Reported, stop: threading.Event, say: Line) -> None:
-    interactive = sys.stdout.isatty()
-    follower = _Follower(output_dir, steps, reported, say, interactive)
-    poll_s = BUCKET_POLL_S if isinstance(output_dir, BucketPath) else POLL_S
-    with tqdm(
-        total=steps, initial=reported.step, unit="step", file=sys.stdout, disable=not interactive, dynamic_ncols=True
-    ) as bar:
-        while True:
-            stopping = stop.is_set()
-            with contextlib.suppress(StorageError):  # what the store does not tell now comes later
-                follower.look(bar)
-            if stopping:
-                return
-            stop.wait(poll_s)
 
 
 class _Follower:

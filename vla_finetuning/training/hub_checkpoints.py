@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from vla_finetuning.lines import append_line
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.checkpoint import PREFIX
 from vla_finetuning.run.job import Job
+from vla_finetuning.run.polling import polling
 from vla_finetuning.run.push import POLICY_DIR, push_checkpoint
 from vla_finetuning.training.export import export
 
@@ -36,21 +36,17 @@ def pushing_checkpoints(spec: PolicySpec, job: Job, repo_id: str, drawn: Mapping
 
     Args: see `export`.
     """
-    stop, failed = threading.Event(), set[int]()
+    failed = set[int]()
 
-    def follow() -> None:
-        while not stop.wait(POLL_S):
-            _push_new(spec, job, repo_id, drawn, failed)
-
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-        failed.clear()
+    def push_new() -> None:
         _push_new(spec, job, repo_id, drawn, failed)
+
+    try:
+        with polling(push_new, POLL_S):
+            yield
+    finally:
+        failed.clear()
+        push_new()
 
 
 def _push_new(spec: PolicySpec, job: Job, repo_id: str, drawn: Mapping[str, Any], failed: set[int]) -> None:
