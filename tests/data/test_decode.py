@@ -5,12 +5,16 @@ import io
 from pathlib import Path
 
 import av
+import cv2
 import numpy as np
 import pytest
+from lerobot.datasets.image_writer import write_image
 from lerobot.datasets.video_utils import decode_video_frames
+from PIL import Image
 
 from tests.datasets import draw_frame, read_frame_number
-from vla_finetuning.data.decode import VideoReader
+from vla_finetuning.data import decode
+from vla_finetuning.data.decode import VideoReader, decode_image
 from vla_finetuning.envs.writing import writing_videos
 
 FRAMES, FPS, SIZE = 60, 30, (48, 64)
@@ -156,3 +160,44 @@ def test_hours_into_a_video_the_rounding_of_float32_timestamps_is_no_distance(tm
             reader.read(wanted[-1:] - 0.4 / fps, lambda i, frame: None)
     expected = decode_video_frames(path, wanted.tolist(), 1e-4, backend="pyav", return_uint8=True)
     np.testing.assert_array_equal(np.stack([pixels[i] for i in range(40)]), expected.permute(0, 2, 3, 1).numpy())
+
+
+def pillows(data):
+    return np.asarray(Image.open(io.BytesIO(data)))
+
+
+def test_images_are_pillows(tmp_path, monkeypatch):
+    """As LeRobot writes them, and as others do; Pillow decodes what kornia-rs does not."""
+    rng, given, fast = np.random.default_rng(0), [], decode.decode_image_png_u8
+    monkeypatch.setattr(decode, "decode_image_png_u8", lambda *args: given.append(fast(*args)) or given[-1])
+    for n in range(12):
+        height, width = rng.integers(8, 40, 2).tolist()
+        picture = rng.integers(0, 256, (height, width, 3), dtype=np.uint8) if n % 2 else draw_frame(n, (height, width))
+        write_image(picture, tmp_path / "image.png")
+        data = (tmp_path / "image.png").read_bytes()
+        found = decode_image(data, name="an image", height=height, width=width)
+        assert found.dtype == np.uint8 and found.shape == (height, width, 3)
+        np.testing.assert_array_equal(found, picture)
+    assert len(given) == 12
+    others = {}
+    for kind in ("JPEG", "WEBP", "BMP"):
+        file = io.BytesIO()
+        Image.fromarray(draw_frame(1, (48, 64))).save(file, kind)
+        others[kind] = file.getvalue()
+    others["16 bits"] = cv2.imencode(".png", rng.integers(0, 65536, (48, 64, 3), dtype=np.uint16))[1].tobytes()
+    for data in others.values():
+        found = decode_image(data, name="an image", height=48, width=64)
+        np.testing.assert_array_equal(found, pillows(data))
+
+
+def test_damaged_images_are_refused():
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(file, "PNG")
+    data = file.getvalue()
+    broken = bytearray(data)
+    broken[len(data) // 2 : len(data) // 2 + 10] = bytes(10)
+    for wrong in (data[: len(data) // 2], bytes(broken)):
+        with pytest.raises(ValueError, match="an image: damaged image"):
+            decode_image(wrong, name="an image", height=48, width=64)
+    with pytest.raises(ValueError, match="an image: image is 48x64, the metadata says 64x48"):
+        decode_image(data, name="an image", height=64, width=48)

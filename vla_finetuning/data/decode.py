@@ -1,7 +1,8 @@
-"""Pixels: video frames and encoded images into caller-owned arrays. Knows PyAV, PIL and OpenCV, not Ray or torch."""
+"""Pixels: video frames and encoded images into caller-owned arrays. Knows decoders and OpenCV, not Ray or torch."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import struct
@@ -14,6 +15,7 @@ import av
 import cv2
 import numpy as np
 from av.video.reformatter import VideoReformatter
+from kornia_rs.io import decode_image_png_u8
 from PIL import Image
 
 # What datasets hold. PIL knows more: some it gives to other programs (EPS), some unpack without limit.
@@ -298,6 +300,11 @@ def _open_image(
             raise ValueError(f"{name}: image is {image.size[1]}x{image.size[0]}, the metadata says {height}x{width}")
         if image.mode not in modes:
             raise ValueError(f"{name}: expected {expected}, found an image of mode {image.mode}")
+        if image.format == "PNG" and image.mode == "RGB":
+            # In half of Pillow's time. It refuses 16 bits, which Pillow reads, and chunks with a wrong checksum: what
+            # is wrong, Pillow says.
+            with contextlib.suppress(Exception):
+                return decode_image_png_u8(data, (height, width), "rgb")
         return np.asarray(image)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"{name}: image is far larger than the {height}x{width} of the metadata ({error})") from error
