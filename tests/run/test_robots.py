@@ -8,25 +8,29 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lerobot.configs.policies import PreTrainedConfig
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import make_pre_post_processors
 
 import vla
 from diagnostics import check_rows
 from tests import planted
+from tests.data.test_relative_actions import one_after_the_other
 from tests.datasets import make_dataset
 from tests.planted import Fault
 from tests.tiny import ACTION_DIM, STATE_DIM
+from vla_finetuning.data import relative_actions
 from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
 from vla_finetuning.members import members, read_mixture, robots
+from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base
 from vla_finetuning.run import push
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import attempts
 from vla_finetuning.run.matching import features_together
-from vla_finetuning.run.resolve import of_robot, resolve
+from vla_finetuning.run.resolve import of_robot, resolve, with_stats
 from vla_finetuning.training.batches import collate_cut
 from vla_finetuning.training.model import build_model, make_prepare
 
@@ -156,6 +160,38 @@ def test_a_rows_inputs_are_those_of_its_robot_alone(both):
     np.testing.assert_array_equal(wrist, rows["dataset_index"] == 1)
     assert not columns[WRIST][~wrist].any() and columns[WRIST][wrist].any()
     assert columns[BASE + IS_PRESENT].all()
+
+
+def test_actions_relative_to_the_state_are_each_robots(folder, tmp_path, monkeypatch):
+    """With the dimensions, the statistics and the state of its own; the robot's policy gives them back absolute."""
+    monkeypatch.setattr(relative_actions, "over_files", one_after_the_other)
+    flags = ("--policy.use_relative_actions=true", '--policy.relative_exclude_joints=["motor_1"]')
+    flags += ("--dataset.statistics=lerobot",)
+    run = mixed(folder, *flags)
+    said = describe(run)
+    assert "arm: predicts 4 of 5 dim" in said and "gantry: predicts 2 of 3 dimensions of an action relative" in said
+    run = with_stats(run)
+    rows, columns = read(run, range(24))
+    for number, name in enumerate(("arm", "gantry")):
+        own, mine = with_stats(alone(folder, name, *flags)), np.flatnonzero(rows["dataset_index"] == number)
+        (every,) = own.rows.source((0, own.rows.per_epoch)).read_rows(range(own.rows.per_epoch), own.rows.per_epoch)
+        at = [by_place(every)[int(index)] for index in rows["index"][mine]]
+        chosen = {key: values[at] for key, values in every.items()}
+        prepared, width = make_prepare(own.policy, own.rows)(chosen), chosen["action"].shape[-1]
+        np.testing.assert_array_equal(columns["action"][mine][..., :width], prepared["action"])
+        stats = run.policy.robots[number].stats["action"]
+        relative = chosen["action"] - chosen["observation.state"][:, None, :width] * (np.arange(width) != 1)
+        scaled = 2 * (relative - stats["q01"]) / (stats["q99"] - stats["q01"]) - 1
+        np.testing.assert_allclose(prepared["action"], scaled, rtol=1e-3, atol=1e-3)
+
+        spec = run.policy.of_robot(run.policy.robots[number])
+        save_pretrained(spec.start(), *spec.processors(), tmp_path / name)
+        saved = PreTrainedConfig.from_pretrained(tmp_path / name, cli_overrides=["--device=cpu"])
+        pre, post = make_pre_post_processors(saved, pretrained_path=str(tmp_path / name))
+        batch = {key: torch.from_numpy(chosen[key]) for key in ("action", "observation.state")}
+        shown = {f"{TOP}": torch.rand(len(mine), 3, 8, 8)} | ({WRIST: torch.rand(len(mine), 3, 8, 8)} if number else {})
+        absolute = post(pre({**batch, **shown, "task": list(chosen["task"])})["action"])
+        torch.testing.assert_close(absolute, batch["action"], rtol=1e-4, atol=1e-4)
 
 
 def test_each_chunk_is_lerobots_at_the_robots_own_rate(both, folder):

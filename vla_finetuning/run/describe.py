@@ -126,11 +126,12 @@ def _features(run: Run) -> list[str]:
 
 def _policy(config: Config, policy: PolicySpec) -> list[str]:
     lines = [f"Policy       {policy.config.type}, {policy.base['path']}" + _at(policy.base["revision"])]
-    if (relative := relative_actions(policy.config)) is not None:
-        lines.append(
-            f"             predicts {sum(relative.dimensions)} of {len(relative.dimensions)} dimensions of an action "
-            "relative to the state"
-        )
+    for name, its in [(f"{robot.name}: ", robot.config) for robot in policy.robots] or [("", policy.config)]:
+        if (relative := relative_actions(its)) is not None:
+            lines.append(
+                f"             {name}predicts {sum(relative.dimensions)} of {len(relative.dimensions)} dimensions of "
+                "an action relative to the state"
+            )
     if policy.parameters is not None:
         lines.append(
             f"             {policy.parameters.total:,} parameters, {policy.parameters.trainable:,} of them train "

@@ -244,11 +244,6 @@ def _check_policy(base: Base) -> None:
         )
     if normalization_mode(base.config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY:
         raise ValueError(f"{base.name}: images are normalised by statistics of one robot; train without that")
-    if relative_actions(base.config) is not None:
-        raise ValueError(
-            f"{base.name}: actions relative to the state are of one robot; train robots that differ with absolute "
-            "actions, --policy.use_relative_actions=false"
-        )
 
 
 def _of_its_own(config: PreTrainedConfig, match: FeatureMatch) -> PreTrainedConfig:
