@@ -10,15 +10,17 @@ import torch
 import yaml
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
-from lerobot.policies.factory import make_pre_post_processors
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
 import vla
 from diagnostics import check_rows
-from tests import planted
+from tests import in_process, planted
 from tests.data.test_relative_actions import one_after_the_other
 from tests.datasets import make_dataset
 from tests.planted import Fault
 from tests.tiny import ACTION_DIM, STATE_DIM
+from tests.tiny_backbones import KINDS
+from tests.training.test_as_lerobot import Alone
 from vla_finetuning.data import relative_actions
 from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT
 from vla_finetuning.data.metadata import load_metadata
@@ -32,6 +34,8 @@ from vla_finetuning.run.folder import attempts
 from vla_finetuning.run.matching import features_together
 from vla_finetuning.run.resolve import of_robot, resolve, with_stats
 from vla_finetuning.training.batches import collate_cut
+from vla_finetuning.training.checkpoint_writer import CheckpointWriter
+from vla_finetuning.training.export import export, exported_checkpoint
 from vla_finetuning.training.model import build_model, make_prepare
 
 TOP, WRIST, BASE = (f"observation.images.{name}" for name in ("top", "wrist", "base"))
@@ -242,6 +246,60 @@ def test_loss_and_gradient_of_a_row_are_those_alone(both):
     largest = max(float(gradient.abs().max()) for gradient in summed.values())
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, summed[name], rtol=1e-3, atol=1e-5 * largest, msg=name)
+
+
+@pytest.fixture(scope="module")
+def of_one_size(tmp_path_factory):
+    """As `folder`, with cameras of one size, as a SmolVLA needs them; no policy."""
+    folder, size = tmp_path_factory.mktemp("one_size"), (48, 64)
+    make_dataset(folder / "gantry", episodes=(9, 14), fps=10, cameras={TOP: size, WRIST: size})
+    make_dataset(folder / "arm", episodes=(22, 17), cameras={TOP: size}, fps=20, state_dim=6, action_dim=5, seed=3)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["pi0", "smolvla"])
+def test_other_types_see_rows_as_alone_and_are_exported_for_each_robot(of_one_size, tmp_path, kind):
+    tiny = KINDS[kind]
+    options = {f"policy.{name}": value for name, value in {**tiny.options, **tiny.folders(tmp_path)}.items()} | tiny.run
+    flags = [f"--policy.type={kind}", f"--output_dir={tmp_path / 'run'}", "--dataset.missing_cameras=mask", "--steps=3"]
+    flags += ["--batch_size=4", "--log_freq=1", "--train.mode=full", "--scaling.use_gpu=false"]
+    flags += [f"--{name}={value}" for name, value in options.items()]
+
+    def made(*where):
+        return resolve(parse_args([*flags, *where]), gpus_found=0)
+
+    with tiny.here():
+        run = made(write(of_one_size, MIXTURE))
+        rows, columns = read(run, range(16))
+        noise, time = draws(16, run.policy.config)
+        together = loss_of(run)(tensors(columns), noise, time, per_row=True)
+        for number, name in enumerate(("arm", "gantry")):
+            own = made(f"--dataset.root={of_one_size / name}", f'--rename_map={{"{TOP}": "{BASE}"}}')
+            source, mine = own.rows.source((0, own.rows.per_epoch)), np.flatnonzero(rows["dataset_index"] == number)
+            (every,) = source.read_rows(range(own.rows.per_epoch), own.rows.per_epoch)
+            at = [by_place(every)[int(index)] for index in rows["index"][mine]]
+            prepared = make_prepare(own.policy, own.rows)({key: values[at] for key, values in every.items()})
+            for key, values in prepared.items():
+                if key not in ("dataset_index", "position"):
+                    ours = columns[key][mine]
+                    ours = ours[..., : values.shape[-1]] if key in ("action", "observation.state") else ours
+                    np.testing.assert_array_equal(ours, values, err_msg=key)
+            apart = loss_of(own)(tensors(prepared), noise[mine], time[mine], per_row=True)
+            torch.testing.assert_close(together[mine], apart, rtol=2e-5, atol=2e-6)
+
+        in_process.train(run, worker=Alone(run), make_checkpoints=CheckpointWriter)
+        export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, run.rows.drawn)
+        lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert all(lines[-1]["loss_by_robot"][name] > 0 for name in ("arm", "gantry"))
+        for name, state, action, cameras in (("arm", 6, 5, [TOP]), ("gantry", 4, 3, [TOP, WRIST])):
+            where = str(tmp_path / "run" / "pretrained_model" / name)
+            policy = get_policy_class(kind).from_pretrained(where)
+            pre, post = make_pre_post_processors(policy.config, pretrained_path=where)
+            seen = {camera: torch.rand(1, 3, 48, 64) for camera in cameras}
+            chunk = policy.predict_action_chunk(
+                pre({**seen, "observation.state": torch.zeros(1, state), "task": ["go to the red bin"]})
+            )
+            assert post(chunk).shape == (1, policy.config.chunk_size, action)
 
 
 def test_padding_and_absent_cameras_get_no_gradient(both):
