@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -149,6 +150,14 @@ def test_tensorboard_gets_lines_at_once_and_takes_them_back(folder):
     link.finish()
 
 
+def test_robots_have_curves_of_their_own(folder):
+    append_line(folder / "metrics.jsonl", json.dumps({"step": 10, "loss": 2.0, "loss_by_robot": {"a": 1.0, "b": None}}))
+    link = Link(folder, "tensorboard", PROJECT)
+    link.finish()
+    assert scalars(folder, "train/loss_by_robot/a") == [(10, 1.0)]
+    assert set(events(folder).Tags()["scalars"]) == {"train/loss", "train/loss_by_robot/a"}
+
+
 def test_a_line_that_is_still_being_written_waits(folder):
     link = Link(folder, "tensorboard", PROJECT)
     logged(folder, 10)
@@ -285,6 +294,8 @@ def test_a_run_in_a_bucket_is_resumed_elsewhere(folder, tmp_path, monkeypatch, n
                 forget()
                 monkeypatch.setattr(node_disk.tempfile, "tempdir", str(machine))
                 part(there, name)
+                while list((there / "tensorboard").glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+                    time.sleep(0.1)  # machines are not changed within a second, which the files' names tell
             with fetched(there) as whole:
                 assert scalars(whole) == LOSSES == said(there)
             return

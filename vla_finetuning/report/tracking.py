@@ -285,6 +285,9 @@ class TensorBoard:
     def _open(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # Files are read in the order of their names, which tell the second and then a number without leading zeros.
+        while list(self._folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+            time.sleep(0.1)
         self._writer = SummaryWriter(str(self._folder), purge_step=step + 1)
 
     def log(self, step: int, values: Values) -> None:
@@ -414,7 +417,11 @@ TRACKERS: dict[str, Any] = {
 
 
 def _numbers(group: str, line: Mapping[str, Any]) -> dict[str, float]:
-    return {f"{group}/{k}": v for k, v in line.items() if k != "step" and isinstance(v, int | float)}
+    """What a tracker shows of a line: its numbers, those of each robot too."""
+    named = {key: value for key, value in line.items() if key != "step"}
+    for key in ("loss_by_robot", "eval_loss_by_robot"):
+        named |= {f"{key}/{robot}": value for robot, value in (line.get(key) or {}).items()}
+    return {f"{group}/{key}": value for key, value in named.items() if isinstance(value, int | float)}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
