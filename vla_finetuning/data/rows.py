@@ -481,39 +481,23 @@ def _wanted(
     """What an episode's rows want of a file; rows that name frames, by the file's `number`, have them cached."""
     # LeRobot compares video times with the timestamp column, not with frame_index / fps.
     own = e.timestamps if feature.dtype == "video" else np.arange(e.first, e.last, dtype=np.float64)
-    start = e.part.frames_in(key)[1]
-    if number is None:
-        frames, target, out = _camera_targets(key, feature, e, total, options, columns)
-        return Wanted(start + own[frames - e.first], target, out, e.part.episode_index)
     frames = e.frame
     if key in options.delta_indices:
         frames = _windowed(frames, options.deltas(key, e.part.dataset_index), e.part.episode_length)[0]
-    times_s = start + own[frames - e.first]
+    times_s = e.part.frames_in(key)[1] + own[frames - e.first]
     shape, dtype = frame_of(feature, options.image_size)
-    out = _out(columns, key, total, (*frames.shape[1:], *name_shape(shape, dtype)), dtype)
-    out[e.position] = names(e.part.dataset_index, number, times_s, feature, options)
-    return Wanted(np.unique(times_s), episode=e.part.episode_index)
-
-
-def _camera_targets(
-    key: str, feature: Feature, e: _Episode, total: int, options: ReadOptions, columns: dict[str, Any]
-) -> tuple[np.ndarray, list[list[Any]], np.ndarray]:
-    """Distinct frames to decode, ascending; where in the output each goes (maybe several places); the output."""
-    shape, dtype = frame_of(feature, options.image_size)
-    if key in options.delta_indices:
-        deltas = options.deltas(key, e.part.dataset_index)
-        wanted = _windowed(e.frame, deltas, e.part.episode_length)[0]
-        out = _out(columns, key, total, (len(deltas), *shape), dtype)
-        places: list[tuple[int, ...]] = [(int(p), t) for p in e.position for t in range(len(deltas))]
-    else:
-        wanted = e.frame
-        out = _out(columns, key, total, shape, dtype)
-        places = [(int(p),) for p in e.position]
-    frames, inverse = np.unique(wanted.ravel(), return_inverse=True)
-    target: list[list[Any]] = [[] for _ in frames]
-    for place, i in zip(places, inverse.tolist(), strict=True):
-        target[i].append(place)
-    return frames, target, out
+    place = shape if number is None else name_shape(shape, dtype)
+    out = _out(columns, key, total, (*frames.shape[1:], *place), dtype)
+    if number is not None:
+        out[e.position] = names(e.part.dataset_index, number, times_s, feature, options)
+        return Wanted(np.unique(times_s), episode=e.part.episode_index)
+    # Each once, to all its places.
+    distinct, inverse = np.unique(times_s.ravel(), return_inverse=True)
+    target: list[list[Any]] = [[] for _ in distinct]
+    places = ((row, *inside) for row in e.position.tolist() for inside in np.ndindex(*frames.shape[1:]))
+    for at, i in zip(places, inverse.tolist(), strict=True):
+        target[i].append(at)
+    return Wanted(distinct, target, out, e.part.episode_index)
 
 
 def to_table(columns: dict[str, np.ndarray]) -> pa.Table:

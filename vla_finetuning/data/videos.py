@@ -111,11 +111,9 @@ class CameraFile:
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{self.reader.root}: {self.file} is missing; copy it again") from error
 
-    def look(self, decoding: Decoding) -> None:
-        """Fill in the frames that this node has decoded before: from now on only those are wanted that it has not."""
-        self.cached = cached_video(self.reader, self.key, self.file, decoding)
-        with self.cached or contextlib.nullcontext():
-            self.wanted = [left for w in self.wanted if (left := self._left(w)) is not None]
+    def look(self) -> None:
+        """Fill in the frames that are cached: from now on only those are wanted that are not."""
+        self.wanted = [left for w in self.wanted if (left := self._left(w)) is not None]
 
     def _left(self, w: Wanted) -> Wanted | None:
         if self.cached is None:
@@ -200,7 +198,9 @@ def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:
     with contextlib.ExitStack() as opened:
         for file in files:
             with file.naming():
-                file.look(decoding)
+                file.cached = cached_video(file.reader, file.key, file.file, decoding)
+                with file.cached or contextlib.nullcontext():
+                    file.look()
                 fs = file.reader.fs
                 if file.wanted and file.is_video and isinstance(fs, RemoteFileSystem):
                     file.remote = RemoteVideo(fs, file.reader.path(file.file), file.reader.dataset)
@@ -373,30 +373,24 @@ class Frames:
         return out
 
     def _copy(self, asked: dict[_File, _Asked]) -> None:
-        jobs = [(self._opened(file), a.wanted()) for file, a in asked.items()]
-        left = []
-        for (key, dataset, number), (_, w), missing in zip(
-            asked, jobs, self._threads.map(_copy_cached, jobs), strict=True
-        ):
-            if missing:
-                reader, target = self._readers[dataset], [w.target[i] for i in missing]
-                wanted = [Wanted(w.times_s[missing], target, w.out)]
-                left.append(CameraFile(reader, key, reader.camera_files(key)[number], wanted))
-        if left:
-            self._tell(sum(len(file.wanted[0].times_s) for file in left))
+        files = []
+        for (key, dataset, number), a in asked.items():
+            reader = self._readers[dataset]
+            file = CameraFile(reader, key, reader.camera_files(key)[number], [a.wanted()])
+            file.cached = self._opened((key, dataset, number), file)
+            files.append(file)
+        list(self._threads.map(CameraFile.look, files))
+        if left := [file for file in files if file.wanted]:
+            self._tell(sum(len(w.times_s) for file in left for w in file.wanted))
             read_frames(left, self._decoding)
         while len(self._open) > _OPEN_FILES:
             self._open.pop(next(iter(self._open))).close()
 
-    def _opened(self, file: _File) -> CachedVideo | None:
+    def _opened(self, which: _File, file: CameraFile) -> CachedVideo | None:
         """Those used last are last."""
-        video = self._open.pop(file, None)
-        if video is None:
-            key, dataset, number = file
-            reader = self._readers[dataset]
-            video = cached_video(reader, key, reader.camera_files(key)[number], self._decoding)
+        video = self._open.pop(which, None) or cached_video(file.reader, file.key, file.file, self._decoding)
         if video is not None:
-            self._open[file] = video
+            self._open[which] = video
         return video
 
     def _tell(self, frames: int) -> None:
@@ -408,9 +402,3 @@ class Frames:
                 frames,
                 self._decoding.frame_cache and self._decoding.frame_cache.folder,
             )
-
-
-def _copy_cached(job: tuple[CachedVideo | None, Wanted]) -> list[int]:
-    cached, w = job
-    assert w.out is not None
-    return list(range(len(w.times_s))) if cached is None else _place_cached(cached, w.times_s, w.target, w.out)
