@@ -419,7 +419,7 @@ def kept_frames(root: Path, rounds: int, cores: int, seeds: Iterator[int]) -> di
 
 
 def adverse(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
-    """Rows per second over two epochs, start-up included, with caches of frames that fail, by those without one."""
+    """Rates and CPU times of two epochs, start-up included, with caches of frames that fail, and without one."""
     from vla_finetuning.data.frame_cache import FrameCache
 
     source = our_source(root, OUR_ROWS)
@@ -442,7 +442,7 @@ def adverse(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
         folder.chmod(0o777)
         return shuffled(root, rows, seeds, frame_cache=FrameCache(str(folder), 200.0))
 
-    samples: dict[str, list[float]] = {}
+    samples: dict[str, list[dict[str, float]]] = {}
     next(shuffled(root, rows, seeds))  # warms the cluster's worker processes up
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(dir=root.parent) as temporary:
@@ -453,10 +453,12 @@ def adverse(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
                 "others may write there": partial(open_to_others, Path(temporary).absolute() / "open"),
             }
             for label, batches in cases.items():
-                samples.setdefault(label, []).append(measure(batches)["rows_per_s_overall"])
-    medians = {label: statistics.median(values) for label, values in samples.items()}
-    of_without = {label: value / medians["without"] for label, value in medians.items() if label != "without"}
-    return {"rows": rows, "rows_per_s": medians, "of_without": of_without, "samples": samples}
+                samples.setdefault(label, []).append(measure(batches))
+    found: dict[str, Any] = {"rows": rows, "samples": samples}
+    for key in ("rows_per_s_overall", "cpu_s_per_1000_rows"):
+        medians = {label: statistics.median(run[key] for run in runs) for label, runs in samples.items()}
+        found |= {key: medians, f"{key}_of_without": {k: value / medians["without"] for k, value in medians.items()}}
+    return found
 
 
 # ---- growth -----------------------------------------------------------------------------------------------------
