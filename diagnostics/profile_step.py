@@ -37,7 +37,7 @@ import resource
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,9 @@ def make_optimizer(settings: Settings, spec: PolicySpec, loss: PolicyLoss, steps
     if not settings.fused_adamw:
         constants = {key: made.optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
         made = replace(made, optimizer=_ForeachAdamW(made.params, **constants, foreach=True))
-    return _NoOptimizer(**vars(made)) if settings.no_optim else made
+    if settings.no_optim:
+        return _NoOptimizer(**{of.name: getattr(made, of.name) for of in fields(TrainableOptimizer)})
+    return made
 
 
 class _ForeachAdamW(torch.optim.AdamW):
@@ -398,6 +400,8 @@ def write_trace(torch_trace: Path, tasks: Sequence[dict[str, Any]], path: Path) 
 
 def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
     settings = Settings.of(options, run)
+    if not settings.fused_adamw and run.config.train.moments != "fp32":
+        raise ValueError("--fused_adamw=false: --train.moments=bf16 is updated by the fused kernel alone")
 
     def examine() -> Result:
         if options.profile_trace:

@@ -88,6 +88,7 @@ def check_run(config: Config) -> None:
     _check_dataset(config.dataset, demo)
     _check_learning(config)
     _check_adapters(config)
+    _check_moments(config)
     _check_env(config)
     _check_held_out(config)
     _check_output(config.output_dir)
@@ -268,6 +269,17 @@ def _check_learning(config: Config) -> None:
                 "--use_policy_training_preset=false: with which schedule? give --scheduler.type "
                 "cosine_decay_with_warmup, or --warmup_frac"
             )
+
+
+def _check_moments(config: Config) -> None:
+    if config.train.moments == "fp32":
+        return
+    few = "--peft" if config.peft.enabled else "--train.mode=heads" if config.train.mode == "heads" else None
+    if few is not None:
+        raise ValueError(
+            f"--train.moments={config.train.moments} with {few}: so little trains that its moments take next to no "
+            "memory; leave it out"
+        )
 
 
 def _check_adapters(config: Config) -> None:

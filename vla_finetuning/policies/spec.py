@@ -170,7 +170,8 @@ class PolicySpec:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint: what trains, Adam's two moments and the average if there is one, float32."""
+        """Bytes of a checkpoint: what trains, Adam's two moments, and the average if there is one."""
         if self.parameters is None:
             return 0
-        return (3 + (self.average is not None)) * 4 * self.parameters.trainable
+        moments = 2 * (4 if self.train.moments == "fp32" else 2)
+        return (4 + moments + 4 * (self.average is not None)) * self.parameters.trainable

@@ -79,6 +79,7 @@ def needed_by(
         find_unused_parameters=scaling.find_unused_parameters,
         average=config.ema.enable,
         exact_mean=train.exact_mean,
+        moments=train.moments,
         frames=frames,
         operations=operations,
     )
