@@ -102,7 +102,7 @@ def planned_for(preset, mode, *flags):
     config = parse_args([f"--preset={preset}", f"--train.mode={mode}", "--policy.type=pi05", *PATHS, *flags])
     config.scaling.use_gpu = True
     spec = SimpleNamespace(config=real_config(3), cameras=3, prompts=(200,))
-    return config, planned_memory(spec, 3 * 480 * 640 * 3)
+    return config, planned_memory(spec, [FRAME] * 3)
 
 
 @pytest.mark.slow  # several plans at real size
