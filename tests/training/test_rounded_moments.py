@@ -233,6 +233,19 @@ def test_a_step_that_is_not_finite_changes_no_bit():
     assert optimizer.state()["step.net.0.weight"].item() == 4.0
 
 
+def test_an_update_reads_nothing_from_the_device(monkeypatch):
+    model = Regression()
+    optimizer = optimizer_of(model)
+    model(0).backward()
+
+    def refuse(*_, **__):
+        raise AssertionError("a value was read from the device inside an update")
+
+    for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    optimizer.step(0)
+
+
 def test_what_gets_no_gradient_stays_as_adam_without_decay_has_it():
     """Adam's own decay, too: groups are updated by the kernel of their kind."""
     for kind in (torch.optim.Adam, torch.optim.AdamW):
