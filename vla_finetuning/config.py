@@ -304,8 +304,8 @@ class TrainOptions(StepOptions):
     # Rounded to the nearest they do not learn: 0 % against 94 % success in OpenTau #181.
     moments: Moments = option(
         "fp32",
-        "Precision in which Adam's moments are stored. bf16: half of their memory, rounded stochastically "
-        "(docs/recipe.md).",
+        "Precision in which Adam's moments are stored. bf16: half of their memory, rounded stochastically, and a "
+        "longer update (docs/recipe.md).",
     )
     # LeRobot's PI0.5 and openpi count them, so the default does.
     mask_padding: bool = option(False, "Leave padded action steps out of the loss.")
