@@ -6,9 +6,10 @@ Every contender gives batches of 8 rows with action windows of 50 as contiguous 
 take turns, several rounds; medians are reported. `rows_per_s` is what arrives once all have started: the slope between
 a fifth and nine tenths of the rows. Ours reads several epochs, on a warm Ray cluster; `rows_per_s_overall` is all rows
 over all the time. `growth` compares a dataset with ten times the episodes, and times the plan of up to 100 000 of them.
-`numbers` is the CPU time of a row's numbers, in data files of 100 MB with one row group each, or one for each episode.
-`kept_frames` compares an epoch without a cache of decoded frames, the first with one, and later ones. `adverse`: two
-epochs without a cache, and two with one that cannot be used, is too small, or is emptied between them.
+`numbers` is the CPU time of a row's numbers, in data files of 100 MB with one row group each, or one for each episode;
+`images` that of a row of three image columns, by what decodes them. `kept_frames` compares an epoch without a cache of
+decoded frames, the first with one, and later ones. `adverse`: two epochs without a cache, and two with one that cannot
+be used, is too small, or is emptied between them.
 Results go to `benchmarks/results/data-<hardware>-<date>.json`, dataset by dataset; a table is printed.
 """
 
@@ -342,16 +343,6 @@ def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
     from lerobot_datasource import LeRobotDatasource
     from vla_finetuning.data import number_cache, rows
     from vla_finetuning.data.metadata import load_metadata
-    from vla_finetuning.data.read_tasks import read_of
-
-    def cost(source: LeRobotDatasource, first: int, count: int) -> float:
-        """Of so many windows, which are planned beforehand."""
-        readers = [rows.DatasetFiles.of(meta) for meta in source.metas]
-        bounds = range(first * size, (first + count) * size, size)
-        reads = [read_of(list(source.plan.slices(a, a + size)), source._places) for a in bounds]
-        before = time.process_time()
-        read = sum(len(block) for r in reads for block in rows.read_rows(readers, r, 0, source._options(size)))
-        return (time.process_time() - before) * 1000 / read
 
     found: dict[str, Any] = {"files": NUMBER_FILES, "megabytes_of_file": megabytes, "windows": windows}
     size = DatasetOptions.shuffle_window
@@ -359,17 +350,61 @@ def numbers(megabytes: int, windows: int = 40) -> dict[str, Any]:
         meta = load_metadata(make_numbers(name, megabytes))
         deltas = {"action": [i / FPS for i in range(WINDOW)]}
         source = LeRobotDatasource([meta], features=Features(delta_timestamps=deltas), order=Order(shuffle_seed=0))
+        cost = partial(cpu_ms_per_row, source, size)
         with tempfile.TemporaryDirectory() as folder, mock.patch.object(number_cache, "NUMBERS_DIR", folder):
             with mock.patch.object(rows, "file_identity", lambda *_: None):
-                unkept = cost(source, 0, 2)
+                unkept = cost(0, 2)
             found[name] = {
                 "rows": source.plan.rows_per_epoch,
                 "nothing_kept_cpu_ms_per_row": unkept,
-                "first_cpu_ms_per_row": cost(source, 0, windows),
-                "later_cpu_ms_per_row": cost(source, windows, windows),
-                "settled_cpu_ms_per_row": [cost(source, n * windows, windows) for n in (2, 3)][-1],
+                "first_cpu_ms_per_row": cost(0, windows),
+                "later_cpu_ms_per_row": cost(windows, windows),
+                "settled_cpu_ms_per_row": [cost(n * windows, windows) for n in (2, 3)][-1],
             }
     return found
+
+
+def cpu_ms_per_row(source: LeRobotDatasource, size: int, first: int, count: int) -> float:
+    """Of reading `count` windows of so many rows, in this process; they are planned beforehand."""
+    from vla_finetuning.data import rows
+    from vla_finetuning.data.read_tasks import read_of
+
+    readers = [rows.DatasetFiles.of(meta) for meta in source.metas]
+    bounds = range(first * size, (first + count) * size, size)
+    reads = [read_of(list(source.plan.slices(a, a + size)), source._places) for a in bounds]
+    options, before = source._options(source.block()), time.process_time()
+    read = sum(len(block) for r in reads for block in rows.read_rows(readers, r, 0, options))
+    return (time.process_time() - before) * 1000 / read
+
+
+# ---- images of data files ---------------------------------------------------------------------------------------
+
+
+def images(root: Path, rounds: int) -> dict[str, Any]:
+    """CPU ms a row of shuffled image columns without a cache, in this process, by what decodes their PNGs, in turn.
+
+    `nothing`: what is left where no image is decoded.
+    """
+    from vla_finetuning.data import decode
+
+    def refuse(*_: Any) -> np.ndarray:
+        raise ValueError("left to Pillow")
+
+    source = our_source(root, OUR_ROWS, shuffle_seed=0)
+    blank = np.zeros((240, 320, 3), np.uint8)
+    decoders = {"kornia-rs": decode.decode_image_png_u8, "Pillow": refuse, "nothing": lambda *_: blank}
+    cost = partial(cpu_ms_per_row, source, source._window)
+    cost(0, 1)  # memory that the others use again
+    samples: dict[str, list[float]] = {name: [] for name in decoders}
+    for number in range(3 * rounds):
+        for name, by in decoders.items():
+            with mock.patch.object(decode, "decode_image_png_u8", by):
+                samples[name].append(cost(number, 1))
+    return {
+        "cpu_ms_per_row": {name: statistics.median(values) for name, values in samples.items()},
+        "window_rows": source._window,
+        "samples": samples,
+    }
 
 
 # ---- cached frames ----------------------------------------------------------------------------------------------
@@ -520,7 +555,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2000, help="of each dataset")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--datasets", default=",".join((*DATASETS, "growth", "numbers", "kept_frames", "adverse")))
+    parser.add_argument(
+        "--datasets", default=",".join((*DATASETS, "growth", "numbers", "images", "kept_frames", "adverse"))
+    )
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
 
@@ -534,6 +571,7 @@ def main() -> None:
         "datasets": before.get("datasets", {}),
         "growth": before.get("growth"),
         "numbers": before.get("numbers"),
+        "images": before.get("images"),
         "kept_frames": before.get("kept_frames"),
         "adverse": before.get("adverse"),
         "date": today,
@@ -554,6 +592,9 @@ def main() -> None:
                 print(json.dumps(results[name], indent=2), flush=True)
             elif name == "adverse":
                 results[name] = settings | adverse(make("av1_240x320x3", options.rows), options.rounds, seeds)
+                print(json.dumps(results[name], indent=2), flush=True)
+            elif name == "images":
+                results[name] = {"rows": options.rows} | images(make("images_240x320x3", options.rows), options.rounds)
                 print(json.dumps(results[name], indent=2), flush=True)
             elif name == "numbers":
                 results[name] = numbers(100)

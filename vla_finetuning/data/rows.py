@@ -494,7 +494,8 @@ def _wanted(
     # Each once, to all its places.
     distinct, inverse = np.unique(times_s.ravel(), return_inverse=True)
     target: list[list[Any]] = [[] for _ in distinct]
-    places = ((row, *inside) for row in e.position.tolist() for inside in np.ndindex(*frames.shape[1:]))
+    window = list(np.ndindex(*frames.shape[1:]))
+    places = ((row, *inside) for row in e.position.tolist() for inside in window)
     for at, i in zip(places, inverse.tolist(), strict=True):
         target[i].append(at)
     return Wanted(distinct, target, out, e.part.episode_index)

@@ -229,7 +229,8 @@ def read_columns(
         budget.bytes_taken += size
         parts.append(part)
     schema = pa.schema([field.with_type(_plain(field.type)) for field in parts[0].schema])
-    return pa.concat_tables([part.cast(schema) for part in parts])
+    # A cast copies texts that are what they should be, too.
+    return pa.concat_tables([part if part.schema.equals(schema) else part.cast(schema) for part in parts])
 
 
 def _leaves(metadata: pq.FileMetaData, columns: Collection[str]) -> list[tuple[int, str, int]]:
