@@ -43,7 +43,6 @@ def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path, ranks, sh
     nodes = [cluster.add_node(num_cpus=cpus, object_store_memory=2 * 10**8) for _ in range(2)]
     folder = tmp_path / "elastic"
     changes = {
-        "output_dir": folder,
         "scaling.num_workers": "1,2",
         "scaling.cpus_per_worker": 2,
         "scaling.cpus_per_read_task": 0.5 if shards == 1 else 1,
@@ -53,7 +52,7 @@ def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path, ranks, sh
         "dataset.frame_cache": tmp_path / "kept",
         "steps": 5000,
     }
-    process = started(flags(setting, "elastic", **changes), address=cluster.address, TEST_RANKS=str(ranks))
+    process = started(flags(setting, folder, **changes), address=cluster.address, TEST_RANKS=str(ranks))
     assert wait_for_attempt(folder, 0, process)["world_size"] == 2
     wait_for_step(folder, 10, process)
     planted_data.note(folder, "fault")
@@ -76,8 +75,8 @@ def test_a_node_that_is_about_to_be_taken_away(setting, cluster, tmp_path):
     """A spot instance's notice: checkpoints are taken while there is time, and it does not count as a failure."""
     node, _ = (cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8) for _ in range(2))
     folder = tmp_path / "drained"
-    changes = {"output_dir": folder, "scaling.cpus_per_worker": 2, "steps": 100_000, "save_freq": 100_000}
-    process = started(flags(setting, "drained", **changes), address=cluster.address)
+    changes = {"scaling.cpus_per_worker": 2, "steps": 100_000, "save_freq": 100_000}
+    process = started(flags(setting, folder, **changes), address=cluster.address)
     wait_for_attempt(folder, 0, process)
     wait_for_step(folder, 10, process)
     cluster.add_node(num_cpus=2, object_store_memory=2 * 10**8)
