@@ -107,9 +107,12 @@ def columns_of(batch):
     return [(key, values) for key, values in batch.items() if values.dtype != object]
 
 
-def by_place(rows):
-    """Where each row of a dataset is, by its `index`."""
-    return {int(index): at for at, index in enumerate(rows["index"])}
+def rows_alone(run, indices):
+    """Rows of a run of one dataset, by their `index`."""
+    per_epoch = run.rows.per_epoch
+    (every,) = run.rows.source((0, per_epoch)).read_rows(range(per_epoch), per_epoch)
+    place = {int(index): at for at, index in enumerate(every["index"])}
+    return {key: values[[place[int(index)] for index in indices]] for key, values in every.items()}
 
 
 def loss_of(run):
@@ -136,11 +139,8 @@ def both(folder):
     found = {}
     for number, name in enumerate(("arm", "gantry")):
         own = alone(folder, name)
-        held = own.rows.source((0, own.rows.per_epoch))
-        (every,) = held.read_rows(range(own.rows.per_epoch), own.rows.per_epoch)
         mine = np.flatnonzero(rows["dataset_index"] == number)
-        at = [by_place(every)[int(index)] for index in rows["index"][mine]]
-        chosen = {key: values[at] for key, values in every.items()}
+        chosen = rows_alone(own, rows["index"][mine])
         found[name] = own, mine, chosen, make_prepare(own.policy, own.rows)(chosen)
     assert all(len(mine) > 2 for _, mine, _, _ in found.values())
     return run, rows, columns, found
@@ -178,9 +178,7 @@ def test_actions_relative_to_the_state_are_each_robots(folder, tmp_path, monkeyp
     rows, columns = read(run, range(24))
     for number, name in enumerate(("arm", "gantry")):
         own, mine = with_stats(alone(folder, name, *flags)), np.flatnonzero(rows["dataset_index"] == number)
-        (every,) = own.rows.source((0, own.rows.per_epoch)).read_rows(range(own.rows.per_epoch), own.rows.per_epoch)
-        at = [by_place(every)[int(index)] for index in rows["index"][mine]]
-        chosen = {key: values[at] for key, values in every.items()}
+        chosen = rows_alone(own, rows["index"][mine])
         prepared, width = make_prepare(own.policy, own.rows)(chosen), chosen["action"].shape[-1]
         np.testing.assert_array_equal(columns["action"][mine][..., :width], prepared["action"])
         stats = run.policy.robots[number].stats["action"]
@@ -275,10 +273,8 @@ def test_other_types_see_rows_as_alone_and_are_exported_for_each_robot(of_one_si
         together = loss_of(run)(tensors(columns), noise, time, per_row=True)
         for number, name in enumerate(("arm", "gantry")):
             own = made(f"--dataset.root={of_one_size / name}", f'--rename_map={{"{TOP}": "{BASE}"}}')
-            source, mine = own.rows.source((0, own.rows.per_epoch)), np.flatnonzero(rows["dataset_index"] == number)
-            (every,) = source.read_rows(range(own.rows.per_epoch), own.rows.per_epoch)
-            at = [by_place(every)[int(index)] for index in rows["index"][mine]]
-            prepared = make_prepare(own.policy, own.rows)({key: values[at] for key, values in every.items()})
+            mine = np.flatnonzero(rows["dataset_index"] == number)
+            prepared = make_prepare(own.policy, own.rows)(rows_alone(own, rows["index"][mine]))
             for key, values in prepared.items():
                 if key not in ("dataset_index", "position"):
                     ours = columns[key][mine]
