@@ -170,7 +170,7 @@ def test_actions_relative_to_the_state_are_each_robots(folder, tmp_path, monkeyp
     """With the dimensions, the statistics and the state of its own; the robot's policy gives them back absolute."""
     monkeypatch.setattr(relative_actions, "over_files", one_after_the_other)
     flags = ("--policy.use_relative_actions=true", '--policy.relative_exclude_joints=["motor_1"]')
-    flags += ("--dataset.statistics=lerobot",)
+    flags += ("--dataset.statistics=lerobot", f"--output_dir={tmp_path / 'run'}")  # which gets the statistics
     run = mixed(folder, *flags)
     said = describe(run)
     assert "arm: predicts 4 of 5 dim" in said and "gantry: predicts 2 of 3 dimensions of an action relative" in said
