@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 _temp_dir: str | None = None
 
 
-def start(num_cpus: int = 4, object_store_memory: int = 10**9) -> None:
+def start(num_cpus: int = 3, object_store_memory: int = 10**9) -> None:
     """A cluster whose processes inherit the environment as it is now. One that runs already is stopped first.
 
-    4 logical CPUs whatever the machine has: two train workers and the read tasks beside them must all be schedulable
-    at once.
+    3 logical CPUs whatever the machine has: two train workers and the read tasks beside them must all be schedulable
+    at once. Each more would be one more process for them, which imports LeRobot for 9 s of CPU.
     """
     global _temp_dir
     stop()

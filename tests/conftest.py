@@ -30,6 +30,8 @@ os.environ.update(
     RAY_DATA_AUTOSCALING_REQUEST_EXPIRE_TIME_S="30",
     # At Ray's own 15, the other test process would leave it next to nothing.
     RAY_worker_niceness="0",
+    # Ray ends idle processes for which no CPU is free; the next task would import LeRobot anew.
+    RAY_num_workers_soft_limit="3",
     # Ray 2.60: without GPUs, leave CUDA_VISIBLE_DEVICES alone (its next default) instead of warning of it.
     RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
 )
@@ -76,7 +78,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module")
 def ray_cluster():
-    """A local Ray cluster of 4 logical CPUs, shared by all modules that ask for it (their tests run side by side).
+    """A local Ray cluster of 3 logical CPUs, shared by all modules that ask for it (their tests run side by side).
 
     A module whose cluster must be another, or inherit more of the environment, starts its own: `clusters.start`.
     """
