@@ -426,7 +426,12 @@ def on_cluster(run: Run) -> tuple[Run, ray.data.ExecutionOptions]:
 def join_cluster(run: Run) -> cluster.Needs:
     """Join or start the run's cluster; what the run needs on every node, which the nodes have."""
     job = run.job
-    needs = cluster.node_needs(job.scaling, [meta.root for meta in run.rows.metas], run.policy.shared_folder)
+    needs = cluster.node_needs(
+        job.scaling,
+        [meta.root for meta in run.rows.metas],
+        run.policy.shared_folder,
+        ["torchao"] if run.config.train.fp8 != "off" else [],
+    )
     cluster.start(job.scaling, needs, job.output_dir)
     return needs
 

@@ -58,7 +58,7 @@ from util import (
     peak_flops,
     train_step,
 )
-from vla_finetuning.config import Attention, Config, Precision, TrainMode, TrainOptions
+from vla_finetuning.config import Attention, Config, Fp8, Precision, TrainMode, TrainOptions
 from vla_finetuning.files import write_json
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.counting import flops_per_sample
@@ -166,11 +166,17 @@ class Prepared(PolicySpec):
 
 
 def prepared_spec(
-    config: Any, mode: TrainMode, device: torch.device, bf16: bool, attention: Attention, compiled: bool
+    config: Any,
+    mode: TrainMode,
+    device: torch.device,
+    bf16: bool,
+    attention: Attention,
+    compiled: bool,
+    fp8: Fp8 = "off",
 ) -> Prepared:
     """As a run of the program has it, with a constant learning rate."""
     precision: Precision = "bf16" if bf16 else "fp32"
-    run = Config(train=TrainOptions(mode=mode, precision=precision, attention=attention, compile=compiled))
+    run = Config(train=TrainOptions(mode=mode, precision=precision, attention=attention, compile=compiled, fp8=fp8))
     return Prepared(
         config=config,
         folder=None,
@@ -290,8 +296,9 @@ class Ours:
         *,
         attention: Attention = "sdpa",
         compiled: bool = False,
+        fp8: Fp8 = "off",
     ):
-        spec = prepared_spec(config, mode, device, bf16, attention, compiled)
+        spec = prepared_spec(config, mode, device, bf16, attention, compiled, fp8)
         self.loss, self.autocast = build_model(spec, device)
         self.config, self.device, self.compiler = config, device, getattr(self.loss, "compiler", None)
         if compiled and self.compiler is None:
@@ -532,7 +539,13 @@ def memory_estimate(cells: dict[str, Any], mode: TrainMode, device: torch.device
 
 
 def planned(
-    config: Any, mode: TrainMode, size: int, accum: int, bf16: bool, operations: Operations | None = None
+    config: Any,
+    mode: TrainMode,
+    size: int,
+    accum: int,
+    bf16: bool,
+    operations: Operations | None = None,
+    fp8: Fp8 = "off",
 ) -> StepMemory:
     """What `--dry_run` says that a step of ours takes. Notes its `operations`."""
     return step_memory(
@@ -545,6 +558,7 @@ def planned(
         bf16=bf16,
         attention=Config().train.attention,
         checkpointing=False,
+        fp8=fp8,
         operations=operations,
     )
 

@@ -5,6 +5,8 @@ What is wrong with one alone, its type and bounds say (options.py); what needs f
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from vla_finetuning.bucket import place
 from vla_finetuning.config import (
     MAX_SEED,
@@ -89,6 +91,7 @@ def check_run(config: Config) -> None:
     _check_learning(config)
     _check_adapters(config)
     _check_moments(config)
+    _check_float8(config)
     _check_env(config)
     _check_held_out(config)
     _check_output(config.output_dir)
@@ -280,6 +283,17 @@ def _check_moments(config: Config) -> None:
             f"--train.moments={config.train.moments} with {few}: so little trains that its moments take next to no "
             "memory; leave it out"
         )
+
+
+def _check_float8(config: Config) -> None:
+    if (which := config.train.fp8) == "off":
+        return
+    if config.peft.enabled:
+        raise ValueError(f"--train.fp8={which} with --peft: adapters multiply in full precision; leave one of them out")
+    if which == "frozen" and config.train.mode == "full":
+        raise ValueError("--train.fp8=frozen with --train.mode=full: nothing is frozen; give --train.fp8=all")
+    if find_spec("torchao") is None:
+        raise ValueError(f"--train.fp8={which} needs torchao: run `make fp8`, which installs requirements-fp8.lock")
 
 
 def _check_adapters(config: Config) -> None:

@@ -29,6 +29,7 @@ Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard", "hsdp"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 Precision = Literal["auto", "fp32", "bf16"]
 Moments = Literal["fp32", "bf16"]
+Fp8 = Literal["off", "frozen", "all"]
 Method = Literal["grpo", "ppo", "rloo", "filtered"]
 Reward = Literal["success", "return"]
 # How the names of a critic's parameters begin in a checkpoint; it is not part of the policy.
@@ -306,6 +307,11 @@ class TrainOptions(StepOptions):
         "fp32",
         "Precision in which Adam's moments are stored. bf16: half of their memory, rounded stochastically, and a "
         "longer update (docs/recipe.md).",
+    )
+    fp8: Fp8 = option(
+        "off",
+        "PI0.5, PI0: linear layers that multiply in 8 bits, each row by its own scale: the frozen ones, or all. Faster "
+        "with --train.compile on GPUs that can (H100); emulated on a CPU. Needs `make fp8` (docs/recipe.md).",
     )
     # LeRobot's PI0.5 and openpi count them, so the default does.
     mask_padding: bool = option(False, "Leave padded action steps out of the loss.")

@@ -1,5 +1,7 @@
 """What a step is predicted to take: its operations, and the arithmetic of a card, by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -72,6 +74,14 @@ def operation(kind, seconds, phase, name=""):
     size = {0: round(1e9 * seconds)} if kind in ("memory", "collective", "optimizer") else {}
     flops = 0 if size else round(1e12 * seconds)
     return Operation(name, kind, phase, flops, (128, 256), 1, size, {})
+
+
+def test_products_in_float8_take_half_the_time():
+    plain = Operation("mm", "products", "forward", 2 * 10**9, (128, 256), 1, {0: 8}, {})
+    found = [
+        predict([product], CARD, compiled=False, rows=1, flops=0) for product in (plain, replace(plain, float8=True))
+    ]
+    assert [time.products for time in found] == pytest.approx([2.0, 1.0])
 
 
 def exposed(operations, workers=1_000_000, **options):

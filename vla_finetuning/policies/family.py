@@ -28,7 +28,7 @@ from vla_finetuning.policies.processors import DeviceHalf, normalization_mode
 # The part of parameters that no loss ever reaches; see `Family.parts`.
 UNUSED = "unused in training"
 # Options of `--train.*` that a family must know how to compute (`Family.train_options`).
-TRAIN_OPTIONS = ("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile")
+TRAIN_OPTIONS = ("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile", "fp8")
 # A batch's column, 0-d: what `PolicyLoss.count` is on average over the micro-batches of the whole step.
 MEAN_COUNT = "mean_count"
 # The embedding of words: a sixth of what trains of PI0.5 in full.

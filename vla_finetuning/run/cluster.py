@@ -307,11 +307,14 @@ class Needs:
     bucket: BucketPath | None = None
 
 
-def node_needs(scaling: ScalingOptions, roots: Iterable[str], policy_folder: Path | None) -> Needs:
+def node_needs(
+    scaling: ScalingOptions, roots: Iterable[str], policy_folder: Path | None, packages: Iterable[str] = ()
+) -> Needs:
     """What a run needs on every node: the driver's versions, and the paths that the driver uses.
 
     Args:
         roots: of its datasets. policy_folder: of the policy that it starts from, if all nodes must see that.
+        packages: that its options need, beside those of every run.
     """
     import torch
 
@@ -320,7 +323,7 @@ def node_needs(scaling: ScalingOptions, roots: Iterable[str], policy_folder: Pat
     if policy_folder is not None:
         paths[str(policy_folder)] = f"the policy (--policy.path{hub})"
     return Needs(
-        packages={name: _public(importlib.metadata.version(name)) for name in PACKAGES},
+        packages={name: _public(importlib.metadata.version(name)) for name in (*PACKAGES, *packages)},
         paths=paths,
         cuda=torch.version.cuda if scaling.use_gpu else None,
         free_bytes=round(scaling.free_disk_gb * 1e9),

@@ -36,7 +36,7 @@ def describe(run: Run) -> str:
         *_cached_frames(config.dataset, rows),
         _cached_numbers(),
         *_steps(config, job.steps, rows),
-        *_indented("Learning", [*policy.recipe.describe(job.steps), *_moments(config)]),
+        *_indented("Learning", [*policy.recipe.describe(job.steps), *_moments(config), *_float8(config)]),
         *_shuffling(config.dataset, rows),
         *_weighted(rows),
         *_labelled(config, rows),
@@ -208,6 +208,13 @@ def _moments(config: Config) -> list[str]:
     if config.train.moments == "fp32":
         return []
     return ["Adam's moments in bfloat16, rounded stochastically; lerobot-train has them in float32"]
+
+
+def _float8(config: Config) -> list[str]:
+    if (which := config.train.fp8) == "off":
+        return []
+    how = "" if config.train.compile else "; slower without --train.compile"
+    return [f"{which} linear layers multiply in float8{how if config.scaling.use_gpu else ', emulated'}"]
 
 
 def _average(config: Config) -> list[str]:

@@ -80,6 +80,7 @@ def needed_by(
         average=config.ema.enable,
         exact_mean=train.exact_mean,
         moments=train.moments,
+        fp8=train.fp8,
         frames=frames,
         operations=operations,
     )

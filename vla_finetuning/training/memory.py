@@ -26,17 +26,19 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from util import UNWATCHED, local_shard, make_trainable_optimizer, train_step
-from vla_finetuning.config import Attention, Moments, PeftOptions, Strategy, TrainMode
+from vla_finetuning.config import Attention, Fp8, Moments, PeftOptions, Strategy, TrainMode
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.family import PolicyLoss
+from vla_finetuning.policies.float8 import multiply_in_float8
+from vla_finetuning.policies.layers import LayeredLoss
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
 from vla_finetuning.training.parallel import gathered_bytes, hold_gradients, is_sharded, keeps_casts, spread, units
 from vla_finetuning.training.rounded_moments import RoundedMoments
-from vla_finetuning.training.step_time import Operations
+from vla_finetuning.training.step_time import Operations, unwrapped
 
 GIB = 2**30
 # What a GPU holds that no tensor of the step is. Planned, to be corrected by what is measured.
@@ -110,6 +112,7 @@ def step_memory(
     average: bool = False,
     exact_mean: bool = False,
     moments: Moments = "fp32",
+    fp8: Fp8 = "off",
     operations: Operations | None = None,
 ) -> StepMemory:
     """Run a step without storage, Adam's moments being there, and add up what would be alive.
@@ -120,7 +123,8 @@ def step_memory(
             shard_workers: for hsdp, how many of them hold a copy together; all when absent. frames: (height, width) of
             each camera's as they arrive, uint8; without them they arrive as the policy sees them. average: whether
             there is one of what trains. exact_mean: all micro-batches of a step are on the device at once, whose mean
-            is exact. moments: precision of Adam's. operations: note those of one micro-batch and the optimizer.
+            is exact. moments: precision of Adam's. fp8: which layers multiply in 8 bits. operations: note those of one
+            micro-batch and the optimizer.
     """
     checkpointing = checkpointing or getattr(config, "gradient_checkpointing", False)
     family, cpu = family_of(config), torch.device("cpu")
@@ -137,6 +141,8 @@ def step_memory(
         attention=attention,
         checkpointing=checkpointing,
     )
+    if isinstance(loss, LayeredLoss):
+        multiply_in_float8(loss.layers(), fp8, emulate=False)
     # The CPU's autocast in place of CUDA's, and its fused attention: autograd runs fake tensors on no other device.
     pretended = _pretended_group(workers) if sharded else contextlib.nullcontext()
     with _without_collector(), pretended, FakeTensorMode():
@@ -331,9 +337,8 @@ class Alive(TorchDispatchMode):
         if func is not torch.ops.prim.device.default:  # asked by autograd for every gradient
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
-                    self._add(
-                        cast(Any, leaf)._local_tensor if is_sharded(leaf) else leaf
-                    )  # `held` runs another operator
+                    for held in [cast(Any, leaf)._local_tensor] if is_sharded(leaf) else unwrapped([leaf]):
+                        self._add(held)  # `local_shard` would run another operator
         return result
 
     def _add(self, tensor: Tensor) -> None:

@@ -19,7 +19,9 @@ from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.family import PolicyLoss
+from vla_finetuning.policies.float8 import check_device, multiply_in_float8
 from vla_finetuning.policies.flow import FlowLoss
+from vla_finetuning.policies.layers import LayeredLoss
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, PreparedRobot, PrepareRobots
 from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.spec import PolicySpec
@@ -66,6 +68,11 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
         checkpointing=train.activation_checkpointing,
         compile=compiler,
     )
+    if train.fp8 != "off":
+        assert isinstance(loss, LayeredLoss)  # the plan refuses others
+        check_device(device, autocast)
+        multiplied = multiply_in_float8(loss.layers(), train.fp8, emulate=device.type != "cuda")
+        logger.info("%d linear layers multiply in float8%s", multiplied, "" if device.type == "cuda" else ", emulated")
     if spec.value is not None:
         assert isinstance(loss, FlowLoss)  # the plan refuses others
         loss = ValueLoss(loss, spec.value.bins, spec.seed, backbone)

@@ -12,10 +12,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
@@ -26,6 +27,8 @@ from vla_finetuning.training.parallel import bucket_mb
 
 # Of the peak, what long products of full tiles reach: a card that multiplies without a pause lowers its clock.
 PRODUCTS = 0.70
+# How many times as many products in float8 a card computes (NVIDIA's data sheets of Ada, Hopper and Blackwell).
+FLOAT8 = 2.0
 # Results that a multiprocessor computes at a time, and how such a tile compares with the largest. Tiles fill the
 # multiprocessors in waves, the last of which is seldom full.
 TILES = {(128, 256): 1.0, (128, 128): 0.85, (64, 64): 0.5}
@@ -55,6 +58,7 @@ class Operation:
         phase: of the step. flops: of products and attention.
         shape: of a product's result, as rows and columns. times: how many such products there are (`bmm`).
         reads, writes: bytes of memory by number of storage. starts_forward: it is the first of a micro-batch.
+        float8: it multiplies in 8 bits.
     """
 
     name: str
@@ -66,6 +70,7 @@ class Operation:
     reads: dict[int, int]
     writes: dict[int, int]
     starts_forward: bool = False
+    float8: bool = False
 
     @property
     def bytes(self) -> int:
@@ -94,7 +99,7 @@ class Operations(TorchDispatchMode, Clock):
         # What operators on DTensors do is not looked at: the step computes with what they hold.
         sharded = any(hasattr(tensor, "to_local") for tensor in (*given, *made))
         if self._phase != "other" and not sharded and not name.startswith(_ALLOCATES):
-            self._note(func, name, args, kwargs, result, given, made)
+            self._note(func, name, args, kwargs, result, unwrapped(given), unwrapped(made))
         return result
 
     def _note(
@@ -111,6 +116,7 @@ class Operations(TorchDispatchMode, Clock):
         if not writes and not collective:  # a view
             return
         flops, shape, times = 0, (0, 0), 1
+        float8 = any(tensor.dtype == torch.float8_e4m3fn for tensor in given)
         if name in _PRODUCTS:
             flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
             shape, times = _product_shape(made[0])
@@ -123,7 +129,7 @@ class Operations(TorchDispatchMode, Clock):
             kind = "products" if name in _PRODUCTS else "attention"
         elif self._phase in ("clip", "optimizer", "zero_grad_schedule"):
             kind = "optimizer"
-        self.found.append(Operation(name, kind, self._phase, flops, shape, times, reads, writes, self._starts))
+        self.found.append(Operation(name, kind, self._phase, flops, shape, times, reads, writes, self._starts, float8))
         self._starts = False
 
     def _bytes(self, tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -137,6 +143,15 @@ class Operations(TorchDispatchMode, Clock):
             number = self._numbers[storage]
             found[number] = max(found.get(number, 0), span * tensor.itemsize)
         return found
+
+
+def unwrapped(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors themselves, and in place of each that only wraps others (torchao's, in float8), those."""
+    found: list[Tensor] = []
+    for tensor in tensors:
+        names: list[str] = cast(Any, tensor).__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else []
+        found += [getattr(tensor, name) for name in names] or [tensor]
+    return found
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -327,7 +342,8 @@ def _seconds(stretch: list[Operation], card: Card, last_uses: dict[int, int], la
     through_memory = moved / (MEMORY * card.bandwidth)
     computed = 0.0
     if first.kind == "products":
-        computed = first.flops / (PRODUCTS * card.flops * _tiling(first, card))
+        faster = FLOAT8 if first.float8 else 1.0
+        computed = first.flops / (PRODUCTS * faster * card.flops * _tiling(first, card))
     elif first.kind == "attention":
         computed = first.flops / (ATTENTION * card.flops)
     return max(through_memory, computed, KERNEL_S)
@@ -354,7 +370,7 @@ def assumptions() -> str:
         (
             "Predicted by a model of the step's own operations, not measured. Assumed:",
             f"products reach {PRODUCTS:.0%} of the card's peak where tiles fill its multiprocessors, attention "
-            f"{ATTENTION:.0%};",
+            f"{ATTENTION:.0%}; products in float8 {FLOAT8:g} times as fast;",
             f"all else {MEMORY:.0%} of the memory's bandwidth, {kernel} a kernel at least;",
             f"the host issues an operation in {eager}, of compiled code in {compiled}; data never waits;",
             f"collectives reach {LINK:.0%} of a link within one machine, and slow no product;",
