@@ -350,7 +350,7 @@ def ours(
     prepare_process(device)
     bf16, name = device.type == "cuda", f"step, {mode}, ours{', compiled' * compiled}{', float8' * (fp8 != 'off')}"
     if fp8 != "off" and find_spec("torchao") is None:
-        results.write(name, {"left_out": "torchao is not installed: make fp8"})
+        results.write(name, {"left_out": "torchao is not installed: make torchao"})
         return
     batch_sizes: Sequence[int] = sizes.batch_sizes
     found = {size: results.found.get(f"step, {mode}, ours, {size} rows", {}).get("result") for size in batch_sizes}

@@ -293,7 +293,9 @@ def _check_float8(config: Config) -> None:
     if which == "frozen" and config.train.mode == "full":
         raise ValueError("--train.fp8=frozen with --train.mode=full: nothing is frozen; give --train.fp8=all")
     if find_spec("torchao") is None:
-        raise ValueError(f"--train.fp8={which} needs torchao: run `make fp8`, which installs requirements-fp8.lock")
+        raise ValueError(
+            f"--train.fp8={which} needs torchao: run `make torchao`, which installs requirements-torchao.lock"
+        )
 
 
 def _check_adapters(config: Config) -> None:

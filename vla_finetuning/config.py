@@ -311,7 +311,7 @@ class TrainOptions(StepOptions):
     fp8: Fp8 = option(
         "off",
         "PI0.5, PI0: linear layers that multiply in 8 bits, each row by its own scale: the frozen ones, or all. Faster "
-        "with --train.compile on GPUs that can (H100); emulated on a CPU. Needs `make fp8` (docs/recipe.md).",
+        "with --train.compile on GPUs that can (H100); emulated on a CPU. Needs `make torchao` (docs/recipe.md).",
     )
     # LeRobot's PI0.5 and openpi count them, so the default does.
     mask_padding: bool = option(False, "Leave padded action steps out of the loss.")

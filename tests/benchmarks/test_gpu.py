@@ -42,7 +42,7 @@ def test_all_of_it_runs_on_a_cpu(no_ray_cluster, tmp_path, capfd, monkeypatch):
     for mode in ("full", "expert"):
         name = f"step, {mode}, ours, compiled, float8"
         if find_spec("torchao") is None:
-            assert "make fp8" in found[name]["left_out"]
+            assert "make torchao" in found[name]["left_out"]
         else:
             assert found[f"{name}, 2 rows"]["result"]["compiled_calls_per_step"] > 0
     assert found["prediction, 2 rows"]["result"]["chunk"][0] == 2

@@ -19,7 +19,7 @@ from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.training.memory import step_memory
 from vla_finetuning.training.step_time import Operations
 
-linear = pytest.importorskip("torchao.float8.float8_linear", reason="torchao is installed by make fp8")
+linear = pytest.importorskip("torchao.float8.float8_linear", reason="torchao is installed by make torchao")
 CPU = torch.device("cpu")
 # Every finite number of the format, and the largest.
 NUMBERS = np.unique(torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy())
@@ -170,7 +170,7 @@ def test_what_does_not_go_together_is_refused(flags, message):
 
 def test_where_torchao_is_missing_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--train.fp8=all needs torchao: run `make fp8`"):
+    with pytest.raises(ValueError, match="--train.fp8=all needs torchao: run `make torchao`"):
         parse_args(["--policy.path=p", "--dataset.root=d", "--output_dir=o", "--train.fp8=all"])
 
 
