@@ -268,6 +268,11 @@ class LeRobotDatasource(Datasource):
                 total += math.prod(shape) * dtype.itemsize
         return total * int(self.plan.episodes.length.sum()) // self.shards
 
+    @property
+    def distinct_frames(self) -> int:
+        """Different rows in an epoch, of a shard where there are several."""
+        return int(self.plan.episodes.length.sum()) // self.shards
+
     def _block_rows(self, row_bytes: int) -> int:
         """Rows of a block; a window has whole blocks."""
         most = max(1, min(self._window, BLOCK_BYTES // row_bytes))

@@ -47,6 +47,7 @@ from util import (
     train_step,
 )
 from vla_finetuning.config import Config
+from vla_finetuning.data.feature_cache import FeatureCache
 from vla_finetuning.evaluation.demo_success import is_demo, success_table, try_demo
 from vla_finetuning.evaluation.during import Evaluator
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
@@ -102,6 +103,7 @@ from vla_finetuning.training.memory import GIB
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention, compile_all, make_prepare
 from vla_finetuning.training.parallel import keeps_casts, replicas, spread
 from vla_finetuning.training.stream import Columns, Dealt, Deferred, TrainingData, or_timeout, stream_batches
+from vla_finetuning.training.vision_features import VisionFeatures
 from vla_finetuning.training.worker import RayWorker, Worker
 
 logger = logging.getLogger(__name__)
@@ -164,6 +166,10 @@ def train(
         if log_rows is not None:
             log_rows(number, columns)
 
+    features = None
+    if config.train.feature_cache is not None:
+        features = VisionFeatures(rows, FeatureCache(config.train.feature_cache, config.train.feature_cache_gb))
+
     # The first batch is read while the model is made.
     batches = feed(
         rows,
@@ -174,11 +180,14 @@ def train(
         job.steps,
         timeout_s=config.dataset.batch_timeout_s,
         epsilon=config.sample_weighting.epsilon,
+        features=features,
         on_batch=on_batch,
         clock=clock,
     )
 
     policy_loss, autocast = build_model(policy, device)
+    if features is not None:
+        features.start(policy_loss, autocast)
     robots = rows.robots if policy.value is None else ()
     if robots:
         policy_loss.by_robot = torch.zeros(2, len(robots), device=device)
@@ -291,6 +300,8 @@ def train(
     gc.unfreeze()
     gc.enable()
     checkpoints.close()
+    if features is not None:
+        features.close()
     return None if stop and progress.step < job.steps else optimizer
 
 
@@ -305,6 +316,7 @@ def feed(
     timeout_s: float,
     epsilon: float = 0.0,
     collate: Callable[[Columns], Batch] | None = None,
+    features: VisionFeatures | None = None,
     on_batch: OnBatch = ignore_batch,
     clock: Clock = UNWATCHED,
 ) -> TimedIterator:
@@ -313,6 +325,7 @@ def feed(
     Args:
         timeout_s: how long to wait for a batch, in seconds. epsilon: see `row_weights.of_batch`.
         collate: numpy columns of a batch to CPU tensors; `NumpyToTorchCollate` when None.
+        features: takes the place of frames.
     """
     fitted = partial(
         collate_cut,
@@ -321,12 +334,18 @@ def feed(
         weights=rows.weights,
         epsilon=epsilon,
         returns=rows.returns,
+        features=None if features is None else features.find,
         frames=rows.fill_frames(),
         drop_absent=not policy.train.compile,
     )
     host_batches = stream_batches(worker.shard, dealt, first_row, steps, fitted)
     in_time = or_timeout(host_batches, timeout_s, partial(what_batch, rows, dealt))
-    return TimedIterator(policy_batches(cuda_prefetcher(in_time, worker.device, clock), policy.config, on_batch))
+
+    def passed_on(batches: Iterator[Batch]) -> Iterator[Batch]:
+        filled = batches if features is None else features.fill(batches, clock)
+        return policy_batches(filled, policy.config, on_batch)
+
+    return TimedIterator(cuda_prefetcher(in_time, worker.device, clock), then=passed_on)
 
 
 # ---- the driver ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -240,6 +241,17 @@ def test_without_a_gpu_batches_pass_through_and_waiting_is_counted():
     assert timed.waited_s > 0
     with pytest.raises(StopIteration):
         next(timed)
+
+
+def test_what_is_made_of_batches_is_no_waiting():
+    def slower(batches):
+        for batch in batches:
+            time.sleep(0.2)
+            yield {**batch, "made": True}
+
+    timed = TimedIterator(cuda_prefetcher(batches(3, 2), CPU), then=slower)
+    assert [batch["made"] for batch in timed] == [True] * 3
+    assert 0 < timed.waited_s < 0.2
 
 
 @pytest.mark.gpu

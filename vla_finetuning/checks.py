@@ -92,6 +92,7 @@ def check_run(config: Config) -> None:
     _check_adapters(config)
     _check_moments(config)
     _check_float8(config)
+    _check_feature_cache(config)
     _check_env(config)
     _check_held_out(config)
     _check_output(config.output_dir)
@@ -295,6 +296,16 @@ def _check_float8(config: Config) -> None:
     if find_spec("torchao") is None:
         raise ValueError(
             f"--train.fp8={which} needs torchao: run `make torchao`, which installs requirements-torchao.lock"
+        )
+
+
+def _check_feature_cache(config: Config) -> None:
+    transforms, augmentation = config.dataset.image_transforms.enable, config.train.augmentation
+    if config.train.feature_cache is not None and (transforms or augmentation != "none"):
+        flag = "--dataset.image_transforms.enable" if transforms else f"--train.augmentation={augmentation}"
+        raise ValueError(
+            f"--train.feature_cache with {flag}: frames then differ in every epoch, and so do their features; leave "
+            "one of them out"
         )
 
 

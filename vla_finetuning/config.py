@@ -333,6 +333,13 @@ class TrainOptions(StepOptions):
         "draws; rows are still batch_size.",
         min=1,
     )
+    # Its vision tower is four fifths of a step.
+    feature_cache: str | None = option(
+        None,
+        "SmolVLA, where its vision does not train: a folder on each node's own disk that caches what its vision tower "
+        "makes of each frame, for later epochs and for runs from the same weights.",
+    )
+    feature_cache_gb: float = option(FRAME_CACHE_GB, "Size of --train.feature_cache on each node, in GB.", above=0)
 
 
 @dataclass
@@ -972,6 +979,11 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
     def augments(self) -> bool:
         """Whether frames that are trained on are changed."""
         return self.train.augmentation != "none" or self.dataset.image_transforms.enable
+
+    @property
+    def planned_in_bf16(self) -> bool:
+        """Whether steps are planned to compute in bfloat16: every GPU that can hold a VLA knows it."""
+        return self.train.precision == "bf16" or (self.train.precision == "auto" and bool(self.scaling.use_gpu))
 
     @property
     def takes_average(self) -> bool:

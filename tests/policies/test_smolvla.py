@@ -276,3 +276,6 @@ def test_work_of_the_real_policy_is_counted(backbone, tmp_path):
     config = config_of(real, 3, **options)
     assert family_of(config).tokens(config, 3) == 3 * 64 + 48 + 1 + 50
     assert flops_per_sample(config, 3, "expert") == pytest.approx(756e9, rel=0.05)
+    assert flops_per_sample(config, 3, "expert", features=True) == pytest.approx(110e9, rel=0.05)
+    # In bfloat16 123 kB, where the frame at 512 x 512 takes 786.
+    assert family_of(config).feature_shapes(config) == dict.fromkeys(config.image_features, (64, 960))

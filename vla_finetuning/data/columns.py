@@ -2,8 +2,10 @@
 
 # Added by a read that may skip rows: true for those that could not be read.
 IS_SKIPPED = "is_skipped"
+# Added where features of frames are cached: which cameras' are not there, (B, cameras).
+FEATURES_MISSING = "features_missing"
 # What tells a row from all others and where it is in a run's stream. They stay on the host.
-ROW_COLUMNS = ("dataset_index", "index", "position", IS_SKIPPED)
+ROW_COLUMNS = ("dataset_index", "index", "position", IS_SKIPPED, FEATURES_MISSING)
 # What a frame is worth, for a value function to learn.
 RETURN = "return"
 # After a camera's key: false for rows of robots that lack it. Of actions: which dimensions are the row's robot's.

@@ -37,6 +37,7 @@ def flops_per_sample(
     draws: int = 1,
     prompt: int | None = None,
     adapters: PeftOptions | None = None,
+    features: bool = False,
 ) -> int | None:
     """Count the floating point operations of one sample's forward and backward through its loss.
 
@@ -50,6 +51,7 @@ def flops_per_sample(
         mode, adapters: as for `choose_trainable`.
         draws: of noise and time per row.
         prompt: language tokens, padding included; as many as the tokenizer gives when absent.
+        features: of a row whose cameras' features are there: without the vision tower.
     Returns:
         The count, or None for a policy that is not built from its configuration alone.
     """
@@ -60,12 +62,12 @@ def flops_per_sample(
     config = family.with_cameras(config, cameras, prompt)
     counted = meta_policy(config)
     choose_trainable(counted, mode, adapters)
-    loss, inputs = (
-        family.make_loss(counted, images=DeviceHalf(None, config)),
-        family.empty_inputs(config, 1, draws, "meta"),
-    )
+    loss = family.make_loss(counted, images=DeviceHalf(None, config))
+    batch, noise, time = family.empty_inputs(config, 1, draws, "meta")
+    if features:
+        batch |= {key: torch.empty(1, *shape, device="meta") for key, shape in family.feature_shapes(config).items()}
     with FlopCounterMode(display=False) as counter:
-        loss(*inputs).backward()
+        loss(batch, noise, time).backward()
     return counter.get_total_flops()
 
 
@@ -76,6 +78,7 @@ def flops_by_prompt(
     draws: int,
     prompts: Sequence[int],
     adapters: PeftOptions | None = None,
+    features: bool = False,
 ) -> dict[int, int]:
     """`flops_per_sample` for prompts of several lengths.
 
@@ -84,7 +87,7 @@ def flops_by_prompt(
     """
 
     def count(prompt: int) -> int:
-        flops = flops_per_sample(config, cameras, mode, draws, prompt, adapters)
+        flops = flops_per_sample(config, cameras, mode, draws, prompt, adapters, features)
         assert flops is not None
         return flops
 

@@ -9,6 +9,7 @@ Legend: B batch, K draws of noise and time per row, T chunk, A action, L languag
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from vla_finetuning.policies.processors import DeviceHalf, normalization_mode
 # The part of parameters that no loss ever reaches; see `Family.parts`.
 UNUSED = "unused in training"
 # Options of `--train.*` that a family must know how to compute (`Family.train_options`).
-TRAIN_OPTIONS = ("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile", "fp8")
+TRAIN_OPTIONS = (
+    *("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile", "fp8", "feature_cache"),
+)
 # A batch's column, 0-d: what `PolicyLoss.count` is on average over the micro-batches of the whole step.
 MEAN_COUNT = "mean_count"
 # The embedding of words: a sixth of what trains of PI0.5 in full.
@@ -89,6 +92,14 @@ class PolicyLoss(nn.Module):
         """
         raise NotImplementedError(self.policy.config.type)
 
+    def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the vision tower makes of the images of a batch (floats, as `images` makes them), by camera.
+
+        (N, tokens, width), N being the camera's own number of rows. `forward` takes a camera's features in place of its
+        images, and its result is then that of the images. For losses with the option `feature_cache`.
+        """
+        raise NotImplementedError(self.policy.config.type)
+
     def attentions(self, cameras: int, prompts: Iterable[int]) -> list[tuple[nn.Module, Shape]]:
         """The attentions that `attention` computes in steps with so many cameras and such prompts: layer and shape."""
         return []
@@ -125,6 +136,8 @@ class Family:
         row_losses: its loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
         flow: its loss is a `flow.FlowLoss`, so that action chunks have a probability.
         masks_cameras: it can do without some of its cameras.
+        image_options: options of the policy that say how images are made ready for its vision tower; with the option
+            `feature_cache`.
         no_adapters: why adapters (--peft.*) do not train, in words; empty where they do.
         from_config: LeRobot builds it from its configuration alone, and a folder has all of its weights: it is built
             without storage, to be counted, planned and compared with files, by the methods below that raise here.
@@ -143,10 +156,24 @@ class Family:
     row_losses: ClassVar[bool] = False
     flow: ClassVar[bool] = False
     masks_cameras: ClassVar[bool] = False
+    image_options: ClassVar[tuple[str, ...]] = ()
     no_adapters: ClassVar[str] = ""
     from_config: ClassVar[bool] = False
 
     # ---- training ----------------------------------------------------------------------------------------------------
+
+    def vision(self, policy: PreTrainedPolicy) -> list[nn.Module]:
+        """The modules that `PolicyLoss.features` computes with; with the option `feature_cache`."""
+        raise NotImplementedError(self.type)
+
+    def feature_shapes(self, config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
+        """Tokens and width of an image's features, by camera; with the option `feature_cache`."""
+        raise NotImplementedError(self.type)
+
+    def feature_bytes(self, config: PreTrainedConfig, cameras: Iterable[str], bf16: bool) -> dict[str, int]:
+        """What the features of one frame of each of these cameras take, computed in bfloat16 or float32."""
+        shapes = self.feature_shapes(config)
+        return {key: math.prod(shapes[key]) * (2 if bf16 else 4) for key in cameras}
 
     def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
         """The part that each parameter belongs to, by the parameter's name; UNUSED for what no loss ever reaches."""
@@ -189,7 +216,8 @@ class Family:
     def check_batch(self, batch: Mapping[str, Tensor], config: PreTrainedConfig) -> None:
         """Check the first batch of a run as it is about to enter the loss. Reads values from its device.
 
-        Expects cameras uint8 (B, H, W, 3), or float32 (B, 3, H, W) and in [0, 1] unless the policy normalises images;
+        Expects cameras uint8 (B, H, W, 3), or float32 (B, 3, H, W) and in [0, 1] unless the policy normalises images,
+        or their features where the loss takes those;
         `action` float32 (B, T, A) with the policy's T and A, finite.
 
         Raises:
@@ -213,6 +241,10 @@ class Family:
         plain = normalization_mode(config, FeatureType.VISUAL) is NormalizationMode.IDENTITY
         for key in present:
             image = batch[key]
+            if image.ndim == 3 and "feature_cache" in self.train_options:
+                shape = (rows, *self.feature_shapes(config)[key])
+                require(batch, key, tuple(image.shape) == shape, f"features {shape}")
+                continue
             channels = {torch.uint8: -1, torch.float32: -3}.get(image.dtype)
             fits = channels is not None and image.ndim >= 4 and len(image) == rows and image.shape[channels] == 3
             require(batch, key, fits, f"uint8 ({rows}, H, W, 3) or float32 ({rows}, 3, H, W)")

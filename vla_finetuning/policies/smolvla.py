@@ -189,17 +189,15 @@ class SmolVLALoss(LayeredLoss):
     def _embed(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Images and words as the language model takes them, (B, P - 1, width), and which of them count."""
         policy, core = self.policy, self.policy.model.vlm_with_expert
-        present = sum(key in batch for key in policy.config.image_features)
-        # Those present come first; LeRobot appends blank images for as many others as `empty_cameras` says.
-        images, _ = policy.prepare_images(batch)
-        blank, images = len(images) - present, images[:present]
-        rows, same = len(images[0]), len({image.shape for image in images}) == 1
-        embedded = self._embed_images(torch.cat(images)).split(rows) if same else map(self._embed_images, images)
+        cameras = [key for key in policy.config.image_features if key in batch]
+        given = {key: batch[key] for key in cameras if batch[key].ndim == 3}
+        embedded = given or self.features(batch)
         words = core.embed_language_tokens(batch[OBS_LANGUAGE_TOKENS])
-        words = words * words.shape[2] ** 0.5
+        words, rows = words * words.shape[2] ** 0.5, len(words)
         pieces: list[Tensor] = []
-        # As LeRobot has it, a blank image's marks are seen.
-        for image in (*embedded, *[words[:, :0]] * blank):
+        # LeRobot appends blank images for as many absent cameras as `empty_cameras` says; their marks are seen.
+        blank = min(policy.config.empty_cameras, len(policy.config.image_features) - len(cameras))
+        for image in (*(embedded[key] for key in cameras), *[words[:, :0]] * blank):
             pieces.append(image)
             if policy.config.add_image_special_tokens:
                 start, end = core.embed_language_tokens(self.marks).expand(rows, -1, -1).split([2, 1], dim=1)
@@ -207,9 +205,17 @@ class SmolVLALoss(LayeredLoss):
         hidden = torch.cat([*pieces, words], dim=1)
         before = hidden.shape[1] - words.shape[1]
         counts = F.pad(batch[OBS_LANGUAGE_ATTENTION_MASK], (before, 0), value=True)
-        cameras = [key for key in policy.config.image_features if key in batch]
         mask_absent(counts, batch, {key: piece.shape[1] for key, piece in zip(cameras, pieces, strict=False)})
         return hidden, counts
+
+    def features(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As the language model takes images: out of the vision tower and the connector, scaled."""
+        policy = self.policy
+        cameras = [key for key in policy.config.image_features if key in batch]
+        images = policy.prepare_images(batch)[0][: len(cameras)]  # blank ones follow
+        rows, same = [len(image) for image in images], len({image.shape[1:] for image in images}) == 1
+        embedded = self._embed_images(torch.cat(images)).split(rows) if same else map(self._embed_images, images)
+        return dict(zip(cameras, embedded, strict=True))
 
     def _embed_images(self, images: Tensor) -> Tensor:
         """LeRobot's `embed_image`, layer by layer, and scaled as the language model takes it: (N, tokens, width)."""
@@ -363,7 +369,8 @@ class SmolVLA(PI0):
         "expert": frozenset({"heads", "action expert"}),
         "full": frozenset({"heads", "action expert", "language model", "vision"}),
     }
-    train_options = frozenset({"exact_mean", "noise_draws", "activation_checkpointing", "compile"})
+    train_options = frozenset({"exact_mean", "noise_draws", "activation_checkpointing", "compile", "feature_cache"})
+    image_options = ("resize_imgs_with_padding", "normalization_mapping")
     without_effect = {
         "train_expert_only": "--train.mode: expert, or full",
         "compile_model": "--train.compile",
@@ -411,6 +418,15 @@ class SmolVLA(PI0):
                 raise ValueError(f"parameter {name!r} is in no known part of SmolVLA; is this LeRobot 0.6.1?")
             parts[name] = part
         return parts
+
+    def vision(self, policy: PreTrainedPolicy) -> list[nn.Module]:
+        vlm = policy.model.vlm_with_expert.get_vlm_model()
+        return [vlm.vision_model, vlm.connector]
+
+    def feature_shapes(self, config: Any) -> dict[str, tuple[int, int]]:
+        sizes, width = image_sizes(config), _backbone(config.vlm_model_name).text_config.hidden_size
+        tokens = [_tokens(config, size) for size in sizes]
+        return {key: (number, width) for key, number in zip(config.image_features, tokens, strict=False)}
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
         return SmolVLALoss(policy, **options)
@@ -460,17 +476,22 @@ def image_sizes(config: Any) -> list[tuple[int, int]]:
 
 def image_tokens(config: Any, cameras: int) -> int:
     """Positions that the images of so many cameras take in the language model, with their marks."""
-    patch, shuffled = _patches(config.vlm_model_name)
     marks = 3 * bool(config.add_image_special_tokens)
     sizes = (image_sizes(config) * cameras)[:cameras]
-    return sum((height // patch) * (width // patch) // shuffled + marks for height, width in sizes)
+    return sum(_tokens(config, size) + marks for size in sizes)
+
+
+def _tokens(config: Any, size: tuple[int, int]) -> int:
+    """Of an image of this height and width; several patches become one."""
+    backbone = _backbone(config.vlm_model_name)
+    patch = backbone.vision_config.patch_size
+    return (size[0] // patch) * (size[1] // patch) // backbone.scale_factor**2
 
 
 @cache
-def _patches(model: str) -> tuple[int, int]:
-    """Of a SmolVLM: the side of a patch in pixels, and how many patches become one token."""
-    config = AutoConfig.from_pretrained(model)
-    return config.vision_config.patch_size, config.scale_factor**2
+def _backbone(model: str) -> Any:
+    """The configuration of a SmolVLM."""
+    return AutoConfig.from_pretrained(model)
 
 
 @cache

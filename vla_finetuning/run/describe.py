@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from lerobot_datasource import SEGMENT_ROWS
 from vla_finetuning.config import FRAMES_DIR, NUMBERS_DIR, NUMBERS_GB, REHEARSAL_ROWS_PER_S, Config, DatasetOptions
+from vla_finetuning.data.node_cache import has_capacity
 from vla_finetuning.data.number_cache import numbers_gb
 from vla_finetuning.members import members
 from vla_finetuning.policies.augment import WRIST
 from vla_finetuning.policies.loading import aligned
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.remote_code import brought_along
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.job import Job
@@ -34,6 +38,7 @@ def describe(run: Run) -> str:
         *_frames(rows),
         *_augmentation(config, list(policy.config.image_features)),
         *_cached_frames(config.dataset, rows),
+        *_cached_features(config, policy, rows),
         _cached_numbers(),
         *_steps(config, job.steps, rows),
         *_indented("Learning", [*policy.recipe.describe(job.steps), *_moments(config), *_float8(config)]),
@@ -306,6 +311,29 @@ def _cached_frames(d: DatasetOptions, rows: Rows) -> list[str]:
     ]
 
 
+def _cached_features(config: Config, policy: PolicySpec, rows: Rows) -> list[str]:
+    train = config.train
+    if train.feature_cache is None:
+        return []
+    bf16 = config.planned_in_bf16
+    sizes = family_of(policy.config).feature_bytes(policy.config, rows.cameras, bf16)
+    size, limit = rows.distinct_frames * sum(sizes.values()), train.feature_cache_gb * 1e9
+    where = "on every node" if rows.order.sharding is None else "on each node those of its shard"
+    each = f"{max(sizes.values()) / 1e3:.0f} kB a camera and frame, {'bf16' if bf16 else 'fp32'}"
+    lines = [
+        f"Features     of the vision tower, which sees each frame once: {size / 1e9:.1f} GB ({each})",
+        f"             are cached in {train.feature_cache}, {where}; the frames are {rows.cached_bytes / 1e9:.1f} GB",
+    ]
+    if size > limit or not has_capacity(Path(train.feature_cache), size):
+        lines.append(
+            f"             TOO MANY for --train.feature_cache_gb={train.feature_cache_gb:g}, or for its disk with a "
+            "margin: what does not fit is computed in every epoch"
+        )
+    if rows.last_row <= rows.per_epoch:
+        lines.append("             none are used twice in this run, but by later ones that start from the same weights")
+    return lines
+
+
 def _cached_numbers() -> str:
     if size := numbers_gb():
         return (
@@ -340,12 +368,13 @@ def _shuffling(d: DatasetOptions, rows: Rows) -> list[str]:
 def _flops(policy: PolicySpec) -> str:
     if not policy.flops_by_prompt:
         return ""
+    seen = "" if policy.train.feature_cache is None else " without the vision tower"
     (short, least), (long, most) = min(policy.flops_by_prompt.items()), max(policy.flops_by_prompt.items())
     if short == long:
-        return f", {most / 1e9:,.1f} GFLOP per sample and step"
+        return f", {most / 1e9:,.1f} GFLOP per sample and step{seen}"
     return (
-        f", {least / 1e9:,.1f} to {most / 1e9:,.1f} GFLOP per sample and step (prompts of {short} to {long} tokens, by "
-        "the longest of a micro-batch)"
+        f", {least / 1e9:,.1f} to {most / 1e9:,.1f} GFLOP per sample and step{seen} (prompts of {short} to {long} "
+        "tokens, by the longest of a micro-batch)"
     )
 
 

@@ -236,11 +236,12 @@ def with_absolute_paths(config: Config) -> tuple[Config, list[str]]:
         raise ValueError(f"--dataset.mixture names a dataset twice: {list(d.mixture)}")
     out = d.exclude_episodes
     excluded = read_choice(out.removeprefix("@")) if isinstance(out, str) else out  # what the file says now counts
-    progress = config.sample_weighting.progress_path
+    progress, features = config.sample_weighting.progress_path, config.train.feature_cache
     config = replace(
         config,
         output_dir=absolute(config.output_dir or ""),
         recap=replace(config.recap, labels=absolute(config.recap.labels) if config.recap.labels else None),
+        train=replace(config.train, feature_cache=absolute(features) if features else None),
         sample_weighting=replace(config.sample_weighting, progress_path=absolute(progress) if progress else None),
         dataset=replace(
             d,

@@ -42,7 +42,7 @@ POLICY_FILES = re.compile(
     re.ASCII,
 )
 # Options that name places on the user's machines, which are not published.
-PLACES = ("root", "mixture", "cache_dir", "frame_cache", "output_dir", "policy_path", "policy_options")
+PLACES = ("root", "mixture", "cache_dir", "frame_cache", "feature_cache", "output_dir", "policy_path", "policy_options")
 
 
 def check_push(repo_id: str, private: bool | None, *, make: bool = True) -> str:

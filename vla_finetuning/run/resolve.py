@@ -136,7 +136,8 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     family = family_of(base.config)
     prompts = family.prompt_lengths(base.config, cameras, train.trim_prompts)
     if prompts and family.from_config:
-        flops = flops_by_prompt(base.config, cameras, train.mode, train.noise_draws, prompts, config.peft)
+        features = train.feature_cache is not None
+        flops = flops_by_prompt(base.config, cameras, train.mode, train.noise_draws, prompts, config.peft, features)
     differing = tuple(
         _robot(robot, rows, of.stats, config.dataset.robot_in_prompt)
         for robot, of in zip(matched.robots, found, strict=False)
@@ -417,6 +418,7 @@ def _rows(config: Config, matched: Matched, chosen: ChosenEpisodes, dropped: int
         mixing=mixing_of(config, source),
         stored_bytes=stored_bytes,
         cached_bytes=decoded_bytes,
+        distinct_frames=source.distinct_frames,
         epoch_ends=() if d.episode_weights is None else tuple(source.plan.epoch_ends(stream[1])),
         rename_map=config.rename_map,
         described=chosen.described,

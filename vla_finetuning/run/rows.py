@@ -11,6 +11,7 @@ import numpy as np
 
 from lerobot_datasource import BLOCK_BYTES, LeRobotDatasource
 from vla_finetuning.config import FRAMES_DIR, Config, DatasetOptions
+from vla_finetuning.data.feature_cache import FeatureCache, FeatureStore
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import DatasetMetadata, how_drawn
 from vla_finetuning.data.node_cache import has_capacity, is_in_memory
@@ -61,6 +62,7 @@ class Rows:
         stored_bytes: of a row, were its frames not fitted into another size; None where they are not, or differ among
             datasets.
         cached_bytes: all decoded frames of an epoch, which `reading.frame_cache` would hold.
+        distinct_frames: how many those are, of each camera.
         epoch_ends: where epochs end in the stream, unless all have equal lengths.
         weights: of all frames of the dataset in the loss, float32; None where all weigh the same.
         returns: of all frames, float32, for a value function to learn; None for a policy.
@@ -85,6 +87,7 @@ class Rows:
     mixing: Mixing
     stored_bytes: int | None = None
     cached_bytes: int = 0
+    distinct_frames: int = 0
     epoch_ends: tuple[int, ...] = ()
     weights: np.ndarray | None = None
     returns: PerFrame | None = None
@@ -235,17 +238,31 @@ class Rows:
 
     def fill_frames(self) -> Frames | None:
         """Fills in the frames that batches name instead of carrying; None where no frames are cached."""
-        cache = self.reading.frame_cache
-        if cache is None:
+        if self.reading.frame_cache is None:
             return None
-        cameras = {self.rename_map.get(key, key): key for key in self.camera_keys}
-        decoding = Decoding(
+        return Frames(self.metas, self.cameras, self._decoding)
+
+    def feature_store(
+        self, where: FeatureCache, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, made_by: str
+    ) -> FeatureStore:
+        """The features of the rows' frames, of the cameras that are decoded; arguments as for `FeatureStore`."""
+        cameras = {name: key for name, key in self.cameras.items() if name in shapes}
+        of_these = {name: shapes[name] for name in cameras}
+        return FeatureStore(where, self.metas, cameras, self._decoding, of_these, dtype, made_by)
+
+    @property
+    def cameras(self) -> dict[str, str]:
+        """What each camera of a batch is called in the datasets."""
+        return {self.rename_map.get(key, key): key for key in self.camera_keys}
+
+    @property
+    def _decoding(self) -> Decoding:
+        return Decoding(
             tolerance_s=self.features.tolerance_s,
             threads=max(1, round(self.reading.num_cpus)),
             image_size=self.image_size,
-            frame_cache=cache,
+            frame_cache=self.reading.frame_cache,
         )
-        return Frames(self.metas, cameras, decoding)
 
     # ---- the plan ---------------------------------------------------------------------------------------------------
 

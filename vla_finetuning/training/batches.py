@@ -41,6 +41,7 @@ def collate_cut(
     weights: np.ndarray | None = None,
     epsilon: float = 0.0,
     returns: PerFrame | None = None,
+    features: Callable[[Columns], Columns] | None = None,
     frames: Frames | None = None,
     drop_absent: bool = True,
 ) -> Batch:
@@ -51,11 +52,13 @@ def collate_cut(
         weights: of all frames, by which the rows' losses are weighed (`Rows.weights`); rows that could not be read
             weigh nothing. epsilon: see `row_weights.of_batch`.
         returns: of all frames, for a value function; a column RETURN.
-        frames: fills in those that the batch names.
+        features: puts features in place of frames where it has them. frames: fills in those that the batch names.
         drop_absent: leave out cameras that none of the rows has, so that nothing sees them; else they are masked.
     """
     if drop_absent:
         batch = _without_absent(batch)
+    if features is not None:
+        batch = features(batch)
     if frames is not None:
         batch = frames(batch)
     if weights is not None:

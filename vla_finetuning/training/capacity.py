@@ -61,15 +61,14 @@ def needed_by(
         frames: (height, width) of each camera's, as they reach the device. operations: as for `step_memory`.
     """
     train, scaling = config.train, config.scaling
-    return step_memory(
+    needed = step_memory(
         policy,
         train.mode,
         cameras=cameras,
         batch_size=config.batch_size,
         grad_accum=config.grad_accum,
         draws=train.noise_draws,
-        # Every GPU that can hold a VLA knows bf16.
-        bf16=train.precision == "bf16" or (train.precision == "auto" and bool(scaling.use_gpu)),
+        bf16=config.planned_in_bf16,
         attention=train.attention,
         checkpointing=train.activation_checkpointing,
         strategy=scaling.strategy,
@@ -84,6 +83,12 @@ def needed_by(
         frames=frames,
         operations=operations,
     )
+    if train.feature_cache is None:
+        return needed
+    # In the first epoch frames are there too: features of this batch, and of the prefetcher's next one, come on top.
+    of_row = family_of(policy).feature_bytes(policy, policy.image_features, config.planned_in_bf16)
+    batches = 1 + (config.grad_accum if train.exact_mean else 1)
+    return replace(needed, beside=needed.beside + batches * config.batch_size * sum(of_row.values()))
 
 
 def planned_shards(config: Config) -> int | None:

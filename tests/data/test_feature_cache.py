@@ -1,0 +1,163 @@
+"""Features cached by row: those of the frame and no other, whatever happens to files and folder."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.datasets import make_dataset
+from vla_finetuning.data import feature_cache, node_cache
+from vla_finetuning.data.feature_cache import FeatureCache, FeatureStore
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.reader import Decoding
+
+TOP, SIDE = "observation.images.top", "observation.images.side"
+LENGTHS = (12, 7, 15, 1, 10)
+ROWS = sum(LENGTHS)
+SHAPES = {TOP: (3, 2), "side": (2, 2)}
+DECODING = Decoding(tolerance_s=1e-4, threads=1)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A dataset of several videos, data files, and images; of one camera more than the other has."""
+    folder = tmp_path_factory.mktemp("features")
+    cameras = {"cameras": {TOP: (48, 64)}, "image_cameras": {SIDE: (16, 16)}}
+    return make_dataset(folder / "two", episodes=LENGTHS, **cameras), make_dataset(
+        folder / "one", episodes=(5, 6), cameras={TOP: (48, 64)}
+    )
+
+
+@pytest.fixture
+def roots(original, tmp_path):
+    """Copies to change."""
+    return [Path(shutil.copytree(root, tmp_path / root.name)) for root in map(Path, original)]
+
+
+def opened(roots, folder, *, gb=1.0, made_by="a tower", decoding=DECODING, shapes=None, dtype=np.float32):
+    metas = [load_metadata(root) for root in roots]
+    node_cache.node_cache.cache_clear()
+    cameras = {TOP: TOP, "side": SIDE}
+    shapes = shapes or SHAPES
+    return FeatureStore(FeatureCache(str(folder), gb), metas, cameras, decoding, shapes, np.dtype(dtype), made_by)
+
+
+def features_of(camera, dataset, index):
+    """Numbers that tell a frame from all others."""
+    first = 1 + dataset * 1000 + index + 0.5 * (camera == TOP)
+    return (first[:, None] + np.arange(np.prod(SHAPES[camera]))).reshape(-1, *SHAPES[camera]).astype(np.float32)
+
+
+def everything(store):
+    """Write the features of all frames; returns the rows, shuffled."""
+    index = np.concatenate([np.arange(ROWS), np.arange(11)])
+    dataset = np.repeat([0, 1], [ROWS, 11])
+    order = np.random.default_rng(0).permutation(len(index))
+    dataset, index = dataset[order], index[order]
+    for camera in SHAPES:
+        store.write(camera, dataset, index, features_of(camera, dataset, index))
+    return dataset, index
+
+
+def here(store, dataset, index, camera=TOP):
+    return store.read(camera, dataset, index)[1]
+
+
+def test_every_frame_has_its_own(roots, tmp_path, monkeypatch):
+    monkeypatch.setattr(feature_cache, "_OPEN_FILES", 2)
+    store = opened(roots, tmp_path / "kept")
+    meta = load_metadata(roots[0])
+    assert len(meta.video_files[TOP]) > 1 < len(meta.data_files)
+    assert not here(store, *(rows := (np.zeros(3, int), np.arange(3)))).any()
+    dataset, index = everything(store)
+    for again in (store, opened(roots, tmp_path / "kept")):
+        for camera in SHAPES:
+            found, known = again.read(camera, dataset, index)
+            assert known.all()
+            lacks = (dataset == 1) & (camera == "side")  # that dataset has no such camera
+            np.testing.assert_array_equal(found[~lacks], features_of(camera, dataset, index)[~lacks])
+            assert not found[lacks].any()
+    # What is there already is not stored once more.
+    size = node_cache._size_on_disk(str(tmp_path / "kept"))
+    ledger = (tmp_path / "kept" / node_cache.LEDGER).read_bytes()
+    everything(again)
+    assert node_cache._size_on_disk(str(tmp_path / "kept")) == size
+    assert (tmp_path / "kept" / node_cache.LEDGER).read_bytes() == ledger
+    assert here(again, *rows).all()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"made_by": "another tower"},
+        {"decoding": replace(DECODING, image_size=(24, 32))},
+        {"shapes": {**SHAPES, TOP: (2, 3)}},
+        {"dtype": np.int32},
+    ],
+)
+def test_what_is_made_otherwise_is_another(roots, tmp_path, changed):
+    dataset, index = everything(opened(roots, tmp_path / "kept"))
+    assert not here(opened(roots, tmp_path / "kept", **changed), dataset, index).any()
+    assert here(opened(roots, tmp_path / "kept"), dataset, index).all()
+
+
+@pytest.mark.parametrize("kind", ["videos", "data"])
+def test_another_content_of_a_file_has_no_features(roots, tmp_path, kind):
+    dataset, index = everything(opened(roots, tmp_path / "kept"))
+    file = sorted(path for path in (roots[0] / kind).rglob("*.*") if path.is_file())[0]
+    content = file.read_bytes()
+    file.write_bytes(content)  # the same, but for all that is known
+    known = here(opened(roots, tmp_path / "kept"), dataset, index)
+    assert not known.all() and known[dataset == 1].all() and known[dataset == 0].any()
+
+
+def test_an_episode_that_moved_in_its_video_has_no_features(roots, tmp_path):
+    store = opened(roots, tmp_path / "kept")
+    dataset, index = everything(store)
+    moved = opened(roots, tmp_path / "kept")
+    moved._metas[0].episode_video_start_s[TOP][1] += 0.1
+    known = here(moved, dataset, index)
+    assert not known[(dataset == 0) & (index >= 12) & (index < 19)].any() and known[dataset == 1].all()
+
+
+def test_a_damaged_record_is_missing(roots, tmp_path):
+    store = opened(roots, tmp_path / "kept")
+    dataset, index = everything(store)
+    for file in (tmp_path / "kept").rglob("*.data"):
+        with open(file, "r+b") as data:
+            data.write(b"\1")
+    known = here(opened(roots, tmp_path / "kept"), dataset, index)
+    assert not known.all() and known.sum() > len(known) // 2
+
+
+def test_a_folder_that_was_removed_is_made_anew(roots, tmp_path):
+    store = opened(roots, tmp_path / "kept")
+    rows = np.zeros(ROWS, int), np.arange(ROWS)
+    half = tuple(column[::2] for column in rows)
+    store.write(TOP, *half, features_of(TOP, *half))
+    shutil.rmtree(tmp_path / "kept")
+    assert not here(store, *rows)[1::2].any()
+    dataset, index = everything(store)
+    assert here(store, dataset, index).all() and here(opened(roots, tmp_path / "kept"), dataset, index).all()
+
+
+def test_a_folder_that_cannot_be_used_has_nothing(roots, tmp_path, caplog):
+    (tmp_path / "kept").write_text("a file")
+    store = opened(roots, tmp_path / "kept")
+    dataset, index = everything(store)
+    assert not here(store, dataset, index).any()
+    assert "--train.feature_cache" in caplog.text
+
+
+def test_of_more_than_fits_some_are_kept(roots, tmp_path, caplog):
+    store = opened(roots, tmp_path / "kept", gb=1e-6)
+    dataset, index = everything(store)
+    for first in range(0, ROWS, 4):
+        rows = np.arange(first, min(first + 4, ROWS))
+        store.write(TOP, np.zeros(len(rows), int), rows, features_of(TOP, np.zeros(len(rows), int), rows))
+    known = here(store, dataset, index)
+    assert known.any() and not known.all()
+    np.testing.assert_array_equal(store.read(TOP, dataset, index)[0][known], features_of(TOP, dataset, index)[known])
+    assert "--train.feature_cache_gb" in caplog.text

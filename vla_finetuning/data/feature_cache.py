@@ -1,0 +1,200 @@
+"""Features of frames on the node's own disk: what a frozen vision tower makes of each, so that it runs once for each.
+
+A frame's features are served only where the same would be computed: of the same content of the files that its row is
+in, read and decoded by the same rules, by the same computation. Which computation that is, its caller says. Rows that
+share a batch do not depend on each other, but for rounding (`FeatureStore`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vla_finetuning.data.metadata import DatasetMetadata
+from vla_finetuning.data.node_cache import NodeCache, Records, node_cache
+from vla_finetuning.data.reader import DatasetFiles, Decoding
+from vla_finetuning.data.storage import file_identity
+from vla_finetuning.data.videos import video_file
+
+# Of files with records, so many stay open for the next batch: two descriptors each.
+_OPEN_FILES = 128
+
+
+@dataclass(frozen=True)
+class FeatureCache:
+    """Where a node keeps features, and how many of them: `gb` is in 10^9 bytes."""
+
+    folder: str
+    gb: float
+
+    def opened(self) -> NodeCache:
+        return node_cache(
+            Path(self.folder),
+            int(self.gb * 1e9),
+            "the vision tower runs for other frames in every epoch; free some there, raise --train.feature_cache_gb, "
+            "or choose another folder for --train.feature_cache",
+        )
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files with a camera's frames in a dataset, and with the rows that the frames are of.
+
+    Attributes:
+        paths: of each file, or pair of files. file: of each episode, its number. first: of each file, its first row,
+            by `index`. places: of each file, a digest of where in it its episodes are.
+    """
+
+    paths: list[tuple[str, ...]]
+    file: np.ndarray
+    first: np.ndarray
+    places: list[str]
+
+    @classmethod
+    def of(cls, meta: DatasetMetadata, reader: DatasetFiles, key: str) -> _Files:
+        where = [meta.episode_data_file]
+        starts = [meta.episode_start, meta.episode_length, meta.episode_data_row]
+        names = [reader.data_files]
+        if key in meta.episode_video_file:
+            where.append(meta.episode_video_file[key])
+            starts.append(meta.episode_video_start_s[key])
+            names.append(reader.video_files[key])
+        different, file = np.unique(np.stack(where, axis=1), axis=0, return_inverse=True)
+        file = file.reshape(-1)  # numpy 2.0 alone gives it another dimension
+        of_file = [np.flatnonzero(file == number) for number in range(len(different))]
+        return cls(
+            paths=[
+                tuple(reader.path(of[number]) for of, number in zip(names, numbers, strict=True))
+                for numbers in different.tolist()
+            ],
+            file=file,
+            first=np.array([meta.episode_start[episodes].min() for episodes in of_file]),
+            places=[
+                hashlib.sha256(b"".join(np.ascontiguousarray(start[own]).tobytes() for start in starts)).hexdigest()
+                for own in of_file
+            ],
+        )
+
+
+class FeatureStore:
+    """The features of the frames of some datasets, by row. Processes and threads may share it.
+
+    What is written for a frame first stays. It was computed in some batch, and in float32 its last bits depend on the
+    frame's place there and on how many there were: what is read equals what another batch would give up to that.
+
+    Args:
+        metas: the datasets. cameras: for each camera, what it is called in the datasets, those that have it.
+        decoding: as in the read tasks.
+        shapes: of a frame's features, by camera. dtype: of the numbers.
+        made_by: tells the computation from all others: its weights, precision, libraries.
+    """
+
+    def __init__(
+        self,
+        where: FeatureCache,
+        metas: Sequence[DatasetMetadata],
+        cameras: Mapping[str, str],
+        decoding: Decoding,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: np.dtype,
+        made_by: str,
+    ):
+        self._cache = where.opened()
+        self._metas = tuple(metas)
+        self._readers = [DatasetFiles.of(meta, set(cameras.values())) for meta in metas]
+        self._cameras, self._decoding, self._made_by = dict(cameras), decoding, made_by
+        self.shapes, self.dtype = dict(shapes), dtype
+        self._files: dict[tuple[str, int], _Files] = {}
+        self._open: dict[tuple[str, int, int], tuple[str, Records]] = {}
+        self._lock = threading.Lock()
+
+    def read(self, camera: str, dataset_index: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The features of some rows' frames, (N, *shape), and which of them are here, bool (N,); others are anything.
+
+        Of rows whose dataset lacks the camera zeros are here.
+        """
+        found = np.empty((len(index), *self.shapes[camera]), self.dtype)
+        here = np.zeros(len(index), bool)
+        with self._lock:
+            for file, rows, numbers in self._by_file(camera, dataset_index, index):
+                if file is None:
+                    found[rows], here[rows] = 0, True
+                    continue
+                with self._cache.doing_without():
+                    if self._cache.works and (records := self._records(*file)):
+                        for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
+                            here[row] = records.read(number, _bytes(found[row]), float(index[row]))
+        return found, here
+
+    def write(self, camera: str, dataset_index: np.ndarray, index: np.ndarray, features: np.ndarray) -> None:
+        """Store the features of some rows' frames, (N, *shape), where there is space for them."""
+        with self._lock:
+            for file, rows, numbers in self._by_file(camera, dataset_index, index):
+                if file is None:
+                    continue
+                with self._cache.doing_without():
+                    if not self._cache.takes or not (records := self._records(*file)):
+                        continue
+                    pairs = zip(rows.tolist(), numbers.tolist(), strict=True)
+                    new = [(row, number) for row, number in pairs if not records.mark(number, float(index[row]))]
+                    if new and records.reserve_capacity(len(new)):
+                        for row, number in new:
+                            records.write(number, _bytes(features[row]), float(index[row]))
+
+    def _by_file(
+        self, camera: str, dataset_index: np.ndarray, index: np.ndarray
+    ) -> list[tuple[tuple[str, int, int] | None, np.ndarray, np.ndarray]]:
+        """Rows by the file that their records are in: which file, the rows, the numbers of their records.
+
+        None for rows whose dataset lacks the camera.
+        """
+        found: list[tuple[tuple[str, int, int] | None, np.ndarray, np.ndarray]] = []
+        for dataset in np.unique(dataset_index).tolist():
+            rows = np.flatnonzero(dataset_index == dataset)
+            if self._cameras[camera] not in self._readers[dataset].features:
+                found.append((None, rows, rows))
+                continue
+            files = self._files_of(camera, dataset)
+            episode = np.searchsorted(self._metas[dataset].episode_start, index[rows], side="right") - 1
+            for number in np.unique(files.file[episode]).tolist():
+                own = rows[files.file[episode] == number]
+                found.append(((camera, dataset, number), own, index[own] - files.first[number]))
+        return found
+
+    def _files_of(self, camera: str, dataset: int) -> _Files:
+        which = camera, dataset
+        if which not in self._files:
+            self._files[which] = _Files.of(self._metas[dataset], self._readers[dataset], self._cameras[camera])
+        return self._files[which]
+
+    def _records(self, camera: str, dataset: int, number: int) -> Records | None:
+        """The records of a file; those used last are last. None where a file's content cannot be told from others."""
+        which = camera, dataset, number
+        if which in self._open:
+            place, records = self._open.pop(which)
+            self._cache.place(place)  # in use; made anew if it was removed
+        else:
+            files, reader, key = self._files_of(camera, dataset), self._readers[dataset], self._cameras[camera]
+            identities = [file_identity(reader.fs, path) for path in files.paths[number]]
+            if None in identities:
+                return None
+            identity = "\0".join([*map(str, identities), files.places[number]])
+            path = "\0".join(files.paths[number])
+            frames = video_file(reader, key, path, identity, self._decoding)
+            shape = self.shapes[camera]
+            place = f"{frames.place}\0{self._made_by}\0{shape}\0{self.dtype}"
+            content = self._cache.content(place, frames.path, identity)
+            records = Records(self._cache, content, int(np.prod(shape)) * self.dtype.itemsize)
+        self._open[which] = place, records
+        while len(self._open) > _OPEN_FILES:
+            self._open.pop(next(iter(self._open)))[1].close()
+        return records
+
+
+def _bytes(features: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(features).reshape(-1).view(np.uint8).data

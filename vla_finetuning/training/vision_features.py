@@ -1,0 +1,206 @@
+"""A frozen vision tower that sees each frame once: its features are cached on the node, and take the frames' place.
+
+Features are looked up where batches are made, on the host (`find`). Those that are missing are computed when the batch
+is on the device, before the step, by the loss's own function and as it would call it (`fill`), and written by a thread:
+no step waits for a disk.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import hashlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lerobot
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from util import UNWATCHED, Batch, Clock
+from vla_finetuning.data.columns import FEATURES_MISSING, IS_SKIPPED
+from vla_finetuning.data.feature_cache import FeatureCache
+from vla_finetuning.policies.family import PolicyLoss
+from vla_finetuning.policies.registry import family_of
+from vla_finetuning.run.rows import Rows
+from vla_finetuning.training.stream import Columns
+
+# To be raised with every change of what `PolicyLoss.features` computes.
+RULES = 1
+# Features that wait to be written, at most: beyond it they are not kept, and computed once more in the next epoch.
+WAITING_BYTES = 2**29
+# After a camera's key, where a batch has features of some rows only: these; and which rows have none.
+FOUND, MISSING = ".features_found", ".features_missing"
+# NumPy has no bfloat16: its bits.
+STORED: dict[torch.dtype, np.dtype] = {torch.float32: np.dtype(np.float32), torch.bfloat16: np.dtype(np.int16)}
+
+
+class VisionFeatures:
+    """The features of a rank's rows.
+
+    Args:
+        rows: of the run. where: the node's cache.
+    """
+
+    def __init__(self, rows: Rows, where: FeatureCache):
+        self._rows, self._where = rows, where
+        self._started = threading.Event()
+        self._writer = concurrent.futures.ThreadPoolExecutor(1, "features")
+        self._written: collections.deque[concurrent.futures.Future[None]] = collections.deque()
+        self._waiting, self._lock = 0, threading.Lock()
+
+    def start(self, loss: PolicyLoss, autocast: torch.dtype | None) -> None:
+        """Take the loss that computes features; batches wait for it, as only its weights say which features are its.
+
+        Args:
+            autocast: what steps run under.
+        """
+        family, config = family_of(loss.policy.config), loss.policy.config
+        weight = next(family.vision(loss.policy)[-1].parameters())
+        self._loss, self._autocast, self._dtype = loss, autocast, autocast or weight.dtype
+        # What is compiled is compiled for the shapes of a whole batch, and for no others.
+        self._whole = getattr(loss, "compiler", None) is not None
+        self._store = self._rows.feature_store(
+            self._where, family.feature_shapes(config), STORED[self._dtype], made_by(loss, autocast, weight.device)
+        )
+        self._started.set()
+
+    def close(self) -> None:
+        """Wait until all is written that is to be."""
+        self._writer.shutdown()
+        self._check_writer()
+
+    def find(self, batch: Columns) -> Columns:
+        """A batch with features of frames in place of the frames, if all are here.
+
+        If some are, beside the frames: FOUND (B, tokens, width), and MISSING, int64, the rows that have none.
+        FEATURES_MISSING says which are missing, if any are. Threads may share it.
+        """
+        self._started.wait()
+        found = {
+            key: self._store.read(key, batch["dataset_index"], batch["index"])
+            for key in self._store.shapes
+            if key in batch
+        }
+        missing = ~np.stack([here for _, here in found.values()], axis=1)
+        if not missing.any():
+            return {**batch, **{key: features for key, (features, _) in found.items()}}
+        batch = {**batch, FEATURES_MISSING: missing}
+        if not (missing.all() or self._whole):
+            for (key, (features, _)), absent in zip(found.items(), missing.T, strict=True):
+                batch[key + FOUND], batch[key + MISSING] = features, np.flatnonzero(absent)
+        return batch
+
+    def fill(self, batches: Iterator[Batch], clock: Clock = UNWATCHED) -> Iterator[Batch]:
+        """Batches of `find`, on the device, with all their features in place of frames. Reads nothing of the device."""
+        for batch in batches:
+            cameras = [key for key in self._store.shapes if key in batch]
+            if FEATURES_MISSING not in batch:
+                yield {**batch, **{key: batch[key].view(self._dtype) for key in cameras}}
+                continue
+            clock.mark("forward")
+            yield self._filled(batch, cameras)
+
+    def _filled(self, batch: Batch, cameras: list[str]) -> Batch:
+        batch, missing = dict(batch), batch[FEATURES_MISSING].numpy()
+        absent = dict(zip(cameras, missing.T, strict=True))
+        if all(key + FOUND in batch for key in cameras):
+            rows = {key: batch.pop(key + MISSING) for key in cameras}
+            images = {key: batch[key].index_select(0, rows[key]) for key in cameras if absent[key].any()}
+            made = self._compute(images)
+            for key in cameras:
+                batch[key] = batch.pop(key + FOUND).view(self._dtype)
+                if key in made:
+                    batch[key].index_copy_(0, rows[key], made[key])
+            of_made = {key: np.flatnonzero(absent[key]) for key in made}
+        else:
+            made = self._compute({key: batch[key] for key in cameras})
+            batch |= made
+            of_made = {key: np.arange(len(missing)) for key in made}
+        skipped = batch[IS_SKIPPED].numpy() if IS_SKIPPED in batch else np.zeros(len(missing), bool)
+        new = {key: absent[key][own] & ~skipped[own] for key, own in of_made.items()}
+        where = batch["dataset_index"].numpy(), batch["index"].numpy()
+        self._keep(made, new, {key: [column[own] for column in where] for key, own in of_made.items()})
+        return batch
+
+    @torch.no_grad()
+    def _compute(self, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        device = next(iter(images.values())).device
+        with torch.autocast(device.type, self._autocast, enabled=self._autocast is not None):
+            made = self._loss.features(self._loss.images(images))
+        for key, features in made.items():
+            assert features.dtype == self._dtype and features.shape[1:] == self._store.shapes[key], (key, features)
+        return made
+
+    # ---- writing ----------------------------------------------------------------------------------------------------
+
+    def _keep(
+        self, made: Mapping[str, Tensor], new: Mapping[str, np.ndarray], where: Mapping[str, list[np.ndarray]]
+    ) -> None:
+        """Have features written, by camera: of the rows that are `new`, bool, which are at `where`."""
+        self._check_writer()
+        made = {key: features for key, features in made.items() if new[key].any()}
+        size = sum(features.nbytes for features in made.values())
+        with self._lock:
+            if not made or self._waiting + size > WAITING_BYTES:
+                return
+            self._waiting += size
+        on_gpu = next(iter(made.values())).is_cuda
+        held, copied = {}, torch.cuda.Event() if on_gpu else None
+        for key, features in made.items():
+            held[key] = torch.empty(features.shape, dtype=features.dtype, pin_memory=on_gpu)
+            held[key].copy_(features, non_blocking=True)
+        if copied is not None:
+            copied.record()
+        self._written.append(self._writer.submit(self._write, held, new, where, size, copied))
+
+    def _write(
+        self,
+        held: Mapping[str, Tensor],
+        new: Mapping[str, np.ndarray],
+        where: Mapping[str, list[np.ndarray]],
+        size: int,
+        copied: Any,
+    ) -> None:
+        try:
+            if copied is not None:
+                copied.synchronize()
+            for key, features in held.items():
+                bits = features.view(torch.int16) if features.dtype == torch.bfloat16 else features
+                dataset_index, index = (column[new[key]] for column in where[key])
+                self._store.write(key, dataset_index, index, bits.numpy()[new[key]])
+        finally:
+            with self._lock:
+                self._waiting -= size
+
+    def _check_writer(self) -> None:
+        """Raise what writing raised: no error of a disk, which costs the cache alone."""
+        while self._written and self._written[0].done():
+            self._written.popleft().result()
+
+
+def made_by(loss: PolicyLoss, autocast: torch.dtype | None, device: torch.device) -> str:
+    """What features of a frame depend on but the frame: weights by their content, processing, precision, libraries."""
+    config: Any = loss.policy.config
+    digest = hashlib.sha256()
+    for module in (*family_of(config).vision(loss.policy), loss.images):
+        digest.update(repr(module).encode())
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            content = tensor.detach().cpu().contiguous()
+            digest.update(f"{name}\0{content.dtype}\0{tuple(content.shape)}\0".encode())
+            digest.update(content.reshape(-1).view(torch.uint8).numpy())
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    settings = (
+        RULES,
+        config.type,
+        [(name, str(getattr(config, name))) for name in family_of(config).image_options],
+        str(autocast),
+        getattr(loss, "compiler", None) is not None,
+        gpu,
+        torch.get_float32_matmul_precision(),
+        (torch.__version__, transformers.__version__, lerobot.__version__),
+    )
+    return f"{digest.hexdigest()}\0{settings!r}"
