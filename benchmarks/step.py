@@ -11,6 +11,8 @@ On a GPU the policy has its real size, without one it is a tiny one; weights are
   Its preprocessor, which reads the state back from the device, is left out: tokens come ready made.
 * ours: `util.train_step` with `cuda_prefetcher`, as the training loop calls it, on prompts that are cut as there; one
   log step included.
+* cached, of policies that have it and modes in which the vision tower is frozen: ours as in epochs after the first with
+  `--train.feature_cache`. Batches hold features of frames, as read from the cache, in place of the frames.
 
 All are fed by the same rows, stored in the form in which each one's loader delivers them. Naive and ours accumulate to
 at least `--global_batch` rows per step; LeRobot cannot. Batch sizes grow until memory is full. MFU counts the
@@ -61,7 +63,7 @@ from util import (
 from vla_finetuning.config import Attention, Config, Fp8, Precision, TrainMode, TrainOptions
 from vla_finetuning.files import write_json
 from vla_finetuning.policies.compiling import Compiler, why_not
-from vla_finetuning.policies.counting import flops_per_sample
+from vla_finetuning.policies.counting import flops_per_sample, meta_policy
 from vla_finetuning.policies.optim import make_recipe
 from vla_finetuning.policies.processors import to_float
 from vla_finetuning.policies.prompts import cut_prompts
@@ -346,7 +348,31 @@ class Ours:
         self.window = Window(self.device)
 
 
-CONTENDERS: dict[str, Callable[..., Any]] = {"naive": Naive, "lerobot": LeRobot, "ours": Ours}
+class Cached(Ours):
+    """Ours with the features of all frames at hand."""
+
+    def stored(self, columns: Columns) -> Any:
+        batch = super().stored(columns)
+        images = self.loss.images({key: batch[key].to(self.device) for key in self.config.image_features})
+        with torch.no_grad(), torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            features = self.loss.features(images)
+        pin = self.device.type == "cuda"
+        return {**batch, **{key: value.cpu().pin_memory() if pin else value for key, value in features.items()}}
+
+
+CONTENDERS: dict[str, Callable[..., Any]] = {"naive": Naive, "lerobot": LeRobot, "ours": Ours, "cached": Cached}
+# Those of this project; the others are compared with them.
+OWN = ("ours", "cached")
+
+
+def contenders(config: Any, mode: TrainMode) -> dict[str, Callable[..., Any]]:
+    """Those there are: features are cached if the policy's family can, and nothing that makes them trains."""
+    family, caches = family_of(config), False
+    if "feature_cache" in family.train_options:
+        policy = meta_policy(config)
+        choose_trainable(policy, mode)
+        caches = not any(p.requires_grad for module in family.vision(policy) for p in module.parameters())
+    return {name: make for name, make in CONTENDERS.items() if caches or name != "cached"}
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
@@ -381,12 +407,12 @@ def measure(contender: Any, columns: list[Columns], accum: int, seconds: float, 
 
     compiler: Compiler | None = getattr(contender, "compiler", None)
     calls, compilations = (compiler.calls, compiler.compilations) if compiler else (0, 0)
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     for _ in range(steps):
         contender.step(batches, accum, next(numbers))
     contender.finish()
     synchronize(device)
-    step_s = (time.perf_counter() - start) / steps
+    step_s, cpu_s = (time.perf_counter() - start) / steps, (time.process_time() - cpu_start) / steps
     compiled = _compiled(compiler, calls, compilations, steps) if compiler else {}
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     reads = HostReads()
@@ -397,6 +423,7 @@ def measure(contender: Any, columns: list[Columns], accum: int, seconds: float, 
         "steps": steps,
         "step_s": step_s,
         "ms_per_sample": step_s / (rows * accum) * 1000,
+        "cpu_ms_per_sample": cpu_s / (rows * accum) * 1000,
         "samples_per_s": rows * accum / step_s,
         "host_reads_per_step": reads.count,
         "host_blocked": host_blocked(contender, batches, next(numbers), device),
@@ -453,6 +480,8 @@ def compare(options: argparse.Namespace, device: torch.device, bf16: bool, rows:
     found: dict[TrainMode, Any] = {mode: {name: {} for name in CONTENDERS} for mode in modes}
     too_large: dict[tuple[str, str], int] = {}
     for _, mode, name in itertools.product(range(options.rounds), modes, CONTENDERS):
+        if name not in contenders(policy_config(device), mode):
+            continue
         contender = CONTENDERS[name](policy_config(device), mode, device, bf16)
         for size in map(int, options.batch_sizes.split(",")):
             if size >= too_large.get((mode, name), size + 1):
@@ -475,28 +504,37 @@ def compare(options: argparse.Namespace, device: torch.device, bf16: bool, rows:
 
 
 def summary(cells: dict[str, Any], mode: TrainMode, device: torch.device) -> dict[str, Any]:
-    """Medians over the rounds, MFU, and how many times faster ours is."""
-    config = policy_config(device)
-    flops, peak = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config)), peak_flops(device)
+    """Medians over the rounds, MFU, and how many times faster ours is, by cached features too."""
+    config, peak = policy_config(device), peak_flops(device)
+    whole = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config))
+    counts = {"flops_per_sample": whole}
+    if cells["cached"]:
+        counts["flops_with_features"] = flops_per_sample(config, CAMERAS, mode, prompt=prompt(config), features=True)
     medians: dict[str, dict[str, Any]] = {}
     for name, sizes in cells.items():
         medians[name] = {}
         for size, samples in sizes.items():
             keys = [key for key, value in samples[0].items() if value is not None]
             median = {key: statistics.median(sample[key] for sample in samples) for key in keys}
+            flops = counts["flops_with_features"] if name == "cached" else whole
             median["mfu"] = flops * median["samples_per_s"] / peak if flops and peak else None
             medians[name][str(size)] = {**median, "samples": samples}
     best = {name: min(sizes.values(), key=lambda s: s["ms_per_sample"]) for name, sizes in medians.items() if sizes}
-    ratios = {}
-    if "ours" in best:
-        for peer in best.keys() - {"ours"}:
-            ratios[f"{peer}, each at its best"] = best[peer]["ms_per_sample"] / best["ours"]["ms_per_sample"]
-            for size in medians[peer].keys() & medians["ours"].keys():
-                same = medians[peer][size]["ms_per_sample"] / medians["ours"][size]["ms_per_sample"]
-                ratios[f"{peer}, both at {size}"] = same
+    faster = {}
+    for own in [name for name in OWN if name in best]:
+        ratios = {}
+        for peer in best.keys() - set(OWN):
+            ratios[f"{peer}, each at its best"] = best[peer]["ms_per_sample"] / best[own]["ms_per_sample"]
+            for size in medians[peer].keys() & medians[own].keys():
+                theirs, its = medians[peer][size], medians[own][size]
+                ratios[f"{peer}, both at {size}"] = theirs["ms_per_sample"] / its["ms_per_sample"]
+                if device.type == "cpu":  # which other programs may use too
+                    cpu = theirs["cpu_ms_per_sample"] / its["cpu_ms_per_sample"]
+                    ratios[f"{peer}, both at {size}, in CPU time"] = cpu
         if smallest := next(iter(medians["naive"].values()), None):
-            ratios["naive at its smallest"] = smallest["ms_per_sample"] / best["ours"]["ms_per_sample"]
-    return {"flops_per_sample": flops, "ours_is_faster_than": dict(sorted(ratios.items())), "contenders": medians}
+            ratios["naive at its smallest"] = smallest["ms_per_sample"] / best[own]["ms_per_sample"]
+        faster[f"{own}_is_faster_than"] = dict(sorted(ratios.items()))
+    return {**counts, **faster, "contenders": medians}
 
 
 def losses(mode: TrainMode, device: torch.device, bf16: bool, rows: int) -> dict[str, Any]:
@@ -649,6 +687,8 @@ def live(
 
 def table(mode: str, result: dict[str, Any]) -> str:
     lines = [f"\n{mode}: {result['flops_per_sample'] / 1e9:,.2f} GFLOP per sample"]
+    if "flops_with_features" in result:
+        lines[0] += f", {result['flops_with_features'] / 1e9:,.2f} with cached features"
     head = ("", "batch", "ms/sample", "samples/s", "MFU", "host reads", "host blocked", "memory")
     lines.append(f"  {head[0]:10}" + "".join(f"{column:>14}" for column in head[1:]))
     for name, sizes in result["contenders"].items():
@@ -665,7 +705,9 @@ def table(mode: str, result: dict[str, Any]) -> str:
                 "-" if memory is None else f"{memory / 2**30:.1f} GiB",
             )
             lines.append(f"  {name:10}" + "".join(f"{cell:>14}" for cell in cells))
-    lines += [f"  ours is {ratio:.2f}x as fast as {peer}" for peer, ratio in result["ours_is_faster_than"].items()]
+    for own in OWN:
+        ratios = result.get(f"{own}_is_faster_than", {}).items()
+        lines += [f"  {own} is {ratio:.2f}x as fast as {peer}" for peer, ratio in ratios]
     return "\n".join(lines)
 
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from benchmarks import step
+from tests.tiny_backbones import VOCABULARY, benchmarked
 from util import train_step
 from vla_finetuning.policies.compiling import Compiler
+from vla_finetuning.policies.smolvla import SmolVLALoss
 from vla_finetuning.training import model
 
 CPU = torch.device("cpu")
@@ -26,7 +28,7 @@ def test_only_ours_reads_nothing_from_the_device(monkeypatch):
     monkeypatch.setattr(step, "MAX_STEPS", 1)
     monkeypatch.setattr(step, "WARM_UP_STEPS", 1)
     reads = {}
-    for name, make in step.CONTENDERS.items():
+    for name, make in step.contenders(step.policy_config(CPU), "heads").items():
         columns = [step.prepared_rows(step.policy_config(CPU), 2, seed) for seed in range(2)]
         sample = step.measure(make(step.policy_config(CPU), "heads", CPU, bf16=False), columns, 1, 0.0, CPU)
         assert sample["rows_per_step"] == 2 and sample["steps"] == 1
@@ -99,3 +101,32 @@ def test_ours_is_what_the_program_trains(mode):
         ours.step(batches, 2, 0)
         ours.step(batches, 1, 1)
     assert [options["keep_casts"] for options in given] == [True, False]
+
+
+def test_steps_with_cached_features_are_those_without(monkeypatch, tmp_path):
+    assert "cached" not in step.contenders(step.policy_config(CPU), "expert")  # PI0.5
+    with benchmarked("smolvla", tmp_path) as options:
+        for name, value in {"policy": "smolvla", "options": options, "vocabulary": VOCABULARY}.items():
+            monkeypatch.setitem(step.measured, name, value)
+        of_mode = {mode: step.contenders(step.policy_config(CPU), mode).keys() for mode in ("expert", "full")}
+        assert of_mode["expert"] - of_mode["full"] == {"cached"}
+        columns, found, cells = step.prepared_rows(step.policy_config(CPU), 2, 0), {}, {}
+        for name in ("lerobot", *step.OWN):
+            contender = step.CONTENDERS[name](step.policy_config(CPU), "expert", CPU, bf16=False)
+            stored = contender.stored(columns)
+            # With cached features nothing is left for the vision tower.
+            blind = mock.patch.object(SmolVLALoss, "_embed_images", None)
+            with blind if name == "cached" else contextlib.nullcontext():
+                first = contender.step(iter([stored]), 1, 0)  # which also makes Adam's state
+                with step.HostReads() as reads:
+                    second = contender.step(iter([stored]), 1, 1)
+            assert name == "lerobot" or reads.count == 0
+            found[name] = [float(first), float(second)]
+            times = {"ms_per_sample": {"lerobot": 9.0, "ours": 6.0, "cached": 3.0}[name], "cpu_ms_per_sample": 1.0}
+            cells[name] = {2: [{**times, "samples_per_s": 1.0}]}
+        assert found["cached"] == found["ours"] and len(set(found["ours"])) == 2
+        result = step.summary({"naive": {}, **cells}, "expert", CPU)
+    assert result["cached_is_faster_than"]["lerobot, both at 2"] == 3
+    assert result["ours_is_faster_than"]["lerobot, both at 2"] == 1.5
+    assert result["flops_with_features"] < 0.2 * result["flops_per_sample"]
+    assert "cached is 3.00x as fast as lerobot" in step.table("expert", {**result, "contenders": {}})
