@@ -7,9 +7,10 @@ take turns, several rounds; medians are reported. `rows_per_s` is what arrives o
 a fifth and nine tenths of the rows. Ours reads several epochs, on a warm Ray cluster; `rows_per_s_overall` is all rows
 over all the time. `growth` compares a dataset with ten times the episodes, and times the plan of up to 100 000 of them.
 `numbers` is the CPU time of a row's numbers, in data files of 100 MB with one row group each, or one for each episode;
-`images` that of a row of three image columns, by what decodes them. `kept_frames` compares an epoch without a cache of
-decoded frames, the first with one, and later ones. `adverse`: two epochs without a cache, and two with one that cannot
-be used, is too small, or is emptied between them.
+`images` that of a row of three image columns, by decoder and by what the node has stored of them. `kept_frames`: epochs
+without a cache of decoded frames, the first with one, and later ones. `adverse`: two epochs without a cache, and two
+with one that cannot be used, is too small, or is emptied between them. `store`: rates from an S3 on loopback whose
+answers take 30 ms, against those from the local disk.
 Results go to `benchmarks/results/data-<hardware>-<date>.json`, dataset by dataset; a table is printed.
 """
 
@@ -381,11 +382,13 @@ def cpu_ms_per_row(source: LeRobotDatasource, size: int, first: int, count: int)
 
 
 def images(root: Path, rounds: int) -> dict[str, Any]:
-    """CPU ms a row of shuffled image columns without a cache, in this process, by what decodes their PNGs, in turn.
+    """CPU ms a row of shuffled epochs of image columns without cached frames, in this process, in turn.
 
-    `nothing`: what is left where no image is decoded.
+    `unstored`: every segment unpacks its row groups. `first`, `later`: epochs with an empty store of encoded images,
+    and with one that has all. Each by what decodes PNGs; `nothing`: what is left where no image is decoded.
     """
-    from vla_finetuning.data import decode
+    from vla_finetuning.data import decode, image_cache, number_cache
+    from vla_finetuning.data.node_cache import NodeCache
 
     def refuse(*_: Any) -> np.ndarray:
         raise ValueError("left to Pillow")
@@ -393,15 +396,38 @@ def images(root: Path, rounds: int) -> dict[str, Any]:
     source = our_source(root, OUR_ROWS, shuffle_seed=0)
     blank = np.zeros((240, 320, 3), np.uint8)
     decoders = {"kornia-rs": decode.decode_image_png_u8, "Pillow": refuse, "nothing": lambda *_: blank}
-    cost = partial(cpu_ms_per_row, source, source._window)
-    cost(0, 1)  # memory that the others use again
-    samples: dict[str, list[float]] = {name: [] for name in decoders}
-    for number in range(3 * rounds):
+    windows = -(-source.plan.rows_per_epoch // source._window)
+    samples: dict[str, dict[str, list[float]]] = {
+        stored: {name: [] for name in decoders} for stored in ("unstored", "first", "later")
+    }
+
+    @contextlib.contextmanager
+    def new_node(images: Callable[[], NodeCache]) -> Iterator[Callable[[int], float]]:
+        with (
+            tempfile.TemporaryDirectory(dir=root.parent) as folder,
+            mock.patch.object(number_cache, "NUMBERS_DIR", str(Path(folder).absolute())),
+            mock.patch.object(image_cache, "images_cache", images),
+        ):
+            yield lambda epoch: cpu_ms_per_row(source, source._window, epoch * windows, windows)
+
+    def nowhere() -> NodeCache:
+        return NodeCache(Path("nowhere"), 0, "")
+
+    with new_node(nowhere) as cost:
+        cost(0)  # memory that the others use again
+    for _ in range(rounds):
         for name, by in decoders.items():
             with mock.patch.object(decode, "decode_image_png_u8", by):
-                samples[name].append(cost(number, 1))
+                with new_node(nowhere) as cost:
+                    samples["unstored"][name].append(cost(0))
+                with new_node(image_cache.images_cache) as cost:
+                    samples["first"][name].append(cost(0))
+                    samples["later"][name].append(cost(1))
     return {
-        "cpu_ms_per_row": {name: statistics.median(values) for name, values in samples.items()},
+        "cpu_ms_per_row": {
+            stored: {name: statistics.median(values) for name, values in by_decoder.items()}
+            for stored, by_decoder in samples.items()
+        },
         "window_rows": source._window,
         "samples": samples,
     }

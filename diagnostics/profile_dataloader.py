@@ -40,7 +40,7 @@ from diagnostics.report import Environment, Record, Report, Spread, shares, time
 from diagnostics.step_report import StepReport
 from diagnostics.tool import Options, Result, count, run_tool, scratch_run
 from util import Batch, Clock, NumpyToTorchCollate, Phase
-from vla_finetuning.data import number_cache
+from vla_finetuning.data import image_cache, number_cache
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data import videos as lerobot_videos
 from vla_finetuning.data.decode import VideoReader
@@ -75,6 +75,8 @@ FUNCTIONS: tuple[tuple[Any, str, Stage], ...] = (
     (lerobot_rows, "_fill_texts", "shuffle"),
     (lerobot_rows, "_read_cameras", "shuffle"),
     (number_cache, "read_groups", "read"),
+    (image_cache, "_unpack", "read"),
+    (image_cache._Stored, "get", "read"),
     (lerobot_videos, "decode_image", "decode"),
     (lerobot_videos, "decode_depth_image", "decode"),
     (lerobot_rows, "to_table", "transfer"),

@@ -50,6 +50,7 @@ FRAME_CACHE_GB = 200.0
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "vla-fine-tuning"
 FRAMES_DIR = os.environ.get("VLA_FRAMES_DIR") or str(_CACHE / "frames")
 # Unpacked numbers of data files (data/number_cache.py), on every node's own disk: a hundredth of what the videos take.
+# Beside them, up to as many bytes of images of data files, as they are encoded (data/image_cache.py).
 # Where the home folder is a network drive, VLA_NUMBERS_DIR and VLA_FRAMES_DIR should name a local disk.
 DEFAULT_NUMBERS_DIR = str(_CACHE / "numbers")
 NUMBERS_DIR = os.environ.get("VLA_NUMBERS_DIR") or DEFAULT_NUMBERS_DIR

@@ -227,6 +227,25 @@ def test_a_second_reading_is_served_from_the_cache(bucket, proxied, local, tmp_p
     assert sum(table.num_rows for table in first) == FRAMES
 
 
+def test_image_columns_are_requested_once(bucket, proxied, tmp_path, monkeypatch):
+    """Also without a cache of what was requested."""
+    monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path / "node"))
+    root = make_dataset(tmp_path / "images", cameras={}, image_cameras={TOP: (16, 16)}, episodes=(30, FRAMES - 30))
+    upload(bucket, root, "images")
+    faults, options = proxied
+    meta = load_metadata("s3://robots/images", storage_options=options)
+    source, expected = (datasource([m], shuffle_seed=0, shuffle_window=16) for m in (meta, load_metadata(root)))
+
+    def requests():
+        for batch, other in zip(*(s.read_rows(range(FRAMES), 16) for s in (source, expected)), strict=True):
+            np.testing.assert_array_equal(batch[TOP], other[TOP])
+        return sum(len(faults.of(file)) for file in meta.data_files)
+
+    first = requests()
+    assert first
+    assert requests() == first
+
+
 def test_the_requests_of_a_window_are_made_side_by_side(bucket, proxied, tmp_path, monkeypatch):
     """And nothing asks what the objects are: the driver listed them."""
     monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path))

@@ -40,6 +40,8 @@ IDLE_S = 1800.0
 _NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
+# A file with holes takes whole ones of the disk.
+BLOCK_BYTES = 4096
 # Linux reads no more than a disk's read-ahead for one request, and 128 KiB is its smallest default.
 READ_AHEAD_BYTES = 2**17
 # Of a folder: the bytes stored, never too few.
@@ -149,6 +151,21 @@ class NodeCache:
                 if (stored := _read_count(ledger)) is not None:
                     _write_count(ledger, max(0, stored - freed))
             self._full_until = -float("inf")
+
+    @contextlib.contextmanager
+    def alone(self, content: Path, path: Path) -> Iterator[None]:
+        """Keep other processes and threads that do the same for `path`, a file of the content, waiting meanwhile."""
+        descriptor = None
+        with self.doing_without():
+            if not path.exists():
+                self.make_folder(content)
+            descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
 
     @property
     def works(self) -> bool:
@@ -331,19 +348,28 @@ class Records:
                 os.close(descriptor)
             self._files = None
 
-    def reserve_capacity(self, records: int) -> bool:
-        """Whether so many records more may be written. Raises OSError."""
-        fits = self.cache.reserve_capacity(records * (self.record_bytes + self.MARK.size))
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """As `NodeCache.alone`, of these records."""
+        return self.cache.alone(self._content, self._paths[1])
+
+    def reserve_capacity(self, records: int, size: int | None = None) -> bool:
+        """Whether so many records more may be written, which take `size` bytes; None: the most. Raises OSError."""
+        size = records * self.record_bytes if size is None else size
+        fits = self.cache.reserve_capacity(size + records * self.MARK.size)
         return fits and self._open(create=True) is not None
 
     def mark(self, number: int, tag: float = 0.0) -> int:
         """The checksum of a record; 0 if it is not there, or has another tag. Raises OSError."""
+        checksum, marked = self._mark(number)
+        return checksum if marked == tag else 0
+
+    def _mark(self, number: int) -> tuple[int, float]:
         files = self._open()
         content = os.pread(files[1], self.MARK.size, number * self.MARK.size) if files and number < self.MOST else b""
         checksum, marked = self.MARK.unpack(content) if len(content) == self.MARK.size else (0, 0.0)
         if files and not checksum and not os.fstat(files[1]).st_nlink:
             self.close()  # the folder was removed; it may be there again
-        return checksum if marked == tag else 0
+        return checksum, marked
 
     def read(self, number: int, out: memoryview, tag: float = 0.0) -> bool:
         """Fill `out` (bytes, as many as were written) with a record; False if it is not there. Raises OSError."""
@@ -360,6 +386,25 @@ class Records:
         if os.pwrite(files[0], record, number * self.record_bytes) == len(record):
             mark = self.MARK.pack(xxhash.xxh3_64_intdigest(record) or 1, tag)
             os.pwrite(files[1], mark, number * self.MARK.size)
+
+    def get(self, number: int) -> bytes | None:
+        """A record that `put` stored; None if it is not there. Raises OSError."""
+        checksum, size = self._mark(number)
+        if not checksum or self._files is None or not 0 < size <= self.record_bytes:
+            return None
+        record = os.pread(self._files[0], int(size), number * self.record_bytes)
+        return record if (xxhash.xxh3_64_intdigest(record) or 1) == checksum else None
+
+    def put(self, records: Sequence[tuple[int, memoryview]]) -> None:
+        """Store records of any length, tagged with it, if there is space for them; long and empty ones are left out.
+
+        Raises OSError.
+        """
+        fitting = [(number, record) for number, record in records if 0 < len(record) <= self.record_bytes]
+        size = sum(-(-len(record) // BLOCK_BYTES) * BLOCK_BYTES for _, record in fitting)
+        if self.reserve_capacity(len(fitting), size):
+            for number, record in fitting:
+                self.write(number, record, len(record))
 
     def read_ahead(self, first: int, last: int) -> None:
         """Have the system read records [first, last) from the disk, where it supports this (Linux)."""

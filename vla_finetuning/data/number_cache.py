@@ -7,7 +7,6 @@ numbers that were unpacked once are cached on the node's disk as rows of a fixed
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import os
@@ -134,13 +133,14 @@ def read_values(
     Raises:
         ValueError: as `read_groups`.
     """
-    for group in _groups_with(file, rows, identity):
+    for group in groups_with(file, rows, identity):
         inside = np.flatnonzero((rows >= group.first) & (rows < group.last))
         found = read_groups(file, {key: row_bytes}, [group], identity)
         yield inside, found.table.column(key).take(pa.array(rows[inside] - group.first))
 
 
-def _groups_with(file: DataFile, rows: np.ndarray, identity: str | None) -> list[Span]:
+def groups_with(file: DataFile, rows: np.ndarray, identity: str | None) -> list[Span]:
+    """The row groups that hold some rows of the file. Raises ValueError: it has fewer rows."""
     with open_parquet(file.fs, file.path, name=file.name, identity=identity) as parquet:
         sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.metadata.num_row_groups)]
     first = np.concatenate([[0], np.cumsum(sizes)])
@@ -270,20 +270,8 @@ class _RowCopy:
         """Whether writes are stored, as far as is known."""
         return self._cache.takes
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """No other process is here at the same time."""
-        descriptor = None
-        with self._cache.doing_without():
-            if not self._path.exists():
-                self._cache.make_folder(self._content)
-            descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        return self._cache.alone(self._content, self._path)
 
     def read(
         self, spans: Sequence[Span], places: Sequence[np.ndarray], names: Sequence[int] | None = None

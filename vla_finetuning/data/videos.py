@@ -27,9 +27,10 @@ import numpy as np
 
 from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image, resize_with_pad
 from vla_finetuning.data.frame_cache import CachedVideo, VideoFile
+from vla_finetuning.data.image_cache import read_images
 from vla_finetuning.data.limits import IMAGE_OVERHEAD_BYTES
 from vla_finetuning.data.metadata import DatasetMetadata, Feature
-from vla_finetuning.data.number_cache import DataFile, read_values
+from vla_finetuning.data.number_cache import DataFile
 from vla_finetuning.data.reader import DatasetFiles, Decoding, frame_of, height_width
 from vla_finetuning.data.reused_memory import empty
 from vla_finetuning.data.storage import RemoteFileSystem, file_identity, naming_file
@@ -182,15 +183,14 @@ class CameraFile:
         row_bytes = math.prod(feature.shape) * 4 + IMAGE_OVERHEAD_BYTES
         rows = np.concatenate([w.times_s for w, _ in sinks]).astype(np.int64)
         places = [(w, sink, n) for w, sink in sinks for n in range(len(w.times_s))]
-        for inside, column in read_values(file, feature.key, row_bytes, rows, file_identity(self.reader.fs, path)):
-            for i, data in zip(inside.tolist(), column.combine_chunks().field("bytes"), strict=True):
-                w, sink, n = places[i]
-                name = f"{self.name(w.episode)}, row {rows[i]}"
-                if feature.is_depth:
-                    unit = feature.info.get("depth_unit")
-                    sink(n, decode_depth_image(data.as_py(), unit, name=name, height=height, width=width))
-                else:
-                    sink(n, decode_image(data.as_py(), name=name, height=height, width=width))
+        for i, data in read_images(file, feature.key, row_bytes, rows, file_identity(self.reader.fs, path)):
+            w, sink, n = places[i]
+            name = f"{self.name(w.episode)}, row {rows[i]}"
+            if feature.is_depth:
+                unit = feature.info.get("depth_unit")
+                sink(n, decode_depth_image(data, unit, name=name, height=height, width=width))
+            else:
+                sink(n, decode_image(data, name=name, height=height, width=width))
 
 
 def read_frames(files: Sequence[CameraFile], decoding: Decoding) -> None:

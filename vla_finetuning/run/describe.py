@@ -337,10 +337,11 @@ def _cached_features(config: Config, policy: PolicySpec, rows: Rows) -> list[str
 def _cached_numbers() -> str:
     if size := numbers_gb():
         return (
-            f"Numbers      at most {size:g} GB on each node, unpacked once, in {NUMBERS_DIR} (VLA_NUMBERS_GB=0: none)"
+            f"Numbers      at most {size:g} GB on each node, unpacked once, in {NUMBERS_DIR}, and as much of encoded "
+            "images of data files (VLA_NUMBERS_GB=0: none)"
         )
     why = f"{NUMBERS_DIR} is memory (tmpfs); VLA_NUMBERS_DIR names another folder" if NUMBERS_GB else "VLA_NUMBERS_GB=0"
-    return f"Numbers      unpacked whenever rows of them are wanted, on this node: {why}"
+    return f"Numbers      unpacked whenever rows of them are wanted, as images of data files are, on this node: {why}"
 
 
 def _shuffling(d: DatasetOptions, rows: Rows) -> list[str]:
