@@ -522,6 +522,42 @@ def adverse(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
     return found
 
 
+# ---- an object store --------------------------------------------------------------------------------------------
+
+LATENCY_S = 0.03
+
+
+def store(root: Path, rounds: int, seeds: Iterator[int]) -> dict[str, Any]:
+    """Shuffled rows from the local disk and from a store on loopback, without a cache of its bytes, in turn.
+
+    Rates through Ray, and CPU ms a row of read tasks alone, in this process, which other work hardly changes.
+    """
+    from benchmarks.object_store import served
+
+    rates: dict[str, list[dict[str, float]]] = {"local": [], "store": []}
+    read: dict[str, list[float]] = {"local": [], "store": []}
+    with served(root.absolute(), LATENCY_S) as (url, options):
+        places: dict[str, tuple[Path | str, Any]] = {"local": (root, None), "store": (url, options)}
+        sources = {label: our_source(place, OUR_ROWS, o, shuffle_seed=0) for label, (place, o) in places.items()}
+        for number in range(-1, 3 * rounds):
+            for label, source in sources.items():
+                cost = cpu_ms_per_row(source, source._window, number + 1, 1)
+                read[label] += [cost] * (number >= 0)  # the first unpacks the numbers
+        for _ in range(rounds):
+            for label, (place, o) in places.items():
+                rates[label].append(measure(partial(shuffled, place, OUR_ROWS, seeds, storage_options=o)))
+    rate = {label: statistics.median(run["rows_per_s"] for run in runs) for label, runs in rates.items()}
+    cpu = {label: statistics.median(costs) for label, costs in read.items()}
+    return {
+        "latency_s": LATENCY_S,
+        "rows_per_s": rate,
+        "store_of_local": rate["store"] / rate["local"],
+        "read_cpu_ms_per_row": cpu,
+        "read_cpu_local_of_store": cpu["local"] / cpu["store"],
+        "samples": {"rates": rates, "read_cpu_ms_per_row": read},
+    }
+
+
 # ---- growth -----------------------------------------------------------------------------------------------------
 
 
@@ -582,7 +618,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2000, help="of each dataset")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--datasets", default=",".join((*DATASETS, "growth", "numbers", "images", "kept_frames", "adverse"))
+        "--datasets", default=",".join((*DATASETS, "growth", "numbers", "images", "kept_frames", "adverse", "store"))
     )
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
@@ -600,6 +636,7 @@ def main() -> None:
         "images": before.get("images"),
         "kept_frames": before.get("kept_frames"),
         "adverse": before.get("adverse"),
+        "store": before.get("store"),
         "date": today,
         "command": shlex.join(sys.orig_argv[1:]),
         "hardware": Environment.here().model_dump(),
@@ -618,6 +655,9 @@ def main() -> None:
                 print(json.dumps(results[name], indent=2), flush=True)
             elif name == "adverse":
                 results[name] = settings | adverse(make("av1_240x320x3", options.rows), options.rounds, seeds)
+                print(json.dumps(results[name], indent=2), flush=True)
+            elif name == "store":
+                results[name] = settings | store(make("av1_240x320x3", options.rows), options.rounds, seeds)
                 print(json.dumps(results[name], indent=2), flush=True)
             elif name == "images":
                 results[name] = {"rows": options.rows} | images(make("images_240x320x3", options.rows), options.rounds)
