@@ -44,6 +44,7 @@ from vla_finetuning.data import image_cache, number_cache
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data import videos as lerobot_videos
 from vla_finetuning.data.decode import VideoReader
+from vla_finetuning.data.node_cache import Records
 from vla_finetuning.data.video_index import RemoteVideo
 from vla_finetuning.policies.processors import Prepare
 from vla_finetuning.run.progress import log_to, object_store
@@ -76,7 +77,7 @@ FUNCTIONS: tuple[tuple[Any, str, Stage], ...] = (
     (lerobot_rows, "_read_cameras", "shuffle"),
     (number_cache, "read_groups", "read"),
     (image_cache, "_unpack", "read"),
-    (image_cache._Stored, "get", "read"),
+    (Records, "get", "read"),
     (lerobot_videos, "decode_image", "decode"),
     (lerobot_videos, "decode_depth_image", "decode"),
     (lerobot_rows, "to_table", "transfer"),

@@ -102,13 +102,9 @@ class CachedVideo:
     @classmethod
     def of(cls, where: FrameCache, video: VideoFile) -> CachedVideo | None:
         """None where there is no place for it."""
-        cache, found = where.opened(), None
-        with cache.doing_without():
-            if cache.works:
-                frame_bytes = int(np.prod(video.shape)) * video.dtype.itemsize
-                content = cache.content(video.place, video.path, video.identity)
-                found = cls(Records(cache, content, frame_bytes), video.fps)
-        return found
+        frame_bytes = int(np.prod(video.shape)) * video.dtype.itemsize
+        records = Records.of(where.opened(), video.place, video.path, video.identity, frame_bytes)
+        return None if records is None else cls(records, video.fps)
 
     def __enter__(self) -> CachedVideo:
         return self

@@ -32,7 +32,7 @@ def read_images(
     Raises:
         ValueError: as `number_cache.read_groups`, when a row group is unpacked.
     """
-    stored = None if identity is None else _Stored.of(file, key, row_bytes, identity)
+    stored = None if identity is None else _stored(file, key, row_bytes, identity)
     missing = []
     for i, row in enumerate(rows.tolist()):
         image = None if stored is None else stored.get(row)
@@ -43,7 +43,7 @@ def read_images(
     for group in groups_with(file, rows[missing], identity) if missing else ():
         wanted = (rows >= group.first) & (rows < group.last)
         inside = [i for i in missing if wanted[i]]
-        store = stored if stored is not None and stored.takes and not _is_an_end(rows[wanted], group) else None
+        store = stored if stored is not None and stored.cache.takes and not _is_an_end(rows[wanted], group) else None
         yield from zip(inside, _unpack(file, key, row_bytes, group, rows[inside], identity, store), strict=True)
 
 
@@ -54,7 +54,7 @@ def _unpack(
     group: Span,
     rows: np.ndarray,
     identity: str | None,
-    store: _Stored | None,
+    store: Records | None,
 ) -> list[bytes | None]:
     """The images of some rows of a row group; the first to come stores all of them."""
     found: list[bytes | None] = [None] * len(rows)
@@ -67,7 +67,7 @@ def _unpack(
             images = table.column(key).combine_chunks().field("bytes").cast(pa.binary())
             found = images.take(pa.array(rows - group.first)).to_pylist()
             if store is not None:
-                store.write(group.first, images)
+                _put(store, group.first, images)
     return found
 
 
@@ -77,42 +77,17 @@ def _is_an_end(rows: np.ndarray, group: Span) -> bool:
     return bool(last - first == len(rows) and (first == group.first or last == group.last))
 
 
-class _Stored:
-    """The images of a column in a file: that of row n is record n, tagged with how long it is."""
+def _stored(file: DataFile, key: str, row_bytes: int, identity: str) -> Records | None:
+    """The images of a column in a file: that of row n is record n. None where there is no place for them."""
+    record_bytes = -(-row_bytes // BLOCK_BYTES) * BLOCK_BYTES
+    return Records.of(images_cache(), file.dataset, f"{file.path}\0{key}", identity, record_bytes)
 
-    def __init__(self, records: Records):
-        self._records, self._cache = records, records.cache
 
-    @classmethod
-    def of(cls, file: DataFile, key: str, row_bytes: int, identity: str) -> _Stored | None:
-        """None where there is no place for them."""
-        cache, found = images_cache(), None
-        with cache.doing_without():
-            if cache.works and cache.limit_bytes:
-                content = cache.content(file.dataset, f"{file.path}\0{key}", identity)
-                found = cls(Records(cache, content, -(-row_bytes // BLOCK_BYTES) * BLOCK_BYTES))
-        return found
-
-    @property
-    def takes(self) -> bool:
-        """Whether writes are stored, as far as is known."""
-        return self._cache.takes
-
-    def alone(self) -> contextlib.AbstractContextManager[None]:
-        return self._records.alone()
-
-    def get(self, row: int) -> bytes | None:
-        """None if it is not there."""
-        with self._cache.doing_without():
-            return self._records.get(row) if self._cache.works else None
-        return None
-
-    def write(self, first: int, images: pa.BinaryArray) -> None:
-        """Store the images of rows `first` and following, if there is space for all."""
-        ends = np.frombuffer(images.buffers()[1], np.int32)[images.offset :][: len(images) + 1].tolist()
-        data = memoryview(images.buffers()[2] or b"")
-        with self._cache.doing_without():
-            self._records.put([(first + i, data[a:b]) for i, (a, b) in enumerate(itertools.pairwise(ends))])
+def _put(store: Records, first: int, images: pa.BinaryArray) -> None:
+    """Store the images of rows `first` and following."""
+    ends = np.frombuffer(images.buffers()[1], np.int32)[images.offset :][: len(images) + 1].tolist()
+    data = memoryview(images.buffers()[2] or b"")
+    store.put([(first + i, data[a:b]) for i, (a, b) in enumerate(itertools.pairwise(ends))])
 
 
 def images_cache() -> NodeCache:

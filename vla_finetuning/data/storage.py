@@ -26,7 +26,7 @@ from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_rando
 
 from vla_finetuning.bucket import StorageError, client_options, http_status, may_pass, range_google, range_s3
 from vla_finetuning.config import CACHE_SIZE_GB, READ_TIMEOUT_S
-from vla_finetuning.data.node_cache import NodeCache, Records, node_cache
+from vla_finetuning.data.node_cache import Records, node_cache
 
 # What is read: local files, Amazon's and Google's stores and what speaks as they do; memory:// is for tests.
 PROTOCOLS = ("file", "local", "s3", "s3a", "gs", "gcs", "memory")
@@ -470,8 +470,8 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
 class BlockCache:
     """Blocks of one remote file on this node's disk, so that they are requested once. Threads may share it."""
 
-    def __init__(self, cache: NodeCache, content: Path):
-        self._cache, self._blocks = cache, Records(cache, content, BLOCK_BYTES)
+    def __init__(self, blocks: Records):
+        self._cache, self._blocks = blocks.cache, blocks
 
     @classmethod
     def of(cls, policy: StoragePolicy, dataset: str, path: str, identity: str) -> BlockCache | None:
@@ -484,11 +484,8 @@ class BlockCache:
             "what is not cached there is read from the store each time: choose another --dataset.cache_dir, or raise "
             "--dataset.cache_size_gb",
         )
-        found = None
-        with cache.doing_without():
-            if cache.works:
-                found = cls(cache, cache.content(dataset, path, f"{identity}\0{BLOCK_BYTES}"))
-        return found
+        blocks = Records.of(cache, dataset, path, f"{identity}\0{BLOCK_BYTES}", BLOCK_BYTES)
+        return None if blocks is None else cls(blocks)
 
     def get(self, number: int, length: int) -> bytes | None:
         """Block `number`, of `length` bytes; None if it is not there."""
