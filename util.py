@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adam import adam
 
 from vla_finetuning.cards import CARDS, Card
-from vla_finetuning.data.columns import ROW_COLUMNS
+from vla_finetuning.data.columns import HOST_COLUMNS
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class NumpyToTorchCollate:
         for key, values in batch.items():
             if values.dtype == object:
                 raise ValueError(f"column {key!r} holds Python objects ({type(values.flat[0]).__name__}), not numbers")
-            pinned = self.pin_memory and key not in ROW_COLUMNS and values.nbytes > 0
+            pinned = self.pin_memory and key not in HOST_COLUMNS and values.nbytes > 0
             target = torch.empty(values.shape, dtype=_torch_dtype(values.dtype), pin_memory=pinned)
             np.copyto(target.numpy(), values)
             tensors[key] = target
@@ -112,7 +112,7 @@ def _torch_dtype(dtype: np.dtype) -> torch.dtype:
 def cuda_prefetcher(batches: Iterable[Batch], device: torch.device, clock: Clock = UNWATCHED) -> Iterator[Batch]:
     """Batches on `device`, the next one copied on a side stream while this one is computed with.
 
-    Row columns stay on the host. Without a GPU the batches pass through as they are.
+    Row columns and texts stay on the host. Without a GPU the batches pass through as they are.
     """
     if device.type != "cuda":
         yield from batches
@@ -126,7 +126,7 @@ def cuda_prefetcher(batches: Iterable[Batch], device: torch.device, clock: Clock
             return None
         with torch.cuda.stream(stream):
             clock.mark("copy")
-            copied = {k: v if k in ROW_COLUMNS else v.to(device, non_blocking=True) for k, v in batch.items()}
+            copied = {k: v if k in HOST_COLUMNS else v.to(device, non_blocking=True) for k, v in batch.items()}
             clock.mark("copy")  # ends here on this stream; the one that computes may have to wait for it
         return copied
 

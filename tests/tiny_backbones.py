@@ -15,15 +15,26 @@ import pytest
 import torch
 from lerobot.policies.pi0 import modeling_pi0
 from lerobot.policies.pi0_fast import modeling_pi0_fast
+from lerobot.policies.vla_jepa import modeling_vla_jepa
 from lerobot.processor import tokenizer_processor
 from transformers import (  # type: ignore[attr-defined]  # some are in modules that it loads when they are asked for
     CLIPConfig,
     CLIPModel,
+    InternVLConfig,
+    InternVLModel,
     PreTrainedTokenizerFast,
+    Qwen2VLImageProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
     SmolVLMConfig,
     SmolVLMImageProcessor,
     SmolVLMProcessor,
     SmolVLMVideoProcessor,
+    VJEPA2Config,
+    VJEPA2Model,
+    VJEPA2VideoProcessor,
 )
 
 from vla_finetuning.policies import pipelines
@@ -245,7 +256,115 @@ XVLA = Kind(
     folders=bart_tokenizer,
 )
 
+
+def internvl(folder):
+    """An InternVL of two small towers, and its tokenizer."""
+    folder /= "internvl"
+    tokens = {"context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"}
+    tokenizer = make_small_tokenizer(**tokens)
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    qwen = {"model_type": "qwen2", **tower, "num_hidden_layers": 2, "num_key_value_heads": 1}
+    config = InternVLConfig(
+        vision_config={**tower, "image_size": [32, 32], "patch_size": [8, 8]},
+        text_config={**qwen, "vocab_size": VOCABULARY, "max_position_embeddings": 128},
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        InternVLModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return {"vlm_model_name": str(folder)}
+
+
+EVO1 = Kind(
+    {
+        **{"chunk_size": 4, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "max_views": 2},
+        **{"training_stage": "stage2", "vlm_num_layers": 1, "vlm_dtype": "float32", "image_resolution": "[32, 32]"},
+        **{"embed_dim": 16, "hidden_dim": 16, "state_hidden_dim": 16, "num_heads": 2, "num_layers": 1},
+        **{"optimizer_lr": 1e-4, "optimizer_weight_decay": 0.01, "scheduler_warmup_steps": 3},
+    },
+    folders=internvl,
+    lora=r".*(ff\.[02]|[qv]_proj)",
+)
+
+# A chat template that says what everybody says, one after the other, pictures in their place.
+CHAT = (
+    "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def qwen_tokenizer():
+    """A small tokenizer with a Qwen-VL's tokens of pictures, and their numbers as its configuration names them."""
+    names = ("image", "video", "vision_start", "vision_end")
+    tokens = dict(
+        zip((f"{name}_token" for name in names), ("<|image_pad|>", "<|video_pad|>", *QWEN_VISION), strict=True)
+    )
+    tokenizer = make_small_tokenizer(**tokens)
+    return tokenizer, {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+
+
+QWEN_VISION = ("<|vision_start|>", "<|vision_end|>")
+QWEN_TEXT = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "vocab_size": VOCABULARY},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+}
+QWEN_TOWER = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 16}
+
+
+def qwen3_and_vjepa(folder):
+    """A Qwen3-VL of two small towers with its processors, and an encoder of videos with its own."""
+    tokenizer, numbers = qwen_tokenizer()
+    qwen = Qwen3VLConfig(
+        text_config={**QWEN_TEXT, "head_dim": 8, "tie_word_embeddings": True, "initializer_range": 0.3},
+        vision_config={**QWEN_TOWER, "patch_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        tie_word_embeddings=True,
+        **numbers,
+    )
+    # An attention head's dimensions are three for time, height and width, each of them at least four (LeRobot 0.6.1).
+    tower = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1, "mlp_ratio": 1.0}
+    vjepa = VJEPA2Config(
+        **{**tower, **{f"pred_{name}": value for name, value in tower.items()}, "pred_num_mask_tokens": 1},
+        **{"patch_size": 16, "crop_size": 32, "image_size": 32, "frames_per_clip": 4, "tubelet_size": 2},
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3VLForConditionalGeneration(qwen).save_pretrained(folder / "qwen3_vl")
+        VJEPA2Model(vjepa).save_pretrained(folder / "vjepa2")
+    images = Qwen2VLImageProcessor(patch_size=16, size={"shortest_edge": 1024, "longest_edge": 4096})
+    processor = Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(), chat_template=CHAT)
+    processor.save_pretrained(folder / "qwen3_vl")
+    VJEPA2VideoProcessor(crop_size={"height": 32, "width": 32}, size={"shortest_edge": 36}).save_pretrained(
+        folder / "vjepa2"
+    )
+    return {"qwen_model_name": str(folder / "qwen3_vl"), "jepa_encoder_name": str(folder / "vjepa2")}
+
+
+@contextlib.contextmanager
+def without_amp():
+    """VLA-JEPA computes its language model in bfloat16, on a CPU too, and has no option that says otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_vla_jepa, "is_amp_available", lambda device: False)
+        yield
+
+
+VLA_JEPA = Kind(
+    {
+        **{"chunk_size": 4, "n_action_steps": 4, "num_video_frames": 4, "torch_dtype": "float32"},
+        **{"action_model_type": "DiT-test", "action_hidden_size": 16, "action_num_layers": 2},
+        **{"num_action_tokens_per_timestep": 2, "num_embodied_action_tokens_per_instruction": 3},
+        **{"predictor_depth": 1, "predictor_num_heads": 2, "repeated_diffusion_steps": 2},
+        **{"optimizer_weight_decay": 0.01, "scheduler_warmup_steps": 3, "scheduler_decay_steps": 7},
+    },
+    folders=qwen3_and_vjepa,
+    here=without_amp,
+    lora=r".*(to_q|to_v|[qv]_proj)",
+)
+
 KINDS = {
     **{"act": ACT, "diffusion": DIFFUSION, "pi0": PI0, "pi0_fast": PI0_FAST, "smolvla": SMOLVLA, "vqbet": VQBET},
     **{"vqbet with GroupNorm": VQBET_GROUP_NORM, "multi_task_dit": MULTI_TASK_DIT, "xvla": XVLA},
+    **{"evo1": EVO1, "vla_jepa": VLA_JEPA},
 }

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 import vla
 from tests import in_process
 from tests.datasets import make_dataset
-from tests.tiny_backbones import KINDS, SMOLVLA, smolvlm
+from tests.tiny_backbones import EVO1, KINDS, SMOLVLA, VLA_JEPA, smolvlm
 from tests.training.test_parallel import meet, processes, report
 from util import NumpyToTorchCollate
 from vla_finetuning.data.columns import ROW_COLUMNS
@@ -188,7 +188,7 @@ def without_shifts(name, value):
     if name.endswith(("in_proj_bias", "attn.qkv.bias", "c_attn.bias")):
         query, _, values = value.chunk(3)
         return torch.cat([query, values])
-    return value[:0] if name.endswith(("k_proj.bias", "pool.nets.bias")) else value
+    return value[:0] if name.endswith(("k_proj.bias", "to_k.bias", "pool.nets.bias")) else value
 
 
 def relative(a, b):
@@ -263,22 +263,34 @@ def test_ten_steps_are_lerobots_own(dataset, own_difference, kind, record_proper
     assert sorted(index.tolist()) == sampled
 
 
-def test_what_a_backbone_would_have_train_in_bfloat16_trains_in_float32(dataset, monkeypatch, caplog):
+# What has a backbone in bfloat16. EVO1 makes pixels of that precision, whatever its weights are.
+IN_BFLOAT16 = {
+    "smolvla": replace(SMOLVLA, folders=partial(smolvlm, dtype="bfloat16")),
+    "evo1": replace(EVO1, options={**EVO1.options, "vlm_dtype": "bfloat16"}),
+    "vla_jepa": replace(VLA_JEPA, options={**VLA_JEPA.options, "torch_dtype": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("kind", IN_BFLOAT16)
+def test_what_a_backbone_would_have_train_in_bfloat16_trains_in_float32(dataset, monkeypatch, caplog, tmp_path, kind):
     """LeRobot's SmolVLA makes its expert of SmolVLM's text model, precision included; its own update rounds to that."""
-    monkeypatch.setitem(KINDS, "in bf16", replace(SMOLVLA, folders=partial(smolvlm, dtype="bfloat16"), type="smolvla"))
-    run = resolved(dataset, "in bf16")
-    torch.manual_seed(run.config.seed)
+    monkeypatch.setitem(KINDS, kind, IN_BFLOAT16[kind])
     found = {}
 
     def rounded(policy):
         found["lerobot"] = {p.dtype for p in policy.parameters() if p.requires_grad}
+        if kind == "evo1":
+            policy.model.embedder.model_dtype = torch.float32
         return policy.float()
 
-    trained = in_process.train(run, Shard(run)).named()
-    expected = lerobots(run, dataset, start=rounded)[0].state_dict()
+    with KINDS[kind].here():
+        run = resolved(dataset, kind, tmp_path)
+        torch.manual_seed(run.config.seed)
+        trained = in_process.train(run, Shard(run)).named()
+        expected = lerobots(run, dataset, start=rounded)[0].state_dict()
     assert found["lerobot"] == {torch.bfloat16, torch.float32}
     assert max(relative(trained, expected).values()) <= 1e-6
-    assert "weights that train are bfloat16 by the configuration of a 'smolvla': all are made float32" in caplog.text
+    assert f"weights that train are bfloat16 by the configuration of a '{kind}': all are made float32" in caplog.text
 
 
 def openpis(weights):

@@ -6,6 +6,9 @@ IS_SKIPPED = "is_skipped"
 FEATURES_MISSING = "features_missing"
 # What tells a row from all others and where it is in a run's stream. They stay on the host.
 ROW_COLUMNS = ("dataset_index", "index", "position", IS_SKIPPED, FEATURES_MISSING)
+# The instruction in UTF-8, for policies whose forward reads text. It stays on the host too.
+TASK_BYTES = "task_bytes"
+HOST_COLUMNS = (*ROW_COLUMNS, TASK_BYTES)
 # What a frame is worth, for a value function to learn.
 RETURN = "return"
 # After a camera's key: false for rows of robots that lack it. Of actions: which dimensions are the row's robot's.

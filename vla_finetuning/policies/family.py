@@ -139,6 +139,7 @@ class Family:
         image_options: options of the policy that say how images are made ready for its vision tower; with the option
             `feature_cache`.
         no_adapters: why adapters (--peft.*) do not train, in words; empty where they do.
+        reads_texts: its `forward` takes instructions as text: `task`, a list of strings.
         from_config: LeRobot builds it from its configuration alone, and a folder has all of its weights: it is built
             without storage, to be counted, planned and compared with files, by the methods below that raise here.
     """
@@ -158,6 +159,7 @@ class Family:
     masks_cameras: ClassVar[bool] = False
     image_options: ClassVar[tuple[str, ...]] = ()
     no_adapters: ClassVar[str] = ""
+    reads_texts: ClassVar[bool] = False
     from_config: ClassVar[bool] = False
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ class Family:
         if ACTION not in batch:
             raise ValueError(f"the batch has no {ACTION!r}; its keys are {sorted(batch)}")
         rows = len(batch[ACTION])
-        chunk, width = len(config.action_delta_indices or [0]), config.output_features[ACTION].shape[0]
+        chunk, width = len(config.action_delta_indices or [0]), self.action_width(config)
         shape = (rows, chunk, width) if config.action_delta_indices is not None else (rows, width)
         action = batch[ACTION]
         require(batch, ACTION, action.dtype == torch.float32 and tuple(action.shape) == shape, f"float32 {shape}")
@@ -252,6 +254,10 @@ class Family:
                 low, high = image.min().item(), image.max().item()
                 if not 0.0 <= low <= high <= 1.0:
                     raise ValueError(f"{key} has values in [{low:g}, {high:g}], expected [0, 1]")
+
+    def action_width(self, config: PreTrainedConfig) -> int:
+        """Entries of an action as its processors make it."""
+        return config.output_features[ACTION].shape[0]
 
     def prompt_lengths(self, config: PreTrainedConfig, cameras: int, trim: bool) -> tuple[int, ...]:
         """The lengths that prompts are cut to in batches with so many cameras, ascending; none: they stay as they are.

@@ -30,7 +30,8 @@ from lerobot.utils.constants import (
 from lerobot.utils.feature_utils import dataset_to_policy_features
 from torch import Tensor, nn
 
-from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT, ROBOT, ROW_COLUMNS, STREAM_POSITION
+from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT, ROBOT, ROW_COLUMNS, STREAM_POSITION, TASK_BYTES
+from vla_finetuning.policies.texts import TASK, as_bytes, as_texts
 
 Stats = Mapping[str, Mapping[str, Any]]
 
@@ -126,6 +127,7 @@ class Prepare:
         config: the policy's configuration.
         keep: columns that are handed on as they are, where a block has them.
         trusted: whether code that comes with the policy may run, in the processes that this is unpickled in too.
+        texts: whether instructions are handed on, as the pipeline leaves them.
     Raises:
         ValueError: the pipeline does not split into this and `DeviceHalf`, which is tried with a made-up row.
     """
@@ -139,8 +141,9 @@ class Prepare:
         *,
         keep: Sequence[str] = ROW_COLUMNS,
         trusted: bool = False,
+        texts: bool = False,
     ):
-        self._trusted = trusted
+        self._trusted, self._texts = trusted, texts
         features = {**config.input_features, **config.output_features}
         self._cameras = {key: rename_map.get(key, key) for key in camera_keys}
         self._features = {key for key, feature in features.items() if feature.type is not FeatureType.VISUAL}
@@ -165,8 +168,9 @@ class Prepare:
         Returns:
             The same rows, numbers of fixed shape only: cameras, the same memory under the policy's names;
             the policy's other features, normalised, and their `_is_pad`; what the pipeline added
-            (`observation.language.tokens` int64 (N, L), `observation.language.attention_mask` bool (N, L));
-            the columns to keep; with `is_skipped`, also `is_read` bool (N,), its opposite.
+            (`observation.language.tokens` int64 (N, L), `observation.language.attention_mask` bool (N, L)); with
+            `texts`, `task_bytes` (`texts.as_bytes`); the columns to keep; with `is_skipped`, also `is_read` bool (N,),
+            its opposite.
         Raises:
             ValueError: a camera is missing or not uint8 (..., H, W, 3); an instruction is not a string; a state or
                 action is not finite, where the row counts.
@@ -211,7 +215,8 @@ class Prepare:
         processed = self._pipeline(data)
         wanted = {key for key in processed if key in self._features or key not in columns}
         wanted |= {f"{key}_is_pad" for key in wanted}
-        return {key: value.numpy() for key, value in processed.items() if key in wanted and isinstance(value, Tensor)}
+        found = {key: value.numpy() for key, value in processed.items() if key in wanted and isinstance(value, Tensor)}
+        return found | ({TASK_BYTES: as_bytes(processed[TASK])} if self._texts else {})
 
     def _check_split(self, config: PreTrainedConfig) -> None:
         """Compare with the whole pipeline on a made-up row: a step that needs images must not go unseen."""
@@ -232,10 +237,13 @@ class Prepare:
         for key in self._cameras:
             row[key] = rng.integers(0, 256, (1, *window, 8, 8, 3), dtype=np.uint8)
 
-        split = DeviceHalf(self._pipeline, config)({key: torch.from_numpy(value) for key, value in self(row).items()})
+        prepared = self(row)
+        texts = as_texts(prepared.pop(TASK_BYTES)) if self._texts else None
+        split = DeviceHalf(self._pipeline, config)({key: torch.from_numpy(value) for key, value in prepared.items()})
         numbers = {key: torch.from_numpy(value) for key, value in row.items() if key != "task"}
         images = {key: to_float(numbers[key]) for key in self._cameras}
         whole = self._pipeline({**numbers, **images, "task": [""]})
+        assert texts is None or texts == whole[TASK]
         for key, value in split.items():
             if key not in whole or not torch.equal(value, whole[key]):
                 names = [getattr(step, "_registry_name", type(step).__name__) for step in self._pipeline.steps]

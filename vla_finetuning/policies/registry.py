@@ -7,10 +7,12 @@ from lerobot.configs import PreTrainedConfig
 
 from vla_finetuning.policies import tiny_pi05  # noqa: F401  (registers the demo's policy type with LeRobot)
 from vla_finetuning.policies.act import ACT
+from vla_finetuning.policies.evo1 import Evo1
 from vla_finetuning.policies.family import Family
 from vla_finetuning.policies.pi0 import PI0, PI0FAST
 from vla_finetuning.policies.pi05 import PI05
 from vla_finetuning.policies.smolvla import SmolVLA
+from vla_finetuning.policies.vla_jepa import VLAJEPA
 from vla_finetuning.policies.vqbet import VQBeT
 from vla_finetuning.policies.xvla import XVLA
 
@@ -31,13 +33,13 @@ FAMILIES = {
         XVLA("xvla", as_lerobot=True, tokenizer_option="tokenizer_name"),
         VQBeT("vqbet", as_lerobot=True),
         Family("multi_task_dit", as_lerobot=True, tokenizer_option="text_encoder_name"),
+        VLAJEPA("vla_jepa", as_lerobot=True, tokenizer_option="qwen_model_name"),
+        Evo1("evo1", as_lerobot=True, tokenizer_option="vlm_model_name"),
         Family("tdmpc", refused="its target network follows the others after every step, without a gradient"),
         Family("gaussian_actor", refused="it is an actor of online reinforcement learning, and its forward is no loss"),
         Family("groot", refused=f"{VLM}, and its processors are made of the dataset's metadata"),
         Family("eo1", refused=VLM),
         Family("molmoact2", refused=f"{VLM}, and its processors are made of the dataset's metadata"),
-        Family("evo1", refused=TEXT),
-        Family("vla_jepa", refused=TEXT),
         Family("wall_x", refused=f"{TEXT}; it also needs the packages torchdiffeq and qwen-vl-utils"),
         Family("lingbot_va", refused=TEXT),
         Family("fastwam", refused=TEXT),

@@ -37,6 +37,7 @@ from vla_finetuning.policies.processors import normalization_mode, required_stat
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.remote_code import HOW_TO_TRUST, RemoteCodeError, brought_along
 from vla_finetuning.policies.spec import PolicySpec, Robot
+from vla_finetuning.policies.texts import encode
 from vla_finetuning.run.base_policy import check_policy, check_policy_options, resolve_policy
 from vla_finetuning.run.checkpoint import Progress
 from vla_finetuning.run.episodes import ChosenEpisodes, select
@@ -164,6 +165,9 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     )
     for one in [spec.of_robot(robot) for robot in differing] or [spec]:
         preprocessor, _ = one.processors()  # a tokenizer out of reach, or unfit, is reported
+    if family.reads_texts:
+        for task in {task for meta in metas for task in meta.tasks.values()}:
+            encode(task)  # one that is too long is reported
     stats = [{} if of.missing else of.stats for of in found]
     differing = tuple(replace(robot, stats=own) for robot, own in zip(differing, stats, strict=False))
     spec = replace(spec, robots=differing, stats={} if differing else stats[0])

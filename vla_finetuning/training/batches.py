@@ -20,6 +20,7 @@ from vla_finetuning.policies.family import MEAN_COUNT, PolicyLoss
 from vla_finetuning.policies.prompts import cut_prompts
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.policies.texts import with_texts
 from vla_finetuning.run.progress import RowsLog
 from vla_finetuning.run.row_weights import of_batch
 from vla_finetuning.run.rows import Rows
@@ -106,10 +107,10 @@ def policy_batches(
     policy_config: PreTrainedConfig,
     on_batch: OnBatch = ignore_batch,
 ) -> Iterator[Batch]:
-    """What the policy sees: no row columns, which would cost a copy to the GPU. Checks the first batch."""
+    """What the policy sees: no row columns, which would cost a copy to the GPU; texts as strings. Checks the first."""
     for number, batch in enumerate(batches):
         rows = {key: value for key, value in batch.items() if key in ROW_COLUMNS}
-        inputs = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
+        inputs = with_texts({key: value for key, value in batch.items() if key not in ROW_COLUMNS})
         if number == 0:
             family_of(policy_config).check_batch(inputs, policy_config)
         on_batch(number, rows, inputs)

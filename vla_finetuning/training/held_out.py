@@ -23,6 +23,7 @@ from vla_finetuning.data.columns import IS_SKIPPED, ROW_COLUMNS
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.policies.texts import with_texts
 from vla_finetuning.run.rows import Rows
 from vla_finetuning.training.batches import collate_cut
 from vla_finetuning.training.model import make_prepare
@@ -109,7 +110,7 @@ class HeldOutLoss:
         self, loss: PolicyLoss, batch: Batch, number: int, autocast: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
         """Losses and times of a chunk's draws; where it is not known by row, the batch's loss for every row."""
-        inputs = {key: value for key, value in batch.items() if key not in ROW_COLUMNS}
+        inputs = with_texts({key: value for key, value in batch.items() if key not in ROW_COLUMNS})
         rows = len(next(iter(inputs.values())))
         with torch.autocast(self._device.type, autocast, enabled=autocast is not None):
             if self._family.row_losses:

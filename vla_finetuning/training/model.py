@@ -24,6 +24,7 @@ from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.policies.layers import LayeredLoss
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, PreparedRobot, PrepareRobots
 from vla_finetuning.policies.prompts import ADVANTAGE
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.policies.trainable import autocast_of
 from vla_finetuning.policies.value import ValueLoss
@@ -178,7 +179,8 @@ def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
 
 def _prepare(spec: PolicySpec, camera_keys: Sequence[str]) -> Prepare:
     preprocessor, _ = spec.processors()
-    return Prepare(preprocessor, camera_keys, spec.rename_map, spec.config, trusted=spec.trusted)
+    texts = family_of(spec.config).reads_texts
+    return Prepare(preprocessor, camera_keys, spec.rename_map, spec.config, trusted=spec.trusted, texts=texts)
 
 
 def _prepare_robots(spec: PolicySpec, rows: Rows) -> PrepareRobots:

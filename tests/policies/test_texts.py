@@ -1,0 +1,100 @@
+"""Instructions that travel as text: what is read is what was said, and only policies that read it get it."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from lerobot.policies.evo1.modeling_evo1 import Evo1Policy
+from lerobot.policies.factory import make_pre_post_processors
+
+import vla
+from tests.datasets import make_dataset
+from tests.tiny_backbones import KINDS
+from tests.training.test_as_lerobot import resolved
+from util import NumpyToTorchCollate, cuda_prefetcher
+from vla_finetuning.data.columns import TASK_BYTES
+from vla_finetuning.policies.registry import FAMILIES
+from vla_finetuning.policies.texts import LONGEST_BYTES, as_bytes, as_texts, with_texts
+from vla_finetuning.training.batches import policy_batches
+from vla_finetuning.training.model import make_prepare
+
+TEXTS = ["go to the red bin", "", "拿起瓶子", "two\nlines ", "é" * (LONGEST_BYTES // 2)]
+
+
+def test_what_is_read_is_what_was_said():
+    column = as_bytes(TEXTS)
+    assert column.dtype == np.uint8 and column.shape == (len(TEXTS), LONGEST_BYTES)
+    assert as_texts(column) == TEXTS == as_texts(torch.from_numpy(column))
+    (batch,) = cuda_prefetcher([NumpyToTorchCollate(False)({TASK_BYTES: column})], torch.device("cpu"))
+    assert with_texts(batch) == {"task": TEXTS}
+
+
+@pytest.mark.parametrize("text", ["a" * (LONGEST_BYTES + 1), "é" * (LONGEST_BYTES // 2 + 1), "a\0b"])
+def test_an_instruction_that_does_not_fit_is_refused(text):
+    with pytest.raises(ValueError, match=rf"the instruction .* has [\d,]+ bytes: at most {LONGEST_BYTES:,}.*shorten"):
+        as_bytes(["go", text])
+
+
+def test_a_batch_without_texts_is_left_alone():
+    batch = {"action": torch.zeros(1)}
+    assert with_texts(batch) is batch
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    cameras = {"observation.images.top": (48, 64)}
+    return make_dataset(tmp_path_factory.mktemp("texts") / "dataset", episodes=(12, 9, 10), cameras=cameras)
+
+
+@pytest.mark.parametrize("kind", ["act", "evo1", "vla_jepa"])
+def test_only_policies_that_read_texts_get_them(dataset, tmp_path, kind):
+    """Those of the rows, in a column of numbers, in whichever process it is prepared."""
+    with KINDS[kind].here():
+        run = resolved(dataset, kind, tmp_path)
+        rows = next(run.rows.source(stream=(0, run.rows.last_row)).read_rows(list(range(12)), 12))
+        prepared = pickle.loads(pickle.dumps(make_prepare(run.policy, run.rows)))(rows)
+    assert not [key for key, column in prepared.items() if column.dtype.kind not in "biuf"]
+    reads = FAMILIES[kind].reads_texts
+    assert reads == (kind != "act") == (TASK_BYTES in prepared)
+    (batch,) = policy_batches([NumpyToTorchCollate(False)(prepared)], run.policy.config)
+    assert batch.get("task") == (list(rows["task"]) if reads else None)
+    assert len(set(rows["task"])) == 2
+
+
+def test_an_instruction_that_is_too_long_is_told_before_the_run(tmp_path):
+    cameras = {"observation.images.top": (48, 64)}
+    root = make_dataset(tmp_path / "dataset", episodes=(12, 9), cameras=cameras, tasks=("go", "to " * 400))
+    with pytest.raises(ValueError, match="the instruction 'to to .* has 1,200 bytes"):
+        resolved(root, "evo1", tmp_path)
+    resolved(root, "act", tmp_path)
+
+
+def test_the_whole_program_trains_measures_and_exports_one_that_reads_texts(dataset, tmp_path, ray_cluster):
+    run = resolved(dataset, "evo1", tmp_path)
+    options = {
+        "dataset.root": dataset,
+        "policy.type": "evo1",
+        "output_dir": tmp_path / "run",
+        **{f"policy.{name}": value for name, value in KINDS["evo1"].options.items()},
+        "policy.vlm_model_name": run.policy.config.vlm_model_name,
+        **{"train.mode": "full", "scaling.num_workers": 1, "scaling.cpus_per_worker": 0.5, "scaling.use_gpu": "false"},
+        **{"dataset.image_size": "stored", "dataset.eval_split": 0.3, "eval_steps": 2, "batch_size": 2, "steps": 2},
+    }
+    assert vla.main([f"--{name}={value}" for name, value in options.items()]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 2 and lines[-1]["eval_loss"] > 0
+    judged = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert judged["trained"]["other_instruction"]["mse"] != judged["trained"]["policy"]["mse"]
+
+    # LeRobot loads what was exported, and predicts of two instructions two things.
+    folder = tmp_path / "run" / "pretrained_model"
+    policy = Evo1Policy.from_pretrained(folder)
+    before, after = make_pre_post_processors(policy.config, pretrained_path=str(folder))
+    row = {"observation.images.top": torch.rand(3, 48, 64), "observation.state": torch.rand(7)}
+    chunks = []
+    for task in ("go to the red bin", "blue"):
+        torch.manual_seed(0)
+        chunks.append(after(policy.predict_action_chunk(before({**row, "task": task}))))
+    assert chunks[0].isfinite().all() and not torch.equal(*chunks)
