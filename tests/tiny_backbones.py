@@ -13,6 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from diffusers import AutoencoderKLWan
+from lerobot.policies.fastwam.configuration_fastwam import default_action_dit_config, default_video_dit_config
+from lerobot.policies.fastwam.wan import components
 from lerobot.policies.pi0 import modeling_pi0
 from lerobot.policies.pi0_fast import modeling_pi0_fast
 from lerobot.policies.vla_jepa import modeling_vla_jepa
@@ -23,7 +26,11 @@ from transformers import (  # type: ignore[attr-defined]  # some are in modules 
     InternVLConfig,
     InternVLModel,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLProcessor,
@@ -32,6 +39,8 @@ from transformers import (  # type: ignore[attr-defined]  # some are in modules 
     SmolVLMImageProcessor,
     SmolVLMProcessor,
     SmolVLMVideoProcessor,
+    UMT5Config,
+    UMT5EncoderModel,
     VJEPA2Config,
     VJEPA2Model,
     VJEPA2VideoProcessor,
@@ -363,8 +372,75 @@ VLA_JEPA = Kind(
     lora=r".*(to_q|to_v|[qv]_proj)",
 )
 
+
+def qwen2_5(folder):
+    """A Qwen2.5-VL of two small towers with its processors."""
+    folder /= "qwen2_5_vl"
+    tokenizer, numbers = qwen_tokenizer()
+    vision = {**QWEN_TOWER, "patch_size": 14, "fullatt_block_indexes": [0], "window_size": 56}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Qwen2_5_VLConfig(text_config={**QWEN_TEXT, "initializer_range": 0.3}, vision_config=vision, **numbers)
+        Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    processor = Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(), chat_template=CHAT)
+    processor.save_pretrained(folder)
+    return {"vlm_base": str(folder)}
+
+
+EO1 = Kind(
+    {
+        **{"chunk_size": 4, "n_action_steps": 4, "max_state_dim": 8, "max_action_dim": 8, "dtype": "float32"},
+        **{"image_min_pixels": 28 * 28, "image_max_pixels": 4 * 28 * 28, "optimizer_weight_decay": 0.01},
+        **{"scheduler_warmup_steps": 3, "scheduler_decay_steps": 7},
+    },
+    folders=qwen2_5,
+    lora=r".*[qv]_proj",
+)
+
+
+def umt5(folder):
+    """The text encoder of a Wan, and its tokenizer."""
+    config = UMT5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        UMT5EncoderModel(config).save_pretrained(folder / "wan" / "text_encoder")
+    make_small_tokenizer().save_pretrained(folder / "wan" / "tokenizer")
+    return {"text_encoder_model_id": str(folder / "wan"), "tokenizer_model_id": str(folder / "wan" / "tokenizer")}
+
+
+@contextlib.contextmanager
+def tiny_wan_vae():
+    """FastWAM's encoder of videos is named by a constant; its latents have 48 channels."""
+    sizes = {"base_dim": 4, "decoder_base_dim": 4, "z_dim": 48, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    wan = {"temperal_downsample": [False, True, True], "is_residual": True, "patch_size": 2, "scale_factor_spatial": 16}
+    latents = {"latents_mean": [0.0] * 48, "latents_std": [1.0] * 48}
+
+    def make(*_, torch_dtype, **__):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return AutoencoderKLWan(**sizes, **wan, **latents, in_channels=12, out_channels=12).to(torch_dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(components, "AutoencoderKLWan", SimpleNamespace(from_pretrained=make))
+        yield
+
+
+WAN = {"hidden_dim": 16, "ffn_dim": 16, "freq_dim": 16, "text_dim": 16, "num_heads": 2, "attn_head_dim": 8}
+FASTWAM = Kind(
+    {
+        **{"action_dim": 3, "proprio_dim": 4, "action_horizon": 4, "n_action_steps": 4, "num_video_frames": 5},
+        **{"action_video_freq_ratio": 1, "image_size": "[32, 32]", "context_len": 8, "tokenizer_max_len": 8},
+        "video_dit_config": json.dumps({**default_video_dit_config(3), **WAN, "num_layers": 1}),
+        "action_dit_config": json.dumps({**default_action_dit_config(3), **WAN, "num_layers": 1}),
+        "torch_dtype": "float32",
+    },
+    folders=umt5,
+    here=tiny_wan_vae,
+    lora=r".*ffn.[02]",
+)
+
 KINDS = {
     **{"act": ACT, "diffusion": DIFFUSION, "pi0": PI0, "pi0_fast": PI0_FAST, "smolvla": SMOLVLA, "vqbet": VQBET},
     **{"vqbet with GroupNorm": VQBET_GROUP_NORM, "multi_task_dit": MULTI_TASK_DIT, "xvla": XVLA},
-    **{"evo1": EVO1, "vla_jepa": VLA_JEPA},
+    **{"evo1": EVO1, "vla_jepa": VLA_JEPA, "eo1": EO1, "fastwam": FASTWAM},
 }

@@ -1,5 +1,7 @@
 """What a new family takes: a class and a line of the registry; everybody else asks that line."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -7,6 +9,7 @@ import pytest
 import torch
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.act.configuration_act import ACTConfig
+from lerobot.policies.lingbot_va.utils import FlexAttnFunc
 from lerobot.policies.vqbet.configuration_vqbet import VQBeTConfig
 
 from tests.datasets import make_dataset
@@ -40,11 +43,11 @@ def test_every_type_of_lerobots_is_trained_or_refused_with_a_reason():
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        # A configuration of these asks the Hub.
-        ("eo1", "a 'eo1' is not trained here: its images pass through the processor of a language model"),
+        ("lingbot_va", "a 'lingbot_va' is not trained here: LeRobot computes its training attention in half precision"),
+        ("groot", "its forward needs the package dm-tree"),
         ("molmoact2", "its processors are made of the dataset's metadata. Train it with lerobot-train"),
         ("tdmpc", "its target network follows the others after every step"),
-        ("wall_x", "its forward reads instructions as text"),
+        ("wall_x", "it needs the packages torchdiffeq and qwen-vl-utils"),
         ("perceptron", "no policy is of type 'perceptron'; LeRobot knows act, "),
     ],
 )
@@ -55,17 +58,30 @@ def test_a_type_is_refused_by_its_name(dataset, kind, reason, monkeypatch):
         resolve(parse_args(argv), gpus_found=0)
 
 
+def test_what_is_said_of_packages_is_true():
+    lock = (Path(__file__).parents[2] / "requirements.lock").read_text().lower()
+    for kind, packages in (("groot", ("dm-tree",)), ("wall_x", ("torchdiffeq", "qwen-vl-utils"))):
+        for package in packages:
+            assert package in FAMILIES[kind].refused and not re.search(rf"^{package}\b", lock, re.MULTILINE)
+
+
+def test_what_is_said_of_half_precision_is_true():
+    query = torch.rand(1, 4, 2, 16)
+    with pytest.raises(ValueError, match="requires a half-precision dtype"):
+        FlexAttnFunc()(query, query, query, dtype=torch.float32)
+
+
 def test_a_folder_of_a_refused_type_is_not_read_further(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(base_policy, "policy_config_of", None)
-    (tmp_path / "config.json").write_text('{"type": "eo1"}')
+    (tmp_path / "config.json").write_text('{"type": "lingbot_va"}')
     (tmp_path / "model.safetensors").touch()
     argv = [f"--dataset.root={dataset}", f"--policy.path={tmp_path}", f"--output_dir={dataset.parent / 'out'}"]
-    with pytest.raises(ValueError, match=f"policy {tmp_path}: a 'eo1' is not trained here: its images"):
+    with pytest.raises(ValueError, match=f"policy {tmp_path}: a 'lingbot_va' is not trained here: LeRobot"):
         resolve(parse_args(argv), gpus_found=0)
 
 
 def test_of_a_refused_type_on_the_hub_no_weights_are_downloaded(dataset, tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text('{"type": "eo1"}')
+    (tmp_path / "config.json").write_text('{"type": "lingbot_va"}')
 
     def snapshot_download(repo_id, *, allow_patterns, **_):
         assert allow_patterns == ["config.json"]
@@ -73,8 +89,15 @@ def test_of_a_refused_type_on_the_hub_no_weights_are_downloaded(dataset, tmp_pat
 
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: SimpleNamespace(sha="ab" * 20))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    argv = [f"--dataset.root={dataset}", "--policy.path=somebody/eo1", f"--output_dir={dataset.parent / 'out'}"]
-    with pytest.raises(ValueError, match="policy somebody/eo1: a 'eo1' is not trained here: its images"):
+    argv = [f"--dataset.root={dataset}", "--policy.path=somebody/lingbot", f"--output_dir={dataset.parent / 'out'}"]
+    with pytest.raises(ValueError, match="policy somebody/lingbot: a 'lingbot_va' is not trained here: LeRobot"):
+        resolve(parse_args(argv), gpus_found=0)
+
+
+def test_a_type_that_starts_from_weights_of_its_own_says_so(dataset):
+    """LeRobot sets a base of FastWAM's own sizes where none is given."""
+    argv = [f"--dataset.root={dataset}", "--policy.type=fastwam", f"--output_dir={dataset.parent / 'out'}"]
+    with pytest.raises(ValueError, match="^--policy.type=fastwam: .* the weights of lerobot/fastwam_base: give them"):
         resolve(parse_args(argv), gpus_found=0)
 
 

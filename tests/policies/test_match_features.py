@@ -9,7 +9,9 @@ import pytest
 from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.datasets.factory import resolve_delta_timestamps
 from lerobot.policies.factory import make_policy as make_lerobot_policy
+from lerobot.policies.fastwam.configuration_fastwam import FastWAMConfig
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.policies.vla_jepa.configuration_vla_jepa import VLAJEPAConfig
 from lerobot.utils.constants import ACTION, OBS_STATE
 
 from tests.tiny import ACTION_DIM, STATE_DIM, make_config
@@ -52,6 +54,27 @@ def pretrained_config(*cameras, **options):
 def as_metadata(features, fps=10):
     described = {key: {"dtype": f.dtype, "shape": f.shape, "names": f.names} for key, f in features.items()}
     return SimpleNamespace(features=described, fps=fps, stats=None)
+
+
+@pytest.mark.parametrize("state", [STATE_DIM, STATE_DIM + 1])
+def test_a_policy_that_asks_for_the_datasets_features_gets_them(state):
+    """FastWAM's cameras are the dataset's, at its own size; VLA-JEPA's pretrained ones may lack the state."""
+    features = dataset_features("top", "wrist", state=state)
+    own = PolicyFeature(FeatureType.VISUAL, (3, 48, 64))
+    ours = [
+        FastWAMConfig(action_dim=ACTION_DIM, proprio_dim=STATE_DIM, device="cpu"),
+        VLAJEPAConfig(device="cpu", input_features={"observation.images.top": own, "observation.images.wrist": own}),
+    ]
+    for config in ours:
+        theirs = copy.deepcopy(config)
+        theirs.output_features = {ACTION: PolicyFeature(FeatureType.ACTION, (ACTION_DIM,))}
+        theirs.set_dataset_feature_metadata(as_metadata(features).features)
+        if config.type == "fastwam" and state != STATE_DIM:
+            with pytest.raises(ValueError, match=rf"proprio_dim is {STATE_DIM}: give --policy.proprio_dim={state}"):
+                match_features(config, features, {}, fps=10)
+            continue
+        match_features(config, features, {}, fps=10)
+        assert config.input_features == theirs.input_features and OBS_STATE in theirs.input_features
 
 
 def test_a_fresh_policy_takes_the_datasets_features():

@@ -48,7 +48,7 @@ def dataset(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("texts") / "dataset", episodes=(12, 9, 10), cameras=cameras)
 
 
-@pytest.mark.parametrize("kind", ["act", "evo1", "vla_jepa"])
+@pytest.mark.parametrize("kind", ["act", "eo1", "evo1", "fastwam", "vla_jepa"])
 def test_only_policies_that_read_texts_get_them(dataset, tmp_path, kind):
     """Those of the rows, in a column of numbers, in whichever process it is prepared."""
     with KINDS[kind].here():
@@ -92,7 +92,7 @@ def test_the_whole_program_trains_measures_and_exports_one_that_reads_texts(data
     folder = tmp_path / "run" / "pretrained_model"
     policy = Evo1Policy.from_pretrained(folder)
     before, after = make_pre_post_processors(policy.config, pretrained_path=str(folder))
-    row = {"observation.images.top": torch.rand(3, 48, 64), "observation.state": torch.rand(7)}
+    row = {"observation.images.top": torch.rand(3, 48, 64), "observation.state": torch.rand(4)}
     chunks = []
     for task in ("go to the red bin", "blue"):
         torch.manual_seed(0)

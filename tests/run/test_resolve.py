@@ -15,6 +15,7 @@ import torch
 
 from tests.datasets import make_dataset
 from tests.tiny import make_base
+from tests.training import test_as_lerobot as as_lerobot
 from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
@@ -228,6 +229,16 @@ def test_a_policy_that_fits_images_otherwise(setting):
         folder, root, _ = setting
         flags = [f"--dataset.root={root}", "--policy.type=act", "--train.mode=full", f"--output_dir={folder / 'o'}"]
         resolve(parse_args([*flags, "--batch_size=2", "--dataset.image_size=[512, 512]"]), gpus_found=0)
+
+
+def test_a_policy_that_stretches_images_gets_them_as_they_are_stored(tmp_path):
+    """EVO1's `image_resolution` is that of squares, and not of frames with black around."""
+    cameras = {"observation.images.top": (96, 128)}
+    root = make_dataset(tmp_path / "dataset", cameras=cameras, episodes=(4, 8))
+    run = as_lerobot.resolved(root, "evo1", tmp_path, **{"dataset.image_size": "auto"})
+    assert run.policy.config.image_resolution == (32, 32) and run.rows.image_size is None
+    with pytest.raises(ValueError, match="a evo1 policy fits no images into a size"):
+        as_lerobot.resolved(root, "evo1", tmp_path, **{"dataset.image_size": "[32, 32]"})
 
 
 # ---- mixtures -------------------------------------------------------------------------------------------------------

@@ -128,6 +128,7 @@ class Family:
         chunk_draws: what its `predict_action_chunk` does about random numbers: takes the noise that it starts from,
             (N, chunk_size, max_action_dim); draws nothing; or draws for itself.
         tokenizer, or tokenizer_option, the policy's option that names it: see `tokenizer_name`.
+        reads_texts: in the training worker it takes instructions as text: `task`, a list of strings.
 
         modes: the parts (`parts`) that train, by `--train.mode`; where empty, only `full` is known, and trains what the
             policy's own configuration leaves trainable.
@@ -138,8 +139,8 @@ class Family:
         masks_cameras: it can do without some of its cameras.
         image_options: options of the policy that say how images are made ready for its vision tower; with the option
             `feature_cache`.
+        fits_images: before all else it fits images into its `image_resolution`, if it has one, centred, black around.
         no_adapters: why adapters (--peft.*) do not train, in words; empty where they do.
-        reads_texts: its `forward` takes instructions as text: `task`, a list of strings.
         from_config: LeRobot builds it from its configuration alone, and a folder has all of its weights: it is built
             without storage, to be counted, planned and compared with files, by the methods below that raise here.
     """
@@ -150,6 +151,7 @@ class Family:
     chunk_draws: Literal["noise", "nothing", "its own"] = "its own"
     tokenizer: str | None = None
     tokenizer_option: str | None = None
+    reads_texts: bool = False
 
     modes: ClassVar[Mapping[TrainMode, frozenset[str]]] = {}
     train_options: ClassVar[frozenset[str]] = frozenset()
@@ -158,8 +160,8 @@ class Family:
     flow: ClassVar[bool] = False
     masks_cameras: ClassVar[bool] = False
     image_options: ClassVar[tuple[str, ...]] = ()
+    fits_images: ClassVar[bool] = False
     no_adapters: ClassVar[str] = ""
-    reads_texts: ClassVar[bool] = False
     from_config: ClassVar[bool] = False
 
     # ---- training ----------------------------------------------------------------------------------------------------

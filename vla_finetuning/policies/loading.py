@@ -386,6 +386,9 @@ def match_features(
     fitted = copy.deepcopy(config)
     fitted.output_features = outputs
     fitted.input_features = fitted.input_features or {key: f for key, f in found.items() if key not in outputs}
+    if callable(hook := getattr(fitted, "set_dataset_feature_metadata", None)):
+        described = {key: dataset_features[source] for key, source in sources.items()}
+        hook({key: {"dtype": f.dtype, "shape": tuple(f.shape), "names": f.names} for key, f in described.items()})
     fitted.validate_features()  # what the policy's constructor adds, its state among others, must be normalised too
     inputs = fitted.input_features
     cameras = [key for key, feature in found.items() if feature.type is FeatureType.VISUAL]
@@ -396,6 +399,13 @@ def match_features(
                 f"the policy needs '{key}', and the dataset's features are {sorted(dataset_features)}; "
                 f'--rename_map=\'{{"observation.x": "{key}"}}\' gives one of them that name'
             )
+    exact = getattr(config, "proprio_dim", None)
+    if exact is not None and OBS_STATE in found and found[OBS_STATE].shape != (exact,):
+        shape = found[OBS_STATE].shape
+        raise ValueError(
+            f"'{sources[OBS_STATE]}' has the shape {shape}, and the policy's proprio_dim is {exact}: give "
+            f"--policy.proprio_dim={shape[0]}, or null for a policy that sees no state"
+        )
     for key, limit in ((OBS_STATE, "max_state_dim"), (ACTION, "max_action_dim")):
         if key in found:
             _check_vector(sources[key], dataset_features[sources[key]], limit, getattr(config, limit, None))

@@ -103,6 +103,7 @@ class PI0FASTLoss(PolicyLoss):
 class PI0FAST(Family):
     """PI0-FAST and types that derive from it."""
 
+    fits_images = True
     train_options = frozenset({"exact_mean"})
 
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:

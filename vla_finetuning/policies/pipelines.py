@@ -108,7 +108,7 @@ def make_processors(
                 local_tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER)
             before["tokenizer_processor"] = {"tokenizer": local_tokenizer}
         else:
-            tokenizer = steps.get("tokenizer_processor", {}).get("tokenizer_name")
+            tokenizer = _saved_tokenizer(steps)
         options |= {
             "pretrained_path": str(folder),
             "preprocessor_overrides": before,
@@ -142,7 +142,7 @@ def load_processors(
     Raises:
         ValueError: a pipeline has steps other than such a policy's, or (`RemoteCodeError`) brings code along.
     """
-    tokenizer = _saved_steps(folder, config).get("tokenizer_processor", {}).get("tokenizer_name")
+    tokenizer = _saved_tokenizer(_saved_steps(folder, config))
     if tokenizer is not None:
         _check_named_tokenizer(config, tokenizer)
     with remote_code(trusted):
@@ -163,6 +163,12 @@ def saved_rename_map(folder: Path) -> dict[str, str]:
             names = (step.get("config") or {}).get("rename_map")
             return {str(key): str(name) for key, name in names.items()} if isinstance(names, dict) else {}
     return {}
+
+
+def _saved_tokenizer(steps: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The folder or Hub id that a folder's saved steps name as their tokenizer, or as what has it."""
+    named = (("tokenizer_processor", "tokenizer_name"), ("eo1_qwen_processor", "processor_name"))
+    return next((steps[step][option] for step, option in named if steps.get(step, {}).get(option)), None)
 
 
 def _saved_steps(folder: Path, config: PreTrainedConfig) -> dict[str, dict[str, Any]]:

@@ -1,13 +1,14 @@
 """LeRobot's processors for a training run, split between Ray Data's CPUs and the training worker.
 
 `pipelines` makes LeRobot's own pipelines. Of the preprocessor, `Prepare` runs everything but images in Ray Data tasks
-(normalise, discretise, tokenise; strings end there), and `DeviceHalf` makes floats of the uint8 images in the training
-worker. Together they give what the whole pipeline gives.
+(normalise, discretise, tokenise; strings end there, but for policies that read them), and `DeviceHalf` makes floats of
+the uint8 images in the training worker. Together they give what the whole pipeline gives.
 
 Legend: N rows of a block, B batch, T chunk, A action, S state, L tokens, H W C image.
 """
 
 import copy
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,7 +32,7 @@ from lerobot.utils.feature_utils import dataset_to_policy_features
 from torch import Tensor, nn
 
 from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT, ROBOT, ROW_COLUMNS, STREAM_POSITION, TASK_BYTES
-from vla_finetuning.policies.texts import TASK, as_bytes, as_texts
+from vla_finetuning.policies.texts import TASK, as_bytes, with_texts
 
 Stats = Mapping[str, Mapping[str, Any]]
 
@@ -53,6 +54,8 @@ NORMALIZATION_STATS = {
 
 # XVLA's own step for images, and one before it that leaves those alone that are in [0, 1].
 IMAGENET_STEP = "xvla_imagenet_normalize"
+# A language model's own processor of images with texts, which pads to the longest of its batch: EO1's.
+BATCH_STEPS = frozenset({"eo1_conversation_template_processor", "eo1_qwen_processor"})
 
 
 class DatasetFeature(Protocol):
@@ -148,9 +151,9 @@ class Prepare:
         self._cameras = {key: rename_map.get(key, key) for key in camera_keys}
         self._features = {key for key, feature in features.items() if feature.type is not FeatureType.VISUAL}
         self._keep = tuple(keep)
-        self._pipeline = copy.copy(preprocessor)
-        self._pipeline.steps = [_fixed_shape(copy.copy(step)) for step in preprocessor.steps]
-        self._check_split(config)
+        whole = _with_steps(preprocessor, [_fixed_shape(copy.copy(step)) for step in preprocessor.steps])
+        self._pipeline = _with_steps(whole, [step for step in whole.steps if not _of_batch(step)])
+        self._check_split(whole, config)
         for step in self._pipeline.steps:
             step._current_transition = None  # what it remembers of the made-up row
             step.reset()
@@ -218,7 +221,7 @@ class Prepare:
         found = {key: value.numpy() for key, value in processed.items() if key in wanted and isinstance(value, Tensor)}
         return found | ({TASK_BYTES: as_bytes(processed[TASK])} if self._texts else {})
 
-    def _check_split(self, config: PreTrainedConfig) -> None:
+    def _check_split(self, preprocessor: PolicyProcessorPipeline, config: PreTrainedConfig) -> None:
         """Compare with the whole pipeline on a made-up row: a step that needs images must not go unseen."""
         normalizer = _normalizer(self._pipeline)
         originals = {name: key for key, name in _rename_map(self._pipeline).items()}
@@ -237,16 +240,15 @@ class Prepare:
         for key in self._cameras:
             row[key] = rng.integers(0, 256, (1, *window, 8, 8, 3), dtype=np.uint8)
 
-        prepared = self(row)
-        texts = as_texts(prepared.pop(TASK_BYTES)) if self._texts else None
-        split = DeviceHalf(self._pipeline, config)({key: torch.from_numpy(value) for key, value in prepared.items()})
+        prepared = with_texts({key: torch.from_numpy(value) for key, value in self(row).items()})
+        split = DeviceHalf(preprocessor, config)(prepared)
         numbers = {key: torch.from_numpy(value) for key, value in row.items() if key != "task"}
         images = {key: to_float(numbers[key]) for key in self._cameras}
-        whole = self._pipeline({**numbers, **images, "task": [""]})
-        assert texts is None or texts == whole[TASK]
+        whole = preprocessor({**numbers, **images, "task": [""]})
         for key, value in split.items():
-            if key not in whole or not torch.equal(value, whole[key]):
-                names = [getattr(step, "_registry_name", type(step).__name__) for step in self._pipeline.steps]
+            same = torch.equal if isinstance(value, Tensor) else operator.eq
+            if key not in whole or not same(value, whole[key]):
+                names = [getattr(step, "_registry_name", type(step).__name__) for step in preprocessor.steps]
                 raise ValueError(
                     f"the preprocessor makes something else of '{key}' when images are processed apart; one of its "
                     f"steps {names} cannot be split"
@@ -363,6 +365,16 @@ def _blank_row(column: np.ndarray) -> np.ndarray:
     return np.full((1, *column.shape[1:]), fill, dtype=column.dtype)
 
 
+def _with_steps(pipeline: PolicyProcessorPipeline, steps: list[ProcessorStep]) -> PolicyProcessorPipeline:
+    changed = copy.copy(pipeline)
+    changed.steps = steps
+    return changed
+
+
+def _of_batch(step: ProcessorStep) -> bool:
+    return getattr(step, "_registry_name", None) in BATCH_STEPS
+
+
 def _normalizer(preprocessor: PolicyProcessorPipeline) -> NormalizerProcessorStep | None:
     return next((step for step in preprocessor.steps if isinstance(step, NormalizerProcessorStep)), None)
 
@@ -374,7 +386,8 @@ def _rename_map(preprocessor: PolicyProcessorPipeline) -> dict[str, str]:
 class DeviceHalf(nn.Module):
     """The preprocessor's images, on the training worker's device: uint8 to what LeRobot's policies expect.
 
-    The values are those of `LeRobotDataset` and the normaliser, to the bit, on CPU and CUDA. No host sync.
+    The values are those of `LeRobotDataset` and the normaliser, to the bit, on CPU and CUDA. No host sync, but for
+    policies whose images go through a language model's own processor (BATCH_STEPS).
 
     Args:
         preprocessor: from `pipelines.make_processors`; None if the policy does not normalise images.
@@ -397,8 +410,11 @@ class DeviceHalf(nn.Module):
         self.register_buffer("divisor", torch.tensor(255.0), persistent=False)
         self._keys = tuple(config.image_features)
         self._scales: dict[str, tuple[NormalizationMode, str, str]] = {}
+        self._of_batch: PolicyProcessorPipeline | None = None
         if preprocessor is None:
             return
+        if steps := [step for step in preprocessor.steps if _of_batch(step)]:
+            self._of_batch = _with_steps(preprocessor, steps)
         if any(getattr(step, "_registry_name", None) == IMAGENET_STEP for step in preprocessor.steps):
             for number, key in enumerate(self._keys):
                 mean, std = (torch.tensor(IMAGENET_STATS[name]).reshape(3, 1, 1) for name in ("mean", "std"))
@@ -448,7 +464,14 @@ class DeviceHalf(nn.Module):
                 else:
                     image = 2 * image / getattr(self, scale) - 1
             converted[key] = image
-        return converted
+        return converted if self._of_batch is None else self._processed(self._of_batch, converted)
+
+    def _processed(self, pipeline: PolicyProcessorPipeline, batch: dict[str, Any]) -> dict[str, Any]:
+        """Run the steps of a language model's own processor, which works on the host: waits for the device."""
+        device = self.divisor.device
+        on_host = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
+        made = {key: value for key, value in pipeline(on_host).items() if key not in batch}
+        return batch | {key: value.to(device) if isinstance(value, Tensor) else value for key, value in made.items()}
 
 
 def to_float(image: Tensor, divisor: Tensor | float = 255.0) -> Tensor:

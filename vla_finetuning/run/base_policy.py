@@ -109,7 +109,14 @@ def resolve_policy(config: Config, path: str | None) -> tuple[PreTrainedConfig, 
         kind = config.policy_type or ""
         nothing = {"path": f"{kind} from random weights", "revision": None, "digest": None}
         require_trained(kind, f"--policy.type={kind}")
-        return policy_config_of(f"--policy.type={kind}", kind, None, config.policy_options), None, nothing
+        policy_config = policy_config_of(f"--policy.type={kind}", kind, None, config.policy_options)
+        if policy_config.pretrained_path is not None:
+            raise ValueError(
+                f"--policy.type={kind}: lerobot-train starts such a policy from the weights of "
+                f"{policy_config.pretrained_path}: give them with --policy.path, or --policy.base_model_id=null if "
+                "random ones are meant"
+            )
+        return policy_config, None, nothing
     folder, revision = fetch_pretrained(path, config.policy_revision, partial(_trained_type, path))
     folder = folder.absolute()
     weights = (sorted(folder.glob("*.safetensors.index.json")) or [folder / "model.safetensors"])[0]

@@ -555,8 +555,9 @@ def _with_image_size(
 def _own_size(policy_config: PreTrainedConfig) -> list[int] | None:
     """[height, width] that the policy itself fits frames into before it does anything else with them, if it does."""
     own = getattr(policy_config, "image_resolution", None)
+    fits = family_of(policy_config).fits_images
     normalised = normalization_mode(policy_config, FeatureType.VISUAL) is not NormalizationMode.IDENTITY
-    return None if own is None or normalised else list(own)
+    return None if own is None or not fits or normalised else list(own)
 
 
 def _check_images(config: Config, policy_config: PreTrainedConfig) -> None:
@@ -574,7 +575,7 @@ def _check_image_size(policy_config: PreTrainedConfig, image_size: list[int]) ->
     PI0 and its kin fit images, in [0, 1], into `image_resolution`, and leave those alone that have that size.
     """
     own = getattr(policy_config, "image_resolution", None)
-    if own is None:
+    if own is None or not family_of(policy_config).fits_images:
         raise ValueError(
             f"--dataset.image_size={image_size}: a {policy_config.type} policy fits no images into a size as PI0.5 "
             "does (centred, black around), so it would be trained on others than it gets on the robot; leave it out"
