@@ -16,6 +16,8 @@ import torch
 from diffusers import AutoencoderKLWan
 from lerobot.policies.fastwam.configuration_fastwam import default_action_dit_config, default_video_dit_config
 from lerobot.policies.fastwam.wan import components
+from lerobot.policies.molmoact2.molmoact2_hf_model.configuration_molmoact2 import MolmoAct2Config as HFMolmoAct2Config
+from lerobot.policies.molmoact2.molmoact2_hf_model.modeling_molmoact2 import MolmoAct2ForConditionalGeneration
 from lerobot.policies.pi0 import modeling_pi0
 from lerobot.policies.pi0_fast import modeling_pi0_fast
 from lerobot.policies.vla_jepa import modeling_vla_jepa
@@ -29,6 +31,7 @@ from transformers import (  # type: ignore[attr-defined]  # some are in modules 
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
+    Qwen2Tokenizer,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
     Qwen3VLConfig,
@@ -439,8 +442,58 @@ FASTWAM = Kind(
     lora=r".*ffn.[02]",
 )
 
+
+def molmo(folder):
+    """A MolmoAct2 of small towers, with its tokenizer of single characters, and one of actions."""
+    folder /= "molmoact2"
+    of_image = ("im_start", "low_res_im_start", "im_end", "im_low", "im_patch", "im_col", "frame_start", "frame_end")
+    spans = [f"{name}_{end}" for name in ("action", "state", "setup", "control") for end in ("start", "end")]
+    counted = [f"{name}_{number}" for name, count in (("state", 256), ("action", 64)) for number in range(count)]
+    tokens = [f"<{name}>" for name in (*of_image, *spans, "action_output", *counted)]
+    characters = {chr(code): number for number, code in enumerate((*range(33, 127), ord("Ġ")))}
+    tokenizer = Qwen2Tokenizer(
+        characters, [], unk_token="!", bos_token=None, extra_special_tokens=[*tokens, "<|image|>", "<|video|>"]
+    )
+    numbers = {token[1:-1]: tokenizer.convert_tokens_to_ids(token) for token in tokens}
+    layer = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    mlp, wide = {"intermediate_size": 16, "num_hidden_layers": 2}, {"initializer_range": 0.3}
+    config = HFMolmoAct2Config(
+        vit_config={**layer, **mlp, "image_default_input_size": (28, 28), "image_num_pos": 4},
+        adapter_config={**layer, "vit_layers": (-1, -2), "intermediate_size": 16, "text_hidden_size": 16},
+        text_config={**layer, **mlp, **wide, "vocab_size": 1024, "additional_vocab_size": 8},
+        action_expert_config={
+            **{"hidden_size": 16, "num_layers": 2, "num_heads": 2, "ffn_multiple_of": 8, "timestep_embed_dim": 8}
+        },
+        **dict(zip(MOLMO_TOKENS, (numbers[name] for name in of_image), strict=True)),
+        **{f"{name}_token_id": numbers[name] for name in (*spans[:4], "action_output")},
+        **{f"{name}_token_start_id": numbers[f"{name}_0"] for name in ("state", "action")},
+        **{"num_state_tokens": 256, "num_action_tokens": 64, "max_action_horizon": 4},
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        MolmoAct2ForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    images = {"size": {"height": 28, "width": 28}, "crop_mode": "resize", "max_crops": 1}
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": images}))
+    make_small_tokenizer().save_pretrained(folder / "actions")
+    return {"checkpoint_path": str(folder), "discrete_action_tokenizer": str(folder / "actions")}
+
+
+MOLMO_TOKENS = (
+    *("image_start_token_id", "low_res_image_start_token_id", "image_end_token_id", "image_low_res_id"),
+    *("image_patch_id", "image_col_id", "frame_start_token_id", "frame_end_token_id"),
+)
+MOLMOACT2 = Kind(
+    {
+        **{"chunk_size": 4, "n_action_steps": 4, "model_dtype": "float32", "num_flow_timesteps": 2},
+        **{"optimizer_weight_decay": 0.01, "scheduler_warmup_steps": 3, "scheduler_decay_steps": 7},
+    },
+    folders=molmo,
+    lora=r".*att_proj",
+)
+
 KINDS = {
     **{"act": ACT, "diffusion": DIFFUSION, "pi0": PI0, "pi0_fast": PI0_FAST, "smolvla": SMOLVLA, "vqbet": VQBET},
     **{"vqbet with GroupNorm": VQBET_GROUP_NORM, "multi_task_dit": MULTI_TASK_DIT, "xvla": XVLA},
-    **{"evo1": EVO1, "vla_jepa": VLA_JEPA, "eo1": EO1, "fastwam": FASTWAM},
+    **{"evo1": EVO1, "vla_jepa": VLA_JEPA, "eo1": EO1, "fastwam": FASTWAM, "molmoact2": MOLMOACT2},
 }

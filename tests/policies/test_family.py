@@ -45,7 +45,6 @@ def test_every_type_of_lerobots_is_trained_or_refused_with_a_reason():
     [
         ("lingbot_va", "a 'lingbot_va' is not trained here: LeRobot computes its training attention in half precision"),
         ("groot", "its forward needs the package dm-tree"),
-        ("molmoact2", "its processors are made of the dataset's metadata. Train it with lerobot-train"),
         ("tdmpc", "its target network follows the others after every step"),
         ("wall_x", "it needs the packages torchdiffeq and qwen-vl-utils"),
         ("perceptron", "no policy is of type 'perceptron'; LeRobot knows act, "),

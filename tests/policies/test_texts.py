@@ -48,7 +48,7 @@ def dataset(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("texts") / "dataset", episodes=(12, 9, 10), cameras=cameras)
 
 
-@pytest.mark.parametrize("kind", ["act", "eo1", "evo1", "fastwam", "vla_jepa"])
+@pytest.mark.parametrize("kind", ["act", "eo1", "evo1", "fastwam", "molmoact2", "vla_jepa"])
 def test_only_policies_that_read_texts_get_them(dataset, tmp_path, kind):
     """Those of the rows, in a column of numbers, in whichever process it is prepared."""
     with KINDS[kind].here():

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer
 import vla
 from tests import in_process
 from tests.datasets import make_dataset
-from tests.tiny_backbones import EVO1, FASTWAM, KINDS, SMOLVLA, VLA_JEPA, smolvlm
+from tests.tiny_backbones import EVO1, FASTWAM, KINDS, MOLMOACT2, SMOLVLA, VLA_JEPA, smolvlm
 from tests.training.test_parallel import meet, processes, report
 from util import NumpyToTorchCollate
 from vla_finetuning.data.columns import ROW_COLUMNS
@@ -269,6 +269,7 @@ IN_BFLOAT16 = {
     "evo1": replace(EVO1, options={**EVO1.options, "vlm_dtype": "bfloat16"}),
     "vla_jepa": replace(VLA_JEPA, options={**VLA_JEPA.options, "torch_dtype": "bfloat16"}),
     "fastwam": replace(FASTWAM, options={**FASTWAM.options, "torch_dtype": "bfloat16"}),
+    "molmoact2": replace(MOLMOACT2, options={**MOLMOACT2.options, "model_dtype": "bfloat16"}),
 }
 
 

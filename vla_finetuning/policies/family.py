@@ -140,6 +140,7 @@ class Family:
         image_options: options of the policy that say how images are made ready for its vision tower; with the option
             `feature_cache`.
         fits_images: before all else it fits images into its `image_resolution`, if it has one, centred, black around.
+        own_processors: with a dataset's statistics LeRobot makes its processors anew, whatever a folder holds.
         no_adapters: why adapters (--peft.*) do not train, in words; empty where they do.
         from_config: LeRobot builds it from its configuration alone, and a folder has all of its weights: it is built
             without storage, to be counted, planned and compared with files, by the methods below that raise here.
@@ -162,6 +163,7 @@ class Family:
     image_options: ClassVar[tuple[str, ...]] = ()
     fits_images: ClassVar[bool] = False
     no_adapters: ClassVar[str] = ""
+    own_processors: ClassVar[bool] = False
     from_config: ClassVar[bool] = False
 
     # ---- training ----------------------------------------------------------------------------------------------------

@@ -386,9 +386,8 @@ def match_features(
     fitted = copy.deepcopy(config)
     fitted.output_features = outputs
     fitted.input_features = fitted.input_features or {key: f for key, f in found.items() if key not in outputs}
-    if callable(hook := getattr(fitted, "set_dataset_feature_metadata", None)):
-        described = {key: dataset_features[source] for key, source in sources.items()}
-        hook({key: {"dtype": f.dtype, "shape": tuple(f.shape), "names": f.names} for key, f in described.items()})
+    described = {key: dataset_features[source] for key, source in sources.items()}
+    _tell_features(fitted, described)
     fitted.validate_features()  # what the policy's constructor adds, its state among others, must be normalised too
     inputs = fitted.input_features
     cameras = [key for key, feature in found.items() if feature.type is FeatureType.VISUAL]
@@ -411,6 +410,7 @@ def match_features(
             _check_vector(sources[key], dataset_features[sources[key]], limit, getattr(config, limit, None))
 
     config.output_features, config.input_features = outputs, inputs
+    _tell_features(config, described)
     names = _flat_names(dataset_features[ACTION].names)
     if names is not None and hasattr(config, "action_feature_names"):
         config.action_feature_names = names
@@ -431,6 +431,12 @@ def match_features(
         rows=rows,
         delta_timestamps=_delta_timestamps(config, dataset_features, fps),
     )
+
+
+def _tell_features(config: PreTrainedConfig, features: Mapping[str, DatasetFeature]) -> None:
+    """Describe a dataset's features to a configuration that asks for them, as LeRobot's `make_policy` does."""
+    if callable(tell := getattr(config, "set_dataset_feature_metadata", None)):
+        tell({key: {"dtype": f.dtype, "shape": tuple(f.shape), "names": f.names} for key, f in features.items()})
 
 
 def _check_rename_map(

@@ -85,8 +85,9 @@ def make_processors(
     config.device = "cpu"
     options: dict[str, Any] = {"dataset_stats": renamed}
     local_tokenizer = None
-    tokenizer = family_of(config).tokenizer_name(config)
-    folder = None if folder is None else Path(folder)
+    family = family_of(config)
+    tokenizer = family.tokenizer_name(config)
+    folder = None if folder is None or family.own_processors else Path(folder)
     if folder is not None and (folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json").is_file():
         steps, tokenizer = _saved_steps(folder, config), None
         normalization = {"norm_map": config.normalization_mapping, "stats": renamed}

@@ -54,8 +54,8 @@ NORMALIZATION_STATS = {
 
 # XVLA's own step for images, and one before it that leaves those alone that are in [0, 1].
 IMAGENET_STEP = "xvla_imagenet_normalize"
-# A language model's own processor of images with texts, which pads to the longest of its batch: EO1's.
-BATCH_STEPS = frozenset({"eo1_conversation_template_processor", "eo1_qwen_processor"})
+# A language model's own processor of images with texts, which pads to the longest of its batch: EO1's and MolmoAct2's.
+BATCH_STEPS = frozenset({"eo1_conversation_template_processor", "eo1_qwen_processor", "molmoact2_pack_inputs"})
 
 
 class DatasetFeature(Protocol):
@@ -470,7 +470,7 @@ class DeviceHalf(nn.Module):
         """Run the steps of a language model's own processor, which works on the host: waits for the device."""
         device = self.divisor.device
         on_host = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
-        made = {key: value for key, value in pipeline(on_host).items() if key not in batch}
+        made = {key: value for key, value in pipeline(on_host).items() if value is not on_host.get(key)}
         return batch | {key: value.to(device) if isinstance(value, Tensor) else value for key, value in made.items()}
 
 

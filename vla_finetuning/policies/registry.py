@@ -10,6 +10,7 @@ from vla_finetuning.policies.act import ACT
 from vla_finetuning.policies.evo1 import Evo1
 from vla_finetuning.policies.family import Family
 from vla_finetuning.policies.fastwam import FastWAM
+from vla_finetuning.policies.molmoact2 import MolmoAct2
 from vla_finetuning.policies.pi0 import PI0, PI0FAST
 from vla_finetuning.policies.pi05 import PI05
 from vla_finetuning.policies.smolvla import SmolVLA
@@ -17,8 +18,6 @@ from vla_finetuning.policies.vqbet import VQBeT
 from vla_finetuning.policies.xvla import XVLA
 
 PALIGEMMA = "google/paligemma-3b-pt-224"
-
-VLM = "its images pass through the processor of a language model before they are numbers that a forward takes"
 
 FAMILIES = {
     family.type: family
@@ -36,10 +35,10 @@ FAMILIES = {
         Family("vla_jepa", as_lerobot=True, tokenizer_option="qwen_model_name", reads_texts=True),
         FastWAM("fastwam", as_lerobot=True, tokenizer_option="tokenizer_model_id", reads_texts=True),
         Family("eo1", as_lerobot=True, tokenizer_option="vlm_base", reads_texts=True),
+        MolmoAct2("molmoact2", as_lerobot=True, tokenizer_option="checkpoint_path", reads_texts=True),
         Family("tdmpc", refused="its target network follows the others after every step, without a gradient"),
         Family("gaussian_actor", refused="it is an actor of online reinforcement learning, and its forward is no loss"),
         Family("groot", refused="its forward needs the package dm-tree, which is not in requirements.lock"),
-        Family("molmoact2", refused=f"{VLM}, and its processors are made of the dataset's metadata"),
         Family(
             "wall_x", refused="it needs the packages torchdiffeq and qwen-vl-utils, which are not in requirements.lock"
         ),
