@@ -432,7 +432,7 @@ WAN = {"hidden_dim": 16, "ffn_dim": 16, "freq_dim": 16, "text_dim": 16, "num_hea
 FASTWAM = Kind(
     {
         **{"action_dim": 3, "proprio_dim": 4, "action_horizon": 4, "n_action_steps": 4, "num_video_frames": 5},
-        **{"action_video_freq_ratio": 1, "image_size": "[32, 32]", "context_len": 8, "tokenizer_max_len": 8},
+        **{"action_video_freq_ratio": 1, "image_size": "[32, 32]", "context_len": 24, "tokenizer_max_len": 24},
         "video_dit_config": json.dumps({**default_video_dit_config(3), **WAN, "num_layers": 1}),
         "action_dit_config": json.dumps({**default_action_dit_config(3), **WAN, "num_layers": 1}),
         "torch_dtype": "float32",
@@ -486,6 +486,7 @@ MOLMO_TOKENS = (
 MOLMOACT2 = Kind(
     {
         **{"chunk_size": 4, "n_action_steps": 4, "model_dtype": "float32", "num_flow_timesteps": 2},
+        "inference_action_mode": "continuous",
         **{"optimizer_weight_decay": 0.01, "scheduler_warmup_steps": 3, "scheduler_decay_steps": 7},
     },
     folders=molmo,

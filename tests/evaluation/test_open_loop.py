@@ -21,6 +21,7 @@ from vla_finetuning.evaluation.open_loop import (
     held_out_frames,
     open_loop_errors,
     other_instructions,
+    without_future,
 )
 
 CHUNK, ACTION, ROWS = 5, 3, 7
@@ -63,6 +64,16 @@ def make_batches(sizes=(4, 3)):
         batches.append(batch)
         first += n
     return batches
+
+
+def test_a_policy_that_learns_from_what_follows_is_shown_the_present():
+    state, pad = np.arange(24.0).reshape(2, 3, 4), np.zeros((2, 3), bool)
+    batch = {"observation.state": state, "observation.state_is_pad": pad, "action": np.zeros((2, 5, ACTION))}
+    seen = without_future(batch, [-1, 0, 1])
+    assert np.array_equal(seen["observation.state"], state[:, 1])
+    assert seen["action"] is batch["action"] and seen["observation.state_is_pad"] is pad
+    for deltas in (None, [0], [-1, 0]):
+        assert without_future(batch, deltas) is batch
 
 
 def by_hand(loaded, replace_task, only=TASKS):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pretrained import PreTrainedPolicy
-from lerobot.utils.constants import ACTION, OBS_LANGUAGE_TOKENS
+from lerobot.utils.constants import ACTION, OBS_LANGUAGE_TOKENS, OBS_PREFIX
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.columns import IS_SKIPPED
@@ -99,6 +99,7 @@ def open_loop_errors(
     policy.eval()
     try:
         for number, batch in enumerate(batches):
+            present = without_future(batch, policy.config.observation_delta_indices)
             recorded = np.asarray(batch[ACTION], np.float64)
             counted = ~np.asarray(batch[ACTION_IS_PAD], bool)
             constant = np.broadcast_to(np.asarray(mean_action, np.float64), recorded.shape)
@@ -108,7 +109,7 @@ def open_loop_errors(
             if other_instruction:
                 spoken["other_instruction"] = [_look_up(other_instruction, task) for task in instructions]
             for name, tasks in spoken.items():
-                observation = _observation(preprocessor, batch, tasks, device)
+                observation = _observation(preprocessor, present, tasks, device)
                 with torch.autocast(device.type, autocast, enabled=autocast is not None):
                     chunk = _predict(policy, observation, (seed, number), options, at_once)
                 predicted = postprocessor(chunk.float()).double().cpu().numpy()
@@ -142,6 +143,18 @@ def open_loop_errors(
         },
         "examples": examples,
     }
+
+
+def without_future(batch: Mapping[str, np.ndarray], deltas: Sequence[int] | None) -> Mapping[str, np.ndarray]:
+    """The rows as a robot sees them: of windows that look ahead (world models learn from those), the present.
+
+    Args:
+        batch: observations (N, T, ...), where the policy has windows of them. deltas: T offsets in frames, or None.
+    """
+    if deltas is None or max(deltas) <= 0:
+        return batch
+    seen = (key for key in batch if key.startswith(OBS_PREFIX) and not key.endswith("_is_pad"))
+    return {**batch, **{key: batch[key][:, deltas.index(0)] for key in seen}}
 
 
 def _look_up(other_instruction: Mapping[str, str], task: str) -> str:
