@@ -244,11 +244,14 @@ def check_prompts_differ(preprocessor: PolicyProcessorPipeline, instructions: Se
     Args:
         instructions: of the dataset, to try it with. name: of the policy, for the message.
     Raises:
-        ValueError: it reads no instructions, or its tokenizer does not know the words.
+        ValueError: its processors make no tokens of instructions, or their tokenizer does not know the words.
     """
     tokenizer: Any = next((step for step in preprocessor.steps if hasattr(step, "input_tokenizer")), None)
     if tokenizer is None:
-        raise ValueError(f"{name}: reads no instructions, so that none can name an advantage: leave out --recap.labels")
+        raise ValueError(
+            f"{name}: its processors make no tokens of instructions, so that it cannot be tried whether these name an "
+            "advantage: leave out --recap.labels"
+        )
     for instruction in instructions:
         texts = [f"{instruction}{words}" for words in ("", *ADVANTAGE.values())]
         tokens = [tuple(tokenizer.input_tokenizer(text)["input_ids"]) for text in texts]
