@@ -40,6 +40,12 @@ def test_every_type_of_lerobots_is_trained_or_refused_with_a_reason():
     assert not [name for name, family in FAMILIES.items() if family.as_lerobot and family.refused]
 
 
+def test_the_table_in_the_readme_has_every_trained_type():
+    section = (Path(__file__).parents[2] / "README.md").read_text().split("\n## Policies\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"^\| `(\w+)`[^|]*\|(?:[^|]+\|){5}$", section, re.MULTILINE))
+    assert named == {name for name, family in FAMILIES.items() if family.as_lerobot}
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
