@@ -187,14 +187,14 @@ def test_a_whole_batch_is_given_ahead_to_who_is_busy_and_less_waits_for_company(
 
 
 def test_processes_for_which_there_is_no_room_hold_nothing_up(ray_cluster, episodes, expected):
-    """Of twenty that simulate, a cluster of 4 CPUs has capacity for six beside the policy."""
+    """Of twenty that simulate, a cluster of 3 CPUs has capacity for four beside the policy."""
     assert played(episodes, env_actors=20, policy_actors=2, batch_size=1) == expected
 
 
 @pytest.mark.parametrize(
     ("held", "use_gpu", "message"),
     [(0, True, "decides .* needs 1 GPU, 0 of the cluster's 0 free"),
-     (3.5, False, "simulates .* needs 0.5 CPUs, 0 of the cluster's 4 free")],
+     (2.5, False, "simulates .* needs 0.5 CPUs, 0 of the cluster's 3 free")],
 )  # fmt: skip
 def test_without_capacity_it_ends_and_says_what_lacks(ray_cluster, episodes, held, use_gpu, message):
     held_cpus = ray.util.placement_group([{"CPU": held}] if held else [{"CPU": 0.1}])

@@ -11,6 +11,7 @@ import subprocess
 import time
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -42,6 +43,8 @@ MEAN = np.array([0.5, -0.25, 1.0])
 
 class Shifted(torch.nn.Module):
     """A policy that predicts what was recorded plus 0.1, which it finds in the state."""
+
+    config = SimpleNamespace(observation_delta_indices=None)
 
     def __init__(self):
         super().__init__()
