@@ -45,6 +45,8 @@ def test_successes_are_those_of_lerobot_eval(ray_cluster, folder, tmp_path, monk
     registered = "--env.discover_packages_path=vla_finetuning.envs"
     monkeypatch.setattr(sys, "argv", ["lerobot-eval", registered, *flags, *theirs])
     (tmp_path / "theirs").mkdir()
+    # Its logging would go on, to what this test captures.
+    monkeypatch.setattr(lerobot_eval, "init_logging", lambda: None)
     lerobot_eval.main()
     theirs = json.loads((tmp_path / "theirs" / "eval_info.json").read_text())
     expected = {}
