@@ -5,9 +5,11 @@ would then hide Hugging Face's `datasets`).
 """
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -142,6 +144,18 @@ def make_dataset(
     if true_quantiles:
         describe_truly(root)
     return root
+
+
+def make_layouts(base: Path, **options: Any) -> dict[str, Path]:
+    """A dataset twice, by layout: a row group per "file", as converted ones have, and per "episode", as recorded ones.
+
+    `options`: as for `make_dataset`.
+    """
+    recorded = make_dataset(base / "episode", **options)
+    converted = Path(shutil.copytree(recorded, base / "file"))
+    for path in converted.glob("data/*/*.parquet"):
+        pq.write_table(pq.read_table(path), path)
+    return {"file": converted, "episode": recorded}
 
 
 def describe_truly(root: Path) -> None:

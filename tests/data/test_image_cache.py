@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.test_number_cache import assert_same
-from tests.datasets import datasource, make_dataset
+from tests.datasets import datasource, make_layouts
 from vla_finetuning.data import node_cache as lerobot_node_cache
 from vla_finetuning.data import number_cache, videos
 from vla_finetuning.data.metadata import load_metadata
@@ -29,13 +29,8 @@ ROWS = sum(LENGTHS)
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """By layout: a row group per file, as converted datasets have, and one per episode, as recorded ones."""
     base = tmp_path_factory.mktemp("layouts")
-    recorded = make_dataset(base / "episode", cameras={}, image_cameras=CAMERAS, episodes=LENGTHS)
-    converted = Path(shutil.copytree(recorded, base / "file"))
-    for path in converted.glob("data/*/*.parquet"):
-        pq.write_table(pq.read_table(path), path)
-    return {"file": converted, "episode": recorded}
+    return make_layouts(base, cameras={}, image_cameras=CAMERAS, episodes=LENGTHS)
 
 
 @pytest.fixture(params=["file", "episode"])

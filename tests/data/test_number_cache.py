@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.datasets import datasource, make_dataset
+from tests.datasets import datasource, make_dataset, make_layouts
 from vla_finetuning.data import node_cache as lerobot_node_cache
 from vla_finetuning.data import number_cache, safe_parquet
 from vla_finetuning.data.metadata import load_metadata
@@ -29,16 +29,12 @@ WINDOWS = {"action": [i / 10 for i in range(8)]}
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """By layout: a row group per file, as converted datasets have, and one per episode, as recorded ones."""
-    base = tmp_path_factory.mktemp("layouts")
-    recorded = make_dataset(base / "episode", cameras={}, episodes=LENGTHS)
-    converted = Path(shutil.copytree(recorded, base / "file"))
-    for path in converted.glob("data/*/*.parquet"):
-        pq.write_table(pq.read_table(path), path)
+    made = make_layouts(tmp_path_factory.mktemp("layouts"), cameras={}, episodes=LENGTHS)
+    converted, recorded = made["file"], made["episode"]
     per_file = {root: [pq.ParquetFile(p).num_row_groups for p in root.glob("data/*/*.parquet")] for root in
                 (recorded, converted)}  # fmt: skip
     assert set(per_file[converted]) == {1} and max(per_file[recorded]) > 1 and len(per_file[recorded]) > 1
-    return {"file": converted, "episode": recorded}
+    return made
 
 
 @pytest.fixture(params=["file", "episode"])
