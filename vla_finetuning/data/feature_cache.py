@@ -11,12 +11,11 @@ import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from vla_finetuning.data.metadata import DatasetMetadata
-from vla_finetuning.data.node_cache import NodeCache, Records, node_cache
+from vla_finetuning.data.node_cache import CacheFolder, Records
 from vla_finetuning.data.reader import DatasetFiles, Decoding
 from vla_finetuning.data.storage import file_identity
 from vla_finetuning.data.videos import video_file
@@ -25,20 +24,13 @@ from vla_finetuning.data.videos import video_file
 _OPEN_FILES = 128
 
 
-@dataclass(frozen=True)
-class FeatureCache:
-    """Where a node keeps features, and how many of them: `gb` is in 10^9 bytes."""
+class FeatureCache(CacheFolder):
+    """Where a node keeps features."""
 
-    folder: str
-    gb: float
-
-    def opened(self) -> NodeCache:
-        return node_cache(
-            Path(self.folder),
-            int(self.gb * 1e9),
-            "the vision tower runs for other frames in every epoch; free some there, raise --train.feature_cache_gb, "
-            "or choose another folder for --train.feature_cache",
-        )
+    remedy = (
+        "the vision tower runs for other frames in every epoch; free some there, raise --train.feature_cache_gb, or "
+        "choose another folder for --train.feature_cache"
+    )
 
 
 @dataclass(frozen=True)

@@ -9,33 +9,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import av
 import cv2
 import numpy as np
 import PIL
 
-from vla_finetuning.data.node_cache import NodeCache, Records, node_cache
+from vla_finetuning.data.node_cache import CacheFolder, Records
 
 # To be raised with every change of what `decode` makes of a file.
 RULES = 1
 
 
-@dataclass(frozen=True)
-class FrameCache:
-    """Where a node keeps decoded frames, and how many of them: `gb` is in 10^9 bytes."""
+class FrameCache(CacheFolder):
+    """Where a node keeps decoded frames."""
 
-    folder: str
-    gb: float
-
-    def opened(self) -> NodeCache:
-        return node_cache(
-            Path(self.folder),
-            int(self.gb * 1e9),
-            "other frames are decoded in every epoch; free some there, raise --dataset.frame_cache_gb, or choose "
-            "another folder for --dataset.frame_cache",
-        )
+    remedy = (
+        "other frames are decoded in every epoch; free some there, raise --dataset.frame_cache_gb, or choose another "
+        "folder for --dataset.frame_cache"
+    )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import xxhash
 
@@ -314,6 +316,22 @@ def _size_on_disk(place: str) -> int:
 def node_cache(folder: Path, limit_bytes: int, remedy: str) -> NodeCache:
     """The process's `NodeCache` of a folder. `remedy` ends the warning of one that is full or broken."""
     return NodeCache(folder, limit_bytes, remedy)
+
+
+@dataclass(frozen=True)
+class CacheFolder:
+    """A folder on each node's own disk that an option names, and how much it may hold: `gb` is in 10^9 bytes.
+
+    Attributes:
+        remedy: for when it is full or broken, as for `node_cache`; each kind has its own.
+    """
+
+    folder: str
+    gb: float
+    remedy: ClassVar[str]
+
+    def opened(self) -> NodeCache:
+        return node_cache(Path(self.folder), int(self.gb * 1e9), self.remedy)
 
 
 class Records:
