@@ -31,8 +31,6 @@ from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.family import PolicyLoss
-from vla_finetuning.policies.float8 import multiply_in_float8
-from vla_finetuning.policies.layers import LayeredLoss
 from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
@@ -137,12 +135,11 @@ def step_memory(
         mode,
         adapters=adapters,
         autocast=autocast,
+        fp8=fp8,
         images=DeviceHalf(None, config),
         attention=attention,
         checkpointing=checkpointing,
     )
-    if isinstance(loss, LayeredLoss):
-        multiply_in_float8(loss.layers(), fp8, emulate=False)
     # The CPU's autocast in place of CUDA's, and its fused attention: autograd runs fake tensors on no other device.
     pretended = _pretended_group(workers) if sharded else contextlib.nullcontext()
     with _without_collector(), pretended, FakeTensorMode():

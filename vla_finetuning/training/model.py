@@ -19,9 +19,8 @@ from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.family import PolicyLoss
-from vla_finetuning.policies.float8 import check_device, multiply_in_float8
+from vla_finetuning.policies.float8 import check_device
 from vla_finetuning.policies.flow import FlowLoss
-from vla_finetuning.policies.layers import LayeredLoss
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, PreparedRobot, PrepareRobots
 from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.registry import family_of
@@ -44,6 +43,8 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
     """
     policy, train = spec.start(), spec.train
     autocast = autocast_of(train.precision, device)
+    if train.fp8 != "off":
+        check_device(device, autocast)
     preprocessor, _ = spec.processors()
     # Its device half: uint8 images become what the policy expects, on the device.
     augmentation = augmentation_of(
@@ -63,17 +64,14 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
         adapters=spec.adapters,
         seed=spec.seed,
         autocast=autocast,
+        fp8=train.fp8,
+        emulate=device.type != "cuda",
         images=images,
         mask_padding=train.mask_padding,
         attention=train.attention,
         checkpointing=train.activation_checkpointing,
         compile=compiler,
     )
-    if train.fp8 != "off":
-        assert isinstance(loss, LayeredLoss)  # the plan refuses others
-        check_device(device, autocast)
-        multiplied = multiply_in_float8(loss.layers(), train.fp8, emulate=device.type != "cuda")
-        logger.info("%d linear layers multiply in float8%s", multiplied, "" if device.type == "cuda" else ", emulated")
     if spec.value is not None:
         assert isinstance(loss, FlowLoss)  # the plan refuses others
         loss = ValueLoss(loss, spec.value.bins, spec.seed, backbone)
