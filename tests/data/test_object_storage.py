@@ -38,7 +38,7 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.read_tasks import read_of
 from vla_finetuning.data.rows import DatasetFiles, column_to_numpy, read_rows
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
-from vla_finetuning.data.storage import StorageError, StoragePolicy, connect
+from vla_finetuning.data.storage import BLOCK_BYTES, StorageError, StoragePolicy, connect
 from vla_finetuning.flags import parse_args
 from vla_finetuning.run.resolve import resolve
 
@@ -244,6 +244,26 @@ def test_image_columns_are_requested_once(bucket, proxied, tmp_path, monkeypatch
     first = requests()
     assert first
     assert requests() == first
+
+
+def test_images_are_on_the_nodes_disk_once(bucket, proxied, tmp_path, monkeypatch):
+    """Not as blocks of their files beside the images."""
+    monkeypatch.setattr("vla_finetuning.data.number_cache.NUMBERS_DIR", str(tmp_path / "node"))
+    root = make_dataset(tmp_path / "images", cameras={}, image_cameras={TOP: (128, 128)}, noise=64, episodes=(FRAMES,))
+    upload(bucket, root, "images")
+    faults, options = proxied
+    policy = StoragePolicy(cache_dir=str(tmp_path / "blocks"))
+    meta = load_metadata("s3://robots/images", storage_options=options, storage_policy=policy)
+
+    def stored(folder):
+        return sum(path.stat().st_blocks * 512 for path in (tmp_path / folder).rglob("*.data"))
+
+    size = sum((root / file).stat().st_size for file in meta.data_files)
+    assert size > 10 * BLOCK_BYTES
+    source = datasource([meta], shuffle_seed=0, shuffle_window=16)
+    rows = sum(len(batch["index"]) for batch in source.read_rows(range(FRAMES), 16))
+    assert rows == FRAMES and stored("node") > size / 2
+    assert stored("blocks") < size / 2
 
 
 def test_the_requests_of_a_window_are_made_side_by_side(bucket, proxied, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import pyarrow as pa
 from vla_finetuning.data import number_cache
 from vla_finetuning.data.node_cache import BLOCK_BYTES, NodeCache, Records, node_cache
 from vla_finetuning.data.number_cache import DataFile, Span, groups_with, read_groups
+from vla_finetuning.data.storage import RemoteFileSystem
 
 
 def read_images(
@@ -63,6 +65,8 @@ def _unpack(
         if store is not None:
             found = [store.get(row) for row in rows.tolist()]
         if None in found:
+            if store is not None and isinstance(file.fs, RemoteFileSystem):
+                file = replace(file, fs=file.fs.uncached())  # once on the disk, not its blocks as well
             table = read_groups(file, {key: row_bytes}, [group], identity).table
             images = table.column(key).combine_chunks().field("bytes").cast(pa.binary())
             found = images.take(pa.array(rows - group.first)).to_pylist()

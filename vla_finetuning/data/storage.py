@@ -218,8 +218,14 @@ class RemoteFileSystem(fsspec.AbstractFileSystem):
 
     def within(self, timeout_s: float) -> RemoteFileSystem:
         """The same store with less time for each request."""
-        policy = replace(self.policy, timeout_s=min(timeout_s, self.policy.timeout_s))
-        return RemoteFileSystem(self.fs, policy, self.listed, self.root)
+        return self._under(timeout_s=min(timeout_s, self.policy.timeout_s))
+
+    def uncached(self) -> RemoteFileSystem:
+        """The same store for what is cached in another form: its blocks stay off this node's disk."""
+        return self._under(cache_dir=None)
+
+    def _under(self, **changed: Any) -> RemoteFileSystem:
+        return RemoteFileSystem(self.fs, replace(self.policy, **changed), self.listed, self.root)
 
     def _call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         started = time.monotonic()
