@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.data import RESULTS
+from benchmarks import RESULTS
 from diagnostics.report import Environment
 from tests.tiny import ACTION_DIM, make_batch, make_policy
 from vla_finetuning.files import read_json, read_lines, write_json

@@ -19,7 +19,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from benchmarks.data import RESULTS
+from benchmarks import RESULTS
 from diagnostics.report import Environment
 from vla_finetuning.files import write_json
 

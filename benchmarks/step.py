@@ -49,7 +49,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.data import RESULTS
+from benchmarks import RESULTS
 from diagnostics.report import Environment
 from util import (
     NumpyToTorchCollate,
