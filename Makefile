@@ -10,7 +10,7 @@ MYPY_TARGETS := $(wildcard *.py ci/*.py vla_finetuning diagnostics benchmarks)
 # Extra arguments for the target's command: make test ARGS="-k lock"
 ARGS ?=
 
-.PHONY: help setup metaworld peers torchao demo grpo recap test test-demo test-faults lint docs format lock notebook smoke demo-clean
+.PHONY: help setup metaworld peers torchao demo grpo recap test test-demo test-faults test-slow lint docs format lock notebook smoke demo-clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,9 @@ test-demo: $(STAMP) ## README.ipynb with all the demo's steps, and what it learn
 
 test-faults: $(STAMP) ## every fault test, the slow ones too; what each cost is in outputs/faults.xml
 	$(PYTHON) -m pytest -m faults --junitxml=outputs/faults.xml -o junit_family=xunit1 $(ARGS)
+
+test-slow: $(STAMP) ## every slow test, for hours
+	$(PYTHON) -m pytest -m slow $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(PYTHON) -m ruff check .

@@ -402,53 +402,43 @@ def main() -> None:
 
     import ray
 
+    seeds, rounds = iter(range(10**6)), options.rounds
+
+    def of_av1(times: int = 1) -> Path:
+        root = make("av1_240x320x3", options.rows)
+        return root if times == 1 else grow(root, times)
+
+    cells: dict[str, Callable[[], dict[str, Any]]] = {
+        "growth": lambda: growth(of_av1(), rounds, seeds),
+        "numbers": lambda: numbers(100),
+        "images": lambda: images(make("images_240x320x3", options.rows), rounds),
+        # An epoch with an empty cache is read once, and of few rows most of it is starting up.
+        "kept_frames": lambda: kept_frames(of_av1(5), rounds, options.cores, seeds),
+        "adverse": lambda: adverse(of_av1(), rounds, seeds),
+        # Of few rows, what opening a video reads is all of it, and the node keeps that.
+        "store": lambda: store(of_av1(10), rounds, seeds),
+    }
     today = datetime.date.today().isoformat()
     path = RESULTS / f"data-{options.cores}cpu-{today}.json"
-    # Datasets measured one at a time come together in the day's file.
+    # What is measured one at a time comes together in the day's file; each has its own command, hardware and revision.
     before = json.loads(path.read_text()) if path.exists() else {}
-    results: dict[str, Any] = {
-        "datasets": before.get("datasets", {}),
-        "growth": before.get("growth"),
-        "numbers": before.get("numbers"),
-        "images": before.get("images"),
-        "kept_frames": before.get("kept_frames"),
-        "adverse": before.get("adverse"),
-        "store": before.get("store"),
-        "date": today,
+    results: dict[str, Any] = {"date": today, "datasets": {}, **before}
+    measured = {
         "command": shlex.join(sys.orig_argv[1:]),
         "hardware": Environment.here().model_dump(),
-        "mixing": mixing([64, 128, 256, 512, 1024, 2048, 4096], episodes=1000, rows=300),
+        "settings": {"rows": options.rows, "rounds": rounds, "batch": BATCH, "window": WINDOW, "our_rows": OUR_ROWS},
     }
+    results["mixing"] = mixing([64, 128, 256, 512, 1024, 2048, 4096], episodes=1000, rows=300)
     print(mixing_table(results["mixing"]), flush=True)
     ray.init(num_cpus=options.cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    seeds = iter(range(10**6))
-    settings = {"rows": options.rows, "rounds": options.rounds, "batch": BATCH, "window": WINDOW, "our_rows": OUR_ROWS}
     try:
         for name in options.datasets.split(","):
-            if name == "kept_frames":
-                # An epoch with an empty cache is read once, and of few rows most of it is starting up.
-                root = grow(make("av1_240x320x3", options.rows), 5)
-                results[name] = settings | kept_frames(root, options.rounds, options.cores, seeds)
-                print(json.dumps(results[name], indent=2), flush=True)
-            elif name == "adverse":
-                results[name] = settings | adverse(make("av1_240x320x3", options.rows), options.rounds, seeds)
-                print(json.dumps(results[name], indent=2), flush=True)
-            elif name == "store":
-                # Of few rows, what opening a video reads is all of it, and the node keeps that.
-                results[name] = settings | store(grow(make("av1_240x320x3", options.rows), 10), options.rounds, seeds)
-                print(json.dumps(results[name], indent=2), flush=True)
-            elif name == "images":
-                results[name] = {"rows": options.rows} | images(make("images_240x320x3", options.rows), options.rounds)
-                print(json.dumps(results[name], indent=2), flush=True)
-            elif name == "numbers":
-                results[name] = numbers(100)
-                print(json.dumps(results[name], indent=2), flush=True)
-            elif name == "growth":
-                results[name] = settings | growth(make("av1_240x320x3", options.rows), options.rounds, seeds)
+            if name in cells:
+                results[name] = measured | cells[name]()
                 print(json.dumps(results[name], indent=2), flush=True)
             else:
-                results["datasets"][name] = settings | compare(name, options.rows, options.rounds, options.cores, seeds)
+                results["datasets"][name] = measured | compare(name, options.rows, rounds, options.cores, seeds)
                 print(table(name, results["datasets"][name]), flush=True)
             write_json(path, results)
     finally:

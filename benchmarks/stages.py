@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -81,6 +82,9 @@ def run(options: argparse.Namespace, work: Callable[[], dict[str, Any]], table: 
     if options.json is not None:
         settings = {name: given for name, given in vars(options).items() if name not in ("folder", "json")}
         environment = Environment.here().model_dump(mode="json")
-        result = {"settings": settings, "environment": environment, **found}
+        flags = {name: "" if value is True else f" {value}" for name, value in settings.items() if value is not False}
+        given = "".join(f" --{name}{value}" for name, value in flags.items())
+        command = f"python -m benchmarks.{Path(sys.argv[0]).stem}{given}"
+        result = {"command": command, "settings": settings, "environment": environment, **found}
         write_json(options.json, json.loads(json.dumps(result, default=str)))
     return 0

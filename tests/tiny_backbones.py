@@ -20,6 +20,7 @@ from lerobot.policies.molmoact2.molmoact2_hf_model.configuration_molmoact2 impor
 from lerobot.policies.molmoact2.molmoact2_hf_model.modeling_molmoact2 import MolmoAct2ForConditionalGeneration
 from lerobot.policies.pi0 import modeling_pi0
 from lerobot.policies.pi0_fast import modeling_pi0_fast
+from lerobot.policies.pi05 import modeling_pi05
 from lerobot.policies.vla_jepa import modeling_vla_jepa
 from lerobot.processor import tokenizer_processor
 from transformers import (  # type: ignore[attr-defined]  # some are in modules that it loads when they are asked for
@@ -93,7 +94,7 @@ class ActionTokenizer:
 
 @contextlib.contextmanager
 def tiny_paligemma(modeling, *, width=32, depth=2, mlp_dim=32, head_dim=8, vision_depth=1, image_size=28):
-    """LeRobot's PI0 or PI0-FAST, by its module, with a small vision tower and vocabulary; a tokenizer of this file."""
+    """LeRobot's PI0, PI0.5 or PI0-FAST, by its module, with a small vision tower and vocabulary, and a tokenizer."""
     sizes = SimpleNamespace(width=width, depth=depth, mlp_dim=mlp_dim, num_heads=8, num_kv_heads=1, head_dim=head_dim)
     names = ("PaliGemmaForConditionalGenerationWithPiGemma", "PiGemmaForCausalLM")
     paligemma, expert = (getattr(modeling, name, None) for name in names)
@@ -164,6 +165,12 @@ PALIGEMMA: dict[str, str | float | int] = {
     **{"image_resolution": "[28, 28]", "scheduler_warmup_steps": 3, "scheduler_decay_steps": 7, "optimizer_lr": 1e-4},
 }
 PI0 = Kind(PALIGEMMA, here=lambda: tiny_paligemma(modeling_pi0), lora="own")
+PI05 = Kind(
+    {**PALIGEMMA, "tokenizer_max_length": 32},
+    here=lambda: tiny_paligemma(modeling_pi05),
+    run={"dataset.statistics": "lerobot"},  # of quantiles, the averages over episodes that LeRobot stores
+    lora="own",
+)
 
 PI0_FAST = Kind(
     {
@@ -494,7 +501,8 @@ MOLMOACT2 = Kind(
 )
 
 KINDS = {
-    **{"act": ACT, "diffusion": DIFFUSION, "pi0": PI0, "pi0_fast": PI0_FAST, "smolvla": SMOLVLA, "vqbet": VQBET},
+    **{"act": ACT, "diffusion": DIFFUSION, "pi0": PI0, "pi05": PI05, "pi0_fast": PI0_FAST, "smolvla": SMOLVLA},
+    **{"vqbet": VQBET},
     **{"vqbet with GroupNorm": VQBET_GROUP_NORM, "multi_task_dit": MULTI_TASK_DIT, "xvla": XVLA},
     **{"evo1": EVO1, "vla_jepa": VLA_JEPA, "eo1": EO1, "fastwam": FASTWAM, "molmoact2": MOLMOACT2},
 }

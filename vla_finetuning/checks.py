@@ -67,12 +67,13 @@ def check_grpo(config: GrpoConfig) -> None:
         )
     if s.min_workers is not None:
         raise ValueError(
-            f"--scaling.num_workers {s.min_workers},{s.num_workers}: groups are shared out evenly among a fixed number"
+            f"--scaling.num_workers {s.min_workers},{s.num_workers}: groups are shared out evenly among a fixed number "
+            "of workers; give one number"
         )
     if s.strategy != "ddp":
         raise ValueError(
-            f"--scaling.strategy={s.strategy}: a worker that has parameters in parts cannot act by itself, and workers "
-            "decide at different times; use --scaling.strategy=ddp with --train.mode=expert or heads, which fits more"
+            f"--scaling.strategy={s.strategy}: a worker that holds a shard of the parameters cannot act by itself, and "
+            "workers decide at different times; use --scaling.strategy=ddp with --train.mode=expert or heads"
         )
     if config.policy_path is None and config.preset != "demo":
         raise ValueError("which policy? give --policy.path FOLDER_OR_HUB_ID: what vla.py has trained by imitation")
@@ -109,7 +110,10 @@ def check_run(config: Config) -> None:
     if config.save_checkpoint_to_hub and config.hub_repo_id is None:
         raise ValueError("--save_checkpoint_to_hub: to which repository? give --policy.repo_id USER/NAME")
     if config.save_checkpoint_to_hub and len(robots(members(config.dataset.mixture))) > 1:
-        raise ValueError("--save_checkpoint_to_hub: is for a run of one robot; leave it out")
+        raise ValueError(
+            "--save_checkpoint_to_hub: is for a run of one robot; give --policy.repo_id alone, which pushes every "
+            "robot's policy at the end"
+        )
     if config.dataset.image_transforms.enable and config.train.augmentation != "none":
         raise ValueError("--dataset.image_transforms.enable and --train.augmentation: give one of them")
     if config.policy_path and config.policy_type:
@@ -194,8 +198,8 @@ def _check_workers(config: Config) -> None:
         )
     if s.shard_workers is not None and s.num_workers % s.shard_workers:
         raise ValueError(
-            f"--scaling.shard_workers={s.shard_workers} --scaling.num_workers={s.num_workers}: so many workers do not "
-            f"hold whole copies; give a divisor of {s.num_workers}"
+            f"--scaling.shard_workers={s.shard_workers} --scaling.num_workers={s.num_workers}: the workers do not "
+            f"divide into replicas; give a divisor of {s.num_workers}"
         )
 
 

@@ -886,6 +886,12 @@ class ScheduleOptions(LengthOptions):
 class LogOptions(CheckpointOptions):
     """Logs and checkpoints."""
 
+    keep_best: int = option(
+        0,
+        "Number of best checkpoints to keep besides the newest: with the lowest held-out loss (--eval_steps; else "
+        "training loss).",
+        min=0,
+    )
     log_freq: int = option(50, "Steps between lines of metrics.jsonl.", min=1)
     eval_steps: int = option(
         0, "Steps between measurements of the loss on held-out episodes (--dataset.eval_split); 0: never.", min=0

@@ -383,6 +383,12 @@ def page() -> str:
         new = [of for of in flags.values() if of not in seen]
         shared = [name for name, of in flags.items() if of in seen]
         lines += ["", f"## python {program.command}", "", program.summary]
+        if program.presets:
+            lines += ["", "Presets: flags that come before those given.", "", "| `--preset` | flags |", "|---|---|"]
+            lines += [
+                f"| `{name}` | `{' '.join(f'--{flag} {value}' for flag, value in preset.items())}` |"
+                for name, preset in program.presets.items()
+            ]
         if shared:
             lines += ["", f"As above: {', '.join(f'`--{name}`' for name in shared)}."]
         for section in dict.fromkeys(of.section for of in new):

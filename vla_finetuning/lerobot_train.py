@@ -25,7 +25,7 @@ TAKEN = (
 
 _LOADER = "there is no DataLoader: read tasks use the CPUs that are free (--scaling.cpus_per_read_task)"
 _TRACKER = "--track wandb; its run goes on with --resume, and what wandb reads from its environment applies"
-_NO_RECORDING = "actions of episodes are recorded and some are shown (--eval.videos); no dataset is made of them"
+_NO_RECORDING = "play the finished policy with evaluate.py --eval.record_dataset DIR, which writes a LeRobot dataset"
 _JOBS = "start it on the cluster: `ray job submit`, or the job files in configs/"
 
 # What else `lerobot-train` has, and the answer. A name that ends in `.*` stands for all options of that group.

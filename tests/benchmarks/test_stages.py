@@ -44,7 +44,7 @@ def test_scores_of_seeds_are_one_of_all_episodes():
 @pytest.mark.parametrize("status", [0, 4])
 def test_a_result_is_written_when_all_stages_ran(tmp_path, monkeypatch, status):
     monkeypatch.setattr(stages.cluster, "connect", lambda: None)
-    options = argparse.Namespace(json=tmp_path / "result.json", folder=tmp_path, seeds="1")
+    options = argparse.Namespace(json=tmp_path / "result.json", folder=tmp_path, seeds="1", second=True, alone=False)
 
     def work():
         if status:
@@ -55,4 +55,5 @@ def test_a_result_is_written_when_all_stages_ran(tmp_path, monkeypatch, status):
     assert options.json.exists() == (status == 0)
     if status == 0:
         written = read_json(options.json)
-        assert written["settings"] == {"seeds": "1"} and written["runs"] == [1] and written["environment"]["cores"]
+        assert written["command"].endswith(" --seeds 1 --second") and written["settings"]["seeds"] == "1"
+        assert written["runs"] == [1] and written["environment"]["cores"]

@@ -323,7 +323,7 @@ def test_a_run_starts_from_lerobots_folder_and_trains_adapters(dataset, tmp_path
         trained = in_process.train(started, Shard(started)).named()
         assert any(not torch.equal(value, expected[name]) for name, value in trained.items() if name in expected)
 
-        if rewrite := {"pi0": openpis, "pi0_fast": openpis, "xvla": microsofts}.get(kind):
+        if rewrite := {"pi0": openpis, "pi05": openpis, "pi0_fast": openpis, "xvla": microsofts}.get(kind):
             file = saved / "model.safetensors"
             save_file(rewrite(load_file(file)), file)
             theirs = get_policy_class(policy.config.type).from_pretrained(
@@ -411,7 +411,7 @@ def test_prompts_of_several_blocks_become_what_the_longest_needs(dataset):
 
 FEW = 4
 # What two workers equal one by: types that draw by row or not at all, and whose loss can be a mean over rows or steps.
-AS_ONE = {"pi0": {}, "smolvla": {"train.exact_mean": "true"}, "pi0_fast": {"train.exact_mean": "true"}}
+AS_ONE = {"pi0": {}, "pi05": {}, "smolvla": {"train.exact_mean": "true"}, "pi0_fast": {"train.exact_mean": "true"}}
 # Types whose layers FSDP2 gathers one at a time, all of them training.
 IN_PARTS = ("pi0", "smolvla")
 

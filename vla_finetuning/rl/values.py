@@ -63,7 +63,8 @@ def resolve_value(config: ValueConfig, gpus_found: int) -> ValueRun:
     if not family_of(policy.config).flow:
         raise ValueError(
             f"policy {policy.base['path']} is of type '{policy.config.type}': a value function stands here on what "
-            f"{types_that(lambda family: family.flow)} compute of images and language"
+            f"{types_that(lambda family: family.flow)} compute of images and language; "
+            "give a --policy.path of one of these types"
         )
     success = episode_success(config.outcome, rows.metas, run.config.roots or [rows.metas[0].root], absolute)
     used = [of[own] for of, own in zip(success, rows.episodes, strict=True)]
@@ -94,7 +95,8 @@ def _check_both_outcomes(config: ValueConfig, success: np.ndarray) -> None:
     if success.all() or not success.any():
         raise ValueError(
             f"--outcome.success={config.outcome.success} (--outcome.threshold={config.outcome.threshold:g}): all "
-            f"{len(success)} episodes {'succeeded' if success.all() else 'failed'}, so that there is nothing to compare"
+            f"{len(success)} episodes {'succeeded' if success.all() else 'failed'}, which leaves nothing to compare; "
+            "add episodes of the other outcome, or correct --outcome.success or --outcome.threshold"
         )
 
 

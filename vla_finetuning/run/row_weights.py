@@ -51,7 +51,7 @@ def row_weights(config: Config, metas: Sequence[DatasetMetadata], policy_config:
     if len(metas) > 1:
         raise ValueError(
             f"--sample_weighting.type={options.type}: its file knows frames by their index in one dataset, and there "
-            f"are {len(metas)}"
+            f"are {len(metas)}; name one dataset, or weigh episodes of all by --dataset.episode_weights"
         )
     path = _fetched(config, metas[0])
     budget, column = Budget("frames", None, MAX_DATA_BYTES), f"progress_{options.head_mode}"

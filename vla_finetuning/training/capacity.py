@@ -149,7 +149,7 @@ def describe_memory(config: Config, needed: StepMemory, checkpoint_bytes: int) -
     )
     lines = [f"Memory       per worker {needed}"]
     if shards := planned_shards(config):
-        lines.append(f"             hsdp, planned with {shards} workers on a node that hold a copy together")
+        lines.append(f"             hsdp, planned with {shards} workers on a node that share a replica")
     if config.scaling.use_gpu:
         lines.append(
             f"             fits (planned): {', '.join(large) or 'none'}; too small: {', '.join(small) or 'none'}"
@@ -157,7 +157,7 @@ def describe_memory(config: Config, needed: StepMemory, checkpoint_bytes: int) -
     staged, memory = checkpoint_bytes, get_system_memory()
     lines.append(
         f"Host memory  {staged / 1e9:.1f} GB for a checkpoint while it is written, on the node of rank 0 (ddp) or of a "
-        "copy's workers"
+        "replica's workers"
     )
     if staged > memory:
         lines.append(
@@ -186,7 +186,11 @@ def check_capacity(config: Config, needed: StepMemory, planned: Plan, found_gib:
         # The last takes the least, and each costs seconds to find out.
         if enough is None and ways and _fits(planned, ways[-1][1], size):
             enough = next(flags for flags, smaller in ways if _fits(planned, smaller, size))
-    remedy = f"it would fit with {enough}" if enough else "nor would it with smaller micro-batches and in parts"
+    remedy = (
+        f"it would fit with {enough}"
+        if enough
+        else "nor would it with smaller micro-batches, recomputed activations and sharded parameters"
+    )
     raise ValueError(
         f"the run needs {needed.needed / GIB:.1f} GiB per worker (planned), and {name} has {size:.1f}: {remedy}; or "
         "choose a larger GPU with --scaling.accelerator_type, or fewer trained weights with --train.mode"
