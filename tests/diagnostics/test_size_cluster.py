@@ -120,9 +120,9 @@ def test_the_tool(setting, tmp_path, capsys):
     argv = [*in_process.flags(setting), "--cpu_ms_per_row=2", "--coordinator_ms_per_block=1", f"--json={result}"]
     assert size_cluster.main([*argv, "--gpus=8,1000"]) == 0
     printed = capsys.readouterr().out
-    assert "given: --cpu_ms_per_row" in printed and "assumed: all of PI0.5" in printed and "are the limit" in printed
+    assert "given: --cpu_ms_per_row" in printed and "predicted: all of PI0.5" in printed and "are the limit" in printed
     sizes = json.loads(result.read_text())["sizes"]
-    assert [s["gpus"] for s in sizes] == [8, 1000] and sizes[1]["blocks_per_s"] == 10_000  # blocks of 2 rows
+    assert [s["gpus"] for s in sizes] == [8, 1000] and sizes[1]["blocks_per_s"] == 15_000  # blocks of 2 rows
     assert size_cluster.main([*argv, "--decoding_share=0"]) == 2
     assert "expected a positive number, found '0'" in capsys.readouterr().err
     assert size_cluster.main([a for a in argv if "cpu_ms" not in a]) == 1
