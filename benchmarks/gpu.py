@@ -36,7 +36,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks import step
+from benchmarks import step, updates
 from benchmarks.sections import Results, Section, run_sections
 from diagnostics.audit_syncs import audit
 from diagnostics.report import Environment
@@ -134,12 +134,12 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def attention(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Every kernel at every length that prompts could have, also those that `prompt_lengths` keeps away from."""
-    config = step.policy_config(device)
+    config = updates.policy_config(device)
     policy = meta_policy(config)
     choose_trainable(policy, "full")
     loss = family_of(config).make_loss(policy, attention="sdpa")
     lengths = range(ALIGNMENT, config.tokenizer_max_length + 1, ALIGNMENT)
-    shapes = loss.attentions(step.CAMERAS, lengths)
+    shapes = loss.attentions(updates.CAMERAS, lengths)
     found: dict[str, Any] = {}
     for kernel in CANDIDATES[:-1]:
         wrong = {str(shape): what_is_wrong(kernel, [(layer, shape)], device, dtype) for layer, shape in shapes[:1]}
@@ -148,7 +148,7 @@ def attention(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
             continue
         wrong |= {str(shape): what_is_wrong(kernel, [(layer, shape)], device, dtype) for layer, shape in shapes[1:]}
         found[kernel] = {"shapes": len(wrong), "wrong": {shape: reason for shape, reason in wrong.items() if reason}}
-    used = loss.attentions(step.CAMERAS, step.prompt_lengths(config))
+    used = loss.attentions(updates.CAMERAS, updates.prompt_lengths(config))
     chosen = choose_kernel("sdpa", used, device, dtype)
     return {"kernels": found, "chosen": chosen.kernel, "backends": chosen.backends, "refused": chosen.refused}
 
@@ -173,25 +173,25 @@ def gpu_tests(device: torch.device, *, chosen: Sequence[str]) -> dict[str, Any]:
 
 
 def measure_step(contender: Any, device: torch.device, mode: TrainMode, size: int, seconds: float) -> dict[str, Any]:
-    config, accum = step.policy_config(device), max(1, ACCUMULATED_ROWS // size)
-    accum = 1 if isinstance(contender, step.LeRobot) else accum
-    columns = [step.prepared_rows(config, size, seed) for seed in range(step.STORED_BATCHES)]
+    config, accum = updates.policy_config(device), max(1, ACCUMULATED_ROWS // size)
+    accum = 1 if isinstance(contender, updates.LeRobot) else accum
+    columns = [updates.prepared_rows(config, size, seed) for seed in range(step.STORED_BATCHES)]
     sample = step.measure(contender, columns, accum, seconds, device)
-    flops = flops_per_sample(config, step.CAMERAS, mode, prompt=step.prompt(config))
+    flops = flops_per_sample(config, updates.CAMERAS, mode, prompt=updates.prompt(config))
     peak = peak_flops(device)
     return {**sample, "mfu": flops * sample["samples_per_s"] / peak if flops and peak else None}
 
 
 def plan(mode: TrainMode, size: int, device: torch.device, bf16: bool, fp8: Fp8 = "off") -> dict[str, Any] | None:
     """What is planned and predicted of a step; None where it does not fit the device by what a run is refused for."""
-    config, accum, operations = step.policy_config(device), max(1, ACCUMULATED_ROWS // size), Operations()
+    config, accum, operations = updates.policy_config(device), max(1, ACCUMULATED_ROWS // size), Operations()
     needed = step.planned(config, mode, size, accum, bf16, operations, fp8)
     if device.type == "cuda" and not fits(needed, torch.cuda.get_device_properties(device).total_memory / GIB):
         return None
     card = card_of_device(device) if device.type == "cuda" else PLANNED["H100"]
     predicted = None
     if card is not None and card.bandwidth is not None:
-        flops = flops_per_sample(config, step.CAMERAS, mode, prompt=step.prompt(config)) or 0
+        flops = flops_per_sample(config, updates.CAMERAS, mode, prompt=updates.prompt(config)) or 0
         predicted = {
             name: predict(
                 operations.found, card, compiled=name == "compiled", rows=size, flops=flops, grad_accum=accum
@@ -230,9 +230,9 @@ def at_sizes(
 
 def checkpoint(device: torch.device, bf16: bool, mode: TrainMode = "expert") -> dict[str, Any]:
     """Write what trains after a step, read it into other weights, and see that it is the same, bit for bit."""
-    config, rows = step.policy_config(device), 2
-    contender = step.Ours(config, mode, device, bf16)
-    columns = [step.prepared_rows(config, rows, seed=0)]
+    config, rows = updates.policy_config(device), 2
+    contender = updates.Ours(config, mode, device, bf16)
+    columns = [updates.prepared_rows(config, rows, seed=0)]
     batches = contender.feed(itertools.cycle([contender.stored(c) for c in columns]))
     contender.step(batches, 1, 0)
     named, state = contender.optimizer.named(), contender.optimizer.state()
@@ -275,12 +275,12 @@ def checkpoint(device: torch.device, bf16: bool, mode: TrainMode = "expert") -> 
 
 def prediction(device: torch.device, rows: int, mode: TrainMode = "expert") -> dict[str, Any]:
     """One batch of chunks, as the open-loop evaluation predicts them: in its precision, and what is frozen cast."""
-    config, bf16 = step.policy_config(device), device.type == "cuda"
+    config, bf16 = updates.policy_config(device), device.type == "cuda"
     autocast = autocast_of("bf16" if bf16 else "fp32", device)
-    policy = step.make_policy(config, mode, device).eval()
+    policy = updates.make_policy(config, mode, device).eval()
     if autocast is not None:
         cast_frozen(policy, autocast)
-    columns = step.prepared_rows(config, rows, seed=0)
+    columns = updates.prepared_rows(config, rows, seed=0)
     batch = DeviceHalf(None, config)({key: torch.from_numpy(value).to(device) for key, value in columns.items()})
     gc.collect()
     if device.type == "cuda":
@@ -365,11 +365,11 @@ def ours(
             return {key: known[key] for key in ("planned_bytes", "predicted_rows_per_s")}
         return plan(mode, size, device, bf16, fp8)
 
-    def make() -> step.Ours:
+    def make() -> updates.Ours:
         # Where there is no GPU to generate code for, all else that compiling does.
         graphs_only = mock.patch.multiple(model, why_not=lambda device: None, Compiler=partial(Compiler, "aot_eager"))
         with graphs_only if compiled and device.type != "cuda" else contextlib.nullcontext():
-            return step.Ours(step.policy_config(device), mode, device, bf16, compiled=compiled, fp8=fp8)
+            return updates.Ours(updates.policy_config(device), mode, device, bf16, compiled=compiled, fp8=fp8)
 
     if compiled and device.type == "cuda" and (reason := why_not(device)):
         results.write(name, {"left_out": reason})
@@ -380,7 +380,7 @@ def ours(
 def peer(results: Results, *, mode: TrainMode, name: str, sizes: Sizes, device: torch.device) -> None:
     """Another's step at growing batch sizes."""
     prepare_process(device)
-    make = partial(step.CONTENDERS[name], step.policy_config(device), mode, device, device.type == "cuda")
+    make = partial(updates.CONTENDERS[name], updates.policy_config(device), mode, device, device.type == "cuda")
     at_sizes(results, f"step, {mode}, {name}", make, mode, sizes.peers_at, device, sizes, None, 20.0)
 
 

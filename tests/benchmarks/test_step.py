@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import step
+from benchmarks import step, updates
 from tests.tiny_backbones import VOCABULARY, benchmarked
 from util import train_step
 from vla_finetuning.policies.compiling import Compiler
@@ -28,9 +28,9 @@ def test_only_ours_reads_nothing_from_the_device(monkeypatch):
     monkeypatch.setattr(step, "MAX_STEPS", 1)
     monkeypatch.setattr(step, "WARM_UP_STEPS", 1)
     reads = {}
-    for name, make in step.contenders(step.policy_config(CPU), "heads").items():
-        columns = [step.prepared_rows(step.policy_config(CPU), 2, seed) for seed in range(2)]
-        sample = step.measure(make(step.policy_config(CPU), "heads", CPU, bf16=False), columns, 1, 0.0, CPU)
+    for name, make in updates.contenders(updates.policy_config(CPU), "heads").items():
+        columns = [updates.prepared_rows(updates.policy_config(CPU), 2, seed) for seed in range(2)]
+        sample = step.measure(make(updates.policy_config(CPU), "heads", CPU, bf16=False), columns, 1, 0.0, CPU)
         assert sample["rows_per_step"] == 2 and sample["steps"] == 1
         assert sample["samples_per_s"] == pytest.approx(2 / sample["step_s"])
         reads[name] = sample["host_reads_per_step"]
@@ -47,10 +47,10 @@ def fresh_dynamo():
 
 def ours_compiled():
     """A contender, and batches for it."""
-    config = step.policy_config(CPU)
+    config = updates.policy_config(CPU)
     with mock.patch.multiple(model, why_not=lambda device: None, Compiler=lambda: Compiler("eager")):
-        ours = step.Ours(config, "heads", CPU, bf16=False, compiled=True)
-    return ours, [step.prepared_rows(config, 2, 0)]
+        ours = updates.Ours(config, "heads", CPU, bf16=False, compiled=True)
+    return ours, [updates.prepared_rows(config, 2, 0)]
 
 
 def test_what_counts_host_reads_leaves_compiled_code_in_use(fresh_dynamo):
@@ -74,29 +74,29 @@ def test_a_compiled_cell_in_which_nothing_compiled_ran_fails(fresh_dynamo, monke
     assert step.measure(ours, columns, 1, 0.0, CPU)["compiled_calls_per_step"] == 7
 
     ours, columns = ours_compiled()
-    with torch.compiler.set_stance("force_eager"), pytest.raises(step.NotCompiledError, match="called 0 times in 2"):
+    with torch.compiler.set_stance("force_eager"), pytest.raises(updates.NotCompiledError, match="called 0 times in 2"):
         step.measure(ours, columns, 1, 0.0, CPU)
 
 
 def test_a_compiled_cell_in_which_something_compiles_late_fails(fresh_dynamo, monkeypatch):
     monkeypatch.setattr(step, "MAX_STEPS", 2)
     ours, columns = ours_compiled()
-    longer = step.prepared_rows(ours.config, 3, 0)  # its first turn comes after the warm-up
-    with pytest.raises(step.NotCompiledError, match="3 graphs were compiled in 2 steps"):
+    longer = updates.prepared_rows(ours.config, 3, 0)  # its first turn comes after the warm-up
+    with pytest.raises(updates.NotCompiledError, match="3 graphs were compiled in 2 steps"):
         step.measure(ours, [*columns * 3, longer, *columns], 1, 0.0, CPU)
 
 
 @pytest.mark.parametrize("mode", ["heads", "full"])
 def test_ours_is_what_the_program_trains(mode):
     """The weights that the plan of such a run counts, and casts held where the program holds them."""
-    config = step.policy_config(CPU)
-    ours = step.Ours(config, mode, CPU, bf16=True)
+    config = updates.policy_config(CPU)
+    ours = updates.Ours(config, mode, CPU, bf16=True)
     needed = step.planned(config, mode, 2, 2, bf16=True)
     assert sum(t.nbytes for t in (*ours.loss.parameters(), *ours.loss.buffers())) == needed.weights
     given = []
-    batches = ours.feed(iter([ours.stored(step.prepared_rows(config, 2, 0))] * 3))
+    batches = ours.feed(iter([ours.stored(updates.prepared_rows(config, 2, 0))] * 3))
     with mock.patch.object(
-        step, "train_step", lambda *args, **options: given.append(options) or train_step(*args, **options)
+        updates, "train_step", lambda *args, **options: given.append(options) or train_step(*args, **options)
     ):
         ours.step(batches, 2, 0)
         ours.step(batches, 1, 1)
@@ -104,15 +104,15 @@ def test_ours_is_what_the_program_trains(mode):
 
 
 def test_steps_with_cached_features_are_those_without(monkeypatch, tmp_path):
-    assert "cached" not in step.contenders(step.policy_config(CPU), "expert")  # PI0.5
+    assert "cached" not in updates.contenders(updates.policy_config(CPU), "expert")  # PI0.5
     with benchmarked("smolvla", tmp_path) as options:
         for name, value in {"policy": "smolvla", "options": options, "vocabulary": VOCABULARY}.items():
-            monkeypatch.setitem(step.measured, name, value)
-        of_mode = {mode: step.contenders(step.policy_config(CPU), mode).keys() for mode in ("expert", "full")}
+            monkeypatch.setitem(updates.measured, name, value)
+        of_mode = {mode: updates.contenders(updates.policy_config(CPU), mode).keys() for mode in ("expert", "full")}
         assert of_mode["expert"] - of_mode["full"] == {"cached"}
-        columns, found, cells = step.prepared_rows(step.policy_config(CPU), 2, 0), {}, {}
-        for name in ("lerobot", *step.OWN):
-            contender = step.CONTENDERS[name](step.policy_config(CPU), "expert", CPU, bf16=False)
+        columns, found, cells = updates.prepared_rows(updates.policy_config(CPU), 2, 0), {}, {}
+        for name in ("lerobot", *updates.OWN):
+            contender = updates.CONTENDERS[name](updates.policy_config(CPU), "expert", CPU, bf16=False)
             stored = contender.stored(columns)
             # With cached features nothing is left for the vision tower.
             blind = mock.patch.object(SmolVLALoss, "_embed_images", None)

@@ -1,0 +1,320 @@
+"""What benchmarks/step.py compares: a policy with random weights, rows for it, and whose step trains it.
+
+Each contender holds a policy, and takes one optimizer step at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
+from lerobot.policies.factory import get_policy_class
+from lerobot.policies.pretrained import PreTrainedPolicy
+
+from util import NumpyToTorchCollate, Window, cuda_prefetcher, train_step
+from vla_finetuning.config import Attention, Config, Fp8, Precision, TrainMode, TrainOptions
+from vla_finetuning.policies.compiling import why_not
+from vla_finetuning.policies.counting import meta_policy
+from vla_finetuning.policies.optim import make_recipe
+from vla_finetuning.policies.processors import to_float
+from vla_finetuning.policies.prompts import cut_prompts
+from vla_finetuning.policies.registry import family_of
+from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.policies.trainable import choose_trainable
+from vla_finetuning.training.model import build_model, build_optimizer, check_attention
+from vla_finetuning.training.parallel import keeps_casts
+
+# Which policy, options of its tiny one, and how many words that knows; `main` of benchmarks/step.py chooses.
+TINY = {"image_resolution": (56, 56), "tokenizer_max_length": 64, "chunk_size": 10, "n_action_steps": 10}
+measured: dict[str, Any] = {"policy": "pi05", "options": TINY, "vocabulary": None}
+Columns = dict[str, np.ndarray]
+Draws = tuple[torch.Tensor, torch.Tensor]
+
+CAMERAS, STATE_DIM, ACTION_DIM = 3, 8, 7
+MAX_STEPS = 300
+LR = 1e-4
+
+
+def policy_config(device: torch.device) -> Any:
+    """The policy of this benchmark (`measured`) at its real size on a GPU, tiny on a CPU."""
+    tiny = device.type != "cuda"
+    kind = "tiny_pi05" if tiny and measured["policy"] == "pi05" else measured["policy"]
+    options: dict[str, Any] = measured["options"] if tiny else {}
+    side, _ = options.get("image_resolution") or options.get("resize_imgs_with_padding") or (224, 224)
+    image = PolicyFeature(FeatureType.VISUAL, (3, side, side))
+    make: Any = PreTrainedConfig.get_choice_class(kind)
+    return make(
+        **options,
+        input_features={
+            **{f"observation.images.{i}": image for i in range(CAMERAS)},
+            "observation.state": PolicyFeature(FeatureType.STATE, (STATE_DIM,)),
+        },
+        output_features={"action": PolicyFeature(FeatureType.ACTION, (ACTION_DIM,))},
+        device=device.type,
+    )
+
+
+def make_policy(config: Any, mode: TrainMode, device: torch.device) -> PreTrainedPolicy:
+    """The same random weights every time."""
+    torch.manual_seed(0)
+    with device:
+        policy = get_policy_class(config.type)(config)
+    choose_trainable(policy, mode)
+    return policy.train()
+
+
+def prepared_rows(config: Any, rows: int, seed: int) -> Columns:
+    """A batch as the data engine hands it over: uint8 cameras (B, H, W, 3), tokens with padding, action chunks."""
+    random = np.random.default_rng(seed)
+    tokens = (rows, config.tokenizer_max_length)
+    vocabulary = measured["vocabulary"] or getattr(config, "vocab_size", 257_152)
+    columns: Columns = {
+        key: random.integers(0, 256, (rows, *image.shape[1:], 3), np.uint8)
+        for key, image in config.image_features.items()
+    }
+    columns["observation.language.tokens"] = random.integers(0, vocabulary, tokens)
+    lengths = random.integers(tokens[1] // 4, tokens[1] // 2, (rows, 1))
+    lengths[0] = tokens[1] // 2  # so that all batches are cut to the same length
+    columns["observation.language.attention_mask"] = np.arange(tokens[1]) < lengths
+    if getattr(family_of(config), "before_actions", 0):
+        columns["observation.state"] = random.standard_normal((rows, STATE_DIM), np.float32)
+    columns["action"] = random.standard_normal((rows, config.chunk_size, ACTION_DIM), np.float32)
+    columns["action_is_pad"] = np.zeros((rows, config.chunk_size), bool)
+    return columns
+
+
+def prompt_lengths(config: Any) -> tuple[int, ...]:
+    """The lengths that ours cuts prompts to."""
+    return family_of(config).prompt_lengths(config, CAMERAS, trim=True)
+
+
+def prompt(config: Any) -> int:
+    """The length that ours cuts these rows' prompts to."""
+    return next(n for n in prompt_lengths(config) if n >= config.tokenizer_max_length // 2)
+
+
+class NotCompiledError(RuntimeError):
+    """What was to be measured as compiled code did not run as such, or not throughout."""
+
+
+@dataclass(frozen=True)
+class Prepared(PolicySpec):
+    """The policy of a run whose rows are prepared already. Its random weights are made on the device."""
+
+    device: torch.device = torch.device("cpu")
+
+    def start(self) -> PreTrainedPolicy:
+        return make_policy(self.config, self.train.mode, self.device)
+
+    def processors(self, config: PreTrainedConfig | None = None) -> Any:
+        return None, None
+
+
+def prepared_spec(
+    config: Any,
+    mode: TrainMode,
+    device: torch.device,
+    bf16: bool,
+    attention: Attention,
+    compiled: bool,
+    fp8: Fp8 = "off",
+) -> Prepared:
+    """As a run of the program has it, with a constant learning rate."""
+    precision: Precision = "bf16" if bf16 else "fp32"
+    run = Config(train=TrainOptions(mode=mode, precision=precision, attention=attention, compile=compiled, fp8=fp8))
+    return Prepared(
+        config=config,
+        folder=None,
+        base={},
+        train=run.train,
+        adapters=run.peft,
+        recipe=replace(make_recipe(run, config), peak=LR, scheduler=None, short=None),
+        cameras=CAMERAS,
+        stats=None,
+        seed=0,
+        prompts=prompt_lengths(config),
+        device=device,
+    )
+
+
+class Naive:
+    def __init__(self, config: Any, mode: TrainMode, device: torch.device, bf16: bool):
+        self.policy, self.device = make_policy(config, mode, device), device
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.policy.parameters() if p.requires_grad],
+            lr=LR,
+            betas=config.optimizer_betas,
+            eps=config.optimizer_eps,
+            weight_decay=config.optimizer_weight_decay,
+        )
+        self.clip_norm = config.optimizer_grad_clip_norm
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=device.type == "cuda")
+
+    def stored(self, columns: Columns) -> Any:
+        """float32 images in the loader's own, pageable memory."""
+        return {
+            key: to_float(torch.from_numpy(value)).numpy() if value.dtype == np.uint8 else value
+            for key, value in columns.items()
+        }
+
+    def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches
+
+    def step(self, batches: Iterator[Any], accum: int, number: int) -> float:
+        total = 0.0
+        for _ in range(accum):
+            batch = {key: torch.tensor(value).to(self.device) for key, value in next(batches).items()}
+            with self.autocast:
+                loss, _ = self.policy.forward(batch)
+            self.scaler.scale(loss / accum).backward()
+            total += loss.item()
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_([p for p in self.policy.parameters() if p.requires_grad], self.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return total / accum
+
+    def finish(self) -> None:
+        pass
+
+
+class LeRobot:
+    def __init__(self, config: Any, mode: TrainMode, device: torch.device, bf16: bool):
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+        from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
+
+        config.dtype = "bfloat16" if bf16 else "float32"
+        policy = make_policy(config, mode, device)
+        preset = config.get_optimizer_preset()
+        preset.lr, self.clip_norm, self.device = LR, preset.grad_clip_norm, device
+        AcceleratorState._reset_state(reset_partial_state=True)  # it would keep the first one's precision
+        self.accelerator = Accelerator(
+            step_scheduler_with_optimizer=False, mixed_precision="bf16" if bf16 else "no", cpu=device.type == "cpu"
+        )
+        trained = [p for p in policy.parameters() if p.requires_grad]
+        self.policy, self.optimizer = self.accelerator.prepare(policy, preset.build(trained))
+        names = ("loss", "grad_norm", "lr", "update_s", "gpu_mem_gb")
+        self.metrics = MetricsTracker(1, 1, 1, {name: AverageMeter(name) for name in names})
+
+    def stored(self, columns: Columns) -> Any:
+        """uint8 (B, 3, H, W) in pinned memory, as LeRobot's dataset and a DataLoader give it."""
+        tensors = {
+            key: torch.from_numpy(value.transpose(0, 3, 1, 2).copy() if value.dtype == np.uint8 else value)
+            for key, value in columns.items()
+        }
+        pin = self.device.type == "cuda"
+        return {key: value.pin_memory() if pin else value for key, value in tensors.items()}
+
+    def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        from accelerate.utils import send_to_device
+
+        for batch in batches:
+            yield send_to_device(batch, self.device)
+
+    def step(self, batches: Iterator[Any], accum: int, number: int) -> float:
+        from lerobot.scripts.lerobot_train import update_policy
+
+        # As lerobot_train's loop does before its preprocessor.
+        batch = {k: v.to(torch.float32) / 255.0 if v.dtype == torch.uint8 else v for k, v in next(batches).items()}
+        update_policy(self.metrics, self.policy, batch, self.optimizer, self.clip_norm, self.accelerator)
+        return self.metrics.loss.val
+
+    def finish(self) -> None:
+        pass
+
+
+class Ours:
+    """What a training process of the program makes and runs, on one GPU."""
+
+    def __init__(
+        self,
+        config: Any,
+        mode: TrainMode,
+        device: torch.device,
+        bf16: bool,
+        *,
+        attention: Attention = "sdpa",
+        compiled: bool = False,
+        fp8: Fp8 = "off",
+    ):
+        spec = prepared_spec(config, mode, device, bf16, attention, compiled, fp8)
+        self.loss, self.autocast = build_model(spec, device)
+        self.config, self.device, self.compiler = config, device, getattr(self.loss, "compiler", None)
+        if compiled and self.compiler is None:
+            raise NotCompiledError(str(why_not(device)))
+        check_attention(spec, self.loss, device, self.autocast, None)
+        self.optimizer = build_optimizer(spec, self.loss, MAX_STEPS)
+        self.collate = NumpyToTorchCollate(pin_memory=device.type == "cuda")
+        self.window = Window(device)
+
+    def stored(self, columns: Columns) -> Any:
+        return self.collate(cut_prompts(columns, prompt_lengths(self.config)))
+
+    def feed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return cuda_prefetcher(batches, self.device)
+
+    def draws(self, rows: int, number: int) -> Draws:
+        noise, flow_time = family_of(self.config).draw(self.config, rows, 0, number, self.device)
+        assert noise is not None and flow_time is not None
+        return noise, flow_time
+
+    def step(self, batches: Iterator[Any], accum: int, number: int) -> torch.Tensor:
+        first = next(batches)
+        rows = len(first["action"])
+        noise, flow_time = self.draws(rows * accum, number)
+        result = train_step(
+            self.loss,
+            self.optimizer,
+            itertools.chain([first], batches),
+            step=number,
+            grad_accum=accum,
+            mean_over=accum,
+            draws=lambda micro: (
+                noise[micro * rows : (micro + 1) * rows],
+                flow_time[micro * rows : (micro + 1) * rows],
+            ),
+            autocast=self.autocast,
+            device=self.device,
+            keep_casts=keeps_casts("ddp", accum, checkpointing=False),
+        )
+        self.window.add(result, rows * accum)
+        return result.loss
+
+    def finish(self) -> None:
+        self.window.gather(0.0)
+        self.window = Window(self.device)
+
+
+class Cached(Ours):
+    """Ours with the features of all frames at hand."""
+
+    def stored(self, columns: Columns) -> Any:
+        batch = super().stored(columns)
+        images = self.loss.images({key: batch[key].to(self.device) for key in self.config.image_features})
+        with torch.no_grad(), torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            features = self.loss.features(images)
+        pin = self.device.type == "cuda"
+        return {**batch, **{key: value.cpu().pin_memory() if pin else value for key, value in features.items()}}
+
+
+CONTENDERS: dict[str, Callable[..., Any]] = {"naive": Naive, "lerobot": LeRobot, "ours": Ours, "cached": Cached}
+# Those of this project; the others are compared with them.
+OWN = ("ours", "cached")
+
+
+def contenders(config: Any, mode: TrainMode) -> dict[str, Callable[..., Any]]:
+    """Those there are: features are cached if the policy's family can, and nothing that makes them trains."""
+    family, caches = family_of(config), False
+    if "feature_cache" in family.train_options:
+        policy = meta_policy(config)
+        choose_trainable(policy, mode)
+        caches = not any(p.requires_grad for module in family.vision(policy) for p in module.parameters())
+    return {name: make for name, make in CONTENDERS.items() if caches or name != "cached"}
