@@ -140,6 +140,7 @@ class GoogleStorageRequest(Handler):
             "name": name,
             "size": str(status.st_size),
             "generation": str(status.st_mtime_ns),
+            "etag": f"CL{status.st_mtime_ns:x}EAE=",
         }
 
     def listing(self, prefix, delimiter):

@@ -150,3 +150,25 @@ def test_threads_share_records(folder):
         with ThreadPoolExecutor(8) as threads:
             assert all(threads.map(write, range(16)))
         records.close()
+
+
+def test_a_file_that_is_closed_meanwhile_is_not_mistaken_for_another(tmp_path, monkeypatch):
+    """A request that is under way stores its block when the file that asked for it is closed."""
+    cache = NodeCache(tmp_path / "cache", 10**6, "make room")
+    records = Records(cache, cache.content("dataset", "file", "content"), 4096)
+    assert records.reserve_capacity(1)
+    others, pwrite = [], os.pwrite
+
+    def closing(descriptor, data, offset):
+        if not others:
+            records.close()
+            others.extend(open(tmp_path / name, "w+b") for name in "abcd")  # they take the numbers that are free
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", closing)
+    records.write(0, memoryview(bytes(range(256)) * 16))
+    assert [os.fstat(other.fileno()).st_size for other in others] == [0] * 4
+    for other in others:
+        other.close()
+    found = bytearray(4096)
+    assert records.read(0, memoryview(found)) and found == bytes(range(256)) * 16

@@ -334,6 +334,17 @@ class CacheFolder:
         return node_cache(Path(self.folder), int(self.gb * 1e9), self.remedy)
 
 
+class _Files:
+    """Open files of data and marks, closed when the last user is done: a descriptor must not become another file's."""
+
+    def __init__(self, data: int, marks: int):
+        self.data, self.marks = data, marks
+
+    def __del__(self) -> None:
+        os.close(self.data)
+        os.close(self.marks)
+
+
 class Records:
     """Records of one file's content: number n is at place n of a file with holes; a second file says which are there.
 
@@ -353,7 +364,7 @@ class Records:
     def __init__(self, cache: NodeCache, content: Path, record_bytes: int):
         self.cache, self.record_bytes = cache, record_bytes
         self._content, self._paths = content, [Path(f"{content}{end}") for end in (self.DATA, self.MARKS)]
-        self._files: tuple[int, int] | None = None
+        self._files: _Files | None = None
         self._lock = threading.Lock()
 
     @classmethod
@@ -365,15 +376,9 @@ class Records:
                 found = cls(cache, cache.content(dataset, file, identity), record_bytes)
         return found
 
-    def __del__(self) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Close the files, until the next access."""
-        with self._lock:
-            for descriptor in self._files or ():
-                os.close(descriptor)
-            self._files = None
+        """Close the files, until the next access; for threads that use them they stay open until then."""
+        self._files = None
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
         """As `NodeCache.alone`, of these records."""
@@ -387,21 +392,23 @@ class Records:
 
     def mark(self, number: int, tag: float = 0.0) -> int:
         """The checksum of a record; 0 if it is not there, or has another tag. Raises OSError."""
-        checksum, marked = self._mark(number)
-        return checksum if marked == tag else 0
+        return self._mark(self._open(), number, tag)[0]
 
-    def _mark(self, number: int) -> tuple[int, float]:
-        files = self._open()
-        content = os.pread(files[1], self.MARK.size, number * self.MARK.size) if files and number < self.MOST else b""
+    def _mark(self, files: _Files | None, number: int, tag: float | None) -> tuple[int, float]:
+        """Checksum and tag of a record; a checksum of 0 if it is not there, or has another tag than `tag`."""
+        if files is None or number >= self.MOST:
+            return 0, 0.0
+        content = os.pread(files.marks, self.MARK.size, number * self.MARK.size)
         checksum, marked = self.MARK.unpack(content) if len(content) == self.MARK.size else (0, 0.0)
-        if files and not checksum and not os.fstat(files[1]).st_nlink:
+        if not checksum and not os.fstat(files.marks).st_nlink:
             self.close()  # the folder was removed; it may be there again
-        return checksum, marked
+        return checksum if tag in (None, marked) else 0, marked
 
     def read(self, number: int, out: memoryview, tag: float = 0.0) -> bool:
         """Fill `out` (bytes, as many as were written) with a record; False if it is not there. Raises OSError."""
-        checksum, files = self.mark(number, tag), self._files
-        if not checksum or files is None or os.preadv(files[0], [out], number * self.record_bytes) != len(out):
+        files = self._open()
+        checksum, _ = self._mark(files, number, tag)
+        if not checksum or files is None or os.preadv(files.data, [out], number * self.record_bytes) != len(out):
             return False
         return (xxhash.xxh3_64_intdigest(out) or 1) == checksum
 
@@ -410,16 +417,17 @@ class Records:
         files = self._files
         if not self.cache.takes or files is None or number >= self.MOST:
             return
-        if os.pwrite(files[0], record, number * self.record_bytes) == len(record):
+        if os.pwrite(files.data, record, number * self.record_bytes) == len(record):
             mark = self.MARK.pack(xxhash.xxh3_64_intdigest(record) or 1, tag)
-            os.pwrite(files[1], mark, number * self.MARK.size)
+            os.pwrite(files.marks, mark, number * self.MARK.size)
 
     def get(self, number: int) -> bytes | None:
         """A record that `put` stored; None if it is not there, or the cache fails."""
         with self.cache.doing_without():
-            checksum, size = self._mark(number) if self.cache.works else (0, 0.0)
-            if checksum and self._files is not None and 0 < size <= self.record_bytes:
-                record = os.pread(self._files[0], int(size), number * self.record_bytes)
+            files = self._open() if self.cache.works else None
+            checksum, size = self._mark(files, number, None)
+            if checksum and files is not None and 0 < size <= self.record_bytes:
+                record = os.pread(files.data, int(size), number * self.record_bytes)
                 return record if (xxhash.xxh3_64_intdigest(record) or 1) == checksum else None
         return None
 
@@ -434,17 +442,20 @@ class Records:
 
     def read_ahead(self, first: int, last: int) -> None:
         """Have the system read records [first, last) from the disk, where it supports this (Linux)."""
-        if self._files is not None and hasattr(os, "posix_fadvise"):
+        files = self._files
+        if files is not None and hasattr(os, "posix_fadvise"):
             start, end = first * self.record_bytes, last * self.record_bytes
             for at in range(start, end, READ_AHEAD_BYTES):
                 size = min(READ_AHEAD_BYTES, end - at)
-                os.posix_fadvise(self._files[0], at, size, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(files.data, at, size, os.POSIX_FADV_WILLNEED)
 
-    def _open(self, create: bool = False) -> tuple[int, int] | None:
-        """Descriptors of the data and the marks; None if they are not there and not to be made."""
-        if self._files is None:
+    def _open(self, create: bool = False) -> _Files | None:
+        """The files; None if they are not there and not to be made."""
+        files = self._files
+        if files is None:
             with self._lock:
-                if self._files is None:
+                files = self._files
+                if files is None:
                     data, marks = self._paths
                     if not os.path.exists(marks):
                         if not create:
@@ -452,8 +463,8 @@ class Records:
                         self.cache.make_folder(self._content)
                     opened = open_own(data, os.O_RDWR | os.O_CREAT)
                     try:
-                        self._files = opened, open_own(marks, os.O_RDWR | os.O_CREAT)
+                        files = self._files = _Files(opened, open_own(marks, os.O_RDWR | os.O_CREAT))
                     except OSError:
                         os.close(opened)
                         raise
-        return self._files
+        return files

@@ -130,7 +130,8 @@ class Content(NamedTuple):
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Content:
-        marks = ("ETag", "etag", "generation", "md5Hash", "LastModified", "mtime", "created")
+        # Google's objects have an etag as well, which no request for a range takes as a condition.
+        marks = ("generation", "ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
         kind = next((name for name in marks if info.get(name)), None)
         return cls(int(info["size"] or 0), kind, "" if kind is None else str(info[kind]))
 
@@ -386,8 +387,7 @@ class RemoteFile(io.RawIOBase):
             request.cancel()
         self._coming.clear()
         self._blocks.clear()
-        if self._cache is not None:
-            self._cache.close()
+        self._cache = None  # requests that are under way still store what they get
         super().close()
 
     def _block(self, number: int, wanted: int) -> bytes:
@@ -422,15 +422,16 @@ class RemoteFile(io.RawIOBase):
     def _get(self, first: int, last: int) -> list[bytes]:
         """Blocks [first, last), from the disk those that it has; the others in one request. In any thread."""
         found: dict[int, bytes | None] = dict.fromkeys(range(first, last))
-        if self._cache is not None:
-            found = {n: self._cache.get(n, self._end(n) - n * BLOCK_BYTES) for n in found}
+        cache = self._cache
+        if cache is not None:
+            found = {n: cache.get(n, self._end(n) - n * BLOCK_BYTES) for n in found}
         if missing := [n for n, block in found.items() if block is None]:
             start = missing[0] * BLOCK_BYTES
             data = self._fetch(start, self._end(missing[-1]))
             for n in range(missing[0], missing[-1] + 1):
                 block = found[n] = data[n * BLOCK_BYTES - start :][:BLOCK_BYTES]
-                if self._cache is not None and n in missing:
-                    self._cache.put(n, block)
+                if cache is not None and n in missing:
+                    cache.put(n, block)
         return [block for block in found.values() if block is not None]
 
     def _fetch(self, start: int, end: int) -> bytes:
@@ -506,6 +507,3 @@ class BlockCache:
         with self._cache.doing_without():
             if self._blocks.reserve_capacity(1):
                 self._blocks.write(number, memoryview(block))
-
-    def close(self) -> None:
-        self._blocks.close()
