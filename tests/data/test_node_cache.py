@@ -162,13 +162,14 @@ def test_a_file_that_is_closed_meanwhile_is_not_mistaken_for_another(tmp_path, m
     def closing(descriptor, data, offset):
         if not others:
             records.close()
-            others.extend(open(tmp_path / name, "w+b") for name in "abcd")  # they take the numbers that are free
+            # They take the numbers that are free.
+            others.extend(os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in "abcd")
         return pwrite(descriptor, data, offset)
 
     monkeypatch.setattr(os, "pwrite", closing)
     records.write(0, memoryview(bytes(range(256)) * 16))
-    assert [os.fstat(other.fileno()).st_size for other in others] == [0] * 4
+    assert [os.fstat(other).st_size for other in others] == [0] * 4
     for other in others:
-        other.close()
+        os.close(other)
     found = bytearray(4096)
     assert records.read(0, memoryview(found)) and found == bytes(range(256)) * 16

@@ -1,7 +1,9 @@
 """Robots that differ in one run: each row is, to the policy, what it is in a run of its robot alone."""
 
+import copy
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -36,7 +38,9 @@ from vla_finetuning.run.resolve import of_robot, resolve, with_stats
 from vla_finetuning.training.batches import collate_cut
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.export import export, exported_checkpoint
+from vla_finetuning.training.held_out import HeldOutLoss
 from vla_finetuning.training.model import build_model, make_prepare
+from vla_finetuning.training.worker import Worker
 
 TOP, WRIST, BASE = (f"observation.images.{name}" for name in ("top", "wrist", "base"))
 SIZES = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
@@ -470,6 +474,36 @@ def test_members_that_do_not_go_together(folder):
         with pytest.raises(ValueError, match=message):
             mixed(folder, mixture={"members": [{k: v for k, v in m.items() if v is not None} for m in mixture]})
     assert robots(members({"a": 1, "b": 2})) == ()
+
+
+def test_datasets_of_one_robot_have_one_choice_of_cameras(folder):
+    """That of the first would be read of all."""
+    gantry = MIXTURE["members"][0]
+    if not (folder / "gantry2").exists():
+        shutil.copytree(folder / "gantry", folder / "gantry2")
+    other = {**copy.deepcopy(gantry), "root": "gantry2"}
+    with pytest.raises(ValueError, match=r"gantry2: camera_keys \['observation.images.top'\].* the same camera_keys"):
+        mixed(folder, mixture={"members": [gantry, {**other, "camera_keys": [TOP]}]})
+    both = [{**one, "camera_keys": [TOP]} for one in (gantry, other)]
+    run = mixed(folder, "--dataset.missing_cameras=mask", mixture={"members": both})
+    assert run.rows.camera_keys == (TOP,)
+
+
+def test_a_prompt_names_no_robot_where_there_is_one(folder):
+    with pytest.raises(ValueError, match="robot_in_prompt=true: .* has one by name; leave it out"):
+        mixed(folder, "--dataset.robot_in_prompt=true", mixture={"members": MIXTURE["members"][:1]})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_held_out_batches_have_the_shapes_of_training(folder, compiled):
+    """Whole batches are of one robot there; compiled code would be compiled anew for those without a camera."""
+    run = mixed(folder, "--dataset.eval_split=0.3", "--eval_steps=2")
+    spec = replace(run.policy, train=replace(run.policy.train, compile=compiled))
+    with in_process.tasks_here():
+        held_out = HeldOutLoss(run.rows, spec, Worker(torch.device("cpu")), batch_size=4, limit=0, timeout_s=60)
+        cameras = [sorted(key for key in batch if key in (BASE, WRIST)) for batch in held_out._host_batches()]
+    assert len(cameras) > 2
+    assert all(keys == [BASE, WRIST] for keys in cameras) == compiled
 
 
 def test_dimensions_come_in_the_order_that_is_asked_for(folder):

@@ -8,7 +8,7 @@ vectors as long as the widest (`data.options.Features.padded`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,12 @@ def match_datasets(
     steps = [window_step(meta, member.fps) for meta, member in zip(metas, of, strict=True)]
     maps = [observations_renamed({**config.rename_map, **member.rename_map}) for member in of]
     if len(robots) < 2:
+        if config.dataset.robot_in_prompt:
+            raise ValueError(
+                "--dataset.robot_in_prompt=true: instructions name their robot in a mixture of robots that differ, and "
+                f"this run has {'one' if robots else 'none'} by name; leave it out, or begin the dataset's own "
+                "instructions with the name"
+            )
         check_rates(metas, steps, members)
         metas, match, rename_map = _match_robot(config, metas, of, maps, base.config, base.name)
         check(base.config)
@@ -158,6 +164,7 @@ def _match_robot(
     policy_name: str,
 ) -> tuple[tuple[DatasetMetadata, ...], FeatureMatch, dict[str, str]]:
     """The datasets with one name and order for everything, how they are the policy's, and which names it renames."""
+    _check_one_choice(metas, members, maps, config.dataset.camera_keys)
     metas = named_alike(metas, maps)
     together = {key: name for one in reversed(maps) for key, name in one.items()}
     rename_map = names_of_first(metas, together)
@@ -178,6 +185,24 @@ def _match_robot(
                 "actions, --policy.use_relative_actions=false"
             )
     return tuple(metas), match, together
+
+
+def _check_one_choice(
+    metas: Metas, members: Sequence[Member], maps: Sequence[Mapping[str, str]], given: list[str] | None
+) -> None:
+    """Refuse a member that chooses other cameras than its robot's first dataset: its choice holds for all of them."""
+
+    def named(keys: Iterable[str], names: Mapping[str, str]) -> set[str]:
+        return {names.get(key, key) for key in keys}
+
+    first = named(members[0].camera_keys or given or metas[0].camera_keys, maps[0])
+    for meta, member, names in zip(metas, members, maps, strict=True):
+        if member.camera_keys is not None and named(member.camera_keys, names) != first:
+            raise ValueError(
+                f"dataset {meta.root}: camera_keys {sorted(member.camera_keys)}, where {metas[0].root} is read with "
+                f"{sorted(first)}: datasets of one robot have the same cameras; give all the same camera_keys, or name "
+                "another robot"
+            )
 
 
 def _match(

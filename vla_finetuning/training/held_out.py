@@ -173,7 +173,14 @@ class HeldOutLoss:
             missing = self._size - len(next(iter(columns.values())))
             if missing and self._family.row_losses:  # no other shape than in training, which might have to be compiled
                 columns = {k: np.concatenate([v, np.repeat(v[-1:], missing, axis=0)]) for k, v in columns.items()}
-            yield collate_cut(self._collate, self._spec.prompts, columns, returns=self._returns)
+            # As in training: a batch without a robot's cameras would be compiled anew, here and on this rank alone.
+            yield collate_cut(
+                self._collate,
+                self._spec.prompts,
+                columns,
+                returns=self._returns,
+                drop_absent=not self._spec.train.compile,
+            )
 
     def _ask(self, number: int) -> None:
         if number not in self._asked:
