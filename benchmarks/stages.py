@@ -82,9 +82,9 @@ def run(options: argparse.Namespace, work: Callable[[], dict[str, Any]], table: 
     if options.json is not None:
         settings = {name: given for name, given in vars(options).items() if name not in ("folder", "json")}
         environment = Environment.here().model_dump(mode="json")
-        flags = {name: "" if value is True else f" {value}" for name, value in settings.items() if value is not False}
-        given = "".join(f" --{name}{value}" for name, value in flags.items())
-        command = f"python -m benchmarks.{Path(sys.argv[0]).stem}{given}"
+        given = {name: value for name, value in settings.items() if value is not None and value is not False}
+        flags = "".join(f" --{name}" if value is True else f" --{name} {value}" for name, value in given.items())
+        command = f"python -m benchmarks.{Path(sys.argv[0]).stem}{flags}"
         result = {"command": command, "settings": settings, "environment": environment, **found}
         write_json(options.json, json.loads(json.dumps(result, default=str)))
     return 0
