@@ -56,6 +56,12 @@ def check_grpo(config: GrpoConfig) -> None:
             f"--grpo.resample={g.resample} with --grpo.method=filtered, which learns from every success, also of "
             "groups whose returns are all equal: leave it out"
         )
+    if g.kl and g.method == "filtered":
+        raise ValueError(f"--grpo.kl={g.kl:g} with --grpo.method=filtered: imitation has no such term; leave it out")
+    if config.train.compile:
+        raise ValueError(
+            "--train.compile=true: decisions come in batches of any size, and each size would be compiled; leave it out"
+        )
     if config.lr is None:
         raise ValueError(
             "--lr=null: imitation's own rate is far too high for learning from success; give a number, as 5e-6"

@@ -1,5 +1,6 @@
 """The loop of grpo.py without Ray: resumed bit for bit, in two processes as in one; and what is refused."""
 
+import contextlib
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.rl import before_after, flow_sde, learning
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
 from vla_finetuning.rl.expected import Simulated, expected_times
+from vla_finetuning.rl.learning import Lessons, Played
 from vla_finetuning.rl.objective import Objective
 from vla_finetuning.rl.resolve import decision_bytes, describe_grpo, resolve_grpo
 from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint
@@ -179,6 +181,30 @@ def test_the_ratio_is_one_in_the_first_update_of_an_iteration(base, tmp_path):
     _, lines = train(resolved(base, tmp_path / "run", **{"grpo.minibatch": 1000, "grpo.epochs": 1, "batch_size": 5}))
     assert [line["ratio_off"] for line in lines[1:]] == [0.0, 0.0] and lines[1]["kl"] == 0.0
     assert [line["updates"] for line in lines[1:]] == [1, 1]
+
+
+def test_a_rank_with_nothing_to_learn_from_has_a_row_for_every_term(monkeypatch):
+    """Only rank 0's group has a signal; the other fills its micro-batches up with a row of weight zero."""
+    config = parse_grpo(["--preset=demo", "--grpo.kl=0.01", "--grpo.groups=4", "--grpo.group_size=2"])
+    returns = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    played = Played(returns, returns, np.full(8, 3), np.full(8, 9), np.arange(8), {})
+    columns = {"which": torch.zeros(12, 2, dtype=torch.long), "after": torch.zeros(12, 2, 4, 3)}
+    explorer = SimpleNamespace(iteration=0, columns=lambda: columns, rows=lambda episodes, _: [0] * len(episodes))
+    actor = SimpleNamespace(computing=contextlib.nullcontext, on_device=lambda batch: batch, device=torch.device("cpu"))
+
+    def score(batch, prefix=None):
+        rows = len(batch["which"])
+        return torch.zeros(rows, 2), torch.ones(rows, 2, 4, 3), torch.ones(rows, 2)
+
+    loss = SimpleNamespace(prefix=lambda images: None, images=lambda batch: batch)
+    objective = SimpleNamespace(critic=None, loss=loss, score=score)
+    for rank, weight in ((0, 1.0), (1, 0.0)):
+        lessons = Lessons(config, objective, objective, actor, explorer, played, worker=Rank(rank, 2))
+        batches = [batch for _, micros in lessons.epoch(0) for batch in micros]
+        assert batches
+        for batch in batches:
+            assert batch["start_mean"].shape == (len(batch["weight"]), 2, 4, 3)
+            assert (batch["weight"] == weight).all() and (batch["start_mean"] == weight).all()
 
 
 def test_updates_end_where_the_policy_has_moved_far_enough(base, tmp_path):
@@ -372,6 +398,8 @@ def test_a_presets_flags_come_before_the_users():
         ({"env.type": "nowhere"}, "LeRobot knows no such environment"),
         ({"dataset.root": "/data"}, "unknown flag --dataset.root"),
         ({"grpo.kl": -1}, "--grpo.kl=-1: expected a number, at least 0"),
+        ({"grpo.kl": 0.1, "grpo.method": "filtered"}, "--grpo.kl=0.1 with --grpo.method=filtered: .* leave it out"),
+        ({"train.compile": "true"}, "--train.compile=true: decisions come in batches of any size"),
         ({"rename_map": '{"observation.images.top": "observation.images.other"}'}, "the policy needs"),
     ],
 )

@@ -342,7 +342,9 @@ class Lessons:
         """
         steps = self._columns["which"].shape[1] if self._columns else 0
         old, values = torch.zeros(self.rows, steps), torch.zeros(self.rows)
-        means = []
+        if start is not None and self._columns:
+            # Also on a rank without a row to learn from: the row of weight zero that it fills up with has one.
+            self._start_mean = torch.zeros(self.rows, *self._columns["after"].shape[1:])
         for minibatch in self._minibatches(0):
             for rows in minibatch.micros:
                 if not len(rows):
@@ -353,13 +355,9 @@ class Lessons:
                     old[rows] = objective.score(batch, prefix)[0].cpu()
                     if objective.critic is not None:
                         values[rows] = objective.values(prefix).cpu()
-                    if start is not None:
-                        means.append((rows, start.score(batch)[1].cpu()))
+                    if start is not None and self._start_mean is not None:
+                        self._start_mean[rows] = start.score(batch)[1].cpu()
         self._old, self._values = old, values
-        if means:
-            self._start_mean = torch.zeros(self.rows, *means[0][1].shape[1:])
-            for rows, mean in means:
-                self._start_mean[rows] = mean
 
     def _judge(self, played: Played) -> None:
         """Advantages and value targets of the decisions of all ranks, by the critic before the first update."""
