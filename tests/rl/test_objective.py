@@ -123,6 +123,27 @@ def test_filtered_is_the_imitation_of_what_was_done(loss):
     torch.testing.assert_close(found, 6 * loss({**seen, "action": batch["action"]}, noise, time))
 
 
+def test_a_decision_weighs_as_much_as_a_demonstration(loss, monkeypatch):
+    """Each row is the mean over its executed steps: of some chunks all, of others the first two."""
+    monkeypatch.setattr(loss, "mask_padding", True)
+    batch = micro_batch(loss)
+    generator = torch.Generator().manual_seed(3)
+    noise, time = torch.randn(batch["x"][:, 0].shape, generator=generator), torch.rand(6, generator=generator)
+    executed = torch.tensor([2, 2, 2, noise.shape[1], noise.shape[1], noise.shape[1]])
+    padded = torch.arange(noise.shape[1]) >= executed[:, None]
+    objective = Objective(loss, SDE, GrpoOptions(method="filtered"))
+    found = objective({**batch, "action_is_pad": padded, "noise": noise, "time": time})
+    seen = {key: value for key, value in batch.items() if "observation" in key} | {"action": batch["action"]}
+    alone = []
+    for n, steps in enumerate(executed.tolist()):
+        of_row = {key: value[n : n + 1] for key, value in seen.items()}
+        with monkeypatch.context() as patched:
+            patched.setattr(loss, "reduce", lambda losses, *_, steps=steps, **__: losses[:, :steps].mean())
+            alone.append(loss(of_row, noise[n : n + 1], time[n : n + 1]))
+    torch.testing.assert_close(found, torch.stack(alone).sum())
+    assert float(objective.sums[0]) == 6
+
+
 def test_the_divergence_from_the_start_is_that_of_torchs_normals(loss):
     batch = micro_batch(loss, advantage=torch.zeros(6))
     other = PI05Loss(make_policy(seed=1))

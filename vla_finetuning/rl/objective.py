@@ -117,7 +117,7 @@ class Objective(nn.Module):
     A micro-batch, all of B rows: what `FlowLoss` takes of images and language; `weight` float32 (B,), 0 for a row
     that only fills up; and for grpo, ppo and rloo `x`, `after`, `which` (`flow_sde.Walk`), `advantage` (B,), `old`
     (B, S), the log-probabilities before the first update, and `start_mean` (B, S, E, A) with `--grpo.kl`; for ppo also
-    `value` and `target` (B,); for filtered `action` (B, T, A), `noise` and `time`.
+    `value` and `target` (B,); for filtered `action` (B, T, A), `action_is_pad` bool (B, T), `noise` and `time`.
 
     Args:
         seed: of the critic's first parameters.
@@ -138,8 +138,12 @@ class Objective(nn.Module):
         """The sum of the rows' losses, 0-d. `noise`, `time` are in the batch, for filtered; these are not looked at."""
         options, weight = self.options, batch["weight"]
         if options.method == "filtered":
-            rows = len(weight)
-            loss = self.loss({**batch, "row_weight": weight}, batch["noise"], batch["time"]) * rows
+            rows, of_row = len(weight), weight
+            if self.loss.mask_padding:
+                # The mean over what was executed, or a demonstration would weigh several decisions.
+                steps = batch["action_is_pad"].shape[1]
+                of_row = weight * (steps / (steps - batch["action_is_pad"].sum(dim=1)))
+            loss = self.loss({**batch, "row_weight": of_row}, batch["noise"], batch["time"]) * rows
             self._add(weight.sum(), loss.detach())
             return loss
         prefix = self.loss.prefix(self.loss.images(batch))
