@@ -23,7 +23,7 @@ from tests.planted import Fault
 from tests.tiny import ACTION_DIM, STATE_DIM
 from tests.tiny_backbones import KINDS
 from tests.training.test_as_lerobot import Alone
-from vla_finetuning.data import relative_actions
+from vla_finetuning.data import quantiles, relative_actions
 from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
@@ -221,6 +221,24 @@ def test_a_stride_takes_every_second_frame(folder):
     row = dataset[int(rows["index"][at])]
     np.testing.assert_array_equal(rows["action"][at], row["action"].numpy())
     np.testing.assert_array_equal(rows["action_is_pad"][at], row["action_is_pad"].numpy())
+
+
+@pytest.mark.parametrize("statistics", ["exact", "lerobot"])
+def test_relative_actions_are_normalised_by_chunks_of_their_own_rate(folder, tmp_path, monkeypatch, statistics):
+    """Against numpy over the rows that are trained on."""
+    for module in (quantiles, relative_actions):
+        monkeypatch.setattr(module, "over_files", one_after_the_other)
+    flags = ("--policy.use_relative_actions=true", f"--dataset.statistics={statistics}")
+    flags += ("--dataset.missing_cameras=mask", f"--output_dir={tmp_path / 'run'}")
+    run = with_stats(mixed(folder, *flags, mixture={"members": [{**MIXTURE["members"][1], "fps": 10}]}))
+    (rows,) = run.rows.source((0, run.rows.per_epoch)).read_rows(range(run.rows.per_epoch), run.rows.per_epoch)
+    whole = ~rows["action_is_pad"].any(axis=1)
+    assert 0 < whole.sum() < len(whole)
+    chunks = (rows["action"] - rows["observation.state"][:, None, :5])[whole].reshape(-1, 5)
+    stats = run.policy.stats["action"]
+    for name, expected in (("min", chunks.min(0)), ("max", chunks.max(0)), ("mean", chunks.mean(0))):
+        np.testing.assert_allclose(stats[name], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(stats["q99"], np.quantile(chunks, 0.99, axis=0), atol=0.02 * np.ptp(chunks))
 
 
 def test_loss_and_gradient_of_a_row_are_those_alone(both):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,16 +43,22 @@ class Source:
     """Episodes (int64, ascending) of a dataset; each of their frames counts for `weight`.
 
     Frames that are idle by `movement` do not count, nor do relative actions of chunks that begin there; None: all do.
+    Actions of a chunk are `step` frames apart.
     """
 
     meta: DatasetMetadata
     episodes: np.ndarray
     weight: float = 1.0
     movement: Movement | None = None
+    step: int = 1
 
     def described(self) -> dict[str, Any]:
         """What a digest says of the frames that count."""
         return {} if self.movement is None else {"idle": self.movement.described()}
+
+    def relative(self, how: RelativeActions | None) -> RelativeActions | None:
+        """Relative actions of these chunks."""
+        return None if how is None else replace(how, step=self.step)
 
 
 def exact_stats(
@@ -78,20 +84,20 @@ def exact_stats(
         FileNotFoundError: a parquet file is missing.
     """
     names = sorted(keys)
-    if relative is not None and ACTION in names:
-        for source in sources:
-            check_relative(source.meta, relative, source.episodes)
-    how = {
-        "exact": _FORMAT,
-        "weights": [source.weight for source in sources],
-        "relative": asdict(relative) if relative and ACTION in names else None,
-        "skip": skip_unreadable,
-    }
+    relative = relative if ACTION in names else None
+    for source in sources:
+        if (own := source.relative(relative)) is not None:
+            check_relative(source.meta, own, source.episodes)
+    how = {"exact": _FORMAT, "weights": [source.weight for source in sources], "skip": skip_unreadable}
     columns = _columns(names, relative)
     orders = [[source.meta.features[key].order for key in columns] for source in sources]
     digests = [
-        digest(source.meta, columns, source.episodes, {**how, "order": order} | source.described())
+        digest(
+            *(source.meta, columns, source.episodes),
+            {**how, "order": order, "relative": own.described() if own else None} | source.described(),
+        )
         for source, order in zip(sources, orders, strict=True)
+        for own in (source.relative(relative),)
     ]
     name = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
     # A cache of statistics is flat: those of each source have its number before the feature.
@@ -178,7 +184,7 @@ def _vectors(values: np.ndarray, feature: Feature) -> np.ndarray:
 
 def _columns(keys: Sequence[str], relative: RelativeActions | None) -> list[str]:
     """The features that are read for those of `keys`."""
-    return sorted({*keys, STATE}) if relative and ACTION in keys else list(keys)
+    return sorted({*keys, STATE}) if relative else list(keys)
 
 
 # ---- counting -----------------------------------------------------------------------------------------------------
@@ -341,6 +347,7 @@ def _pass(
     within: np.ndarray | None = None,
 ) -> Tally:
     """Count the values of a source in a pass over its files."""
+    relative = source.relative(relative)
     features = {key: source.meta.features[key] for key in _columns(names, relative)}
     movement, read = source.movement, dict(features)
     read |= {feature.key: feature for feature in (() if movement is None else movement.features)}
@@ -354,7 +361,7 @@ def _pass(
             for _, arrays in episode_arrays(fs, features=list(read.values()), **file):
                 rows = {key: _vectors(arrays[f.key], f).astype(np.float32) for key, f in features.items()}
                 per_frame = dict.fromkeys(rows, 1)
-                if relative is not None and ACTION in names:
+                if relative is not None:
                     rows[ACTION] = relative_chunks(rows[ACTION], rows[STATE], relative)
                     per_frame[ACTION] = relative.chunk_size
                 if movement is not None:

@@ -30,10 +30,22 @@ class RelativeActions:
     Attributes:
         chunk_size: actions of a prediction.
         dimensions: of an action, true for those that the state is taken off.
+        step: frames of the dataset from an action of a prediction to the next.
     """
 
     chunk_size: int
     dimensions: tuple[bool, ...]
+    step: int = 1
+
+    @property
+    def reach(self) -> int:
+        """Frames from a prediction's first action to its last, both of them counted."""
+        return (self.chunk_size - 1) * self.step + 1
+
+    def described(self) -> dict[str, Any]:
+        """What a digest says of them."""
+        said = asdict(self)
+        return said if self.step != 1 else {key: value for key, value in said.items() if key != "step"}
 
 
 def relative_action_stats(
@@ -51,7 +63,7 @@ def relative_action_stats(
     episodes = select_episodes(meta, None)
     check_relative(meta, how, episodes)
     state = meta.features[STATE]
-    described = {**asdict(how), "state": stored_as(state)}
+    described = {**how.described(), "state": stored_as(state)}
     name = digest(meta, [ACTION], episodes, described)
     return cached_stats([ACTION], cache_dir, name, partial(_compute, meta, how, episodes))[ACTION]
 
@@ -69,18 +81,18 @@ def check_relative(meta: DatasetMetadata, how: RelativeActions, episodes: np.nda
             f"{action.shape[0]}; found {None if state is None else state.shape[0]}. Train with absolute actions, "
             "--policy.use_relative_actions=false"
         )
-    if meta.episode_length[episodes].max() < how.chunk_size:
+    if meta.episode_length[episodes].max() < how.reach:
         raise ValueError(
-            f"dataset {meta.root}: relative actions are normalised by chunks of {how.chunk_size} frames, and the "
+            f"dataset {meta.root}: relative actions are normalised by chunks of {how.reach} frames, and the "
             f"longest episode has {meta.episode_length[episodes].max()}; lower --policy.chunk_size"
         )
 
 
 def relative_chunks(actions: np.ndarray, states: np.ndarray, how: RelativeActions) -> np.ndarray:
     """An episode's whole chunks, relative: float32 actions (L, A) and states (L, S >= A) to (chunks * T, A)."""
-    if len(actions) < how.chunk_size:
+    if len(actions) < how.reach:
         return np.empty((0, actions.shape[1]), np.float32)
-    windows = np.lib.stride_tricks.sliding_window_view(actions, how.chunk_size, axis=0).swapaxes(1, 2)
+    windows = np.lib.stride_tricks.sliding_window_view(actions, how.reach, axis=0)[..., :: how.step].swapaxes(1, 2)
     start = states[: len(windows), None, : actions.shape[1]] * np.array(how.dimensions, np.float32)
     return (windows - start).reshape(-1, actions.shape[1])
 

@@ -189,8 +189,10 @@ def computed_stats(
         ValueError, FileNotFoundError: of the datasets' files.
     """
     metas, rows = of.metas, of.identity["rows_per_source"]
+    steps = of.features.window_steps or (1,) * len(metas)
     if config.dataset.statistics == "lerobot":
-        completed = tuple(_lerobots(meta, missing, relative, cache_dir) for meta in metas)
+        how = [None if relative is None else replace(relative, step=step) for step in steps]
+        completed = tuple(_lerobots(meta, missing, own, cache_dir) for meta, own in zip(metas, how, strict=True))
         return completed, joint_stats(config, completed, rows)
     weights = [1.0] * len(metas)
     if _weighted(config):
@@ -199,7 +201,7 @@ def computed_stats(
             frames = [left.moving for left in of.selection.stretches]
         weights = [count / all_frames for count, all_frames in zip(rows, frames, strict=True)]
     movements = [movement_of(meta, of.rename_map, config.dataset.skip_idle) for meta in metas]
-    sources = [Source(*source) for source in zip(metas, of.train_episodes, weights, movements, strict=True)]
+    sources = [Source(*source) for source in zip(metas, of.train_episodes, weights, movements, steps, strict=True)]
     joint, each = exact_stats(
         sources,
         list(missing),
