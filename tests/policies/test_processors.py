@@ -120,6 +120,19 @@ def test_what_the_policy_gets_is_lerobots_to_the_bit(case):
     assert prepared[TOP] is columns[TOP]
 
 
+def test_whole_numbers_are_normalised_as_floats(case):
+    """LeRobot's normaliser casts its statistics to int64 for them, and a deviation of 0.49 is 0."""
+    preprocessor, _ = make_processors(case.folder, case.config, case.meta.stats, {})
+    columns = case.rows(INDICES)
+    of_ticks = {key: columns[key].round() for key in ("observation.state", "action")}
+    expected, _ = split(case, preprocessor, {**columns, **of_ticks})
+    found, _ = split(case, preprocessor, {**columns, **{k: v.astype(np.int64) for k, v in of_ticks.items()}})
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert found[key].dtype == values.dtype
+        np.testing.assert_array_equal(found[key], values, err_msg=key)
+
+
 def test_renamed_cameras(case):
     renamed = {TOP: "observation.images.base", WRIST: "observation.images.hand"}
     config = PreTrainedConfig.from_pretrained(case.folder, cli_overrides=["--device=cpu"])

@@ -153,6 +153,7 @@ class Prepare:
         self._keep = tuple(keep)
         whole = _with_steps(preprocessor, [_fixed_shape(copy.copy(step)) for step in preprocessor.steps])
         self._pipeline = _with_steps(whole, [step for step in whole.steps if not _of_batch(step)])
+        self._renamed = _rename_map(self._pipeline)
         self._check_split(whole, config)
         for step in self._pipeline.steps:
             step._current_transition = None  # what it remembers of the made-up row
@@ -213,6 +214,9 @@ class Prepare:
                 if len(data[key]) != len(value):
                     raise ValueError(f"'task' holds values that are not strings: {list(value)[:5]}")
             elif value.dtype.kind in "biuf":
+                if value.dtype.kind != "f" and self._renamed.get(key, key) in self._features:
+                    # LeRobot's normaliser casts its statistics to what it is given: 0.49 would become 0.
+                    value = value.astype(np.float32)
                 # Blocks are read-only views of shared memory, which torch cannot express.
                 data[key] = torch.from_numpy(value if value.flags.writeable else value.copy())
         processed = self._pipeline(data)
@@ -224,7 +228,7 @@ class Prepare:
     def _check_split(self, preprocessor: PolicyProcessorPipeline, config: PreTrainedConfig) -> None:
         """Compare with the whole pipeline on a made-up row: a step that needs images must not go unseen."""
         normalizer = _normalizer(self._pipeline)
-        originals = {name: key for key, name in _rename_map(self._pipeline).items()}
+        originals = {name: key for key, name in self._renamed.items()}
         rng = np.random.default_rng(0)
         row: dict[str, np.ndarray] = {"task": np.array([""], dtype=object)}
         for key in sorted(self._features):
