@@ -121,8 +121,11 @@ class LeRobotDatasource(Datasource):
         stretches = selection.stretches
         episodes = selection.episodes if stretches is None else [left.episodes for left in stretches]
         selected = [
-            select_episodes(meta, None if episodes is None else episodes[i]) for i, meta in enumerate(self.metas)
+            select_episodes(meta, None if episodes is None else episodes[i], may_be_none=len(self.metas) > 1)
+            for i, meta in enumerate(self.metas)
         ]
+        if not any(map(len, selected)):
+            raise ValueError(f"no episode is chosen of any of the {len(self.metas)} datasets")
         self._image_size = checked_size(features.image_size)
         self._tolerance_s = features.tolerance_s
         self._features = common_features(
@@ -142,6 +145,8 @@ class LeRobotDatasource(Datasource):
         stream, sharding = order.stream, order.sharding
         self._with_position = stream is not None
         for meta, chosen in zip(self.metas, selected, strict=True) if reading.check_files else ():
+            if not len(chosen):
+                continue
             videos = [key for key in meta.video_keys if key in self._features]
             check_files(meta, episodes=chosen, camera_keys=videos, skip=self.skips)
 

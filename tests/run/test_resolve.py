@@ -581,6 +581,19 @@ def test_a_rehearsal_on_a_few_episodes(tmp_path, monkeypatch):
     assert f"--batch_size is {run.config.batch_size} instead of the preset's 32" in plan
 
 
+def test_a_rehearsal_on_several_datasets_of_which_one_holds_out_nothing(tmp_path, monkeypatch):
+    """Its only episode is trained on; the held-out error is that of the others."""
+    monkeypatch.setattr("vla_finetuning.run.resolve.CACHE_DIR", tmp_path / "cache")
+    cameras = {"observation.images.top": (48, 64)}
+    other = make_dataset(tmp_path / "other", episodes=(6,), tasks=("go left",), cameras=cameras)
+    run = rehearsal(tmp_path, (9, 8, 7), ("go left", "go right"), f"--dataset.root={tmp_path / 'small'},{other}")
+    assert [len(held_out) for held_out in run.rows.eval_episodes] in ([0, 1], [1, 0])
+    source, rows = run.rows.held_out(check_files=True), run.rows.held_out_rows(0)
+    (read,) = source.read_rows(rows.positions.tolist(), len(rows.positions))
+    assert len(rows.positions) == 7
+    assert set(read["dataset_index"]) == {[len(held_out) for held_out in run.rows.eval_episodes].index(1)}
+
+
 def test_what_the_user_chose_is_not_made_smaller(tmp_path, monkeypatch):
     monkeypatch.setattr("vla_finetuning.run.resolve.CACHE_DIR", tmp_path / "cache")
     with pytest.raises(ValueError, match="is more than the .* training frames"):

@@ -507,6 +507,17 @@ def test_datasets_of_one_robot_have_one_choice_of_cameras(folder):
     assert run.rows.camera_keys == (TOP,)
 
 
+def test_a_policy_that_leaves_out_last_frames_is_told_how_many_at_another_rate(folder):
+    """Its own number is of frames that are one action apart."""
+    options = [f"--policy.{name}={value}" for name, value in KINDS["diffusion"].options.items()]
+    where = write(folder, {"members": [{"root": "arm", "fps": 10}]}, "other.yaml")
+    flags = [*FLAGS[:3], "--train.mode=full", "--scaling.use_gpu=false", "--policy.type=diffusion", where, *options]
+    with pytest.raises(ValueError, match="leaves out the last 7 frames .* 2 frames apart .*drop_n_last_frames=14"):
+        resolve(parse_args(flags), gpus_found=0)
+    run = resolve(parse_args([*flags, "--dataset.drop_n_last_frames=14"]), gpus_found=0)
+    assert run.rows.selection.drop_n_last_frames == 14
+
+
 def test_a_prompt_names_no_robot_where_there_is_one(folder):
     with pytest.raises(ValueError, match="robot_in_prompt=true: .* has one by name; leave it out"):
         mixed(folder, "--dataset.robot_in_prompt=true", mixture={"members": MIXTURE["members"][:1]})

@@ -345,9 +345,13 @@ def dimension_names(meta: DatasetMetadata, key: str) -> list[str]:
     return list(names) if len(names) == width else [f"{key}[{i}]" for i in range(width)]
 
 
-def select_episodes(meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray | None) -> np.ndarray:
+def select_episodes(
+    meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray | None, may_be_none: bool = False
+) -> np.ndarray:
     """Check a choice of episodes; None chooses all.
 
+    Args:
+        may_be_none: an empty choice is one, as of a dataset of several whose episodes are all trained on.
     Returns:
         int64, ascending: LeRobot, too, reads chosen episodes in stored order.
     Raises:
@@ -357,6 +361,8 @@ def select_episodes(meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray 
         return meta.episode_index.copy()
     where, last = f"dataset {meta.root}: episodes", meta.num_episodes - 1
     chosen = np.asarray(episodes if isinstance(episodes, np.ndarray) else list(episodes))
+    if chosen.size == 0 and may_be_none:
+        return np.empty(0, np.int64)
     if chosen.size == 0:
         raise ValueError(f"{where}: none chosen; give some of 0..{last}, or None for all")
     if chosen.ndim != 1 or chosen.dtype.kind not in "iu":

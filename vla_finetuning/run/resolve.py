@@ -119,7 +119,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     metas, match = matched.metas, matched.match
     config = replace(config, rename_map=matched.rename_map)
     parameters = check_policy(base.config, base.folder, config.train, config.peft)
-    dropped = _dropped(config, base.config)
+    dropped = _dropped(config, base.config, matched.window_steps)
     weights = None if d.episode_weights is None else episode_weights(metas, roots, d.episode_weights, absolute)
     chosen = select(metas, roots, config, dropped, weights)
     holes = check_holes(config, roots, metas, chosen, match.camera_keys)
@@ -589,10 +589,23 @@ def _check_image_size(policy_config: PreTrainedConfig, image_size: list[int]) ->
         )
 
 
-def _dropped(config: Config, policy_config: PreTrainedConfig) -> int:
-    """Frames at the end of each training episode that are left out: as LeRobot's sampler does for some policies."""
+def _dropped(config: Config, policy_config: PreTrainedConfig, steps: Sequence[int] | None) -> int:
+    """Frames at the end of each training episode that are left out: as LeRobot's sampler does for some policies.
+
+    Raises:
+        ValueError: the policy's number is of frames that are one action apart, and some dataset has others.
+    """
     asked = config.dataset.drop_n_last_frames
-    return getattr(policy_config, "drop_n_last_frames", 0) if asked is None else asked
+    if asked is not None:
+        return asked
+    own = getattr(policy_config, "drop_n_last_frames", 0)
+    if own and steps is not None:
+        raise ValueError(
+            f"--dataset.mixture: a '{policy_config.type}' leaves out the last {own} frames of each episode, whose "
+            f"actions lie up to {max(steps)} frames apart by the members' fps: say how many frames of all of them, "
+            f"--dataset.drop_n_last_frames={own * max(steps)}"
+        )
+    return own
 
 
 def _fitting_batch(config: Config, rows: int) -> tuple[Config, list[str]]:
