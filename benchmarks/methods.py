@@ -62,6 +62,8 @@ class Comparison(Benchmark):
         first = self.first()
         start = first.start()
         scores = {"start": first.play("imitation", start)}
+        if self.options.start_seed is not None and self.seed != int(self.options.seeds.split(",")[0]):
+            del scores["start"]  # of all seeds the same policy, whose episodes count once
         for name in self.options.methods.split(","):
             policy = self.online(name, start) if name in ONLINE else self.offline(name, start)
             scores[name] = self.play(f"on-{name}", policy, "positive" if name == "recap" else None)
