@@ -424,10 +424,16 @@ def test_a_run_of_grpo_is_resumed_whose_file_has_the_options_of_vla_too(tmp_path
 
 
 def test_what_the_rooms_of_training_read_of_a_run_of_grpo():
-    given = ["--policy.path=/p", "--env.type=two_bins", "--output_dir=/o", "--train.compile", "--scaling.num_workers=4"]
+    given = [
+        "--policy.path=/p",
+        "--env.type=two_bins",
+        "--output_dir=/o",
+        "--train.attention=eager",
+        "--scaling.num_workers=4",
+    ]
     asked = parse_grpo([*given, "--lr=3e-6", "--keep_best=2"])
     config = asked.training()
-    assert (config.train.compile, config.train.noise_draws, config.scaling.num_workers) == (True, 1, 4)
+    assert (config.train.attention, config.train.noise_draws, config.scaling.num_workers) == ("eager", 1, 4)
     assert (config.policy_path, config.lr, config.best_kept, config.save_freq) == ("/p", 3e-6, 2, 10)
     assert not config.is_evaluated(10, 10), "its checkpoints do not play beside the training"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from lerobot.configs.train import TrainPipelineConfig
 
-from vla_finetuning.flags import VLA, parse_args
+from vla_finetuning.flags import PROGRAMS, VLA, parse_args
 from vla_finetuning.lerobot_train import ANSWERED, TAKEN, answer, page
 
 
@@ -47,7 +47,7 @@ def test_nothing_is_answered_that_is_not_asked():
 def test_the_flags_that_answers_name_exist():
     named = {word.strip("(),;:") for said in ANSWERED.values() for word in said.split() if word.startswith("--")}
     assert len(named) > 8
-    assert {name.removeprefix("--") for name in named} <= VLA.flags.keys()
+    assert {name.removeprefix("--") for name in named} <= {name for program in PROGRAMS for name in program.flags}
 
 
 def test_the_page_is_what_the_table_makes():
