@@ -35,6 +35,7 @@ import shlex
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -378,6 +379,9 @@ def live(
         waiting = (batches.waited_s - waited) / elapsed
         del batches, host, dataset  # what a stream holds must not be let go of when another cluster runs
         gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == "iter_threaded":  # Ray Data's: one that asks for a block after the end kills the process
+                thread.join(60.0)
         ray.shutdown()
     return {
         "cpus": cpus,
