@@ -277,11 +277,17 @@ def two(rank, world, run, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("seed", "method"), [(1000, "grpo"), (14, "grpo"), (1000, "ppo")])
-def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed, method):
-    """Also where micro-batches differ in size and one of the two has none of a minibatch's rows, or of replacements."""
-    changes = {"grpo.minibatch": 3, "grpo.iterations": 1, "batch_size": 2, "lr": 1e-6, "grpo.resample": 1, "seed": seed}
-    changes["grpo.method"] = method
+@pytest.mark.parametrize(
+    ("seed", "method", "resample", "kl"),
+    [(1000, "grpo", 1, 0.0), (14, "grpo", 1, 0.0), (14, "grpo", 0, 0.1), (1000, "ppo", 1, 0.0)],
+)
+def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed, method, resample, kl):
+    """Also where micro-batches differ in size and one of the two has none of a minibatch's rows, or of replacements.
+
+    With seed 14 and none replaced, one of the two has nothing to learn from at all.
+    """
+    changes = {"grpo.minibatch": 3, "grpo.iterations": 1, "batch_size": 2, "lr": 1e-6, "seed": seed}
+    changes |= {"grpo.method": method, "grpo.resample": resample, "grpo.kl": kl}
     whole, lines = train(resolved(base, tmp_path / "one", **changes))
     run = resolved(base, tmp_path / "two", **changes, **{"scaling.num_workers": 2})
     processes(two, run, tmp_path, world=2)
@@ -291,9 +297,20 @@ def test_two_processes_are_one_with_twice_the_groups(base, tmp_path, seed, metho
     for name in moments:
         torch.testing.assert_close(found[name], whole[name], atol=2e-3 * largest, rtol=0.02)
     for one, other in zip(lines, metrics(run), strict=True):
-        for key in ("success", "decisions", "used", "updates", "held_out_successes", "loss", "resampled_groups"):
+        named = (
+            "success",
+            "decisions",
+            "used",
+            "updates",
+            "held_out_successes",
+            "loss",
+            "kl_start",
+            "resampled_groups",
+        )
+        for key in named:
             assert one.get(key) == pytest.approx(other.get(key), rel=1e-3, abs=1e-4), key
-    assert lines[1]["resampled_groups"] == (2 if seed == 14 else 0)
+    assert lines[1]["resampled_groups"] == (2 * resample if seed == 14 else 0)
+    assert lines[1]["mixed_groups"] == (0.5 if seed == 14 and not resample else 1)
     # What two processes spent adds up to the iteration, whichever of them waited where.
     line = json.loads((run.job.output_dir / "metrics.jsonl").read_text().splitlines()[-1])
     spent = sum(line[f"{name}_s"] for name in ("play", "score", "update", "held_out"))
