@@ -29,7 +29,7 @@ def root(tmp_path_factory):
 
 def filtered(base, folder, root, **changes):
     options = {"grpo.method": "filtered", "grpo.demonstrations": root, "grpo.minibatch": 8}
-    return resolved(base, folder, **options, **changes)
+    return resolved(base, folder, **options | changes)
 
 
 def in_process(rows, policy, noted):
@@ -113,6 +113,35 @@ def test_actions_that_were_not_executed_are_no_example(base, tmp_path):
     with mock.patch.object(Objective, "forward", noted):
         train(run)
     assert {tuple(row) for batch in seen for row in batch.tolist()} == {(False,) * 4 + (True,) * 6}
+
+
+def test_half_of_a_minibatch_is_half_of_its_loss(base, root, tmp_path):
+    """By LeRobot's losses in the only update: an own row's is the mean over its four executed steps of ten."""
+    changes = {"policy.n_action_steps": 4, "grpo.iterations": 1, "grpo.epochs": 1, "grpo.minibatch": 1000}
+    run = filtered(base, tmp_path / "run", root, **changes)
+    seen, forward, policy = [], Objective.forward, run.policy.start()
+
+    def noted(self, batch, *rest):
+        found = forward(self, batch, *rest)
+        seen.append((self.loss.images(batch), float(found.detach())))
+        return found
+
+    with mock.patch.object(Objective, "forward", noted):
+        _, lines, _ = trained(run)
+    rows, total = {4: 0, 10: 0}, 0.0
+    for batch, found in seen:
+        images, masks = policy._preprocess_images(batch)
+        language = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
+        actions = policy.prepare_action(batch)
+        with torch.no_grad():
+            losses = policy.model.forward(images, masks, *language, actions, batch["noise"], batch["time"])
+        steps = 4 if "advantage" in batch else 10
+        expected = sum(float(one[:steps, :3].mean()) for one in losses)
+        assert found == pytest.approx(expected, rel=1e-4)
+        rows[steps] += len(losses)
+        total += expected
+    assert rows == {4: lines[1]["used"], 10: lines[1]["used"]} and lines[1]["updates"] == 1
+    assert lines[1]["loss"] == pytest.approx(total / sum(rows.values()), rel=1e-4)
 
 
 def test_what_cannot_be_is_refused(base, root, tmp_path):
