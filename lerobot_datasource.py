@@ -120,8 +120,10 @@ class LeRobotDatasource(Datasource):
         self.metas = tuple(metas)
         stretches = selection.stretches
         episodes = selection.episodes if stretches is None else [left.episodes for left in stretches]
+        # Of several datasets some may have none, unless a weight asks for rows of each.
+        may_be_none = len(self.metas) > 1 and selection.weights is None
         selected = [
-            select_episodes(meta, None if episodes is None else episodes[i], may_be_none=len(self.metas) > 1)
+            select_episodes(meta, None if episodes is None else episodes[i], may_be_none)
             for i, meta in enumerate(self.metas)
         ]
         if not any(map(len, selected)):

@@ -170,6 +170,18 @@ def test_the_number_of_denoising_steps_can_be_chosen(loaded, without_noise):
     assert evaluate(loaded, num_steps=1)["policy"] != evaluate(loaded)["policy"]
 
 
+def test_whole_numbers_are_seen_as_in_training(loaded, without_noise):
+    """As float32; LeRobot's normaliser would cast its statistics to theirs, which are no whole numbers."""
+    policy, _, postprocessor = loaded
+    stats = {"observation.state": {"q01": np.full(4, -1.7), "q99": np.full(4, 1.6)}}
+    preprocessor, _ = make_pre_post_processors(policy.config, dataset_stats=stats)
+    loaded, batches = (policy, preprocessor, postprocessor), make_batches()
+    for batch in batches:
+        batch["observation.state"] = batch["observation.state"].round()
+    whole = [{**batch, "observation.state": batch["observation.state"].astype(np.int64)} for batch in batches]
+    assert evaluate(loaded, whole) == evaluate(loaded, batches)
+
+
 def test_rows_at_once_change_nothing(loaded, monkeypatch):
     expected, seen, policy = evaluate(loaded), [], loaded[0]
     predict = policy.predict_action_chunk

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from lerobot_datasource import LeRobotDatasource
 from tests.datasets import make_dataset
 from tests.tiny import make_base
 from tests.training import test_as_lerobot as as_lerobot
@@ -20,6 +21,7 @@ from vla_finetuning.config import CONFIG_NAME
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.node_cache import has_capacity
+from vla_finetuning.data.options import Selection
 from vla_finetuning.data.shards import Sharding
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.loading import load_policy
@@ -590,6 +592,8 @@ def test_a_rehearsal_on_several_datasets_of_which_one_holds_out_nothing(tmp_path
     assert [len(held_out) for held_out in run.rows.eval_episodes] in ([0, 1], [1, 0])
     source, rows = run.rows.held_out(check_files=True), run.rows.held_out_rows(0)
     (read,) = source.read_rows(rows.positions.tolist(), len(rows.positions))
+    with pytest.raises(ValueError, match="none chosen"):  # a weight asks for rows of each
+        LeRobotDatasource(run.rows.metas, Selection(episodes=run.rows.eval_episodes, weights=[1, 1]))
     assert len(rows.positions) == 7
     assert set(read["dataset_index"]) == {[len(held_out) for held_out in run.rows.eval_episodes].index(1)}
 

@@ -175,7 +175,10 @@ def _observation(
 def _observed(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
     """What `LeRobotDataset` gives for the observations of a batch: images float32 (N, 3, H, W) in [0, 1]."""
     tensors = {k: torch.from_numpy(np.array(column)) for k, column in batch.items() if k.startswith("observation.")}
-    return {k: to_float(t) if t.dtype == torch.uint8 and t.ndim >= 4 else t for k, t in tensors.items()}
+    images = {k: to_float(t) for k, t in tensors.items() if t.dtype == torch.uint8 and t.ndim >= 4}
+    # As in training: LeRobot's normaliser casts its statistics to what it is given.
+    whole = {k: t.float() for k, t in tensors.items() if not t.is_floating_point() and not k.endswith("_is_pad")}
+    return {**tensors, **whole, **images}
 
 
 def _predict(

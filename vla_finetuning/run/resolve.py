@@ -133,6 +133,9 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     if config.dataset.skip_idle is not None and config.dataset.statistics == "exact":
         # Earlier versions counted idle frames too: their runs do not go on with other statistics.
         rows = replace(rows, identity={**rows.identity, "statistics": "without idle frames"})
+    if matched.window_steps is not None and getattr(base.config, "use_relative_actions", False):
+        # Earlier versions took the chunks of one frame after the other.
+        rows = replace(rows, identity={**rows.identity, "relative_statistics": "of window_steps"})
     cameras, train, flops = len(match.camera_keys), config.train, {}
     family = family_of(base.config)
     prompts = family.prompt_lengths(base.config, cameras, train.trim_prompts)
@@ -599,7 +602,7 @@ def _dropped(config: Config, policy_config: PreTrainedConfig, steps: Sequence[in
     if asked is not None:
         return asked
     own = getattr(policy_config, "drop_n_last_frames", 0)
-    if own and steps is not None:
+    if own and steps is not None and max(steps) > 1:
         raise ValueError(
             f"--dataset.mixture: a '{policy_config.type}' leaves out the last {own} frames of each episode, whose "
             f"actions lie up to {max(steps)} frames apart by the members' fps: say how many frames of all of them, "
