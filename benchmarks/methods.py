@@ -37,7 +37,7 @@ NAMES = {
     "more": "more imitation",
     "successes": "imitation of the successes",
     "rabc": "RA-BC by the value function",
-    "recap": "RECAP, told positive",
+    "recap": "RECAP, prompted positive",
     "filtered": "filtered, with demonstrations",
     "rloo": "rloo",
     "grpo": "GRPO",
@@ -61,9 +61,10 @@ class Comparison(Benchmark):
         """All of them; what came of each."""
         first = self.first()
         start = first.start()
-        scores = {"start": first.play("imitation", start)}
-        if self.options.start_seed is not None and self.seed != int(self.options.seeds.split(",")[0]):
-            del scores["start"]  # of all seeds the same policy, whose episodes count once
+        scores = {}
+        # With --start_seed all seeds start from one policy, whose episodes count once.
+        if self.options.start_seed is None or self.seed == int(self.options.seeds.split(",")[0]):
+            scores["start"] = first.play("imitation", start)
         for name in self.options.methods.split(","):
             policy = self.online(name, start) if name in ONLINE else self.offline(name, start)
             scores[name] = self.play(f"on-{name}", policy, "positive" if name == "recap" else None)

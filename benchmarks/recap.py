@@ -44,8 +44,8 @@ from vla_finetuning.run.labels import LABELS_NAME
 FIRST_EVALUATED, FIRST_ROLLOUT = 1000, 50_000
 NAMES = {
     "imitation": "imitation of all demonstrations",
-    "recap": "RECAP, told positive",
-    "negative": "RECAP, told negative",
+    "recap": "RECAP, prompted positive",
+    "negative": "RECAP, prompted negative",
     "second": "RECAP, second iteration",
 }
 
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--horizon", type=int, default=10, help="frames of an advantage; episodes have 7 to 22")
     made.add_argument("--eval_episodes", type=int, default=200, help="of each policy")
     made.add_argument("--rollouts", type=int, default=120, help="episodes of the second iteration")
-    made.add_argument("--negative", action="store_true", help="also tell the policy negative")
+    made.add_argument("--negative", action="store_true", help="also prompt the policy negative")
     made.add_argument("--second", action="store_true", help="also play, and learn from that")
     return made
 

@@ -361,9 +361,9 @@ def select_episodes(
         return meta.episode_index.copy()
     where, last = f"dataset {meta.root}: episodes", meta.num_episodes - 1
     chosen = np.asarray(episodes if isinstance(episodes, np.ndarray) else list(episodes))
-    if chosen.size == 0 and may_be_none:
-        return np.empty(0, np.int64)
     if chosen.size == 0:
+        if may_be_none:
+            return np.empty(0, np.int64)
         raise ValueError(f"{where}: none chosen; give some of 0..{last}, or None for all")
     if chosen.ndim != 1 or chosen.dtype.kind not in "iu":
         raise ValueError(f"{where}: expected a list of whole numbers, got {episodes!r:.200}")

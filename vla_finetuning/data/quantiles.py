@@ -85,8 +85,9 @@ def exact_stats(
     """
     names = sorted(keys)
     relative = relative if ACTION in names else None
-    for source in sources:
-        if (own := source.relative(relative)) is not None:
+    of_chunks = [source.relative(relative) for source in sources]
+    for source, own in zip(sources, of_chunks, strict=True):
+        if own is not None:
             check_relative(source.meta, own, source.episodes)
     how = {"exact": _FORMAT, "weights": [source.weight for source in sources], "skip": skip_unreadable}
     columns = _columns(names, relative)
@@ -96,8 +97,7 @@ def exact_stats(
             *(source.meta, columns, source.episodes),
             {**how, "order": order, "relative": own.described() if own else None} | source.described(),
         )
-        for source, order in zip(sources, orders, strict=True)
-        for own in (source.relative(relative),)
+        for source, order, own in zip(sources, orders, of_chunks, strict=True)
     ]
     name = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
     # A cache of statistics is flat: those of each source have its number before the feature.

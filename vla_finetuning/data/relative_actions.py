@@ -43,9 +43,11 @@ class RelativeActions:
         return (self.chunk_size - 1) * self.step + 1
 
     def described(self) -> dict[str, Any]:
-        """What a digest says of them."""
+        """What a digest says of them: of consecutive frames, what it said before there were others."""
         said = asdict(self)
-        return said if self.step != 1 else {key: value for key, value in said.items() if key != "step"}
+        if self.step == 1:
+            del said["step"]
+        return said
 
 
 def relative_action_stats(

@@ -173,12 +173,17 @@ def _observation(
 
 
 def _observed(batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """What `LeRobotDataset` gives for the observations of a batch: images float32 (N, 3, H, W) in [0, 1]."""
-    tensors = {k: torch.from_numpy(np.array(column)) for k, column in batch.items() if k.startswith("observation.")}
-    images = {k: to_float(t) for k, t in tensors.items() if t.dtype == torch.uint8 and t.ndim >= 4}
-    # As in training: LeRobot's normaliser casts its statistics to what it is given.
-    whole = {k: t.float() for k, t in tensors.items() if not t.is_floating_point() and not k.endswith("_is_pad")}
-    return {**tensors, **whole, **images}
+    """What `LeRobotDataset` gives for the observations of a batch: images float32 (N, 3, H, W) in [0, 1].
+
+    But whole numbers are float32, as `processors.Prepare` makes them for training.
+    """
+
+    def seen(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.uint8 and tensor.ndim >= 4:
+            return to_float(tensor)
+        return tensor if tensor.is_floating_point() or key.endswith("_is_pad") else tensor.float()
+
+    return {k: seen(k, torch.from_numpy(np.array(v))) for k, v in batch.items() if k.startswith("observation.")}
 
 
 def _predict(

@@ -343,7 +343,7 @@ class Lessons:
         steps = self._columns["which"].shape[1] if self._columns else 0
         old, values = torch.zeros(self.rows, steps), torch.zeros(self.rows)
         if start is not None and self._columns:
-            # Also on a rank without a row to learn from: the row of weight zero that it fills up with has one.
+            # Also on a rank with nothing to learn from, whose row of weight zero needs one.
             self._start_mean = torch.zeros(self.rows, *self._columns["after"].shape[1:])
         for minibatch in self._minibatches(0):
             for rows in minibatch.micros:

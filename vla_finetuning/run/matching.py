@@ -164,11 +164,11 @@ def _match_robot(
     policy_name: str,
 ) -> tuple[tuple[DatasetMetadata, ...], FeatureMatch, dict[str, str]]:
     """The datasets with one name and order for everything, how they are the policy's, and which names it renames."""
-    _check_one_choice(metas, members, maps, config.dataset.camera_keys)
+    camera_keys = members[0].camera_keys if members[0].camera_keys is not None else config.dataset.camera_keys
+    _check_one_choice(metas, members, maps, camera_keys)
     metas = named_alike(metas, maps)
     together = {key: name for one in reversed(maps) for key, name in one.items()}
     rename_map = names_of_first(metas, together)
-    camera_keys = members[0].camera_keys if members[0].camera_keys is not None else config.dataset.camera_keys
     metas = tuple(
         ordered_by(meta, member.orders()) if member.orders() else meta
         for meta, member in zip(metas, members, strict=True)
@@ -188,14 +188,14 @@ def _match_robot(
 
 
 def _check_one_choice(
-    metas: Metas, members: Sequence[Member], maps: Sequence[Mapping[str, str]], given: list[str] | None
+    metas: Metas, members: Sequence[Member], maps: Sequence[Mapping[str, str]], camera_keys: list[str] | None
 ) -> None:
-    """Refuse a member that chooses other cameras than its robot's first dataset: its choice holds for all of them."""
+    """Refuse a member that chooses other cameras than `camera_keys`, those of its robot's first dataset."""
 
     def named(keys: Iterable[str], names: Mapping[str, str]) -> set[str]:
         return {names.get(key, key) for key in keys}
 
-    first = named(members[0].camera_keys or given or metas[0].camera_keys, maps[0])
+    first = named(metas[0].camera_keys if camera_keys is None else camera_keys, maps[0])
     for meta, member, names in zip(metas, members, maps, strict=True):
         if member.camera_keys is not None and named(member.camera_keys, names) != first:
             raise ValueError(
