@@ -8,6 +8,9 @@
     evaluate    --eval_episodes of each task from initial states that no expert has begun in, by evaluate.py's engine:
                 before training, trained, and trained but given another task's instruction
 
+Where tasks have several degrees of difficulty, their success is averaged as RLinf reports MT50: over the degrees, each
+of which counts alike. RLinf ends episodes after 100 steps: success within as many is given beside that of the episode.
+
 The same command goes on where it was broken off: what is recorded stays, training goes on at its last checkpoint (by
 Ctrl-C or SIGTERM it takes one; timeout needs --foreground, for it signals Ray's processes too), and of the evaluation
 only what is not played yet is played. --help lists sizes and budgets. Exit status: 0 done, 1 it failed, 2 it could not
@@ -29,10 +32,11 @@ from typing import Any
 
 import record
 import vla
+from benchmarks import stages
 from diagnostics.report import Environment
 from vla_finetuning.config import ENVIRONMENT_NAME, EvalOptions
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, task_makers
+from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, metaworld_tasks, task_makers
 from vla_finetuning.evaluation.closed_loop import play
 from vla_finetuning.evaluation.episodes import Book, Condition, episode_list, read_evaluation
 from vla_finetuning.evaluation.intervals import share
@@ -50,6 +54,8 @@ from vla_finetuning.terminal import tell, tell_error, tell_text
 FIRST_RECORDED, FIRST_EVALUATED = 100_000, 1000
 LABELS = {"untrained": "before training", "trained": "trained", "other_instruction": "trained, with another task"}
 PACKAGES = ("metaworld", "mujoco")
+# Of an episode, in RLinf's configurations of Meta-World's 50 tasks.
+RLINF_STEPS = 100
 
 
 def parser() -> argparse.ArgumentParser:
@@ -249,12 +255,34 @@ class Benchmark:
 
 
 def success(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """By condition: of all episodes and by task, each with its interval, and how far off the end was, in metres."""
-    found = {}
+    """By condition: of all episodes, by difficulty and by task, and how far off the end was, in metres.
+
+    Where tasks have several degrees of difficulty, `mean_of_degrees` is the mean of their shares, each counted once.
+    """
+    found: dict[str, Any] = {}
     for condition, label in LABELS.items():
         own = [line for line in lines if line["condition"] == condition]
         found[condition] = {"label": label, "rows": [_with_distance(row, own) for row in score_rows(own)]}
+        if len(degrees := _by_difficulty(own)) > 1:
+            means = {
+                key: statistics.mean(row[key] / row["episodes"] for row in degrees)
+                for key in ("successes", "within_100_steps")
+            }
+            found[condition] |= {"degrees": degrees, "mean_of_degrees": means}
     return found
+
+
+def _by_difficulty(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each of Meta-World's degrees of which tasks were played to an end."""
+    rows = []
+    for degree, tasks in metaworld_tasks()[1].items():
+        own = [line for line in lines if line["task"] in tasks and line["error"] is None]
+        if own:
+            # An episode ends when it succeeds.
+            within = sum(line["success_once"] and line["steps"] <= RLINF_STEPS for line in own)
+            played = len({line["task"] for line in own})
+            rows.append({"label": degree, "tasks": played, **stages.score(own), "within_100_steps": within})
+    return rows
 
 
 def _with_distance(row: dict[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -276,6 +304,12 @@ def table(found: Mapping[str, Any]) -> str:
                 f"  {of_condition['label']:28}{row['label']:16}{share(row['successes'], row['episodes'])}"
                 + (f"; {row['errors']} more ended in an error" if "errors" in row else "")
             )
+        for row in of_condition.get("degrees", ()):
+            name = f"{row['label']}, {row['tasks']} tasks"
+            lines.append(f"  {of_condition['label']:28}{name:22}{share(row['successes'], row['episodes'])}")
+        if means := of_condition.get("mean_of_degrees"):
+            both = f"{means['successes']:.1%}, within {RLINF_STEPS} steps {means['within_100_steps']:.1%}"
+            lines.append(f"  {of_condition['label']:28}{'mean of degrees':22}{both.replace('%', ' %')}")
     return "\n".join(lines)
 
 

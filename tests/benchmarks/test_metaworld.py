@@ -1,14 +1,21 @@
 """Meta-World from recording to its table: all conditions on the same states, none of them a demonstration's."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
-from benchmarks import metaworld
+from benchmarks import metaworld, metaworld_methods
 from vla_finetuning.envs.stage import choose_gl
+from vla_finetuning.files import read_json, write_json
+from vla_finetuning.flags import parse_grpo
+from vla_finetuning.run.folder import EVALUATION_NAME, FINISHED_NAME, METRICS_NAME
 
 choose_gl()
-pytest.importorskip("metaworld", reason="Meta-World is installed by make metaworld")
+needs_metaworld = pytest.mark.skipif(
+    importlib.util.find_spec("metaworld") is None, reason="Meta-World is installed by make metaworld"
+)
 
 SMALL = {
     **{"tasks": "reach-v3,drawer-open-v3", "episodes": 2, "image_size": 28, "chunk_size": 4, "n_action_steps": 4},
@@ -16,6 +23,7 @@ SMALL = {
 }
 
 
+@needs_metaworld
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore:Constant")
@@ -55,3 +63,57 @@ def test_the_whole_goes_on_where_it_was_broken_off(ray_cluster, tmp_path, capsys
     again = json.loads((tmp_path / "found.json").read_text())
     assert again["success"] == found["success"] and again["seconds"]["evaluate"] > found["seconds"]["evaluate"]
     assert run(steps=3) == 2 and "--steps=2" in capsys.readouterr().err
+
+
+def test_degrees_of_difficulty_count_alike():
+    def played(task, *steps, error=None):
+        """Episodes that succeeded after so many steps; 200: they did not."""
+        episode = {"condition": "trained", "task": task, "error": error, "info": {"obj_to_target": 0.1}}
+        return [{**episode, "success_once": n < 200, "steps": n} for n in steps]
+
+    easy = played("reach-v3", 30, 100, 101, 200) + played("door-open-v3", 200, 200)
+    hard = played("push-v3", 150) + played("push-v3", 20, error="died")
+    found = metaworld.success(easy + hard)["trained"]
+    of_easy, of_hard = found["degrees"]
+    assert (of_easy["label"], of_easy["tasks"], of_easy["successes"], of_easy["episodes"]) == ("easy", 2, 3, 6)
+    assert (of_hard["label"], of_hard["tasks"], of_hard["successes"], of_hard["episodes"]) == ("hard", 1, 1, 1)
+    assert (of_easy["within_100_steps"], of_hard["within_100_steps"]) == (2, 0)
+    assert found["mean_of_degrees"] == {"successes": 0.75, "within_100_steps": pytest.approx(1 / 6)}
+    printed = metaworld.table({"trained": found})
+    assert "hard, 1 tasks" in printed and "75.0 %, within 100 steps 16.7 %" in printed
+    assert "degrees" not in metaworld.success(easy)["trained"]
+
+
+def test_methods_learn_from_one_policy_with_the_same_options(tmp_path, monkeypatch):
+    (tmp_path / "short").mkdir()
+    write_json(tmp_path / "short" / "settings.json", {"image_size": 84, "n_action_steps": 10, "episode_length": 200})
+    given = []
+
+    def learns(argv):
+        """As grpo.py leaves its folder."""
+        config = parse_grpo(argv)
+        given.append(config)
+        after = 50 + 10 * (config.grpo.method == "ppo")
+        scores = {name: {"successes": n, "episodes": 200} for name, n in (("before", 40), ("after", after))}
+        folder = Path(config.output_dir)
+        folder.mkdir()
+        write_json(folder / EVALUATION_NAME, {"closed_loop": scores})
+        lines = [{"step": 0, "held_out_successes": 9, "held_out_episodes": 50}, {"step": 1, "loss": 0.1}]
+        (folder / METRICS_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / FINISHED_NAME).write_text("done")
+        return 0
+
+    monkeypatch.setattr(metaworld_methods.grpo, "main", learns)
+    monkeypatch.setattr(metaworld_methods.stages.cluster, "connect", lambda: None)
+    options = {"imitation": tmp_path / "short", "folder": tmp_path / "runs", "json": tmp_path / "found.json"}
+    for _ in range(2):  # the second time nothing is left
+        assert metaworld_methods.main([f"--{n}={v}" for n, v in {**options, "seeds": "3,4"}.items()]) == 0
+    assert [(one.seed, one.grpo.method) for one in given] == [(3, "grpo"), (3, "ppo"), (4, "grpo"), (4, "ppo")]
+    first, second = (vars(one) | {"output_dir": None, "grpo": vars(one.grpo) | {"method": None}} for one in given[:2])
+    assert first == second
+    assert given[0].policy_path == str(tmp_path / "short" / "run" / "pretrained_model")
+    assert "--episode_length=200" in given[0].env_options
+    found = read_json(tmp_path / "found.json")
+    successes = {name: score["successes"] for name, score in found["all_seeds"].items()}
+    assert successes == {"start": 80, "grpo": 100, "ppo": 120}
+    assert found["runs"][0]["held_out"]["ppo"] == {"0": [9, 50]}

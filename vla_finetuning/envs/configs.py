@@ -125,8 +125,7 @@ class MetaworldConfig(MetaworldEnv):
 
     def makers(self) -> dict[str, Maker]:
         """As `task_makers`; by the names of Meta-World's tasks."""
-        known = json.loads(files("lerobot.envs").joinpath("metaworld_config.json").read_text())
-        instructions, groups = known["TASK_DESCRIPTIONS"], known["DIFFICULTY_TO_TASKS"]
+        instructions, groups = metaworld_tasks()
         asked = [name.strip().removeprefix("metaworld-") for name in self.task.split(",")]
         tasks = list(dict.fromkeys(task for name in asked for task in groups.get(name, [name])))
         if unknown := [task for task in tasks if task not in instructions]:
@@ -140,6 +139,12 @@ class MetaworldConfig(MetaworldEnv):
             )
         make = partial(gymnasium.make, f"{metaworld.__name__}:{metaworld.GYM_ID}", **self.gym_kwargs)
         return {task: partial(make, task=task, instruction=instructions[task]) for task in tasks}
+
+
+def metaworld_tasks() -> tuple[dict[str, str], dict[str, list[str]]]:
+    """The instructions of Meta-World's tasks, and the tasks of each degree of difficulty: LeRobot's own lists."""
+    known = json.loads(files("lerobot.envs").joinpath("metaworld_config.json").read_text())
+    return known["TASK_DESCRIPTIONS"], known["DIFFICULTY_TO_TASKS"]
 
 
 # What `--env.type` means here where LeRobot's own is more than a configuration.
