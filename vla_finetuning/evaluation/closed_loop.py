@@ -504,7 +504,9 @@ class _Waits:
                 f"(--eval.room_timeout_s): {lacks or 'the cluster has capacity for it, but it did not start'}"
             )
         if lacks and not self._told and now - self._since > TELL_AFTER_S:
-            tell(f"waiting      for capacity, at most {self._limit_s:g} s: {lacks}", file=sys.stderr)
+            # Ray does not tell a process that waits for CPUs from one that has them and imports its modules.
+            why = f"{lacks}, unless they are held by processes of this evaluation that a busy machine is slow to start"
+            tell(f"waiting      for capacity, at most {self._limit_s:g} s: {why}", file=sys.stderr)
             self._told = True
 
 
