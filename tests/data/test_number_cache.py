@@ -142,14 +142,14 @@ def test_a_file_that_changed_is_unpacked_anew(root, folder, work):
     changed = np.isin(found["index"], table["index"])
     np.testing.assert_array_equal(found["action"][changed][:, 0], action)
     # What was unpacked of the earlier content has given its space back.
-    assert len(list(folder.glob("*/*/*.rows"))) == len(load_metadata(root).data_files)
+    assert len(list(folder.glob("*/*/*.data"))) == len(load_metadata(root).data_files)
 
 
 @pytest.mark.parametrize("damage", ["zeros", "noise", "cut", "emptied"])
 def test_rows_that_the_disk_lost_are_unpacked_again(root, folder, work, damage):
     expected = an_epoch(root)
     work.clear()
-    for path in folder.glob("*/*/*.rows"):
+    for path in folder.glob("*/*/*.data"):
         content = bytearray(path.read_bytes())
         half = len(content) // 2 + 3  # in the middle of a row
         content[half:] = {
@@ -188,7 +188,7 @@ def test_a_reader_killed_while_it_writes(root, folder, monkeypatch):
     expected = unkept(root, monkeypatch)
     process = subprocess.run([sys.executable, "-c", READ_AND_DIE, root, folder, "3000"], cwd=ROOT)
     assert process.returncode == -signal.SIGKILL
-    assert list(folder.glob("*/*/*.rows"))
+    assert list(folder.glob("*/*/*.data"))
     assert_same(an_epoch(root), expected)
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import xxhash
 
 from vla_finetuning.data.private import make_private, open_own
@@ -439,6 +440,37 @@ class Records:
             if self.reserve_capacity(len(fitting), size):
                 for number, record in fitting:
                     self.write(number, record, len(record))
+
+    def has(self, number: int) -> bool:
+        """Whether a record was written; False where the cache fails."""
+        with self.cache.doing_without():
+            return bool(self.mark(number))
+        return False
+
+    def read_range(self, first: int, out: np.ndarray) -> bool:
+        """Fill `out`, (N,) of any dtype of `record_bytes`, with records `first` and following; False unless all are
+        there. Raises OSError."""
+        records, files = self._bytes(out), self._open()
+        if files is None:
+            return False
+        marks = os.pread(files.marks, len(records) * self.MARK.size, first * self.MARK.size)
+        if os.preadv(files.data, [records.reshape(-1).data], first * self.record_bytes) != records.nbytes:
+            return False
+        return marks == self._marks(records)
+
+    def put_range(self, first: int, rows: np.ndarray) -> None:
+        """Store `rows`, as `read_range` reads them, if there is space for all."""
+        records = self._bytes(rows)
+        with self.cache.doing_without():
+            if self.reserve_capacity(len(records)) and (files := self._files) is not None:
+                os.pwrite(files.data, records.reshape(-1).data, first * self.record_bytes)
+                os.pwrite(files.marks, self._marks(records), first * self.MARK.size)
+
+    def _bytes(self, rows: np.ndarray) -> np.ndarray:
+        return rows.view(np.uint8).reshape(len(rows), self.record_bytes)
+
+    def _marks(self, records: np.ndarray) -> bytes:
+        return b"".join(self.MARK.pack(xxhash.xxh3_64_intdigest(record) or 1, 0.0) for record in records)
 
     def read_ahead(self, first: int, last: int) -> None:
         """Have the system read records [first, last) from the disk, where it supports this (Linux)."""

@@ -1,15 +1,13 @@
 """Rows of a dataset's data files: the row groups that hold them, and the numbers among their columns.
 
 A row group is unpacked as a whole, be it the whole file of 100 MB, and a shuffled window wants a few rows of many. So
-numbers that were unpacked once are cached on the node's disk as rows of a fixed size.
+numbers that were unpacked once are records of the store on the node's own disk, one for each row.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +16,11 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import xxhash
 from numpy.typing import DTypeLike
 
 from vla_finetuning.config import DEFAULT_NUMBERS_DIR, NUMBERS_DIR, NUMBERS_GB
 from vla_finetuning.data.limits import MAX_DATA_BYTES
-from vla_finetuning.data.node_cache import NodeCache, is_in_memory, node_cache
-from vla_finetuning.data.private import open_own
+from vla_finetuning.data.node_cache import NodeCache, Records, is_in_memory, node_cache
 from vla_finetuning.data.safe_parquet import Budget, open_parquet, read_columns
 
 # Rows that are written at once, in bytes.
@@ -166,19 +162,21 @@ def read_numbers(
     bounds = np.cumsum([0, *map(len, spans)])
     rows = np.empty(bounds[-1], _row_type(columns))
     places = [rows[a:b] for a, b in itertools.pairwise(bounds)]
-    copy = None if identity is None else _RowCopy.of(file, columns, identity)
-    missing = list(range(len(spans))) if copy is None else copy.read(spans, places)
+    stored = None if identity is None else _stored(file, columns, identity)
+    missing = list(range(len(spans)))
+    if stored is not None:
+        missing = _not_stored(stored, spans, places, missing)
     if missing:
         # Other readers of this file wait: they would unpack the same group.
-        with contextlib.nullcontext() if copy is None else copy.alone():
-            if copy is not None:
-                missing = copy.read([spans[i] for i in missing], [places[i] for i in missing], missing)
+        with contextlib.nullcontext() if stored is None else stored.alone():
+            if stored is not None:
+                missing = _not_stored(stored, spans, places, missing)
             if missing:
-                _unpack(file, columns, [spans[i] for i in missing], [places[i] for i in missing], identity, copy)
-                if copy is not None and copy.takes and (ahead := _next_groups(file, identity, copy)):
+                _unpack(file, columns, [spans[i] for i in missing], [places[i] for i in missing], identity, stored)
+                if stored is not None and stored.cache.takes and (ahead := _next_groups(file, identity, stored)):
                     # Errors there are raised when those rows are read.
                     with contextlib.suppress(ValueError):
-                        _unpack(file, columns, ahead, [], identity, copy)
+                        _unpack(file, columns, ahead, [], identity, stored)
     return [np.ascontiguousarray(rows[str(i)]) for i in range(len(columns))]
 
 
@@ -188,9 +186,9 @@ def _unpack(
     spans: Sequence[Span],
     places: Sequence[np.ndarray],
     identity: str | None,
-    copy: _RowCopy | None,
+    stored: Records | None,
 ) -> None:
-    """Fill `places` with the rows of the first spans, and keep all the rows that were unpacked for any of them."""
+    """Fill `places` with the rows of the first spans, and store all the rows that were unpacked for any of them."""
     row_bytes: dict[str, int | None] = {}
     for column in columns:
         row_bytes[column.key] = max(column.row_bytes, row_bytes.get(column.key) or 0)
@@ -203,19 +201,19 @@ def _unpack(
 
     for span, place in zip(spans, places, strict=False):
         put(place, groups.at(span.first))
-    if copy is None:
+    if stored is None:
         return
     ends = [*groups.table_row[1:].tolist(), len(groups.table)]
     for file_row, first, end in zip(groups.file_row.tolist(), groups.table_row.tolist(), ends, strict=True):
-        at_once = max(1, _WRITTEN_BYTES // copy.type.itemsize)
+        at_once = max(1, _WRITTEN_BYTES // stored.record_bytes)
         for start in range(first, end, at_once):
-            part = np.zeros(min(at_once, end - start), copy.type)
+            part = np.empty(min(at_once, end - start), _row_type(columns))
             put(part, start)
-            copy.write(file_row + start - first, part)
+            stored.put_range(file_row + start - first, part)
 
 
-def _next_groups(file: DataFile, identity: str | None, copy: _RowCopy) -> list[Span]:
-    """The file's first row groups that are not in the copy, together about `AHEAD_BYTES`."""
+def _next_groups(file: DataFile, identity: str | None, stored: Records) -> list[Span]:
+    """The file's first row groups that are not stored, together about `AHEAD_BYTES`."""
     found: list[Span] = []
     with open_parquet(file.fs, file.path, name=file.name, identity=identity) as parquet:
         sizes = [
@@ -226,7 +224,7 @@ def _next_groups(file: DataFile, identity: str | None, copy: _RowCopy) -> list[S
     for number, (rows, size) in enumerate(sizes):
         if taken >= AHEAD_BYTES:
             break
-        if rows and not copy.begins(first):
+        if rows and not stored.has(first):
             found.append(Span(f"row group {number}", first, first + rows))
             taken += size
         first += rows
@@ -234,87 +232,22 @@ def _next_groups(file: DataFile, identity: str | None, copy: _RowCopy) -> list[S
 
 
 def _row_type(columns: Sequence[Column]) -> np.dtype:
-    """A row of the copy: a checksum of what follows, then the columns by number."""
-    fields = [(str(i), c.dtype, () if c.shape == (1,) else c.shape) for i, c in enumerate(columns)]
-    return np.dtype([("checksum", "<u8"), *fields])
+    """The columns of a row, by number."""
+    return np.dtype([(str(i), c.dtype, () if c.shape == (1,) else c.shape) for i, c in enumerate(columns)])
 
 
-class _RowCopy:
-    """Rows of a data file, as they were read once: row n of the file is record n, a hole if it was not read yet.
-
-    What is not whole (a row that is just being written, whose writer was killed, that the disk lost) has another
-    checksum than it should, and is not there. Nothing but numbers of known types is in it.
-    """
-
-    SUFFIX = ".rows"
-
-    def __init__(self, cache: NodeCache, content: Path, columns: str, kind: np.dtype):
-        self._cache, self._content, self.type = cache, content, kind
-        self._path = content.with_name(f"{content.name}-{columns}{self.SUFFIX}")
-
-    @classmethod
-    def of(cls, file: DataFile, columns: Sequence[Column], identity: str) -> _RowCopy | None:
-        """None where there is no place for it."""
-        cache = numbers_cache()
-        kind = _row_type(columns)
-        key = f"{[column.key for column in columns]}\0{kind.descr}"
-        copy = None
-        with cache.doing_without():
-            if cache.works and cache.limit_bytes:
-                content = cache.content(file.dataset, file.path, identity)
-                copy = cls(cache, content, hashlib.sha256(key.encode()).hexdigest()[:32], kind)
-        return copy
-
-    @property
-    def takes(self) -> bool:
-        """Whether writes are stored, as far as is known."""
-        return self._cache.takes
-
-    def alone(self) -> contextlib.AbstractContextManager[None]:
-        return self._cache.alone(self._content, self._path)
-
-    def read(
-        self, spans: Sequence[Span], places: Sequence[np.ndarray], names: Sequence[int] | None = None
-    ) -> list[int]:
-        """Fill `places` with the rows of `spans`; returns which of them are not here, by `names` or position."""
-        missing = list(range(len(spans)) if names is None else names)
-        with self._cache.doing_without(), contextlib.suppress(FileNotFoundError):
-            descriptor = open_own(self._path, os.O_RDONLY)
-            try:
-                pairs = zip(list(missing), spans, places, strict=True)
-                missing = [name for name, span, place in pairs if not self._read_span(descriptor, span.first, place)]
-            finally:
-                os.close(descriptor)
-        return missing
-
-    def _read_span(self, descriptor: int, first: int, place: np.ndarray) -> bool:
-        view = place.view(np.uint8).reshape(len(place), self.type.itemsize)
-        if os.preadv(descriptor, [view.reshape(-1).data], first * self.type.itemsize) < view.size:
-            return False
-        return bool(np.array_equal(place["checksum"], _checksums(view)))
-
-    def begins(self, row: int) -> bool:
-        """Whether something was written for a row."""
-        with self._cache.doing_without(), open(open_own(self._path, os.O_RDONLY), "rb", buffering=0) as file:
-            return os.pread(file.fileno(), 8, row * self.type.itemsize).strip(b"\0") != b""
-        return True
-
-    def write(self, first: int, rows: np.ndarray) -> None:
-        view = rows.view(np.uint8).reshape(len(rows), self.type.itemsize)
-        rows["checksum"] = _checksums(view)
-        with self._cache.doing_without():
-            if self._cache.reserve_capacity(rows.nbytes):
-                descriptor = open_own(self._path, os.O_WRONLY)
-                try:
-                    os.pwrite(descriptor, view.reshape(-1).data, first * self.type.itemsize)
-                finally:
-                    os.close(descriptor)
+def _stored(file: DataFile, columns: Sequence[Column], identity: str) -> Records | None:
+    """Columns of a file: row n is record n, nothing but numbers. None where there is no place for them."""
+    kind = _row_type(columns)
+    key = f"{[column.key for column in columns]}\0{kind.descr}"
+    return Records.of(numbers_cache(), file.dataset, f"{file.path}\0{key}", identity, kind.itemsize)
 
 
-def _checksums(rows: np.ndarray) -> list[int]:
-    """Of records, uint8 (N, bytes); never 0, which is what a hole has in its place."""
-    content = rows[:, 8:]
-    return [xxhash.xxh3_64_intdigest(row) or 1 for row in content]
+def _not_stored(stored: Records, spans: Sequence[Span], places: Sequence[np.ndarray], wanted: list[int]) -> list[int]:
+    """Fill the places of those spans whose rows are all stored, of the `wanted` ones; returns the others."""
+    with stored.cache.doing_without():
+        return [i for i in wanted if not stored.read_range(spans[i].first, places[i])]
+    return wanted
 
 
 def numbers_gb() -> float:
