@@ -43,10 +43,10 @@ def video(request, tmp_path_factory):
     return path
 
 
-def read(path, timestamps_s, tolerance_s=1e-4):
-    """The frames, and how many were decoded for them."""
+def read(path, timestamps_s, tolerance_s=1e-4, fps=FPS):
+    """The frames, and how many were decoded for them. `fps`: of the dataset."""
     pixels = {}
-    size = {"height": SIZE[0], "width": SIZE[1], "fps": FPS}
+    size = {"height": SIZE[0], "width": SIZE[1], "fps": fps}
     with VideoReader(path, name="a video", tolerance_s=tolerance_s, threads=1, **size) as reader:
         reader.read(np.asarray(timestamps_s), lambda i, frame: pixels.update({i: frame.copy()}))
         return [pixels[i] for i in range(len(timestamps_s))], reader.frames_decoded
@@ -116,6 +116,33 @@ def test_frames_are_lerobots(video, noise_s, tolerance_s):
                 np.testing.assert_array_equal(frame, theirs)
                 compared += 1
     assert compared > 40
+
+
+@pytest.mark.parametrize("tolerance_s", [1e-4, 0.06])
+def test_a_video_may_have_more_frames_than_the_dataset_has_rows(video, tolerance_s):
+    """Rows were left out, the videos stayed: a frame of the video is near each time, and another one is nearest."""
+    wanted = np.arange(0, FRAMES, 6)
+    frames, _ = read(video, wanted / FPS, tolerance_s, fps=FPS / 6)
+    assert [read_frame_number(frame) for frame in frames] == wanted.tolist()
+    if tolerance_s > 1 / FPS:  # between two frames, one after the other in the same reader
+        frames, _ = read(video, (wanted[1:, None] + [-0.2, 0.2]).ravel() / FPS, tolerance_s, fps=FPS / 6)
+        assert [read_frame_number(frame) for frame in frames] == wanted[1:].repeat(2).tolist()
+
+
+@pytest.mark.parametrize("after_ms", [5, 2])
+def test_of_two_frames_close_to_each_other_the_nearer_is_read(tmp_path, after_ms):
+    path, times_ms = str(tmp_path / "file.mp4"), [0, 33, 67, 100 - after_ms, 100, 133]
+    with writing_videos(), av.open(path, "w") as container:
+        stream = container.add_stream("libx264", rate=1000)
+        stream.height, stream.width, stream.pix_fmt = *SIZE, "yuv420p"
+        for i, time_ms in enumerate(times_ms):
+            frame = av.VideoFrame.from_ndarray(draw_frame(i, SIZE), format="rgb24")
+            frame.pts = time_ms
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    for tolerance_s in (1e-4, 0.006):
+        frames, _ = read(path, [0.0, 0.1], tolerance_s)
+        assert [read_frame_number(frame) for frame in frames] == [0, 4]
 
 
 def test_no_frame_is_decoded_for_nothing(video):

@@ -125,10 +125,10 @@ class VideoReader:
         self._stream.codec_context.options = options
         self._stream.codec_context.thread_count = threads
         self._reformatter = VideoReformatter()
-        # Frames come at a steady rate: one that is as near as this is the nearest.
-        self._near_s = 0.25 / fps
+        self._half_tick_s = float(self._stream.time_base) / 2
         self._frames: Any = None
         self._current: _TimedFrame | None = None
+        self._wanted_s = 0.0  # when `_current` was found
         self._ahead: _TimedFrame | None = None  # decoded, but later than `_current`
         self.frames_decoded = 0
 
@@ -162,11 +162,17 @@ class VideoReader:
             ) from error
 
     def _frame_at(self, wanted_s: float) -> av.VideoFrame:
+        # Timestamps are float32 in data files, hours into a video farther apart than the tolerance.
+        rounded_s = float(np.spacing(np.float32(wanted_s))) / 2
+        # A frame that is as near as this is the nearest, at whatever times the others are.
+        equal_s = rounded_s + self._half_tick_s
         near = self._current
-        if near is None or not -self._near_s <= wanted_s - near[0] <= SEEK_AFTER_FRAMES / self._fps:
-            near = self._seek(wanted_s)
+        # One that was the nearest to an earlier time is so until it has come.
+        is_ahead = near is not None and near[0] > wanted_s + equal_s and wanted_s < self._wanted_s
+        if near is None or is_ahead or wanted_s - near[0] > SEEK_AFTER_FRAMES / self._fps:
+            near = self._seek(wanted_s, equal_s)
         end = False
-        while near[0] < wanted_s - self._near_s:
+        while near[0] < wanted_s - equal_s:
             later = self._next()
             if later is None:
                 end = True
@@ -175,9 +181,7 @@ class VideoReader:
                 self._ahead = later
                 break
             near = later
-        self._current = near
-        # Timestamps are float32 in data files, hours into a video farther apart than the tolerance.
-        rounded_s = float(np.spacing(np.float32(wanted_s))) / 2
+        self._current, self._wanted_s = near, wanted_s
         if abs(wanted_s - near[0]) <= self._tolerance_s + rounded_s:
             return near[1]
         if end:
@@ -191,16 +195,16 @@ class VideoReader:
             "raise --tolerance_s if a nearby frame will do"
         )
 
-    def _seek(self, wanted_s: float) -> _TimedFrame:
-        """The frame at a key frame before `wanted_s`; where there is none, the video's first."""
+    def _seek(self, wanted_s: float, equal_s: float) -> _TimedFrame:
+        """The frame at a key frame before `wanted_s`, or equal to it; where there is none, the video's first."""
         # Key frames are found by the time they are decoded at: with B-frames, one may be shown after the frame wanted.
         for back_s in (0.0, 1.0, 10.0, np.inf):
-            target_s = max(0.0, wanted_s + self._near_s - back_s)
+            target_s = max(0.0, wanted_s + equal_s - back_s)
             offset = int(target_s / self._stream.time_base)
             self._container.seek(offset, backward=True, any_frame=False, stream=self._stream)
             self._frames, self._ahead = self._container.decode(self._stream), None
             found = self._next()
-            if target_s == 0 or (found is not None and found[0] <= wanted_s + self._near_s):
+            if target_s == 0 or (found is not None and found[0] <= wanted_s + equal_s):
                 break
         if found is None:
             raise ValueError(f"{self.name}: holds no frames; it is truncated: copy it again")
