@@ -260,7 +260,8 @@ class StepOptions:
     )
     precision: Precision = option(
         "auto",
-        "auto: bf16 autocast on GPUs that have it, otherwise fp32. Weights that train are fp32 always.",
+        "auto: bf16 autocast on GPUs that have it, otherwise fp32; of act, diffusion, vqbet and multi_task_dit fp32 as "
+        "in LeRobot, unless --policy.use_amp. Weights that train are fp32 always.",
     )
     attention: Attention = option(
         "sdpa",

@@ -342,6 +342,26 @@ def test_a_run_starts_from_lerobots_folder_and_trains_adapters(dataset, tmp_path
             trained = in_process.train(adapted, Shard(adapted))
             started_at_zero = [value for name, value in trained.named().items() if "lora_B" in name]
             assert any(value.any() for value in started_at_zero)
+            # As on a GPU, where what is frozen is cast.
+            in_bfloat16 = resolved_from(saved, dataset, kind, **{"peft.r": 4, **layers, "train.precision": "bf16"})
+            found = in_process.train(in_bfloat16, Shard(in_bfloat16)).named()
+            assert found.keys() == trained.named().keys()
+            moved = [value for value in found.values() if value.is_floating_point()]
+            assert all(value.dtype == torch.float32 and value.isfinite().all() for value in moved)
+            assert any(value.any() for name, value in found.items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize(("kind", "changes", "precision"), [
+    ("act", {}, "fp32"),
+    ("multi_task_dit", {}, "fp32"),
+    ("act", {"train.precision": "bf16"}, "bf16"),
+    ("pi05", {}, "auto"),
+])  # fmt: skip
+def test_what_lerobot_trains_in_float32_on_gpus_is_trained_so(dataset, tmp_path, kind, changes, precision):
+    with KINDS[kind].here():
+        run = resolved(dataset, kind, tmp_path, **{"scaling.use_gpu": "true", **changes})
+    assert run.config.train.precision == run.policy.train.precision == precision
+    assert run.config.planned_in_bf16 == (precision != "fp32")
 
 
 def test_all_that_a_step_changes_is_saved_resumed_and_exported(dataset):

@@ -128,6 +128,7 @@ class Family:
         chunk_draws: what its `predict_action_chunk` does about random numbers: takes the noise that it starts from,
             (N, chunk_size, max_action_dim); draws nothing; or draws for itself.
         tokenizer, or tokenizer_option, the policy's option that names it: see `tokenizer_name`.
+        in_float32: LeRobot trains it in float32 on GPUs too, unless its `use_amp` is on.
         reads_texts: in the training worker it takes instructions as text: `task`, a list of strings.
 
         modes: the parts (`parts`) that train, by `--train.mode`; where empty, only `full` is known, and trains what the
@@ -153,6 +154,7 @@ class Family:
     tokenizer: str | None = None
     tokenizer_option: str | None = None
     reads_texts: bool = False
+    in_float32: bool = False
 
     modes: ClassVar[Mapping[TrainMode, frozenset[str]]] = {}
     train_options: ClassVar[frozenset[str]] = frozenset()

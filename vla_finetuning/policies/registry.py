@@ -23,14 +23,14 @@ FAMILIES = {
     family.type: family
     for family in (
         PI05("pi05", as_lerobot=True, chunk_draws="noise", tokenizer=PALIGEMMA),
-        ACT("act", as_lerobot=True, chunk_draws="nothing"),
-        Family("diffusion", as_lerobot=True),
+        ACT("act", as_lerobot=True, chunk_draws="nothing", in_float32=True),
+        Family("diffusion", as_lerobot=True, in_float32=True),
         PI0("pi0", as_lerobot=True, chunk_draws="noise", tokenizer=PALIGEMMA),
         SmolVLA("smolvla", as_lerobot=True, chunk_draws="noise", tokenizer_option="vlm_model_name"),
         PI0FAST("pi0_fast", as_lerobot=True, tokenizer_option="text_tokenizer_name"),
         XVLA("xvla", as_lerobot=True, tokenizer_option="tokenizer_name"),
-        VQBeT("vqbet", as_lerobot=True),
-        Family("multi_task_dit", as_lerobot=True, tokenizer_option="text_encoder_name"),
+        VQBeT("vqbet", as_lerobot=True, in_float32=True),
+        Family("multi_task_dit", as_lerobot=True, tokenizer_option="text_encoder_name", in_float32=True),
         Evo1("evo1", as_lerobot=True, tokenizer_option="vlm_model_name", reads_texts=True),
         Family("vla_jepa", as_lerobot=True, tokenizer_option="qwen_model_name", reads_texts=True),
         FastWAM("fastwam", as_lerobot=True, tokenizer_option="tokenizer_model_id", reads_texts=True),

@@ -76,6 +76,9 @@ def choose_trainable(
     return TrainableReport(total, total - sum(frozen.values()), frozen)
 
 
+_NORMS = (PiGemmaRMSNorm, LlamaRMSNorm, nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+
+
 def with_float32_masters(policy: PreTrainedPolicy) -> PreTrainedPolicy:
     """A policy made float32, in place, if anything that its configuration lets train is in another precision.
 
@@ -116,18 +119,19 @@ def cast_frozen(policy: PreTrainedPolicy, dtype: torch.dtype) -> None:
     For bfloat16 on GPUs, under autocast: without it, autocast would cast the float32 weights again in every
     step. What autocast computes in float32 keeps it, as in LeRobot's own bfloat16 policy: the norms, and what
     the vision tower starts from, patches and positions. From these the residual stream has its precision, so
-    the features of images are to the bit those of float32 weights under autocast.
+    the features of images are to the bit those of float32 weights under autocast. The heads keep it too: losses
+    compute some of them without autocast, and under adapters they are frozen.
     """
+    heads = {name for name, part in family_of(policy.config).parts(policy).items() if part == "heads"}
     unchanged = {
         module
         for part in policy.modules()
-        if isinstance(part, (PiGemmaRMSNorm, LlamaRMSNorm, nn.LayerNorm))
-        or (hasattr(part, "patch_embedding") and hasattr(part, "position_embedding"))
+        if isinstance(part, _NORMS) or (hasattr(part, "patch_embedding") and hasattr(part, "position_embedding"))
         for module in part.modules()
     }
-    for module in policy.modules():
-        for parameter in () if module in unchanged else module.parameters(recurse=False):
-            if not parameter.requires_grad and parameter.is_floating_point():
+    for place, module in policy.named_modules():
+        for name, parameter in () if module in unchanged else module.named_parameters(recurse=False):
+            if not parameter.requires_grad and parameter.is_floating_point() and f"{place}.{name}" not in heads:
                 parameter.data = parameter.data.to(dtype)
 
 

@@ -17,7 +17,7 @@ from lerobot.configs.policies import PreTrainedConfig
 
 from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.bucket import place
-from vla_finetuning.config import CACHE_DIR, PRESETS, Config
+from vla_finetuning.config import CACHE_DIR, PRESETS, Config, Precision, TrainOptions
 from vla_finetuning.data.dataset_files import fetch_dataset
 from vla_finetuning.data.episode_weights import episode_weights
 from vla_finetuning.data.metadata import DatasetMetadata
@@ -114,6 +114,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     base = _base(config, policy_path)
     config = replace(config, policy_path=policy_path, policy_revision=base.identity["revision"])
     check_policy_options(config, base.config)
+    config = replace(config, train=replace(config.train, precision=_precision(config.train, base.config)))
     recipe = make_recipe(config, base.config)
     matched = match_datasets(config, metas, of_mixture, robots(of_mixture), base, partial(_check_images, config))
     metas, match = matched.metas, matched.match
@@ -610,6 +611,13 @@ def _dropped(config: Config, policy_config: PreTrainedConfig, steps: Sequence[in
             f"--dataset.drop_n_last_frames={own * max(steps)}"
         )
     return own
+
+
+def _precision(train: TrainOptions, policy: PreTrainedConfig) -> Precision:
+    """--train.precision; of a policy that LeRobot trains in float32 on GPUs too, auto is that."""
+    if train.precision == "auto" and family_of(policy).in_float32 and not policy.use_amp:
+        return "fp32"
+    return train.precision
 
 
 def _fitting_batch(config: Config, rows: int) -> tuple[Config, list[str]]:
