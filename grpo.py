@@ -119,7 +119,9 @@ def train(run: GrpoRun, worker: Worker) -> bool:
     loss, autocast = build_model(policy, device)
     assert isinstance(loss, FlowLoss)  # the plan refuses others
     check_attention(policy, loss, device, autocast, job.output_dir if rank == 0 else None)
-    player = Player(loss.policy, *policy.processors(), env=run.scene.env, rename_map=policy.rename_map)
+    player = Player(
+        loss.policy, *policy.processors(), env=run.scene.env, rename_map=policy.rename_map, opening=policy.opening
+    )
     actor = Actor(
         loss, player, prompts=policy.prompts, inference_batch=options.inference_batch, autocast=autocast, device=device
     )
@@ -145,7 +147,7 @@ def train(run: GrpoRun, worker: Worker) -> bool:
         if log is not None:
             log.write(0, {**before, **seconds})
 
-    stop, nonfinite = False, 0
+    stop, preempted, nonfinite = False, False, 0
     # Of the demonstrations where there are any, with which nothing is played again; otherwise episodes.
     first_row, episodes = progress.rows, first * run.episodes if demonstrations is not None else progress.rows
     for iteration in range(first, job.steps):
@@ -180,10 +182,14 @@ def train(run: GrpoRun, worker: Worker) -> bool:
             metrics |= held_out(config, run.scene, rollouts, actor, worker)
         times.mark("held_out")
         metrics |= times.gather(rollouts, actor)
+        del explorer, played, rounds, lessons  # images of all decisions, which the next iteration's would be beside
         gc.collect()
-        stop, due = asked_of_all(
-            device, *(stop_requested(job.output_dir), checkpoints.due()) if rank == 0 else (False, False)
-        )
+        # A node is about to be taken away; Ray Train starts the group anew when it is gone.
+        if (deadline_ms := worker.preemption_deadline_ms()) is not None:
+            checkpoints.ends_at(deadline_ms)
+        own = (stop_requested(job.output_dir), checkpoints.due()) if rank == 0 else (False, False)
+        stop, due, announced = asked_of_all(device, *own, deadline_ms is not None)
+        due, preempted = due or (announced and not preempted), announced
         if log is not None:
             if iteration == first:
                 first_step_done(job.output_dir, done, time.monotonic() - began)
@@ -213,14 +219,14 @@ def learn(
     objective.clear()
     results = []
     for epoch in range(options.epochs):
-        for rows, micros in lessons.epoch(epoch):
+        for rows, count, micros in lessons.epoch(epoch):
             before = objective.sums.clone()
             result = train_step(
                 model,
                 optimizer,
-                iter(micros),
+                micros,
                 step=iteration,
-                grad_accum=len(micros),
+                grad_accum=count,
                 mean_over=rows / worker.world,
                 draws=lambda micro: (None, None),  # the batch has them
                 autocast=autocast,
@@ -253,7 +259,12 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
         return None
     require_tracker(config.track)
     if config.policy_path is None:
-        config = replace(config, policy_path=str(imitated(held)))
+        folder = imitation_folder()
+        if config.dry_run and not folder.is_dir():
+            tell("Imitation    comes first, and has not run: the plan is that of its policy; run without --dry_run")
+            return None
+        imitate(folder, held)
+        config = replace(config, policy_path=str(folder))
     run = resolve_grpo(config, gpus_found=torch.cuda.device_count())
     config, job = run.config, run.job
     check_start(config, job.start, job.steps, job.disk_bytes)
@@ -310,20 +321,25 @@ def evaluate(run: GrpoRun) -> int:
         return 5
 
 
-def imitated(held: contextlib.ExitStack) -> Path:
-    """The demo's first half: a policy that `vla.py` has trained on disobedient demonstrators, now or earlier."""
+def imitation_folder() -> Path:
+    """Where the policy of the demo's first half is, once it is trained."""
     root = prepare_disobedient(CACHE_DIR / "demo")
-    folder = root.with_name(f"{root.name}-policy")
-    if not (folder / "pretrained_model").is_dir():
-        if not ray.is_initialized():
-            held.callback(ray.shutdown)
-        cluster.connect()  # for both halves
-        shutil.rmtree(folder, ignore_errors=True)
-        tell("Imitation    of demonstrators, 30 % of which go to the wrong bin, by vla.py; once")
-        flags = ["--preset", "demo", "--dataset.root", str(root), "--output_dir", str(folder), "--steps", "220"]
-        if vla.main([*flags, "--dataset.eval_split", "0"]):
-            raise ValueError(f"the demo's imitation failed; {folder} has its log")
-    return folder / "pretrained_model"
+    return root.with_name(f"{root.name}-policy") / "pretrained_model"
+
+
+def imitate(policy: Path, held: contextlib.ExitStack) -> None:
+    """The demo's first half: have `vla.py` imitate disobedient demonstrators, unless it has done so."""
+    if policy.is_dir():
+        return
+    if not ray.is_initialized():
+        held.callback(ray.shutdown)
+    cluster.connect()  # for both halves
+    shutil.rmtree(policy.parent, ignore_errors=True)
+    tell("Imitation    of demonstrators, 30 % of which go to the wrong bin, by vla.py; once")
+    root = prepare_disobedient(CACHE_DIR / "demo")
+    flags = ["--preset", "demo", "--dataset.root", str(root), "--output_dir", str(policy.parent), "--steps", "220"]
+    if vla.main([*flags, "--dataset.eval_split", "0"]):
+        raise ValueError(f"the demo's imitation failed; {policy.parent} has its log")
 
 
 if __name__ == "__main__":

@@ -145,6 +145,11 @@ def check_value(config: ValueConfig) -> None:
         )
     if len(robots(members(config.dataset.mixture))) > 1:
         raise ValueError("--dataset.mixture: a value function learns from datasets of one robot; name those of one")
+    if config.dataset.on_error == "skip":
+        raise ValueError(
+            "--dataset.on_error=skip: a frame that cannot be read has no value, and no label; leave its episode out by "
+            "--dataset.exclude_episodes"
+        )
     check_run(config.training())
 
 

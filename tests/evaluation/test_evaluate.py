@@ -73,6 +73,15 @@ def test_from_flags_to_a_comparison(ray_cluster, folder, tmp_path, capsys, monke
     assert evaluate.main(["--compare", str(a), str(b)]) == 0
     out = capsys.readouterr().out
     assert "Of 6 episodes that both played" in out and "Verdict  cannot tell" in out and str(b) in out
+    # Options that leave the initial states as they are decide success all the same.
+    about = json.loads((b / "evaluated.json").read_text())
+    about["environment"]["options"] = ["--episode_length=300"]
+    write_json(b / "evaluated.json", about)
+    assert evaluate.main(["--compare", str(a), str(b)]) == 2
+    assert "--episode_length=12 and --type=two_bins --episode_length=300: give the same" in capsys.readouterr().err
+    about["environment"]["options"] = ["--episode_length=12", "--fps=10"]  # a default, named
+    write_json(b / "evaluated.json", about)
+    assert evaluate.main(["--compare", str(a), str(b)]) == 0
 
 
 @pytest.mark.ray

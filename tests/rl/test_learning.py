@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -28,9 +30,9 @@ from vla_finetuning.evaluation.player import Player
 from vla_finetuning.flags import parse_grpo
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.flow import FlowLoss
-from vla_finetuning.rl import before_after, flow_sde, learning
+from vla_finetuning.rl import acting, before_after, flow_sde, learning
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
-from vla_finetuning.rl.expected import Simulated, expected_times
+from vla_finetuning.rl.expected import Simulated, expected_times, worker_memory
 from vla_finetuning.rl.learning import Lessons, Played
 from vla_finetuning.rl.objective import Objective
 from vla_finetuning.rl.resolve import decision_bytes, describe_grpo, resolve_grpo
@@ -183,6 +185,97 @@ def test_the_ratio_is_one_in_the_first_update_of_an_iteration(base, tmp_path):
     assert [line["updates"] for line in lines[1:]] == [1, 1]
 
 
+def in_number(micros, count):
+    found = list(micros)
+    assert len(found) == count
+    return found
+
+
+def test_an_iteration_that_teaches_nothing_is_none_for_all_ranks(monkeypatch):
+    """With ppo and two workers, where no episode succeeds: there is nothing to judge, and nothing to gather."""
+    monkeypatch.setattr(learning.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(learning.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(learning.dist, "all_gather_into_tensor", lambda ranks, mine: None)
+    assert learning.everyone(torch.zeros(3, 0)).shape == (2, 3, 0)
+    config = parse_grpo(["--preset=demo", "--grpo.method=ppo", "--grpo.groups=2", "--grpo.group_size=2"])
+    played = Played(torch.zeros(2, 2), torch.zeros(2, 2), np.full(4, 3), np.full(4, 9), np.arange(4), {})
+    explorer = SimpleNamespace(iteration=1, columns=lambda: {}, rows=lambda *_: [])
+    actor = SimpleNamespace(computing=contextlib.nullcontext, on_device=dict, device=torch.device("cpu"))
+    monkeypatch.setattr(Lessons, "_score", lambda self, *_: setattr(self, "_values", torch.zeros(0)))
+    monkeypatch.setattr(learning, "advantages", lambda *_: (torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool)))
+    lessons = Lessons(config, None, None, actor, explorer, played, worker=Rank(0, 2))
+    assert lessons.rows == 0 and list(lessons.epoch(0)) == [] and lessons.explained_variance() is None
+
+
+def test_what_was_recorded_is_given_up_as_it_is_put_together():
+    recorded = [{"image": torch.full((n, 2), float(n)), "x": torch.arange(n)} for n in (3, 1, 2)]
+    explorer = acting.Explorer(SimpleNamespace(device=None), None, 0, 0)
+    explorer._recorded = parts = [dict(part) for part in recorded]
+    columns = explorer.columns()
+    for key in ("image", "x"):
+        torch.testing.assert_close(columns[key], torch.cat([part[key] for part in recorded]), rtol=0, atol=0)
+    assert parts == [{}, {}, {}] and explorer.columns() == {}
+
+
+def test_a_run_that_begins_again_has_one_line_for_the_policy_before(tmp_path):
+    for _ in range(2):
+        log = learning.IterationLog(tmp_path, 0)
+        log.write(0, {"held_out_successes": 3})
+        log.write(1, {})
+    learning.IterationLog(tmp_path, 1)
+    lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [0, 1]
+
+
+def test_a_node_that_is_about_to_be_taken_away_has_a_checkpoint_taken(base, tmp_path):
+    run = resolved(base, tmp_path / "run", **{"grpo.iterations": 3, "save_freq": 3})
+    taken = []
+
+    class Announced(Rank):
+        def preemption_deadline_ms(self):
+            return 0
+
+        def report(self, metrics, **checkpoint):
+            taken.append(metrics["step"])
+            super().report(metrics, **checkpoint)
+
+    with mock.patch(f"{__name__}.Rank", Announced):
+        assert train_as(run)
+    assert taken == [1, 3]  # when it is announced, once, and at the end
+
+
+def test_the_plan_has_the_policy_that_a_run_started_from(base, tmp_path):
+    def needed(**changes):
+        run = resolved(base, tmp_path / "run", **changes)
+        scaling = replace(run.config.scaling, use_gpu=True, accelerator_type="H100")
+        return worker_memory(replace(run, config=replace(run.config, scaling=scaling)))
+
+    plain, beside = needed(), needed(**{"grpo.kl": 0.1})
+    assert beside.needed - plain.needed == plain.weights > 0
+
+
+def test_instructions_that_begin_with_a_robot_do_so_here_too(base, tmp_path):
+    """A policy of a run of several robots, trained with --dataset.robot_in_prompt."""
+    folder = Path(shutil.copytree(base, tmp_path / "base"))
+    (folder / "robot.json").write_text(json.dumps({"robot": "arm", "instructions_begin_with": "arm: "}))
+    run = resolved(folder, tmp_path / "run", **{"grpo.iterations": 1})
+    said = []
+    prepare = Player.prepare
+
+    def heard(self, observation, instructions, words=""):
+        said.append(self._opening)
+        return prepare(self, observation, instructions, words)
+
+    with mock.patch.object(Player, "prepare", heard):
+        train(run)
+    assert set(said) == {"arm: "}
+    export(run.policy, exported_checkpoint(run.job, False), run.job.output_dir, run.scene.drawn)
+    exported = json.loads((run.job.output_dir / "pretrained_model" / "robot.json").read_text())
+    assert exported["instructions_begin_with"] == "arm: "
+    with pytest.raises(ValueError, match="--grpo.demonstrations: instructions of policy .* begin with 'arm: '"):
+        resolved(folder, tmp_path / "other", **{"grpo.method": "filtered", "grpo.demonstrations": tmp_path})
+
+
 def test_a_rank_with_nothing_to_learn_from_has_a_row_for_every_term(monkeypatch):
     """Only rank 0's group has a signal; the other fills its micro-batches up with a row of weight zero."""
     config = parse_grpo(["--preset=demo", "--grpo.kl=0.01", "--grpo.groups=4", "--grpo.group_size=2"])
@@ -200,7 +293,7 @@ def test_a_rank_with_nothing_to_learn_from_has_a_row_for_every_term(monkeypatch)
     objective = SimpleNamespace(critic=None, loss=loss, score=score)
     for rank, weight in ((0, 1.0), (1, 0.0)):
         lessons = Lessons(config, objective, objective, actor, explorer, played, worker=Rank(rank, 2))
-        batches = [batch for _, micros in lessons.epoch(0) for batch in micros]
+        batches = [batch for _, count, micros in lessons.epoch(0) for batch in in_number(micros, count)]
         assert batches
         for batch in batches:
             assert batch["start_mean"].shape == (len(batch["weight"]), 2, 4, 3)
@@ -462,7 +555,9 @@ def test_the_plan_says_how_long_an_iteration_takes_and_what_it_waits_for(base, t
     run = replace(run, config=replace(run.config, scaling=scaling))
     text = "\n".join(expected_times(run, simulated))
     assert "on a H100 at 35% of its peak (assumed)" in text and "an iteration 5 s" in text
-    assert "it waits for the simulation: --grpo.env_actors " in text
+    assert "it waits for the simulation: --grpo.env_actors 12, one for each episode of a worker" in text
+    many = replace(run, config=replace(run.config, grpo=replace(run.options, env_actors=40)))
+    assert "simulation 0.90 s an iteration, on 12 processes" in "\n".join(expected_times(many, simulated))
     assert "it waits" not in "\n".join(expected_times(run, Simulated(0.0, 0.0, 0.0)))
 
 

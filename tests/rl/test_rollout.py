@@ -51,6 +51,17 @@ def play(makers=MAKERS, actors=3, slots=3, step_limit_s=60.0, disturb=lambda rol
         rollouts.close()
 
 
+def test_a_process_that_has_no_cpu_and_no_episode_is_not_waited_for():
+    """Two of four find a CPU; there are episodes for two."""
+    cpus = ray.available_resources()["CPU"] / 2
+    rollouts = Rollouts(MAKERS, actors=4, slots=1, cpus=cpus, step_limit_s=60.0, room_s=120.0)
+    try:
+        assert len(rollouts.play(EPISODES[:2], Scattered())) == 2
+        assert rollouts.take_seconds()[0] > 0 and rollouts.take_seconds() == (0.0, 0.0)
+    finally:
+        rollouts.close()
+
+
 @pytest.fixture(scope="module")
 def undisturbed():
     return play()

@@ -81,7 +81,7 @@ def _try(
     env = env_config(env_type)
     trained = load_policy_config(exported)
     labels = {name: f"{said}{label}" for name, label in LABELS.items()}
-    options: dict[str, Any] = {"env": env, "trusted": policy.trusted}
+    options: dict[str, Any] = {"env": env, "trusted": policy.trusted, "opening": policy.opening}
     options["device"] = "cuda" if job.use_gpu else "cpu"
     sources = {"trained": PolicySource(exported, trained, **options)}
     conditions = {

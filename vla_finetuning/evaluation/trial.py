@@ -283,8 +283,22 @@ def compare_folders(a: Path, b: Path) -> str:
     """What `evaluate.py --compare` prints about two evaluations.
 
     Raises:
-        ValueError, FileNotFoundError: not evaluations of the same list, or not done.
+        ValueError, FileNotFoundError: not evaluations of the same list in the same environment, or not done.
     """
-    return comparison_text(
-        compare(*(read_evaluation(folder)[1] for folder in (a, b))), escaped(str(a)), escaped(str(b))
-    )
+    (about_a, lines_a), (about_b, lines_b) = read_evaluation(a), read_evaluation(b)
+    env_a, env_b = (about.get("environment") for about in (about_a, about_b))
+    if env_a and env_b and not _are_alike(env_a, env_b):
+        flags = (" ".join([f"--type={env['type']}", *env["options"]]) for env in (env_a, env_b))
+        raise ValueError(
+            f"the environments differ, {' and '.join(map(escaped, flags))}: give the same --env.* for both, or what "
+            "differs may be them and not the policies"
+        )
+    return comparison_text(compare(lines_a, lines_b), escaped(str(a)), escaped(str(b)))
+
+
+def _are_alike(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two environments are configured alike, defaults that one names included; tasks are those of the list."""
+    if a == b:
+        return True
+    one, other = (env_config(env["type"], env["options"]) for env in (a, b))
+    return a["type"] == b["type"] and vars(one) | {"task": None} == vars(other) | {"task": None}

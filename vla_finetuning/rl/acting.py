@@ -160,10 +160,18 @@ class Explorer:
     def columns(self) -> dict[str, Tensor]:
         """Everything remembered, on the host; a row for each decision in the order in which they were made.
 
-        It is handed over, so that there is no second copy of it.
+        It is handed over, and given up as it is copied: memory of a new tensor counts from when it is written.
         """
         recorded, self._recorded = self._recorded, []
-        return {key: torch.cat([part.pop(key) for part in recorded]) for key in list(recorded[0])} if recorded else {}
+        columns = {}
+        for key in list(recorded[0]) if recorded else ():
+            count, first = sum(len(part[key]) for part in recorded), 0
+            columns[key] = torch.empty((count, *recorded[0][key].shape[1:]), dtype=recorded[0][key].dtype)
+            for part in recorded:
+                values = part.pop(key)
+                columns[key][first : first + len(values)] = values
+                first += len(values)
+        return columns
 
 
 class Exploiter:

@@ -76,7 +76,11 @@ def worker_memory(run: GrpoRun) -> StepMemory | None:
     features = env_to_policy_features(run.scene.env).values()
     frames = [feature.shape[1:] for feature in features if feature.type is FeatureType.VISUAL]
     config = run.config.training()
-    return planned_memory(run.policy, frames)(replace(config, train=replace(config.train, noise_draws=draws)))
+    memory = planned_memory(run.policy, frames)(replace(config, train=replace(config.train, noise_draws=draws)))
+    if memory is None or not run.options.kl:
+        return memory
+    # The policy that the run started from, beside the one that learns.
+    return replace(memory, weights=2 * memory.weights, peak=memory.peak + memory.weights)
 
 
 def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
@@ -86,10 +90,11 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
     decisions = episodes * run.scene.most_decisions(policy.config.n_action_steps)
     steps = decisions * policy.config.n_action_steps
     simulation_s = episodes * simulated.reset_s + steps * simulated.step_s + decisions * simulated.look_s
-    simulation_s /= g.env_actors
+    busy = min(g.env_actors, episodes)  # no more than one episode each
+    simulation_s /= busy
     digits = 0 if simulation_s > 10 else 2
     lines = [
-        f"Expected     simulation {simulation_s:.{digits}f} s an iteration, on {g.env_actors} processes per worker: a "
+        f"Expected     simulation {simulation_s:.{digits}f} s an iteration, on {busy} processes per worker: a "
         f"step {1e3 * simulated.step_s:.1f} ms, looking {1e3 * simulated.look_s:.1f} ms (measured here, in one process)"
     ]
     # Backward is twice the forward where everything trains.
@@ -103,8 +108,11 @@ def expected_times(run: GrpoRun, simulated: Simulated) -> list[str]:
     acting_s, updating_s = (flops / (SHARE_OF_PEAK * PLANNED[card[0]].flops) for flops in (acting, scoring + updating))
     whole_s = max(simulation_s, acting_s) + updating_s
     if simulation_s > acting_s:
-        enough = math.ceil(g.env_actors * simulation_s / acting_s)
-        lines.append(f"             it waits for the simulation: --grpo.env_actors {enough} would be as fast as acting")
+        enough = math.ceil(busy * simulation_s / acting_s)
+        helps = f"--grpo.env_actors {enough} would be as fast as acting"
+        if enough > episodes:
+            helps = f"--grpo.env_actors {episodes}, one for each episode of a worker, would be as fast as it gets"
+        lines.append(f"             it waits for the simulation: {helps}")
     on = f"{card[0]} at {SHARE_OF_PEAK:.0%} of its peak (assumed)"
     return [
         *lines,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import time
@@ -52,7 +53,7 @@ def everyone(mine: Tensor) -> Tensor:
         return mine[None]
     ranks = torch.empty(dist.get_world_size() * mine.numel(), dtype=mine.dtype, device=mine.device)
     dist.all_gather_into_tensor(ranks, mine.flatten())
-    return ranks.view(-1, *mine.shape)
+    return ranks.view(dist.get_world_size(), *mine.shape)
 
 
 def asked_of_all(device: torch.device, *asked: bool) -> list[bool]:
@@ -298,12 +299,15 @@ class Lessons:
         """Rows of the demonstrations that all passes take, of all ranks."""
         return self.rows * self._config.grpo.epochs if self._demonstrations else 0
 
-    def epoch(self, number: int) -> Iterator[tuple[int, list[Batch]]]:
-        """A pass: of each minibatch its rows on all ranks, and this rank's micro-batches of it."""
+    def epoch(self, number: int) -> Iterator[tuple[int, int, Iterator[Batch]]]:
+        """A pass: of each minibatch its rows on all ranks, and this rank's micro-batches: how many, and one by one.
+
+        A micro-batch is on the device from when it is asked for; a minibatch of images is gigabytes.
+        """
         listed = list(self._minibatches(number))
         if self._demonstrations is None:
             for minibatch in listed:
-                yield minibatch.rows, [self._micro_batch(rows, number) for rows in minibatch.micros]
+                yield minibatch.rows, len(minibatch.micros), self._micro_batches(minibatch, number)
             return
         first, beside = self._first_row + number * self.rows, []
         for minibatch in listed:
@@ -313,8 +317,12 @@ class Lessons:
         # A rank without rows of its own in a micro-batch fills it up with the stream's first.
         read = self._demonstrations([p if len(p) else np.array([self._first_row]) for micros in beside for p in micros])
         for minibatch, micros in zip(listed, beside, strict=True):
-            own = [self._micro_batch(rows, number) for rows in minibatch.micros]
-            yield 2 * minibatch.rows, own + [self._demonstration(next(read), positions) for positions in micros]
+            beside_own = (self._demonstration(next(read), positions) for positions in micros)
+            own = itertools.chain(self._micro_batches(minibatch, number), beside_own)
+            yield 2 * minibatch.rows, len(minibatch.micros) + len(micros), own
+
+    def _micro_batches(self, minibatch: Minibatch, epoch: int) -> Iterator[Batch]:
+        return (self._micro_batch(rows, epoch) for rows in minibatch.micros)
 
     def _minibatches(self, number: int) -> Iterator[Minibatch]:
         config, options = self._config, self._config.grpo
@@ -363,6 +371,8 @@ class Lessons:
         """Advantages and value targets of the decisions of all ranks, by the critic before the first update."""
         options, episodes, values = self._config.grpo, self._table.episode, self._values
         assert values is not None
+        if not self.rows:  # of no rank
+            return
         judged = torch.zeros(3, self.rows)  # advantages, targets, values; of this rank's rows
         for episode in np.unique(episodes[self._owner == self._rank]):
             rows = np.flatnonzero(episodes == episode)  # one after the other
@@ -521,7 +531,8 @@ class IterationLog:
     """`metrics.jsonl`, a line per iteration, written by rank 0; line 0 is the policy before the first."""
 
     def __init__(self, output_dir: Path, resumed_step: int) -> None:
-        self._path = keep_metrics(output_dir, resumed_step)
+        # A run that begins again has line 0 to come.
+        self._path = keep_metrics(output_dir, resumed_step or -1)
 
     def write(self, step: int, line: Mapping[str, Any]) -> None:
         append_line(self._path, json.dumps({"step": step, **line}))

@@ -26,9 +26,10 @@ from vla_finetuning.envs.configs import (
     task_makers,
 )
 from vla_finetuning.envs.initial_states import InitialStates, reserve_last
-from vla_finetuning.evaluation.player import check_fits
+from vla_finetuning.evaluation.player import check_fits, opening_of
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.optim import make_recipe
+from vla_finetuning.policies.pipelines import saved_rename_map
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.rl.demonstrations import resolve_demonstrations
@@ -160,14 +161,20 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
             f"a probability, which is known here for the flow matching of {types_that(lambda family: family.flow)}; "
             "train one with vla.py"
         )
-    check_fits(policy_config, env, config.rename_map)
+    renamed = {**saved_rename_map(folder), **config.rename_map}
+    check_fits(policy_config, env, renamed)
     check_drawn(drawn_for(folder), env, folder)
+    if (opening := opening_of(folder)) and config.grpo.demonstrations is not None:
+        raise ValueError(
+            f"--grpo.demonstrations: instructions of policy {base['path']} begin with {opening!r}, which the dataset's "
+            "rows are not given here; leave the demonstrations out"
+        )
     if not (folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json").is_file():
         raise FileNotFoundError(
             f"policy {base['path']} has no {POLICY_PREPROCESSOR_DEFAULT_NAME}.json: how it was trained to see is not "
             "known; give the pretrained_model that vla.py has written"
         )
-    shown = {config.rename_map.get(key, key) for key in env_to_policy_features(env)}
+    shown = {renamed.get(key, key) for key in env_to_policy_features(env)}
     cameras = tuple(key for key in policy_config.image_features if key in shown)
     prompts = family_of(policy_config).prompt_lengths(policy_config, len(cameras), config.train.trim_prompts)
     steps = 1 if config.grpo.random_steps == "one" else config.grpo.flow_steps
@@ -193,6 +200,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
         trusted=config.policy_trust_remote_code,
         parameters=check_policy(policy_config, folder, training.train),
         prompts=prompts,
+        opening=opening,
         flops_by_prompt=flops_by_prompt(policy_config, len(cameras), config.train.mode, steps, prompts),
     )
     policy.processors()
@@ -228,8 +236,10 @@ def describe_grpo(run: GrpoRun) -> str:
         "grpo": f"ratio clipped to {1 - g.clip_low:g} .. {1 + g.clip_high:g}"
         + (f", dual clip {g.dual_clip:g}" if g.dual_clip else "")
         + ends,
-        "ppo": f"decisions against a critic (rate {g.value_lr:g}, gamma {g.gamma:g}, lambda {g.gae_lambda:g}), ratio "
-        f"clipped to {1 - g.clip_low:g} .. {1 + g.clip_high:g}{ends}",
+        "ppo": f"decisions against a critic (rate {g.value_lr:g}, "
+        + (f"values move by {g.value_clip:g} an iteration at most, " if g.value_clip else "")
+        + f"gamma {g.gamma:g}, lambda {g.gae_lambda:g}), ratio clipped to "
+        f"{1 - g.clip_low:g} .. {1 + g.clip_high:g}{ends}",
         "rloo": f"REINFORCE, less the mean of the group's others, ratio not clipped{ends}",
         "filtered": "imitation of the episodes that succeeded; --grpo.target_kl does not stop it"
         + (f"; half of each minibatch from {g.demonstrations}" if g.demonstrations else ""),

@@ -40,13 +40,16 @@ class _Seat:
     Attributes:
         queue: episodes that it has not begun. calls: (begin, chunks) of every call.
         answer: results to come of the last call.
+        started: None once it has. spent: whether it has worked since its seconds were last asked for.
     """
 
     stage: Any
+    started: ray.ObjectRef[Any] | None
     queue: deque[Start] = field(default_factory=deque)
     calls: list[tuple[list[Start], np.ndarray | None]] = field(default_factory=list)
     answer: tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]] | None = None
     deaths: int = 0
+    spent: bool = False
 
 
 class Rollouts:
@@ -55,7 +58,7 @@ class Rollouts:
     Args:
         makers: of each task's environment.
         actors: processes that simulate; slots: environments in each; cpus: that each holds.
-        step_limit_s: as `Stage` takes it. room_s: how long to wait for the processes' first answer.
+        step_limit_s: as `Stage` takes it. room_s: how long to wait until a process has started.
     """
 
     def __init__(
@@ -70,12 +73,13 @@ class Rollouts:
     ) -> None:
         self._makers, self._slots, self._cpus, self._step_limit_s = dict(makers), slots, cpus, step_limit_s
         self._room_s = room_s
-        self._seats = [_Seat(self._make_stage()) for _ in range(actors)]
+        self._seats = [_Seat(*self._make_stage()) for _ in range(actors)]
 
-    def _make_stage(self) -> Any:
+    def _make_stage(self) -> tuple[Any, ray.ObjectRef[Any]]:
         # DEFAULT: anywhere in the cluster, not in the placement group that Ray Train holds for this process.
         made: Any = ray.remote(Stage).options(num_cpus=self._cpus, scheduling_strategy="DEFAULT")
-        return made.remote(self._makers, self._slots, self._step_limit_s)
+        stage = made.remote(self._makers, self._slots, self._step_limit_s)
+        return stage, stage.__ray_ready__.remote()
 
     def play(self, episodes: Sequence[Start], decide: Decide) -> dict[int, Ended]:
         """Play episodes to their ends; by number.
@@ -105,10 +109,14 @@ class Rollouts:
     def take_seconds(self) -> tuple[float, float]:
         """Seconds of all stages together, simulating and rendering, since this was last asked.
 
-        Those of a stage that died are not known; it is made anew when it is needed.
+        Those of a stage that died are not known; it is made anew when it is needed. One that had no episode may be
+        waiting for a CPU still, and is not asked.
         """
         simulation_s = rendering_s = 0.0
-        for spent in [seat.stage.take_seconds.remote() for seat in self._seats]:
+        worked = [seat for seat in self._seats if seat.spent]
+        for seat in worked:
+            seat.spent = False
+        for spent in [seat.stage.take_seconds.remote() for seat in worked]:
             with contextlib.suppress(RayError):
                 simulated, rendered = ray.get(spent)
                 simulation_s, rendering_s = simulation_s + simulated, rendering_s + rendered
@@ -123,6 +131,7 @@ class Rollouts:
         seat.answer = None
         if begin or chunks is not None:
             seat.calls.append((begin, chunks))
+            seat.spent = True
             seat.answer = seat.stage.advance.options(num_returns=2).remote(begin, chunks)
 
     def _answer(self, seat: _Seat, ended: dict[int, Ended]) -> tuple[list[Decision], Observation]:
@@ -130,11 +139,15 @@ class Rollouts:
         while True:
             assert seat.answer is not None
             try:
-                (over, decisions), seen = ray.get(list(seat.answer), timeout=self._room_s)
+                if seat.started is not None:
+                    ray.get(seat.started, timeout=self._room_s)
+                    seat.started = None
+                # It answers or ends: the stage limits each step, and the making of each environment.
+                (over, decisions), seen = ray.get(list(seat.answer))
                 break
             except GetTimeoutError as error:
                 raise RuntimeError(
-                    f"an environment's process has not answered for {self._room_s:g} s: each needs {self._cpus:g} CPUs "
+                    f"an environment's process has not started for {self._room_s:g} s: each needs {self._cpus:g} CPUs "
                     "(--grpo.env_actor_cpus) beside the training processes; give the cluster more, or lower "
                     "--grpo.env_actors; or wait longer with --eval.room_timeout_s"
                 ) from error
@@ -156,6 +169,6 @@ class Rollouts:
                 f"{self._step_limit_s:g}?): {root_cause(error)}"
             ) from error
         ray.kill(seat.stage)
-        seat.stage = self._make_stage()
+        seat.stage, seat.started = self._make_stage()
         for begin, chunks in seat.calls:
             seat.answer = seat.stage.advance.options(num_returns=2).remote(begin, chunks)

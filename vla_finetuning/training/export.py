@@ -96,7 +96,9 @@ def export(spec: PolicySpec, checkpoint: Path, output_dir: Path, drawn: Mapping[
             save_pretrained(policy, *own.processors(), folder, own.config if name else None, written)
             written = folder
             if own.opening:
-                write_json(folder / ROBOT_NAME, {"robot": name, "instructions_begin_with": own.opening})
+                # Of a policy that goes on from one of several robots no name is known, and none is needed.
+                named = {"robot": name} if name else {}
+                write_json(folder / ROBOT_NAME, {**named, "instructions_begin_with": own.opening})
             if shown := drawn.get(name) if name else drawn:
                 # An evaluation in the simulator must show it the same pictures.
                 write_json(folder / ENVIRONMENT_NAME, {"drawn": shown})
