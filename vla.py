@@ -77,6 +77,7 @@ from vla_finetuning.run.push import check_push, push_policy, repositories
 from vla_finetuning.run.record import record_run
 from vla_finetuning.run.resolve import Run, resolve, with_stats
 from vla_finetuning.run.rows import Rows
+from vla_finetuning.run.statistics import hold_statistics
 from vla_finetuning.terminal import tell, tell_error, tell_text
 from vla_finetuning.training.attempt import begin
 from vla_finetuning.training.batches import (
@@ -439,6 +440,7 @@ def on_cluster(run: Run) -> tuple[Run, ray.data.ExecutionOptions]:
     """
     job, needs = run.job, join_cluster(run)
     run = with_stats(run)
+    hold_statistics(job, run.policy)
     return run, cluster.wait_for_capacity(job.scaling, needs, job.output_dir).execution_options()
 
 

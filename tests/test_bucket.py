@@ -4,9 +4,13 @@ import inspect
 import json
 import os
 import pickle
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +21,7 @@ from vla_finetuning.bucket import BucketPath, ChangedError, StorageError, client
 from vla_finetuning.files import read_json, read_lines, write_json, write_whole
 from vla_finetuning.lines import append_line, claim_line, flush_lines, is_there, recently
 from vla_finetuning.node_disk import fetched, upload_folder
+from vla_finetuning.policies import spec
 from vla_finetuning.training.export import _made_for
 
 
@@ -355,6 +360,54 @@ def test_a_folder_is_fetched_once_for_those_who_read_it_together(folder, faults,
     assert not first.exists()
     with fetched(source) as same:
         assert same == source
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from vla_finetuning.bucket import BucketPath
+from vla_finetuning import node_disk
+node_disk.tempfile.tempdir = sys.argv[1]
+with node_disk.on_disk(BucketPath("s3://bucket/policy"), lambda folder: (folder / "weights").write_text("old")):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_has_fetched_is_fetched_again(tmp_path, monkeypatch):
+    """The bucket may hold something else by now."""
+    monkeypatch.setattr(node_disk.tempfile, "tempdir", str(tmp_path))
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)])
+    assert killed.returncode == -signal.SIGKILL and list(tmp_path.glob("*/*/fetched/weights"))
+    with node_disk.on_disk(BucketPath("s3://bucket/policy"), lambda f: (f / "weights").write_text("new")) as folder:
+        assert (folder / "weights").read_text() == "new"
+        with node_disk.on_disk(BucketPath("s3://bucket/policy"), None) as again:  # not while it is in use
+            assert again == folder
+
+
+def test_a_rank_waits_for_a_policy_that_another_one_fetches(tmp_path, monkeypatch):
+    """On a node that is not the driver's: the folder is there as soon as the first one begins."""
+    monkeypatch.setattr(node_disk.tempfile, "tempdir", str(tmp_path))
+    place, begun, found = BucketPath("s3://bucket/policy"), threading.Event(), []
+
+    def fetch(folder):
+        begun.set()
+        time.sleep(0.5)
+        (folder / "config.json").write_text("whole")
+
+    def fetched_here(path, revision):
+        with node_disk.on_disk(place, fetch) as folder:
+            found.append((folder / "config.json").read_text())
+        return folder, None
+
+    monkeypatch.setattr(spec, "fetch_pretrained", fetched_here)
+    own = SimpleNamespace(folder=node_disk.scratch(place) / "fetched", base={"path": str(place), "revision": None})
+    first = threading.Thread(target=spec.PolicySpec.folder_here, args=(own,))
+    first.start()
+    begun.wait()
+    assert own.folder.is_dir()
+    spec.PolicySpec.folder_here(own)
+    first.join()
+    assert found == ["whole", "whole"]
 
 
 def test_an_export_that_fails_leaves_nothing_on_the_node(folder, tmp_path, monkeypatch):

@@ -44,6 +44,9 @@ def on_disk(path: Path, fetch: Callable[[Path], None], name: str = "fetched") ->
     folder = scratch(path) / name
     whole = folder.with_name(f"{name}.whole")
     with open(folder.with_name(f"{name}.lock"), "w") as lock:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            whole.unlink(missing_ok=True)  # nobody uses it: a process was killed that did, and the bucket may differ
         while True:
             fcntl.flock(lock, fcntl.LOCK_SH)
             if whole.exists():

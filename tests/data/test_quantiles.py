@@ -10,6 +10,7 @@ import pytest
 from tests.data.test_relative_actions import one_after_the_other
 from tests.datasets import all_rows, edit_rows, make_dataset
 from tests.run import test_frames as idling
+from vla_finetuning.bucket import StorageError
 from vla_finetuning.data import quantiles
 from vla_finetuning.data.idle import Movement
 from vla_finetuning.data.metadata import load_metadata, reorder_dimensions
@@ -236,7 +237,7 @@ def test_the_cache_is_of_episodes_weights_and_order(root, tmp_path, without_ray)
     assert all(computed([source], ["action"]) and not computed([source], ["action"]) for source in moving)
 
 
-def test_a_file_that_cannot_be_read(root, tmp_path, without_ray, caplog):
+def test_a_file_that_cannot_be_read(root, tmp_path, without_ray, caplog, monkeypatch):
     copy = shutil.copytree(root, tmp_path / "copy")
     meta = load_metadata(copy)
     (copy / meta.data_files[0]).write_bytes(b"not parquet")
@@ -247,6 +248,19 @@ def test_a_file_that_cannot_be_read(root, tmp_path, without_ray, caplog):
     left = np.flatnonzero(meta.episode_data_file != 0)
     assert_numpys(found["action"], rows_of(load_metadata(root), "action", left))
     assert f"computed without {meta.base}/{meta.data_files[0]}" in caplog.text
+    # A store that does not answer, and a disk that is gone, say nothing of the data.
+    real = quantiles.episode_arrays
+    for error in (StorageError("no answer"), OSError(5, "Input/output error")):
+
+        def silent(fs, path, error=error, **file):
+            if path.endswith(meta.data_files[-1]):
+                raise error
+            return real(fs, path=path, **file)
+
+        monkeypatch.setattr(quantiles, "episode_arrays", silent)
+        with pytest.raises(OSError, match="no answer|Input/output"):
+            exact_stats([source], ["action"], cache_dir=tmp_path / "cache", skip_unreadable=True)
+    monkeypatch.setattr(quantiles, "episode_arrays", real)
     rows, read = sample_rows(meta, meta.episode_index, ["action"])  # a look is not a check
     assert read == len(left) and len(rows["action"]) == meta.episode_length[left].sum()
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,9 +21,10 @@ from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.relative_actions import RelativeActions, relative_chunks
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.run import statistics
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.resolve import resolve, with_stats
-from vla_finetuning.run.statistics import CONSTANT_RANGE, usable
+from vla_finetuning.run.statistics import CONSTANT_RANGE, hold_statistics, usable
 
 VECTORS = ("action", "observation.state")
 
@@ -143,6 +145,28 @@ def test_a_run_that_is_resumed_keeps_what_it_was_started_with(setting, tmp_path)
     config.write_text(json.dumps(saved))
     older = resolve(parse_args(["--resume", f"--output_dir={run.job.output_dir}"]), gpus_found=0)
     assert older.config.dataset.statistics == "lerobot" and not older.missing_stats
+
+
+def test_a_run_does_not_go_on_with_other_statistics(setting, tmp_path, monkeypatch):
+    """As where a damaged file, which --dataset.on_error=skip left out of them, was repaired in between."""
+    run = in_process.resolved(setting, output_dir=tmp_path)
+
+    def held(**changes):
+        stats = {key: dict(values) for key, values in run.policy.stats.items()}
+        for name, change in changes.items():
+            stats["action"][name] = stats["action"][name] * change
+        hold_statistics(run.job, replace(run.policy, stats=stats))
+        return json.loads((tmp_path / "statistics.json").read_text())
+
+    first = held()
+    assert first["action"]["q99"] == run.policy.stats["action"]["q99"].tolist()
+    assert held(q99=2.0) != first  # nothing was trained yet
+    held()
+    monkeypatch.setattr(statistics, "latest_checkpoint", lambda folder: folder / "step_00000003")
+    assert held(q01=1 + 1e-6, q99=1 - 1e-6) == first  # files come in another order
+    with pytest.raises(ValueError, match=r"statistics.json: the run has been normalised by other statistics of action"):
+        held(q99=1.1)
+    assert held() == first
 
 
 def test_several_datasets_together(setting):

@@ -25,6 +25,7 @@ from vla_finetuning.data.metadata import DatasetMetadata, Feature
 from vla_finetuning.data.number_cache import DataFile, Span, numbers, read_groups
 from vla_finetuning.data.relative_actions import ACTION, STATE, RelativeActions, check_relative, relative_chunks
 from vla_finetuning.data.statistics import Stats, cached_stats, digest, episode_arrays, over_files
+from vla_finetuning.data.storage import check_still_there
 
 # So many values (256 MiB of counts at most) are counted in one pass; more are in two.
 ONE_PASS_VALUES = 2**23
@@ -372,9 +373,10 @@ def _pass(
                     count_values(rows[key], start, coarse=coarse, within=within)
                     for key, start in zip(names, starts, strict=False)
                 ]
-        except (ValueError, OSError) as error:
+        except (ValueError, FileNotFoundError) as error:  # a disk or a store that does not answer damages nothing
             if not skip_unreadable:
                 raise
+            check_still_there(fs, root, [file["path"]])
             _logger.warning("dataset %s: statistics are computed without %s: %s", root, file["path"], error)
             tallies = []
         return Tally.merge(tallies)._asdict()

@@ -4,6 +4,7 @@ Files of `OUTPUT_DIR`::
 
     config.json           the run's options; `--resume` reads them
     run.json              what a run is, for its readers: datasets, policy, hardware, versions, the plan
+    statistics.json       what a run normalises by: {"ROBOT/FEATURE": {"q01": [...], ...}}, no robot where there is one
     attention.json        which kernels compute attention, and which were wrong; of the newest attempt, by rank 0
     .lock                 held by the process that drives the run
     attempts.jsonl        see run/attempts.py
@@ -67,7 +68,7 @@ __all__ = ["ATTEMPTS_NAME", "attempts", "start_attempt"]
 METRICS_NAME, LOG_NAME, ROWS_NAME = "metrics.jsonl", "run.log", "rows"
 STOP_NAME, SKIPPED_NAME, RUN_NAME = "stop", "skipped.jsonl", "run.json"
 FIRST_STEP_NAME, FINISHED_NAME = "first_step.json", "finished.json"
-ATTENTION_NAME = "attention.json"
+STATISTICS_NAME, ATTENTION_NAME = "statistics.json", "attention.json"
 EVALUATION_NAME, CHECKPOINTS_NAME = "evaluation.json", "checkpoints"
 # Pictures of episodes, and in the folder of an evaluation alone what is said of them.
 FILMS, FILMS_INDEX = "films", "films.json"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from lerobot.configs.policies import PreTrainedConfig
@@ -23,7 +23,12 @@ from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.quantiles import LIMITS, Source, exact_stats, outside, sample_rows
 from vla_finetuning.data.relative_actions import ACTION, RelativeActions, relative_action_stats
 from vla_finetuning.data.statistics import RANGES, Stats, check_stats, complete_stats
+from vla_finetuning.files import read_json, write_json
 from vla_finetuning.policies.processors import required_stats, with_imagenet_stats
+from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.run.checkpoint import latest_checkpoint
+from vla_finetuning.run.folder import STATISTICS_NAME
+from vla_finetuning.run.job import Job
 from vla_finetuning.run.mixture import AGGREGATED, check_ranges, join_stats, ordered_stats
 from vla_finetuning.run.rows import Rows
 
@@ -347,3 +352,39 @@ def relative_actions(policy_config: PreTrainedConfig) -> RelativeActions | None:
     step = RelativeActionsProcessorStep(True, getattr(policy_config, "relative_exclude_joints", []), names)
     dimensions = step._build_mask(policy_config.output_features["action"].shape[0])
     return RelativeActions(len(policy_config.action_delta_indices or [0]), tuple(dimensions))
+
+
+def hold_statistics(job: Job, policy: PolicySpec) -> None:
+    """Write what a run normalises by beside it, or check that it is what it has been trained with so far.
+
+    Runs on the driver.
+
+    Raises:
+        ValueError: a run with a checkpoint would go on with other statistics.
+    """
+    path = job.output_dir / STATISTICS_NAME
+    stats_of = {f"{robot.name}/": robot.stats for robot in policy.robots} or {"": policy.stats or {}}
+    own = {
+        f"{robot}{feature}": {name: np.asarray(value).tolist() for name, value in values.items()}
+        for robot, stats in stats_of.items()
+        for feature, values in stats.items()
+    }
+    known = read_json(path)
+    if known and latest_checkpoint(job.checkpoints_dir) is not None:
+        differ = [feature for feature in {**known, **own} if not _are_close(known.get(feature), own.get(feature))]
+        if differ:
+            raise ValueError(
+                f"{path}: the run has been normalised by other statistics of {', '.join(differ)} than the datasets "
+                "have now: a file of them was changed, or repaired after it had been left out; restore it, or begin a "
+                "run in another --output_dir"
+            )
+        return
+    write_json(path, own)
+
+
+def _are_close(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> bool:
+    """Whether two features' statistics are equal but for rounding: sums are taken in the order in which files come."""
+    if a is None or b is None or a.keys() != b.keys():
+        return False
+    pairs = [(np.asarray(a[name], np.float64), np.asarray(b[name], np.float64)) for name in a]
+    return all(x.shape == y.shape and np.allclose(x, y, rtol=1e-4, atol=1e-8) for x, y in pairs)
