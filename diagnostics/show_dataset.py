@@ -111,7 +111,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     escape_warnings()
     if (options.root or "").startswith("@"):
+        own = ("root", "rename_map")
+        given = [name for name, value in vars(options).items() if name not in own and value != parser.get_default(name)]
+        if given:
+            flags = ", ".join("--recap.labels" if name == "labels" else f"--{name}" for name in given)
+            parser.error(f"{flags}: of a mixture only the datasets beside each other are shown; give one of them alone")
         return show_mixture(options.root, options.rename_map)
+    if options.revision and not options.repo_id:
+        parser.error(f"--revision={options.revision}: of a dataset on the Hub; give --repo_id")
     try:
         root = fetch_dataset(options.repo_id, options.revision)[0] if options.repo_id else options.root
         meta = load_metadata(root)

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 import uuid
@@ -178,11 +179,29 @@ def append_line(path: Path, line: str, *, now: bool = False, after: Path | None 
         appender.flush()
 
 
+def drop_half_line(path: Path) -> None:
+    """Remove what a full disk or a power cut left after a file's last whole line, which the next would be joined to.
+
+    Of a file on a disk whose only writer the caller is.
+    """
+    with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
+        whole = file.seek(0, os.SEEK_END)
+        while whole:
+            first = max(0, whole - 2**16)
+            file.seek(first)
+            newline = file.read(whole - first).rfind(b"\n")
+            whole = first + newline + 1
+            if newline >= 0:
+                break
+        file.truncate(whole)
+
+
 def line_writer(path: Path) -> Callable[[str], None]:
-    """What adds lines to a file, many of them: on a disk each is in the file when the call returns."""
+    """What adds lines to a file, many of them, as its only writer: on a disk each is there when the call returns."""
     if isinstance(path, BucketPath):
         return functools.partial(append_line, path)
     path.parent.mkdir(exist_ok=True)
+    drop_half_line(path)
     file = open(path, "a", buffering=1)  # noqa: SIM115  (as long as the process)
 
     def write(line: str) -> None:

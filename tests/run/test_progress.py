@@ -2,11 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from tests import in_process
-from vla_finetuning.run.folder import first_step_done, start_attempt
-from vla_finetuning.run.progress import MetricsLog, check_skipped, follow_progress
+from vla_finetuning.run.folder import attempts, first_step_done, start_attempt
+from vla_finetuning.run.progress import MetricsLog, RowsLog, check_skipped, follow_progress
 
 
 def test_rates_are_counted_per_sample_and_told(tmp_path, capsys):
@@ -35,6 +36,22 @@ def test_evaluations_that_come_in_are_told_once_each(tmp_path):
         lines = [json.loads(text) for text in log.path.read_text().splitlines()]
         played = {line["step"]: (line["success_step"], line["success"]) for line in lines if "success" in line}
         assert played == {20: (10, 0.75), 30: (15, 0.0)} and lines[1]["success_low"] == 0.3
+
+
+def test_half_a_line_is_not_joined_to_the_next(tmp_path):
+    """What a full disk or a power cut leaves of attempts.jsonl, or of a rank's rows."""
+    start_attempt(tmp_path, 0, 2)
+    for name in ("attempts.jsonl", "rows/rank0.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        with open(tmp_path / name, "a") as file:
+            file.write(f'{{"attempt": 0, "step": {"1" * 100_000}')
+    assert start_attempt(tmp_path, 5, 2) == 1 and start_attempt(tmp_path, 7, 2) == 2
+    assert [line["resumed_from_step"] for line in attempts(tmp_path)] == [0, 5, 7]
+    for attempt in (1, 2):
+        log = RowsLog(tmp_path, 0, attempt)
+        log.write(6 + attempt, np.array([0]), np.array([0]), np.array([3]), np.array([False]))
+    lines = [json.loads(line) for line in (tmp_path / "rows" / "rank0.jsonl").read_text().splitlines()]
+    assert [line["attempt"] for line in lines] == [1, 2]
 
 
 def test_a_start_says_what_it_does_and_does_not_count_as_a_step(tmp_path, capsys):

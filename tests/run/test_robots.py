@@ -15,7 +15,7 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
 import vla
-from diagnostics import check_rows
+from diagnostics import check_rows, show_dataset
 from tests import in_process, planted
 from tests.data.test_relative_actions import one_after_the_other
 from tests.datasets import make_dataset
@@ -595,3 +595,19 @@ def test_a_run_through_a_kill_leaves_a_policy_for_each_robot(folder, ray_cluster
     assert "robot.json" in push.exported_files(arm)[0]
     assert json.loads((gantry / "environment.json").read_text()) == {"drawn": {"type": "a simulator"}}
     assert not (arm / "environment.json").exists()
+
+
+def test_what_a_run_accepts_is_no_misfit(tmp_path, capsys):
+    """Of cameras that are not chosen one dataset may have more; other flags are of one dataset alone."""
+    make_dataset(tmp_path / "both", episodes=(5, 4))
+    make_dataset(tmp_path / "one", episodes=(5, 4), cameras={TOP: (48, 64)})
+    chosen = [{"root": name, "camera_keys": [TOP]} for name in ("both", "one")]
+    write(tmp_path, {"members": chosen})
+    assert show_dataset.main([f"@{tmp_path / 'mix.yaml'}"]) == 0
+    assert "no misfits" in capsys.readouterr().out
+    write(tmp_path, {"members": [{"root": "both"}, {"root": "one"}]})
+    assert show_dataset.main([f"@{tmp_path / 'mix.yaml'}"]) == 0
+    assert "1 misfit" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        show_dataset.main([f"@{tmp_path / 'mix.yaml'}", "--skip_idle=1", "--recap.labels=labels.parquet"])
+    assert "--skip_idle, --recap.labels: of a mixture only" in capsys.readouterr().err

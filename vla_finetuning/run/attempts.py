@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vla_finetuning.bucket import BucketPath, ChangedError
 from vla_finetuning.files import read_lines
-from vla_finetuning.lines import append_line, claim_line
+from vla_finetuning.lines import append_line, claim_line, drop_half_line
 
 ATTEMPTS_NAME = "attempts.jsonl"
 
@@ -32,6 +32,7 @@ def start_attempt(output_dir: Path, resumed_from_step: int, world_size: int) -> 
         except ChangedError as error:
             raise RuntimeError(f"{output_dir}: another process goes on with this run") from error
     else:
+        drop_half_line(path)
         append_line(path, json.dumps(line))
     return number
 

@@ -77,7 +77,7 @@ def _misfits(config: Config, own: Sequence[tuple[Member, DatasetMetadata]]) -> l
     try:
         metas = list(named_alike(metas, maps))
         metas = [ordered_by(meta, member.orders()) for meta, member in zip(metas, of, strict=True)]
-        keys = [key for key in metas[0].features if key == "action" or key.startswith("observation.")]
+        keys = _trained(metas[0], of[0].camera_keys)
         check_alike(metas, keys, maps[0])
         metas = list(ordered_alike(metas, keys, config.dataset.dimension_map))
     except ValueError as error:
@@ -90,6 +90,13 @@ def _misfits(config: Config, own: Sequence[tuple[Member, DatasetMetadata]]) -> l
         if meta.features[key].shape != metas[0].features[key].shape
     ]
     return [*filter(None, errors), *(widths or filter(None, [_error(check_ranges, metas, vectors)]))]
+
+
+def _trained(meta: DatasetMetadata, camera_keys: Sequence[str] | None) -> list[str]:
+    """Features that policies take: actions, states, and the cameras that are chosen."""
+    chosen = meta.camera_keys if camera_keys is None else camera_keys
+    vectors = (*VECTORS, "observation.environment_state")
+    return [key for key in meta.features if key in vectors or (key in meta.camera_keys and key in chosen)]
 
 
 def _error(check: Callable[..., object], *given: object) -> str:
