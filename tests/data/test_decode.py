@@ -15,6 +15,8 @@ from PIL import Image
 from tests.datasets import draw_frame, read_frame_number
 from vla_finetuning.data import decode
 from vla_finetuning.data.decode import VideoReader, decode_image
+from vla_finetuning.data.metadata import Feature
+from vla_finetuning.data.reader import frame_of, height_width
 from vla_finetuning.envs.writing import writing_videos
 
 FRAMES, FPS, SIZE = 60, 30, (48, 64)
@@ -156,6 +158,13 @@ def test_no_frame_is_decoded_for_nothing(video):
         _, decoded = read(video, np.arange(number, min(number + 5, FRAMES)) / FPS)
         before = number - starts[starts <= number].max()
         assert decoded <= before + 5
+
+
+@pytest.mark.parametrize("shape", [(48, 64, 3), (3, 48, 64), (48, 64, 1), (1, 48, 64), (4, 48, 64), (48, 64, 4)])
+def test_a_frame_is_as_high_and_wide_as_is_stated(shape):
+    """Channels first or last; a video of grey or transparent images is decoded to RGB, as by LeRobot."""
+    feature = Feature("observation.images.top", "video", shape, None, False, {})
+    assert height_width(feature) == (48, 64) and frame_of(feature, None)[0] == (48, 64, 3)
 
 
 def test_frames_that_are_not_there(video):

@@ -11,6 +11,7 @@ from lerobot.configs import PreTrainedConfig
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.lingbot_va.utils import FlexAttnFunc
 from lerobot.policies.vqbet.configuration_vqbet import VQBeTConfig
+from torch import nn
 
 from tests.datasets import make_dataset
 from tests.tiny import make_config
@@ -165,3 +166,11 @@ def test_a_line_of_the_registry_is_all_that_a_run_needs(dataset, monkeypatch):
     with pytest.raises(ValueError, match="use_vae has no effect on a 'act' here; use --train.vae"):
         resolve(parse_args(flags(dataset, *ASKED, "--policy.use_vae=true")), 0)
     assert types_that(lambda family: family.row_losses).startswith("pi05, act, pi0")
+
+
+def test_what_shares_a_parameter_is_no_unit_of_fsdp2():
+    """An embedding of words that is tied to the head: FSDP2 would shard each for itself, as two parameters."""
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False), "mlp": nn.Linear(3, 3)})
+    assert PolicyLoss._training_modules(model, "embed|mlp") == [model["embed"], model["mlp"]]
+    model["head"].weight = model["embed"].weight
+    assert PolicyLoss._training_modules(model, "embed|mlp") == [model["mlp"]]

@@ -309,7 +309,10 @@ def _open_image(
         if image.size != (width, height):
             raise ValueError(f"{name}: image is {image.size[1]}x{image.size[0]}, the metadata says {height}x{width}")
         if image.mode not in modes:
-            raise ValueError(f"{name}: expected {expected}, found an image of mode {image.mode}")
+            raise ValueError(
+                f"{name}: expected {expected}, found an image of mode {image.mode}: convert the images, or leave the "
+                "camera out with --dataset.camera_keys"
+            )
         return np.asarray(image)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"{name}: image is far larger than the {height}x{width} of the metadata ({error})") from error

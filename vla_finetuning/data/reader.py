@@ -97,8 +97,9 @@ def frame_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[tupl
 
 
 def height_width(feature: Feature) -> tuple[int, int]:
-    """LeRobot states (H, W, C), or (C, H, W) with names saying so; C is 3, of a depth map 1."""
-    channels = 1 if feature.is_depth else 3
-    if feature.shape[0] == channels and feature.shape[-1] != channels:
+    """LeRobot states (H, W, C), or (C, H, W) with names saying so. C is 3, of a depth map 1; of what a video is decoded
+    to RGB from, it may be 1 or 4."""
+    channels = (1, 3, 4)
+    if feature.shape[0] in channels and feature.shape[-1] not in channels:
         return feature.shape[1], feature.shape[2]
     return feature.shape[0], feature.shape[1]

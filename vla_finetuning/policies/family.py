@@ -109,11 +109,20 @@ class PolicyLoss(nn.Module):
         return self._training_modules(UNIT)
 
     def _training_modules(self, names: str) -> list[nn.Module]:
-        """Modules whose whole name matches a regular expression, and in which something trains."""
+        """Modules whose whole name matches a regular expression, and in which something trains.
+
+        Not those that share a parameter with another one, as an embedding of words with the head that it is tied to:
+        sharded with one of them, it would be two parameters.
+        """
+        places: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            places.setdefault(parameter, []).append(name)
         return [
             module
             for name, module in self.named_modules()
-            if re.fullmatch(names, name) and any(parameter.requires_grad for parameter in module.parameters())
+            if re.fullmatch(names, name)
+            and any(parameter.requires_grad for parameter in module.parameters())
+            and all(place.startswith(f"{name}.") for own in module.parameters() for place in places[own])
         ]
 
 
