@@ -301,15 +301,15 @@ def table(found: Mapping[str, Any]) -> str:
     for of_condition in found.values():
         for row in of_condition["rows"]:
             lines.append(
-                f"  {of_condition['label']:28}{row['label']:16}{share(row['successes'], row['episodes'])}"
+                f"  {of_condition['label']:28}{row['label']:30}{share(row['successes'], row['episodes'])}"
                 + (f"; {row['errors']} more ended in an error" if "errors" in row else "")
             )
         for row in of_condition.get("degrees", ()):
             name = f"{row['label']}, {row['tasks']} tasks"
-            lines.append(f"  {of_condition['label']:28}{name:22}{share(row['successes'], row['episodes'])}")
+            lines.append(f"  {of_condition['label']:28}{name:30}{share(row['successes'], row['episodes'])}")
         if means := of_condition.get("mean_of_degrees"):
             both = f"{means['successes']:.1%}, within {RLINF_STEPS} steps {means['within_100_steps']:.1%}"
-            lines.append(f"  {of_condition['label']:28}{'mean of degrees':22}{both.replace('%', ' %')}")
+            lines.append(f"  {of_condition['label']:28}{'mean of degrees':30}{both.replace('%', ' %')}")
     return "\n".join(lines)
 
 
