@@ -80,6 +80,7 @@ class Comparison(Stages):
             "env.render_quality": "fast",
             "env.episode_length": imitated["episode_length"],
             "eval.n_episodes": 50,
+            "eval.batch_size": 16,  # each environment takes 150 MB
             "output_dir": folder,
             "resume": "auto",
             "seed": self.seed,
