@@ -52,9 +52,10 @@ def play(makers=MAKERS, actors=3, slots=3, step_limit_s=60.0, disturb=lambda rol
 
 
 def test_a_process_that_has_no_cpu_and_no_episode_is_not_waited_for():
-    """Two of four find a CPU; there are episodes for two."""
-    cpus = ray.available_resources()["CPU"] / 2
-    rollouts = Rollouts(MAKERS, actors=4, slots=1, cpus=cpus, step_limit_s=60.0, room_s=120.0)
+    """Two of four find their CPUs; there are episodes for two."""
+    rollouts = Rollouts(MAKERS, actors=2, slots=1, cpus=0.1, step_limit_s=60.0, room_s=120.0)
+    rollouts._cpus = 1000.0  # more than there are
+    rollouts._seats += [rollout._Seat(*rollouts._make_stage()) for _ in range(2)]
     try:
         assert len(rollouts.play(EPISODES[:2], Scattered())) == 2
         assert rollouts.take_seconds()[0] > 0 and rollouts.take_seconds() == (0.0, 0.0)
