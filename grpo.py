@@ -259,11 +259,10 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
         return None
     require_tracker(config.track)
     if config.policy_path is None:
-        folder = imitation_folder()
-        if config.dry_run and not folder.is_dir():
+        folder = imitated(held, config.dry_run)
+        if folder is None:
             tell("Imitation    comes first, and has not run: the plan is that of its policy; run without --dry_run")
             return None
-        imitate(folder, held)
         config = replace(config, policy_path=str(folder))
     run = resolve_grpo(config, gpus_found=torch.cuda.device_count())
     config, job = run.config, run.job
@@ -321,25 +320,25 @@ def evaluate(run: GrpoRun) -> int:
         return 5
 
 
-def imitation_folder() -> Path:
-    """Where the policy of the demo's first half is, once it is trained."""
-    root = prepare_disobedient(CACHE_DIR / "demo")
-    return root.with_name(f"{root.name}-policy") / "pretrained_model"
+def imitated(held: contextlib.ExitStack, dry_run: bool) -> Path | None:
+    """The demo's first half: a policy that `vla.py` has trained on disobedient demonstrators, now or earlier.
 
-
-def imitate(policy: Path, held: contextlib.ExitStack) -> None:
-    """The demo's first half: have `vla.py` imitate disobedient demonstrators, unless it has done so."""
-    if policy.is_dir():
-        return
-    if not ray.is_initialized():
-        held.callback(ray.shutdown)
-    cluster.connect()  # for both halves
-    shutil.rmtree(policy.parent, ignore_errors=True)
-    tell("Imitation    of demonstrators, 30 % of which go to the wrong bin, by vla.py; once")
+    None where a dry run would have to train it.
+    """
     root = prepare_disobedient(CACHE_DIR / "demo")
-    flags = ["--preset", "demo", "--dataset.root", str(root), "--output_dir", str(policy.parent), "--steps", "220"]
-    if vla.main([*flags, "--dataset.eval_split", "0"]):
-        raise ValueError(f"the demo's imitation failed; {policy.parent} has its log")
+    folder = root.with_name(f"{root.name}-policy")
+    if not (folder / "pretrained_model").is_dir():
+        if dry_run:
+            return None
+        if not ray.is_initialized():
+            held.callback(ray.shutdown)
+        cluster.connect()  # for both halves
+        shutil.rmtree(folder, ignore_errors=True)
+        tell("Imitation    of demonstrators, 30 % of which go to the wrong bin, by vla.py; once")
+        flags = ["--preset", "demo", "--dataset.root", str(root), "--output_dir", str(folder), "--steps", "220"]
+        if vla.main([*flags, "--dataset.eval_split", "0"]):
+            raise ValueError(f"the demo's imitation failed; {folder} has its log")
+    return folder / "pretrained_model"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """How far do PPO and GRPO get in Meta-World? From one policy, with the same number of episodes.
 
     make metaworld
-    python -m benchmarks.metaworld --folder outputs/short --tasks drawer-open-v3,push-v3 --episodes 50 \\
+    python -m benchmarks.metaworld --folder outputs/short --tasks drawer-open-v3,push-v3 --episodes 8 \\
         --image_size 84 --steps 440 --episode_length 200
     python -m benchmarks.metaworld_methods --imitation outputs/short --json benchmarks/results/metaworld_methods.json
 
-The first command trains a policy by imitation, here for too short a time. The second has copies of it learn --task from
+The first command trains a policy by imitation of few demonstrations. The second has copies of it learn --task from
 success by grpo.py, with each method and seed. Methods share all options but the critic's. Before and after are 200
 initial states that no method has seen, played by LeRobot's sampler. The same command goes on where it was broken off.
 """

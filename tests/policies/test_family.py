@@ -15,7 +15,9 @@ from torch import nn
 
 from tests.datasets import make_dataset
 from tests.tiny import make_config
+from vla_finetuning.config import Config
 from vla_finetuning.flags import parse_args
+from vla_finetuning.options import options_of
 from vla_finetuning.policies.family import UNUSED, Family, PolicyLoss
 from vla_finetuning.policies.registry import FAMILIES, family_of, require_trained, types_that
 from vla_finetuning.run import base_policy
@@ -166,6 +168,13 @@ def test_a_line_of_the_registry_is_all_that_a_run_needs(dataset, monkeypatch):
     with pytest.raises(ValueError, match="use_vae has no effect on a 'act' here; use --train.vae"):
         resolve(parse_args(flags(dataset, *ASKED, "--policy.use_vae=true")), 0)
     assert types_that(lambda family: family.row_losses).startswith("pi05, act, pi0")
+
+
+def test_the_flag_names_the_types_that_lerobot_trains_in_float32():
+    (said,) = [one.help for one in options_of(Config) if one.path == "train.precision"]
+    assert {name for name in FAMILIES if re.search(rf"\b{name}\b", said)} == {
+        name for name, family in FAMILIES.items() if family.in_float32
+    }
 
 
 def test_what_shares_a_parameter_is_no_unit_of_fsdp2():

@@ -30,7 +30,7 @@ from vla_finetuning.evaluation.player import Player
 from vla_finetuning.flags import parse_grpo
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.flow import FlowLoss
-from vla_finetuning.rl import acting, before_after, flow_sde, learning
+from vla_finetuning.rl import before_after, flow_sde, learning
 from vla_finetuning.rl.acting import Actor, Exploiter, Explorer
 from vla_finetuning.rl.expected import Simulated, expected_times, worker_memory
 from vla_finetuning.rl.learning import Lessons, Played
@@ -205,16 +205,6 @@ def test_an_iteration_that_teaches_nothing_is_none_for_all_ranks(monkeypatch):
     monkeypatch.setattr(learning, "advantages", lambda *_: (torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool)))
     lessons = Lessons(config, None, None, actor, explorer, played, worker=Rank(0, 2))
     assert lessons.rows == 0 and list(lessons.epoch(0)) == [] and lessons.explained_variance() is None
-
-
-def test_what_was_recorded_is_given_up_as_it_is_put_together():
-    recorded = [{"image": torch.full((n, 2), float(n)), "x": torch.arange(n)} for n in (3, 1, 2)]
-    explorer = acting.Explorer(SimpleNamespace(device=None), None, 0, 0)
-    explorer._recorded = parts = [dict(part) for part in recorded]
-    columns = explorer.columns()
-    for key in ("image", "x"):
-        torch.testing.assert_close(columns[key], torch.cat([part[key] for part in recorded]), rtol=0, atol=0)
-    assert parts == [{}, {}, {}] and explorer.columns() == {}
 
 
 def test_a_run_that_begins_again_has_one_line_for_the_policy_before(tmp_path):

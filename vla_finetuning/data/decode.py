@@ -167,7 +167,7 @@ class VideoReader:
         # A frame that is as near as this is the nearest, at whatever times the others are.
         equal_s = rounded_s + self._half_tick_s
         near = self._current
-        # One that was the nearest to an earlier time is so until it has come.
+        # A frame that was the nearest to an earlier time stays the nearest until its own time.
         is_ahead = near is not None and near[0] > wanted_s + equal_s and wanted_s < self._wanted_s
         if near is None or is_ahead or wanted_s - near[0] > SEEK_AFTER_FRAMES / self._fps:
             near = self._seek(wanted_s, equal_s)

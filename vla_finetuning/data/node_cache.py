@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import xxhash
@@ -335,6 +335,11 @@ class CacheFolder:
         return node_cache(Path(self.folder), int(self.gb * 1e9), self.remedy)
 
 
+def _checksum(record: Any) -> int:
+    """Of a record's bytes; never 0, which is what a hole has in its place."""
+    return xxhash.xxh3_64_intdigest(record) or 1
+
+
 class _Files:
     """Open files of data and marks, closed when the last user is done: a descriptor must not become another file's."""
 
@@ -411,7 +416,7 @@ class Records:
         checksum, _ = self._mark(files, number, tag)
         if not checksum or files is None or os.preadv(files.data, [out], number * self.record_bytes) != len(out):
             return False
-        return (xxhash.xxh3_64_intdigest(out) or 1) == checksum
+        return _checksum(out) == checksum
 
     def write(self, number: int, record: memoryview, tag: float = 0.0) -> None:
         """Store a record that capacity was reserved for. Raises OSError."""
@@ -419,7 +424,7 @@ class Records:
         if not self.cache.takes or files is None or number >= self.MOST:
             return
         if os.pwrite(files.data, record, number * self.record_bytes) == len(record):
-            mark = self.MARK.pack(xxhash.xxh3_64_intdigest(record) or 1, tag)
+            mark = self.MARK.pack(_checksum(record), tag)
             os.pwrite(files.marks, mark, number * self.MARK.size)
 
     def get(self, number: int) -> bytes | None:
@@ -429,7 +434,7 @@ class Records:
             checksum, size = self._mark(files, number, None)
             if checksum and files is not None and 0 < size <= self.record_bytes:
                 record = os.pread(files.data, int(size), number * self.record_bytes)
-                return record if (xxhash.xxh3_64_intdigest(record) or 1) == checksum else None
+                return record if _checksum(record) == checksum else None
         return None
 
     def put(self, records: Sequence[tuple[int, memoryview]]) -> None:
@@ -470,7 +475,7 @@ class Records:
         return rows.view(np.uint8).reshape(len(rows), self.record_bytes)
 
     def _marks(self, records: np.ndarray) -> bytes:
-        return b"".join(self.MARK.pack(xxhash.xxh3_64_intdigest(record) or 1, 0.0) for record in records)
+        return b"".join(self.MARK.pack(_checksum(record), 0.0) for record in records)
 
     def read_ahead(self, first: int, last: int) -> None:
         """Have the system read records [first, last) from the disk, where it supports this (Linux)."""

@@ -203,11 +203,12 @@ def _unpack(
         put(place, groups.at(span.first))
     if stored is None:
         return
+    kind = _row_type(columns)
     ends = [*groups.table_row[1:].tolist(), len(groups.table)]
     for file_row, first, end in zip(groups.file_row.tolist(), groups.table_row.tolist(), ends, strict=True):
         at_once = max(1, _WRITTEN_BYTES // stored.record_bytes)
         for start in range(first, end, at_once):
-            part = np.empty(min(at_once, end - start), _row_type(columns))
+            part = np.empty(min(at_once, end - start), kind)
             put(part, start)
             stored.put_range(file_row + start - first, part)
 

@@ -290,8 +290,8 @@ def compare_folders(a: Path, b: Path) -> str:
     if env_a and env_b and not _are_alike(env_a, env_b):
         flags = (" ".join([f"--type={env['type']}", *env["options"]]) for env in (env_a, env_b))
         raise ValueError(
-            f"the environments differ, {' and '.join(map(escaped, flags))}: give the same --env.* for both, or what "
-            "differs may be them and not the policies"
+            f"the environments differ, {' and '.join(map(escaped, flags))}: give the same --env.* for both, so that "
+            "only the policies differ"
         )
     return comparison_text(compare(lines_a, lines_b), escaped(str(a)), escaped(str(b)))
 
