@@ -44,7 +44,6 @@ from vla_finetuning.data.metadata import (
 )
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.plan import (
-    Episodes,
     Plan,
     StreamPlan,
     WindowSlice,
@@ -57,7 +56,7 @@ from vla_finetuning.data.read_tasks import (
     BlockShare,
     Planned,
     ReadFunction,
-    episode_locations,
+    drawn_episodes,
     read_of,
     reads_of_tasks,
     reads_per_task,
@@ -71,7 +70,7 @@ from vla_finetuning.data.rows import (
     row_dtype,
 )
 from vla_finetuning.data.selection import of_each
-from vla_finetuning.data.shards import ShardedPlan, divide
+from vla_finetuning.data.shards import ShardedPlan
 from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.data.videos import Frames, name_shape, video_file
 from vla_finetuning.options import did_you_mean
@@ -144,7 +143,7 @@ class LeRobotDatasource(Datasource):
         self._delta_indices = resolve_delta_indices(
             features.delta_timestamps, self._features, self.metas[0], self._tolerance_s
         )
-        stream, sharding = order.stream, order.sharding
+        stream = order.stream
         self._with_position = stream is not None
         for meta, chosen in zip(self.metas, selected, strict=True) if reading.check_files else ():
             if not len(chosen):
@@ -160,20 +159,7 @@ class LeRobotDatasource(Datasource):
         window, segment = window_and_segment(
             order.shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments, cut_at
         )
-        places = self._places = episode_locations(self.metas, selected, self._features)
-        start, length, repeated = places.start, places.length - selection.drop_n_last_frames, None
-        if stretches is not None:
-            before = np.cumsum([0, *map(len, selected)])
-            of_stretch = [
-                b + np.searchsorted(s, left.episode) for b, s, left in zip(before, selected, stretches, strict=False)
-            ]
-            places = self._places = places.take(np.concatenate(of_stretch))
-            start = places.start + np.concatenate([left.first for left in stretches])
-            length = np.concatenate([left.frames for left in stretches])
-            if any(left.weight is not None for left in stretches):
-                repeated = np.concatenate(
-                    [np.ones(len(left.episode)) if left.weight is None else left.weight for left in stretches]
-                )
+        drawn = drawn_episodes(self.metas, selected, self._features, selection)
         plan = partial(
             StreamPlan,
             segment_rows=segment if order.shuffle_seed is not None else max(window, SEGMENT_ROWS),
@@ -182,20 +168,17 @@ class LeRobotDatasource(Datasource):
             weights=selection.weights,
             later_segment_rows=1 if order.global_shuffle else None,
         )
-        self.shards = 1 if sharding is None else sharding.count
+        sharding, self.shards = order.sharding, 1
         self.plan: Plan
         if sharding is None:
-            drawn = Episodes(places.dataset_index, places.episode_index, start, length)
-            self.plan = plan(drawn, seed=order.shuffle_seed, episode_weights=repeated)
+            self.plan = plan(drawn.episodes, seed=order.shuffle_seed, episode_weights=drawn.weight)
         else:
-            roots = [meta.root for meta in self.metas]
-            piece, begins, length, shard = divide(places.dataset_index, length, repeated, self.shards, cut_at, roots)
-            places = self._places = places.take(piece)
-            repeated = None if repeated is None else repeated[piece]
-            drawn = Episodes(places.dataset_index, places.episode_index, start[piece] + begins, length)
+            self.shards = sharding.count
+            drawn, shard = drawn.divided(self.shards, cut_at, [meta.root for meta in self.metas])
             self.plan = ShardedPlan(
-                drawn, shard, sharding, seed=order.shuffle_seed, plan=plan, episode_weights=repeated
+                drawn.episodes, shard, sharding, seed=order.shuffle_seed, plan=plan, episode_weights=drawn.weight
             )
+        self._places = drawn.places
         self._stream = (0, self.plan.rows_per_epoch) if stream is None else stream
         self._window, self._prescribed_rows = window, order.block_rows
         self.block_rows = self._block_rows(row_bytes)

@@ -13,9 +13,11 @@ import pyarrow as pa
 import ray
 
 from vla_finetuning.data.metadata import DatasetMetadata
-from vla_finetuning.data.plan import Plan, WindowSlice, task_bounds
+from vla_finetuning.data.options import Selection
+from vla_finetuning.data.plan import Episodes, Plan, WindowSlice, task_bounds
 from vla_finetuning.data.reader import ReadOptions
 from vla_finetuning.data.rows import EpisodeLocations, WindowRead, read_rows
+from vla_finetuning.data.shards import divide
 
 # Windows that a read task decodes, one after the other, at most.
 MAX_READS_PER_TASK = 4
@@ -76,6 +78,52 @@ def episode_locations(
         video_file={key: together(m.episode_video_file.get(key) for m in metas) for key in videos},
         video_start_s={key: together(m.episode_video_start_s.get(key) for m in metas) for key in videos},
     )
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What rows are drawn from: P episodes, or pieces of them.
+
+    Attributes:
+        places: where the episode of each piece lies.
+        episodes: the frames of each that are rows.
+        weight: float64 (P,), how often those come per epoch; None for once.
+    """
+
+    places: EpisodeLocations
+    episodes: Episodes
+    weight: np.ndarray | None = None
+
+    def divided(self, shards: int, cut_at: int, roots: Sequence[str]) -> tuple[Drawn, np.ndarray]:
+        """Shard by shard, and the shard of each piece, int64 (P,); see `shards.divide`."""
+        whole = self.episodes
+        piece, first, length, shard = divide(whole.dataset_index, whole.length, self.weight, shards, cut_at, roots)
+        of = whole.take(piece)
+        episodes = Episodes(of.dataset_index, of.episode_index, of.start + first, length)
+        weight = None if self.weight is None else self.weight[piece]
+        return Drawn(self.places.take(piece), episodes, weight), shard
+
+
+def drawn_episodes(
+    metas: Sequence[DatasetMetadata],
+    selected: Sequence[np.ndarray],
+    features: Collection[str],
+    selection: Selection,
+) -> Drawn:
+    """What rows of the selected episodes of all datasets are drawn from."""
+    places = episode_locations(metas, selected, features)
+    if selection.stretches is None:
+        length = places.length - selection.drop_n_last_frames
+        return Drawn(places, Episodes(places.dataset_index, places.episode_index, places.start, length))
+    stretches = selection.stretches
+    before = np.cumsum([0, *map(len, selected)])
+    episode = [b + np.searchsorted(s, of.episode) for b, s, of in zip(before, selected, stretches, strict=False)]
+    places = places.take(np.concatenate(episode))
+    first, length = np.concatenate([of.first for of in stretches]), np.concatenate([of.frames for of in stretches])
+    weight = None
+    if any(of.weight is not None for of in stretches):
+        weight = np.concatenate([np.ones(len(of.episode)) if of.weight is None else of.weight for of in stretches])
+    return Drawn(places, Episodes(places.dataset_index, places.episode_index, places.start + first, length), weight)
 
 
 def read_of(windows: list[WindowSlice], places: EpisodeLocations) -> WindowRead:
