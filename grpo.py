@@ -264,7 +264,7 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
             tell("Imitation    comes first, and has not run: the plan is that of its policy; run without --dry_run")
             return None
         config = replace(config, policy_path=str(folder))
-    run = resolve_grpo(config, gpus_found=torch.cuda.device_count())
+    run = resolve_grpo(config, cluster.gpus_found(config.scaling, config.preset))
     config, job = run.config, run.job
     check_start(config, job.start, job.steps, job.disk_bytes)
     dataset_of(run)  # what else is there is refused

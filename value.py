@@ -27,13 +27,13 @@ from functools import partial
 from typing import Any
 
 import ray
-import torch
 
 import vla
 from vla_finetuning.flags import VALUE, parse_value
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.rl.values import ValueRun, describe_value, label_frames, resolve_value
+from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
 from vla_finetuning.run.folder import check_start, finish, own_folder
 from vla_finetuning.run.labels import LABELS_NAME
@@ -65,7 +65,7 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
     if (examined or examine(config)).finished:
         return None
     require_tracker(config.track)
-    run = resolve_value(config, torch.cuda.device_count())
+    run = resolve_value(config, cluster.gpus_found(config.scaling, config.preset))
     job = run.training.job
     check_start(config, job.start, job.steps, job.disk_bytes)
     tell_text(describe_value(run))

@@ -368,7 +368,7 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
     if examined.finished:
         return None
     require_tracker(config.track)
-    run = resolve(config, torch.cuda.device_count(), examined.metas)
+    run = resolve(config, cluster.gpus_found(config.scaling, config.preset), examined.metas)
     config, job = run.config, run.job
     check_start(config, job.start, job.steps, job.disk_bytes)
     evaluator = Evaluator(run, policy_at) if config.env_type else None
@@ -378,22 +378,22 @@ def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | No
     if needed is not None:
         if config.dry_run:
             tell_text(describe_memory(config, needed, run.policy.checkpoint_bytes))
-        check_capacity(config, needed, memory, gpu_gib())
+        check_capacity(config, needed, memory, gpu_gib() if cluster.is_local() else None)
     for repo_id in _repositories(run).values():
         tell(f"Hub          {check_push(repo_id, config.policy_private, make=not config.dry_run)}")
     if config.dry_run:
         return None
     held.enter_context(own_folder(config, job.start, job.steps, job.disk_bytes))
     held.enter_context(track(job.output_dir, config.track, config.track_project))
-    return partial(work, run, evaluator)
+    return partial(work, run, evaluator, 0 if needed is None else needed.needed)
 
 
-def work(run: Run, evaluator: Evaluator | None) -> int:
+def work(run: Run, evaluator: Evaluator | None, gpu_bytes: int) -> int:
     """Train on the cluster, evaluate, push. Returns the exit status, see `main`."""
     config, job = run.config, run.job
     with contextlib.ExitStack() as beside:
         tell("Starting     Ray and the workers; the first step takes about a minute")
-        run, data_options = on_cluster(run)
+        run, data_options = on_cluster(run, gpu_bytes)
         from vla_finetuning.report.page import keep_report  # not above: training processes need no matplotlib
 
         record_run(job, run.policy, describe(run), ray.cluster_resources(), run.rows, config.dataset.repo_id)
@@ -433,18 +433,21 @@ def gpu_gib() -> float | None:
     return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
 
 
-def on_cluster(run: Run) -> tuple[Run, ray.data.ExecutionOptions]:
+def on_cluster(run: Run, gpu_bytes: int = 0) -> tuple[Run, ray.data.ExecutionOptions]:
     """Join or start the run's cluster, and wait for capacity: the run with all its statistics, and for its data.
 
     Statistics come first: nodes that an autoscaler brings for training should not stand idle meanwhile.
+
+    Args:
+        gpu_bytes: what a worker needs of its GPU, as planned; 0 where that is not known.
     """
-    job, needs = run.job, join_cluster(run)
+    job, needs = run.job, join_cluster(run, gpu_bytes)
     run = with_stats(run)
     hold_statistics(job, run.policy)
     return run, cluster.wait_for_capacity(job.scaling, needs, job.output_dir).execution_options()
 
 
-def join_cluster(run: Run) -> cluster.Needs:
+def join_cluster(run: Run, gpu_bytes: int = 0) -> cluster.Needs:
     """Join or start the run's cluster; what the run needs on every node, which the nodes have."""
     job = run.job
     needs = cluster.node_needs(
@@ -452,6 +455,7 @@ def join_cluster(run: Run) -> cluster.Needs:
         [meta.root for meta in run.rows.metas],
         run.policy.shared_folder,
         ["torchao"] if run.config.train.fp8 != "off" else [],
+        gpu_bytes,
     )
     cluster.start(job.scaling, needs, job.output_dir)
     return needs
@@ -459,9 +463,8 @@ def join_cluster(run: Run) -> cluster.Needs:
 
 def evaluate(run: Run) -> int:
     """Print what the trained policy predicts of held-out episodes, and how the demo fares. Returns the exit status."""
-    remote = ray.remote(evaluate_run).options(num_cpus=1, num_gpus=1 if run.job.use_gpu else 0)
     try:
-        errors = cluster.wait_for(remote.remote(run, rows_that_fit=rows_that_fit).future(), run.job.scaling)
+        errors = cluster.call_there(evaluate_run, run, rows_that_fit=rows_that_fit, scaling=run.job.scaling)
         for name, of in errors["robots"].items() if run.robots else [("", errors)]:
             tell_text(f"{name}{': ' if name else ''}{error_table(of['trained'], of.get('untrained'))}")
         if is_demo(run.config, run.policy):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from vla_finetuning.bucket import place
 from vla_finetuning.cards import OF_PRESET
@@ -412,8 +412,14 @@ class WorkerOptions:
     resize_interval_s: float = option(
         60.0, "Seconds between looks at whether there is capacity for more workers.", above=0
     )
-    use_gpu: bool | None = option(None, "Train on GPUs; as found when absent.")
-    accelerator_type: str | None = option(None, "Ray's name of the GPU type that workers need, e.g. L4 or A100-80G.")
+    use_gpu: bool | None = option(
+        None, "Train on GPUs. When absent: as found, and needed where a cluster is joined from a machine without."
+    )
+    accelerator_type: str | None = option(
+        None,
+        "Ray's name of the GPU type that workers need, e.g. L4 or H100. Ray calls both sizes A100; A100-40G and "
+        "A100-80G are of nodes that were started with these names.",
+    )
     strategy: Strategy = option(
         "ddp",
         "How what trains is spread over workers. ddp: a replica on each. fsdp2: a shard of "
@@ -452,6 +458,12 @@ class WorkerOptions:
     collective_timeout_s: float = option(
         900.0, "Seconds after which a collective ends with an error, because a rank is stuck.", above=0
     )
+
+    def decided(self, gpus_found: int) -> Self:
+        """With `use_gpu` decided where it is absent: true if a type of GPU is asked for, or there are any."""
+        if self.use_gpu is not None:
+            return self
+        return replace(self, use_gpu=self.accelerator_type is not None or gpus_found > 0)
 
 
 @dataclass

@@ -182,10 +182,86 @@ def test_the_driver_must_serve_torchs_cuda(version, status, wanted, problem, mon
     assert (problem is None and lacks == []) or problem in lacks[0]
 
 
+class Nvml:
+    """NVIDIA's library of a machine with such GPUs, in MiB, of which its driver keeps 400."""
+
+    class NVMLError(Exception):
+        pass
+
+    nvmlMemory_v2 = "as of version 2"  # noqa: N815
+
+    def __init__(self, *mib):
+        self.nvmlInit = lambda: None
+        self.nvmlDeviceGetCount = lambda: len(mib)
+        self.nvmlDeviceGetHandleByIndex = lambda index: mib[index]
+
+    def nvmlDeviceGetMemoryInfo(self, device, version):  # noqa: N802
+        assert version == self.nvmlMemory_v2
+        return SimpleNamespace(total=device << 20, reserved=400 << 20)
+
+
+def test_every_gpu_must_have_the_memory_that_a_worker_needs(monkeypatch, tmp_path):
+    def lacks(needed_gib, gpus=2):
+        return probe(replace(NEEDS, gpu_bytes=int(needed_gib * 2**30)), gpus=gpus, temp_dir=str(tmp_path))
+
+    monkeypatch.setattr("ray._private.thirdparty.pynvml", Nvml(81559, 23034))
+    assert lacks(22) == []
+    (lack,) = lacks(22.2)
+    assert "a GPU has 22.1 GiB, a worker needs 22.2 (planned); choose nodes with larger ones" in lack
+    assert lacks(22.2, gpus=0) == [], "no worker goes there"
+    assert lacks(0) == [], "not planned"
+
+
+def test_where_nvidias_library_does_not_answer_memory_is_not_known(monkeypatch, tmp_path, caplog):
+    broken = Nvml()
+
+    def fail():
+        raise Nvml.NVMLError("Driver Not Loaded")
+
+    broken.nvmlInit = fail
+    monkeypatch.setattr("ray._private.thirdparty.pynvml", broken)
+    assert probe(replace(NEEDS, gpu_bytes=2**40), gpus=1, temp_dir=str(tmp_path)) == []
+    assert "the memory of GPUs here is not known: Driver Not Loaded" in caplog.text
+
+
+def test_only_gpus_of_the_type_that_is_asked_for_are_looked_at():
+    h100 = {"Resources": {"CPU": 8.0, "GPU": 4.0, "accelerator_type:H100": 1.0}}
+    t4 = {"Resources": {"CPU": 8.0, "GPU": 1.0, "accelerator_type:T4": 1.0}}
+    scaling = ScalingOptions(use_gpu=True, accelerator_type="H100")
+    needs = node_needs(scaling, [], None, gpu_bytes=30)
+    assert needs.gpu_bytes == 30 and [needs.gpus(node) for node in (h100, t4)] == [4, 0]
+    assert [replace(needs, gpu_type=None).gpus(node) for node in (h100, t4)] == [4, 1]
+
+
+def test_whether_to_train_on_gpus_is_not_guessed_from_a_machine_that_joins_a_cluster(monkeypatch):
+    """The head node of configs/ has no GPU, and its workers have 8."""
+    plain, asked = ScalingOptions(), ScalingOptions(accelerator_type="H100")
+    assert [plain.decided(found).use_gpu for found in (0, 2)] == [False, True]
+    assert asked.decided(0).use_gpu and replace(plain, use_gpu=False).decided(2).use_gpu is False
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "running_cluster", lambda: None)
+    assert cluster.is_local() and cluster.gpus_found(plain, None) == 0
+    monkeypatch.setattr(cluster, "running_cluster", lambda: "10.0.0.1:6379")
+    assert not cluster.is_local()
+    with pytest.raises(ValueError, match="This machine has no GPU, but nodes .*: give --scaling.use_gpu true or false"):
+        cluster.gpus_found(plain, None)
+    for scaling, preset in ((asked, None), (replace(plain, use_gpu=True), None), (plain, "demo")):
+        assert cluster.gpus_found(scaling, preset) == 0
+    # A notebook that has joined it.
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 4.0})
+    assert not cluster.is_local() and cluster.gpus_found(plain, None) == 4
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert cluster.gpus_found(plain, None) == 1
+
+
 @pytest.mark.gpu
 def test_the_real_driver_is_asked():
     assert cluster._cuda_problem(torch.version.cuda) is None
     assert "torch was built for 99.0" in cluster._cuda_problem("99.0")
+    smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+    assert cluster._gpu_bytes() == pytest.approx(smallest, rel=0.02)
 
 
 def test_a_runs_needs(tmp_path):
@@ -333,7 +409,7 @@ def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_clu
             wait(1)
         said = capsys.readouterr().err
         assert (
-            said.count("waiting      for capacity, at most 1 s: the cluster is too small for 1 worker and one read")
+            said.count("waiting      for capacity, at most 1 s: the cluster is too small for 1 worker with 2 CPUs and")
             == 1
         )
 
@@ -357,7 +433,7 @@ def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_clu
         ):
             wait(1, cpus_per_worker=2.5, cpus_per_read_task=0.5)  # enough in all, but not in one place
         with pytest.raises(
-            ValueError, match="^the cluster is too small for 1 worker and one read task: needs 5 CPUs, 4 f"
+            ValueError, match="^the cluster is too small for 1 worker with .* each and one read task: needs 5 CPUs, 4 f"
         ):
             at_most = {"CPU": 4, "accelerator_type:L4": 1}  # as Anyscale's autoscaler says
             monkeypatch.setattr(ray._private.state.state, "get_max_resources_from_cluster_config", lambda: at_most)

@@ -142,8 +142,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     Raises:
         ValueError, FileNotFoundError: saying what to do.
     """
-    if config.scaling.use_gpu is None:
-        config = replace(config, scaling=replace(config.scaling, use_gpu=gpus_found > 0))
+    config = replace(config, scaling=config.scaling.decided(gpus_found))
     path = os.path.expanduser(config.policy_path or "")
     config = replace(
         config,

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,10 +31,10 @@ from ray._common.utils import RESOURCE_CONSTRAINT_PREFIX
 from ray._private import services
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from vla_finetuning.bucket import BucketPath
-from vla_finetuning.config import ScalingOptions
+from vla_finetuning.config import ScalingOptions, WorkerOptions
 from vla_finetuning.terminal import tell
 
 if TYPE_CHECKING:
@@ -106,12 +106,12 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
     """
     before = {node["NodeID"] for node in alive_nodes()}
     largest = _largest()
-    if largest is not None and (problem := _too_small(scaling, largest)):
+    wanted = _wanted(scaling)
+    if largest is not None and (problem := wanted.beyond(largest)):
         raise ValueError(f"{problem}; {FREE_CAPACITY}")
-    workers, each, read_task = _wanted(scaling)
-    reserved = placement_group([each] * workers + [read_task])
+    reserved = placement_group([*[wanted.each] * wanted.count, wanted.beside])
     try:
-        there, looks = reserved.ready(), _looks(scaling)
+        there, looks = reserved.ready(), _looks(wanted, scaling.nodes_timeout_s)
         while not ray.wait([there], timeout=LOOK_EVERY_S)[0]:
             next(looks)
     finally:
@@ -125,24 +125,45 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
 
 
 def wait_for(work: Future[Any], scaling: ScalingOptions) -> Any:
-    """Wait until work of a run is done, but not for ever for capacity that was lost.
+    """Wait until a run's workers are done, but not for ever for capacity that was lost.
 
     Ray 2.60 waits without a word for as long as it takes.
 
     Returns the work's result, or raises what went wrong.
     Raises ValueError: no capacity for --scaling.nodes_timeout_s.
     """
-    looks = _looks(scaling)
+    return _wait_for(work, _wanted(scaling), scaling.nodes_timeout_s)
+
+
+def call_there(function: Callable[..., Any], *arguments: Any, scaling: WorkerOptions, **named: Any) -> Any:
+    """Call a function in a process with one CPU, and a GPU if the run's workers have one; wait as `wait_for`."""
+    share = {"CPU": 1.0, **({"GPU": 1.0} if scaling.use_gpu else {})}
+    # A task that waits for its resources does so unseen, a placement group does not.
+    reserved = placement_group([share])
+    try:
+        task = ray.remote(function).options(
+            num_cpus=1,
+            num_gpus=share.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(reserved),
+        )
+        work = task.remote(*arguments, **named).future()
+        return _wait_for(work, Wanted("a process", 1, share), scaling.nodes_timeout_s)
+    finally:
+        remove_placement_group(reserved)
+
+
+def _wait_for(work: Future[Any], wanted: Wanted, limit_s: float) -> Any:
+    looks = _looks(wanted, limit_s)
     while not wait([work], LOOK_EVERY_S).done:
         next(looks)
     return work.result()
 
 
-def _looks(scaling: ScalingOptions) -> Iterator[None]:
+def _looks(wanted: Wanted, limit_s: float) -> Iterator[None]:
     """Each step looks what a run waits for, and says it once. Raises ValueError when it has waited too long."""
-    limit_s, since = scaling.nodes_timeout_s, None
+    since = None
     while True:
-        lacking = _too_small(scaling, ray.cluster_resources()) or _without_capacity(scaling)
+        lacking = wanted.beyond(ray.cluster_resources()) or _without_capacity(wanted)
         if lacking is None:
             since = None
         elif since is None:
@@ -157,8 +178,8 @@ def _looks(scaling: ScalingOptions) -> Iterator[None]:
 
 def _largest() -> dict[str, float] | None:
     """The resources of the cluster at its largest; None where that is unknown."""
-    node, found = ray._private.worker._global_node, ray.cluster_resources()
-    if node is not None and node.is_head():  # started by this process: it stays as it is
+    found = ray.cluster_resources()
+    if _started_here():  # it stays as it is
         return found
     most = ray._private.state.state.get_max_resources_from_cluster_config()
     if most is None:  # few autoscalers say
@@ -166,14 +187,38 @@ def _largest() -> dict[str, float] | None:
     return {kind: max(found.get(kind, 0), most.get(kind, 0)) for kind in {*found, *most}}
 
 
-def _wanted(scaling: ScalingOptions) -> tuple[int, dict[str, float], dict[str, float]]:
-    """A run's fewest workers, what Ray gives to each, and to a read task."""
+@dataclass(frozen=True)
+class Wanted:
+    """What must have capacity at once: `count` times the resources `each`, and those of `beside`.
+
+    what: it in words, such as "2 workers and one read task".
+    """
+
+    what: str
+    count: int
+    each: Mapping[str, float]
+    beside: Mapping[str, float] = field(default_factory=dict)
+
+    def beyond(self, cluster: Mapping[str, float]) -> str | None:
+        """What a cluster of such resources lacks in all, in words; None if it has enough."""
+        wanted = {kind: self.count * n + self.beside.get(kind, 0) for kind, n in self.each.items()}
+        lacking = [
+            f"{_in_words(k, n)}, {cluster.get(k, 0):g} found" for k, n in wanted.items() if cluster.get(k, 0) < n
+        ]
+        return f"the cluster is too small for {self.what}: needs {'; '.join(lacking)}" if lacking else None
+
+
+def _wanted(scaling: ScalingOptions) -> Wanted:
+    """A run's fewest workers, what Ray gives to each, and a read task."""
     each = {"CPU": scaling.cpus_per_worker}
     if scaling.use_gpu:
         each["GPU"] = 1.0
     if scaling.accelerator_type:
         each[f"{RESOURCE_CONSTRAINT_PREFIX}{scaling.accelerator_type}"] = 0.001  # as Ray Train asks for it
-    return scaling.min_workers or scaling.num_workers, each, {"CPU": scaling.cpus_per_read_task}
+    workers = scaling.min_workers or scaling.num_workers
+    share = " and ".join(_in_words(kind, n) for kind, n in each.items())
+    what = f"{_in_words('worker', workers)} with {share} each and one read task"
+    return Wanted(what, workers, each, {"CPU": scaling.cpus_per_read_task})
 
 
 def _in_words(kind: str, n: float) -> str:
@@ -182,30 +227,13 @@ def _in_words(kind: str, n: float) -> str:
     return f"{n:g} {kind}{'s' * (n != 1)}"
 
 
-def _too_small(scaling: ScalingOptions, cluster: Mapping[str, float]) -> str | None:
-    """What a cluster of such resources lacks in all for the run's fewest workers, in words; None if it has enough."""
-    workers, each, read_task = _wanted(scaling)
-    wanted = {kind: workers * n + read_task.get(kind, 0) for kind, n in each.items()}
-    lacking = [f"{_in_words(k, n)}, {cluster.get(k, 0):g} found" for k, n in wanted.items() if cluster.get(k, 0) < n]
-    return (
-        f"the cluster is too small for {_in_words('worker', workers)} and one read task: needs {'; '.join(lacking)}"
-        if lacking
-        else None
-    )
-
-
-def _without_capacity(scaling: ScalingOptions) -> str | None:
-    """What the run's worker group waits for in a cluster that is large enough; None if it does not wait."""
-    workers, each, _ = _wanted(scaling)
+def _without_capacity(wanted: Wanted) -> str | None:
+    """What this process's placement groups wait for in a cluster that is large enough; None if they do not wait."""
     job = ray.get_runtime_context().get_job_id()  # the last part of the ids of what it makes
     states = {group["state"] for id, group in placement_group_table().items() if id.endswith(job)}
     if not states & {"PENDING", "RESCHEDULING"}:
         return None
-    share = " and ".join(_in_words(kind, n) for kind, n in each.items())
-    return (
-        f"the cluster has no capacity for {_in_words('worker', workers)} with {share} each and one read task: others "
-        "use it, or no node is large enough"
-    )
+    return f"the cluster has no capacity for {wanted.what}: others use it, or no node is large enough"
 
 
 def connect() -> None:
@@ -259,6 +287,37 @@ def running_cluster() -> str | None:
         return None
 
 
+def is_local() -> bool:
+    """Whether a run's workers are on this machine: no cluster is joined. Raises as `running_cluster`."""
+    return _started_here() if ray.is_initialized() else running_cluster() is None
+
+
+def _started_here() -> bool:
+    node = ray._private.worker._global_node
+    return node is not None and node.is_head()
+
+
+def gpus_found(scaling: WorkerOptions, preset: str | None) -> int:
+    """GPUs that a run finds, by which --scaling.use_gpu is decided where it is absent.
+
+    Raises:
+        ValueError: this machine has none, and is to join a cluster that may have some. The demo trains without.
+        ConnectionError: as `running_cluster`.
+    """
+    import torch
+
+    here = torch.cuda.device_count()
+    said = scaling.use_gpu is not None or scaling.accelerator_type is not None or preset == "demo"
+    if here or said or is_local():
+        return here
+    if ray.is_initialized() and (there := int(ray.cluster_resources().get("GPU", 0))):
+        return there
+    raise ValueError(
+        "workers on GPUs or on CPUs? This machine has no GPU, but nodes of the Ray cluster that the run joins may have "
+        "some: give --scaling.use_gpu true or false"
+    )
+
+
 def alive_nodes() -> list[Node]:
     """Ray's records of the nodes that live, the head among them."""
     return [node for node in ray.nodes() if node["Alive"]]
@@ -297,6 +356,8 @@ class Needs:
         packages: installed packages and their versions.
         paths: what must exist, and whose it is: {path: words for a message}.
         cuda: the CUDA version that torch was built for, e.g. "13.0"; needed on nodes with GPUs. None: no GPUs needed.
+        gpu_type: Ray's name of the GPUs that workers need; nodes with others have none of use. None: any.
+        gpu_bytes: what a worker needs of its GPU, as planned; 0 where that is not known.
         free_bytes: free disk under Ray's temporary directory, where objects are spilled to and logs are written.
     """
 
@@ -305,16 +366,27 @@ class Needs:
     cuda: str | None
     free_bytes: int
     bucket: BucketPath | None = None
+    gpu_type: str | None = None
+    gpu_bytes: int = 0
+
+    def gpus(self, node: Node) -> float:
+        """How many GPUs of a node the run may use."""
+        of_type = self.gpu_type is None or f"{RESOURCE_CONSTRAINT_PREFIX}{self.gpu_type}" in node["Resources"]
+        return node["Resources"].get("GPU", 0) if of_type else 0
 
 
 def node_needs(
-    scaling: ScalingOptions, roots: Iterable[str], policy_folder: Path | None, packages: Iterable[str] = ()
+    scaling: WorkerOptions,
+    roots: Iterable[str],
+    policy_folder: Path | None,
+    packages: Iterable[str] = (),
+    gpu_bytes: int = 0,
 ) -> Needs:
     """What a run needs on every node: the driver's versions, and the paths that the driver uses.
 
     Args:
         roots: of its datasets. policy_folder: of the policy that it starts from, if all nodes must see that.
-        packages: that its options need, beside those of every run.
+        packages: that its options need, beside those of every run. gpu_bytes: see `Needs`.
     """
     import torch
 
@@ -327,6 +399,8 @@ def node_needs(
         paths=paths,
         cuda=torch.version.cuda if scaling.use_gpu else None,
         free_bytes=round(scaling.free_disk_gb * 1e9),
+        gpu_type=scaling.accelerator_type,
+        gpu_bytes=gpu_bytes,
     )
 
 
@@ -359,13 +433,13 @@ def _ask(nodes: Sequence[Node], needs: Needs) -> dict[str, list[str]]:
     """{node: what it lacks}, of those that lack something."""
     if len(nodes) == 1:
         # The driver's own machine: no process need be started to look at it.
-        found = probe(needs, nodes[0]["Resources"].get("GPU", 0), ray.get_runtime_context().get_temp_dir())
+        found = probe(needs, needs.gpus(nodes[0]), ray.get_runtime_context().get_temp_dir())
         return {_name(nodes[0]): found} if found else {}
     task = ray.remote(num_cpus=0, max_retries=0)(probe_here)
     answers = {
         _name(node): task.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(needs, node["Resources"].get("GPU", 0))
+        ).remote(needs, needs.gpus(node))
         for node in nodes
     }
     ray.wait(list(answers.values()), num_returns=len(answers), timeout=ANSWER_S)
@@ -408,7 +482,7 @@ def probe(needs: Needs, gpus: float, temp_dir: str) -> list[str]:
     """What this machine lacks, a sentence each. Imports nothing heavy: versions come from installed metadata.
 
     Args:
-        gpus: how many GPUs Ray counts here.
+        gpus: how many GPUs the run may use here.
         temp_dir: Ray's temporary directory here.
     """
     lacks = []
@@ -423,6 +497,11 @@ def probe(needs: Needs, gpus: float, temp_dir: str) -> list[str]:
     lacks += _decoder_problems()
     if needs.cuda is not None and gpus and (problem := _cuda_problem(needs.cuda)):
         lacks.append(problem)
+    if needs.gpu_bytes and gpus and (smallest := _gpu_bytes()) is not None and smallest < needs.gpu_bytes:
+        lacks.append(
+            f"a GPU has {smallest / 2**30:.1f} GiB, a worker needs {needs.gpu_bytes / 2**30:.1f} (planned); choose "
+            "nodes with larger ones by --scaling.accelerator_type, or ask --dry_run with this type which flags fit"
+        )
     for path, whose in needs.paths.items():
         if not Path(path).exists():
             lacks.append(f"does not see {whose}: no {path}; put it on storage that all nodes share, at the same path")
@@ -475,6 +554,23 @@ def _cuda_problem(wanted: str) -> str | None:
             + f", or install the same torch built for CUDA {major}, which PyTorch's own package index has, on all nodes"
         )
     return None
+
+
+def _gpu_bytes() -> int | None:
+    """What programs may use of the smallest GPU here; None where NVIDIA's library does not say.
+
+    Ray hides GPUs from CUDA in a task that holds none, and not from this library, by which it counts them itself.
+    """
+    import ray._private.thirdparty.pynvml as nvml
+
+    try:
+        nvml.nvmlInit()
+        devices = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+        memory = [nvml.nvmlDeviceGetMemoryInfo(device, version=nvml.nvmlMemory_v2) for device in devices]
+    except nvml.NVMLError as error:
+        logger.warning("the memory of GPUs here is not known: %s", error)
+        return None
+    return min((of.total - of.reserved for of in memory), default=None)
 
 
 @contextmanager

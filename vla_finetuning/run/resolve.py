@@ -104,8 +104,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     Args:
         metas: of the datasets, where `preflight.examine` has just read it.
     """
-    if config.scaling.use_gpu is None:
-        config = replace(config, scaling=replace(config.scaling, use_gpu=gpus_found > 0))
+    config = replace(config, scaling=config.scaling.decided(gpus_found))
     config, roots = with_absolute_paths(config)
     config, roots, policy_path = _fetched(config, roots)
     d = config.dataset
