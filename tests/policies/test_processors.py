@@ -8,6 +8,7 @@ import shutil
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -26,7 +27,7 @@ from tests.datasets import make_dataset
 from tests.tiny import make_config
 from vla_finetuning.policies import tokenizer_check
 from vla_finetuning.policies.loading import match_features, save_pretrained
-from vla_finetuning.policies.pipelines import make_processors
+from vla_finetuning.policies.pipelines import check_prompts_differ, make_processors
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, required_stats, to_float
 from vla_finetuning.policies.remote_code import remote_code
 from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base, make_tokenizer
@@ -535,3 +536,28 @@ def test_a_tokenizer_that_takes_forever_or_all_memory(tmp_path, monkeypatch, cas
     written_tokenizer(folder / "tokenizer", **changes)
     with pytest.raises(ValueError, match="tokenizer.json: .* takes more than 2 s of CPU time or 1 GiB"):
         make_processors(folder, case.config, case.meta.stats, {})
+
+
+class Words:
+    """Stands in for a tokenizer's step: a token for each word that it knows."""
+
+    def __init__(self, max_length, known=lambda word: True):
+        self.max_length, self._known = max_length, known
+
+    def input_tokenizer(self, text):
+        return {"input_ids": [hash(word) if self._known(word) else 0 for word in text.split()]}
+
+
+def test_an_advantage_that_the_prompt_cannot_tell_is_refused():
+    """Of all instructions: the longest is the one that cuts it off."""
+
+    def check(step, *instructions):
+        check_prompts_differ(SimpleNamespace(steps=[step]), instructions, "the policy")
+
+    check(Words(6), "pick the red cube", "go")
+    with pytest.raises(ValueError, match="has 7 tokens, and its prompts at most 6: the advantage would be cut off"):
+        check(Words(6), "go", "pick the very red cube")
+    with pytest.raises(ValueError, match="it does not know the words"):
+        check(Words(9, known=lambda word: len(word) < 5), "go")
+    with pytest.raises(ValueError, match="make no tokens of instructions"):
+        check(object(), "go")

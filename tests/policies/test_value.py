@@ -5,6 +5,7 @@ import torch
 
 from tests.tiny import make_batch, make_policy
 from vla_finetuning.data.columns import RETURN
+from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.pi05 import PI05Loss
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import choose_trainable
@@ -71,6 +72,30 @@ def test_the_loss_is_cross_entropy_and_weighed_by_row():
     torch.testing.assert_close(loss(batch), expected.mean())
     weight = torch.tensor([0.0, 1.0, 2.0])
     torch.testing.assert_close(loss({**batch, "row_weight": weight}), (expected * weight).mean())
+
+
+def test_autocast_rounds_what_is_seen_and_not_the_value():
+    """An advantage is a small difference of values: of bins 0.1 wide, bfloat16 knows few values in between."""
+    loss = make_loss()
+    torch.nn.init.normal_(loss.critic.output.weight)
+    batch = make_batch(loss.policy, 3)[0]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        seen = loss._seen[0]
+        keys_values, bias = seen.value_inputs(seen.prefix(loss.images(batch)))
+        assert keys_values[0][0].dtype == torch.bfloat16
+        logits, value = loss.logits(batch), loss.value(batch)
+    with torch.no_grad():
+        expected = loss.critic([(key.float(), value.float()) for key, value in keys_values], bias)
+    assert torch.equal(logits, expected) and logits.dtype == value.dtype == torch.float32
+    exact = (expected.double().softmax(dim=1) * torch.linspace(-1, 0, BINS, dtype=torch.float64)).sum(dim=1)
+    torch.testing.assert_close(value.double(), exact, rtol=1e-6, atol=1e-7)
+
+
+def test_what_compiles_the_policys_layers_is_known():
+    """`compile_all` asks for it before the first step."""
+    compiler = Compiler("eager")
+    assert ValueLoss(PI05Loss(make_policy(), compile=compiler), BINS, 0).compiler is compiler
+    assert make_loss().compiler is None
 
 
 def test_the_value_depends_on_the_instruction():

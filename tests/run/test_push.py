@@ -203,6 +203,21 @@ def test_what_is_on_the_hub_is_named_with_its_commit(finished):
     assert "A `pi05` policy, trained from random weights." in push.model_card(finished, REPO)
 
 
+def test_the_card_names_no_place_and_no_price(finished):
+    config = json.loads((finished / "config.json").read_text())
+    config["recap"] = {**config.get("recap", {}), "labels": "s3://acme-secret/labels.parquet"}
+    config["dataset"] |= {
+        "episode_weights": "@/home/alice/weights.csv",
+        "episodes": {"s3://acme-secret/robot": [0, 1], "gs://acme-secret/other": [2]},
+        "exclude_episodes": [3, 4],
+    }
+    config |= {"price_per_gpu_hour": 271.25, "env_options": ["--env.assets=/mnt/acme"], "steps": 1234}
+    (finished / "config.json").write_text(json.dumps(config))
+    card = push.model_card(finished, REPO)
+    assert not [word for word in ("acme", "alice", "price", "271.25", "/home", "/mnt") if word in card]
+    assert '"steps": 1234' in card and '"exclude_episodes": [' in card
+
+
 def test_a_dry_run_makes_no_repository(server):
     assert "me/new, which does not exist yet" in push.check_push("me/new", True, make=False)
     assert "me/new" not in server.private

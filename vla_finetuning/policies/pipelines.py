@@ -244,7 +244,8 @@ def check_prompts_differ(preprocessor: PolicyProcessorPipeline, instructions: Se
     Args:
         instructions: of the dataset, to try it with. name: of the policy, for the message.
     Raises:
-        ValueError: its processors make no tokens of instructions, or their tokenizer does not know the words.
+        ValueError: its processors make no tokens of instructions, their tokenizer does not know the words, or an
+            instruction is so long that the words are cut off.
     """
     tokenizer: Any = next((step for step in preprocessor.steps if hasattr(step, "input_tokenizer")), None)
     if tokenizer is None:
@@ -254,11 +255,16 @@ def check_prompts_differ(preprocessor: PolicyProcessorPipeline, instructions: Se
         )
     for instruction in instructions:
         texts = [f"{instruction}{words}" for words in ("", *ADVANTAGE.values())]
-        tokens = [tuple(tokenizer.input_tokenizer(text)["input_ids"]) for text in texts]
-        if len(set(tokens)) < len(tokens):
+        tokens = [tokenizer.input_tokenizer(text)["input_ids"] for text in texts]
+        if len(set(map(tuple, tokens))) < len(tokens):
             raise ValueError(
                 f"{name}: its tokenizer makes the same of {texts[1]!r} and {texts[2]!r}: it does not know the words; "
                 "start from a policy that does"
+            )
+        if max(map(len, tokens)) > tokenizer.max_length:
+            raise ValueError(
+                f"{name}: {texts[1]!r} has {max(map(len, tokens))} tokens, and its prompts at most "
+                f"{tokenizer.max_length}: the advantage would be cut off; shorten the instruction"
             )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vla_finetuning.data.columns import RETURN
 from vla_finetuning.policies.attention import Kernel, Shape
+from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.flow import ROW_FACTORS, FlowLoss
 from vla_finetuning.policies.registry import family_of
@@ -42,19 +43,20 @@ class ValueHead(nn.Module):
         nn.init.zeros_(self.output.bias)
 
     def forward(self, keys_values: Sequence[tuple[Tensor, Tensor]], bias: Tensor) -> Tensor:
-        """Compute values float32 (B, O).
+        """Compute values float32 (B, O), also under autocast: what they are compared by is small.
 
         Args:
             keys_values: of each layer, (B, H, P, D) each, of any dtype.
             bias: float32 (B, 1, 1, P), added to the attention scores.
         """
         read = []
-        for query, (key, value) in zip(self.queries, keys_values, strict=True):
-            key, value = (tensor.detach() if self._detach else tensor for tensor in (key, value))
-            key, value = key.float(), value.float()
-            found = F.scaled_dot_product_attention(query.expand(len(key), -1, -1, -1), key, value, attn_mask=bias)
-            read.append(found.flatten(1))
-        return self.output(F.silu(self.hidden(self.norm(torch.cat(read, dim=1)))))
+        with torch.autocast(bias.device.type, enabled=False):
+            for query, (key, value) in zip(self.queries, keys_values, strict=True):
+                key, value = (tensor.detach() if self._detach else tensor for tensor in (key, value))
+                key, value = key.float(), value.float()
+                found = F.scaled_dot_product_attention(query.expand(len(key), -1, -1, -1), key, value, attn_mask=bias)
+                read.append(found.flatten(1))
+            return self.output(F.silu(self.hidden(self.norm(torch.cat(read, dim=1)))))
 
 
 def make_value_head(layers: Sequence[tuple[int, int]], seed: int, outputs: int = 1, detach: bool = True) -> ValueHead:
@@ -94,6 +96,11 @@ class ValueLoss(PolicyLoss):
         return [one for one in self._seen[0].attentions(cameras, prompts) if one[1].part == "prefix"]
 
     @property
+    def compiler(self) -> Compiler | None:
+        """What compiles the policy's layers; None where nothing does."""
+        return getattr(self._seen[0], "compiler", None)
+
+    @property
     def attention(self) -> Kernel:  # type: ignore[override]
         return self._seen[0].attention
 
@@ -129,7 +136,7 @@ class ValueLoss(PolicyLoss):
 
     def value(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the mean of the distribution, float32 (B,)."""
-        return self.logits(batch).softmax(dim=1) @ self.centres
+        return (self.logits(batch).softmax(dim=1) * self.centres).sum(dim=1)  # a product would be cast by autocast
 
 
 def two_bins(returns: Tensor, bins: int) -> Tensor:

@@ -41,8 +41,11 @@ POLICY_FILES = re.compile(
     r"|(tokenizer|spiece)\.model|chat_template\.jinja)",
     re.ASCII,
 )
-# Options that name places on the user's machines, which are not published.
-PLACES = ("root", "mixture", "cache_dir", "frame_cache", "feature_cache", "output_dir", "policy_path", "policy_options")
+# Options that name places on the user's machines, and what is nobody else's business, which are not published.
+PRIVATE = {
+    *("root", "mixture", "cache_dir", "frame_cache", "feature_cache", "output_dir", "policy_path", "policy_options"),
+    *("labels", "episode_weights", "progress_path", "env_options", "price_per_gpu_hour", "track_project"),
+}
 
 
 def check_push(repo_id: str, private: bool | None, *, make: bool = True) -> str:
@@ -229,17 +232,24 @@ def model_card(output_dir: Path, repo_id: str, robot: str = "") -> str:
         errors=held_out_errors(evaluation) if evaluation else {},
         frames=evaluation["trained"]["frames"] if evaluation else 0,
         versions=facts["versions"],
-        options=json.dumps(_without_places(config), indent=2),
+        options=json.dumps(_public(config), indent=2),
     )
     return str(card)
 
 
-def _without_places(options: Mapping[str, Any]) -> dict[str, Any]:
+def _public(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options without those that are private, and without whatever names a place."""
     return {
-        key: _without_places(value) if isinstance(value, Mapping) else value
+        key: _public(value) if isinstance(value, Mapping) else value
         for key, value in options.items()
-        if key not in PLACES
+        if not (key in PRIVATE or _names_place(key) or _names_place(value))
     }
+
+
+def _names_place(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_names_place, value))
+    return isinstance(value, str) and ("://" in value or value.startswith(("/", "~", "@", "./", "../")))
 
 
 def _as_code(text: str | None) -> str | None:

@@ -176,7 +176,8 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     differing = tuple(replace(robot, stats=own) for robot, own in zip(differing, stats, strict=False))
     spec = replace(spec, robots=differing, stats={} if differing else stats[0])
     if rows.positive is not None:
-        check_prompts_differ(preprocessor, sorted(metas[0].tasks.values())[:1] or [""], base.name)
+        tasks = {task for meta in metas for task in meta.tasks.values()}
+        check_prompts_differ(preprocessor, sorted(tasks) or [""], base.name)
     job = make_job(config, spec, steps, rows.identity, spec.what_trains)
     config = replace(config, rename_map=asked_names)
     robots_data = tuple(
