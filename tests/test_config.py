@@ -39,6 +39,23 @@ def test_an_environment_is_named_as_for_lerobot_train_and_saved(tmp_path):
     assert same.env_options == ["--fps=5", "--a=1"]
 
 
+def test_any_option_of_the_average_asks_for_it():
+    """As any of adapters asks for LoRA: a decay alone would have trained without an average."""
+    assert parse_args([*DATA, "--ema.decay=0.999"]).ema.enable
+    assert not parse_args([*DATA, "--ema.decay=0.999", "--ema.enable=false"]).ema.enable
+    assert not parse_args(DATA).ema.enable
+
+
+def test_a_run_is_not_resumed_with_another_preset(tmp_path):
+    """Whose options would not be applied: those that the run was started with stand."""
+    started = parse_args(["--preset=h100", *DATA[:-1], f"--output_dir={tmp_path}"])
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(started.to_json()))
+    resume = [f"--output_dir={tmp_path}", "--resume"]
+    assert parse_args([*resume, "--preset=h100"]) == parse_args(resume)
+    with pytest.raises(ValueError, match="--preset l4 with --resume: the run was started with --preset h100, and its"):
+        parse_args([*resume, "--preset=l4"])
+
+
 def test_every_preset_is_valid():
     for name in PRESETS:
         assert parse_args(["--preset", name, *DATA]).preset == name
@@ -153,6 +170,11 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         (DATA[:2], "where to"),
         ([*DATA[:2], "--output_dir=http://b/x"], "expected a path, s3://BUCKET/FOLDER or gs:"),
         (["--resume"], "--resume: say which run"),
+        ([*DATA, "--dataset.cache_size_gb=9"], "cache_size_gb does nothing without --dataset.cache_dir: give both"),
+        ([*DATA, "--dataset.frame_cache_gb=9"], "frame_cache_gb does nothing without --dataset.frame_cache"),
+        ([*DATA, "--train.feature_cache_gb=9"], "feature_cache_gb does nothing without --train.feature_cache"),
+        ([*DATA, "--dataset.max_skipped=0.1"], "max_skipped does nothing without --dataset.on_error skip"),
+        ([*DATA, "--recap.dropout=0.1"], "--recap.dropout does nothing without --recap.labels"),
         ([*DATA, "--env.task=a"], "--env.task=a: in which environment"),
         ([*DATA, "--keep_best=1,success"], "--keep_best=N,success: in which environment"),
         ([*DATA, "--env.type=pusht", "--keep_best=1,success", "--export=best"], "leave one of them out"),

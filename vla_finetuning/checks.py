@@ -9,11 +9,14 @@ from importlib.util import find_spec
 
 from vla_finetuning.bucket import place
 from vla_finetuning.config import (
+    CACHE_SIZE_GB,
+    FRAME_CACHE_GB,
     MAX_SEED,
     Config,
     DatasetOptions,
     EvaluateConfig,
     GrpoConfig,
+    RecapOptions,
     RecordConfig,
     ValueConfig,
     WorkerOptions,
@@ -100,6 +103,7 @@ def check_run(config: Config) -> None:
     _check_moments(config)
     _check_float8(config)
     _check_feature_cache(config)
+    _check_given_alone(config)
     _check_env(config)
     _check_held_out(config)
     _check_output(config.output_dir)
@@ -312,6 +316,30 @@ def _check_float8(config: Config) -> None:
         raise ValueError(
             f"--train.fp8={which} needs torchao: run `make torchao`, which installs requirements-torchao.lock"
         )
+
+
+def _check_given_alone(config: Config) -> None:
+    """Refuse options that do nothing without another. A run that was started with some goes on."""
+    data, train, recap = config.dataset, config.train, config.recap
+    for flag, given, other, there in (
+        ("--dataset.cache_size_gb", data.cache_size_gb != CACHE_SIZE_GB, "--dataset.cache_dir", data.cache_dir),
+        ("--dataset.frame_cache_gb", data.frame_cache_gb != FRAME_CACHE_GB, "--dataset.frame_cache", data.frame_cache),
+        (
+            "--train.feature_cache_gb",
+            train.feature_cache_gb != FRAME_CACHE_GB,
+            "--train.feature_cache",
+            train.feature_cache,
+        ),
+        (
+            "--dataset.max_skipped",
+            data.max_skipped != DatasetOptions.max_skipped,
+            "--dataset.on_error skip",
+            data.on_error == "skip",
+        ),
+        ("--recap.dropout", recap.dropout != RecapOptions.dropout, "--recap.labels", recap.labels),
+    ):
+        if given and not there and not config.resume:
+            raise ValueError(f"{flag} does nothing without {other}: give both, or neither")
 
 
 def _check_feature_cache(config: Config) -> None:

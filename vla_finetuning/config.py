@@ -387,7 +387,7 @@ class RecapOptions:
 class EmaOptions:
     """An exponential moving average of the weights that train, fp32 (lerobot-train has none; openpi does)."""
 
-    enable: bool = option(False, "Average the weights that train.")
+    enable: bool = option(False, "Average the weights that train; any option of the average asks for it.")
     # openpi's default; its LIBERO recipe has 0.999.
     decay: float = option(
         0.99, "Share of the average that stays at every step: 0.99 averages about the last 100 steps.", above=0, below=1
@@ -829,7 +829,9 @@ class EvaluateConfig(EnvironmentOptions, PolicyOptions):
         flag="policy.guidance",
         min=0,
     )
-    use_gpu: bool | None = option(None, "Decide on GPUs; if there are any when absent.")
+    use_gpu: bool | None = option(
+        None, "Decide on GPUs. When absent: as found, and needed where a cluster is joined from a machine without."
+    )
 
 
 @dataclass

@@ -216,7 +216,7 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
         config_path, preset = str(_saved_config(names, presets)), None
     defaults = dict(presets.get(preset or "", {}))
     # As in lerobot-train, where any option of adapters asks for LoRA, and any of row weights for RA-BC.
-    for option, value in (("peft.method_type", "lora"), ("sample_weighting.type", "rabc")):
+    for option, value in (("peft.method_type", "lora"), ("sample_weighting.type", "rabc"), ("ema.enable", "true")):
         if option not in names and any(name.startswith(f"{option.partition('.')[0]}.") for name in names):
             defaults[option] = value
     # Two ways to say how long: the user's own replaces the other.
@@ -238,6 +238,13 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
             set_option(config, path, value)
     for path, value in _saved_options(place(config_path), program.kind) if config_path else ():
         set_option(config, path, value)
+    started: Any = config
+    if resumed and names.get("preset", started.preset) != started.preset:
+        raise ValueError(
+            f"--preset {names['preset']} with --resume: the run was started with "
+            f"{f'--preset {started.preset}' if started.preset else 'none'}, and its options stand; leave --preset out, "
+            "and give the options that are to change"
+        )
     groups = lerobots(flags)
     for name, text in [*defaults.items(), *names.items()]:
         if name in flags:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from lerobot.envs.configs import EnvConfig
 from tqdm import tqdm
 
@@ -33,6 +32,7 @@ from vla_finetuning.files import read_json, write_json
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.pipelines import saved_rename_map
 from vla_finetuning.run.base_policy import resolve_policy
+from vla_finetuning.run.cluster import find_gpus
 from vla_finetuning.run.folder import FILMS_INDEX, check_place
 from vla_finetuning.terminal import escaped, tell
 
@@ -78,7 +78,7 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     check_fits(policy_config, env, {**saved_rename_map(folder), **config.rename_map})
     check_drawn(drawn_for(folder), env, folder)
     check_advantage(policy_config, config.advantage, config.guidance)
-    use_gpu = torch.cuda.is_available() if config.use_gpu is None else config.use_gpu
+    use_gpu = find_gpus("--use_gpu") > 0 if config.use_gpu is None else config.use_gpu
     source = PolicySource(
         folder,
         policy_config,

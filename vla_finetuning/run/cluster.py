@@ -298,23 +298,35 @@ def _started_here() -> bool:
 
 
 def gpus_found(scaling: WorkerOptions, preset: str | None) -> int:
-    """GPUs that a run finds, by which --scaling.use_gpu is decided where it is absent.
+    """GPUs by which --scaling.use_gpu is decided where it is absent. The demo trains on any machine.
 
+    Raises: as `find_gpus`.
+    """
+    said = scaling.use_gpu is not None or scaling.accelerator_type is not None or preset == "demo"
+    import torch
+
+    return torch.cuda.device_count() if said else find_gpus("--scaling.use_gpu")
+
+
+def find_gpus(flag: str) -> int:
+    """GPUs of this machine, or of the cluster that this process has joined.
+
+    Args:
+        flag: what says it otherwise, for the message.
     Raises:
-        ValueError: this machine has none, and is to join a cluster that may have some. The demo trains without.
+        ValueError: there are none, and a cluster is joined that may have some.
         ConnectionError: as `running_cluster`.
     """
     import torch
 
     here = torch.cuda.device_count()
-    said = scaling.use_gpu is not None or scaling.accelerator_type is not None or preset == "demo"
-    if here or said or is_local():
+    if here or is_local():
         return here
     if ray.is_initialized() and (there := int(ray.cluster_resources().get("GPU", 0))):
         return there
     raise ValueError(
-        "workers on GPUs or on CPUs? This machine has no GPU, but nodes of the Ray cluster that the run joins may have "
-        "some: give --scaling.use_gpu true or false"
+        "on GPUs or on CPUs? This machine has no GPU, but nodes of the Ray cluster that is joined may have some: give "
+        f"{flag} true or false"
     )
 
 
