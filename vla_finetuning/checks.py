@@ -145,7 +145,7 @@ def check_value(config: ValueConfig) -> None:
         raise ValueError("what is the value function to see with? give --policy.path FOLDER_OR_HUB_ID")
     if config.scaling.strategy != "ddp":
         raise ValueError(
-            f"--scaling.strategy={config.scaling.strategy}: only a small head trains; use --scaling.strategy=ddp"
+            f"--scaling.strategy={config.scaling.strategy}: value functions are not sharded; use --scaling.strategy=ddp"
         )
     if len(robots(members(config.dataset.mixture))) > 1:
         raise ValueError("--dataset.mixture: a value function learns from datasets of one robot; name those of one")

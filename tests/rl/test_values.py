@@ -250,7 +250,7 @@ def test_what_the_plan_counts_is_what_is_built_and_its_rates(setting, backbone):
     ("changes", "said"),
     [
         ({"outcome.success": "next.success"}, "next.success, and its columns are"),
-        ({"scaling.strategy": "fsdp2"}, "only a small head trains"),
+        ({"scaling.strategy": "fsdp2"}, "value functions are not sharded"),
         ({"dataset.episodes": "0,2"}, "all 2 episodes succeeded, which leaves nothing to compare"),
         ({"dataset.on_error": "skip"}, "has no value, and no label"),
     ],
