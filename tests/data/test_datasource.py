@@ -20,7 +20,7 @@ from lerobot_datasource import SHARE, read_lerobot
 from tests import clusters
 from tests.datasets import datasource, make_dataset
 from vla_finetuning.data import decode as lerobot_decode
-from vla_finetuning.data import number_cache
+from vla_finetuning.data import number_cache, safe_parquet
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
@@ -883,6 +883,37 @@ def test_vectors_stored_as_lists_of_any_length(tmp_path, lists):
         np.testing.assert_array_equal(after[key], before[key])
         theirs = np.stack([np.asarray(items[i][key]) for i in range(7)])
         np.testing.assert_array_equal(after[key], theirs.reshape(after[key].shape))
+
+
+def test_a_column_whose_name_begins_others(tmp_path):
+    """The vectors of LeRobot's port_droid.py, in one row group, as its conversion writes them."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    parts = {"joint_position": 7, "cartesian_position": 6, "gripper_position": 1}
+    parts |= {name.replace("position", "velocity"): width for name, width in parts.items()}
+    vectors = {f"action.{name}": width for name, width in parts.items()} | {"action.original": 7, "action": 8}
+    vectors |= {f"observation.state.{name}": parts[name] for name in parts if "position" in name}
+    vectors["observation.state"] = 8
+    features = {key: {"dtype": "float32", "shape": (width,), "names": None} for key, width in vectors.items()}
+    dataset = LeRobotDataset.create("local/droid", fps=15, features=features, root=tmp_path / "droid", use_videos=False)
+    rng, length = np.random.default_rng(0), 3000
+    for _ in range(length):
+        row = {key: rng.normal(size=width).astype(np.float32) for key, width in vectors.items()}
+        dataset.add_frame(row | {"task": "pick up the bottle"})
+    dataset.save_episode()
+    dataset.finalize()
+    meta, items = load_metadata(dataset.root), lerobot(dataset.root)
+    (rows,) = datasource([meta]).read_rows(range(length), length)
+    for i in (0, 1234, length - 1):
+        assert_same_row({key: values[i] for key, values in rows.items()}, items[i], meta)
+    # Only what is asked for is unpacked.
+    path = f"{meta.base}/{meta.data_files[0]}"
+    with safe_parquet.open_parquet(meta.fs, path) as file:
+        assert file.metadata.num_row_groups == 1
+        budget = safe_parquet.Budget("rows", None, 2**30)
+        assert safe_parquet.read_columns(file, ["action"], budget, name=path).column_names == ["action"]
+        assert file.unpack([0], safe_parquet._leaves(file, ["action"])).column_names == ["action"]
+        assert budget.bytes_taken < 1.5 * length * 8 * 4
 
 
 def test_a_file_that_is_gone_is_skipped(tmp_path):

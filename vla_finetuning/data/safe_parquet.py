@@ -68,6 +68,10 @@ class OpenedParquet(pq.ParquetFile):
         super().__init__(file, **options)
         self._file = file
 
+    def unpack(self, groups: Sequence[int], leaves: Sequence[tuple[int, str, int]]) -> pa.Table:
+        """Some columns of some row groups, in the file's order. `read_row_groups` also takes what begins alike."""
+        return self.reader.read_row_groups(list(groups), column_indices=[leaf for leaf, *_ in leaves])
+
     def expect(self, groups: Sequence[int], leaves: Sequence[tuple[int, str, int]]) -> None:
         """Have the chunks of some columns in some row groups fetched side by side, while other things are done."""
         if isinstance(self._file, RemoteFile):
@@ -204,7 +208,7 @@ def read_columns(
     if doubled := [column for column in columns if file.schema_arrow.names.count(column) != 1]:
         raise ValueError(f"{name}: columns {doubled} must be there once; {len(file.schema_arrow.names)} columns found")
     groups = range(file.metadata.num_row_groups) if groups is None else groups
-    leaves = _leaves(file.metadata, columns)
+    leaves = _leaves(file, columns)
     total_rows = total_bytes = 0
     for group in groups:
         rows, sizes = _declared(file.metadata, group, leaves)
@@ -217,12 +221,12 @@ def read_columns(
                 )
         total_rows, total_bytes = total_rows + rows, total_bytes + sum(sizes.values())
     budget.check(name, total_rows, total_bytes)
-    parts = [file.read_row_groups([], columns=list(columns)).select(columns)]
+    parts = [file.unpack([], leaves).select(columns)]
     batches = _batches(file.metadata, groups, leaves)
     for number, batch in enumerate(batches):
         # While one is unpacked the next is fetched.
         file.expect(list(itertools.chain(*batches[number : number + 2])), leaves)
-        part = file.read_row_groups(batch, columns=list(columns)).select(columns)
+        part = file.unpack(batch, leaves).select(columns)
         size = part.nbytes + sum(_text_bytes(chunk, name) for column in part.columns for chunk in column.chunks)
         budget.check(name, part.num_rows, size)
         budget.rows_taken += part.num_rows
@@ -233,14 +237,14 @@ def read_columns(
     return pa.concat_tables([part if part.schema.equals(schema) else part.cast(schema) for part in parts])
 
 
-def _leaves(metadata: pq.FileMetaData, columns: Collection[str]) -> list[tuple[int, str, int]]:
+def _leaves(file: OpenedParquet, columns: Collection[str]) -> list[tuple[int, str, int]]:
     """The parquet columns that some columns of the schema consist of: number, whose it is, bytes of a value."""
     found = []
-    for i in range(metadata.num_columns):
-        leaf = metadata.schema.column(i)
-        width = _WIDTHS.get(leaf.physical_type, leaf.length)
-        # Names may hold dots themselves; Arrow, too, then reads what begins alike.
-        found += [(i, name, width) for name in columns if leaf.path == name or leaf.path.startswith(f"{name}.")]
+    # A path's first part is the column's name, dots and all: DROID has `action` beside `action.joint_position`.
+    for i, (name, *_) in enumerate(file.reader.column_paths):
+        if name in columns:
+            leaf = file.metadata.schema.column(i)
+            found.append((i, name, _WIDTHS.get(leaf.physical_type, leaf.length)))
     return found
 
 
