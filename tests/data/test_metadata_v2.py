@@ -121,6 +121,51 @@ def test_rows_are_those_of_lerobots_conversion(v21, converted, windows):
             np.testing.assert_array_equal(rows[key][i], np.moveaxis(row[key].numpy(), -3, -1))
 
 
+def without_column(root, name):
+    info = json.loads((root / "meta/info.json").read_text())
+    del info["features"][name]
+    (root / "meta/info.json").write_text(json.dumps(info))
+    for path in root.glob("data/*/*.parquet"):
+        pq.write_table(pq.read_table(path).drop_columns([name]).replace_schema_metadata(None), path)
+    return root
+
+
+def test_rows_without_frame_index(v3, tmp_path):
+    """As GR00T's format has them."""
+    lacking, total = without_column(shutil.copytree(v3, tmp_path / "lacking"), "frame_index"), sum(LENGTHS)
+    theirs = LeRobotDataset("local/v3", root=lacking, video_backend="pyav", delta_timestamps=WINDOWS, return_uint8=True)
+    v20 = as_v2(lacking, tmp_path / "v20", "v2.0")
+    windows = WINDOWS | {"frame_index": [-0.1, 0.0]}
+    (rows,) = datasource([load_metadata(v20)], delta_timestamps=windows).read_rows(range(total), total)
+    for i in range(total):
+        row = theirs[i]
+        assert rows["task"][i] == row["task"]
+        for key in ("action", "observation.state", "timestamp", "episode_index", "index"):
+            np.testing.assert_array_equal(rows[key][i], row[key].numpy())
+        for key in CAMERAS:
+            np.testing.assert_array_equal(rows[key][i], np.moveaxis(row[key].numpy(), -3, -1))
+    place = np.concatenate([np.arange(length) for length in LENGTHS])
+    assert rows["frame_index"].tolist() == np.stack([np.maximum(place - 1, 0), place], 1).tolist()
+    # Beside datasets that have it, and without `index`, too.
+    metas = [load_metadata(v3), load_metadata(without_column(v20, "index"))]
+    rows = {key: [] for key in ("index", "frame_index")}
+    for batch in datasource(metas).read_rows(range(2 * total), 2 * total):
+        for key, found in rows.items():
+            found += batch[key].tolist()
+    assert rows == {"index": [*range(total)] * 2, "frame_index": place.tolist() * 2}
+
+
+def test_rows_without_frame_index_that_are_not_one_episode(v3, tmp_path):
+    lacking = without_column(shutil.copytree(v3, tmp_path / "lacking"), "frame_index")
+    path = lacking / load_metadata(lacking).data_files[0]
+    table = pq.read_table(path)
+    pq.write_table(table.take([0, 2, 1, *range(3, len(table))]), path)
+    with pytest.raises(ValueError, match="expected episode 0 frame 1 at row 1, found episode 0 frame 2"):
+        next(datasource([load_metadata(lacking)], camera_keys=[]).read_rows(range(12), 12))
+    with pytest.raises(ValueError, match=r"meta/info.json: features lacks \['task_index'\], by which"):
+        load_metadata(without_column(lacking, "task_index"))
+
+
 def test_statistics_are_those_of_lerobots_conversion(v21, converted):
     found, expected = load_metadata(v21).stats, load_metadata(converted).stats
     for key in ("action", "observation.state", "timestamp", "observation.images.top"):

@@ -34,8 +34,9 @@ from vla_finetuning.data.storage import RemoteFileSystem, StorageError, StorageP
 
 STATS_PATH = "meta/stats.json"
 
-# LeRobot's writer adds these to every dataset; without them rows cannot be placed.
+# LeRobot's writer adds these to every dataset; GR00T's datasets lack some, which are then counted.
 FRAME_FEATURES = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+COUNTED_FEATURES = ("frame_index", "index")
 CAMERA_DTYPES = ("video", "image")
 NUMERIC_DTYPES = ("bool", "float16", "float32", "float64") + tuple(
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
@@ -60,6 +61,7 @@ class Feature:
         info: LeRobot's `info` of a camera (`video.codec`, `video.fps`, …); else empty.
         order: of a vector, where the files have the entries of a row's (`reorder_dimensions`); None: as they have them.
         joined: of a vector made of several columns (`join_features`), those in order; else empty.
+        counted: one of `COUNTED_FEATURES` that the files lack.
     """
 
     key: str
@@ -70,11 +72,12 @@ class Feature:
     info: dict[str, Any]
     order: tuple[int, ...] | None = None
     joined: tuple[Feature, ...] = ()
+    counted: bool = False
 
     @property
     def columns(self) -> tuple[Feature, ...]:
         """The columns of the data files that hold it."""
-        return self.joined or (self,)
+        return () if self.counted else self.joined or (self,)
 
     def values(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """Its values in N rows, (N, *shape) in the files' order, from those of its columns by `key`."""
@@ -514,9 +517,13 @@ def _parse_features(info: dict[str, Any]) -> tuple[dict[str, Feature], tuple[str
     not_read = [f"{key!r:.100}: a feature of dtype {dtype!r:.50}" for key, dtype in of_unknown_type.items()]
     if "subtask_index" in features:
         not_read.append("meta/subtasks.parquet: the texts of 'subtask_index', which rows have as a number")
-    missing = [key for key in FRAME_FEATURES if key not in features]
-    if missing:
-        raise ValueError(f"{INFO_PATH}: features lacks {missing}, which every LeRobot v3 dataset has")
+    absent = [key for key in FRAME_FEATURES if key not in features]
+    if missing := [key for key in absent if key not in COUNTED_FEATURES]:
+        raise ValueError(
+            f"{INFO_PATH}: features lacks {missing}, by which a row's episode, time and task are known: add the entry "
+            "where the data files have the column, else write the dataset again with LeRobot"
+        )
+    features |= {key: Feature(key, "int64", (1,), None, False, {}, counted=True) for key in absent}
     cameras = [feature for feature in features.values() if feature.dtype in CAMERA_DTYPES]
     pixels = sum(math.prod(camera.shape) // (1 if camera.is_depth else 3) for camera in cameras)
     if pixels > MAX_ROW_PIXELS:

@@ -32,7 +32,7 @@ from vla_finetuning.lines import append_line
 logger = logging.getLogger(__name__)
 
 IS_PAD = "_is_pad"
-# Columns that every data file has, and their dtypes in a row.
+# Columns that data files have (`metadata.COUNTED_FEATURES`: most), and their dtypes in a row.
 BOOKKEEPING = {name: np.int64 for name in ("index", "episode_index", "frame_index", "task_index")} | {
     "timestamp": np.float32
 }
@@ -277,7 +277,11 @@ def _read_tabular(
             identity = file_identity(reader.fs, data_file.path)
 
         numeric = [k for k in stored if reader.features[k].dtype in NUMERIC_DTYPES]
-        wanted = {("", key): Column(key, np.dtype(dtype), (1,), _row_bytes((1,))) for key, dtype in BOOKKEEPING.items()}
+        wanted = {
+            ("", key): Column(key, np.dtype(dtype), (1,), _row_bytes((1,)))
+            for key, dtype in BOOKKEEPING.items()
+            if not reader.features[key].counted
+        }
         of_row = {key: [_column(feature) for feature in reader.features[key].columns] for key in numeric}
         wanted |= {("row", column.key): column for own in of_row.values() for column in own}
         distinct = list(dict.fromkeys(wanted.values()))
@@ -285,13 +289,19 @@ def _read_tabular(
         begin = np.cumsum([0, *map(len, spans)])
         for e, at in zip(members, begin.tolist(), strict=False):
             e.number_row = at - e.first
-        bookkeeping = {key: arrays[wanted["", key]] for key in BOOKKEEPING}
+        bookkeeping = {key: arrays[wanted["", key]] for key in BOOKKEEPING if ("", key) in wanted}
         for e in members:
             row = np.arange(e.number_row + e.first, e.number_row + e.last)
             _check_rows(reader, file, e, bookkeeping, row)
             e.timestamps = bookkeeping["timestamp"][row].astype(np.float64)
+        frame = np.concatenate([np.arange(e.first, e.last) for e in members])
+        start = np.repeat([e.part.episode_start for e in members], list(map(len, spans)))
+        counted = {"frame_index": frame, "index": start + frame}
         for key in numeric:
-            values = reader.features[key].values({column.key: arrays[column] for column in of_row[key]})
+            if reader.features[key].counted:
+                values = counted[key]
+            else:
+                values = reader.features[key].values({column.key: arrays[column] for column in of_row[key]})
             if (order := reader.features[key].order) is not None:
                 values = values[:, list(order)]
             for e in members:
@@ -330,17 +340,24 @@ def _row_bytes(shape: tuple[int, ...]) -> int:
 def _check_rows(
     reader: DatasetFiles, file: str, e: _Episode, bookkeeping: dict[str, np.ndarray], row: np.ndarray
 ) -> None:
-    """The rows found are the rows looked for: a wrong file index must not give another episode's frames."""
-    wrong = (bookkeeping["episode_index"][row] != e.part.episode_index) | (
-        bookkeeping["frame_index"][row] != np.arange(e.first, e.last)
-    )
+    """The rows found are the rows looked for: a wrong file index must not give another episode's frames.
+
+    Without `frame_index`, rows of the episode must follow each other by `index`, where that is there.
+    """
+    episode, frame = bookkeeping["episode_index"][row], np.arange(e.first, e.last)
+    found = frame
+    if "frame_index" in bookkeeping:
+        found = bookkeeping["frame_index"][row]
+    elif "index" in bookkeeping:
+        index = bookkeeping["index"][row]
+        found = index - index[0] + e.first
+    wrong = (episode != e.part.episode_index) | (found != frame)
     if wrong.any():
         at = int(np.argmax(wrong))
         raise ValueError(
-            f"{reader.root}: {file}: expected episode {e.part.episode_index} frame {e.first + at} at row "
-            f"{e.part.data_row + e.first + at}, found episode {bookkeeping['episode_index'][row][at]} frame "
-            f"{bookkeeping['frame_index'][row][at]}: meta/episodes and data disagree (a faulty merge or split?); "
-            "rebuild the dataset"
+            f"{reader.root}: {file}: expected episode {e.part.episode_index} frame {frame[at]} at row "
+            f"{e.part.data_row + frame[at]}, found episode {episode[at]} frame {found[at]}: meta/episodes and data "
+            "disagree (a faulty merge or split?); rebuild the dataset"
         )
 
 
