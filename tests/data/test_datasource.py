@@ -916,6 +916,21 @@ def test_a_column_whose_name_begins_others(tmp_path):
         assert budget.bytes_taken < 1.5 * length * 8 * 4
 
 
+def test_a_window_of_index(tmp_path):
+    """Also of rows that cannot be read."""
+    root = make_dataset(tmp_path / "windows", episodes=(3, 5), cameras={}, data_files_size_in_mb=1e-6)
+    windows = {key: [-1 / FPS, 0.0, 1 / FPS] for key in ("index", "frame_index")}
+    items, meta = lerobot(root, delta_timestamps=windows), load_metadata(root)
+    source = datasource([meta], delta_timestamps=windows, on_error="skip")
+    (rows,) = source.read_rows(range(8), 8)
+    for i in range(8):
+        assert_same_row({k: v[i] for k, v in rows.items() if k != "is_skipped"}, items[i], meta)
+    (root / meta.data_files[0]).unlink()
+    (again,) = source.read_rows(range(8), 8)
+    assert again["is_skipped"].tolist() == [True] * 3 + [False] * 5
+    np.testing.assert_array_equal(again["index"], rows["index"])
+
+
 def test_a_file_that_is_gone_is_skipped(tmp_path):
     root = make_dataset(tmp_path / "here")
     meta = load_metadata(root)

@@ -203,7 +203,7 @@ def _decode_what_can_be_read(
             reader = readers[e.part.dataset_index]
             check_still_there(reader.fs, reader.root, [reader.path(file) for file in e.part.files])
             found = {
-                "index": e.part.episode_start + e.frame,
+                "index": e.part.episode_start + _frames("index", e, options),
                 "dataset_index": e.part.dataset_index,
                 IS_SKIPPED: True,
             }
@@ -252,6 +252,13 @@ def _windowed(frame: np.ndarray, deltas: Sequence[int], length: int) -> tuple[np
     return np.clip(target, 0, length - 1), (target < 0) | (target >= length)
 
 
+def _frames(key: str, e: _Episode, options: ReadOptions) -> np.ndarray:
+    """The frames that an episode's rows have of a column: int64 (n,), or (n, T) in windows."""
+    if key not in options.delta_indices:
+        return e.frame
+    return _windowed(e.frame, options.deltas(key, e.part.dataset_index), e.part.episode_length)[0]
+
+
 def _read_tabular(
     readers: Sequence[DatasetFiles], episodes: list[_Episode], total: int, options: ReadOptions, columns: dict[str, Any]
 ) -> None:
@@ -298,7 +305,8 @@ def _read_tabular(
         start = np.repeat([e.part.episode_start for e in members], list(map(len, spans)))
         counted = {"frame_index": frame, "index": start + frame}
         for key in numeric:
-            if reader.features[key].counted:
+            # `index` says where a row is in the dataset, also where files count otherwise.
+            if key == "index" or reader.features[key].counted:
                 values = counted[key]
             else:
                 values = reader.features[key].values({column.key: arrays[column] for column in of_row[key]})
@@ -317,8 +325,6 @@ def _read_tabular(
                 _out(columns, "task", total, (), np.dtype(object))[e.position] = _task_names(
                     names, bookkeeping["task_index"][at], f"{reader.root}: {file}: episode {e.part.episode_index}"
                 )
-            if "index" in columns:
-                columns["index"][e.position] = e.part.episode_start + e.frame
             if "dataset_index" in options.columns:
                 _out(columns, "dataset_index", total, (), np.dtype(np.int32))[e.position] = dataset_index
             for key in options.delta_indices:
@@ -399,10 +405,7 @@ def _fill_numbers(
     columns: dict[str, Any], key: str, values: np.ndarray, e: _Episode, total: int, options: ReadOptions
 ) -> None:
     """Scatter an episode's rows of one column to their places in the output."""
-    if key in options.delta_indices:
-        frames = _windowed(e.frame, options.deltas(key, e.part.dataset_index), e.part.episode_length)[0]
-    else:
-        frames = e.frame
+    frames = _frames(key, e, options)
     row = options.padded[key].shape if key in options.padded and values.ndim > 1 else values.shape[1:]
     out = _out(columns, key, total, frames.shape[1:] + row, values.dtype)
     if row != values.shape[1:]:
@@ -498,9 +501,7 @@ def _wanted(
     """What an episode's rows want of a file; rows that name frames, by the file's `number`, have them cached."""
     # LeRobot compares video times with the timestamp column, not with frame_index / fps.
     own = e.timestamps if feature.dtype == "video" else np.arange(e.first, e.last, dtype=np.float64)
-    frames = e.frame
-    if key in options.delta_indices:
-        frames = _windowed(frames, options.deltas(key, e.part.dataset_index), e.part.episode_length)[0]
+    frames = _frames(key, e, options)
     times_s = e.part.frames_in(key)[1] + own[frames - e.first]
     shape, dtype = frame_of(feature, options.image_size)
     place = shape if number is None else name_shape(shape, dtype)
