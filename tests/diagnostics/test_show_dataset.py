@@ -194,6 +194,17 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(copy, what, tmp_path, cap
     assert len(shown) == dataset_look.MOMENTS * (2 if what == "number" else 1)
 
 
+def test_a_dataset_of_which_no_episode_can_be_read(copy, tmp_path, capsys):
+    edit_json(copy / "meta" / "stats.json", lambda stats: stats["action"].update(max=[9, 1e3, 9]))
+    edit_rows(copy, "frame_index", lambda values, *_: values.__iadd__(1))
+    assert main([str(copy), "--output", str(tmp_path / "page.html")]) == 0
+    (*warnings, summary) = capsys.readouterr().out.splitlines()[:-1]
+    assert "warning [damaged] episode 0: cannot be read: data/chunk-000/file-000.parquet: expected" in warnings[0]
+    assert [line.split()[1] for line in warnings] == ["[damaged]"] * 4 + ["[outliers]"]
+    assert "0 of 43 rows" in summary
+    check_page((tmp_path / "page.html").read_text())
+
+
 def test_the_curves_are_what_lerobot_reads(clean):
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 

@@ -361,7 +361,7 @@ class _Columns:
             far = [i for i, r in enumerate(found) if r.outliers]
             if not far:
                 continue
-            values = np.concatenate([np.zeros((0, len(found))), *self.values[key].values()])
+            values = np.concatenate([np.zeros((0, len(found))), *self.values.get(key, {}).values()])
             beyond = sum(int((np.abs(found[i].scaled(values[:, i])) > OUTLIER).sum()) for i in far)
             findings.append(
                 Finding(
@@ -431,8 +431,10 @@ def _look_through_cameras(
     meta: DatasetMetadata, cameras: Sequence[str], shown: int, read: Sequence[int]
 ) -> tuple[list[Moment], list[Finding]]:
     """The contact sheet, and the cameras that show nothing or always the same."""
-    others = [e for e in np.asarray(read)[np.linspace(0, len(read) - 1, CAMERA_EPISODES).astype(int)] if e != shown]
-    chosen = list(dict.fromkeys([shown, *map(int, others)]))[:CAMERA_EPISODES] if read else []
+    chosen: list[int] = []
+    if read:
+        others = np.asarray(read)[np.linspace(0, len(read) - 1, CAMERA_EPISODES).astype(int)]
+        chosen = list(dict.fromkeys([shown, *others.tolist()]))[:CAMERA_EPISODES]
     seen: dict[str, dict[int, np.ndarray]] = {key: {} for key in cameras}
     times: dict[int, np.ndarray] = {}
     findings = []
