@@ -26,8 +26,10 @@ MAX_EPISODES_BYTES = MAX_EPISODES * 200
 MAX_TASKS_BYTES = MAX_TASKS * 200
 # Characters of an instruction; a tokenizer cuts it after some hundred.
 MAX_INSTRUCTION = 20_000
-# Statistics of each episode in LeRobot v2.1, 5 KB of text for 25 joints and a camera: of 50,000 episodes.
-MAX_EPISODES_STATS_BYTES = 256 * 2**20
+# A line of JSON in `meta/` of v2.0 and v2.1. An episode's statistics are 11 kB for DROID's 40 features.
+MAX_LINE_BYTES = MAX_STATS_BYTES
+# Statistics of episodes that are held before they are joined.
+JOINED_STATS_BYTES = 16 * 2**20
 
 # What is unpacked of a data file at once: its row groups that hold wanted rows. LeRobot's files have 100 MB, those of
 # its converter in a single row group, and numbers of a robot pack ten to one at the very best.

@@ -18,14 +18,15 @@ import fsspec
 import numpy as np
 
 from vla_finetuning.data.limits import (
+    JOINED_STATS_BYTES,
     MAX_EPISODES,
     MAX_EPISODES_BYTES,
-    MAX_EPISODES_STATS_BYTES,
     MAX_INSTRUCTION,
+    MAX_LINE_BYTES,
     MAX_TASKS,
     MAX_TASKS_BYTES,
 )
-from vla_finetuning.data.paths import MAX_INDEX, read_whole
+from vla_finetuning.data.paths import MAX_INDEX, read_lines
 
 VERSIONS = ("v2.0", "v2.1")
 TASKS_PATH, EPISODES_PATH, STATS_PATH = "meta/tasks.jsonl", "meta/episodes.jsonl", "meta/episodes_stats.jsonl"
@@ -96,14 +97,31 @@ def read_stats(fs: fsspec.AbstractFileSystem, base: str, parsed: Any) -> Stats:
         parsed: turns the JSON of statistics into arrays, or raises ValueError.
     """
     of_episodes: dict[str, list[dict[str, np.ndarray]]] = {}
-    for where, line in _lines(fs, base, STATS_PATH, MAX_EPISODES, MAX_EPISODES_STATS_BYTES):
+    held = 0
+    for where, line in _lines(fs, base, STATS_PATH, MAX_EPISODES, None):
         stats = line.get("stats")
         if not isinstance(stats, dict):
             raise ValueError(f"{where}: stats is {stats!r:.50}, expected an object")
         for key, values in parsed(stats).items():
             if {"min", "max", "mean", "std", "count"} <= values.keys():
                 of_episodes.setdefault(key, []).append(values)
+                held += _held_bytes(values)
+        if held > JOINED_STATS_BYTES:
+            # What is joined is the statistics of so many rows, as an episode's are.
+            of_episodes = {key: [_joined(key, found)] for key, found in of_episodes.items()}
+            held = sum(_held_bytes(values) for (values,) in of_episodes.values())
+            if held > JOINED_STATS_BYTES:
+                raise ValueError(
+                    f"{where}: statistics of {len(of_episodes):,} features so far, more than the "
+                    f"{JOINED_STATS_BYTES / 2**20:,.0f} MiB that they may have together: the file is damaged; "
+                    "restore it, or remove it to have them computed again"
+                )
     return {key: _joined(key, found) for key, found in of_episodes.items()}
+
+
+def _held_bytes(values: Mapping[str, np.ndarray]) -> int:
+    """Memory of arrays, about: each is an object, too."""
+    return sum(array.nbytes + 128 for array in values.values())
 
 
 def read_column(fs: fsspec.AbstractFileSystem, base: str, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -139,11 +157,10 @@ def _joined(key: str, found: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np
 
 
 def _lines(
-    fs: fsspec.AbstractFileSystem, base: str, path: str, most: int, most_bytes: int
+    fs: fsspec.AbstractFileSystem, base: str, path: str, most: int, most_bytes: int | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a file of JSON lines, each with the words by which errors call it."""
-    text = read_whole(fs, base, path, most_bytes)
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(read_lines(fs, base, path, most_bytes, MAX_LINE_BYTES), 1):
         if number > most:
             raise ValueError(f"{path}: more than {most:,} lines: it is damaged or made to exhaust the memory")
         where = f"{path}, line {number}"

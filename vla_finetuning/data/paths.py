@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,8 @@ DEFAULT_TEMPLATES = {
     "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
 }
 DEFAULT_CHUNKS_SIZE = 1000
+# Of a file that is read in pieces.
+PIECE_BYTES = 4 * 2**20
 
 
 def assign_files(
@@ -126,19 +128,59 @@ def read_whole(fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: 
         FileNotFoundError: it is not there. ValueError: it is larger, or a link to outside of the dataset.
         StorageError: the object store does not answer.
     """
+    with _naming_metadata(fs, base, path):
+        size = fs.size(f"{base}/{path}")
+        text: bytes = fs.cat_file(f"{base}/{path}") if size <= most_bytes else b""
+    _check_bytes(path, size, most_bytes)
+    return text
+
+
+def read_lines(
+    fs: fsspec.AbstractFileSystem, base: str, path: str, most_bytes: int | None, line_bytes: int
+) -> Iterator[bytes]:
+    """The lines of a file of metadata, read in pieces: no more than a piece and a line is in memory.
+
+    Args:
+        most_bytes: of the file; None: any number. line_bytes: the most that a line may have.
+    Raises:
+        As `read_whole`; ValueError: a line is longer.
+    """
+    with _naming_metadata(fs, base, path):
+        size = fs.size(f"{base}/{path}")
+        _check_bytes(path, size, size if most_bytes is None else most_bytes)
+        with fs.open(f"{base}/{path}", "rb") as file:
+            begun, number = b"", 1
+            while piece := file.read(PIECE_BYTES):
+                lines = (begun + piece).splitlines(keepends=True)
+                begun = b"" if lines[-1].endswith(b"\n") else lines.pop()
+                if max(map(len, [*lines, begun])) > line_bytes:
+                    at = number + [len(line) > line_bytes for line in [*lines, begun]].index(True)
+                    raise ValueError(
+                        f"{path}, line {at} has more than the {line_bytes / 2**20:,.0f} MiB that it may have: it is "
+                        "damaged or made to exhaust the memory; restore the file"
+                    )
+                yield from lines
+                number += len(lines)
+            if begun:
+                yield begun
+
+
+@contextlib.contextmanager
+def _naming_metadata(fs: fsspec.AbstractFileSystem, base: str, path: str) -> Iterator[None]:
     check_inside(fs, base, [path])
     try:
         with naming_file(path):
-            size = fs.size(f"{base}/{path}")
-            text: bytes = fs.cat_file(f"{base}/{path}") if size <= most_bytes else b""
+            yield
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing; copy the dataset again") from None
+
+
+def _check_bytes(path: str, size: int, most_bytes: int) -> None:
     if size > most_bytes:
         raise ValueError(
             f"{path} has {size / 2**20:,.1f} MiB, more than the {most_bytes / 2**20:,.0f} MiB that it may have: it is "
             "damaged or made to exhaust the memory; restore the file"
         )
-    return text
 
 
 class _Part(NamedTuple):
