@@ -556,6 +556,8 @@ def read_source(source: LeRobotDatasource, **ray_options: Any) -> Dataset:
     # ... and a target a little under a block's size makes Ray pass each on at once, neither merged nor cut.
     block_bytes = source.block() * (source._reading.prepared_bytes or source.row_bytes())
     dataset.context.target_max_block_size = max(1, int(0.8 * block_bytes))
+    # Else Ray Data (2.60) passes blocks on as tasks end. A dataset's context is its own copy.
+    dataset.context.execution_options.preserve_order = True
     if caching := source.caching():
         dataset.context.set_config(CACHING, caching)
     # Blocks that a task may have ready before Ray Data takes one. It takes what is there ten times a second, and a task

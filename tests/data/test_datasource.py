@@ -161,6 +161,21 @@ def test_a_mixture_of_two_roots(ray_cluster, roots):
 
 
 @pytest.mark.ray
+def test_rows_keep_their_order_when_tasks_do_not(ray_cluster, roots):
+    import ray
+
+    def late(batch):
+        # The first task ends last.
+        time.sleep(1.5 * (0 in batch["index"]))
+        return batch
+
+    dataset = read_lerobot(roots["rollover"], camera_keys=[], shuffle_window=8, override_num_blocks=4)
+    assert not ray.data.DataContext.get_current().execution_options.preserve_order
+    for rows in (dataset, dataset.map_batches(late, batch_size=None)):
+        assert [int(row["index"]) for row in rows.take_all()] == list(range(54))
+
+
+@pytest.mark.ray
 def test_a_stream_over_epochs_and_executions_keeps_its_order(ray_cluster, roots):
     """Blocks come whole and in the plan's order, dealt to two consumers in turn, over several executions."""
     import ray
