@@ -23,11 +23,12 @@ from vla_finetuning.data import decode as lerobot_decode
 from vla_finetuning.data import number_cache, safe_parquet
 from vla_finetuning.data import rows as lerobot_rows
 from vla_finetuning.data.frame_cache import FrameCache
-from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.metadata import load_metadata, rename_features
 from vla_finetuning.data.plan import PART_SEGMENTS, _Source
 from vla_finetuning.data.read_tasks import BlockShare, reads_per_task
 from vla_finetuning.data.reader import DatasetFiles
 from vla_finetuning.data.rows import BOOKKEEPING, column_to_numpy, read_rows
+from vla_finetuning.run.mixture import check_alike
 
 TOP, WRIST, STILL = "observation.images.top", "observation.images.wrist", "observation.images.still"
 FPS = 10
@@ -347,6 +348,36 @@ def test_cameras_of_different_sizes_can_be_read_together_when_fitted(roots, tmp_
     source = datasource(metas, image_size=(32, 32), shuffle_seed=0)
     (rows,) = source.read_rows(range(16), 16)
     assert set(rows["dataset_index"]) == {0, 1} and rows[TOP].shape == (16, 32, 32, 3)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_datasets_that_store_numbers_of_other_widths_can_be_read_together(roots, tmp_path, padded):
+    """float64 becomes float32 in a row, as in LeRobot's."""
+    root = shutil.copytree(roots["second"], tmp_path / "wider")
+    info = json.loads((root / "meta/info.json").read_text())
+    for key in ("observation.state", "action", "timestamp"):
+        info["features"][key]["dtype"] = "float64"
+    (root / "meta/info.json").write_text(json.dumps(info))
+    for path in root.glob("data/*/*.parquet"):
+        table = pq.read_table(path).replace_schema_metadata(None)
+        vector = pa.list_(pa.float64())
+        wider = {"observation.state": vector, "action": vector, "timestamp": pa.float64()}
+        for at, key in enumerate(table.column_names):
+            if key in wider:
+                table = table.set_column(at, key, pa.array(table[key].to_pylist(), wider[key]))
+        pq.write_table(table, path)
+    metas, items = [load_metadata(roots["rollover"]), load_metadata(root)], [lerobot(roots["rollover"]), lerobot(root)]
+    source = datasource(metas, camera_keys=[], padded=padded)
+    (rows,) = source.read_rows([0, 54, 65], 3)
+    for i, (dataset_index, index) in enumerate([(0, 0), (1, 0), (1, 11)]):
+        for key in ("observation.state", "action", "timestamp"):
+            theirs = items[dataset_index][index][key].numpy()
+            assert rows[key].dtype == theirs.dtype == np.float32
+            np.testing.assert_array_equal(rows[key][i], theirs)
+    # What is called otherwise is still found.
+    renamed = rename_features(metas[1], {"observation.state": "state"})
+    with pytest.raises(ValueError, match='--rename_map=.{"state": "observation.state"}'):
+        check_alike([metas[0], renamed], ["observation.state"], {})
 
 
 @pytest.mark.parametrize("window", [16, 40, 512])

@@ -9,7 +9,7 @@ import numpy as np
 
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature
 from vla_finetuning.data.reader import frame_of
-from vla_finetuning.data.rows import BOOKKEEPING
+from vla_finetuning.data.rows import BOOKKEEPING, row_kind
 
 
 def resolve_delta_indices(
@@ -46,7 +46,7 @@ def checked_size(image_size: Sequence[int] | None) -> tuple[int, int] | None:
 
 def _array_of(feature: Feature, image_size: tuple[int, int] | None) -> tuple[Any, Any]:
     """What columns of several datasets must agree in to be one."""
-    return frame_of(feature, image_size) if feature.dtype in CAMERA_DTYPES else (feature.shape, feature.dtype)
+    return frame_of(feature, image_size) if feature.dtype in CAMERA_DTYPES else (feature.shape, row_kind(feature))
 
 
 def _padded(
@@ -61,7 +61,7 @@ def _padded(
             assert one is not None
             if one.dtype in CAMERA_DTYPES:
                 chosen[key] = own[key] = one
-        elif a.dtype not in CAMERA_DTYPES and a.dtype == b.dtype and len(a.shape) == len(b.shape) == 1:
+        elif a.dtype not in CAMERA_DTYPES and row_kind(a) == row_kind(b) and len(a.shape) == len(b.shape) == 1:
             chosen[key] = own[key] = max(a, b, key=lambda feature: feature.shape)
     return chosen, own
 

@@ -395,6 +395,11 @@ def row_dtype(feature: Feature) -> np.dtype:
     return np.dtype(np.float32 if kind == "f" else bool if kind == "b" else np.int64)
 
 
+def row_kind(feature: Feature) -> np.dtype | str:
+    """`row_dtype` of numbers; what a feature that holds none is declared as. Equal where rows have the same."""
+    return row_dtype(feature) if feature.dtype in NUMERIC_DTYPES else feature.dtype
+
+
 def _out(columns: dict[str, Any], key: str, total: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     if key not in columns:
         columns[key] = empty((total, *shape), dtype)

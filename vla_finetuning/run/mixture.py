@@ -24,6 +24,7 @@ from vla_finetuning.data.metadata import (
     rename_features,
     reorder_dimensions,
 )
+from vla_finetuning.data.rows import row_kind
 
 Stats = dict[str, dict[str, np.ndarray]]
 # What LeRobot's `aggregate_stats` makes the statistics of several datasets from, besides quantiles.
@@ -75,7 +76,7 @@ def check_alike(metas: Sequence[DatasetMetadata], keys: Sequence[str], rename_ma
 def _same_kind(a: Feature, b: Feature) -> bool:
     if a.dtype in CAMERA_DTYPES and b.dtype in CAMERA_DTYPES:
         return a.is_depth == b.is_depth
-    return (a.dtype, a.shape) == (b.dtype, b.shape)
+    return (row_kind(a), a.shape) == (row_kind(b), b.shape)
 
 
 def ordered_alike(
