@@ -2,19 +2,22 @@
 
 import errno
 import io
+from functools import partial
 from pathlib import Path
 
 import av
 import cv2
+import datasets
 import numpy as np
 import pytest
 from lerobot.datasets.image_writer import write_image
 from lerobot.datasets.video_utils import decode_video_frames
-from PIL import Image
+from PIL import ExifTags, Image
+from PIL.PngImagePlugin import PngInfo
 
 from tests.datasets import draw_frame, read_frame_number
 from vla_finetuning.data import decode
-from vla_finetuning.data.decode import VideoReader, decode_image
+from vla_finetuning.data.decode import VideoReader, decode_depth_image, decode_image
 from vla_finetuning.data.metadata import Feature
 from vla_finetuning.data.reader import frame_of, height_width
 from vla_finetuning.envs.writing import writing_videos
@@ -224,6 +227,36 @@ def test_images_are_pillows(tmp_path, monkeypatch):
     for data in others.values():
         found = decode_image(data, name="an image", height=48, width=64)
         np.testing.assert_array_equal(found, pillows(data))
+
+
+@pytest.mark.parametrize("turn", [1, 3, 6, 8])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "PNG with XMP", "TIFF", "depth"])
+def test_images_are_turned_as_lerobot_turns_them(kind, turn):
+    """LeRobot reads them by `datasets.Image`."""
+    exif, file, options = Image.Exif(), io.BytesIO(), {}
+    exif[ExifTags.Base.Orientation] = turn
+    picture = draw_frame(1, (48, 64))
+    if kind == "depth":
+        picture = picture[..., 0].astype(np.uint16) * 100
+    if kind == "PNG with XMP":
+        options["pnginfo"] = PngInfo()
+        options["pnginfo"].add_itxt("XML:com.adobe.xmp", f'<x tiff:Orientation="{turn}"/>')
+    else:
+        options["exif"] = exif
+    Image.fromarray(picture).save(file, {"PNG with XMP": "PNG", "depth": "TIFF"}.get(kind, kind), **options)
+    expected = np.asarray(datasets.Image().decode_example({"bytes": file.getvalue(), "path": None}))
+    height, width = (64, 48) if turn > 4 else (48, 64)
+    if kind == "depth":
+        found = decode_depth_image(file.getvalue(), None, name="an image", height=height, width=width)[..., 0]
+    else:
+        found = decode_image(file.getvalue(), name="an image", height=height, width=width)
+    np.testing.assert_array_equal(found, expected)
+    if kind == "JPEG":
+        return
+    np.testing.assert_array_equal(found, np.rot90(picture, {1: 0, 3: 2, 6: 3, 8: 1}[turn]))
+    read = partial(decode_depth_image, unit=None) if kind == "depth" else decode_image
+    with pytest.raises(ValueError, match=f"an image: image is {height}x{width}, the metadata says {width}x{height}"):
+        read(file.getvalue(), name="an image", height=width, width=height)
 
 
 def test_damaged_images_are_refused():

@@ -16,12 +16,14 @@ import cv2
 import numpy as np
 from av.video.reformatter import VideoReformatter
 from kornia_rs.io import decode_image_png_u8
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 # What datasets hold. PIL knows more: some it gives to other programs (EPS), some unpack without limit.
 IMAGE_FORMATS = ("PNG", "JPEG", "TIFF", "WEBP", "BMP")
 # How a PNG begins. Width, height, bits of a value (8) and kind of pixels (2: RGB) follow.
 _PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
+# Chunks of a PNG that may say how it is to be turned: EXIF, also as text, and XMP.
+_TURNING = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 # FFmpeg's name of its reader of mp4 and mov.
 VIDEO_FORMAT = "mp4"
 # Walking this many frames is cheaper than seeking; beyond it, seek to the key frame before the target.
@@ -284,39 +286,60 @@ def decode_depth_image(data: bytes | None, unit: str | None, *, name: str, heigh
 
 
 def decode_image(data: bytes | None, *, name: str, height: int, width: int) -> np.ndarray:
-    """One encoded image (PNG, JPEG, ...) to uint8 (H, W, 3). Same pixels as LeRobot's image columns x 255.
+    """One encoded image (PNG, JPEG, ...) to uint8 (H, W, 3), turned as its EXIF says. Same pixels as LeRobot's x 255.
 
     Raises:
         ValueError: missing or damaged bytes, or another size than (height, width).
     """
-    if data is not None and data[:26] == _PNG + struct.pack(">IIBB", width, height, 8, 2):
+    plain = data is not None and data[:26] == _PNG + struct.pack(">IIBB", width, height, 8, 2)
+    if data is not None and plain and not any(kind in _TURNING for kind in _png_chunks(data)):
         # In a third of Pillow's time. What it refuses, as for a wrong checksum, Pillow reads, or says why not.
         with contextlib.suppress(Exception):
             return decode_image_png_u8(data, (height, width), "rgb")
     return _open_image(data, ("RGB",), "8-bit RGB", name, height, width)
 
 
+def _png_chunks(data: bytes) -> Iterator[bytes]:
+    """The kinds of a PNG's chunks."""
+    at = 8
+    while at + 8 <= len(data):
+        size, kind = struct.unpack_from(">I4s", data, at)
+        yield kind
+        at += size + 12
+
+
 def _open_image(
     data: bytes | None, modes: Sequence[str], expected: str, name: str, height: int, width: int
 ) -> np.ndarray:
-    """The pixels, if the header has them in one of PIL's `modes` and in that size. Nothing else is decoded."""
+    """The pixels, if the header has them in one of PIL's `modes` and in that size. Nothing else is decoded.
+
+    Turned as `datasets.Image.decode_example` does, which LeRobot reads images by.
+    """
     if data is None:
         raise ValueError(
             f"{name}: the image is not embedded in the parquet file; save the dataset with embedded images"
         )
+
+    def check(size: Sequence[int], allowed: Sequence[tuple[int, int]]) -> None:
+        if size not in allowed:
+            raise ValueError(f"{name}: image is {size[1]}x{size[0]}, the metadata says {height}x{width}")
+
     try:
-        image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
-        if image.size != (width, height):
-            raise ValueError(f"{name}: image is {image.size[1]}x{image.size[0]}, the metadata says {height}x{width}")
+        image: Image.Image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+        check(image.size, [(width, height), (height, width)])  # as it is stored
         if image.mode not in modes:
             raise ValueError(
                 f"{name}: expected {expected}, found an image of mode {image.mode}: convert the images, or leave the "
                 "camera out with --dataset.camera_keys"
             )
+        image.load()
+        if image.getexif().get(ExifTags.Base.Orientation) is not None:
+            image = ImageOps.exif_transpose(image)
+        check(image.size, [(width, height)])
         return np.asarray(image)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"{name}: image is far larger than the {height}x{width} of the metadata ({error})") from error
-    except (OSError, SyntaxError) as error:
+    except (OSError, SyntaxError, struct.error) as error:
         raise ValueError(f"{name}: damaged image ({error}), or none of {', '.join(IMAGE_FORMATS)}") from error
 
 
