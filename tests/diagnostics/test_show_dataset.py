@@ -12,7 +12,7 @@ from PIL import Image
 
 from diagnostics import show_dataset
 from diagnostics.show_dataset import main
-from tests.datasets import all_rows, edit_rows, make_dataset
+from tests.datasets import all_rows, describe_truly, edit_rows, make_dataset
 from tests.pages import check_page
 from vla_finetuning.config import Config
 from vla_finetuning.data.metadata import load_metadata
@@ -243,6 +243,25 @@ def test_statistics_that_are_wrong_are_told_from_data_that_is(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "the statistics are wrong, not the data" in out
     assert f"action: of the values, {stored.mean():.1%} ({stored.max():.1%} of motor_" in out
+
+
+def test_statistics_of_long_episodes_are_told_by_all_of_them(tmp_path, monkeypatch):
+    """The first rows of an episode are no sample of it: a robot waits, then works."""
+    root = make_dataset(tmp_path / "data", episodes=(300, 400), cameras={})
+    edit_rows(root, "action", lambda action, episode, frame: action.__setitem__(frame < 60, action[frame < 60] * 0.01))
+    describe_truly(root)
+    monkeypatch.setattr(dataset_look, "EPISODE_ROWS", 50)
+    look = look_at(load_metadata(root))
+    assert [finding for finding in look.findings if finding.kind == "statistics"] == []
+    assert 0 < look.outside["action"].max() < 0.05
+    assert look.rows == 100 and [len(v) for v in look.curves.values()] == [50, 50]
+    assert "of episodes longer than 50 rows, the first, and for ranges and statistics as many of all" in look.sample
+    # However few rows may be held at once.
+    row_bytes = dataset_look.looking_source(load_metadata(root), []).row_bytes()
+    monkeypatch.setattr(dataset_look, "SAMPLE_BYTES", 60 * row_bytes)
+    monkeypatch.setattr(dataset_look, "EPISODE_ROWS", 30)
+    again = look_at(load_metadata(root))
+    assert again.outside["action"].max() < 0.1 and again.rows == 30 * len(again.episodes)
 
 
 def test_an_outlier_is_marked_in_chart_and_table(copy, tmp_path):

@@ -24,7 +24,8 @@ from vla_finetuning.run.holes import episode_ranges
 
 STATE, ACTION = "observation.state", "action"
 
-# How much is read: rows without images in all and of one episode; images per camera, from how many episodes.
+# How much is read: rows without images in all and of one episode (of a longer one, its first, and as many spread over
+# it); images per camera, from how many episodes.
 SAMPLE_ROWS, EPISODE_ROWS = 20_000, 2_000
 MOMENTS, CAMERA_EPISODES, MAX_CAMERAS = 5, 3, 8
 # How much is held: bytes of those rows, as they are read; and the longer side of an image, in pixels, to which it is
@@ -91,7 +92,8 @@ class Look:
     """What was seen of a dataset.
 
     Attributes:
-        episodes: int64, those read. rows: how many rows of them.
+        episodes: int64, those read. rows: how many of their rows, those that follow each other.
+        spread_rows: of longer episodes, as many were read spread over all of it; None: there is none.
         shown: the episode that `time_s` (N,) and `curves` (`{feature: float (N, D)}`) and `sheet` are of.
         ranges: per feature, one entry per dimension; only features that stats.json describes. Where its quantiles do
             not describe the rows that were read, q01 and q99 are those of the rows.
@@ -109,6 +111,7 @@ class Look:
     ranges: dict[str, list[Range]]
     findings: list[Finding]
     outside: dict[str, np.ndarray] = field(default_factory=dict)
+    spread_rows: int | None = None
 
     @property
     def shares(self) -> list[str]:
@@ -126,6 +129,9 @@ class Look:
         whole = len(self.episodes) == meta.num_episodes and self.rows == meta.total_frames
         read = "every row" if whole else f"{self.rows:,} of {meta.total_frames:,} rows"
         of = "" if whole else f", from {len(self.episodes):,} of {meta.num_episodes:,} episodes spread evenly"
+        if self.spread_rows is not None:
+            first = f"{self.spread_rows:,} row{'s' * (self.spread_rows != 1)}"
+            of += f"; of episodes longer than {first}, the first, and for ranges and statistics as many of all"
         cameras = f"; images at {MOMENTS} moments of up to {CAMERA_EPISODES} episodes" if meta.camera_keys else ""
         return f"{read} without images{of}{cameras}"
 
@@ -145,7 +151,8 @@ def look_at(meta: DatasetMetadata) -> Look:
     columns = _Columns(vector_keys(meta))
     findings: list[Finding] = []
     source = looking_source(meta, [])
-    sample_rows = max(1, min(SAMPLE_ROWS, SAMPLE_BYTES // source.row_bytes()))
+    most_rows = max(1, SAMPLE_BYTES // source.row_bytes())
+    sample_rows = min(SAMPLE_ROWS, most_rows)
     episodes = sample_episodes(meta.episode_length, sample_rows)
     damaged: dict[str, list[int]] = {}
     read = []
@@ -154,12 +161,13 @@ def look_at(meta: DatasetMetadata) -> Look:
         first = int(meta.episode_start[episode])
         try:
             (batch,) = source.read_rows(range(first, first + rows), rows)
+            spread = _read_spread(source, first, int(meta.episode_length[episode]), rows, most_rows)
         except (ValueError, OSError) as error:
             if episode not in holes.episodes:
                 damaged.setdefault(_reason(meta, error), []).append(episode)
             continue
         read.append(episode)
-        columns.add(episode, batch)
+        columns.add(episode, batch, spread)
     # In the middle of the sample, and with enough frames to see something move.
     whole = [episode for episode in read if episode not in holes.episodes] or read
     shown = max(whole[len(whole) // 4 :] or [0], key=lambda e: min(int(meta.episode_length[e]), 100))
@@ -201,7 +209,23 @@ def look_at(meta: DatasetMetadata) -> Look:
         ranges=ranges,
         findings=findings,
         outside=shares,
+        spread_rows=min(EPISODE_ROWS, sample_rows) if columns.spread else None,
     )
+
+
+def _read_spread(
+    source: LeRobotDatasource, first: int, length: int, rows: int, most_rows: int
+) -> dict[str, np.ndarray] | None:
+    """Rows spread evenly over an episode, as one batch; None where `rows` are all of it.
+
+    A read takes all rows between those it is asked for: `most_rows` at once.
+    """
+    if length <= rows:
+        return None
+    frames = np.linspace(0, length - 1, rows).round().astype(np.int64)
+    cuts = np.flatnonzero(np.diff(frames // most_rows)) + 1
+    parts = [next(source.read_rows((first + part).tolist(), len(part))) for part in np.split(frames, cuts)]
+    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
 def vector_keys(meta: DatasetMetadata) -> list[str]:
@@ -279,13 +303,21 @@ class _Columns:
     rows: int = 0
     times: dict[int, np.ndarray] = field(default_factory=dict)
     values: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
+    # Of episodes that are longer than what is read of them: rows spread over all of it.
+    spread: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
 
-    def add(self, episode: int, batch: dict[str, np.ndarray]) -> None:
+    def add(self, episode: int, batch: dict[str, np.ndarray], spread: dict[str, np.ndarray] | None) -> None:
         self.times[episode] = batch["timestamp"].astype(np.float64)
         self.rows += len(self.times[episode])
         for key in self.keys:
-            values = batch[key].astype(np.float64)
-            self.values.setdefault(key, {})[episode] = values.reshape(len(values), -1)
+            self.values.setdefault(key, {})[episode] = _vectors(batch[key])
+            if spread is not None:
+                self.spread.setdefault(key, {})[episode] = _vectors(spread[key])
+
+    def everywhere(self, key: str) -> np.ndarray:
+        """Values from all over the episodes, float64 (N, D)."""
+        values = self.values.get(key, {}) | self.spread.get(key, {})
+        return np.concatenate(list(values.values()))
 
     def of(self, episode: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         return self.times[episode], {key: self.values[key][episode] for key in self.keys}
@@ -341,7 +373,7 @@ class _Columns:
         for key in self.keys:
             stored = [r for r in ranges_of(meta, key) if not np.isnan(r.q01)]
             if stored and self.rows:
-                values = np.concatenate(list(self.values[key].values()))
+                values = self.everywhere(key)
                 found[key] = outside(values, np.array([r.q01 for r in stored]), np.array([r.q99 for r in stored]))
         return found
 
@@ -350,7 +382,7 @@ class _Columns:
         wrong = {key for key, share in self.outside(meta).items() if share.max() > LIMITS["q01", "q99"]}
         found = {key: ranges for key in self.keys if (ranges := ranges_of(meta, key))}
         for key in wrong:
-            low, high = np.quantile(np.concatenate(list(self.values[key].values())), [0.01, 0.99], axis=0)
+            low, high = np.quantile(self.everywhere(key), [0.01, 0.99], axis=0)
             found[key] = [r._replace(q01=float(low[i]), q99=float(high[i])) for i, r in enumerate(found[key])]
         return found
 
@@ -361,7 +393,7 @@ class _Columns:
             far = [i for i, r in enumerate(found) if r.outliers]
             if not far:
                 continue
-            values = np.concatenate([np.zeros((0, len(found))), *self.values.get(key, {}).values()])
+            values = self.everywhere(key) if self.rows else np.zeros((0, len(found)))
             beyond = sum(int((np.abs(found[i].scaled(values[:, i])) > OUTLIER).sum()) for i in far)
             findings.append(
                 Finding(
@@ -379,7 +411,7 @@ class _Columns:
         for key in self.keys:
             if self.rows < 2:
                 continue
-            values = np.concatenate(list(self.values[key].values()))
+            values = self.everywhere(key)
             flat = np.ptp(values, axis=0) == 0
             names = dimension_names(meta, key)
             ranges = stored.get(key, [])
@@ -425,6 +457,10 @@ class _Columns:
                         )
                     )
         return findings
+
+
+def _vectors(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float64).reshape(len(values), -1)
 
 
 def _look_through_cameras(
