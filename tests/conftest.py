@@ -14,12 +14,16 @@ import pytest
 # and cached datasets must neither help a test nor be touched by it.
 _HF_HOME = tempfile.mkdtemp(prefix="vla-tests-hf-")
 _NUMBERS_DIR = tempfile.mkdtemp(prefix="vla-tests-numbers-")
+# There Ray remembers the cluster that is to be joined: neither the user's nor another test process's. Short: Ray's
+# sockets lie within, and the names of those are bounded.
+_RAY_DIR = tempfile.mkdtemp(prefix="r-", dir=os.environ.get("RAY_TMPDIR"))
 for _name in [name for name in os.environ if name.startswith("HF_")]:
     del os.environ[_name]
 os.environ.update(
     HF_HOME=_HF_HOME,
     HF_HUB_OFFLINE="1",
     VLA_NUMBERS_DIR=_NUMBERS_DIR,
+    RAY_TMPDIR=_RAY_DIR,
     TOKENIZERS_PARALLELISM="false",
     # Two train workers and the read tasks share the cores; one thread each also keeps sums in one order.
     OMP_NUM_THREADS="1",
@@ -45,8 +49,8 @@ hypothesis.settings.load_profile("deterministic")
 def pytest_unconfigure(config):
     if "tests.clusters" in sys.modules:
         sys.modules["tests.clusters"].stop()
-    shutil.rmtree(_HF_HOME, ignore_errors=True)
-    shutil.rmtree(_NUMBERS_DIR, ignore_errors=True)
+    for folder in (_HF_HOME, _NUMBERS_DIR, _RAY_DIR):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

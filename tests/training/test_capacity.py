@@ -213,12 +213,15 @@ def test_the_plan_says_what_fits(tiny):
 @pytest.mark.parametrize("workers, gpus, planned", [(16, 0, 8), (12, 0, 6), (16, 4, 4), (2, 8, 2)])
 def test_hsdp_is_planned_with_the_workers_that_a_node_may_have(tiny, monkeypatch, workers, gpus, planned):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(capacity, "is_local", lambda: True)
     scaling = replace(tiny.config.scaling, strategy="hsdp", num_workers=workers)
     config = replace(tiny.config, scaling=scaling)
     assert planned_shards(config) == planned
     assert planned_shards(replace(config, scaling=replace(scaling, shard_workers=1))) == 1
     plan = describe_memory(config, StepMemory(0, 0, 0, 0, 0, 0), 0)
     assert f"planned with {planned} workers on a node" in plan
+    monkeypatch.setattr(capacity, "is_local", lambda: False)  # a head's own GPUs say nothing of its cluster's
+    assert planned_shards(config) == max(n for n in range(1, 9) if workers % n == 0)
 
 
 def test_a_dry_run_shows_it_and_ends_with_the_refusal(tmp_path, monkeypatch, capsys):

@@ -17,6 +17,7 @@ from vla_finetuning.cards import CARDS_GIB, OF_PRESET
 from vla_finetuning.config import Config, Strategy, TrainMode
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.run.cluster import is_local
 from vla_finetuning.training.memory import FRAGMENTATION, GIB, StepMemory, prediction_bytes, step_memory
 from vla_finetuning.training.step_time import Operations
 
@@ -94,12 +95,12 @@ def needed_by(
 def planned_shards(config: Config) -> int | None:
     """How many workers hold a copy together in the plan of an hsdp run; None for the other strategies.
 
-    As many as were asked for; else as many as there may be on each node, going by the GPUs of this machine.
+    As many as were asked for; else as many as there may be on each node: this machine, where no cluster is joined.
     """
     scaling = config.scaling
     if scaling.strategy != "hsdp" or scaling.shard_workers is not None:
         return scaling.shard_workers
-    on_a_node = torch.cuda.device_count() or GPUS_OF_A_NODE
+    on_a_node = is_local() and torch.cuda.device_count() or GPUS_OF_A_NODE
     return max(n for n in range(1, on_a_node + 1) if scaling.num_workers % n == 0)
 
 
