@@ -1017,6 +1017,14 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
         """Checkpoints to keep for their loss, besides the newest: the best one also if it is to be exported."""
         return max(self.keep_best, int(self.export == "best"))
 
+    def most_checkpoints(self, steps: int) -> int:
+        """Checkpoints that a run of so many steps has at once: an old one is deleted when the next one is there.
+
+        Those of --save_freq, and one where the run is stopped; not those that stay because they are yet to play.
+        """
+        kept = self.keep_checkpoints + self.best_kept + 1
+        return kept if self.save_every_s is not None else min(kept, math.ceil(steps / self.save_freq) + 1)
+
     @property
     def rows_multiple(self) -> int:
         """Rows that any number of workers this run may have can share evenly, in whole micro-batches."""

@@ -10,18 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
 
 import vla
 from tests.datasets import make_dataset
 from tests.tiny import make_base
-from vla_finetuning.config import CONFIG_NAME
+from vla_finetuning.config import CONFIG_NAME, GrpoConfig
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
 from vla_finetuning.run import folder as run_folder
-from vla_finetuning.run.checkpoint import commit, write_pieces
+from vla_finetuning.run.checkpoint import SPARE_BYTES, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.describe import describe
-from vla_finetuning.run.folder import FINISHED_NAME, LOCK_NAME, finish, own_folder
+from vla_finetuning.run.folder import FINISHED_NAME, LOCK_NAME, check_start, finish, own_folder
 from vla_finetuning.run.preflight import examine
 from vla_finetuning.run.resolve import resolve
 
@@ -53,6 +54,11 @@ def started(setting, folder, **changes):
         step = run.job.checkpoints_dir / "step_00000002"
         commit(step, replace(run.job.start, step=2, rows=8), write_pieces(step, {}))
     return run
+
+
+def pieces_of(size):
+    """Of a tensor with so many bytes."""
+    return {"a": Piece(torch.zeros(size, dtype=torch.uint8), (0,))}
 
 
 def occupied(setting, folder):
@@ -134,7 +140,7 @@ def test_refused_before_anything_heavy_is_imported(setting, tmp_path, case, mess
     [
         ({"batch_size": 3}, "is 3, but the run was started with 4"),
         ({"steps": 1}, "2 steps are done, and --steps or MAX_TRAIN_STEPS says 1"),
-        ({}, "no space for two checkpoints"),
+        ({}, r"no space for the checkpoints \(--keep_checkpoints, "),
     ],
     ids=["batch", "steps", "disk"],
 )
@@ -150,6 +156,39 @@ def test_a_dry_run_refuses_what_the_start_refuses(setting, tmp_path, monkeypatch
         assert re.search(message, err)
         assert "Dataset" not in out, "the plan is printed first"
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*")) == before
+
+
+def test_the_disk_takes_all_checkpoints_that_are_there_at_once(setting, tmp_path, monkeypatch):
+    """An old one is deleted when the next one is there. What a resumed run holds already, it does not need again."""
+    run = run_of(setting, output_dir=tmp_path / "run", steps=100, save_freq=1)
+    one, weights = run.policy.checkpoint_bytes, (Path(setting[2]) / "model.safetensors").stat().st_size
+    for changes, most in (
+        ({}, 3),
+        ({"keep_checkpoints": 10, "keep_best": 2}, 13),
+        ({"dataset.eval_split": 0.3, "eval_steps": 1, "export": "best"}, 4),
+        ({"keep_checkpoints": 10, "save_freq": 30}, 5),
+        ({"keep_checkpoints": 10, "save_freq": 30, "save_every_s": 60}, 11),
+    ):
+        of = run_of(setting, **{"output_dir": tmp_path / "run", "steps": 100, "save_freq": 1, **changes})
+        assert of.job.disk_bytes == most * one + weights, changes
+    grpo = GrpoConfig(keep_checkpoints=5, keep_best=1).training()
+    assert grpo.most_checkpoints(steps=100) == 7
+
+    free = run.job.disk_bytes + SPARE_BYTES
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, free))
+    check_start(run.config, run.job.start, 100, run.job.disk_bytes)
+    free -= 1
+    with pytest.raises(OSError, match="no space for the checkpoints"):
+        check_start(run.config, run.job.start, 100, run.job.disk_bytes)
+    resumed = replace(run.config, resume=True)
+    for step in (1, 2):
+        folder = run.job.checkpoints_dir / f"step_{step:08d}"
+        commit(folder, replace(run.job.start, step=step), write_pieces(folder, {TRAINABLE: pieces_of(one)}))
+    free = one + weights + SPARE_BYTES
+    check_start(resumed, run.job.start, 100, run.job.disk_bytes)
+    free = one + SPARE_BYTES - 10_000  # of more than it keeps, too, the next one comes first
+    with pytest.raises(OSError, match="no space for the checkpoints"):
+        check_start(resumed, run.job.start, 100, one)
 
 
 def test_a_finished_run_says_so_and_goes_on_when_it_is_asked_for_more(setting, tmp_path, capsys):

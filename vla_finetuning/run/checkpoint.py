@@ -374,6 +374,11 @@ def prune(
             logger.warning("old checkpoint %s could not be deleted (%s); training goes on", path, error)
 
 
+def checkpoint_sizes(folder: Path) -> list[int]:
+    """Bytes of each checkpoint in a folder on a disk."""
+    return [_size(path) for path in _newest_first(folder)]
+
+
 def best_checkpoint(folder: Path) -> Path | None:
     """The checkpoint with the best score, of equals the newest; None when there is none."""
     scores = _scores(_newest_first(folder))
@@ -394,11 +399,14 @@ def _may_wait(path: Path, waiting: Callable[[int], bool]) -> bool:
         return False
     if isinstance(path, BucketPath):
         return True
-    size = sum(file.stat().st_size for file in path.iterdir())
-    if shutil.disk_usage(path).free >= 2 * size + SPARE_BYTES:
+    if shutil.disk_usage(path).free >= 2 * _size(path) + SPARE_BYTES:
         return True
     logger.warning("%s is deleted before it was evaluated: the disk is nearly full", path)
     return False
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir())
 
 
 def _step(path: Path) -> int:

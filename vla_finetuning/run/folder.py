@@ -55,6 +55,7 @@ from vla_finetuning.run.attempts import ATTEMPTS_NAME, attempts, start_attempt
 from vla_finetuning.run.checkpoint import (
     Progress,
     check_resumable,
+    checkpoint_sizes,
     latest_checkpoint,
     load_progress,
     prune,
@@ -250,7 +251,7 @@ def prepare_folder(config: JobOptions, start: Progress, steps: int, disk_bytes: 
     """Make the run's folder, or refuse one that holds another run. The demo's own folder is simply started over.
 
     Args:
-        start: the run before its first step. steps: of the whole run. disk_bytes: the most that it will write.
+        start: the run before its first step. steps: of the whole run. disk_bytes: what it needs there, see `Job`.
     """
     folder, checkpoints = config.folder, config.folder / CHECKPOINTS_NAME
     _check_state(config, start, steps, disk_bytes)
@@ -290,7 +291,10 @@ def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: in
                 "least, or start a new run with --policy.path set to this one's pretrained_model"
             )
     if not isinstance(config.folder, BucketPath):
-        require_space(config.folder, disk_bytes, "two checkpoints and the trained policy")
+        there = checkpoint_sizes(config.folder / CHECKPOINTS_NAME) if config.resume else []
+        # Of more than the run keeps, none is deleted before the next one is there.
+        needed = max(disk_bytes - sum(there), max(there, default=0))
+        require_space(config.folder, needed, "the checkpoints (--keep_checkpoints, --keep_best) and the trained policy")
 
 
 def _check_free(config: JobOptions) -> None:

@@ -287,8 +287,8 @@ def make_job(
         batches_per_step=config.grad_accum * config.scaling.num_workers,
         scaling=config.scaling,
         start=Progress(0, 0, identity, policy.base, what_trains, global_batch_size or config.global_batch_size),
-        # There is one more checkpoint while an old one still exists.
-        disk_bytes=2 * policy.checkpoint_bytes + (weights.stat().st_size if weights.is_file() else 0),
+        disk_bytes=config.most_checkpoints(steps) * policy.checkpoint_bytes
+        + (weights.stat().st_size if weights.is_file() else 0),
         store_timeout_s=config.store_timeout_s,
     )
 
