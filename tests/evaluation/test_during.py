@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 import vla
 from tests.tiny import make_base
+from vla_finetuning.config import Config
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.demo import make_demo_dataset
 from vla_finetuning.envs import configs
@@ -48,6 +50,14 @@ def flags(setting, **changes):
         **changes,
     }
     return [f"--{k}={v}" for k, v in options.items()]
+
+
+def test_a_copy_of_a_checkpoint_is_not_due(tmp_path):
+    for name in ("step_00000002", "step_00000002_good"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    job = SimpleNamespace(output_dir=tmp_path, checkpoints_dir=tmp_path / "checkpoints", steps=4)
+    run = SimpleNamespace(job=job, config=Config(env_type="two_bins", env_eval_freq=2))
+    assert Evaluator._next(SimpleNamespace(_run=run, _failed={}), 4) == 2
 
 
 @pytest.mark.ray

@@ -244,6 +244,7 @@ def test_a_store_that_is_away_for_good(run, faults, tmp_path, monkeypatch):
     """The run stops, and goes on from what it leaves on the node, lines included."""
     training, error, step = stopped_by_the_store(run, faults)
     (kept,) = {path.parent for path in tmp_path.rglob("*.safetensors")}
+    copied = shutil.copytree(kept, kept.with_name(f"{kept.name}_good"))  # by a user who wants to be sure of it
     assert f"the state of step {step} is in " in str(error) and str(kept) in str(error)
     assert latest_checkpoint(run / "checkpoints").name == "step_00000004"
     lines = [f"rows of step {step}" for step in range(8, step + 1, 4)]
@@ -254,7 +255,8 @@ def test_a_store_that_is_away_for_good(run, faults, tmp_path, monkeypatch):
     faults.choose = lambda request: None
     assert bring_in(training.job, ["a"], here) == step
     assert read_lines(run / "rows" / "rank0.jsonl") == lines
-    assert not list(tmp_path.rglob("*.safetensors")) and bring_in(training.job, ["a"], here) is None
+    assert {path.parent for path in tmp_path.rglob("*.safetensors")} == {copied}
+    assert bring_in(training.job, ["a"], here) is None
     on_node(tmp_path / "other", monkeypatch)
     assert loaded(latest_checkpoint(run / "checkpoints")).step == step
     # Copied by hand it is one, too.
@@ -319,6 +321,14 @@ def test_old_checkpoints_are_deleted_whole(run):
     prune(run / "checkpoints", keep=1, keep_best=0)
     assert {name.split("/")[0] for name in (run / "checkpoints").below()} == {".parts", "step_00000012"}
     assert {name.split("/")[0] for name in (run / "checkpoints" / ".parts").below()} == {"step_00000012-00000"}
+
+
+def test_a_checkpoint_is_there_whatever_is_wrong_with_older_ones(run, caplog):
+    training = Training(run, start_attempt(run, 0, 1))
+    training.writer._prune = lambda: int("planted")
+    assert training.save(4) is None
+    assert "old checkpoints are not deleted: invalid literal for int" in caplog.text
+    assert loaded(latest_checkpoint(run / "checkpoints")).step == 4
 
 
 def test_only_what_is_asked_for_is_fetched(run, faults):

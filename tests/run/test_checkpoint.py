@@ -33,6 +33,7 @@ from vla_finetuning.run.checkpoint import (
     Staging,
     best_checkpoint,
     check_resumable,
+    checkpoints,
     commit,
     latest_checkpoint,
     load_checkpoint,
@@ -182,6 +183,18 @@ def test_the_newest_and_the_best_are_kept(tmp_path, caplog, monkeypatch):
     prune(tmp_path, keep=2, keep_best=1)
     assert "could not be deleted (not yours); training goes on" in caplog.text
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_copy_by_another_name_is_no_checkpoint(tmp_path):
+    """As `cp -r step_00000005 step_00000005_good`: it stays, nothing is resumed from it, and nothing else changes."""
+    for step in (5, 6, 7):
+        made(tmp_path, step)
+    copies = [shutil.copytree(tmp_path / "step_00000007", tmp_path / name) for name in ("step_00000007_good", "step_x")]
+    assert latest_checkpoint(tmp_path) == set_aside_damaged(tmp_path) == tmp_path / "step_00000007"
+    assert list(checkpoints(tmp_path)) == [5, 6, 7]
+    prune(tmp_path, keep=1, keep_best=0, waiting=lambda step: step == 6)
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "step_00000006", tmp_path / "step_00000007", *copies])
+    assert checkpoints(tmp_path / "absent") == {}
 
 
 def test_the_held_out_loss_decides_which_are_the_best(tmp_path):

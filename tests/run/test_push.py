@@ -373,7 +373,8 @@ def test_policies_of_checkpoints_are_pushed_while_training_goes_on(server, finis
     monkeypatch.setattr(hub_checkpoints, "POLL_S", 0.02)
     job = SimpleNamespace(output_dir=finished, checkpoints_dir=checkpoints, steps=40)
     with hub_checkpoints.pushing_checkpoints(None, job, REPO, {}):
-        (checkpoints / "step_00000020").mkdir(parents=True)
+        (checkpoints / "step_00000020_good").mkdir(parents=True)  # a user's own
+        (checkpoints / "step_00000020").mkdir()
         while not server.tags:
             assert not caplog.text
             time.sleep(0.02)

@@ -36,7 +36,7 @@ from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import read_lines, write_whole
 from vla_finetuning.lines import append_line
 from vla_finetuning.policies.spec import PolicySpec
-from vla_finetuning.run.checkpoint import PREFIX, load_progress
+from vla_finetuning.run.checkpoint import PREFIX, checkpoints, load_progress
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.folder import EVALUATIONS, EVALUATIONS_NAME, METRICS_NAME, evaluations, prune_checkpoints
 from vla_finetuning.run.progress import success_of
@@ -152,7 +152,7 @@ class Evaluator:
         """The oldest checkpoint that is due, of those up to a step."""
         run = self._run
         played = {line["step"] for line in evaluations(run.job.output_dir)} | self._failed.keys()
-        found = (int(path.name.removeprefix(PREFIX)) for path in run.job.checkpoints_dir.glob(f"{PREFIX}*"))
+        found = checkpoints(run.job.checkpoints_dir)
         due = (step for step in found if step <= most and run.config.is_evaluated(step, run.job.steps))
         return min((step for step in due if step not in played), default=None)
 

@@ -38,7 +38,7 @@ from vla_finetuning.report.figures import Chunk, plain
 from vla_finetuning.report.held_out_loss import held_out_loss
 from vla_finetuning.report.loop import closed_loop, score_row, shown_films
 from vla_finetuning.report.values import advantages_chart, values_section
-from vla_finetuning.run.checkpoint import PREFIX
+from vla_finetuning.run.checkpoint import checkpoints
 from vla_finetuning.run.folder import (
     ATTENTION_NAME,
     EVALUATION_NAME,
@@ -75,7 +75,7 @@ def keep_report(output_dir: Path) -> Iterator[None]:
     warning and does not end the run.
     """
     looks: list[Drawn] | None = None
-    written_for: str | None = "nothing yet"
+    written_for: int | str | None = "nothing yet"
 
     def write() -> None:
         nonlocal looks
@@ -89,7 +89,7 @@ def keep_report(output_dir: Path) -> Iterator[None]:
         nonlocal written_for
         newest = written_for
         with contextlib.suppress(StorageError):
-            newest = max((p.name for p in (output_dir / "checkpoints").glob(f"{PREFIX}*")), default=None)
+            newest = max(checkpoints(output_dir / "checkpoints"), default=None)
         if newest != written_for:
             write()
             written_for = newest

@@ -33,7 +33,7 @@ from vla_finetuning.bucket import BucketPath, place
 from vla_finetuning.config import CONFIG_NAME, Config, TrackerName
 from vla_finetuning.files import read_json, read_lines, write_json
 from vla_finetuning.node_disk import scratch
-from vla_finetuning.run.checkpoint import PREFIX
+from vla_finetuning.run.checkpoint import checkpoints
 from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, evaluations
 from vla_finetuning.run.polling import polling
 from vla_finetuning.run.progress import success_of
@@ -197,8 +197,7 @@ class Link:
 
     def _newest_checkpoint(self) -> int:
         """Optimizer steps that the newest checkpoint contains; 0 when there is none."""
-        found = (self._folder / "checkpoints").glob(f"{PREFIX}*")
-        return max((int(path.name.removeprefix(PREFIX)) for path in found), default=0)
+        return max(checkpoints(self._folder / "checkpoints"), default=0)
 
     def _save(self, now: bool) -> None:
         """Write down what the tracker has: of a run in a bucket when its files are there, too."""

@@ -49,6 +49,7 @@ from vla_finetuning.run.manifest import (
     file_digest,
     manifest,
     parsed,
+    step_of,
 )
 
 if TYPE_CHECKING:
@@ -410,7 +411,9 @@ def _size(path: Path) -> int:
 
 
 def _step(path: Path) -> int:
-    return int(path.name.removeprefix(PREFIX))
+    step = step_of(path.name)
+    assert step is not None  # `checkpoints` found it
+    return step
 
 
 def check_resumable(found: Progress, run: Progress) -> None:
@@ -465,10 +468,19 @@ def require_space(folder: Path, needed_bytes: int, what: str) -> None:
         )
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """What is called a checkpoint in a folder, by its step, the oldest first; whether it can be read is not looked at.
+
+    Folders by other names, as copies that a user has made, are none.
+    """
     if not isinstance(folder, BucketPath) and not folder.is_dir():
-        return []
-    return sorted((path for path in folder.iterdir() if path.name.startswith(PREFIX)), reverse=True)
+        return {}
+    found = {step: path for path in folder.iterdir() if (step := step_of(path.name)) is not None}
+    return dict(sorted(found.items()))
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return list(reversed(checkpoints(folder).values()))
 
 
 def _state(folder: Path) -> dict[str, Any]:

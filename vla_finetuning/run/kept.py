@@ -20,9 +20,9 @@ from vla_finetuning.lines import write_waiting
 from vla_finetuning.run import bucket_checkpoint
 from vla_finetuning.run.attempts import attempts
 from vla_finetuning.run.bucket_checkpoint import LINES_PREFIX
-from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint, load_progress, partial_folder
+from vla_finetuning.run.checkpoint import PARTIAL, check_resumable, latest_checkpoint, load_progress, partial_folder
 from vla_finetuning.run.job import Job
-from vla_finetuning.run.manifest import PREFIX, STATE, Progress, file_digest, parsed
+from vla_finetuning.run.manifest import PREFIX, STATE, Progress, file_digest, parsed, step_of
 from vla_finetuning.terminal import tell
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def bring_in(job: Job, nodes: Iterable[str], on_nodes: OnNodes) -> int | None:
 def look(output_dir: BucketPath) -> list[Kept]:
     """What this node has of checkpoints of a run."""
     found = []
-    for disk in sorted(_disks(output_dir)):
+    for step, disk in sorted(_disks(output_dir).items()):
         state = None
         try:
             state = parsed((disk / STATE).read_text())
@@ -87,7 +87,6 @@ def look(output_dir: BucketPath) -> list[Kept]:
         except (OSError, ValueError) as error:
             logger.warning("%s on %s cannot be read: %s", disk / STATE, socket.gethostname(), error)
         files = {file.name: file.stat().st_size for file in disk.iterdir() if file.name != STATE}
-        step = int(disk.name.rpartition(PREFIX)[2])
         found.append(Kept(socket.gethostname(), str(disk), step, files, state))
     return found
 
@@ -111,12 +110,14 @@ def send_here(folder: BucketPath, state: Mapping[str, Any], timeout_s: float) ->
 
 def forget_here(output_dir: BucketPath) -> None:
     """Remove what this node has of checkpoints of a run."""
-    for disk in _disks(output_dir):
+    for disk in _disks(output_dir).values():
         shutil.rmtree(disk, ignore_errors=True)
 
 
-def _disks(output_dir: BucketPath) -> list[Path]:
-    return list(partial_folder(output_dir / "checkpoints" / PREFIX).parent.glob(f"*{PREFIX}*"))
+def _disks(output_dir: BucketPath) -> dict[int, Path]:
+    """This node's folders with files of checkpoints, by their steps; not copies by other names."""
+    folders = bucket_checkpoint.disk_of(output_dir / "checkpoints" / PREFIX).glob(f"{PARTIAL}*")
+    return {step: path for path in folders if (step := step_of(path.name.removeprefix(PARTIAL))) is not None}
 
 
 def _goes_on(kept: Kept, job: Job, done: int) -> bool:

@@ -19,6 +19,11 @@ FILE_NAME = rf"({TRAINABLE}|{OPTIMIZER}|{AVERAGE})(-[0-9]{{5}}-of-[0-9]{{5}})?\.
 PARTS_NAME = r"step_[0-9]{8,}-[0-9]{5,}"
 
 
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint by its folder's name; None where it is no checkpoint's, as of a copy by another name."""
+    return int(name.removeprefix(PREFIX)) if re.fullmatch(rf"{PREFIX}[0-9]+", name) else None
+
+
 @dataclass
 class Progress:
     """How far a run is, and what it is a run of.

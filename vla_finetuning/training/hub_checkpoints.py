@@ -16,7 +16,7 @@ from typing import Any
 from vla_finetuning.files import read_lines
 from vla_finetuning.lines import append_line
 from vla_finetuning.policies.spec import PolicySpec
-from vla_finetuning.run.checkpoint import PREFIX
+from vla_finetuning.run.checkpoint import checkpoints
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.polling import polling
 from vla_finetuning.run.push import POLICY_DIR, push_checkpoint
@@ -54,12 +54,11 @@ def _push_new(spec: PolicySpec, job: Job, repo_id: str, drawn: Mapping[str, Any]
     record = job.output_dir / PUSHED_NAME
     try:
         pushed = {json.loads(line)["step"] for line in read_lines(record)}
-        checkpoints = sorted(job.checkpoints_dir.glob(f"{PREFIX}*"))
+        found = checkpoints(job.checkpoints_dir)
     except OSError as error:
         logger.warning("checkpoints are not pushed now: %s", error)
         return
-    for checkpoint in checkpoints:
-        step = int(checkpoint.name.removeprefix(PREFIX))
+    for step, checkpoint in found.items():
         if step in pushed | failed:
             continue
         try:
