@@ -323,6 +323,18 @@ def test_old_checkpoints_are_deleted_whole(run):
     assert {name.split("/")[0] for name in (run / "checkpoints" / ".parts").below()} == {"step_00000012-00000"}
 
 
+def test_the_good_ones_are_kept_beside_one_that_lost_a_file(run):
+    """At a start it is not renamed, as on a disk."""
+    training = Training(run, start_attempt(run, 0, 1))
+    for step in (4, 8):
+        assert training.save(step) is None
+    (run / "checkpoints" / ".parts" / "step_00000008-00000" / f"{TRAINABLE}.safetensors").unlink()
+    resumed = Training(run, start_attempt(run, 4, 1))
+    assert resumed.save(5) is None
+    prune(run / "checkpoints", keep=1, keep_best=0)
+    assert latest_checkpoint(run / "checkpoints").name == "step_00000005"
+
+
 def test_a_checkpoint_is_there_whatever_is_wrong_with_older_ones(run, caplog):
     training = Training(run, start_attempt(run, 0, 1))
     training.writer._prune = lambda: int("planted")

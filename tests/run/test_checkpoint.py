@@ -185,6 +185,17 @@ def test_the_newest_and_the_best_are_kept(tmp_path, caplog, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 4
 
 
+@pytest.mark.parametrize("damage", [truncate, Path.unlink])
+def test_one_that_cannot_be_read_is_none_of_those_that_are_kept(tmp_path, damage):
+    """It may be the newest by its name, and is left for a person to look at."""
+    for step in (3, 4, 5, 8):
+        made(tmp_path, step)
+    damage(tmp_path / "step_00000008" / "optimizer.safetensors")
+    prune(tmp_path, keep=2, keep_best=0)
+    assert sorted(checkpoints(tmp_path)) == [4, 5, 8]
+    assert latest_checkpoint(tmp_path).name == "step_00000005"
+
+
 def test_a_copy_by_another_name_is_no_checkpoint(tmp_path):
     """As `cp -r step_00000005 step_00000005_good`: it stays, nothing is resumed from it, and nothing else changes."""
     for step in (5, 6, 7):

@@ -352,15 +352,16 @@ def prune(
 ) -> None:
     """Delete all but the newest `keep` checkpoints and the `keep_best` with the best score (`Progress.score`).
 
-    What cannot be deleted is reported and stays.
+    Of those that can be read; the others are left for a person to look at. What cannot be deleted is reported and
+    stays.
 
     Args:
         success: by step; where given, the highest is best, and the loss decides among equals.
         waiting: whether the checkpoint of a step is still to be evaluated. Such a one stays too, while the disk has
             space for two more of its size.
     """
-    paths = _newest_first(folder)
-    scores = _scores(path for path in paths[keep:] if not _may_wait(path, waiting))
+    readable = _scores(_newest_first(folder))
+    scores = {path: score for path, score in list(readable.items())[keep:] if not _may_wait(path, waiting)}
     failing = {path: -(success or {}).get(_step(path), -1.0) for path in scores}
     for path in sorted(scores, key=lambda path: (failing[path], scores[path]))[keep_best:]:
         # In one rename out of sight: half a checkpoint must not be taken for one.
@@ -387,7 +388,7 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 
 def _scores(paths: Iterable[Path]) -> dict[Path, tuple[float, float]]:
-    """Of those that can be read; the others are neither good nor known to be bad, and left for a person to look at."""
+    """Of those that can be read; the others are neither good nor known to be bad."""
     scores = {}
     for path in paths:
         with contextlib.suppress(ValueError):
