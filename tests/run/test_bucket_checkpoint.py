@@ -286,6 +286,42 @@ def test_what_a_node_has_kept_is_void_when_the_run_went_on_without(run, faults, 
     assert latest_checkpoint(run / "checkpoints").name == "step_00000004" and not list(tmp_path.rglob("*.safetensors"))
 
 
+def test_a_node_without_rank_0_keeps_its_files_until_a_newer_state_is_safe(run, faults, tmp_path, monkeypatch):
+    """Rank 1 alone on its node, where no `state.json` is; what rank 0 says of each checkpoint is planted."""
+    outcome, barrier = [], []
+    gloo = SimpleNamespace(
+        gather_object=lambda *_, group: None,
+        broadcast_object_list=lambda said, group: said.__setitem__(slice(None), outcome),
+        barrier=lambda group: [fail(group) for fail in barrier],
+    )
+    training = Training(run, start_attempt(run, 0, 1))
+    monkeypatch.setattr("vla_finetuning.training.checkpoint_writer.dist", gloo)
+    writer = training.writer
+    writer._rank, writer._writers, writer._senders, writer._group = 1, [0, 1], [0, 1], object()
+    monkeypatch.setattr(writer, "_mine", dict)
+
+    def left(step, *said, failing=()):
+        outcome[:], barrier[:] = said, failing
+        assert training.save(step) is None
+        return sorted({int(path.parent.name[-2:]) for path in tmp_path.rglob("*.safetensors")})
+
+    def gone(group):
+        raise RuntimeError("planted: rank 0 is gone")
+
+    kept, appeared, neither = (False, True), (True, False), (False, False)
+    faults.choose, training.job.store_timeout_s = lambda request: "503" if ".parts" in request.url else None, 1
+    assert left(4, *kept) == [4]
+    assert left(8, *neither) == [4, 8] and left(8, *kept, failing=[gone]) == [4, 8]
+    assert left(8, *kept) == [8] and left(12, *kept) == [12]
+    lines = {path.parent.name for path in tmp_path.rglob("lines-1.json")}
+    assert lines == {".partial_step_00000012"}
+    faults.choose = lambda request: None
+    assert left(16, *appeared) == []
+    assert left(20, *kept) == [20]
+    Training(run, start_attempt(run, 16, 1))
+    assert not list(tmp_path.rglob("*.safetensors")), "an attempt that began without it"
+
+
 def test_the_last_checkpoint_has_all_the_time_there_is(run, faults, caplog):
     """--store_timeout_s, not a tenth of it."""
     training = Training(run, start_attempt(run, 0, 1), steps=4, timeout_s=30)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -27,7 +28,7 @@ from vla_finetuning.files import write_json
 from vla_finetuning.lines import waiting_lines
 from vla_finetuning.node_disk import on_disk, scratch
 from vla_finetuning.run.attempts import attempts, resumed_at
-from vla_finetuning.run.manifest import PREFIX, STATE, Files, Progress, file_digest, manifest, parsed
+from vla_finetuning.run.manifest import PARTIAL, PREFIX, STATE, Files, Progress, file_digest, manifest, parsed, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,6 @@ def send(folder: BucketPath, disk: Path, files: Iterable[str], attempt: int) -> 
 
 def keep(folder: BucketPath, disk: Path, progress: Progress, files: Files, attempt: int) -> None:
     """Leave a checkpoint that cannot be sent on nodes' disks, for `kept.bring_in`. On rank 0."""
-    forget_others(folder, kept=True)
     write_json(disk / STATE, manifest(progress, files, attempt=attempt))
 
 
@@ -64,11 +64,17 @@ def keep_lines(folder: BucketPath, disk: Path, rank: int) -> None:
     write_json(disk / f"{LINES_PREFIX}{rank}.json", waiting_lines(folder.parent.parent))
 
 
-def forget_others(folder: BucketPath, kept: bool = False) -> None:
-    """Remove files of other checkpoints from this node's disk. `kept`: those that `keep` has left, too."""
-    for other in disk_of(folder).glob("*"):
-        if not other.name.endswith(folder.name) and (kept or not (other / STATE).exists()):
-            shutil.rmtree(other, ignore_errors=True)
+def staged(checkpoints: BucketPath) -> dict[int, Path]:
+    """This node's folders with files of checkpoints, by their steps; not copies by other names."""
+    found = disk_of(checkpoints / PREFIX).glob(f"{PARTIAL}*")
+    return {step: path for path in found if (step := step_of(path.name.removeprefix(PARTIAL))) is not None}
+
+
+def forget(checkpoints: BucketPath, before: float = math.inf) -> None:
+    """Remove what this node has of checkpoints, kept or not; of steps before that one."""
+    for step, disk in staged(checkpoints).items():
+        if step < before:
+            shutil.rmtree(disk, ignore_errors=True)
 
 
 def commit(folder: BucketPath, progress: Progress, files: Files, attempt: int) -> None:

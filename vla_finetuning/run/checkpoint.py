@@ -41,6 +41,7 @@ from vla_finetuning.run import bucket_checkpoint
 from vla_finetuning.run.manifest import (
     AVERAGE,
     OPTIMIZER,
+    PARTIAL,
     PREFIX,
     STATE,
     TRAINABLE,
@@ -60,7 +61,7 @@ __all__ = ["AVERAGE", "OPTIMIZER", "PREFIX", "STATE", "TRAINABLE", "Files", "Pro
 
 logger = logging.getLogger(__name__)
 
-DAMAGED, PARTIAL = "damaged_", ".partial_"
+DAMAGED = "damaged_"
 # Left free on the disk after a checkpoint, for logs and everybody else.
 SPARE_BYTES = 256 * 2**20
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from vla_finetuning.bucket import BucketPath, within
@@ -20,9 +18,9 @@ from vla_finetuning.lines import write_waiting
 from vla_finetuning.run import bucket_checkpoint
 from vla_finetuning.run.attempts import attempts
 from vla_finetuning.run.bucket_checkpoint import LINES_PREFIX
-from vla_finetuning.run.checkpoint import PARTIAL, check_resumable, latest_checkpoint, load_progress, partial_folder
+from vla_finetuning.run.checkpoint import check_resumable, latest_checkpoint, load_progress, partial_folder
 from vla_finetuning.run.job import Job
-from vla_finetuning.run.manifest import PREFIX, STATE, Progress, file_digest, parsed, step_of
+from vla_finetuning.run.manifest import PREFIX, STATE, Progress, file_digest, parsed
 from vla_finetuning.terminal import tell
 
 logger = logging.getLogger(__name__)
@@ -51,10 +49,10 @@ def bring_in(job: Job, nodes: Iterable[str], on_nodes: OnNodes) -> int | None:
         ValueError: files of it are on nodes that are not there, or have changed; it is of another run.
         StorageError: the store does not answer.
     """
-    output_dir = job.output_dir
-    assert isinstance(output_dir, BucketPath)
-    found = on_nodes({node: partial(look, output_dir) for node in nodes})
-    newest = latest_checkpoint(job.checkpoints_dir)
+    checkpoints = job.checkpoints_dir
+    assert isinstance(checkpoints, BucketPath)
+    found = on_nodes({node: partial(look, checkpoints) for node in nodes})
+    newest = latest_checkpoint(checkpoints)
     done = 0 if newest is None else load_progress(newest).step
     whole = [kept for of_node in found.values() for kept in of_node if kept.state is not None]
     kept = max((one for one in whole if _goes_on(one, job, done)), key=lambda one: one.step, default=None)
@@ -64,21 +62,20 @@ def bring_in(job: Job, nodes: Iterable[str], on_nodes: OnNodes) -> int | None:
         parts = {node: [one for one in of_node if one.step == step] for node, of_node in found.items()}
         parts = {node: own for node, own in parts.items() if own}
         _require_all(kept, [one for own in parts.values() for one in own], done)
-        folder = job.checkpoints_dir / f"{PREFIX}{step:08d}"
-        assert isinstance(folder, BucketPath)
+        folder = checkpoints / f"{PREFIX}{step:08d}"
         sending = partial(send_here, folder, state, job.store_timeout_s)
         on_nodes({node: sending for node in parts})
         bucket_checkpoint.commit(folder, Progress(**state["progress"]), state["files"], state["attempt"])
         tell(f"Kept         the state of step {step}, from the disk of {kept.host}, is in the bucket now")
     if whole:
-        on_nodes({node: partial(forget_here, output_dir) for node in found})
+        on_nodes({node: partial(bucket_checkpoint.forget, checkpoints) for node in found})
     return step
 
 
-def look(output_dir: BucketPath) -> list[Kept]:
+def look(checkpoints: BucketPath) -> list[Kept]:
     """What this node has of checkpoints of a run."""
     found = []
-    for step, disk in sorted(_disks(output_dir).items()):
+    for step, disk in sorted(bucket_checkpoint.staged(checkpoints).items()):
         state = None
         try:
             state = parsed((disk / STATE).read_text())
@@ -106,18 +103,6 @@ def send_here(folder: BucketPath, state: Mapping[str, Any], timeout_s: float) ->
         for lines in sorted(disk.glob(f"{LINES_PREFIX}*")):
             write_waiting(folder.parent.parent, json.loads(lines.read_text()))
         bucket_checkpoint.send(folder, disk, names, state["attempt"])
-
-
-def forget_here(output_dir: BucketPath) -> None:
-    """Remove what this node has of checkpoints of a run."""
-    for disk in _disks(output_dir).values():
-        shutil.rmtree(disk, ignore_errors=True)
-
-
-def _disks(output_dir: BucketPath) -> dict[int, Path]:
-    """This node's folders with files of checkpoints, by their steps; not copies by other names."""
-    folders = bucket_checkpoint.disk_of(output_dir / "checkpoints" / PREFIX).glob(f"{PARTIAL}*")
-    return {step: path for path in folders if (step := step_of(path.name.removeprefix(PARTIAL))) is not None}
 
 
 def _goes_on(kept: Kept, job: Job, done: int) -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 TRAINABLE, OPTIMIZER, AVERAGE, STATE = "trainable", "optimizer", "average", "state.json"
 FORMAT = 2
 PREFIX = "step_"
+# Before the name of a checkpoint that is being written.
+PARTIAL = ".partial_"
 FILE_NAME = rf"({TRAINABLE}|{OPTIMIZER}|{AVERAGE})(-[0-9]{{5}}-of-[0-9]{{5}})?\.safetensors"
 # In a bucket, the folder of an attempt's files of a checkpoint.
 PARTS_NAME = r"step_[0-9]{8,}-[0-9]{5,}"

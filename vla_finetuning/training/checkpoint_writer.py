@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
 import math
@@ -27,6 +26,7 @@ from vla_finetuning.run import bucket_checkpoint
 from vla_finetuning.run.checkpoint import (
     AVERAGE,
     OPTIMIZER,
+    STATE,
     TRAINABLE,
     Files,
     Piece,
@@ -76,6 +76,8 @@ class CheckpointWriter:
         self._writers = max((first_replica(param) for param in optimizer.params), key=len, default=[0])
         # Lines of all ranks must be in a bucket before a checkpoint is that has their rows.
         self._senders = list(range(worker.world)) if self._in_bucket else self._writers
+        if isinstance(checkpoints := job.checkpoints_dir, BucketPath):
+            bucket_checkpoint.forget(checkpoints)  # of earlier attempts, without which this one has begun
         self._failing_since: float | None = None
         self._away: StoreAwayError | None = None
         self._group = None
@@ -201,7 +203,7 @@ class CheckpointWriter:
                     if self._rank == 0:
                         appeared = self._finish(folder, progress, everyones, started)
                 finally:
-                    self._tidy(folder, appeared)
+                    self._tidy(folder, progress.step, appeared)
             if written.error is not None and not isinstance(written.error, StorageError):
                 raise written.error
         finally:
@@ -218,7 +220,6 @@ class CheckpointWriter:
                 files = write_pieces(folder, taken, self._writers.index(self._rank), len(self._writers))
             else:
                 if self._rank in self._writers:
-                    bucket_checkpoint.forget_others(folder)
                     files = write_pieces(folder, taken, self._writers.index(self._rank), len(self._writers))
                 self._require_newest(folder)
                 flush_lines()
@@ -241,25 +242,35 @@ class CheckpointWriter:
         dist.gather_object(written, everyones or None, group=self._group)
         return everyones or [written]
 
-    def _tidy(self, folder: Path, appeared: bool) -> None:
-        """Of a checkpoint in a bucket, remove this node's files when it has appeared, and otherwise keep the lines too.
+    def _tidy(self, folder: Path, step: int, appeared: bool) -> None:
+        """Of a checkpoint in a bucket, remove this node's files when it has appeared; keep the lines when it is kept.
+
+        What is kept of earlier ones goes when this one is in the bucket, or kept by all ranks. Another rank of this
+        node may be at the next one by then. Of a checkpoint that ends the attempt, nothing is of use.
 
         Args:
             appeared: on rank 0, whether it has.
         """
         if not isinstance(folder, BucketPath):
             return
+        disk = partial_folder(folder)
+        kept = self._rank == 0 and not appeared and (disk / STATE).exists()
         if self._group is not None:
-            said = [appeared]
+            said = [appeared, kept]
             dist.broadcast_object_list(said, group=self._group)
-            (appeared,) = said
+            appeared, kept = said
+        if not (appeared or kept):
+            return
         if appeared:
             discard(folder)
-            return
-        bucket_checkpoint.keep_lines(folder, partial_folder(folder), self._rank)
-        if self._group is not None:
-            with contextlib.suppress(RuntimeError):  # of another rank, which says by itself what is wrong
-                dist.barrier(self._group)  # an error of rank 0 ends all
+        else:
+            bucket_checkpoint.keep_lines(folder, disk, self._rank)
+            if self._group is not None:
+                try:
+                    dist.barrier(self._group)  # an error of rank 0 ends all
+                except RuntimeError:  # of another rank, which says by itself what is wrong
+                    return
+        bucket_checkpoint.forget(folder.parent, before=step)
 
     def _finish(self, folder: Path, progress: Progress, everyones: list[_Written], started: float) -> bool:
         """Have the checkpoint appear, when all ranks have written theirs. On rank 0. Whether it has.
