@@ -22,6 +22,7 @@ from vla_finetuning.run import bucket_checkpoint
 from vla_finetuning.run.attempts import start_attempt
 from vla_finetuning.run.checkpoint import (
     OPTIMIZER,
+    SPARE_BYTES,
     TRAINABLE,
     Progress,
     latest_checkpoint,
@@ -134,6 +135,18 @@ def test_a_checkpoint_is_read_on_another_machine(run, faults, tmp_path, monkeypa
     newest = latest_checkpoint(run / "checkpoints")
     assert newest == run / "checkpoints" / "step_00000004" and loaded(newest).rows == 32
     assert not list((tmp_path / "other").rglob("*.safetensors")), "what was fetched is removed"
+
+
+def test_a_node_with_too_small_a_disk_is_named_before_the_first_step(run, tmp_path, monkeypatch):
+    left = bucket_checkpoint.disk_of(run / "checkpoints" / "step") / ".partial_step_00000008"
+    left.mkdir(parents=True)  # of an earlier attempt
+    free = SPARE_BYTES + 2 * 12 * 4
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 0, free))
+    Training(run, 0)
+    assert not left.exists(), "its space is free before it is looked at"
+    free -= 1
+    with pytest.raises(OSError, match=rf"no space for a checkpoint in {tmp_path}/.*; .* choose another TMPDIR on this"):
+        Training(run, 0)
 
 
 def test_without_its_manifest_a_checkpoint_is_none(run, faults):

@@ -176,7 +176,7 @@ def write_pieces(folder: Path, pieces: Mapping[str, Mapping[str, Piece]], number
 
     needed = of * sum(piece.values.nbytes for group in pieces.values() for piece in group.values())
     partial = partial_folder(folder)
-    require_space(partial.parent, needed, "a checkpoint")
+    require_space_to_write(folder, needed)
     files: Files = {}
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -457,8 +457,14 @@ def check_base(found: Progress, base: Mapping[str, Any]) -> None:
         )
 
 
-def require_space(folder: Path, needed_bytes: int, what: str) -> None:
-    """Raises OSError when the disk of `folder` cannot take `needed_bytes` more."""
+def require_space_to_write(folder: Path, needed_bytes: int) -> None:
+    """Raises OSError when the disk that a checkpoint of so many bytes is written to cannot take it."""
+    other = "TMPDIR on this node" if isinstance(folder, BucketPath) else "--output_dir"
+    require_space(partial_folder(folder).parent, needed_bytes, "a checkpoint", other)
+
+
+def require_space(folder: Path, needed_bytes: int, what: str, other: str = "--output_dir") -> None:
+    """Raises OSError when the disk of `folder` cannot take `needed_bytes` more. `other`: what chooses another disk."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
@@ -466,7 +472,7 @@ def require_space(folder: Path, needed_bytes: int, what: str) -> None:
     if free < needed_bytes + SPARE_BYTES:
         raise OSError(
             f"no space for {what} in {folder}: {needed_bytes / 1e9:.2f} GB needed (and {SPARE_BYTES / 1e9:.2f} GB "
-            f"spare), {free / 1e9:.2f} GB free; free some or choose another --output_dir"
+            f"spare), {free / 1e9:.2f} GB free; free some or choose another {other}"
         )
 
 

@@ -35,6 +35,7 @@ from vla_finetuning.run.checkpoint import (
     commit,
     discard,
     partial_folder,
+    require_space_to_write,
     write_pieces,
 )
 from vla_finetuning.run.folder import attempts
@@ -60,6 +61,9 @@ class CheckpointWriter:
     Args:
         attempt: number of this start of the worker group. A writer whose attempt is over refuses to write.
         every_s: --save_every_s. prune: deletes the checkpoints that the run need not keep.
+
+    Raises:
+        OSError: this node's disk is too small for a checkpoint on its way to a bucket.
     """
 
     def __init__(
@@ -89,7 +93,11 @@ class CheckpointWriter:
         self._staging: Staging | None = None
         if self._rank in self._writers:
             mine = [self._mine(tensors) for tensors in self._state().values()]
-            self._staging = Staging({name: shard_of(tensor)[0] for tensors in mine for name, tensor in tensors.items()})
+            held = {name: shard_of(tensor)[0] for tensors in mine for name, tensor in tensors.items()}
+            if self._in_bucket:  # a run on a disk has been checked before it began
+                needed = len(self._writers) * sum(tensor.nbytes for tensor in held.values())
+                require_space_to_write(job.checkpoints_dir / "step", needed)
+            self._staging = Staging(held)
         self._idle = threading.Event()
         self._idle.set()
         self._last = time.monotonic()
