@@ -37,7 +37,7 @@ from vla_finetuning.run import cluster
 from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
 from vla_finetuning.run.folder import check_start, finish, own_folder
 from vla_finetuning.run.labels import LABELS_NAME
-from vla_finetuning.run.preflight import Examined, examine
+from vla_finetuning.run.preflight import Examined, as_saved, examine
 from vla_finetuning.run.record import record_run
 from vla_finetuning.run.resolve import Run
 from vla_finetuning.terminal import tell, tell_text
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None, examined: Examined | None = None) ->
 
 def prepare(argv: list[str], held: contextlib.ExitStack, examined: Examined | None = None) -> Work | None:
     """Resolve the run, print its plan, check what can be checked before Ray starts, and take its folder."""
-    config = parse_value(argv)
+    config = as_saved(parse_value(argv))
     if (examined or examine(config)).finished:
         return None
     require_tracker(config.track)

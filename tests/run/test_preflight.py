@@ -18,12 +18,12 @@ from tests.datasets import make_dataset
 from tests.tiny import make_base
 from vla_finetuning.config import CONFIG_NAME, GrpoConfig
 from vla_finetuning.data.metadata import load_metadata
-from vla_finetuning.flags import parse_args
+from vla_finetuning.flags import parse_args, parse_grpo, parse_value
 from vla_finetuning.run import folder as run_folder
 from vla_finetuning.run.checkpoint import SPARE_BYTES, TRAINABLE, Piece, commit, write_pieces
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import FINISHED_NAME, LOCK_NAME, check_start, finish, own_folder
-from vla_finetuning.run.preflight import examine
+from vla_finetuning.run.preflight import as_saved, examine
 from vla_finetuning.run.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +202,36 @@ def test_a_finished_run_says_so_and_goes_on_when_it_is_asked_for_more(setting, t
     with own_folder(more, run.job.start, 9, 0):
         assert not (tmp_path / "run" / FINISHED_NAME).exists()
     assert json.loads((tmp_path / "run" / CONFIG_NAME).read_text())["steps"] == 9
+
+
+PROGRAMS = {
+    "vla": (parse_args, ["--batch_size=4"]),
+    "value": (parse_value, ["--batch_size=4", "--outcome.success=next.success"]),
+    "grpo": (parse_grpo, ["--env.type=two_bins", "--grpo.record_dataset=recorded"]),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_finished_run_is_recognized_by_relative_paths(setting, tmp_path, monkeypatch, program):
+    """As a job that is retried gives them again, with `--resume auto`."""
+    parse, more = PROGRAMS[program]
+    monkeypatch.chdir(setting[0])
+    data = [] if program == "grpo" else [f"--dataset.root={setting[1].name}"]
+    flags = [f"--output_dir=runs/{program}", "--policy.path=base", "--resume=auto", *data, *more]
+    config = as_saved(parse(flags))
+    assert config.output_dir == str(setting[0] / "runs" / program) and config.policy_path == str(setting[0] / "base")
+    with own_folder(config, None, 1, 0):
+        finish(config.folder, 1)
+    assert examine(parse(flags)).finished and not examine(parse([*flags, "--seed=2"])).finished
+    monkeypatch.chdir(tmp_path)
+    assert examine(parse([f"--output_dir={setting[0]}/runs/{program}", "--resume"])).finished
+
+
+def test_the_demo_starts_its_own_folder_over(setting, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "demo").mkdir(parents=True)
+    (tmp_path / "outputs" / "demo" / "report.html").touch()
+    assert not examine(parse_args(["--preset=demo"])).finished
 
 
 def test_prompts_longer_than_the_policy_takes_are_refused(setting):

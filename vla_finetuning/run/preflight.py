@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vla_finetuning.config import Config, DatasetOptions, JobOptions
+from vla_finetuning.config import Config, DatasetOptions, GrpoConfig, JobOptions, ValueConfig
 from vla_finetuning.data.metadata import (
     CAMERA_DTYPES,
     FRAME_FEATURES,
@@ -68,6 +68,7 @@ def examine(config: JobOptions) -> Examined:
     Raises:
         OSError, ValueError: what a start would refuse, and what to do.
     """
+    config = as_saved(config)
     check_folder(config)
     if is_finished(config):
         tell(
@@ -254,6 +255,27 @@ def with_absolute_paths(config: Config) -> tuple[Config, list[str]]:
         ),
     )
     return config, roots
+
+
+def as_saved[C: JobOptions](config: C) -> C:
+    """The options of any program with paths as a run saves them in its folder: the same from any working directory.
+
+    Raises:
+        OSError, ValueError: as `with_absolute_paths`.
+    """
+    changed: dict[str, Any] = {"output_dir": absolute(config.output_dir or "")}
+    if isinstance(config, Config):
+        changed = vars(with_absolute_paths(config)[0])
+    elif isinstance(config, ValueConfig):
+        changed["dataset"] = with_absolute_paths(config.training())[0].dataset
+    elif isinstance(config, GrpoConfig):
+        written, read = config.grpo.record_dataset, config.grpo.demonstrations
+        written, read = absolute(written) if written else None, absolute(read) if read else None
+        changed["grpo"] = replace(config.grpo, record_dataset=written, demonstrations=read)
+    policy = getattr(config, "policy_path", None)
+    if policy and Path(absolute(policy)).is_dir():  # else its name on the Hub
+        changed = {**changed, "policy_path": absolute(policy)}
+    return replace(config, **changed)
 
 
 def storage_policy(d: DatasetOptions) -> StoragePolicy:
