@@ -398,8 +398,8 @@ def work(run: Run, evaluator: Evaluator | None, gpu_bytes: int) -> int:
 
         record_run(job, run.policy, describe(run), ray.cluster_resources(), run.rows, config.dataset.repo_id)
         beside.enter_context(keep_report(job.output_dir))
-        if config.save_checkpoint_to_hub and config.hub_repo_id:
-            beside.enter_context(pushing_checkpoints(run.policy, job, config.hub_repo_id, run.rows.drawn))
+        if config.pushes_checkpoints:
+            beside.enter_context(pushing_checkpoints(config, run.policy, job, run.rows.drawn))
         if evaluator is not None:
             beside.callback(evaluator.close)
         with evaluator.beside(run, data_options) if evaluator is not None else contextlib.nullcontext():

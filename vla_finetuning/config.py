@@ -987,6 +987,11 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
         """Where the trained policy is pushed to; None: it is not."""
         return None if self.push_to_hub is False else self.policy_repo_id
 
+    @property
+    def pushes_checkpoints(self) -> bool:
+        """Whether the policy of every checkpoint is pushed."""
+        return self.save_checkpoint_to_hub and self.hub_repo_id is not None
+
     def is_evaluated(self, step: int, steps: int) -> bool:
         """Whether the checkpoint of a step is to play in the environment, in a run of so many steps."""
         if self.env_type is None:
@@ -1020,7 +1025,7 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
     def most_checkpoints(self, steps: int) -> int:
         """Checkpoints that a run of so many steps has at once: an old one is deleted when the next one is there.
 
-        Those of --save_freq, and one where the run is stopped; not those that stay because they are yet to play.
+        Those of --save_freq, and one where the run is stopped; not those that are yet to play or to be pushed.
         """
         kept = self.keep_checkpoints + self.best_kept + 1
         return kept if self.save_every_s is not None else min(kept, math.ceil(steps / self.save_freq) + 1)

@@ -237,7 +237,7 @@ def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, mo
     assert left(success={1: 0.5, 3: 0.5, 4: 0.25, 2: 0.0}, waiting=lambda step: step == 5) == [3, 5, 6]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=SPARE_BYTES))
     assert left(success={3: 0.5}, waiting=lambda step: step == 5) == [3, 6]
-    assert "step_00000005 is deleted before it was evaluated: the disk is nearly full" in caplog.text
+    assert "step_00000005 is deleted before it was evaluated or pushed: the disk is nearly full" in caplog.text
 
 
 def test_checkpoints_share_host_memory_in_few_pieces_that_are_pinned_once(monkeypatch):

@@ -19,6 +19,7 @@ from tests.buckets import runs_bucket
 from tests.hub import READ_ONLY, TOKEN, PushHub
 from tests.loopback import serving
 from tests.policies.test_loading import STATS
+from tests.run.test_checkpoint import made
 from tests.tiny import make_config, make_policy
 from vla_finetuning.bucket import place
 from vla_finetuning.config import ENVIRONMENT_NAME, Config
@@ -28,6 +29,8 @@ from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER
 from vla_finetuning.run import push
+from vla_finetuning.run.checkpoint import checkpoints as find_checkpoints
+from vla_finetuning.run.folder import prune_checkpoints
 from vla_finetuning.run.preflight import Examined
 from vla_finetuning.training import hub_checkpoints
 
@@ -359,7 +362,7 @@ def test_a_policy_is_pushed_from_a_bucket(server, finished):
     assert "40 optimizer steps, 320 samples" in text and "secret" not in text
 
 
-def test_policies_of_checkpoints_are_pushed_while_training_goes_on(server, finished, monkeypatch, caplog):
+def test_policies_of_checkpoints_are_pushed_while_training_goes_on(server, finished, monkeypatch, caplog, capsys):
     push.check_push(REPO, None)
     checkpoints = finished / "checkpoints"
 
@@ -371,22 +374,34 @@ def test_policies_of_checkpoints_are_pushed_while_training_goes_on(server, finis
 
     monkeypatch.setattr(hub_checkpoints, "export", export)
     monkeypatch.setattr(hub_checkpoints, "POLL_S", 0.02)
-    job = SimpleNamespace(output_dir=finished, checkpoints_dir=checkpoints, steps=40)
-    with hub_checkpoints.pushing_checkpoints(None, job, REPO, {}):
+    job = SimpleNamespace(output_dir=finished, checkpoints_dir=checkpoints, steps=60)
+    options = {"policy_repo_id": REPO, "keep_checkpoints": 1, "save_freq": 20}
+    config = Config(output_dir=str(finished), save_checkpoint_to_hub=True, **options)
+    with hub_checkpoints.pushing_checkpoints(config, None, job, {}):
         (checkpoints / "step_00000020_good").mkdir(parents=True)  # a user's own
-        (checkpoints / "step_00000020").mkdir()
+        made(checkpoints, 20)
         while not server.tags:
             assert not caplog.text
             time.sleep(0.02)
         server.fails["commit"] = 400
-        (checkpoints / "step_00000040").mkdir()
-        while "the checkpoint of step 40 is not pushed" not in caplog.text:
-            time.sleep(0.02)
+        for step in (40, 60):
+            made(checkpoints, step)
+            while f"the checkpoint of step {step} is not pushed" not in caplog.text:
+                time.sleep(0.02)
+            prune_checkpoints(config, job.steps)
+        assert list(find_checkpoints(checkpoints)) == [40, 60], "what is not pushed waits"
         server.fails.clear()
-    assert server.tags[REPO] == ["000020", "000040"]
-    for step in ("20", "40"):
+    assert server.tags[REPO] == ["000020", "000040", "000060"] and "Hub" not in capsys.readouterr().err
+    assert list(find_checkpoints(checkpoints)) == [60]
+    for step in ("20", "40", "60"):
         name = f"checkpoints/0000{step}/pretrained_model/model.safetensors"
         assert server.files[REPO][name] == f"policy of step_000000{step}".encode()
-    with hub_checkpoints.pushing_checkpoints(None, job, REPO, {}):
-        pass
-    assert len(server.tags[REPO]) == 2
+    server.fails["commit"] = 400
+    with hub_checkpoints.pushing_checkpoints(config, None, job, {}):
+        for step in (100, 120):
+            made(checkpoints, step)
+    assert len(server.tags[REPO]) == 3 and list(find_checkpoints(checkpoints)) == [100, 120]
+    err = capsys.readouterr().err
+    assert "without the policy of step 100, 120: their checkpoints stay" in err
+    assert "without the policy of step 80: no checkpoint is left" in err
+    assert not replace(config, push_to_hub=False).pushes_checkpoints

@@ -358,8 +358,8 @@ def prune(
 
     Args:
         success: by step; where given, the highest is best, and the loss decides among equals.
-        waiting: whether the checkpoint of a step is still to be evaluated. Such a one stays too, while the disk has
-            space for two more of its size.
+        waiting: whether the checkpoint of a step is still to be evaluated or pushed. Such a one stays too, while the
+            disk has space for two more of its size.
     """
     readable = _scores(_newest_first(folder))
     scores = {path: score for path, score in list(readable.items())[keep:] if not _may_wait(path, waiting)}
@@ -404,7 +404,7 @@ def _may_wait(path: Path, waiting: Callable[[int], bool]) -> bool:
         return True
     if shutil.disk_usage(path).free >= 2 * _size(path) + SPARE_BYTES:
         return True
-    logger.warning("%s is deleted before it was evaluated: the disk is nearly full", path)
+    logger.warning("%s is deleted before it was evaluated or pushed: the disk is nearly full", path)
     return False
 
 

@@ -77,6 +77,8 @@ FILMS, FILMS_INDEX = "films", "films.json"
 VALUES_NAME = "values.json"
 # What became of checkpoints in an environment, and the folder of their episodes.
 EVALUATIONS_NAME, EVALUATIONS = "evaluations.jsonl", "evaluations"
+# Policies of checkpoints that are on the Hub.
+PUSHED_NAME = "pushed.jsonl"
 # Options that the learning rate of every step is computed from.
 SCHEDULE = ("steps", "num_epochs", "lr", "warmup_frac", "final_lr_frac", "optimizer_options", "scheduler_options")
 # Ray Train's own list of checkpoints, beside them.
@@ -341,13 +343,22 @@ def prune_checkpoints(config: Config, steps: int) -> None:
     lines = evaluations(config.folder)
     success = {line["step"]: line["successes"] / line["episodes"] for line in lines if line["episodes"]}
     played = {line["step"] for line in lines}
+    pushed = pushed_steps(config.folder)
     prune(
         config.folder / CHECKPOINTS_NAME,
         config.keep_checkpoints,
         config.best_kept,
         success=success if config.keep_best_by == "success" else None,
-        waiting=lambda step: config.is_evaluated(step, steps) and step not in played,
+        waiting=lambda step: (
+            (config.is_evaluated(step, steps) and step not in played)
+            or (config.pushes_checkpoints and step not in pushed)
+        ),
     )
+
+
+def pushed_steps(output_dir: Path) -> set[int]:
+    """The lines of `pushed.jsonl`: the checkpoints whose policies are on the Hub."""
+    return {json.loads(line)["step"] for line in read_lines(output_dir / PUSHED_NAME)}
 
 
 def stop_requested(output_dir: Path) -> bool:
