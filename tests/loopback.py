@@ -82,6 +82,9 @@ class GoogleStorage(ThreadingHTTPServer):
 
     def __init__(self, bucket: str, folder: Path):
         self.bucket, self.folder, self.lock = bucket, folder, threading.Lock()
+        # Uploads that were begun, by their number; and how much of a piece is taken, in bytes.
+        self.sessions: dict[str, tuple[str, bytearray]] = {}
+        self.takes = 2**30
         super().__init__(("127.0.0.1", 0), GoogleStorageRequest)
 
 
@@ -90,8 +93,9 @@ class GoogleStorageRequest(Handler):
         data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         query = {name: values[-1] for name, values in parse_qs(urlsplit(self.path).query).items()}
         if query.get("uploadType") == "resumable":  # the object follows, to where this answer says
-            host, port = self.server.server_address[:2]
-            return self.answer(200, headers={"Location": f"http://{host}:{port}/upload/session?name={query['name']}"})
+            number = len(self.server.sessions)
+            self.server.sessions[f"{number}"] = query["name"], bytearray()
+            return self.answer(200, headers={"Location": f"http://{self.headers['Host']}/upload/session/{number}"})
         file, wanted = self.server.folder / query["name"], query.get("ifGenerationMatch")
         with self.server.lock:
             if wanted is not None and wanted != (self.metadata(query["name"])["generation"] if file.exists() else "0"):
@@ -100,7 +104,28 @@ class GoogleStorageRequest(Handler):
             file.write_bytes(data)
             self.json(self.metadata(query["name"]))
 
+    def do_PUT(self):
+        """A piece of an upload: https://cloud.google.com/storage/docs/performing-resumable-uploads."""
+        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        session = self.server.sessions.get(urlsplit(self.path).path.rpartition("/")[2])
+        if session is None:
+            return self.not_found()
+        start, last, size = map(int, re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", self.headers["Content-Range"]).groups())
+        name, has = session
+        if start > len(has) or len(data) != last + 1 - start or (last + 1 < size and len(data) % 2**18):
+            return self.answer(400, b'{"error": {"code": 400, "message": "planted"}}')
+        with self.server.lock:
+            has += data[len(has) - start :][: self.server.takes]
+        if len(has) < size:
+            return self.answer(308, headers={"Range": f"bytes=0-{len(has) - 1}"} if has else {})
+        file = self.server.folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(has)
+        self.json(self.metadata(name))
+
     def do_DELETE(self):
+        if self.server.sessions.pop(urlsplit(self.path).path.rpartition("/")[2], None) is not None:
+            return self.answer(499)
         file = self.server.folder / unquote(urlsplit(self.path).path.rpartition("/o/")[2])
         if not file.is_file():
             return self.not_found()
@@ -214,7 +239,7 @@ class ProxyRequest(Handler):
 
     def do_GET(self):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        faults, wanted = self.server.faults, self.headers.get("Range", "")
+        faults, wanted = self.server.faults, self.headers.get("Range") or self.headers.get("Content-Range", "")
         with self.server.lock:
             same = [r for r in faults.requests if (r.method, r.url, r.range) == (self.command, self.path, wanted)]
             request = Request(self.command, self.path, wanted, len(same) + 1)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.buckets import forget, runs_bucket
-from tests.loopback import GoogleStorage, serving
+from tests.loopback import Faults, GoogleStorage, Proxy, serving
 from vla_finetuning import bucket, lines, node_disk
 from vla_finetuning.bucket import BucketPath, ChangedError, StorageError, client_options, place, within
 from vla_finetuning.files import read_json, read_lines, write_json, write_whole
@@ -104,7 +104,7 @@ def test_objects_are_whole_in_googles_store(tmp_path, monkeypatch):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
         forget()
         everything_whole(place("gs://runs/a/run"))
-        monkeypatch.setattr(bucket, "PIECE_BYTES", 5 * 2**20)  # gcsfs itself begins a session for more
+        monkeypatch.setattr(bucket, "PIECE_BYTES", 5 * 2**20)
         file, back, there = tmp_path / "file", tmp_path / "back", place("gs://runs/a/run/large")
         file.write_bytes(os.urandom(12 * 2**20))
         there.upload(file)
@@ -132,7 +132,7 @@ def test_what_is_asked_of_gcsfs_is_what_it_has():
         takes(name, "runs/a")
     for name in ("_ls", "_find"):
         takes(name, "runs/a", detail=True)
-    takes("_put_file", "/tmp/file", "runs/a")
+    takes("_request", "PUT", "url", headers={}, data=b"")
     takes("_call", "GET", "url", headers={"Range": "bytes=0-1"})
     own = {"uploadType": "media", "name": "a", "ifGenerationMatch": "0"}
     takes("_call", "POST", "url", headers={}, data=b"", json_out=True, **own)
@@ -167,6 +167,47 @@ def test_large_files_travel_in_pieces_that_are_repeated_by_themselves(folder, fa
     assert not (folder / "other").exists()
     folder.store.abort_uploads(folder.key)
     assert folder.store._call(folder.key, bucket._begun_s3) == []
+
+
+def test_an_upload_to_googles_store_goes_on_while_it_is_answered(tmp_path, monkeypatch, impatient):
+    """Piece by piece, whatever the size; and a store that does not answer is given up in the time that was said."""
+    (tmp_path / "runs").mkdir()
+    faults, store = Faults(), GoogleStorage("runs", tmp_path / "runs")
+    with serving(store) as endpoint, serving(Proxy(endpoint, faults)) as proxy:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy)
+        forget()
+        monkeypatch.setattr(bucket, "PIECE_BYTES", 5 * 2**20)
+        file, there = tmp_path / "file", place("gs://runs/a/run/large file")
+        file.write_bytes(os.urandom(12 * 2**20))
+        seen = set()
+
+        def each_fails_once(request):
+            if request.method != "PUT" or request.range in seen:
+                return None
+            seen.add(request.range)
+            return ["503", "lost", "lost"][len(seen) - 1]
+
+        faults.choose = each_fails_once
+        there.upload(file)
+        assert there.read_bytes() == file.read_bytes() and len(seen) == 3
+
+        there.unlink()
+        store.takes, faults.choose, faults.delay_s = 2**20, lambda request: None, 0.1
+        with within(0.8):  # longer than that in all, and each piece is taken in parts
+            there.upload(file)
+        assert there.read_bytes() == file.read_bytes()
+
+        faults.choose = lambda request: "stall" if request.range and "bytes 0-" not in request.range else None
+        started = time.monotonic()
+        with pytest.raises(StorageError, match="the store does not answer"), within(1):
+            there.upload(file)
+        assert time.monotonic() - started < 6
+
+        store.takes = 0
+        faults.choose = lambda request: None
+        with pytest.raises(StorageError, match="the store took nothing of a piece"), within(0.5):
+            there.upload(file)
+        forget()
 
 
 def test_a_put_whose_answer_is_lost_is_our_own(folder, faults, impatient):

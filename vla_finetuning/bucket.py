@@ -274,8 +274,7 @@ class Store:
         elif self._is_s3:
             self._upload_pieces(file, key, size, patience_s)
         else:
-            # gcsfs cuts it itself; each attempt begins anew.
-            self._call(key, _put_file, str(file), patience_s=max(patience_s, size / 2**20))
+            self._upload_session(file, key, size, patience_s)
 
     def _upload_pieces(self, file: Path, key: str, size: int, patience_s: float) -> None:
         """S3 takes an object in pieces, of which each is repeated by itself. It appears when all are there."""
@@ -294,6 +293,20 @@ class Store:
         except BaseException:
             with contextlib.suppress(OSError):
                 self._call(key, _abort_s3, upload, patience_s=STALL_S)
+            raise
+
+    def _upload_session(self, file: Path, key: str, size: int, patience_s: float) -> None:
+        """Google's store takes an object in pieces one after the other, of which each is repeated by itself."""
+        call = functools.partial(self._call, key, patience_s=patience_s)
+        session, sent = call(_begin_google), 0
+        try:
+            with open(file, "rb") as source:
+                while sent < size:
+                    source.seek(sent)
+                    sent = call(_piece_google, session, source.read(PIECE_BYTES), sent, size)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._call(key, _abort_google, session, patience_s=STALL_S)
             raise
 
     def abort_uploads(self, key: str) -> None:
@@ -483,10 +496,6 @@ async def _delete(fs: Any, key: str) -> None:
     await fs._rm_file(key)
 
 
-async def _put_file(fs: Any, key: str, file: str) -> None:
-    await fs._put_file(file, key)
-
-
 async def _get_s3(fs: Any, key: str, most_bytes: int) -> tuple[bytes, str]:
     bucket, name, _ = fs.split_path(key)
     response = await fs._call_s3("get_object", Bucket=bucket, Key=name, **fs.req_kw)
@@ -526,6 +535,44 @@ async def _put_google(fs: Any, key: str, data: bytes, tag: str | None) -> str:
         **only,
     )
     return str(answer["generation"])
+
+
+# https://cloud.google.com/storage/docs/performing-resumable-uploads; gcsfs itself has no limit of time for a piece.
+
+
+async def _begin_google(fs: Any, key: str) -> str:
+    bucket, _, name = key.partition("/")
+    headers, _ = await fs._call(
+        "POST",
+        f"{fs._location}/upload/storage/v1/b/{bucket}/o",
+        uploadType="resumable",
+        name=name,
+        headers={"X-Upload-Content-Type": _kind(name)},
+    )
+    return headers["Location"]
+
+
+async def _piece_google(fs: Any, key: str, session: str, data: bytes, start: int, size: int) -> int:
+    """How much of the object the store has then, of the first bytes on: of a piece that is not the last perhaps less.
+
+    What it has already, because an answer was lost, it ignores.
+    """
+    at = {"Content-Range": f"bytes {start}-{start + len(data) - 1}/{size}"}
+    try:
+        status, headers, _, _ = await fs._request("PUT", session, headers=at, data=data)
+    except FileNotFoundError as error:
+        raise StorageError(f"gs://{key}: the store has forgotten an upload that was begun") from error
+    if status != 308:  # "resume incomplete"
+        return size
+    _, _, last = headers.get("Range", "").rpartition("-")
+    has = int(last) + 1 if last else 0
+    if has <= start:
+        raise ConnectionError("the store took nothing of a piece")
+    return has
+
+
+async def _abort_google(fs: Any, key: str, session: str) -> None:
+    await fs._request("DELETE", session)
 
 
 def _kind(name: str) -> str:
