@@ -149,6 +149,16 @@ def test_a_node_with_too_small_a_disk_is_named_before_the_first_step(run, tmp_pa
         Training(run, 0)
 
 
+def test_ranks_wait_for_one_that_sends_as_long_as_a_slow_upload_takes(run, monkeypatch):
+    groups = []
+    gloo = SimpleNamespace(new_group=lambda ranks, backend, timeout: groups.append((ranks, timeout.total_seconds())))
+    monkeypatch.setattr("vla_finetuning.training.checkpoint_writer.dist", gloo)
+    monkeypatch.setattr("vla_finetuning.training.checkpoint_writer.SLOWEST_UPLOAD_BYTES_PER_S", 4)
+    monkeypatch.setattr(Rank, "world", 2)
+    Training(run, 0, timeout_s=600.0)
+    assert groups == [([0, 1], 60 + 600 + 2 * 12 * 4 / 4)]
+
+
 def test_without_its_manifest_a_checkpoint_is_none(run, faults):
     training = Training(run, start_attempt(run, 0, 1))
     assert training.save(4) is None

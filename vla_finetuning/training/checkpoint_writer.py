@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 # With less time than this, a checkpoint of the little that was trained meanwhile would hardly be whole in time.
 SHORTEST_NOTICE_S = 10.0
+# As slow as a checkpoint may travel to a bucket while other ranks wait.
+SLOWEST_UPLOAD_BYTES_PER_S = 2**20
 
 
 class CheckpointWriter:
@@ -88,7 +90,10 @@ class CheckpointWriter:
         if len(self._senders) > 1:
             # Of its own: threads must not disturb each other's collectives. On the host, as the files are.
             timeout_s = job.scaling.collective_timeout_s
-            timeout_s += job.store_timeout_s * self._in_bucket  # one rank may try for so long, and another not
+            if self._in_bucket:  # one rank may send and try for so long, while the others have nothing to send
+                tensors = [tensor for of_kind in self._state().values() for tensor in of_kind.values()]
+                size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+                timeout_s += job.store_timeout_s + size / SLOWEST_UPLOAD_BYTES_PER_S
             self._group = dist.new_group(self._senders, backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._staging: Staging | None = None
         if self._rank in self._writers:
