@@ -6,10 +6,15 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 
 from ci.check_notebook import PARAMETERS, problems_before
 from ci.strip_notebooks import main as strip_notebooks
+from tests.policies.test_loading import STATS
+from tests.tiny import make_config, make_policy
 from vla_finetuning.flags import parse_args
+from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.policies.pipelines import make_processors
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "README.ipynb"
@@ -71,6 +76,21 @@ def test_the_parameters_are_plain_values_and_the_rest_follows_from_them(book):
 class _NoGpu:
     class cuda:
         device_count = staticmethod(lambda: 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*to a meta parameter")
+def test_a_policy_is_loaded_where_lerobot_puts_it(book, tmp_path, monkeypatch):
+    """`meta` stands in for an accelerator: what is exported names no device, and LeRobot takes the best one."""
+    folder = tmp_path / "pretrained_model"
+    save_pretrained(make_policy(2), *make_processors(None, make_config(2), STATS, {}), folder)
+    monkeypatch.setattr("lerobot.configs.policies.auto_select_torch_device", lambda: torch.device("meta"))
+    (load,) = (cell for cell in book.cells if cell.id == "load")
+    names = {"output_dir": str(tmp_path)}
+    exec(load.source, names)
+    seen = {"observation.state": torch.zeros(4), "observation.images.0": torch.zeros(3, 28, 28), "task": "go"}
+    tensors = [value for value in names["preprocess"](seen).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 4
+    assert {tensor.device.type for tensor in [*tensors, *names["trained"].parameters()]} == {"meta"}
 
 
 def test_every_figure_is_one_that_would_be_missed(book):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import ModelCard, constants
 from tokenizers import Tokenizer
@@ -147,6 +148,21 @@ def test_an_export_is_pushed_whole(tmp_path):
     assert others == [] and set(files) == {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
     assert {"model.safetensors", "tokenizer/tokenizer.json", "policy_postprocessor.json"} < set(files)
     assert len([name for name in files if name.endswith(".safetensors")]) > 1
+
+
+@pytest.mark.filterwarnings("ignore:.*to a meta parameter")
+def test_the_cards_lines_load_the_policy_where_lerobot_puts_it(finished, monkeypatch):
+    """`meta` stands in for an accelerator: what is exported names no device, and LeRobot takes the best one."""
+    folder = finished / "pretrained_model"
+    save_pretrained(make_policy(2), *make_processors(None, make_config(2), STATS, {}), folder)
+    code = push.model_card(finished, str(folder)).split("```python\n")[1].split("```")[0]
+    monkeypatch.setattr("lerobot.configs.policies.auto_select_torch_device", lambda: torch.device("meta"))
+    names = {}
+    exec(code, names)
+    seen = {"observation.state": torch.zeros(4), "observation.images.0": torch.zeros(3, 28, 28), "task": "go"}
+    tensors = [value for value in names["preprocessor"](seen).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 4 and names["policy"].config.device == "meta"
+    assert {tensor.device.type for tensor in [*tensors, *names["policy"].parameters()]} == {"meta"}
 
 
 @pytest.mark.parametrize(
