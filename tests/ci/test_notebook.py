@@ -85,7 +85,7 @@ def test_a_policy_is_loaded_where_lerobot_puts_it(book, tmp_path, monkeypatch):
     save_pretrained(make_policy(2), *make_processors(None, make_config(2), STATS, {}), folder)
     monkeypatch.setattr("lerobot.configs.policies.auto_select_torch_device", lambda: torch.device("meta"))
     (load,) = (cell for cell in book.cells if cell.id == "load")
-    names = {"output_dir": str(tmp_path)}
+    names = {"output_dir": str(tmp_path), "robot": ""}
     exec(load.source, names)
     seen = {"observation.state": torch.zeros(4), "observation.images.0": torch.zeros(3, 28, 28), "task": "go"}
     tensors = [value for value in names["preprocess"](seen).values() if isinstance(value, torch.Tensor)]

@@ -2,10 +2,13 @@
 
 import copy
 import json
+import re
 import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import nbformat
 import numpy as np
 import pytest
 import torch
@@ -26,6 +29,7 @@ from tests.training.test_as_lerobot import Alone
 from vla_finetuning.data import quantiles, relative_actions
 from vla_finetuning.data.columns import ACTION_DIMS, IS_PRESENT
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.evaluation.open_loop import evaluate_run
 from vla_finetuning.flags import parse_args
 from vla_finetuning.members import members, read_mixture, robots
 from vla_finetuning.policies.loading import save_pretrained
@@ -42,6 +46,7 @@ from vla_finetuning.training.held_out import HeldOutLoss
 from vla_finetuning.training.model import build_model, make_prepare
 from vla_finetuning.training.worker import Worker
 
+ROOT = Path(__file__).resolve().parents[2]
 TOP, WRIST, BASE = (f"observation.images.{name}" for name in ("top", "wrist", "base"))
 SIZES = {"width": 32, "depth": 2, "mlp_dim": 32, "head_dim": 8, "vision_width": 32, "vision_mlp_dim": 32}
 MIXTURE = {
@@ -320,6 +325,27 @@ def test_other_types_see_rows_as_alone_and_are_exported_for_each_robot(of_one_si
                 pre({**seen, "observation.state": torch.zeros(1, state), "task": ["go to the red bin"]})
             )
             assert post(chunk).shape == (1, policy.config.chunk_size, action)
+
+
+def test_the_notebook_shows_one_of_the_robots(folder, tmp_path, capsys):
+    """Its cells after training, on what is exported without any."""
+    flags = ("--dataset.eval_split=0.3", "--dataset.robot_in_prompt=true", f"--output_dir={tmp_path}")
+    run = with_stats(mixed(folder, *flags))
+    for robot in run.policy.robots:
+        own = run.policy.of_robot(robot)
+        save_pretrained(run.policy.start(), *own.processors(), tmp_path / "pretrained_model" / robot.name, own.config)
+    evaluate_run(run, frames=4)
+    cells = {cell.id: cell.source for cell in nbformat.read(ROOT / "README.ipynb", as_version=4).cells}
+    shown = []
+    names = {"run": run, "output_dir": str(tmp_path), "display": shown.append}
+    exec(re.sub("^%.*$", "", cells["setup"], flags=re.MULTILINE), names)
+    names["display"] = shown.append
+    for name in ("errors", "chunks", "load", "acting"):
+        exec(cells[name], names)
+    assert names["robot"] == "arm" and "relative to (a)" in capsys.readouterr().out and len(shown) == 2
+    assert names["trained"].config.output_features["action"].shape == (5,)
+    assert names["actions"].shape == names["recorded"].shape and names["actions"].shape[1] == 5
+    assert TOP in names["seen"][0] and BASE not in names["seen"][0] and names["seen"][0]["task"].startswith("arm: ")
 
 
 def test_padding_and_absent_cameras_get_no_gradient(both):
