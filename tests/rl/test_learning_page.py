@@ -3,7 +3,9 @@
 import json
 
 from tests.pages import check_page
+from vla_finetuning.config import GrpoConfig
 from vla_finetuning.files import write_json
+from vla_finetuning.report import page
 from vla_finetuning.rl.learning_page import write_grpo_report
 
 
@@ -35,3 +37,11 @@ def test_the_page_tells_the_story(tmp_path):
 def test_a_run_that_has_only_begun_has_a_page_too(tmp_path):
     write(tmp_path, [])
     assert "Nothing has been logged yet" in write_grpo_report(tmp_path).read_text()
+
+
+def test_the_page_of_vla_is_refused_for_a_run_of_grpo(tmp_path, capsys):
+    write(tmp_path, [{"step": 0, "held_out_successes": 3, "held_out_episodes": 10}])
+    write_json(tmp_path / "config.json", GrpoConfig().to_json())
+    assert page.main([str(tmp_path)]) == 2
+    assert f"`python -m vla_finetuning.rl.learning_page {tmp_path}` writes its page" in capsys.readouterr().err
+    assert page.main([str(tmp_path)], write=write_grpo_report) == 0 and (tmp_path / "report.html").is_file()

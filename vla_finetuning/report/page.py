@@ -648,6 +648,11 @@ def main(
     if not (folder / CONFIG_NAME).is_file():
         tell_error(f"{folder} holds no run: {CONFIG_NAME} is missing; give a run's --output_dir")
         return 2
+    if write is write_report and "grpo" in read_json(folder / CONFIG_NAME):
+        tell_error(
+            f"{folder} holds a run of grpo.py; `python -m vla_finetuning.rl.learning_page {folder}` writes its page"
+        )
+        return 2
     tell(str(write(folder)))
     return 0
 
