@@ -21,7 +21,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import ray
@@ -112,7 +112,8 @@ def find_unused(run: Run, batches: int) -> UnusedReport:
     """Run the training step on the run's first batches, one optimizer step each, and classify every parameter."""
     device = torch.device("cuda" if run.job.use_gpu else "cpu")
     loss, autocast = build_model(run.policy, device)
-    inspector = _Inspector(**vars(build_optimizer(run.policy, loss, run.job.steps)))
+    made = build_optimizer(run.policy, loss, run.job.steps)
+    inspector = _Inspector(**{of.name: getattr(made, of.name) for of in fields(TrainableOptimizer)})
     # One worker, one micro-batch a step.
     alone = replace(run.config.scaling, num_workers=1, min_workers=None)
     run = with_config(run, replace(run.config, grad_accum=1, scaling=alone))
