@@ -151,6 +151,27 @@ def test_sizes_are_those_that_the_plan_has_room_for(monkeypatch):
     assert gpu.plan("full", 16, torch.device("cuda"), True) is None
 
 
+def test_failing_gpu_tests_are_an_error(tmp_path, monkeypatch):
+    (tmp_path / "test_it.py").write_text("def test_it():\n    assert 1 == 2\n")
+    taking = results(tmp_path / "found.json")
+    taking.take("tests", 0.0, partial(gpu.gpu_tests, CPU, chosen=[str(tmp_path / "test_it.py"), "-c", os.devnull]))
+    error = taking.found["tests"]["error"]
+    assert error.startswith("RuntimeError: pytest ended with status 1\n") and "assert 1 == 2" in error
+    assert gpu.table(taking.found).endswith("failed: tests")
+
+
+def test_a_checkpoint_that_is_read_back_with_other_bits_is_an_error(tmp_path, monkeypatch):
+    read = gpu.load_checkpoint
+
+    def damaged(folder, named, state):
+        read(folder, named, state)
+        next(iter(named.values())).view(-1)[0] += 1
+
+    monkeypatch.setattr(gpu, "load_checkpoint", damaged)
+    with pytest.raises(RuntimeError, match="1 tensors were read back with other bits, e.g. trainable "):
+        gpu.checkpoint(CPU, bf16=False)
+
+
 def test_predictions_stand_beside_measurements():
     row = {"samples_per_s": 27.04, "mfu": 0.412, "peak_memory_bytes": 51 * 2**30, "planned_bytes": 50 * 2**30}
     row["predicted_rows_per_s"] = {"eager": 29.6, "compiled": 33.1}
