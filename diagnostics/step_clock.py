@@ -172,7 +172,9 @@ def travelling(events: Iterable[Any], device: torch.device) -> tuple[float, floa
         device: which the step was computed on.
     """
     if device.type == "cuda":
-        work = [(event, "nccl" in event.name.lower()) for event in events if event.device_type == DeviceType.CUDA]
+        # The names that FSDP gives to parts of a step have times on the device too, where they are no work.
+        on_device = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        work = [(event, "nccl" in event.name.lower()) for event in on_device]
         gloos_threads = set()
     else:
         work = [

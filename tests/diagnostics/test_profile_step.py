@@ -249,17 +249,24 @@ def test_what_of_the_communication_is_hidden(device):
         "cuda": ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "sm90_xmma_gemm"),
     }[device]
 
-    def event(name, start, end, thread=1, device_type=kind):
+    def event(name, start, end, thread=1, device_type=kind, is_user_annotation=False):
+        span = SimpleNamespace(start=start, end=end)
         return SimpleNamespace(
-            name=name, device_type=device_type, thread=thread, time_range=SimpleNamespace(start=start, end=end)
+            name=name,
+            device_type=device_type,
+            thread=thread,
+            time_range=span,
+            is_user_annotation=is_user_annotation,
         )
 
     events = [
         *(event(collective, start, end, thread=2) for start, end in ((10, 12), (0, 4), (2, 6))),
         *(event(compute, start, end) for start, end in ((5, 7), (5.5, 6.5), (11, 20))),
-        # Neither is computation: waiting on the host, and what the thread of a collective of Gloo's does.
+        # No computation: waiting on the host, what the thread of a collective of Gloo's does, and FSDP's annotations.
         event("RegisterPostBackwardFunctionBackward", 0, 20, device_type=DeviceType.CPU),
         event("aten::div_", 3, 4, thread=2, device_type=DeviceType.CPU),
+        event("FSDP::post_backward_reduce", 0, 12, is_user_annotation=True),
+        event("nccl:all_gather", 20, 30, is_user_annotation=True),
     ]
     total, hidden = step_clock.travelling(events, torch.device(device))
     assert total == pytest.approx(8e-6)
