@@ -199,12 +199,17 @@ def enable_expandable_segments() -> None:
 
 
 def card_of_device(device: torch.device) -> Card | None:
-    """The GPU by its name; None for those that `cards.py` does not know, and for the CPU."""
+    """The GPU by its name and memory; None for those that `cards.py` does not know, and for the CPU."""
     if device.type != "cuda":
         return None
     # "A100-SXM4-80GB" is an A100; "RTX A1000" is not, nor is an "L40" an L4.
     words = set(re.split(r"[\s-]", torch.cuda.get_device_name(device)))
-    return next((card for card in CARDS if words >= set(card.words.split())), None)
+    named = [card for card in CARDS if words >= set(card.words.split())]
+    alike = {card.gib: card for card in named if card.words == named[0].words and card.gib is not None}
+    if len(alike) < 2:
+        return named[0] if named else None
+    gib = torch.cuda.get_device_properties(device).total_memory / 2**30  # an A100 has one of two sizes
+    return alike[min(alike, key=lambda of_card: abs(of_card - gib))]
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from util import (
     StepResult,
     TimedIterator,
     Window,
+    card_of_device,
     cuda_prefetcher,
     make_trainable_optimizer,
     peak_flops,
@@ -285,9 +287,17 @@ def test_prefetched_batches_arrive_whole_on_the_gpu():
 )
 def test_peak_rates_go_by_the_whole_name(name, tera, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
     found = peak_flops(torch.device("cuda", 0))
     assert found is None if tera is None else found == pytest.approx(tera * 1e12)
     assert peak_flops(CPU) is None
+
+
+@pytest.mark.parametrize("gib, card", [(39.4, "A100-40G"), (39.6, "A100-40G"), (79.2, "A100-80G"), (79.3, "A100-80G")])
+def test_a_card_that_is_sold_in_two_sizes_goes_by_its_memory(gib, card, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gib * 2**30))
+    assert card_of_device(torch.device("cuda", 0)).name == card
 
 
 def test_a_window_tells_the_loss_of_each_robot():
