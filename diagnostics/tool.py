@@ -11,6 +11,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,6 +27,7 @@ from vla_finetuning.node_disk import node_folder
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.resolve import Run, resolve, with_config
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
+from vla_finetuning.training.batches import collate_cut
 from vla_finetuning.training.model import make_prepare
 from vla_finetuning.training.stream import Dealt
 
@@ -169,9 +171,19 @@ def with_any_stats(run: Run) -> Run:
 
 
 def host_batches(run: Run, dealt: Dealt, batches: int) -> Iterator[Batch]:
-    """A rank's first batches, read and prepared in this process by the functions of the run's read tasks."""
-    prepare, collate = make_prepare(run.policy, run.rows), NumpyToTorchCollate(run.job.use_gpu)
-    source = run.rows.source()
+    """A rank's first batches as in training, read and prepared in this process; frames in place of cached features."""
+    rows = run.rows
+    prepare, source = make_prepare(run.policy, rows), rows.source()
+    collate = partial(
+        collate_cut,
+        NumpyToTorchCollate(run.job.use_gpu),
+        run.policy.prompts,
+        weights=rows.weights,
+        epsilon=run.config.sample_weighting.epsilon,
+        returns=rows.returns,
+        frames=rows.fill_frames(),
+        drop_absent=not run.policy.train.compile,
+    )
     for micro in range(batches):
-        for rows in source.read_rows(dealt.rows(micro).tolist(), run.config.batch_size):
-            yield collate(prepare(rows))
+        for batch in source.read_rows(dealt.rows(micro).tolist(), run.config.batch_size):
+            yield collate(prepare(batch))
