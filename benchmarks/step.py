@@ -312,6 +312,20 @@ def planned(
 # ---- the live data engine -------------------------------------------------------------------------------------------
 
 
+def rows_flags(folder: Path, meta: Any, config: Any) -> dict[str, Any]:
+    """Flags by which rows are those of the policy that is measured: as many actions, frames as large.
+
+    They name a tiny PI0.5, whose tokenizer needs no download. Its policy is used on a CPU only.
+    """
+    from vla_finetuning.policies.tiny import make_tiny_base
+
+    known = {"features": meta.features, "tasks": list(meta.tasks.values()), "stats": meta.stats, "fps": meta.fps}
+    fits = hasattr(config, "image_resolution")  # frames into a size, as PI0.5
+    sizes = {"image_resolution": config.image_resolution} if fits else {}
+    base = make_tiny_base(folder, **known, chunk_size=config.chunk_size, **sizes)
+    return {"policy.path": base, "dataset.image_size": "auto" if fits else "stored"}
+
+
 def live(
     mode: TrainMode, device: torch.device, bf16: bool, size: int, accum: int, seconds: float, rows: int = LIVE_ROWS
 ) -> dict[str, Any]:
@@ -322,7 +336,6 @@ def live(
     from benchmarks.datasets import make
     from vla_finetuning.data.metadata import load_metadata
     from vla_finetuning.flags import parse_args
-    from vla_finetuning.policies.tiny import make_tiny_base
     from vla_finetuning.run.resolve import resolve
     from vla_finetuning.training.batches import policy_batches
     from vla_finetuning.training.stream import Dealt, stream_batches
@@ -332,22 +345,16 @@ def live(
     root = make("av1_240x320x3", rows)
     meta = load_metadata(root)
     with tempfile.TemporaryDirectory(prefix="step-") as folder:
-        # Its tokenizer needs no download. Its policy is used on a CPU only.
-        chunk = policy_config(device).chunk_size
-        tasks = list(meta.tasks.values())
-        base = make_tiny_base(
-            Path(folder) / "base", features=meta.features, tasks=tasks, stats=meta.stats, fps=meta.fps, chunk_size=chunk
-        )
+        config = policy_config(device)
         flags: dict[str, Any] = {
             "dataset.root": root,
             "dataset.statistics": "stored",
-            "policy.path": base,
+            **rows_flags(Path(folder) / "base", meta, config),
             "output_dir": Path(folder) / "run",
             "train.mode": mode,
         }
         flags |= {"batch_size": size, "grad_accum": accum, "steps": 100_000}
         run = resolve(parse_args([f"--{key}={value}" for key, value in flags.items()]), torch.cuda.device_count())
-        config = policy_config(device)
         config.input_features = run.policy.config.input_features
         config.output_features = run.policy.config.output_features
         if config.type == "tiny_pi05":  # its vocabulary is the dataset's

@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from benchmarks import step, updates
+from tests.datasets import make_dataset
 from tests.tiny_backbones import VOCABULARY, benchmarked
 from util import train_step
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.smolvla import SmolVLALoss
+from vla_finetuning.run.resolve import resolve
 from vla_finetuning.training import model
 
 CPU = torch.device("cpu")
@@ -130,3 +134,19 @@ def test_steps_with_cached_features_are_those_without(monkeypatch, tmp_path):
     assert result["ours_is_faster_than"]["lerobot, both at 2"] == 1.5
     assert result["flops_with_features"] < 0.2 * result["flops_per_sample"]
     assert "cached is 3.00x as fast as lerobot" in step.table("expert", {**result, "contenders": {}})
+
+
+def test_live_frames_are_as_large_as_the_policy_has_them(tmp_path, monkeypatch):
+    """Not as a tiny PI0.5, whose rows they are, would have them."""
+    root = make_dataset(tmp_path / "data", episodes=(4,), cameras={"observation.images.0": (240, 320)})
+    sizes = {}
+    for kind in ("pi05", "smolvla"):
+        monkeypatch.setitem(updates.measured, "policy", kind)
+        config = updates.policy_config(torch.device("cuda"))  # of its real size
+        config.chunk_size = 3
+        flags = step.rows_flags(tmp_path / kind, load_metadata(root), config)
+        flags |= {"dataset.root": root, "output_dir": tmp_path / "run", "batch_size": 1}
+        run = resolve(parse_args([f"--{key}={value}" for key, value in flags.items()]), gpus_found=0)
+        sizes[kind] = run.policy.config.image_resolution, run.rows.image_size
+    # Fitted into 224 x 224 a row would not be half as large.
+    assert sizes == {"pi05": ((224, 224), None), "smolvla": ((56, 56), None)}
