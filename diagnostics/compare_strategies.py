@@ -5,8 +5,8 @@
 takes the flags of `vla.py` and runs that program's training step with each way of spreading parameters
 (`training/parallel.py`), one after the other in the same workers, on the same model, noise and batches of the run's
 data, read once beforehand.
-On GPUs it then tries larger and larger batches, as long as the next one will fit, to find the largest. Own flags, each
-also an environment variable in capitals:
+On GPUs it then tries larger and larger batches, as long as the next one will fit, to find the largest. A strategy whose
+plan (`--dry_run`) does not fit is left out. Own flags, each also an environment variable in capitals:
 
     --compare_steps N               measured steps of each, after 3 to warm up (20)
     --strategies A,B                which (ddp,fsdp2,fsdp2_reshard,hsdp)
@@ -26,6 +26,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -44,6 +45,8 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.run.resolve import Run
 from vla_finetuning.terminal import tell
 from vla_finetuning.training.batches import noise_for, policy_batches
+from vla_finetuning.training.capacity import fits, planned_memory
+from vla_finetuning.training.memory import GIB, StepMemory
 from vla_finetuning.training.model import build_model, build_optimizer
 from vla_finetuning.training.parallel import replicas, shard_of, spread
 from vla_finetuning.training.stream import Dealt
@@ -75,7 +78,7 @@ def _strategies(text: str) -> list[str]:
 
 
 class Spreading(Record):
-    """What one rank measured of one strategy.
+    """What one rank measured of one strategy; of one that does not fit by its plan, no steps.
 
     Attributes:
         step_s: each measured step, with the device waited for at its end.
@@ -84,6 +87,7 @@ class Spreading(Record):
         peak_bytes: most memory in use on the GPU; None without one.
         largest_batch: rows of a micro-batch that fit, tried. filling: the batches tried, and the most memory that each
             took on any GPU; of 0 rows, what is held between steps. None and empty without one.
+        planned_bytes: what a GPU must have by the plan; None without one, or where it cannot be planned.
     """
 
     strategy: Strategy
@@ -93,6 +97,7 @@ class Spreading(Record):
     peak_bytes: int | None
     largest_batch: int | None = None
     filling: dict[int, int] = {}
+    planned_bytes: int | None = None
 
 
 class RankStrategies(Record):
@@ -119,26 +124,31 @@ def table(report: StrategiesReport) -> str:
         f"= {report.global_batch_size} rows, --train.mode={config['train']['mode']}",
         f"On           {report.ranks[0].environment.line()}",
         "",
-        f"{'strategy':16}{'s/step':>9}{'samples/s':>11}{'of first':>10}{'state GiB':>11}{'peak GiB':>10}"
-        f"{'largest batch':>15}{'losses apart':>14}",
+        f"{'strategy':16}{'s/step':>9}{'samples/s':>11}{'of first':>10}{'state GiB':>11}{'planned GiB':>13}"
+        f"{'peak GiB':>10}{'largest batch':>15}{'losses apart':>14}",
     ]
     first_s = None
     for own in zip(*(rank.spreadings for rank in report.ranks), strict=True):
+        planned = f"{'-':>13}" if own[0].planned_bytes is None else f"{own[0].planned_bytes / gib:13.2f}"
+        if not own[0].step_s:
+            lines.append(f"{own[0].strategy:57}{planned}  left out: it does not fit, as planned")
+            continue
         step_s = max(float(np.median(s.step_s)) for s in own)
         first_s = first_s or step_s
         peaks = [s.peak_bytes for s in own if s.peak_bytes is not None]
         peak = f"{max(peaks) / gib:10.2f}" if peaks else f"{'-':>10}"
         lines.append(
             f"{own[0].strategy:16}{step_s:9.4f}{report.global_batch_size / step_s:11.1f}{step_s / first_s:9.2f}x"
-            f"{max(s.state_bytes for s in own) / gib:11.4f}{peak}{_or_dash(own[0].largest_batch):>15}"
+            f"{max(s.state_bytes for s in own) / gib:11.4f}{planned}{peak}{_or_dash(own[0].largest_batch):>15}"
             f"{_apart(report, own[0].strategy):14.1e}"
         )
-    on_gpus = report.ranks[0].spreadings[0].largest_batch is not None
+    on_gpus = any(s.largest_batch is not None for s in report.ranks[0].spreadings)
     return "\n".join(
         [
             *lines,
             "",
             "state: parameters and Adam's moments that a rank holds between two steps",
+            *(["planned: what a GPU must have, as --dry_run says it"] if on_gpus else []),
             "largest batch: the most rows of a micro-batch with which the step still fits every GPU, tried"
             if on_gpus
             else "peak, largest batch: of GPUs; not measured on CPUs",
@@ -153,16 +163,17 @@ def _or_dash(value: int | None) -> str:
 
 def charts(report: StrategiesReport) -> list[tuple[str, str]]:
     """Every measured step of each strategy."""
-    own = report.ranks[0].spreadings
+    own = [s for s in report.ranks[0].spreadings if s.step_s]
     return [(f"{s.strategy}: every step of rank 0, in milliseconds", time_line({s.strategy: s.step_s})) for s in own]
 
 
 def _apart(report: StrategiesReport, strategy: Strategy) -> float:
-    """How far a strategy's losses are from the first one's at most, relative to them, over all ranks and steps."""
+    """How far a strategy's losses are at most from those of the first that was measured, relative to them."""
     worst = 0.0
     for rank in report.ranks:
         theirs = next(s.losses for s in rank.spreadings if s.strategy == strategy)
-        pairs = zip(rank.spreadings[0].losses, theirs, strict=True)
+        first = next(s.losses for s in rank.spreadings if s.losses)
+        pairs = zip(first, theirs, strict=True)
         worst = max(worst, *(abs(a - b) / abs(a) for a, b in pairs))
     return worst
 
@@ -186,15 +197,35 @@ def compare(
     worker: Worker,
     memory_gb: float | None = None,
 ) -> RankStrategies:
-    """Every strategy in turn; all ranks of the process group call it alike."""
+    """Every strategy in turn that fits by its plan; all ranks of the process group call it alike."""
     dealt = Dealt(run.job.batch_size, run.rows.block_rows, worker.rank, worker.world, run.job.batches_per_step)
     host = host_batches(run, dealt, BATCHES)
     batches = list(policy_batches(cuda_prefetcher(host, worker.device), run.policy.config))
-    spreadings = []
+    spreadings, gpu_bytes = [], _gpu_bytes(worker.device)
     for strategy in strategies:
-        spreadings.append(_measure(run, strategy, steps, batches, dealt, worker, memory_gb))
-        _forget(worker.device)
+        by_node = replicas(worker, run.job.scaling.shard_workers) if strategy == "hsdp" and dealt.world > 1 else None
+        needed = None if gpu_bytes is None else _planned(run, strategy, by_node)
+        if gpu_bytes is None or needed is None or fits(needed, gpu_bytes / GIB):
+            spreading = _measure(run, strategy, steps, batches, dealt, worker, by_node, memory_gb)
+            _forget(worker.device)
+        else:
+            spreading = Spreading(strategy=strategy, step_s=[], losses=[], state_bytes=0, peak_bytes=None)
+        planned_bytes = None if needed is None else needed.needed
+        spreadings.append(spreading.model_copy(update={"planned_bytes": planned_bytes}))
     return RankStrategies(rank=worker.rank, environment=Environment.here(), spreadings=spreadings)
+
+
+def _gpu_bytes(device: torch.device) -> int | None:
+    """The memory of the smallest GPU of all ranks; None on CPUs."""
+    if device.type != "cuda":
+        return None
+    return _agreed(torch.cuda.get_device_properties(device).total_memory, dist.ReduceOp.MIN, device)
+
+
+def _planned(run: Run, strategy: Strategy, by_node: Sequence[Sequence[int]] | None) -> StepMemory | None:
+    """What a GPU must have for a strategy; `by_node`: hsdp's, from `replicas`."""
+    scaling = replace(run.config.scaling, strategy=strategy, shard_workers=len(by_node[0]) if by_node else None)
+    return planned_memory(run.policy, run.rows.frames)(replace(run.config, scaling=scaling))
 
 
 def _measure(
@@ -204,12 +235,12 @@ def _measure(
     batches: Sequence[Batch],
     dealt: Dealt,
     worker: Worker,
+    by_node: Sequence[Sequence[int]] | None,
     memory_gb: float | None,
 ) -> Spreading:
     device = worker.device
     loss, autocast = build_model(run.policy, device)
     search = run.config.scaling.find_unused_parameters
-    by_node = replicas(worker, run.job.scaling.shard_workers) if strategy == "hsdp" and dealt.world > 1 else None
     model = spread(
         loss, strategy, device, dealt.world, replicas=by_node, autocast=autocast, find_unused_parameters=search
     )
