@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -107,9 +108,12 @@ class StepClock(Clock):
         if wanted and self._profiler is None and self._trace_path is not None:
             self._profiler = torch.profiler.profile()
             self._profiler.start()
-        elif not wanted and self._profiler is not None:
+        elif not wanted and self._profiler is not None and self._trace_path is not None:
             self._profiler.stop()
-            self._profiler.export_chrome_trace(str(self._trace_path))
+            with tempfile.TemporaryDirectory(prefix="trace-") as folder:  # PyTorch writes to a disk alone
+                written = Path(folder, "trace.json")
+                self._profiler.export_chrome_trace(str(written))
+                self._trace_path.write_bytes(written.read_bytes())
             self._profiler = None
 
     def _note(self, phase: Phase | None) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import sys
 import tempfile
+import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,8 +22,9 @@ from ray.train import TrainingFailedError
 
 from diagnostics.report import Report, page
 from util import Batch, NumpyToTorchCollate
+from vla_finetuning.bucket import BucketPath
+from vla_finetuning.files import remove
 from vla_finetuning.flags import VLA, parse_args
-from vla_finetuning.node_disk import node_folder
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.resolve import Run, resolve, with_config
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
@@ -148,14 +149,19 @@ def scratch_run(run: Run) -> Iterator[Run]:
 
     It starts from the beginning, on as many workers as it may have at most, and nothing is tried twice.
     """
-    beside = node_folder(run.job.output_dir).parent
-    beside.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix=f".{run.job.output_dir.name}-", dir=beside)
+    own = run.job.output_dir
+    prefix = f".{own.name}-"
+    if isinstance(own, BucketPath):
+        beside = own.parent if len(own.parts) > 2 else own  # the bucket itself
+        folder: Path = beside / f"{prefix}{uuid.uuid4().hex[:8]}"
+    else:
+        own.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=own.parent))
     scaling = replace(run.config.scaling, min_workers=None, max_failures=0)
     try:
-        yield with_config(run, replace(run.config, output_dir=folder, resume=False, eval_steps=0, scaling=scaling))
+        yield with_config(run, replace(run.config, output_dir=str(folder), resume=False, eval_steps=0, scaling=scaling))
     finally:
-        shutil.rmtree(folder)
+        remove(folder)
 
 
 def with_any_stats(run: Run) -> Run:

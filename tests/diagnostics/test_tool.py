@@ -1,12 +1,18 @@
 """What the tools share."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from diagnostics.tool import host_batches
+from diagnostics import profile_step
+from diagnostics.step_report import Settings
+from diagnostics.tool import host_batches, scratch_run
 from tests import in_process
+from tests.buckets import runs_bucket
+from vla_finetuning.bucket import place
+from vla_finetuning.run.resolve import with_config
 from vla_finetuning.training.stream import Dealt
 
 MASK = "observation.language.attention_mask"
@@ -28,3 +34,25 @@ def test_batches_are_cut_and_weighed_as_in_training(run):
     assert cut[MASK].shape == (run.config.batch_size, needed)
     ratio = cut["row_weight"] / weights[whole["index"]]
     assert ratio[0] > 0 and np.allclose(ratio, ratio[0])
+
+
+def test_a_run_in_a_bucket_is_profiled_through_the_bucket(run):
+    """Its folder is what nodes share; nothing is left there."""
+    options, _ = profile_step.parse_options(["--profile_warmup=1", "--profile_steps=2", "--trace=trace.json"])
+    with runs_bucket():
+        before = place("s3://runs/mine/config.json")
+        before.write_text("{}")
+        of_bucket = with_config(run, replace(run.config, output_dir="s3://runs/mine"))
+        settings = Settings.of(options, of_bucket)
+        with scratch_run(of_bucket) as scratch:
+            watched = profile_step.watched_run(scratch, settings)
+            folder = watched.job.output_dir
+            assert str(folder).startswith("s3://runs/.mine-")
+
+            def profile(run, worker, **options):
+                profile_step.profile_worker(run, settings, worker, **options)
+
+            in_process.train(watched, by=profile)
+            assert profile_step.RankProfile.model_validate_json((folder / "profile-0.json").read_bytes()).rank == 0
+            assert json.loads((folder / profile_step.TRACE_NAME).read_bytes())["traceEvents"]
+        assert list(place("s3://runs").below()) == ["mine/config.json"]
