@@ -48,6 +48,7 @@ from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
+from vla_finetuning.run import cluster
 from vla_finetuning.run.resolve import Run, resolve, with_config
 from vla_finetuning.terminal import tell_error, tell_text
 from vla_finetuning.training import attempt
@@ -624,8 +625,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell_text(f"{__doc__}\n{VLA.help()}")
         return 0
     try:
-        run = resolve(parse_args(argv), gpus_found=torch.cuda.device_count())
-        found = audit(run)
+        config = parse_args(argv)
+        found = audit(resolve(config, cluster.gpus_found(config.scaling, config.preset)))
     except (ValueError, OSError) as error:
         tell_error(error)
         return 2

@@ -223,6 +223,11 @@ def advice(report: UnusedReport, run: Run) -> list[str]:
 
 
 def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
+    if run.job.use_gpu and not torch.cuda.is_available():
+        raise ValueError(
+            "the tool steps in this process, and this machine has no GPU: start it on a GPU node, or give "
+            "--scaling.use_gpu false"
+        )
     ready = _with_stats(run)
 
     def examine() -> Result:

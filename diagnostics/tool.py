@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-import torch
 from ray.exceptions import RayError
 from ray.train import TrainingFailedError
 
@@ -25,6 +24,7 @@ from util import Batch, NumpyToTorchCollate
 from vla_finetuning.bucket import BucketPath
 from vla_finetuning.files import remove
 from vla_finetuning.flags import VLA, parse_args
+from vla_finetuning.run import cluster
 from vla_finetuning.run.failures import root_cause
 from vla_finetuning.run.resolve import Run, resolve, with_config
 from vla_finetuning.terminal import escape_warnings, tell, tell_error, tell_text
@@ -74,7 +74,8 @@ def run_tool(
         return 0
     try:
         options, rest = parse_options(argv)
-        examine = prepare(resolve(parse_args(rest), gpus_found=torch.cuda.device_count()), options)
+        config = parse_args(rest)
+        examine = prepare(resolve(config, cluster.gpus_found(config.scaling, config.preset)), options)
     except (ValueError, OSError, RayError) as error:
         tell_error(root_cause(error))
         return 2

@@ -63,19 +63,16 @@ def test_the_parameters_are_plain_values_and_the_rest_follows_from_them(book):
         "output_dir": "/shared/run",
         "more": "--seed 3",
     }
-    around = {"resolve": lambda config, gpus_found: config, "parse_args": parse_args, "torch": _NoGpu, "shlex": shlex}
-    names = chosen | around
+    asked = []
+    around = {"resolve": lambda config, gpus: config, "parse_args": parse_args, "shlex": shlex}
+    names = chosen | around | {"gpus_found": lambda *of: asked.append(of)}
     assert chosen.keys() == values.keys()
     exec(given.source, names)
     config = names["run"]
     assert (config.preset, config.dataset.root, config.policy_path) == ("l4", "/data/robot", "lerobot/pi05_base")
     assert (config.scaling.min_workers, config.scaling.num_workers, config.steps) == (2, 8, 7)
     assert (config.output_dir, config.seed) == ("/shared/run", 3)
-
-
-class _NoGpu:
-    class cuda:
-        device_count = staticmethod(lambda: 0)
+    assert asked == [(config.scaling, "l4")]
 
 
 @pytest.mark.filterwarnings("ignore:.*to a meta parameter")

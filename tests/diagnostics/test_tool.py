@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from diagnostics import profile_step
+from diagnostics import audit_syncs, find_unused_params, profile_step
 from diagnostics.step_report import Settings
 from diagnostics.tool import host_batches, scratch_run
 from tests import in_process
 from tests.buckets import runs_bucket
 from vla_finetuning.bucket import place
+from vla_finetuning.run import cluster
 from vla_finetuning.run.resolve import with_config
 from vla_finetuning.training.stream import Dealt
 
@@ -19,8 +21,40 @@ MASK = "observation.language.attention_mask"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return in_process.resolved(in_process.make_setting(tmp_path_factory.mktemp("tool")))
+def setting(tmp_path_factory):
+    return in_process.make_setting(tmp_path_factory.mktemp("tool"))
+
+
+@pytest.fixture(scope="module")
+def run(setting):
+    return in_process.resolved(setting)
+
+
+def test_gpus_are_those_of_the_clusters_nodes(setting, monkeypatch, capsys):
+    """A driver on a head node has none. What steps in the driver's own process is refused there before it loads."""
+    asked, found = [], []
+
+    def gpus_found(scaling, preset):
+        asked.append(scaling.use_gpu)
+        return 1
+
+    def examine(run, *_):
+        found.append(run.job.use_gpu)
+        raise ValueError("no further")
+
+    monkeypatch.setattr(cluster, "gpus_found", gpus_found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(profile_step.Settings, "of", lambda options, run: examine(run))
+    monkeypatch.setattr(audit_syncs, "audit", examine)
+    monkeypatch.setattr(find_unused_params, "_with_stats", lambda run: pytest.fail("the run was loaded"))
+    flags = [flag for flag in in_process.flags(setting) if "use_gpu" not in flag]
+    for tool, said in (
+        (profile_step, "no further"),
+        (audit_syncs, "no further"),
+        (find_unused_params, "this machine has no GPU: start it on a GPU node, or give --scaling.use_gpu false"),
+    ):
+        assert tool.main(flags) == 2 and said in capsys.readouterr().err
+    assert asked == [None] * 3 and found == [True] * 2
 
 
 def test_batches_are_cut_and_weighed_as_in_training(run):
