@@ -258,6 +258,21 @@ def test_an_environment_that_is_none_is_refused_before_anything_starts(setting, 
     assert "its options are" in capsys.readouterr().err and not (setting[0] / "refused").exists()
 
 
+def test_a_policy_with_masked_cameras_and_a_padded_state_plays(setting, tmp_path):
+    """As a fine-tune of lerobot/pi05_base: its configuration keeps what the dataset has not."""
+    meta, camera = load_metadata(setting[1]), {"dtype": "video", "shape": (48, 48, 3), "names": ["h", "w", "c"]}
+    state = {"dtype": "float32", "shape": (32,), "names": None}
+    features = {**meta.features, "observation.images.base_0_rgb": camera, "observation.state": state}
+    base = make_base(tmp_path / "base", meta, features=features, **TINY)
+    changes = {"policy.path": base, "output_dir": tmp_path / "run", "dataset.missing_cameras": "mask"}
+    run = resolve(parse_args(flags(setting, **changes)), gpus_found=0)
+    assert run.policy.config.input_features["observation.state"].shape == (32,)
+    Evaluator(run, policy_at)
+    other = replace(run.config, env_type="two_bins_arm", env_options=())
+    with pytest.raises(ValueError, match="the policy needs .*front"):
+        Evaluator(replace(run, config=other), policy_at)
+
+
 def test_pictures_that_were_drawn_otherwise_are_refused(run, monkeypatch):
     """What a recorded dataset says of its own, and what this environment would show."""
     monkeypatch.setattr(during, "how_drawn", lambda meta: {"type": "two_bins", "image_size": [9, 8]})

@@ -9,7 +9,7 @@ from lerobot.policies.factory import make_pre_post_processors
 
 import evaluate
 from tests.buckets import forget, runs_bucket
-from tests.evaluation.test_player import STATS, act_config
+from tests.evaluation.test_player import STATS, act_config, masked  # noqa: F401 (a fixture)
 from tests.pages import check_page
 from vla_finetuning import node_disk
 from vla_finetuning.bucket import place
@@ -82,6 +82,15 @@ def test_from_flags_to_a_comparison(ray_cluster, folder, tmp_path, capsys, monke
     about["environment"]["options"] = ["--episode_length=12", "--fps=10"]  # a default, named
     write_json(b / "evaluated.json", about)
     assert evaluate.main(["--compare", str(a), str(b)]) == 0
+
+
+def test_a_policy_that_was_trained_with_masked_cameras_is_not_refused(masked, tmp_path):  # noqa: F811
+    flags = [f"--policy.path={masked}", f"--output_dir={tmp_path / 'out'}"]
+    found = trial.resolve_trial(parse_evaluate([*flags, *FLAGS]))
+    assert len(found.source.config.image_features) == 3
+    renamed = '--rename_map={"observation.images.hand": "observation.images.wrist"}'
+    with pytest.raises(ValueError, match=r"'action' has the shape \(3,\).*\(5,\): it was trained for another robot"):
+        trial.resolve_trial(parse_evaluate([*flags, "--env.type=two_bins_arm", renamed]))
 
 
 @pytest.mark.ray

@@ -7,7 +7,7 @@ from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.envs.utils import preprocess_observation
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
-from lerobot.policies.factory import make_pre_post_processors
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
 from vla_finetuning.envs.configs import env_config
 from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS, draw_scene, render
@@ -16,7 +16,7 @@ from vla_finetuning.evaluation.player import Player, check_advantage, check_fits
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.family import Family
 from vla_finetuning.policies.loading import load_policy
-from vla_finetuning.policies.pipelines import load_processors
+from vla_finetuning.policies.pipelines import load_processors, saved_shapes
 from vla_finetuning.policies.prompts import ADVANTAGE
 from vla_finetuning.policies.registry import FAMILIES
 
@@ -58,14 +58,14 @@ def instructions():
     return [list(INSTRUCTIONS.values())[i % 2] for i in range(len(KEYS))]
 
 
-def make_base(folder, tasks):
+def make_base(folder, tasks, inputs=FEATURES):
     features = {
         key: {"dtype": "video", "shape": (*f.shape[1:], 3), "names": ["height", "width", "channels"]}
-        for key, f in FEATURES.items()
         if f.type is FeatureType.VISUAL
+        else {"dtype": "float32", "shape": f.shape, "names": None}
+        for key, f in inputs.items()
     }
-    vector = {"dtype": "float32", "shape": (3,), "names": ["x", "y", "z"]}
-    features |= {"observation.state": vector, "action": vector}
+    features["action"] = {"dtype": "float32", "shape": (3,), "names": ["x", "y", "z"]}
     return tiny_pi05.make_tiny_base(folder, features=features, tasks=tasks, stats=STATS, fps=10)
 
 
@@ -158,6 +158,74 @@ def test_a_policy_that_does_not_fit_is_refused_before_anything_starts():
     config.n_obs_steps = 2
     with pytest.raises(ValueError, match="n_obs_steps=2.*lerobot-eval can"):
         check_fits(config, ENV, {})
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory):
+    """A folder as of lerobot/pi05_base fine-tuned with --dataset.missing_cameras=mask.
+
+    The state's declared length is the padded one, the first camera is one that the dataset lacked, and the dataset's
+    third was left out.
+    """
+    inputs = {
+        "observation.images.left_wrist_0_rgb": PolicyFeature(FeatureType.VISUAL, (3, 56, 56)),
+        **{key: FEATURES[f"observation.images.{key.rpartition('.')[2]}"] for key in SEEN},
+        "observation.state": PolicyFeature(FeatureType.STATE, (32,)),
+    }
+    return make_base(tmp_path_factory.mktemp("masked") / "base", list(INSTRUCTIONS.values()), inputs)
+
+
+SEEN = ("observation.images.front", "observation.images.wrist")
+
+
+def test_cameras_that_training_masked_are_masked(masked, instructions):
+    config = PreTrainedConfig.from_pretrained(masked)
+    trained = saved_shapes(masked, config)
+    assert trained == {"observation.state": (3,), "action": (3,)}
+    check_fits(config, ENV, {}, trained)
+    found = Player(load_policy(masked, config), *load_processors(masked, config), env=ENV, rename_map={})(
+        observed(), instructions, KEYS
+    )
+    theirs = get_policy_class("tiny_pi05").from_pretrained(masked)
+    drawn = np.stack([noise(*key, (config.chunk_size, config.max_action_dim)) for key in KEYS])
+    theirs.model.sample_noise = lambda shape, device: torch.from_numpy(drawn)
+    pre, post = make_pre_post_processors(config, pretrained_path=str(masked))
+    seen = preprocess_observation(observed())
+    batch = pre({**{key: seen[key] for key in (*SEEN, "observation.state")}, "task": instructions})
+    images, masks = theirs._preprocess_images(batch)
+    assert [bool(mask.all()) for mask in masks] == [True, True, False] and len(images) == 3
+    for step in range(3):
+        np.testing.assert_array_equal(found[:, step], post(theirs.select_action(batch)).numpy())
+    np.testing.assert_array_equal(found, post(theirs.predict_action_chunk(batch)).numpy())
+
+
+def test_what_a_pretrained_configuration_declares_is_no_other_robot(masked):
+    config = PreTrainedConfig.from_pretrained(masked)
+    state, action = {"observation.state": (3,)}, {"action": (3,)}
+    check_fits(config, ENV, {}, state)
+    check_fits(config, ENV, {})  # a shorter state is padded, where no statistics are known
+    for trained, found in (({"observation.state": (4,)}, r"'observation.state' has the shape \(4,\)"),
+                           ({**state, "action": (4,)}, r"'action' has the shape \(4,\)")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{found}.*another robot"):
+            check_fits(config, ENV, {}, trained)
+    config.max_state_dim = 40
+    with pytest.raises(ValueError, match=r"has the shape \(32,\).*another robot"):
+        check_fits(config, ENV, {})
+    config.max_state_dim = 32
+    config.input_features["observation.state"] = PolicyFeature(FeatureType.STATE, (2,))
+    with pytest.raises(ValueError, match=r"has the shape \(2,\).*another robot"):
+        check_fits(config, ENV, {})
+    check_fits(config, ENV, {}, {**state, **action})
+    # A camera that training has seen must be shown, and one at least.
+    with pytest.raises(ValueError, match=r"needs \['observation.images.left_wrist_0_rgb'\]"):
+        check_fits(config, ENV, {}, {**state, "observation.images.left_wrist_0_rgb": (3, 1, 1)})
+    hidden = {key: f"{key}.hidden" for key in FEATURES if "images" in key}
+    with pytest.raises(ValueError, match="needs .*front.*left_wrist_0_rgb.*wrist"):
+        check_fits(config, ENV, hidden, state)
+    # Of ACT, which has no mask, all are needed.
+    config = act().config
+    with pytest.raises(ValueError, match=r"needs \['observation.images.top'\]"):
+        check_fits(config, ENV, {"observation.images.top": "observation.images.hidden"})
 
 
 # ---- advantages and guidance ----------------------------------------------------------------------------------------

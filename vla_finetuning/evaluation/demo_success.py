@@ -18,6 +18,7 @@ from vla_finetuning.evaluation.player import PolicySource, check_fits
 from vla_finetuning.evaluation.side_by_side import SideBySide
 from vla_finetuning.node_disk import fetched_for_good
 from vla_finetuning.policies.loading import load_policy_config
+from vla_finetuning.policies.pipelines import saved_shapes
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.job import Job
 
@@ -94,8 +95,9 @@ def _try(
         processors = policy.processors(untrained)
         sources["untrained"] = PolicySource(policy.folder, untrained, processors=processors, **options)
         conditions["untrained"] = Condition("untrained")
+    shapes = saved_shapes(exported, trained)
     for source in sources.values():
-        check_fits(source.config, env, policy.rename_map)  # by which the processors rename
+        check_fits(source.config, env, policy.rename_map, shapes)  # by which the processors rename
     beside = SideBySide(
         conditions,
         sources,

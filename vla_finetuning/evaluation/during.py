@@ -31,7 +31,7 @@ from vla_finetuning.envs.configs import check_drawn, env_config, task_makers
 from vla_finetuning.evaluation.closed_loop import SERVER_CPUS, STAGE_CPUS, NoCapacityError, play
 from vla_finetuning.evaluation.episodes import Book, Condition, episode_list, read_evaluation
 from vla_finetuning.evaluation.intervals import share, wilson
-from vla_finetuning.evaluation.player import Packed, PolicySource, check_fits, packed
+from vla_finetuning.evaluation.player import Packed, PolicySource, check_fits, own_shapes, packed
 from vla_finetuning.evaluation.trial import score_rows
 from vla_finetuning.files import read_lines, write_whole
 from vla_finetuning.lines import append_line
@@ -67,8 +67,9 @@ class Evaluator:
         for number in range(len(run.rows.metas)) if self._robot is None else run.robots[self._robot].datasets:
             meta = run.rows.metas[number]
             check_drawn(how_drawn(meta), self._env, meta.root)
-        renamed = run.config.rename_map if self._robot is None else run.policy.rename_map
-        check_fits(run.policy.config, self._env, renamed)  # by which the processors rename
+        renamed = run.config.rename_map if self._robot is None else run.policy.rename_map  # as the processors
+        match = run.match if self._robot is None else run.robots[self._robot].match
+        check_fits(run.policy.config, self._env, renamed, match.trained)
         self._failed: dict[int, str] = {}
         self._stop, self._training = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -253,7 +254,7 @@ def _robot_for(run: Run, env: EnvConfig) -> int | None:
     refused = {}
     for number, robot in enumerate(run.policy.robots):
         try:
-            check_fits(robot.config, env, robot.rename_map)
+            check_fits(robot.config, env, robot.rename_map, own_shapes(robot.config))
         except ValueError as error:
             refused[number] = str(error)
     fits = [number for number in range(len(run.robots)) if number not in refused]

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from lerobot.envs import make_env_pre_post_processors
 from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import env_to_policy_features, preprocess_observation
 from lerobot.policies.pretrained import PreTrainedPolicy
-from lerobot.utils.constants import ACTION
+from lerobot.utils.constants import ACTION, OBS_STATE
 
 from vla_finetuning.config import ROBOT_NAME
 from vla_finetuning.envs.stage import Observation
@@ -231,9 +232,23 @@ def check_advantage(config: PreTrainedConfig, advantage: str | None, guidance: f
         )
 
 
-def check_fits(config: PreTrainedConfig, env: EnvConfig, rename_map: Mapping[str, str]) -> None:
+def own_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """What one of several robots' own policies was trained on: its configuration is fitted to the robot."""
+    return {key: tuple(feature.shape) for key, feature in config.input_features.items()}
+
+
+def check_fits(
+    config: PreTrainedConfig,
+    env: EnvConfig,
+    rename_map: Mapping[str, str],
+    trained: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> None:
     """Refuse, before anything is started, a policy that cannot play an environment.
 
+    Args:
+        trained: shapes of what the policy was trained on, by its keys, where that is known (`pipelines.saved_shapes`,
+            `FeatureMatch.trained`). A pretrained policy's configuration keeps a state's padded length, and cameras that
+            were masked in training.
     Raises:
         ValueError: naming what the policy needs and what the environment shows, and the flag that settles it.
     """
@@ -247,20 +262,24 @@ def check_fits(config: PreTrainedConfig, env: EnvConfig, rename_map: Mapping[str
         {PipelineFeatureType.OBSERVATION: env_to_policy_features(env)}
     )
     shown = {rename_map.get(key, key): feature for part in features.values() for key, feature in part.items()}
-    missing = sorted(key for key in config.input_features if key not in shown and not key.startswith(EMPTY_CAMERA))
+    missing = {key for key in config.input_features if key not in shown and not key.startswith(EMPTY_CAMERA)}
+    if family_of(config).masks_cameras and any(key in shown for key in config.image_features):
+        missing -= config.image_features.keys() - trained.keys()
     if missing:
         there = sorted(shown.keys() - {ACTION})
-        example = json.dumps({there[0]: missing[0]})
+        example = json.dumps({there[0]: min(missing)})
         raise ValueError(
-            f"the policy needs {missing}, and --env.type={env.type} shows {there}; --rename_map='{example}' gives one "
-            "of them another name"
+            f"the policy needs {sorted(missing)}, and --env.type={env.type} shows {there}; --rename_map='{example}' "
+            "gives one of them another name"
         )
-    for key in (ACTION, *config.input_features):
-        wanted = (config.output_features if key == ACTION else config.input_features).get(key)
-        found = shown.get(key)
+    for key, feature in {**config.output_features, **config.input_features}.items():
         # Images are resized by the policies; a vector of another length is another robot's.
-        if wanted is not None and found is not None and len(wanted.shape) == 1 and wanted.shape != found.shape:
+        if key not in shown or len(feature.shape) != 1:
+            continue
+        found, wanted = tuple(shown[key].shape), trained.get(key, tuple(feature.shape))
+        padded = key == OBS_STATE and key not in trained and wanted == (getattr(config, "max_state_dim", None),)
+        if not (found == wanted or (padded and len(found) == 1 and found < wanted)):
             raise ValueError(
-                f"the policy's '{key}' has the shape {tuple(wanted.shape)}, that of --env.type={env.type} "
-                f"{tuple(found.shape)}: it was trained for another robot"
+                f"the policy's '{key}' has the shape {wanted}, that of --env.type={env.type} {found}: it was trained "
+                "for another robot"
             )

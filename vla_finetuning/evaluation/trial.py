@@ -25,12 +25,12 @@ from vla_finetuning.envs.stage import Maker
 from vla_finetuning.evaluation.closed_loop import play
 from vla_finetuning.evaluation.episodes import Book, Condition, Episode, episode_list, read_actions, read_evaluation
 from vla_finetuning.evaluation.intervals import compare, comparison_text, share, wilson
-from vla_finetuning.evaluation.player import PolicySource, check_advantage, check_fits, opening_of
+from vla_finetuning.evaluation.player import PolicySource, check_advantage, check_fits, opening_of, own_shapes
 from vla_finetuning.evaluation.recording import Eyes, is_recorded, record_played
 from vla_finetuning.evaluation.replay import make_films
 from vla_finetuning.files import read_json, write_json
 from vla_finetuning.policies.loading import load_policy_config
-from vla_finetuning.policies.pipelines import saved_rename_map
+from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
 from vla_finetuning.run.base_policy import resolve_policy
 from vla_finetuning.run.cluster import find_gpus
 from vla_finetuning.run.folder import FILMS_INDEX, check_place
@@ -75,7 +75,8 @@ def resolve_trial(config: EvaluateConfig) -> Trial:
     )
     policy_config, folder, base = resolve_policy(asked, _policy_for(config.policy_path, env, config.rename_map))
     assert folder is not None  # there was a path
-    check_fits(policy_config, env, {**saved_rename_map(folder), **config.rename_map})
+    renamed = {**saved_rename_map(folder), **config.rename_map}
+    check_fits(policy_config, env, renamed, saved_shapes(folder, policy_config))
     check_drawn(drawn_for(folder), env, folder)
     check_advantage(policy_config, config.advantage, config.guidance)
     use_gpu = find_gpus("--use_gpu") > 0 if config.use_gpu is None else config.use_gpu
@@ -118,7 +119,8 @@ def _policy_for(path: str | None, env: EnvConfig, rename_map: Mapping[str, str])
         own = folder / name
         try:
             # Of a bucket no more than these files are fetched.
-            check_fits(load_policy_config(own), env, {**saved_rename_map(own), **rename_map})
+            policy_config = load_policy_config(own)
+            check_fits(policy_config, env, {**saved_rename_map(own), **rename_map}, own_shapes(policy_config))
         except ValueError as error:
             refused[name] = str(error)
     fits = [name for name in names if name not in refused]

@@ -13,6 +13,8 @@ from vla_finetuning.policies.family import Family, PolicyLoss
 class Evo1(Family):
     """EVO1 and types that derive from it."""
 
+    pads_statistics = True
+
     def action_width(self, config: PreTrainedConfig) -> int:
         """As wide as the policy's own: its processors add zeros."""
         return config.max_action_dim

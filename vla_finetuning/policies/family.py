@@ -147,6 +147,7 @@ class Family:
         row_losses: its loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
         flow: its loss is a `flow.FlowLoss`, so that action chunks have a probability.
         masks_cameras: it can do without some of its cameras.
+        pads_statistics: its processors pad vectors before they normalise them, and statistics too.
         image_options: options of the policy that say how images are made ready for its vision tower; with the option
             `feature_cache`.
         fits_images: before all else it fits images into its `image_resolution`, if it has one, centred, black around.
@@ -171,6 +172,7 @@ class Family:
     row_losses: ClassVar[bool] = False
     flow: ClassVar[bool] = False
     masks_cameras: ClassVar[bool] = False
+    pads_statistics: ClassVar[bool] = False
     image_options: ClassVar[tuple[str, ...]] = ()
     fits_images: ClassVar[bool] = False
     no_adapters: ClassVar[str] = ""

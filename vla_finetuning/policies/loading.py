@@ -328,6 +328,11 @@ class FeatureMatch:
         """What the policy uses of the dataset."""
         return tuple(row.dataset_key for row in self.rows if row.dataset_key is not None)
 
+    @property
+    def trained(self) -> dict[str, tuple[int, ...]]:
+        """What the policy is trained on: the dataset's shapes by the policy's keys, masked cameras not among them."""
+        return {row.policy_key: row.dataset_shape for row in self.rows if row.dataset_shape is not None}
+
     def table(self) -> list[str]:
         """The rows as aligned lines of text."""
         cells = [

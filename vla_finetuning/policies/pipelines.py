@@ -21,6 +21,7 @@ from lerobot.processor import (
 )
 from lerobot.processor.rename_processor import rename_stats
 from lerobot.utils.constants import ACTION, POLICY_POSTPROCESSOR_DEFAULT_NAME, POLICY_PREPROCESSOR_DEFAULT_NAME
+from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
@@ -156,14 +157,42 @@ def saved_rename_map(folder: Path) -> dict[str, str]:
     Raises:
         ValueError, OSError: the file cannot be read.
     """
+    names = (_saved_step(folder, "rename_observations_processor").get("config") or {}).get("rename_map")
+    return {str(key): str(name) for key, name in names.items()} if isinstance(names, dict) else {}
+
+
+def saved_shapes(folder: Path, config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the statistics that a folder's preprocessor normalises with, by the policy's keys.
+
+    They are those of the features that the policy was trained on, where its configuration has longer vectors, and
+    cameras besides. None where the folder has no statistics, or they do not tell.
+
+    Raises:
+        ValueError, OSError: a file cannot be read.
+    """
+    name = _saved_step(folder, "normalizer_processor").get("state_file")
+    if family_of(config).pads_statistics or not isinstance(name, str) or Path(name).name != name:
+        return {}
+    check_header(folder / name)
+    shapes = {}
+    try:
+        with safe_open(folder / name, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 (no mapping)
+                feature, _, statistic = key.rpartition(".")
+                if statistic != "count":
+                    shapes[feature] = tuple(file.get_slice(key).get_shape())
+    except SafetensorError as error:
+        raise ValueError(f"{folder / name} is no safetensors file: {error}") from error
+    return shapes
+
+
+def _saved_step(folder: Path, name: str) -> dict[str, Any]:
+    """What a folder's own preprocessor says of a step, by the step's registered name; nothing where it has none."""
     file = folder / f"{POLICY_PREPROCESSOR_DEFAULT_NAME}.json"
     found = read_foreign_json(file) if file.is_file() else {}
     steps = found.get("steps") if isinstance(found, dict) else None
-    for step in steps if isinstance(steps, list) else ():
-        if isinstance(step, dict) and step.get("registry_name") == "rename_observations_processor":
-            names = (step.get("config") or {}).get("rename_map")
-            return {str(key): str(name) for key, name in names.items()} if isinstance(names, dict) else {}
-    return {}
+    known = [step for step in steps if isinstance(step, dict)] if isinstance(steps, list) else []
+    return next((step for step in known if step.get("registry_name") == name), {})
 
 
 def _saved_tokenizer(steps: Mapping[str, Mapping[str, Any]]) -> str | None:

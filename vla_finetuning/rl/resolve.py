@@ -29,7 +29,7 @@ from vla_finetuning.envs.initial_states import InitialStates, reserve_last
 from vla_finetuning.evaluation.player import check_fits, opening_of
 from vla_finetuning.policies.counting import flops_by_prompt
 from vla_finetuning.policies.optim import make_recipe
-from vla_finetuning.policies.pipelines import saved_rename_map
+from vla_finetuning.policies.pipelines import saved_rename_map, saved_shapes
 from vla_finetuning.policies.registry import family_of, types_that
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.rl.demonstrations import resolve_demonstrations
@@ -161,7 +161,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
             "train one with vla.py"
         )
     renamed = {**saved_rename_map(folder), **config.rename_map}
-    check_fits(policy_config, env, renamed)
+    check_fits(policy_config, env, renamed, saved_shapes(folder, policy_config))
     check_drawn(drawn_for(folder), env, folder)
     if (opening := opening_of(folder)) and config.grpo.demonstrations is not None:
         raise ValueError(
