@@ -54,6 +54,7 @@ from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
 from vla_finetuning.files import write_json
 from vla_finetuning.flags import VLA, parse_args
 from vla_finetuning.policies.family import PolicyLoss
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
@@ -463,6 +464,9 @@ def join_cluster(run: Run, gpu_bytes: int = 0) -> cluster.Needs:
 
 def evaluate(run: Run) -> int:
     """Print what the trained policy predicts of held-out episodes, and how the demo fares. Returns the exit status."""
+    if reason := family_of(run.policy.config).cannot_predict(run.policy.config):
+        tell(f"Open-loop error: not measured of a '{run.policy.config.type}', {reason}")
+        return 0
     try:
         errors = cluster.call_there(evaluate_run, run, rows_that_fit=rows_that_fit, scaling=run.job.scaling)
         for name, of in errors["robots"].items() if run.robots else [("", errors)]:

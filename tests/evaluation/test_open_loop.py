@@ -8,21 +8,29 @@ import numpy as np
 import pytest
 import torch
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+from lerobot.policies.pi0_fast.modeling_pi0_fast import PI0FastPolicy
 
+import vla
 from tests.datasets import make_dataset
 from tests.policies.test_tiny_pi05 import make_base, make_features
+from tests.tiny_backbones import KINDS
+from tests.training.test_as_lerobot import resolved
 from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.data.options import Features, Reading
+from vla_finetuning.evaluation import open_loop
 from vla_finetuning.evaluation.open_loop import (
     _placed,
     error_table,
+    evaluate_run,
     evenly_spaced,
     held_out_frames,
     open_loop_errors,
     other_instructions,
     without_future,
 )
+from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.policies.registry import FAMILIES
 
 CHUNK, ACTION, ROWS = 5, 3, 7
 TASKS = ["Pick up the red cube.", "Open the drawer, slowly"]
@@ -135,6 +143,67 @@ def test_errors_are_those_of_a_loop_by_hand(loaded, without_noise):
         assert example["recorded"] == batch["action"][0].tolist()
         assert np.shape(example["predicted"]) == (CHUNK, ACTION)
     assert json.loads(json.dumps(examples)) == examples
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    root = tmp_path_factory.mktemp("open_loop") / "dataset"
+    return make_dataset(root, episodes=(9, 4), cameras={"observation.images.top": (48, 64)}, tasks=["go to the bin"])
+
+
+def lerobots_chunk(policy, pre, frames, now, steps, seed):
+    """What LeRobot executes from a frame on, having seen those before: each in turn by its `select_action`."""
+    policy.reset()
+    queue = policy._action_queue if hasattr(policy, "_action_queue") else policy._queues["action"]
+    for frame in frames[: now + 1]:
+        queue.clear()
+        torch.manual_seed(seed)
+        seen = {key: value for key, value in frame.items() if key.startswith("observation.")}
+        chosen = policy.select_action(pre({**seen, "task": frame["task"]}))
+    return torch.stack([chosen, *list(queue)[: steps - 1]], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"), [("diffusion", 4), ("vqbet", 3), ("multi_task_dit", 4), ("pi0_fast", 2), ("molmoact2", 2)]
+)
+def test_of_a_recorded_chunk_what_the_policy_executes_is_compared(dataset, kind, steps, tmp_path, monkeypatch):
+    """Horizons that begin in the past and end late, and queues of observations; frame by frame as on a robot."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    monkeypatch.setattr(open_loop, "EVAL_BATCH", 1)
+    options = {"policy.n_action_steps": 2} if steps == 2 else {}
+    # In place of FAST, which is code on the Hub, and of tokens that only a trained policy makes actions of.
+    monkeypatch.setattr(PI0FastPolicy, "detokenize_actions", lambda self, tokens, action_horizon, action_dim: (
+        tokens[:, : action_horizon * action_dim].float().unflatten(1, (action_horizon, action_dim))
+    ))  # fmt: skip
+    with KINDS[kind].here():
+        run = resolved(dataset, kind, tmp_path, **{"dataset.eval_split": 0.5, **options})
+        policy, (pre, post) = run.policy.start().eval(), run.policy.processors()
+        save_pretrained(policy, pre, post, run.job.output_dir / "pretrained_model")
+        errors = evaluate_run(run)["trained"]
+        frames = list(LeRobotDataset("local/test", root=dataset, episodes=[1], video_backend="pyav"))
+        recorded = torch.stack([frame["action"] for frame in frames])
+        differences = []
+        for number, example in enumerate(errors["examples"]):
+            now = example["frame_index"]
+            seed = int(np.random.SeedSequence((run.job.seed, number)).generate_state(1, np.uint64)[0])
+            expected = post(lerobots_chunk(policy, pre, frames, now, steps, seed))[0]
+            np.testing.assert_allclose(example["predicted"], expected.numpy(), rtol=1e-4, atol=1e-5)
+            known = recorded[now : now + steps]
+            assert example["recorded"][: len(known)] == known.tolist()
+            assert example["is_pad"] == [False] * len(known) + [True] * (steps - len(known))
+            differences.append(expected[: len(known)] - known)
+    assert len(errors["examples"]) == errors["frames"] == 4
+    assert errors["policy"]["mse"] == pytest.approx(float((torch.cat(differences) ** 2).mean()), rel=1e-4)
+
+
+def test_a_policy_that_predicts_nothing_is_not_measured(monkeypatch, capsys):
+    config = SimpleNamespace(type="molmoact2", inference_action_mode=None)
+    monkeypatch.setattr(vla, "family_of", lambda config: FAMILIES[config.type])
+    assert vla.evaluate(SimpleNamespace(policy=SimpleNamespace(config=config))) == 0
+    assert "not measured of a 'molmoact2'" in capsys.readouterr().out
+    config.inference_action_mode = "discrete"
+    assert FAMILIES["molmoact2"].cannot_predict(config) == ""
 
 
 def test_a_seed_is_a_result_and_leaves_no_trace(loaded):

@@ -74,7 +74,9 @@ def open_loop_errors(
         policy: predicts chunks of T actions.
         preprocessor, postprocessor: the policy's own, whole (LeRobot's pipelines, `pipelines.make_processors`).
         batches: columns of N frame rows (DESIGN.md): cameras uint8 (N, H, W, 3), `observation.state` (N, S), `action`
-            (N, T, A), `action_is_pad` bool (N, T), `task` (N,) strings; bookkeeping columns are ignored.
+            (N, T, A) at the policy's offsets, `action_is_pad` bool (N, T), `task` (N,) strings; bookkeeping columns are
+            ignored. Of a recorded chunk the actions count that the policy predicts: from the present on, and of some
+            policies those alone that they would execute.
         mean_action: (A,), predicted by the constant policy: the mean of the dataset's statistics.
         other_instruction: what to say instead of each instruction (`other_instructions`); None or empty: not tried.
         seed: of the noise.
@@ -88,7 +90,7 @@ def open_loop_errors(
         "mean_action": e, "policy": e}}`, and `"examples"`, the first frame of every batch: `{"task": str, "recorded":
         T x A, "predicted": T x A, "is_pad": T}` and its place in the dataset. All of it JSON.
     Raises:
-        ValueError: no frames; chunks of another shape than recorded; an instruction that `other_instruction` lacks.
+        ValueError: no frames; longer or wider chunks than recorded; an instruction that `other_instruction` lacks.
     """
     device = next(policy.parameters()).device
     options = {} if num_steps is None else {"num_steps": num_steps}
@@ -100,10 +102,6 @@ def open_loop_errors(
     try:
         for number, batch in enumerate(batches):
             present = without_future(batch, policy.config.observation_delta_indices)
-            recorded = np.asarray(batch[ACTION], np.float64)
-            counted = ~np.asarray(batch[ACTION_IS_PAD], bool)
-            constant = np.broadcast_to(np.asarray(mean_action, np.float64), recorded.shape)
-            sums["mean_action"].add(constant, recorded, counted)
             instructions = [str(task) for task in batch[TASK]]
             spoken = {"policy": instructions}
             if other_instruction:
@@ -113,9 +111,14 @@ def open_loop_errors(
                 with torch.autocast(device.type, autocast, enabled=autocast is not None):
                     chunk = _predict(policy, observation, (seed, number), options, at_once)
                 predicted = postprocessor(chunk.float()).double().cpu().numpy()
+                of_chunk = _from_now(policy.config.action_delta_indices, predicted.shape[1])
+                recorded = np.asarray(batch[ACTION], np.float64)[:, of_chunk]
+                counted = ~np.asarray(batch[ACTION_IS_PAD], bool)[:, of_chunk]
                 sums[name].add(predicted, recorded, counted)
                 if name != "policy":
                     continue
+                constant = np.broadcast_to(np.asarray(mean_action, np.float64), recorded.shape)
+                sums["mean_action"].add(constant, recorded, counted)
                 for task in dict.fromkeys(instructions):
                     rows = [i for i, own in enumerate(instructions) if own == task]
                     of_task = by_task.setdefault(task, {"mean_action": _ErrorSum(), "policy": _ErrorSum()})
@@ -155,6 +158,15 @@ def without_future(batch: Mapping[str, np.ndarray], deltas: Sequence[int] | None
         return batch
     seen = (key for key in batch if key.startswith(OBS_PREFIX) and not key.endswith("_is_pad"))
     return {**batch, **{key: batch[key][:, deltas.index(0)] for key in seen}}
+
+
+def _from_now(deltas: Sequence[int] | None, steps: int) -> slice:
+    """Where in a recorded chunk, of actions at these offsets in frames, so many predicted ones are.
+
+    Windows of diffusion begin with the past, and some policies predict no more than they would execute.
+    """
+    now = list(deltas or [0]).index(0)
+    return slice(now, now + steps)
 
 
 def _look_up(other_instruction: Mapping[str, str], task: str) -> str:
@@ -197,8 +209,9 @@ def _predict(
     device = next(policy.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
-        if at_once is None or family_of(policy.config).chunk_draws != "noise":
-            return policy.predict_action_chunk(observation, **options)
+        family = family_of(policy.config)
+        if at_once is None or family.chunk_draws != "noise":
+            return family.predict_chunk(policy, observation, **options)
         rows, config = len(observation[OBS_LANGUAGE_TOKENS]), policy.config
         # For all rows together, as the policy itself would.
         noise = policy.model.sample_noise((rows, config.chunk_size, config.max_action_dim), device)

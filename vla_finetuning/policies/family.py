@@ -147,6 +147,7 @@ class Family:
         row_losses: its loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
         flow: its loss is a `flow.FlowLoss`, so that action chunks have a probability.
         masks_cameras: it can do without some of its cameras.
+        queued: it predicts from queues of past observations.
         pads_statistics: its processors pad vectors before they normalise them, and statistics too.
         image_options: options of the policy that say how images are made ready for its vision tower; with the option
             `feature_cache`.
@@ -172,6 +173,7 @@ class Family:
     row_losses: ClassVar[bool] = False
     flow: ClassVar[bool] = False
     masks_cameras: ClassVar[bool] = False
+    queued: ClassVar[bool] = False
     pads_statistics: ClassVar[bool] = False
     image_options: ClassVar[tuple[str, ...]] = ()
     fits_images: ClassVar[bool] = False
@@ -286,6 +288,21 @@ class Family:
         """
         longest = "longest" in (getattr(config, name, None) for name in ("pad_language_to", "tokenizer_padding"))
         return tuple(range(1, getattr(config, "tokenizer_max_length", 0) + 1)) if longest and trim else ()
+
+    # ---- prediction --------------------------------------------------------------------------------------------------
+
+    def cannot_predict(self, config: PreTrainedConfig) -> str:
+        """Why it predicts nothing as it is configured, in words, with the option; empty where it does."""
+        return ""
+
+    def predict_chunk(self, policy: PreTrainedPolicy, observation: dict[str, Any], **options: Any) -> Tensor:
+        """The actions from the present on by LeRobot's own code, (N, T, A), normalised.
+
+        Args:
+            observation: N rows as the preprocessor makes them, (N, ...), or (N, n_obs_steps, ...) where the policy has
+                windows of observations. options: of `predict_action_chunk`.
+        """
+        return policy.predict_action_chunk(observation, **options)
 
     # ---- processors and files ----------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from vla_finetuning.policies.fastwam import FastWAM
 from vla_finetuning.policies.molmoact2 import MolmoAct2
 from vla_finetuning.policies.pi0 import PI0, PI0FAST
 from vla_finetuning.policies.pi05 import PI05
+from vla_finetuning.policies.queued import Queued
 from vla_finetuning.policies.smolvla import SmolVLA
 from vla_finetuning.policies.vqbet import VQBeT
 from vla_finetuning.policies.xvla import XVLA
@@ -24,13 +25,13 @@ FAMILIES = {
     for family in (
         PI05("pi05", as_lerobot=True, chunk_draws="noise", tokenizer=PALIGEMMA),
         ACT("act", as_lerobot=True, chunk_draws="nothing", in_float32=True),
-        Family("diffusion", as_lerobot=True, in_float32=True),
+        Queued("diffusion", as_lerobot=True, in_float32=True),
         PI0("pi0", as_lerobot=True, chunk_draws="noise", tokenizer=PALIGEMMA),
         SmolVLA("smolvla", as_lerobot=True, chunk_draws="noise", tokenizer_option="vlm_model_name"),
         PI0FAST("pi0_fast", as_lerobot=True, tokenizer_option="text_tokenizer_name"),
         XVLA("xvla", as_lerobot=True, tokenizer_option="tokenizer_name"),
         VQBeT("vqbet", as_lerobot=True, in_float32=True),
-        Family("multi_task_dit", as_lerobot=True, tokenizer_option="text_encoder_name", in_float32=True),
+        Queued("multi_task_dit", as_lerobot=True, tokenizer_option="text_encoder_name", in_float32=True),
         Evo1("evo1", as_lerobot=True, tokenizer_option="vlm_model_name", reads_texts=True),
         Family("vla_jepa", as_lerobot=True, tokenizer_option="qwen_model_name", reads_texts=True),
         FastWAM("fastwam", as_lerobot=True, tokenizer_option="tokenizer_model_id", reads_texts=True),

@@ -14,8 +14,9 @@ import torch
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
-from vla_finetuning.policies.family import Family, PolicyLoss
+from vla_finetuning.policies.family import PolicyLoss
 from vla_finetuning.policies.processors import DeviceHalf
+from vla_finetuning.policies.queued import Queued
 
 # The forwards that the codebook has been trained in.
 MODULE, COUNT = "vqbet.action_head.vqvae_model", "optimized_steps"
@@ -44,7 +45,7 @@ class VQBeTLoss(PolicyLoss):
             count.copy_(before)
 
 
-class VQBeT(Family):
+class VQBeT(Queued):
     """VQ-BeT and types that derive from it."""
 
     no_adapters = (
