@@ -1,6 +1,9 @@
 """What the demo says of its policy in the loop."""
 
-from vla_finetuning.evaluation.demo_success import LABELS, _to_show, success_table
+from types import SimpleNamespace
+
+from tests.evaluation.test_player import act_config
+from vla_finetuning.evaluation.demo_success import LABELS, _to_show, is_demo, success_table
 
 
 def test_the_table_counts_what_was_played_and_says_what_was_not():
@@ -31,3 +34,11 @@ def test_shown_are_a_scene_of_each_instruction_under_every_condition_and_failure
     lines = [line(name, seed, name == "a" and seed != 4) for seed in (4, 2, 3, 1) for name in ("trained", "untrained")]
     shown = [(found["condition"], found["seed"]) for found in _to_show(lines, ["trained", "untrained"])]
     assert shown == [("trained", 1), ("untrained", 1), ("trained", 3), ("untrained", 3), ("trained", 2), ("trained", 4)]
+
+
+def test_a_policy_that_cannot_play_ends_without_the_scene():
+    demo = SimpleNamespace(preset="demo", is_rehearsal=False)
+    config = act_config(chunk_size=6, n_action_steps=1, temporal_ensemble_coeff=0.01)
+    assert not is_demo(demo, SimpleNamespace(config=config))
+    config.temporal_ensemble_coeff = None
+    assert is_demo(demo, SimpleNamespace(config=config))

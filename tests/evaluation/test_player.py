@@ -160,6 +160,21 @@ def test_a_policy_that_does_not_fit_is_refused_before_anything_starts():
         check_fits(config, ENV, {})
 
 
+def test_a_controller_that_averages_past_chunks_is_refused():
+    """LeRobot's select_action gives other actions than its chunk from the second step on."""
+    policy = ACTPolicy(act_config(chunk_size=6, n_action_steps=1, temporal_ensemble_coeff=0.01))
+    with pytest.raises(ValueError, match="temporal_ensemble_coeff=0.01 averages.*lerobot-eval can"):
+        check_fits(policy.config, ENV, {})
+    policy.config.temporal_ensemble_coeff = None
+    check_fits(policy.config, ENV, {})
+
+
+def test_a_policy_that_predicts_nothing_is_refused(monkeypatch):
+    monkeypatch.setattr(Family, "cannot_predict", lambda self, config: "give --policy.way")
+    with pytest.raises(ValueError, match="'act' policy predicts nothing as it is configured: give --policy.way"):
+        check_fits(act().config, ENV, {})
+
+
 @pytest.fixture(scope="module")
 def masked(tmp_path_factory):
     """A folder as of lerobot/pi05_base fine-tuned with --dataset.missing_cameras=mask.

@@ -19,6 +19,7 @@ from vla_finetuning.evaluation.side_by_side import SideBySide
 from vla_finetuning.node_disk import fetched_for_good
 from vla_finetuning.policies.loading import load_policy_config
 from vla_finetuning.policies.pipelines import saved_shapes
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.job import Job
 
@@ -41,7 +42,7 @@ FAILURES_SHOWN = 4
 def is_demo(config: Config, policy: PolicySpec) -> bool:
     """Whether a run is on the demo's own datasets, in whose scene its policy can play."""
     own = config.preset == "demo" and not config.is_rehearsal
-    return own and getattr(policy.config, "n_obs_steps", 1) == 1  # more: player.check_fits
+    return own and not family_of(policy.config).remembers(policy.config)  # otherwise `check_fits` refuses
 
 
 def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[str, Any]]]:

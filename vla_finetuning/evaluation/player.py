@@ -252,18 +252,19 @@ def check_fits(
     Raises:
         ValueError: naming what the policy needs and what the environment shows, and the flag that settles it.
     """
-    if getattr(config, "n_obs_steps", 1) != 1:
-        raise ValueError(
-            f"a '{config.type}' policy with n_obs_steps={config.n_obs_steps} looks at past observations too, which is "
-            "not done here yet; lerobot-eval can"
-        )
+    family = family_of(config)
+    # An episode's decisions go to any process, and again after a failure: none has what was before.
+    if past := family.remembers(config):
+        raise ValueError(f"a '{config.type}' policy {past}, which is not done here yet; lerobot-eval can")
+    if reason := family.cannot_predict(config):
+        raise ValueError(f"a '{config.type}' policy predicts nothing as it is configured: {reason}")
     # Some environments' own processors make what policies see: LIBERO's the state, of its parts.
     features = env.get_env_processors()[0].transform_features(
         {PipelineFeatureType.OBSERVATION: env_to_policy_features(env)}
     )
     shown = {rename_map.get(key, key): feature for part in features.values() for key, feature in part.items()}
     missing = {key for key in config.input_features if key not in shown and not key.startswith(EMPTY_CAMERA)}
-    if family_of(config).masks_cameras and any(key in shown for key in config.image_features):
+    if family.masks_cameras and any(key in shown for key in config.image_features):
         missing -= config.image_features.keys() - trained.keys()
     if missing:
         there = sorted(shown.keys() - {ACTION})

@@ -42,5 +42,13 @@ class ACT(Family):
 
     train_options = frozenset({"exact_mean"})
 
+    def remembers(self, config: Any) -> str:
+        if config.temporal_ensemble_coeff is None:
+            return super().remembers(config)
+        return (
+            f"with temporal_ensemble_coeff={config.temporal_ensemble_coeff:g} averages the chunks of past steps "
+            "(--policy.temporal_ensemble_coeff=null: without)"
+        )
+
     def make_loss(self, policy: PreTrainedPolicy, **options: Any) -> PolicyLoss:
         return ACTLoss(policy, images=super().make_loss(policy, **options).images)

@@ -147,7 +147,6 @@ class Family:
         row_losses: its loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
         flow: its loss is a `flow.FlowLoss`, so that action chunks have a probability.
         masks_cameras: it can do without some of its cameras.
-        queued: it predicts from queues of past observations.
         pads_statistics: its processors pad vectors before they normalise them, and statistics too.
         image_options: options of the policy that say how images are made ready for its vision tower; with the option
             `feature_cache`.
@@ -173,7 +172,6 @@ class Family:
     row_losses: ClassVar[bool] = False
     flow: ClassVar[bool] = False
     masks_cameras: ClassVar[bool] = False
-    queued: ClassVar[bool] = False
     pads_statistics: ClassVar[bool] = False
     image_options: ClassVar[tuple[str, ...]] = ()
     fits_images: ClassVar[bool] = False
@@ -294,6 +292,11 @@ class Family:
     def cannot_predict(self, config: PreTrainedConfig) -> str:
         """Why it predicts nothing as it is configured, in words, with the option; empty where it does."""
         return ""
+
+    def remembers(self, config: PreTrainedConfig) -> str:
+        """What its actions are made of besides the present observation, in words, with the option; empty: nothing."""
+        steps = getattr(config, "n_obs_steps", 1)
+        return f"with n_obs_steps={steps} looks at past observations too" if steps != 1 else ""
 
     def predict_chunk(self, policy: PreTrainedPolicy, observation: dict[str, Any], **options: Any) -> Tensor:
         """The actions from the present on by LeRobot's own code, (N, T, A), normalised.

@@ -16,8 +16,6 @@ from vla_finetuning.policies.family import Family
 class Queued(Family):
     """Policies whose `predict_action_chunk` reads queues of the last `n_obs_steps` states and images."""
 
-    queued = True
-
     def predict_chunk(self, policy: PreTrainedPolicy, observation: dict[str, Any], **options: Any) -> Tensor:
         """Show the policy the window, one step after the other, as an episode's steps, and have it predict."""
         owner: Any = policy
