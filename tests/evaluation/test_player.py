@@ -169,6 +169,17 @@ def test_a_controller_that_averages_past_chunks_is_refused():
     check_fits(policy.config, ENV, {})
 
 
+@pytest.mark.parametrize("kind", ["diffusion", "vqbet", "multi_task_dit"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_policy_with_queues_is_refused(kind, steps):
+    """Of one step too: its state would have no axis of steps, and its queues stay empty."""
+    config = PreTrainedConfig.get_choice_class(kind)(
+        n_obs_steps=steps, input_features=FEATURES, output_features=act_config().output_features, device="cpu"
+    )
+    with pytest.raises(ValueError, match=f"a '{kind}' policy with n_obs_steps={steps} .* past .*lerobot-eval can"):
+        check_fits(config, ENV, {})
+
+
 def test_a_policy_that_predicts_nothing_is_refused(monkeypatch):
     monkeypatch.setattr(Family, "cannot_predict", lambda self, config: "give --policy.way")
     with pytest.raises(ValueError, match="'act' policy predicts nothing as it is configured: give --policy.way"):

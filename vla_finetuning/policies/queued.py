@@ -16,6 +16,10 @@ from vla_finetuning.policies.family import Family
 class Queued(Family):
     """Policies whose `predict_action_chunk` reads queues of the last `n_obs_steps` states and images."""
 
+    def remembers(self, config: Any) -> str:
+        """With one step too: its queues are filled here from windows alone."""
+        return super().remembers(config) or f"with n_obs_steps={config.n_obs_steps} predicts from a queue of past steps"
+
     def predict_chunk(self, policy: PreTrainedPolicy, observation: dict[str, Any], **options: Any) -> Tensor:
         """Show the policy the window, one step after the other, as an episode's steps, and have it predict."""
         owner: Any = policy
