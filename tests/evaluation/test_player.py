@@ -9,9 +9,12 @@ from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
+from tests.datasets import make_dataset
+from tests.tiny_backbones import KINDS
+from tests.training.test_as_lerobot import resolved
 from vla_finetuning.envs.configs import env_config
 from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS, draw_scene, render
-from vla_finetuning.evaluation.episodes import noise
+from vla_finetuning.evaluation.episodes import generator, noise
 from vla_finetuning.evaluation.player import Player, check_advantage, check_fits
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.family import Family
@@ -135,6 +138,29 @@ def test_one_that_draws_for_itself_gets_a_generator_for_each_row(instructions, m
     few = player(rows_of(seen, [3, 1]), [instructions[3], instructions[1]], [KEYS[3], KEYS[1]])
     np.testing.assert_array_equal(few, whole[[3, 1]])
     assert np.abs(whole - player(seen, instructions, [(8, *key[1:]) for key in KEYS])).max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["eo1", "molmoact2"])
+def test_rows_whose_images_are_packed_are_lerobots_own(kind, tmp_path, instructions):
+    """Patches or crops of all cameras and rows are one tensor in some; here two cameras and four rows."""
+    cameras = {f"observation.images.{name}": CAMERAS[name] for name in ("front", "top")}
+    root = make_dataset(tmp_path / "dataset", episodes=(5, 5), cameras=cameras, state_dim=3)
+    seen, rows = observed(), range(4)
+    with KINDS[kind].here():
+        run = resolved(root, kind)
+        policy, (pre, post) = run.policy.start().eval(), run.policy.processors()
+        player = Player(policy, pre, post, env=ENV, rename_map={})
+        found = player(rows_of(seen, list(rows)), instructions[:4], KEYS[:4])
+        for row in rows:
+            shown = preprocess_observation(rows_of(seen, [row]))
+            batch = pre({**{key: shown[key] for key in policy.config.input_features}, "task": [instructions[row]]})
+            torch.manual_seed(int(generator(*KEYS[row]).integers(2**63)))
+            policy.reset()
+            for step in range(policy.config.n_action_steps):
+                expected = post(policy.select_action(batch)).numpy()
+                np.testing.assert_allclose(found[row, step], expected[0], rtol=1e-5, atol=1e-5)
+    assert found.shape == (4, 4, 3)
+    np.testing.assert_array_equal(player(rows_of(seen, [2]), [instructions[2]], [KEYS[2]]), found[2:3])
 
 
 def test_a_policy_that_does_not_fit_is_refused_before_anything_starts():

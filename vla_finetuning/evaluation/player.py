@@ -163,6 +163,14 @@ class Player:
             observation: as gymnasium's vector environments have it, N rows.
             instructions: one for each row. keys: of each row's draws.
         """
+        if family_of(self._policy.config).chunk_draws != "its own":
+            return self._act(observation, instructions, keys)
+        # One that draws for itself has one generator for a whole batch, so rows go one by one, from the observation on:
+        # processors of language models pack the images of a batch, and others remember the states of the last one.
+        alone = [self._act(_row(observation, row), [instructions[row]], [key]) for row, key in enumerate(keys)]
+        return np.concatenate(alone)
+
+    def _act(self, observation: Observation, instructions: Sequence[str], keys: Sequence[Key]) -> np.ndarray:
         with torch.no_grad():
             batch = self.prepare(observation, instructions, self._words)
             if self._loss is None:
@@ -189,7 +197,7 @@ class Player:
         return actions.reshape(rows, steps, -1).numpy()
 
     def _predict(self, batch: dict[str, Any], keys: Sequence[Key]) -> torch.Tensor:
-        """A normalised chunk for each row, (N, T, A)."""
+        """A normalised chunk for each row, (N, T, A); of a policy that draws for itself there is one row."""
         policy, config = self._policy, self._policy.config
         policy.reset()
         draws = family_of(config).chunk_draws
@@ -197,21 +205,21 @@ class Player:
             return policy.predict_action_chunk(batch)
         if draws == "noise":
             return policy.predict_action_chunk(batch, noise=self._noise(keys))
-        # One that draws for itself has one generator for a whole batch, so rows go one by one.
-        chunks = []
-        for row, key in enumerate(keys):
-            alone = {k: v[row : row + 1] if isinstance(v, (torch.Tensor, list)) else v for k, v in batch.items()}
-            with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-                torch.manual_seed(int(generator(*key).integers(2**63)))
-                policy.reset()
-                chunks.append(policy.predict_action_chunk(alone))
-        return torch.cat(chunks)
+        (key,) = keys
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            torch.manual_seed(int(generator(*key).integers(2**63)))
+            return policy.predict_action_chunk(batch)
 
     def _noise(self, keys: Sequence[Key]) -> torch.Tensor:
         """What the sampling of each row starts from, (N, T, max_action_dim)."""
         config: Any = self._policy.config
         drawn = [noise(*key, (config.chunk_size, config.max_action_dim)) for key in keys]
         return torch.from_numpy(np.stack(drawn)).to(self._device)
+
+
+def _row(observation: Observation, row: int) -> Observation:
+    """One row of an observation, as N = 1."""
+    return {k: _row(v, row) if isinstance(v, Mapping) else v[row : row + 1] for k, v in observation.items()}
 
 
 def opening_of(folder: Path) -> str:
