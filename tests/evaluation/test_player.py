@@ -1,9 +1,12 @@
 """A LeRobot policy that plays: the chunk that LeRobot itself predicts, whatever batch a row is in."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
+from lerobot.envs import make_env_pre_post_processors
 from lerobot.envs.utils import preprocess_observation
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy
@@ -15,7 +18,8 @@ from tests.training.test_as_lerobot import resolved
 from vla_finetuning.envs.configs import env_config
 from vla_finetuning.envs.two_bins_scene import CAMERAS, INSTRUCTIONS, draw_scene, render
 from vla_finetuning.evaluation.episodes import generator, noise
-from vla_finetuning.evaluation.player import Player, check_advantage, check_fits
+from vla_finetuning.evaluation.player import Player, _row, check_advantage, check_fits
+from vla_finetuning.evaluation.recording import Eyes
 from vla_finetuning.policies import tiny_pi05
 from vla_finetuning.policies.family import Family
 from vla_finetuning.policies.loading import load_policy
@@ -140,7 +144,7 @@ def test_one_that_draws_for_itself_gets_a_generator_for_each_row(instructions, m
     assert np.abs(whole - player(seen, instructions, [(8, *key[1:]) for key in KEYS])).max() > 0.1
 
 
-@pytest.mark.parametrize("kind", ["eo1", "molmoact2"])
+@pytest.mark.parametrize("kind", ["eo1", "molmoact2", "xvla"])
 def test_rows_whose_images_are_packed_are_lerobots_own(kind, tmp_path, instructions):
     """Patches or crops of all cameras and rows are one tensor in some; here two cameras and four rows."""
     cameras = {f"observation.images.{name}": CAMERAS[name] for name in ("front", "top")}
@@ -161,6 +165,71 @@ def test_rows_whose_images_are_packed_are_lerobots_own(kind, tmp_path, instructi
                 np.testing.assert_allclose(found[row, step], expected[0], rtol=1e-5, atol=1e-5)
     assert found.shape == (4, 4, 3)
     np.testing.assert_array_equal(player(rows_of(seen, [2]), [instructions[2]], [KEYS[2]]), found[2:3])
+
+
+def in_libero(rows=2):
+    """What LeRobot's LIBERO shows, without its simulator."""
+    rng = np.random.default_rng(0)
+    turns = np.stack([np.linalg.qr(rng.normal(size=(3, 3)))[0] for _ in range(rows)])
+    eef = {"pos": rng.normal(size=(rows, 3)), "quat": rng.normal(size=(rows, 4)), "mat": turns}
+    robot = {"eef": eef, "gripper": {"qpos": rng.normal(size=(rows, 2))}}
+    images = {name: rng.integers(0, 256, (rows, 48, 64, 3), dtype=np.uint8) for name in ("image", "image2")}
+    return {"pixels": images, "robot_state": {k: {n: v.astype(np.float32) for n, v in part.items()}
+                                              for k, part in robot.items()}}  # fmt: skip
+
+
+@pytest.mark.parametrize("normalises", [False, True])
+def test_in_libero_an_xvla_is_lerobots(normalises, tmp_path):
+    """Its state and actions have rotations of six numbers there; images are normalised once.
+
+    LeRobot's own chain wants a preprocessor that leaves images alone, as the published one; it refuses another.
+    """
+    cameras = dict.fromkeys(("observation.images.image", "observation.images.image2"), (48, 64))
+    root = make_dataset(tmp_path / "dataset", episodes=(5, 5), cameras=cameras, state_dim=20, action_dim=20)
+    env, tasks, keys = env_config("libero"), ["go to the red bin"] * 2, KEYS[:2]
+    run = resolved(
+        root, "xvla", **{"policy.action_mode": "ee6d", "policy.max_state_dim": 20, "policy.max_action_dim": 20}
+    )
+    policy, (pre, post) = run.policy.start().eval(), run.policy.processors()
+    check_fits(policy.config, env, {}, run.match.trained)
+    plain = copy.copy(pre)
+    done = ("xvla_image_to_float", "xvla_imagenet_normalize", "xvla_add_domain_id")
+    plain.steps = [step for step in pre.steps if getattr(step, "_registry_name", None) not in done]
+    player = Player(policy, pre if normalises else plain, post, env=env, rename_map={})
+    found = player(in_libero(), tasks, keys)
+    before, after = make_env_pre_post_processors(env, policy.config)
+    for row, key in enumerate(keys):
+        shown = before({**preprocess_observation(_row(in_libero(), row)), "task": tasks[:1]})
+        torch.manual_seed(int(generator(*key).integers(2**63)))
+        policy.reset()
+        expected = [after({"action": post(policy.select_action(plain(shown)))})["action"] for _ in range(4)]
+        np.testing.assert_allclose(found[row], torch.cat(expected).numpy(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="outside"):
+        pre(shown)
+    # As a dataset has it: turned round, and not normalised.
+    eyes = Eyes(env, policy.config)({"pixels": {k: v[0] for k, v in in_libero()["pixels"].items()}})
+    np.testing.assert_array_equal(eyes["observation.images.image"], in_libero()["pixels"]["image"][0, ::-1, ::-1])
+
+
+def test_an_xvla_is_compared_with_what_it_is_shown():
+    """As one from lerobot/xvla-base: a third camera, and a state's length that says nothing."""
+    config = PreTrainedConfig.get_choice_class("xvla")(device="cpu")
+    names = ("image", "image2", "image3", "empty_camera_0")
+    config.input_features = {f"observation.images.{n}": PolicyFeature(FeatureType.VISUAL, (3, 64, 64)) for n in names}
+    config.input_features["observation.state"] = PolicyFeature(FeatureType.STATE, (8,))
+    libero = env_config("libero")
+    for width in (7, 10, 20):
+        config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (width,))}
+        check_fits(config, libero, {})
+        trained = {"observation.state": (8 if width == 7 else 20,)}
+        check_fits(config, libero, {}, trained)
+        with pytest.raises(ValueError, match="another robot"):
+            check_fits(config, libero, {}, {"observation.state": (28 - trained["observation.state"][0],)})
+        with pytest.raises(ValueError, match=rf"'action' has the shape \({width},\).*\(3,\)"):
+            check_fits(config, ENV, {"observation.images.top": "observation.images.image"})
+    config.output_features = {"action": PolicyFeature(FeatureType.ACTION, (14,))}
+    with pytest.raises(ValueError, match=r"'action' has the shape \(14,\).*\(7,\)"):
+        check_fits(config, libero, {})
 
 
 def test_a_policy_that_does_not_fit_is_refused_before_anything_starts():

@@ -18,7 +18,6 @@ import ray
 import torch
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.configs.types import PipelineFeatureType
-from lerobot.envs import make_env_pre_post_processors
 from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import env_to_policy_features, preprocess_observation
 from lerobot.policies.pretrained import PreTrainedPolicy
@@ -152,7 +151,8 @@ class Player:
             assert isinstance(loss, FlowLoss)  # `check_advantage` refuses others
             self._loss = loss.eval()
         self._policy, self._pre, self._post = policy.eval(), preprocessor, postprocessor
-        self._env_pre, self._env_post = make_env_pre_post_processors(env, policy.config)
+        own = {getattr(step, "_registry_name", "") for step in preprocessor.steps}
+        self._env_pre, self._env_post = family_of(policy.config).env_processors(policy.config, env, own)
         self._rename_map, self._trusted = rename_map, trusted
         self._device = next(policy.parameters()).device
 
@@ -217,7 +217,7 @@ class Player:
         return torch.from_numpy(np.stack(drawn)).to(self._device)
 
 
-def _row(observation: Observation, row: int) -> Observation:
+def _row(observation: Mapping[str, Any], row: int) -> Observation:
     """One row of an observation, as N = 1."""
     return {k: _row(v, row) if isinstance(v, Mapping) else v[row : row + 1] for k, v in observation.items()}
 
@@ -270,9 +270,10 @@ def check_fits(
     features = env.get_env_processors()[0].transform_features(
         {PipelineFeatureType.OBSERVATION: env_to_policy_features(env)}
     )
-    shown = {rename_map.get(key, key): feature for part in features.values() for key, feature in part.items()}
+    features = family.env_features(config, env, {key: one for part in features.values() for key, one in part.items()})
+    shown = {rename_map.get(key, key): feature for key, feature in features.items()}
     missing = {key for key in config.input_features if key not in shown and not key.startswith(EMPTY_CAMERA)}
-    if family.masks_cameras and any(key in shown for key in config.image_features):
+    if (family.masks_cameras or family.takes_any) and any(key in shown for key in config.image_features):
         missing -= config.image_features.keys() - trained.keys()
     if missing:
         there = sorted(shown.keys() - {ACTION})
@@ -286,8 +287,10 @@ def check_fits(
         if key not in shown or len(feature.shape) != 1:
             continue
         found, wanted = tuple(shown[key].shape), trained.get(key, tuple(feature.shape))
-        padded = key == OBS_STATE and key not in trained and wanted == (getattr(config, "max_state_dim", None),)
-        if not (found == wanted or (padded and len(found) == 1 and found < wanted)):
+        if key == OBS_STATE and key not in trained and len(found) == 1:  # padded, where the policy pads
+            padded = wanted == (getattr(config, "max_state_dim", None),)
+            wanted = found if family.takes_any or (padded and found < wanted) else wanted
+        if found != wanted:
             raise ValueError(
                 f"the policy's '{key}' has the shape {wanted}, that of --env.type={env.type} {found}: it was trained "
                 "for another robot"

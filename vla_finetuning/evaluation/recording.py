@@ -18,7 +18,6 @@ import numpy as np
 import ray
 import torch
 from lerobot.configs.policies import PreTrainedConfig
-from lerobot.envs import make_env_pre_post_processors
 from lerobot.envs.configs import EnvConfig
 from lerobot.envs.utils import preprocess_observation
 from lerobot.utils.constants import ACTION, DONE, OBS_STR, REWARD
@@ -29,6 +28,8 @@ from vla_finetuning.envs.film import play_again
 from vla_finetuning.envs.stage import Maker, Observation, choose_gl
 from vla_finetuning.envs.writing import merge_datasets, writing_videos
 from vla_finetuning.files import read_json, write_json
+from vla_finetuning.policies.processors import IMAGENET_STEP
+from vla_finetuning.policies.registry import family_of
 from vla_finetuning.terminal import tell
 
 REPO_ID, SUCCESS = "recorded/policy", "next.success"
@@ -47,7 +48,7 @@ class Eyes:
 
     def __call__(self, observation: Observation) -> dict[str, np.ndarray]:
         """Of one observation: cameras uint8 (H, W, 3), vectors float32, by LeRobot's names."""
-        before, _ = make_env_pre_post_processors(self.env, self.config)
+        before, _ = family_of(self.config).env_processors(self.config, self.env, own=(IMAGENET_STEP,))
         seen = before(preprocess_observation(_stacked(observation)))
         found = {}
         for key, value in seen.items():

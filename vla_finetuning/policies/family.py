@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from lerobot.configs import FeatureType, NormalizationMode, PreTrainedConfig
+from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature, PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION
 from torch import Tensor, nn
@@ -147,6 +147,7 @@ class Family:
         row_losses: its loss takes explicit draws, `row_weight` and `per_row`, as `flow.FlowLoss` does.
         flow: its loss is a `flow.FlowLoss`, so that action chunks have a probability.
         masks_cameras: it can do without some of its cameras.
+        takes_any: it plays with any of its cameras, and masks the others, and pads or cuts a state of any length.
         pads_statistics: its processors pad vectors before they normalise them, and statistics too.
         image_options: options of the policy that say how images are made ready for its vision tower; with the option
             `feature_cache`.
@@ -172,6 +173,7 @@ class Family:
     row_losses: ClassVar[bool] = False
     flow: ClassVar[bool] = False
     masks_cameras: ClassVar[bool] = False
+    takes_any: ClassVar[bool] = False
     pads_statistics: ClassVar[bool] = False
     image_options: ClassVar[tuple[str, ...]] = ()
     fits_images: ClassVar[bool] = False
@@ -306,6 +308,21 @@ class Family:
                 windows of observations. options: of `predict_action_chunk`.
         """
         return policy.predict_action_chunk(observation, **options)
+
+    def env_processors(self, config: PreTrainedConfig, env: Any, own: Collection[str] = ()) -> tuple[Any, Any]:
+        """What stands between an environment and the policy's own processors: of observations, and of actions.
+
+        Args:
+            env: LeRobot's configuration of it.
+            own: registered names of steps that observations pass afterwards: they pass none of them twice.
+        """
+        return env.get_env_processors()
+
+    def env_features(
+        self, config: PreTrainedConfig, env: Any, features: dict[str, PolicyFeature]
+    ) -> dict[str, PolicyFeature]:
+        """What `env_processors` show, and the actions that they take, given those of the environment's own ones."""
+        return features
 
     # ---- processors and files ----------------------------------------------------------------------------------------
 
