@@ -465,7 +465,7 @@ def join_cluster(run: Run, gpu_bytes: int = 0) -> cluster.Needs:
 def evaluate(run: Run) -> int:
     """Print what the trained policy predicts of held-out episodes, and how the demo fares. Returns the exit status."""
     if reason := family_of(run.policy.config).cannot_predict(run.policy.config):
-        tell(f"Open-loop error: not measured of a '{run.policy.config.type}', {reason}")
+        tell(f"Open loop    not measured of a '{run.policy.config.type}', {reason}")
         return 0
     try:
         errors = cluster.call_there(evaluate_run, run, rows_that_fit=rows_that_fit, scaling=run.job.scaling)

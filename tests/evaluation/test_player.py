@@ -125,6 +125,20 @@ def test_a_policy_that_draws_nothing_needs_no_noise(instructions):
     np.testing.assert_array_equal(found, player(observed(), instructions, [(9, *key[1:]) for key in KEYS]))
 
 
+def test_mixed_precision_is_that_of_lerobot_eval(instructions):
+    policy = act()
+    pre, post = make_pre_post_processors(policy.config, dataset_stats=STATS)
+    player = Player(policy, pre, post, env=ENV, rename_map={})
+    plain = player(observed(), instructions, KEYS)
+    policy.config.use_amp = True
+    found = player(observed(), instructions, KEYS)
+    batch = pre({**preprocess_observation(observed()), "task": instructions})
+    with torch.no_grad(), torch.autocast("cpu"):
+        expected = post(policy.predict_action_chunk(batch))[:, :3]
+    np.testing.assert_array_equal(found, expected.float().numpy())
+    assert not np.array_equal(found, plain)
+
+
 def test_one_that_draws_for_itself_gets_a_generator_for_each_row(instructions, monkeypatch):
     """Here an ACT that adds what the global generator gives, of a family that says so."""
     policy = act()

@@ -405,6 +405,7 @@ def _placed(
     policy = policy.to(device)
     if device.type != "cuda" or rows_that_fit is None:
         return policy, None
+    torch.cuda.empty_cache()  # of the policy before it
     free, cameras = torch.cuda.mem_get_info(device)[0], spec.cameras
     return policy, rows_that_fit(
         policy.config, mode, cameras=cameras, bf16=autocast is not None, free_bytes=free, most=EVAL_BATCH

@@ -174,7 +174,9 @@ class Player:
         with torch.no_grad():
             batch = self.prepare(observation, instructions, self._words)
             if self._loss is None:
-                return self.to_env(self._predict(batch, keys))
+                with torch.autocast(self._device.type, enabled=self._policy.config.use_amp):  # as lerobot-eval
+                    predicted = self._predict(batch, keys)
+                return self.to_env(predicted)
             plain = self.prepare(observation, instructions)
             return self.to_env(guided_chunk(self._loss, batch, plain, self._noise(keys), self._guidance))
 
