@@ -196,7 +196,7 @@ def in_libero(rows=2):
 def test_in_libero_an_xvla_is_lerobots(normalises, tmp_path):
     """Its state and actions have rotations of six numbers there; images are normalised once.
 
-    LeRobot's own chain wants a preprocessor that leaves images alone, as the published one; it refuses another.
+    LeRobot's own chain wants a preprocessor that leaves images alone; that of its own training refuses them.
     """
     cameras = dict.fromkeys(("observation.images.image", "observation.images.image2"), (48, 64))
     root = make_dataset(tmp_path / "dataset", episodes=(5, 5), cameras=cameras, state_dim=20, action_dim=20)
