@@ -357,6 +357,8 @@ def test_what_a_pretrained_configuration_declares_is_no_other_robot(masked):
     hidden = {key: f"{key}.hidden" for key in FEATURES if "images" in key}
     with pytest.raises(ValueError, match="needs .*front.*left_wrist_0_rgb.*wrist"):
         check_fits(config, ENV, hidden, state)
+    with pytest.raises(ValueError, match="needs .*wrist.*--rename_map="):
+        check_fits(config, ENV, {"observation.images.wrist": "observation.images.left"}, state)
     # Of ACT, which has no mask, all are needed.
     config = act().config
     with pytest.raises(ValueError, match=r"needs \['observation.images.top'\]"):

@@ -275,7 +275,10 @@ def check_fits(
     features = family.env_features(config, env, {key: one for part in features.values() for key, one in part.items()})
     shown = {rename_map.get(key, key): feature for key, feature in features.items()}
     missing = {key for key in config.input_features if key not in shown and not key.startswith(EMPTY_CAMERA)}
-    if (family.masks_cameras or family.takes_any) and any(key in shown for key in config.image_features):
+    # A name that the policy does not know is a slip in the map, not a camera to do without.
+    slip = any(key in rename_map and rename_map[key] not in config.input_features for key in features)
+    masks = (family.masks_cameras or family.takes_any) and any(key in shown for key in config.image_features)
+    if masks and not slip:
         missing -= config.image_features.keys() - trained.keys()
     if missing:
         there = sorted(shown.keys() - {ACTION})
