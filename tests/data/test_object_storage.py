@@ -532,7 +532,7 @@ PROGRAM = """
 import json, os, pickle, sys
 import vla
 
-def stop_here(run):
+def stop_here(run, gpu_bytes):
     # What training workers would be sent, and an end instead of Ray.
     print(f"SENT {pickle.dumps(run)!r}")
     raise OSError("not trained")

@@ -44,7 +44,7 @@ MEAN = np.array([0.5, -0.25, 1.0])
 class Shifted(torch.nn.Module):
     """A policy that predicts what was recorded plus 0.1, which it finds in the state."""
 
-    config = SimpleNamespace(observation_delta_indices=None)
+    config = SimpleNamespace(type="pi05", observation_delta_indices=None, action_delta_indices=list(range(CHUNK)))
 
     def __init__(self):
         super().__init__()

@@ -15,6 +15,7 @@ import time
 import zipfile
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ import torch
 from ray._private.runtime_env import packaging
 from ray.data import DataContext, ExecutionResources
 from ray.data._internal.execution.resource_manager import ResourceManager
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from tests import clusters
 from vla_finetuning.config import ScalingOptions
@@ -250,6 +252,7 @@ def test_whether_to_train_on_gpus_is_not_guessed_from_a_machine_that_joins_a_clu
         assert cluster.gpus_found(scaling, preset) == 0
     # A notebook that has joined it.
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(cluster, "_started_here", lambda: False)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 4.0})
     assert not cluster.is_local() and cluster.gpus_found(plain, None) == 4
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -339,6 +342,28 @@ def test_a_cluster_that_is_gone_is_not_waited_for(monkeypatch, caplog):
         assert running_cluster().endswith(f":{port}")
         monkeypatch.setattr("vla_finetuning.run.cluster.services.find_bootstrap_address", lambda temp_dir: None)
         assert running_cluster() is None
+
+
+def add(one, *, other):
+    return one + other
+
+
+@pytest.mark.ray
+def test_a_process_for_work_after_training_is_not_waited_for_for_ever(ray_cluster, monkeypatch, capsys):
+    monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.1)
+    there = partial(cluster.call_there, add, 1, other=2)
+    assert there(scaling=ScalingOptions(nodes_timeout_s=60)) == 3
+    with pytest.raises(ValueError, match="the cluster is too small for a process: needs 1 GPU, 0 found; none came for"):
+        there(scaling=ScalingOptions(nodes_timeout_s=0.3, use_gpu=True))
+    others = placement_group([{"CPU": ray.cluster_resources()["CPU"]}])
+    try:
+        ray.get(others.ready())
+        with pytest.raises(ValueError, match="the cluster has no capacity for a process: others use it, or no node is"):
+            there(scaling=ScalingOptions(nodes_timeout_s=0.3))
+    finally:
+        remove_placement_group(others)
+    assert capsys.readouterr().err.count("waiting      for capacity, at most 0.3 s") == 2
+    assert there(scaling=ScalingOptions(nodes_timeout_s=60)) == 3
 
 
 # ---- two raylets --------------------------------------------------------------------------------------------------

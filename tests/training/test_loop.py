@@ -6,11 +6,9 @@ import threading
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
-import ray
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -182,11 +180,10 @@ def test_the_data_come_while_the_model_is_made(setting, monkeypatch):
 
 
 def test_a_policy_that_is_trained_is_not_lost_with_its_evaluation(setting, monkeypatch, capsys):
-    def fails(*_):
+    def fails(*_, **__):
         raise ValueError("none of the held-out episodes can be read")
 
-    monkeypatch.setattr(ray, "remote", lambda function: SimpleNamespace(options=lambda **_: mock.MagicMock()))
-    monkeypatch.setattr(vla.cluster, "wait_for", fails)
+    monkeypatch.setattr(vla.cluster, "call_there", fails)
     assert vla.evaluate(resolved(setting)) == 5
     assert "the policy is trained, but could not be evaluated: none of the" in capsys.readouterr().err
 
