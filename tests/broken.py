@@ -40,6 +40,7 @@ def flags(setting, output_dir, **changes):
         "scaling.num_workers": 2,
         "scaling.cpus_per_worker": 0.5,
         "scaling.max_failures": 0,
+        "scaling.use_gpu": "false",  # some join a cluster
         "batch_size": 3,
         "steps": STEPS,  # 2.2 epochs of 54 rows
         "log_freq": 1,
