@@ -302,9 +302,9 @@ def gpus_found(scaling: WorkerOptions, preset: str | None) -> int:
 
     Raises: as `find_gpus`.
     """
-    said = scaling.use_gpu is not None or scaling.accelerator_type is not None or preset == "demo"
     import torch
 
+    said = scaling.use_gpu is not None or scaling.accelerator_type is not None or preset == "demo"
     return torch.cuda.device_count() if said else find_gpus("--scaling.use_gpu")
 
 
