@@ -23,6 +23,7 @@ import av
 import numpy as np
 import pytest
 import ray
+import ray._private.thirdparty.pynvml  # to be replaced, it must be there
 import torch
 from ray._private.runtime_env import packaging
 from ray.data import DataContext, ExecutionResources
