@@ -1,0 +1,104 @@
+"""The comparison of golden runs: a planted difference is found and named. Nothing is run."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.golden.__main__ import show
+from tests.golden.records import compare, record
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """What a run leaves."""
+    lines = [{"step": step, "loss": 0.1 + step, "grad_norm": float("nan"), "step_s": 0.5} for step in (2, 4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "rank0.jsonl").write_text('{"step": 1, "rows": [[0, 3]]}\n{"step": 2, "rows": [[0, 1]]}\n')
+    checkpoint = tmp_path / "checkpoints" / "step_00000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text('{"progress": {"step": 4, "rows": 8, "loss": 0.3, "eval_loss": null}}')
+    for name in ("checkpoints/step_00000004/trainable", "trained"):
+        save_file(
+            {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2)}, tmp_path / f"{name}.safetensors"
+        )
+    return tmp_path
+
+
+@pytest.fixture
+def before(folder):
+    return record(folder)
+
+
+def difference(before, after, *ignored):
+    equal, said = compare(before, after, ignored)
+    assert not equal
+    return said
+
+
+def test_equal_runs_are_equal_whatever_they_took(folder, before):
+    log = folder / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"step_s": 0.5', '"step_s": 0.7'))
+    equal, said = compare(json.loads(json.dumps(before)), record(folder))
+    assert equal and said == "equal: 2 lines of metrics, 1 checkpoints, 4 tensors, 2 lines of rows"
+
+
+def test_the_last_bit_of_a_loss_is_named_with_its_step(before):
+    after = copy.deepcopy(before)
+    loss = after["metrics"][1]["loss"]
+    after["metrics"][1]["loss"] = float(np.nextafter(loss, 9))
+    said = difference(before, after)
+    assert "step 4: loss 4.1 before, 4.1000000000000005 now" in said
+    assert compare(before, after, ["loss"])[0]
+
+
+def test_a_key_that_is_gone_differs_and_a_new_one_is_named(before):
+    after = copy.deepcopy(before)
+    after["metrics"][0]["l1_loss"] = 1.0
+    equal, said = compare(before, after)
+    assert equal and said.endswith("; new in metrics: l1_loss")
+    assert "step 2: l1_loss 1.0 before, absent now" in difference(after, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("a", np.float32([[0, 1, 2], [3, 4, np.nextafter(np.float32(5), 9)]])), ("b", np.ones((1, 2)))],
+    ids=["bit", "shape"],
+)
+def test_a_tensor_that_differs_is_named(folder, before, name, value):
+    tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2), name: value}
+    save_file(tensors, folder / "trained.safetensors")
+    said = difference(before, record(folder))
+    assert f"tensors, trained.safetensors, {name}: " in said and "more" not in said
+
+
+def test_missing_and_changed_row_logs_are_named(folder, before):
+    log = folder / "rows" / "rank0.jsonl"
+    log.write_text(log.read_text().replace("[0, 1]", "[0, 2]"))
+    assert "rows, rank0.jsonl, entry 2: " in difference(before, record(folder))
+    log.unlink()
+    assert "rows, rank0.jsonl: there before, absent now" in difference(before, record(folder))
+
+
+def test_lines_and_checkpoints_that_are_gone_are_named(folder, before):
+    log, state = folder / "metrics.jsonl", next(folder.glob("checkpoints/*/state.json"))
+    log.write_text(log.read_text().splitlines()[0] + "\n")
+    assert "metrics, step 4: a line before, none now" in difference(before, record(folder))
+    state.write_text(state.read_text().replace('"rows": 8', '"rows": 9'))
+    log.write_text("".join(json.dumps(line) + "\n" for line in before["metrics"]))
+    assert "saves, entry 1, rows: 8 before, 9 now" in difference(before, record(folder))
+
+
+def test_one_difference_fails_all(before, capsys):
+    after = copy.deepcopy(before)
+    after["saves"] = []
+    named = ["one", "other", "third", "fourth"]
+    assert show(dict.fromkeys(named[:3], before) | {"fourth": None}, dict.fromkeys(named, before), named, []) == 0
+    records = {"one": before, "other": after, "third": {"error": "ValueError: no"}, "fourth": before}
+    assert show(dict.fromkeys(named, before), records, named, []) == 1
+    lines = capsys.readouterr().out.splitlines()[4:]
+    assert [line.split()[1] for line in lines] == ["equal:", "DIFFERENT:", "FAILED", "equal:"]
+    assert "ValueError: no" in lines[2]
