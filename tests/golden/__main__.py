@@ -21,12 +21,17 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path("tests") / "golden"
 LIBRARIES = ("torch", "numpy", "lerobot", "transformers", "av", "ray")
 IN_PROCESS = ("pi05_full", "pi05_expert", "pi05_lora", "smolvla", "act", "robots", "value")
-WITH_RAY: tuple[str, ...] = ()
+WITH_RAY = ("vla_ray", "grpo_ray")
 # One thread: sums in one order. Nothing of the user's, and no network.
 ENVIRONMENT = {
     **{"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false"},
     **{"HF_HUB_OFFLINE": "1", "AWS_EC2_METADATA_DISABLED": "true", "RAY_USAGE_STATS_ENABLED": "0"},
-    **{"RAY_DATA_DISABLE_PROGRESS_BARS": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "CUDA_VISIBLE_DEVICES": ""},
+    **{
+        "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_num_workers_soft_limit": "3",
+        "CUDA_VISIBLE_DEVICES": "",
+    },
 }
 
 

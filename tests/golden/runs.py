@@ -7,6 +7,7 @@ Run by `python -m tests.golden --record`, which sets the environment: `python -m
 import json
 import random
 import shutil
+import subprocess
 import sys
 import time
 import traceback
@@ -141,6 +142,24 @@ class Golden:
         where = {"dataset.root": self.dataset, "policy.path": self.base}
         train(output, {**where, **options}, of_value=True)
 
+    def vla_ray(self, output: Path) -> None:
+        """Two workers by way of Ray, then a second process that goes on from the checkpoint; what it predicts."""
+        options = {"dataset.root": self.dataset, "policy.path": self.base, "ema.enable": "true", "steps": 3}
+        options |= {"dataset.eval_split": 0.3, "eval_steps": 3, "grad_accum": 2}
+        program("vla.py", output, options)
+        program("vla.py", output, {**options, "steps": 6, "resume": "true"})
+
+    def grpo_ray(self, output: Path) -> None:
+        from tests.rl.test_learning import make_base as make_two_bins_base
+
+        policy = make_two_bins_base(self.folder / "two_bins_base")
+        options = {"policy.path": policy, "env.type": "two_bins", "env.episode_length": 12, "eval.n_episodes": 2}
+        options |= {"grpo.groups": 2, "grpo.group_size": 3, "grpo.reward": "return", "grpo.minibatch": 6}
+        options |= {"grpo.iterations": 2, "grpo.flow_steps": 3, "grpo.eval_every": 2, "grpo.target_kl": "null"}
+        options |= {"grpo.env_actors": 1, "grpo.envs_per_actor": 6, "grpo.env_actor_cpus": 0.25, "grpo.kl": 0.01}
+        options |= {"steps": None, "log_freq": None, "run.record_rows": None, "save_freq": 1}
+        program("grpo.py", output, options)
+
 
 def train(
     output: Path,
@@ -163,6 +182,13 @@ def train(
         save(output / "average.safetensors", optimizer.named_average())
         if not of_value:
             export(run.policy, exported_checkpoint(run.job, best=False), output, run.rows.drawn)
+
+
+def program(name: str, output: Path, options: dict[str, Any]) -> None:
+    """A run by one of the programs, in a process and on a Ray of its own."""
+    two_workers = {"scaling.num_workers": 2, "scaling.cpus_per_worker": 0.5, "scaling.max_failures": 0}
+    argv = flags({**EVERY_RUN, **two_workers, "output_dir": output, **options})
+    subprocess.run([sys.executable, name, *argv], cwd=ROOT, check=True)
 
 
 def flags(options: dict[str, Any]) -> list[str]:
