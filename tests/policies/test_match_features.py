@@ -91,12 +91,15 @@ def test_a_fresh_policy_takes_the_datasets_features():
     assert match.dataset_keys == (*match.camera_keys, OBS_STATE, ACTION)
 
 
-def test_a_pretrained_policy_keeps_its_inputs_and_takes_the_datasets_actions():
+def test_a_pretrained_policy_keeps_its_inputs_names_and_takes_the_datasets_shapes():
     config = pretrained_config("base", "wrist")
     rename_map = {"observation.images.top": "observation.images.base"}
-    inputs = dict(config.input_features)
     match = match_features(config, dataset_features("top", "wrist"), rename_map, fps=30)
-    assert config.input_features == inputs
+    assert config.input_features == {
+        "observation.images.base": PolicyFeature(FeatureType.VISUAL, (3, 48, 64)),
+        "observation.images.wrist": PolicyFeature(FeatureType.VISUAL, (3, 48, 64)),
+        OBS_STATE: PolicyFeature(FeatureType.STATE, (STATE_DIM,)),
+    }
     assert config.output_features == {ACTION: PolicyFeature(FeatureType.ACTION, (ACTION_DIM,))}
     assert match.camera_keys == ("observation.images.top", "observation.images.wrist")
     rows = [

@@ -139,6 +139,8 @@ class Family:
         tokenizer, or tokenizer_option, the policy's option that names it: see `tokenizer_name`.
         in_float32: LeRobot trains it in float32 on GPUs too, unless its `use_amp` is on.
         reads_texts: in the training worker it takes instructions as text: `task`, a list of strings.
+        sized_by_images: its network, or what it checks of itself, follows from the image shapes in its configuration,
+            so that a pretrained one keeps them.
 
         modes: the parts (`parts`) that train, by `--train.mode`; where empty, only `full` is known, and trains what the
             policy's own configuration leaves trainable.
@@ -166,6 +168,7 @@ class Family:
     tokenizer_option: str | None = None
     reads_texts: bool = False
     in_float32: bool = False
+    sized_by_images: bool = False
 
     modes: ClassVar[Mapping[TrainMode, frozenset[str]]] = {}
     train_options: ClassVar[frozenset[str]] = frozenset()

@@ -15,7 +15,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -59,6 +59,9 @@ WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 # Of a safetensors file: a tensor takes 100 bytes, PI0.5 has 800 of them.
 MAX_HEADER_BYTES = 8 * 2**20
+# Of a saved configuration: where that policy came from and was published, which is not so of what is trained from it.
+# Its license stays: it is also that of what is derived.
+WHENCE = ("pretrained_path", "pretrained_revision", "push_to_hub", "repo_id", "private", "tags")
 PRETRAINED_FILES = ("*.json", "*.safetensors", "*.model")
 
 
@@ -68,13 +71,17 @@ PRETRAINED_FILES = ("*.json", "*.safetensors", "*.model")
 def load_policy_config(folder: Path, options: Sequence[str] = ()) -> PreTrainedConfig:
     """LeRobot's configuration of a policy, as its folder says, with options ("--chunk_size=20") in its place.
 
-    As `PreTrainedConfig.from_pretrained`, which also leaves a temporary file behind and takes its parser's own flags.
+    As `PreTrainedConfig.from_pretrained`, which also leaves a temporary file behind, takes its parser's own flags, and
+    keeps where the folder's policy came from and was published (WHENCE).
 
     Raises:
         OSError, ValueError: config.json cannot be read, is no policy's, or an option is not the policy's.
     """
     saved = read_foreign_json(folder / "config.json")
-    return make_policy_config(saved.pop("type"), options, saved, "config.json")
+    kind = saved.pop("type")
+    return make_policy_config(
+        kind, options, {name: value for name, value in saved.items() if name not in WHENCE}, "config.json"
+    )
 
 
 def make_policy_config(
@@ -298,7 +305,7 @@ class FeatureRow:
 
     Attributes:
         dataset_key, dataset_shape: None for a camera that is masked.
-        policy_key, policy_shape: images channel-first.
+        policy_key, policy_shape: images channel-first; the shape that its configuration had before it was fitted.
         normalization: mode, as LeRobot names it.
     """
 
@@ -367,8 +374,9 @@ def match_features(
     """Match a dataset's features to a policy's, and fit the configuration to the dataset.
 
     As LeRobot's `make_policy`, it sets `config.output_features` to the dataset's actions,
-    `config.input_features` if it is empty, and `config.action_feature_names`. LeRobot takes any cameras as
-    long as one side's are a subset of the other's; here a camera is left out only on request.
+    `config.input_features` if it is empty, and `config.action_feature_names`. LeRobot leaves the shapes of the
+    other robot in the inputs of a pretrained policy; here they are the dataset's. LeRobot takes any cameras
+    as long as one side's are a subset of the other's; here a camera is left out only on request.
 
     Args:
         config: the policy's configuration.
@@ -414,11 +422,17 @@ def match_features(
         if key in found:
             _check_vector(sources[key], dataset_features[sources[key]], limit, getattr(config, limit, None))
 
-    config.output_features, config.input_features = outputs, inputs
+    keeps = {FeatureType.VISUAL} if family_of(config).sized_by_images else set()
+    config.output_features = outputs
+    config.input_features = {
+        key: feature if feature.type in keeps or key not in found else replace(feature, shape=found[key].shape)
+        for key, feature in inputs.items()
+    }
     _tell_features(config, described)
-    names = _flat_names(dataset_features[ACTION].names)
-    if names is not None and hasattr(config, "action_feature_names"):
-        config.action_feature_names = names
+    if hasattr(config, "action_feature_names"):
+        named = _flat_names(dataset_features[ACTION].names) or config.action_feature_names
+        # Those that the pretrained policy had may be of another robot.
+        config.action_feature_names = named if named and len(named) == outputs[ACTION].shape[0] else None
 
     used = {**inputs, **outputs}
     rows = tuple(

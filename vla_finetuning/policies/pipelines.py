@@ -98,13 +98,15 @@ def make_processors(
             "rename_observations_processor": {"rename_map": dict(rename_map)},
         }
         after: dict[str, Any] = {"unnormalizer_processor": {"features": config.output_features, **normalization}}
-        if getattr(config, "use_relative_actions", False):
+        relative = bool(getattr(config, "use_relative_actions", False))
+        if relative or "relative_actions_processor" in steps:
             before["relative_actions_processor"] = {
-                "enabled": True,
+                "enabled": relative,
                 "exclude_joints": getattr(config, "relative_exclude_joints", []),
                 "action_names": getattr(config, "action_feature_names", None),
             }
-            after["absolute_actions_processor"] = {"enabled": True}
+        if relative or "absolute_actions_processor" in steps:
+            after["absolute_actions_processor"] = {"enabled": relative}
         if "tokenizer_processor" in steps and (folder / TOKENIZER_FOLDER).is_dir():
             with remote_code(trusted):
                 local_tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER_FOLDER)

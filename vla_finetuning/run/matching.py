@@ -272,13 +272,8 @@ def _check_policy(base: Base) -> None:
 
 
 def _of_its_own(config: PreTrainedConfig, match: FeatureMatch) -> PreTrainedConfig:
-    """The policy's configuration with this robot's cameras and widths alone."""
-    shapes = {row.policy_key: row.dataset_shape for row in match.rows if row.dataset_shape is not None}
-    config.input_features = {
-        key: feature if feature.type is FeatureType.VISUAL else PolicyFeature(feature.type, shapes[key])
-        for key, feature in config.input_features.items()
-        if key in shapes
-    }
+    """The policy's configuration, fitted to this robot, with its cameras alone."""
+    config.input_features = {key: config.input_features[key] for key in config.input_features if key in match.trained}
     return config
 
 
@@ -309,14 +304,12 @@ def features_together(config: Config, metas: Metas, members: Sequence[Member]) -
 
 def _join(config: Config, base: Base, robots: Sequence[RobotData], metas: Metas) -> FeatureMatch:
     """Fit the policy's configuration to all robots: the cameras that any has, and the widest vectors."""
-    inputs: dict[str, PolicyFeature] = dict(base.config.input_features or {})
     widest: dict[str, PolicyFeature] = {}
     for robot in robots:
-        for key, feature in robot.config.input_features.items():
-            if key not in inputs or feature.type is not FeatureType.VISUAL:
-                inputs[key] = max(inputs.get(key, feature), feature, key=lambda one: one.shape)
-        (action,) = robot.config.output_features.values()
-        widest[ACTION] = max(widest.get(ACTION, action), action, key=lambda one: one.shape)
+        for key, feature in {**robot.config.input_features, **robot.config.output_features}.items():
+            widest[key] = max(widest.get(key, feature), feature, key=lambda one: one.shape)
+    outputs = {ACTION: widest.pop(ACTION)}
+    inputs: dict[str, PolicyFeature] = {**(base.config.input_features or {}), **widest}
     there = {row.policy_key: row for robot in robots for row in robot.match.rows if row.dataset_key is not None}
     masked = [key for key in inputs if key not in there]
     if masked and config.dataset.missing_cameras != "mask":
@@ -324,7 +317,7 @@ def _join(config: Config, base: Base, robots: Sequence[RobotData], metas: Metas)
             f"{base.name}: no robot of the mixture has the cameras {masked} that the policy has: map some with "
             "rename_map, or let the policy run without them with --dataset.missing_cameras=mask"
         )
-    base.config.input_features, base.config.output_features = inputs, widest
+    base.config.input_features, base.config.output_features = inputs, outputs
     for robot in robots:  # cameras are seen in one order, in training and on the robot
         own = robot.config.input_features
         robot.config.input_features = {key: own[key] for key in inputs if key in own}
@@ -336,7 +329,7 @@ def _join(config: Config, base: Base, robots: Sequence[RobotData], metas: Metas)
             tuple(feature.shape),
             (there.get(key) or robots[0].match.rows[0]).normalization,
         )
-        for key, feature in {**inputs, **widest}.items()
+        for key, feature in {**inputs, **outputs}.items()
     )
     deltas = {}
     for robot in robots:

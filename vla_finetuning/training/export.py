@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
@@ -85,15 +87,15 @@ def export(spec: PolicySpec, checkpoint: Path, output_dir: Path, drawn: Mapping[
     robots = [(spec.of_robot(robot), robot.name) for robot in spec.robots] or [(spec, "")]
     if adapted is not None:
         for own, name in robots if spec.adapters.export == "adapter" else ():
-            base, config = own.base, own.config if name else adapted.get_base_model().config
             with _made_for(output_dir / "adapter" / name) as folder:
-                save_adapters(adapted, base["path"], base["revision"], *own.processors(), folder, config)
+                config = exported_config(own)
+                save_adapters(adapted, own.base["path"], own.base["revision"], *own.processors(), folder, config)
         merge(adapted)
     with _made_for(output_dir / "pretrained_model") as whole:
         written = None
         for own, name in robots:
             folder = whole / name
-            save_pretrained(policy, *own.processors(), folder, own.config if name else None, written)
+            save_pretrained(policy, *own.processors(), folder, exported_config(own), written)
             written = folder
             if own.opening:
                 # Of a policy that goes on from one of several robots no name is known, and none is needed.
@@ -102,6 +104,28 @@ def export(spec: PolicySpec, checkpoint: Path, output_dir: Path, drawn: Mapping[
             if shown := drawn.get(name) if name else drawn:
                 # An evaluation in the simulator must show it the same pictures.
                 write_json(folder / ENVIRONMENT_NAME, {"drawn": shown})
+
+
+def exported_config(spec: PolicySpec) -> PreTrainedConfig:
+    """LeRobot's configuration of what a run trained, of one robot: nothing in it is only true of what it started from.
+
+    Features, names of dimensions and where the base was published are right since the configuration was read and
+    fitted to the dataset (`loading`); here follow the policy's options that the run's own replace. `optimizer_*` and
+    `scheduler_*` stay, as with `lerobot-train`: they are what training begins with where nothing else is said. How this
+    run learned is in its own config.json and on the policy's card.
+    """
+    config = copy.deepcopy(spec.config)
+    part = spec.train.mode != "full" and not spec.adapters.enabled
+    replaced = {
+        "train_expert_only": part,
+        "freeze_vision_encoder": part,
+        "compile_model": False,  # how a process computes, and not what
+        "gradient_checkpointing": False,
+    }
+    for name in replaced.keys() & family_of(config).without_effect.keys():
+        setattr(config, name, replaced[name])
+    config.use_peft = False
+    return config
 
 
 @contextlib.contextmanager

@@ -1,0 +1,197 @@
+"""What an export says of itself: of what was trained, and not of what the run started from."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from lerobot.configs import FeatureType, PolicyFeature
+from lerobot.policies.act.configuration_act import ACTConfig
+from lerobot.policies.act.modeling_act import ACTPolicy
+from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+from tests import in_process
+from tests.datasets import make_dataset
+from tests.tiny import make_base
+from tests.training.test_as_lerobot import Alone
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.flags import parse_args
+from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.policies.registry import family_of
+from vla_finetuning.run.resolve import resolve
+from vla_finetuning.training.checkpoint_writer import CheckpointWriter
+from vla_finetuning.training.export import export, exported_checkpoint, exported_config
+
+TOP, WRIST = "observation.images.top", "observation.images.wrist"
+# Of somebody's policy for another robot.
+STALE = {
+    "train_expert_only": True,
+    "freeze_vision_encoder": True,
+    "compile_model": True,
+    "gradient_checkpointing": True,
+    "repo_id": "somebody/else",
+    "tags": ["their_robot"],
+    "private": True,
+    "push_to_hub": False,
+    "pretrained_path": "their/base",
+    "pretrained_revision": "their_branch",
+    "use_relative_actions": True,
+    "license": "gemma",
+    "tokenizer_max_length": 120,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Datasets of 26 joints and of 4, and a tiny policy for 3, whose cameras have another size."""
+    folder = tmp_path_factory.mktemp("export")
+    small = {TOP: (32, 32), WRIST: (32, 32)}
+    theirs = make_dataset(folder / "theirs", episodes=(6,), cameras=small, state_dim=3, action_dim=3)
+    make_dataset(folder / "humanoid", episodes=(6, 5, 4), state_dim=26, action_dim=26)
+    make_dataset(folder / "arm", episodes=(6, 5, 4), cameras={TOP: (60, 80)}, state_dim=4, action_dim=4)
+    base = make_base(folder / "base", load_metadata(theirs), chunk_size=4, **in_process.TINY)
+    edit(base / "config.json", lambda config: config | STALE)
+
+    def relative(pipeline):
+        for step in pipeline["steps"]:
+            of_step = step["config"]
+            of_step |= {"enabled": True} if "enabled" in of_step else {}
+            of_step |= {"max_length": STALE["tokenizer_max_length"]} if "max_length" in of_step else {}
+        return pipeline
+
+    for name in ("pre", "post"):
+        edit(base / f"policy_{name}processor.json", relative)
+    return folder
+
+
+def edit(path, change):
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+def trained(folder, *flags, mode="full"):
+    options = [f"--policy.path={folder / 'base'}", f"--train.mode={mode}", "--scaling.use_gpu=false", "--batch_size=2"]
+    options += ["--policy.use_relative_actions=false", "--dataset.missing_cameras=mask", "--steps=1"]
+    return resolve(parse_args([*options, *flags]), gpus_found=0)
+
+
+def exported(run):
+    in_process.train(run, worker=Alone(run), make_checkpoints=CheckpointWriter)
+    export(run.policy, exported_checkpoint(run.job, best=False), run.job.output_dir, {})
+    return run.job.output_dir / "pretrained_model"
+
+
+def features_of(root):
+    """By LeRobot's names for them: images channel-first."""
+    features = json.loads((root / "meta" / "info.json").read_text())["features"]
+    kinds = {"observation.state": "STATE", "action": "ACTION", TOP: "VISUAL", WRIST: "VISUAL"}
+    return {
+        key: {"type": kind, "shape": [3, *shape[:2]] if kind == "VISUAL" else shape}
+        for key, kind in kinds.items()
+        if key in features
+        for shape in [features[key]["shape"]]
+    }
+
+
+def steps_of(where, name):
+    steps = json.loads((where / f"policy_{name}processor.json").read_text())["steps"]
+    return {step["registry_name"]: step["config"] for step in steps}
+
+
+def check_is_of(where, root):
+    """Compare an export with its dataset, and have plain LeRobot act by it."""
+    config, features = json.loads((where / "config.json").read_text()), features_of(root)
+    assert {**config["input_features"], **config["output_features"]} == features
+    dims = features["action"]["shape"][0]
+    assert config["action_feature_names"] == [f"motor_{number}" for number in range(dims)]
+    before, after = steps_of(where, "pre"), steps_of(where, "post")
+    assert before["normalizer_processor"]["features"] == features
+    assert after["unnormalizer_processor"]["features"] == {"action": features["action"]}
+    assert before["normalizer_processor"]["norm_map"] == config["normalization_mapping"]
+    assert not before["relative_actions_processor"]["enabled"] and not after["absolute_actions_processor"]["enabled"]
+
+    policy = get_policy_class(config["type"]).from_pretrained(where)
+    pre, post = make_pre_post_processors(policy.config, pretrained_path=str(where))
+    seen = {key: torch.rand(1, *feature["shape"]) for key, feature in features.items() if key != "action"}
+    with torch.no_grad():
+        action = post(policy.select_action(pre({**seen, "task": ["go to the red bin"]})))
+    assert action.shape == (1, dims)
+    return config
+
+
+def test_an_export_describes_what_was_trained(folder, tmp_path):
+    run = trained(folder, f"--dataset.root={folder / 'humanoid'}", f"--output_dir={tmp_path / 'run'}")
+    where = exported(run)
+    config = check_is_of(where, folder / "humanoid")
+    none = {"repo_id": None, "tags": None, "private": None, "pretrained_path": None, "pretrained_revision": None}
+    none |= {"device": None, "use_peft": False, "push_to_hub": True, "use_relative_actions": False}
+    none |= dict.fromkeys(
+        ("train_expert_only", "freeze_vision_encoder", "compile_model", "gradient_checkpointing"), False
+    )
+    assert {name: config[name] for name in none} == none
+    assert config["license"] == STALE["license"]  # also that of what is derived
+    base = json.loads((folder / "base" / "config.json").read_text())
+    changed = {*none, "input_features", "output_features", "action_feature_names"}
+    assert {name for name in base if base[name] != config[name]} <= changed and base.keys() == config.keys()
+
+    again = trained(folder, f"--dataset.root={folder / 'humanoid'}", f"--policy.path={where}", "--output_dir=x")
+    assert again.policy.config.input_features == run.policy.config.input_features
+    assert again.policy.start().config.output_features["action"].shape == (26,)
+
+
+def test_freeze_flags_are_the_runs(folder):
+    for mode, part in {"full": False, "expert": True, "heads": True}.items():
+        run = trained(folder, f"--dataset.root={folder / 'humanoid'}", "--output_dir=x", mode=mode)
+        config = exported_config(run.policy)
+        assert (config.train_expert_only, config.freeze_vision_encoder) == (part, part), mode
+    assert {"train_expert_only", "freeze_vision_encoder"} <= family_of(config).without_effect.keys()
+
+
+def test_each_robot_of_a_mixture_has_its_own(folder, tmp_path):
+    mixture = {"members": [{"root": str(folder / name), "robot": name} for name in ("humanoid", "arm")]}
+    (tmp_path / "mix.yaml").write_text(yaml.safe_dump(mixture))
+    run = trained(folder, f"--dataset.mixture=@{tmp_path / 'mix.yaml'}", f"--output_dir={tmp_path / 'run'}")
+    assert {key: feature.shape for key, feature in run.policy.config.input_features.items()} == {
+        TOP: (3, 60, 80),
+        WRIST: (3, 96, 80),
+        "observation.state": (26,),
+    }
+    where = exported(run)
+    for name in ("humanoid", "arm"):
+        check_is_of(where / name, folder / name)
+
+
+def test_names_of_dimensions_are_not_those_of_another_robot(folder, tmp_path):
+    root = make_dataset(tmp_path / "unnamed", episodes=(6,), state_dim=5, action_dim=5)
+    edit(root / "meta" / "info.json", lambda info: (info["features"]["action"].update(names=None), info)[1])
+    run = trained(folder, f"--dataset.root={root}", "--output_dir=x")
+    assert run.policy.config.action_feature_names is None
+
+
+def test_a_policy_of_a_fixed_width_says_that_it_is_for_another(folder, tmp_path):
+    """ACT, which pads nothing: its configuration is the dataset's, so that the base's weights do not fit it."""
+    config = ACTConfig(
+        device="cpu",
+        chunk_size=4,
+        n_action_steps=4,
+        pretrained_backbone_weights=None,
+        input_features=policy_features(folder / "theirs", "observation"),
+        output_features=policy_features(folder / "theirs", "action"),
+    )
+    stats = {key: {name: torch.ones(3) for name in ("mean", "std")} for key in ("observation.state", "action")}
+    stats |= {key: {name: torch.ones(3, 1, 1) for name in ("mean", "std")} for key in (TOP, WRIST)}
+    save_pretrained(ACTPolicy(config), *make_pre_post_processors(config, dataset_stats=stats), tmp_path / "act")
+    flags = [f"--policy.path={tmp_path / 'act'}", "--steps=1", "--scaling.use_gpu=false", "--train.mode=full"]
+    run = resolve(parse_args([*flags, f"--dataset.root={folder / 'humanoid'}", "--output_dir=x"]), gpus_found=0)
+    expected = features_of(folder / "humanoid")
+    found = {**run.policy.config.input_features, **run.policy.config.output_features}
+    assert {key: {"type": f.type.value, "shape": list(f.shape)} for key, f in found.items()} == expected
+    with pytest.raises(ValueError, match=r"of another shape: .*\(found \(\d+, 3\), expected \(\d+, 26\)\)"):
+        run.policy.start()
+
+
+def policy_features(root, begins_with):
+    return {
+        key: PolicyFeature(FeatureType[feature["type"]], tuple(feature["shape"]))
+        for key, feature in features_of(root).items()
+        if key.startswith(begins_with)
+    }
