@@ -33,7 +33,8 @@ import vla
 from benchmarks import stages
 from benchmarks.stages import Stages, score, together
 from vla_finetuning.config import CACHE_DIR
-from vla_finetuning.demo import DISOBEDIENT, DISOBEDIENT_PAIRS, disobeyed, prepare_demo, prepare_disobedient
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.demo import DISOBEDIENT, DISOBEDIENT_PAIRS, disobeyed, prepare_base, prepare_disobedient
 from vla_finetuning.evaluation.episodes import read_evaluation
 from vla_finetuning.evaluation.intervals import share
 from vla_finetuning.files import read_json, write_json
@@ -76,8 +77,9 @@ class Benchmark(Stages):
         self.options, self.seed = options, seed
         self.root = prepare_disobedient(CACHE_DIR / "demo").absolute()
         # All start from the same weights, whose tokenizer knows the words.
-        _, base = prepare_demo(CACHE_DIR / "demo", self.root, labelled=True)
-        self.base = base.absolute()
+        meta = load_metadata(self.root)
+        data: dict[str, Any] = {"features": meta.features, "tasks": sorted(meta.tasks.values()), "fps": meta.fps}
+        self.base = prepare_base(CACHE_DIR / "demo", **data, labelled=True).absolute()
         wrong = disobeyed(DISOBEDIENT_PAIRS, DISOBEDIENT)
         self.outcomes: dict[str, dict[str, bool]] = {
             str(self.root): {str(i): not w for i, w in enumerate(wrong.tolist())}

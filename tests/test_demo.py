@@ -15,7 +15,8 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
 from vla_finetuning import demo
-from vla_finetuning.demo import DEMO_CHUNK_SIZE, demo_scenes, make_demo_dataset, prepare_demo
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.demo import DEMO_CHUNK_SIZE, demo_scenes, make_demo_dataset, prepare_base, prepare_dataset
 from vla_finetuning.envs import two_bins_scene
 from vla_finetuning.envs.two_bins_scene import FPS, INSTRUCTIONS, demonstrate
 
@@ -26,8 +27,13 @@ SIDES = {"left": -18.0, "right": 18.0}
 def prepared(tmp_path_factory):
     """The demo as a run gets it: dataset root, base folder, and the cache that holds both."""
     cache = tmp_path_factory.mktemp("demo")
-    root, base = prepare_demo(cache)
-    return Path(root), base, cache
+    root = prepare_dataset(cache)
+    return root, base_for(cache, root), cache
+
+
+def base_for(cache, root):
+    meta = load_metadata(root)
+    return prepare_base(cache, features=meta.features, tasks=sorted(meta.tasks.values()), fps=meta.fps)
 
 
 @pytest.fixture(scope="module")
@@ -233,26 +239,19 @@ def test_everything_is_made_once(prepared, monkeypatch):
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
     monkeypatch.setattr(demo, "writing_videos", None)  # called only to write
     monkeypatch.setattr("vla_finetuning.policies.tiny.make_tiny_base", None)
-    assert prepare_demo(cache) == (str(root), base)
+    assert prepare_dataset(cache) == root and base_for(cache, root) == base
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
 
 
 def test_anybodys_dataset_gets_a_base_of_its_own(prepared, tmp_path):
     own = make_demo_dataset(tmp_path / "own", pairs=2, seed=3)
     info = json.loads((own / "meta" / "info.json").read_text())
-    stats = json.loads((own / "meta" / "stats.json").read_text())
-    for statistics in stats.values():
-        statistics.pop("q01", None), statistics.pop("q99", None)  # as older datasets
     info["fps"] = 5
     (own / "meta" / "info.json").write_text(json.dumps(info))
-    (own / "meta" / "stats.json").write_text(json.dumps(stats))
-    root, base = prepare_demo(tmp_path / "cache", str(own))
-    assert root == str(own) and base != prepared[1] and base.parent == tmp_path / "cache"
+    base = base_for(tmp_path / "cache", own)
+    assert base != prepared[1] and base.parent == tmp_path / "cache"
     assert PreTrainedConfig.from_pretrained(base).chunk_size == 5
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == [base.name]  # no demo dataset beside it
     assert not list(base.glob("*normalizer*"))  # the run brings the statistics
-    with pytest.raises((ValueError, FileNotFoundError), match="nowhere"):
-        prepare_demo(tmp_path / "cache", str(tmp_path / "nowhere"))
 
 
 ENCODE = """

@@ -1,6 +1,8 @@
 """A rehearsal on a real robot's episodes: what a user does before renting GPUs, from a look to the exported policy."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,15 @@ from lerobot.policies.factory import get_policy_class, make_pre_post_processors
 
 import vla
 from diagnostics import show_dataset
+from tests.datasets import make_dataset
+from tests.in_process import train
+from tests.run.test_names import DROID, rename_files, split_state
 from vla_finetuning.config import REHEARSAL_STEPS
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.flags import parse_args
+from vla_finetuning.policies.loading import load_policy_config
+from vla_finetuning.run.describe import describe
+from vla_finetuning.run.resolve import _policy_path, resolve
 
 REAL = Path(__file__).resolve().parents[2] / "shared/real/g1_inspire_v21"
 
@@ -31,6 +39,132 @@ REAL = Path(__file__).resolve().parents[2] / "shared/real/g1_inspire_v21"
 )
 def test_a_rehearsal_is_as_long_as_its_dataset_asks_for(argv, frames, steps):
     assert parse_args(["--preset", "demo", *argv]).resolve_steps(frames) == steps
+
+
+TOP, WRIST = "observation.images.top", "observation.images.wrist"
+# What a user's dataset calls LeRobot's features.
+OWN = {"observation.state": "state", "action": "actions", TOP: "image"}
+PROPOSED = {"actions": "action", "state": "observation.state", "image": "observation.images.base_0_rgb"}
+TASKS = ("go to the red bin", "go to the blue bin", "sort all of the many coloured things by their weight and shape")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("vla_finetuning.run.resolve.CACHE_DIR", tmp_path / "cache")
+
+
+def dataset_of(folder, names=OWN, **options):
+    options = {"cameras": {TOP: (48, 64)}, "tasks": TASKS[:2], **options}
+    return rename_files(make_dataset(folder, **options), names)
+
+
+def rehearse(folder, *flags):
+    return resolve(parse_args(["--preset=demo", "--batch_size=1", f"--output_dir={folder / 'run'}", *flags]), 0)
+
+
+def inputs_of(run):
+    return {key: feature.shape for key, feature in run.policy.config.input_features.items()}
+
+
+def words_of(run):
+    return set(run.policy.config.vocabulary)
+
+
+def proposed_by(refusal):
+    """The flags that an error proposes, as a shell splits them."""
+    return shlex.split(re.search(r"(--rename_map .*) gives them LeRobot's names", refusal)[1])
+
+
+def test_a_rehearsal_takes_the_names_that_its_error_proposes_and_trains(cache, tmp_path):
+    root = dataset_of(tmp_path / "own")
+    with pytest.raises(ValueError, match="no feature is called action or observation") as refused:
+        rehearse(tmp_path, f"--dataset.root={root}")
+    flags = proposed_by(str(refused.value))
+    assert json.loads(flags[1]) == PROPOSED
+    flags += ["--steps=2", "--log_freq=1", "--dataset.statistics=stored", "--scaling.num_workers=1"]
+    run = rehearse(tmp_path, f"--dataset.root={root}", *flags)
+    assert inputs_of(run) == {"observation.images.base_0_rgb": (3, 48, 64), "observation.state": (4,)}
+    assert run.policy.rename_map == {} and {"red", "blue"} <= words_of(run)
+    assert "observation.images.base_0_rgb  48x64x3  ->  observation.images.base_0_rgb" in describe(run)
+    train(run)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and np.isfinite([line["loss"] for line in lines]).all()
+
+
+def test_a_rehearsal_joins_the_state_and_names_cameras_as_it_is_told(cache, tmp_path):
+    """Cameras of LeRobot's names, too, get the policy's; no map back is asked for."""
+    root = split_state(dataset_of(tmp_path / "own", {"action": "actions"}), DROID)
+    names = json.dumps({"actions": "action", TOP: "observation.images.base_0_rgb"})
+    flags = [f"--rename_map={names}", "--dataset.state_features=joint_position,gripper_position"]
+    run = rehearse(tmp_path, f"--dataset.root={root}", *flags)
+    assert inputs_of(run) == {"observation.images.base_0_rgb": (3, 48, 64), "observation.state": (4,)}
+    assert run.policy.rename_map == {TOP: "observation.images.base_0_rgb"} and run.match.camera_keys == (TOP,)
+
+
+def test_a_rehearsal_sees_the_cameras_and_instructions_that_were_chosen(cache, tmp_path):
+    root = dataset_of(tmp_path / "own", {}, cameras={TOP: (48, 64), WRIST: (32, 32)}, tasks=TASKS)
+    everything = rehearse(tmp_path, f"--dataset.root={root}")
+    assert set(inputs_of(everything)) == {TOP, WRIST, "observation.state"} and "weight" in words_of(everything)
+    one = rehearse(tmp_path, f"--dataset.root={root}", f"--dataset.camera_keys={TOP}")
+    assert set(inputs_of(one)) == {TOP, "observation.state"}
+    longest = everything.policy.config.tokenizer_max_length
+    for chosen in ("--dataset.tasks=*bin", "--dataset.episodes=0,1,3,4", "--dataset.exclude_episodes=2,5"):
+        run = rehearse(tmp_path, f"--dataset.root={root}", chosen)
+        assert "weight" not in words_of(run) and {"red", "blue"} <= words_of(run)
+        assert run.policy.config.tokenizer_max_length < longest
+    (tmp_path / "weights.json").write_text('{"2": 0, "5": 0}')
+    weighted = rehearse(tmp_path, f"--dataset.root={root}", f"--dataset.episode_weights=@{tmp_path}/weights.json")
+    assert "weight" not in words_of(weighted)
+
+
+def test_a_rehearsal_on_several_datasets_names_them_as_the_run_does(cache, tmp_path):
+    """The second has other names, another instruction, and a camera that the first lacks."""
+    first = dataset_of(tmp_path / "first", {}, tasks=TASKS[:1], cameras={TOP: (48, 64)})
+    names = {TOP: "image", "action": "actions"}
+    second = dataset_of(tmp_path / "second", names, tasks=TASKS[1:2], cameras={TOP: (48, 64), WRIST: (32, 32)})
+    rename = json.dumps({"image": TOP, "actions": "action"})
+    run = rehearse(tmp_path, f"--dataset.root={first},{second}", f"--rename_map={rename}")
+    assert set(inputs_of(run)) == {TOP, "observation.state"} and {"red", "blue"} <= words_of(run)
+    cameras = {"robot": "arm", "camera_keys": [TOP], "rename_map": {"image": TOP, "actions": "action"}}
+    gantry = {"robot": "gantry", "tasks": ["*red*"]}
+    mixture = json.dumps({str(first): gantry, str(second): {**cameras, "action": ["motor_1", "motor_2", "motor_0"]}})
+    run = rehearse(tmp_path, f"--dataset.mixture={mixture}", "--scaling.num_workers=2")
+    assert set(inputs_of(run)) == {TOP, "observation.state"} and {"red", "blue"} <= words_of(run)
+
+
+def test_a_rehearsal_with_advantages_has_their_words(cache, tmp_path):
+    root = dataset_of(tmp_path / "own", {})
+    plain = policy_path_of(tmp_path, root)
+    labelled = policy_path_of(tmp_path, root, "--recap.labels=labels.parquet")
+    words = set(load_policy_config(labelled).vocabulary) - set(load_policy_config(plain).vocabulary)
+    assert words == {"advantage", "positive", "negative"}
+
+
+def policy_path_of(folder, root, *flags):
+    """The tiny policy's folder, without what reads the labels."""
+    config = parse_args(["--preset=demo", f"--output_dir={folder / 'run'}", f"--dataset.root={root}", *flags])
+    return Path(_policy_path(config, [load_metadata(root)], [str(root)], None))
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(1800)
+def test_the_readmes_section_on_ones_own_data_with_names_of_ones_own(tmp_path, capsys, no_ray_cluster, monkeypatch):
+    """A look, the command without names, the flags that its error proposes, and a rehearsal with those to its end."""
+    monkeypatch.setattr("vla_finetuning.run.resolve.CACHE_DIR", tmp_path / "cache")
+    root, folder = dataset_of(tmp_path / "my_robot", episodes=(20, 25, 22, 21, 24, 23)), tmp_path / "rehearsal"
+    assert show_dataset.main([str(root), "--output", str(tmp_path / "dataset.html")]) == 0
+    command = ["--preset", "demo", "--dataset.root", str(root), "--output_dir", str(folder)]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as refused:
+        vla.main(command)
+    assert refused.value.code == 2
+    flags = proposed_by(capsys.readouterr().err)
+    assert show_dataset.main([str(root), *flags, "--output", str(tmp_path / "dataset.html")]) == 0
+    assert vla.main([*command, *flags, "--steps", "4"]) == 0
+    assert np.isfinite(json.loads((folder / "evaluation.json").read_text())["trained"]["policy"]["mse"])
+    exported = PreTrainedConfig.from_pretrained(folder / "pretrained_model")
+    assert set(exported.input_features) == {"observation.images.base_0_rgb", "observation.state"}
 
 
 @pytest.mark.slow

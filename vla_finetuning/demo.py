@@ -163,47 +163,38 @@ def _check_is_demo(folder: Path, episodes: Sequence[tuple[Scene, str, str]], rob
         )
 
 
-def prepare_demo(
-    cache_dir: Path,
-    dataset_root: str | Path | None = None,
-    labelled: bool = False,
-    mixture: tuple[Mapping[str, Any], Sequence[str]] | None = None,
-) -> tuple[str, Path]:
-    """The dataset and the base policy of a demo run, made now or reused from an earlier run.
+def prepare_dataset(cache_dir: Path) -> Path:
+    """The demo dataset, made now or reused from an earlier run; its root."""
+    return make_demo_dataset(_dataset_folder(Path(cache_dir), "dataset", _CODE))
+
+
+def prepare_base(
+    cache_dir: Path, *, features: Mapping[str, Any], tasks: Sequence[str], fps: float, labelled: bool = False
+) -> Path:
+    """A LeRobot pretrained folder of a tiny PI0.5 for a run's data, made now or reused from an earlier run.
+
+    It has no statistics: the run gives all of them to its processors.
 
     Args:
-        cache_dir: of the demo dataset and the base policies.
-        dataset_root: a LeRobot dataset, path or URI, to rehearse with; None is the demo dataset.
+        cache_dir: of the base policies. features, tasks, fps: as `make_tiny_base`.
         labelled: whether instructions may end with an advantage, for which the policy needs the words.
-        mixture: features and instructions of robots that differ; None: those of the dataset.
-    Returns:
-        The dataset's root, and a LeRobot pretrained folder of a tiny PI0.5 for its cameras, state and action.
     Raises:
-        ValueError, FileNotFoundError: it is no dataset, or PI0.5 cannot use it (`load_metadata`, `make_tiny_base`).
+        ValueError: PI0.5 cannot use the data (`make_tiny_base`).
     """
-    from vla_finetuning.data.metadata import load_metadata
     from vla_finetuning.policies import tiny
     from vla_finetuning.policies.prompts import ADVANTAGE
 
-    cache_dir = Path(cache_dir)
-    if dataset_root is None:
-        dataset_root = make_demo_dataset(_dataset_folder(cache_dir, "dataset", _CODE))
-    meta = load_metadata(dataset_root)
-    vectors = ("observation.state", "action")
-    complete = all({"q01", "q99"} <= set(meta.stats.get(key, {})) for key in vectors)
     endings = ("", *ADVANTAGE.values()) if labelled else ("",)
-    features, tasks = mixture or (meta.features, sorted(meta.tasks.values()))
     description: dict[str, Any] = {
         "features": features,
-        "tasks": [f"{task}{said}" for task in tasks for said in endings],
-        # Statistics that are missing are computed by the run, which gives all of them to its processors.
-        "stats": {key: meta.stats[key] for key in vectors} if complete and mixture is None else None,
-        "fps": meta.fps,
+        "tasks": [f"{task}{ending}" for task in tasks for ending in endings],
+        "stats": None,
+        "fps": fps,
     }
-    base = cache_dir / f"base-{_cache_key([tiny.CODE], description)}"
+    base = Path(cache_dir) / f"base-{_cache_key([tiny.CODE], description)}"
     if not base.exists():
         tiny.make_tiny_base(base, **description)
-    return str(dataset_root), base
+    return base
 
 
 def prepare_disobedient(cache_dir: Path) -> Path:

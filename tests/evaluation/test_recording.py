@@ -8,7 +8,9 @@ import pytest
 from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 import evaluate
-from vla_finetuning.demo import make_demo_dataset, prepare_demo
+from tests.tiny import make_base
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.demo import make_demo_dataset
 from vla_finetuning.envs import two_bins
 from vla_finetuning.evaluation.episodes import read_actions, read_evaluation
 from vla_finetuning.files import read_json
@@ -19,7 +21,7 @@ EPISODES = 3
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory, ray_cluster):
     folder = tmp_path_factory.mktemp("recording")
-    _, base = prepare_demo(folder, make_demo_dataset(folder / "dataset", pairs=2))
+    base = make_base(folder / "base", load_metadata(make_demo_dataset(folder / "dataset", pairs=2)))
     assert evaluate.main(flags(folder, base)) == 0
     return folder, base
 

@@ -631,6 +631,7 @@ def test_the_demos_own_dataset_is_found_from_anywhere(setting, monkeypatch):
     """Processes of a cluster that was there before work in another folder than the driver."""
     folder, _, base = setting
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("vla_finetuning.demo.prepare_demo", lambda *_: ("dataset", base))
+    monkeypatch.setattr("vla_finetuning.demo.prepare_dataset", lambda _: "dataset")
+    monkeypatch.setattr("vla_finetuning.demo.prepare_base", lambda *_, **__: base)
     run = resolve(parse_args(["--preset", "demo", "--batch_size=4", "--output_dir=out"]), gpus_found=0)
     assert run.rows.metas[0].root == str(folder / "dataset")

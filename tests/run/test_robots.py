@@ -37,7 +37,7 @@ from vla_finetuning.policies.tiny_pi05 import TinyPI05Policy, make_tiny_base
 from vla_finetuning.run import push
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import attempts
-from vla_finetuning.run.matching import features_together
+from vla_finetuning.run.matching import policy_data
 from vla_finetuning.run.resolve import of_robot, resolve, with_stats
 from vla_finetuning.training.batches import collate_cut
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
@@ -68,8 +68,8 @@ def folder(tmp_path_factory):
     config = parse_args([*FLAGS, f"--dataset.mixture=@{folder / 'mix.yaml'}", "--policy.path=x"])
     of = members(config.dataset.mixture)
     metas = [load_metadata(member.root) for member in of]
-    features, tasks = features_together(config, metas, of)
-    make_tiny_base(folder / "base", features=features, tasks=tasks, stats=None, fps=10, chunk_size=6, **SIZES)
+    data = policy_data(config, metas, of, [meta.episode_index for meta in metas])
+    make_tiny_base(folder / "base", **vars(data), stats=None, chunk_size=6, **SIZES)
     return folder
 
 

@@ -95,6 +95,12 @@ def choose_episodes(
     return chosen, notes
 
 
+def tasks_of(meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray) -> list[str]:
+    """The instructions of these episodes, sorted; all of the dataset's where one of them lists none."""
+    listed = [meta.episode_tasks[int(episode)] for episode in episodes]
+    return sorted({task for tasks in listed for task in tasks} if all(listed) else set(meta.tasks.values()))
+
+
 def _fitting(meta: DatasetMetadata, patterns: Sequence[str]) -> set[str]:
     """The dataset's instructions that a pattern fits; each pattern must fit one."""
     known = sorted({task for tasks in meta.episode_tasks for task in tasks})

@@ -24,6 +24,7 @@ from lerobot_datasource import LeRobotDatasource
 from vla_finetuning.data.columns import IS_SKIPPED
 from vla_finetuning.data.options import Reading, Selection
 from vla_finetuning.data.plan import evenly_spaced
+from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.files import write_json
 from vla_finetuning.node_disk import fetched_for_good
 from vla_finetuning.policies.loading import load_policy_config
@@ -361,7 +362,9 @@ def _errors_of(
     options: dict[str, Any] = {
         "mean_action": _mean_action(spec, batches),
         "other_instruction": other_instructions(
-            f"{spec.opening}{task}" for meta in rows.metas for task in meta.tasks.values()
+            f"{spec.opening}{task}"
+            for meta, episodes in zip(rows.metas, rows.episodes, strict=True)
+            for task in tasks_of(meta, episodes)
         ),
         "seed": job.seed,
     }

@@ -391,7 +391,11 @@ def _policy_features(
     vectors = {}
     for key, kind in ((OBS_STATE, FeatureType.STATE), (ACTION, FeatureType.ACTION)):
         if key not in features:
-            raise ValueError(f"the dataset has no '{key}', which PI0.5 needs; its features are {sorted(features)}")
+            other = "observation.x" if key == OBS_STATE else "x"
+            raise ValueError(
+                f"the dataset has no '{key}', which PI0.5 needs; its features are {sorted(features)}; --rename_map="
+                f'\'{{"{other}": "{key}"}}\' gives one of them that name'
+            )
         shape = tuple(_field(features[key], "shape"))
         if len(shape) != 1:
             raise ValueError(f"'{key}' must be a vector for PI0.5, its shape is {shape}")

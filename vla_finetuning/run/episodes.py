@@ -89,6 +89,19 @@ def select(
     `roots` are what flags name. Of each training episode the last `dropped` frames are left out. `weights` are those of
     all episodes, by dataset (`data.episode_weights`).
     """
+    used = choose(metas, roots, config, weights)
+    parts = [
+        _split(meta, episodes, notes, config, dropped) for meta, (episodes, notes) in zip(metas, used, strict=True)
+    ]
+    train, held_out, notes = zip(*parts, strict=True)
+    chosen = ChosenEpisodes(train, held_out, tuple(itertools.chain(*notes)))
+    return chosen.with_frames(metas, config, dropped, weights)
+
+
+def choose(
+    metas: Sequence[DatasetMetadata], roots: Sequence[str], config: Config, weights: Sequence[np.ndarray] | None
+) -> list[tuple[np.ndarray, list[str]]]:
+    """The episodes of each dataset that are trained on or held out, and notes (`choose_episodes`)."""
     d = config.dataset
     wanted = of_each(d.episodes, roots, "--dataset.episodes")
     excluded = of_each(cast(Choice, d.exclude_episodes), roots, "--dataset.exclude_episodes")
@@ -98,13 +111,10 @@ def select(
         excluded = [m.exclude_episodes or own for m, own in zip(of_mixture, excluded, strict=True)]
         tasks = [m.tasks if m.tasks is not None else own for m, own in zip(of_mixture, tasks, strict=True)]
     of_all: Sequence[np.ndarray | None] = [None] * len(metas) if weights is None else weights
-    parts = [
-        _split(meta, *choose_episodes(meta, episodes, without, patterns, weight), config, dropped)
+    return [
+        choose_episodes(meta, episodes, without, patterns, weight)
         for meta, episodes, without, patterns, weight in zip(metas, wanted, excluded, tasks, of_all, strict=True)
     ]
-    train, held_out, notes = zip(*parts, strict=True)
-    chosen = ChosenEpisodes(train, held_out, tuple(itertools.chain(*notes)))
-    return chosen.with_frames(metas, config, dropped, weights)
 
 
 def _split(

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature
 from lerobot.configs.policies import PreTrainedConfig
 from lerobot.utils.constants import ACTION, OBS_PREFIX
 
 from vla_finetuning.config import Config
 from vla_finetuning.data.metadata import CAMERA_DTYPES, DatasetMetadata, Feature, rename_features, without_features
+from vla_finetuning.data.selection import tasks_of
 from vla_finetuning.members import Member
 from vla_finetuning.policies.loading import FeatureMatch, FeatureRow, match_features
 from vla_finetuning.policies.processors import normalization_mode
@@ -117,7 +119,7 @@ def match_datasets(
     """
     of = list(members) or [Member(meta.root) for meta in metas]
     steps = [window_step(meta, member.fps) for meta, member in zip(metas, of, strict=True)]
-    maps = [observations_renamed({**config.rename_map, **member.rename_map}) for member in of]
+    maps = [_names_of(config, member) for member in of]
     if len(robots) < 2:
         if config.dataset.robot_in_prompt:
             raise ValueError(
@@ -164,11 +166,9 @@ def _match_robot(
     policy_name: str,
 ) -> tuple[tuple[DatasetMetadata, ...], FeatureMatch, dict[str, str]]:
     """The datasets with one name and order for everything, how they are the policy's, and which names it renames."""
-    camera_keys = members[0].camera_keys if members[0].camera_keys is not None else config.dataset.camera_keys
+    camera_keys = _camera_keys(config, members[0])
     _check_one_choice(metas, members, maps, camera_keys)
-    metas = named_alike(metas, maps)
-    together = {key: name for one in reversed(maps) for key, name in one.items()}
-    rename_map = names_of_first(metas, together)
+    metas, together, rename_map = _named_alike(metas, maps)
     metas = tuple(
         ordered_by(meta, member.orders()) if member.orders() else meta
         for meta, member in zip(metas, members, strict=True)
@@ -185,6 +185,25 @@ def _match_robot(
                 "actions, --policy.use_relative_actions=false"
             )
     return tuple(metas), match, together
+
+
+def _names_of(config: Config, member: Member) -> dict[str, str]:
+    """The policy's names for observations of a dataset."""
+    return observations_renamed({**config.rename_map, **member.rename_map})
+
+
+def _camera_keys(config: Config, member: Member) -> list[str] | None:
+    """The cameras chosen of a dataset; None: all."""
+    return config.dataset.camera_keys if member.camera_keys is None else member.camera_keys
+
+
+def _named_alike(
+    metas: Metas, maps: Sequence[Mapping[str, str]]
+) -> tuple[tuple[DatasetMetadata, ...], dict[str, str], dict[str, str]]:
+    """A robot's datasets with the names of the first, the policy's names for all of them, and for the first."""
+    metas = named_alike(metas, maps)
+    together = {key: name for one in reversed(maps) for key, name in one.items()}
+    return metas, together, names_of_first(metas, together)
 
 
 def _check_one_choice(
@@ -288,18 +307,53 @@ def _with_policy_names(meta: DatasetMetadata, match: FeatureMatch, rename_map: M
     return rename_features(without_features(meta, other), rename_map)
 
 
-def features_together(config: Config, metas: Metas, members: Sequence[Member]) -> tuple[dict[str, Any], list[str]]:
-    """Features of all robots by the policy's names, the widest of vectors; and their instructions."""
+@dataclass(frozen=True)
+class PolicyData:
+    """What a policy sees of a run's datasets.
+
+    Attributes:
+        features: by the policy's names; of robots that differ those of all, the widest of vectors.
+        tasks: instructions of the chosen episodes, as prompts have them. fps: actions per second.
+    """
+
+    features: dict[str, Feature]
+    tasks: list[str]
+    fps: float
+
+
+def policy_data(config: Config, metas: Metas, members: Sequence[Member], chosen: Sequence[np.ndarray]) -> PolicyData:
+    """What a policy that is made for a run's datasets sees of them: names, cameras, order of dimensions, instructions.
+
+    As `match_datasets` gives them to a policy that is there: of each robot, its first dataset decides.
+
+    Args:
+        metas: as `load_datasets` reads them. members: what the mixture says of each; none where it is none.
+        chosen: episodes of each dataset that are used.
+    Raises:
+        ValueError: a camera that the dataset has not, dimensions of other names, two features of one name.
+    """
+    of = list(members) or [Member(meta.root) for meta in metas]
     features: dict[str, Feature] = {}
-    for meta, member in zip(metas, members, strict=True):
-        names = observations_renamed({**config.rename_map, **member.rename_map})
-        chosen = member.camera_keys if member.camera_keys is not None else config.dataset.camera_keys
-        for key, feature in _selected_features(meta, chosen).items():
+    for robot in dict.fromkeys(member.robot for member in of):
+        numbers = [number for number, member in enumerate(of) if member.robot == robot]
+        first, maps = of[numbers[0]], [_names_of(config, of[number]) for number in numbers]
+        (meta, *_), _, names = _named_alike([metas[number] for number in numbers], maps)
+        camera_keys = _camera_keys(config, first)
+        check_camera_keys(meta, camera_keys)
+        selected = _selected_features(ordered_by(meta, first.orders()), camera_keys)
+        by_name: dict[str, str] = {}
+        for key, feature in selected.items():
             name = names.get(key, key)
+            if (other := by_name.setdefault(name, key)) != key:
+                raise ValueError(f"--rename_map: dataset {meta.root}: {other!r} and {key!r} would both be {name!r}")
             features[name] = max(features.get(name, feature), feature, key=lambda one: one.shape)
-    words = [f"{member.robot}: " if config.dataset.robot_in_prompt else "" for member in members]
-    tasks = {f"{said}{task}" for said, meta in zip(words, metas, strict=True) for task in meta.tasks.values()}
-    return features, sorted(tasks)
+    openings = [f"{member.robot}: " if config.dataset.robot_in_prompt else "" for member in of]
+    tasks = {
+        f"{opening}{task}"
+        for opening, meta, episodes in zip(openings, metas, chosen, strict=True)
+        for task in tasks_of(meta, episodes)
+    }
+    return PolicyData(features, sorted(tasks), of[0].fps or metas[0].fps)
 
 
 def _join(config: Config, base: Base, robots: Sequence[RobotData], metas: Metas) -> FeatureMatch:

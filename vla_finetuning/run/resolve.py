@@ -16,6 +16,7 @@ from lerobot.configs import FeatureType, NormalizationMode
 from lerobot.configs.policies import PreTrainedConfig
 
 from lerobot_datasource import LeRobotDatasource
+from vla_finetuning import demo
 from vla_finetuning.bucket import place
 from vla_finetuning.config import CACHE_DIR, PRESETS, Config, Precision, TrainOptions
 from vla_finetuning.data.dataset_files import fetch_dataset
@@ -24,7 +25,7 @@ from vla_finetuning.data.metadata import DatasetMetadata
 from vla_finetuning.data.options import Features, Order, Reading, Selection
 from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.reader import frame_of
-from vla_finetuning.data.selection import of_each
+from vla_finetuning.data.selection import of_each, tasks_of
 from vla_finetuning.data.statistics import check_stats
 from vla_finetuning.members import members, robots
 from vla_finetuning.node_disk import node_folder
@@ -40,12 +41,12 @@ from vla_finetuning.policies.spec import PolicySpec, Robot
 from vla_finetuning.policies.texts import encode
 from vla_finetuning.run.base_policy import check_policy, check_policy_options, resolve_policy
 from vla_finetuning.run.checkpoint import Progress
-from vla_finetuning.run.episodes import ChosenEpisodes, select
+from vla_finetuning.run.episodes import ChosenEpisodes, choose, select
 from vla_finetuning.run.folder import SKIPPED_NAME
 from vla_finetuning.run.holes import check_holes
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.labels import read_labels
-from vla_finetuning.run.matching import Base, Matched, RobotData, features_together, match_datasets
+from vla_finetuning.run.matching import Base, Matched, RobotData, match_datasets, policy_data
 from vla_finetuning.run.mixing import mixing_of
 from vla_finetuning.run.mixture import Stats, check_ranges
 from vla_finetuning.run.preflight import absolute, load_datasets, with_absolute_paths
@@ -106,10 +107,12 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     """
     config = replace(config, scaling=config.scaling.decided(gpus_found))
     config, roots = with_absolute_paths(config)
-    config, roots, policy_path = _fetched(config, roots)
+    config, roots = _located(config, roots)
     d = config.dataset
     metas = metas or load_datasets(config, roots)
     asked_names, of_mixture = config.rename_map, members(d.mixture)
+    weights = None if d.episode_weights is None else episode_weights(metas, roots, d.episode_weights, absolute)
+    policy_path = _policy_path(config, metas, roots, weights)
     base = _base(config, policy_path)
     config = replace(config, policy_path=policy_path, policy_revision=base.identity["revision"])
     check_policy_options(config, base.config)
@@ -120,7 +123,6 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     config = replace(config, rename_map=matched.rename_map)
     parameters = check_policy(base.config, base.folder, config.train, config.peft)
     dropped = _dropped(config, base.config, matched.window_steps)
-    weights = None if d.episode_weights is None else episode_weights(metas, roots, d.episode_weights, absolute)
     chosen = select(metas, roots, config, dropped, weights)
     holes = check_holes(config, roots, metas, chosen, match.camera_keys)
     trained = chosen.rows(metas, dropped)
@@ -169,14 +171,14 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     )
     for one in [spec.of_robot(robot) for robot in differing] or [spec]:
         preprocessor, _ = one.processors()  # a tokenizer out of reach, or unfit, is reported
+    tasks = {task for meta, episodes in zip(metas, rows.episodes, strict=True) for task in tasks_of(meta, episodes)}
     if family.reads_texts:
-        for task in {task for meta in metas for task in meta.tasks.values()}:
+        for task in tasks:
             encode(task)  # one that is too long is reported
     stats = [{} if of.missing else of.stats for of in found]
     differing = tuple(replace(robot, stats=own) for robot, own in zip(differing, stats, strict=False))
     spec = replace(spec, robots=differing, stats={} if differing else stats[0])
     if rows.positive is not None:
-        tasks = {task for meta in metas for task in meta.tasks.values()}
         check_prompts_differ(preprocessor, sorted(tasks) or [""], base.name)
     job = make_job(config, spec, steps, rows.identity, spec.what_trains)
     config = replace(config, rename_map=asked_names)
@@ -296,8 +298,8 @@ def make_job(
 # ---- where data and policy are -------------------------------------------------------------------------------------
 
 
-def _fetched(config: Config, roots: list[str]) -> tuple[Config, list[str], str | None]:
-    """The options, the datasets' roots and the policy's path once what is on the Hub, or the demo's own, is here."""
+def _located(config: Config, roots: list[str]) -> tuple[Config, list[str]]:
+    """The options and the datasets' roots once what is on the Hub, or the demo's own, is here."""
     if config.dataset.repo_id:
         path, commit = fetch_dataset(
             config.dataset.repo_id,
@@ -305,40 +307,32 @@ def _fetched(config: Config, roots: list[str]) -> tuple[Config, list[str], str |
             episodes=of_each(config.dataset.episodes, [config.dataset.repo_id], "--dataset.episodes")[0],
             camera_keys=config.dataset.camera_keys,
         )
-        config = replace(config, dataset=replace(config.dataset, revision=commit))
-        roots = [path]
-    policy_path = config.policy_path
-    if policy_path and Path(absolute(policy_path)).is_dir():
-        policy_path = absolute(policy_path)
-    if config.preset == "demo":
-        from vla_finetuning.demo import prepare_demo, prepare_robots
-
-        if config.demo.robots > 1:
-            mixture: dict[str, float | dict[str, Any]] = {**prepare_robots(CACHE_DIR / "demo")}
-            if roots and roots != list(mixture):  # those of a resumed run are there
-                raise ValueError(
-                    f"--demo.robots={config.demo.robots} makes its own datasets, {', '.join(mixture)}; the run has "
-                    f"{', '.join(roots)}: leave --dataset.mixture out, or start the run in another --output_dir"
-                )
-            config, roots = replace(config, dataset=replace(config.dataset, mixture=mixture)), list(mixture)
-        root, base = prepare_demo(
-            CACHE_DIR / "demo",
-            roots[0] if roots else None,
-            config.recap.labels is not None,
-            _described_mixture(config, roots),
-        )
-        roots = roots or [absolute(root)]
-        if not (policy_path or config.policy_type):
-            policy_path = absolute(base)
-    return config, roots, policy_path
+        return replace(config, dataset=replace(config.dataset, revision=commit)), [path]
+    if config.preset != "demo":
+        return config, roots
+    if config.demo.robots > 1:
+        mixture: dict[str, float | dict[str, Any]] = {**demo.prepare_robots(CACHE_DIR / "demo")}
+        if roots and roots != list(mixture):  # those of a resumed run are there
+            raise ValueError(
+                f"--demo.robots={config.demo.robots} makes its own datasets, {', '.join(mixture)}; the run has "
+                f"{', '.join(roots)}: leave --dataset.mixture out, or start the run in another --output_dir"
+            )
+        return replace(config, dataset=replace(config.dataset, mixture=mixture)), list(mixture)
+    return config, roots or [absolute(demo.prepare_dataset(CACHE_DIR / "demo"))]
 
 
-def _described_mixture(config: Config, roots: list[str]) -> tuple[dict[str, Any], list[str]] | None:
-    """What a tiny policy is made for, of robots that differ: the features of all, and their instructions."""
-    of_mixture = members(config.dataset.mixture)
-    if len(robots(of_mixture)) < 2:
+def _policy_path(
+    config: Config, metas: Metas, roots: Sequence[str], weights: Sequence[np.ndarray] | None
+) -> str | None:
+    """Where the policy is: that of the options, or of a demo that names none a tiny one, made for the run's data."""
+    if config.policy_path:
+        return absolute(config.policy_path) if Path(absolute(config.policy_path)).is_dir() else config.policy_path
+    if config.preset != "demo" or config.policy_type:
         return None
-    return features_together(config, load_datasets(config, roots), of_mixture)
+    chosen = [episodes for episodes, _ in choose(metas, roots, config, weights)]
+    data = policy_data(config, metas, members(config.dataset.mixture), chosen)
+    labelled = config.recap.labels is not None
+    return absolute(demo.prepare_base(CACHE_DIR / "demo", **vars(data), labelled=labelled))
 
 
 def _base(config: Config, path: str | None) -> Base:
