@@ -336,6 +336,12 @@ def _check_given_alone(config: Config) -> None:
             "--dataset.on_error skip",
             data.on_error == "skip",
         ),
+        (
+            "--dataset.image_transforms.tfs",
+            bool(data.image_transforms.tfs),
+            "--dataset.image_transforms.enable",
+            data.image_transforms.enable,
+        ),
         ("--recap.dropout", recap.dropout != RecapOptions.dropout, "--recap.labels", recap.labels),
     ):
         if given and not there and not config.resume:

@@ -78,10 +78,16 @@ def choose_episodes(
         left_out.append(f"{len(chosen) - np.count_nonzero(weight[chosen])} have weight 0 by --dataset.episode_weights")
         chosen = chosen[weight[chosen] > 0]
     notes = []
-    if tasks:
-        fits = _fitting(meta, tasks)
+    if tasks is not None:
+        fitting = _fitting(meta, tasks, chosen)
+        fits = set().union(*fitting.values())
         of_these = [episode for episode in chosen.tolist() if fits.intersection(meta.episode_tasks[episode])]
-        left_out.append(f"{len(chosen) - len(of_these)} have no task that --dataset.tasks names")
+        counts = (
+            f"{pattern!r} {sum(bool(own.intersection(meta.episode_tasks[e])) for e in of_these)}"
+            for pattern, own in fitting.items()
+        )
+        by_pattern = f" (used of each: {', '.join(counts)})" if len(fitting) > 1 else ""
+        left_out.append(f"{len(chosen) - len(of_these)} have no task that --dataset.tasks names{by_pattern}")
         chosen = np.asarray(of_these, np.int64)
         if mixed := [episode for episode in of_these if not fits.issuperset(meta.episode_tasks[episode])]:
             notes.append(
@@ -101,10 +107,13 @@ def tasks_of(meta: DatasetMetadata, episodes: Sequence[int] | np.ndarray) -> lis
     return sorted({task for tasks in listed for task in tasks} if all(listed) else set(meta.tasks.values()))
 
 
-def _fitting(meta: DatasetMetadata, patterns: Sequence[str]) -> set[str]:
-    """The dataset's instructions that a pattern fits; each pattern must fit one."""
+def _fitting(meta: DatasetMetadata, patterns: Sequence[str], episodes: np.ndarray) -> dict[str, set[str]]:
+    """The instructions of these episodes that each pattern fits; each must fit one."""
+    if not patterns:
+        raise ValueError(f"{meta.root}: --dataset.tasks names no pattern; leave it out for all tasks")
     known = sorted({task for tasks in meta.episode_tasks for task in tasks})
-    fits: set[str] = set()
+    left = {task for episode in episodes.tolist() for task in meta.episode_tasks[episode]}
+    fitting: dict[str, set[str]] = {}
     for pattern in patterns:
         found = {task for task in known if fnmatch.fnmatchcase(task.lower(), pattern.lower())}
         if not found:
@@ -113,5 +122,11 @@ def _fitting(meta: DatasetMetadata, patterns: Sequence[str]) -> set[str]:
                 f"{meta.root}: no task is like --dataset.tasks {pattern!r}; it has {len(known)}, for example "
                 f"{', '.join(map(repr, close))}"
             )
-        fits |= found
-    return fits
+        if not found & left:
+            raise ValueError(
+                f"{meta.root}: no episode is left with a task like --dataset.tasks {pattern!r}: none of the "
+                f"{len(episodes)} that the other options choose has {sorted(found)[0]!r}; leave the pattern out, or "
+                "choose others too"
+            )
+        fitting[pattern] = found
+    return fitting

@@ -216,6 +216,11 @@ def lerobot_step(options: ImageTransformOptions) -> Step | None:
         if weight > 0:
             steps.append(_lerobot_transform(where, transform))
             weights.append(weight)
+    if not steps:
+        raise ValueError(
+            f"--dataset.image_transforms.tfs: {', '.join(asked)} have weight 0, and no frame would change: give "
+            "one a weight, or leave --dataset.image_transforms.enable out"
+        )
     count = min(len(steps), options.max_num_transforms)
     chosen = Subset(steps, weights, count, options.random_order)
     if chosen.draws > DRAWS:

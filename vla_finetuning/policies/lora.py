@@ -14,6 +14,7 @@ import torch
 from lerobot.policies.pretrained import PreTrainedPolicy
 
 from vla_finetuning.config import PeftOptions
+from vla_finetuning.options import did_you_mean
 
 
 def add_adapters(policy: PreTrainedPolicy, options: PeftOptions, seed: int = 0) -> Any:
@@ -41,6 +42,37 @@ def add_adapters(policy: PreTrainedPolicy, options: PeftOptions, seed: int = 0) 
         ) from error
     policy.config.use_peft = False  # the configuration is the run's; it is true of a folder of adapters alone
     return adapted
+
+
+def adapted_layers(policy: PreTrainedPolicy, options: PeftOptions) -> tuple[str, ...]:
+    """What each name of `options` matched, a line each, once `add_adapters` and what freezes besides have been done.
+
+    Raises:
+        ValueError: a name that matches no layer, or only layers that training does not use.
+    """
+    layers = [name for name, _ in policy.named_modules()]
+    trained = [(name, of.numel()) for name, of in policy.named_parameters() if of.requires_grad]
+    targets = options.target_modules
+    asked = [("target_modules", ".lora_", name) for name in ([targets] if isinstance(targets, str) else targets or [])]
+    asked += [("full_training_modules", ".modules_to_save.", name) for name in options.full_training_modules or []]
+    lines = []
+    for option, mark, name in asked:
+        pattern = option == "target_modules" and isinstance(targets, str)  # that matches none, PEFT has refused
+        found: dict[str, int] = {}
+        for parameter, count in trained:
+            layer, marked, _ = parameter.partition(mark)
+            # As PEFT: names of layers that train whole need not begin after a dot.
+            ends = f".{layer}".endswith(f".{name}") if option == "target_modules" else layer.endswith(name)
+            if marked and (pattern or ends):
+                found[layer] = found.get(layer, 0) + count
+        if not found:
+            there = any(f".{layer}".endswith(f".{name}") for layer in layers) or pattern
+            why = "only layers that training does not use" if there else "no layer of the policy"
+            known = sorted({layer.rpartition(".")[2] for layer in layers})
+            raise ValueError(f"--peft.{option}: {name!r} is the name of {why}{did_you_mean(name, known)}")
+        how = "adapters in" if option == "target_modules" else "all of"
+        lines.append(f"{how} {name!r}: {sum(found.values()):,} parameters in {len(found)} layers, e.g. {min(found)}")
+    return tuple(lines)
 
 
 def merge(adapted: Any) -> None:

@@ -18,6 +18,13 @@ from vla_finetuning.policies.smolvla import SmolVLA
 from vla_finetuning.policies.vqbet import VQBeT
 from vla_finetuning.policies.xvla import XVLA
 
+
+class VLAJEPA(Family):
+    """VLA-JEPA and types that derive from it."""
+
+    without_effect = {"reinit_modules": "weights that all fit the configuration: here none may be left out"}
+
+
 PALIGEMMA = "google/paligemma-3b-pt-224"
 
 FAMILIES = {
@@ -39,7 +46,9 @@ FAMILIES = {
             sized_by_images=True,
         ),
         Evo1("evo1", as_lerobot=True, tokenizer_option="vlm_model_name", reads_texts=True),
-        Family("vla_jepa", as_lerobot=True, tokenizer_option="qwen_model_name", reads_texts=True, sized_by_images=True),
+        VLAJEPA(
+            "vla_jepa", as_lerobot=True, tokenizer_option="qwen_model_name", reads_texts=True, sized_by_images=True
+        ),
         FastWAM(
             "fastwam", as_lerobot=True, tokenizer_option="tokenizer_model_id", reads_texts=True, sized_by_images=True
         ),

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from vla_finetuning.config import PeftOptions, TrainMode
 from vla_finetuning.policies.family import UNUSED
-from vla_finetuning.policies.lora import add_adapters
+from vla_finetuning.policies.lora import adapted_layers, add_adapters
 from vla_finetuning.policies.registry import family_of, types_that
 
 logger = logging.getLogger(__name__)
@@ -24,11 +24,13 @@ class TrainableReport:
     Attributes:
         total, trainable: of the whole policy.
         frozen: those that do not train, by part of the policy.
+        adapted: where adapters train, what each name that the user gave for them matched, as lines.
     """
 
     total: int
     trainable: int
     frozen: dict[str, int]
+    adapted: tuple[str, ...] = ()
 
 
 def choose_trainable(
@@ -45,17 +47,19 @@ def choose_trainable(
         mode: what trains.
         adapters: where enabled, these are put into the policy and train, whatever the mode. seed: of their weights.
     Raises:
-        ValueError: the mode is unknown, or none of the policy's family.
+        ValueError: the mode is unknown, or none of the policy's family; adapters name a layer that there is not.
     """
     if mode not in ("heads", "expert", "full"):
         raise ValueError(f"train mode {mode!r} is unknown; choose 'heads', 'expert' or 'full'")
     family, other = family_of(policy.config), "frozen by the policy's configuration"
+    adapted: tuple[str, ...] = ()
     if adapters is not None and adapters.enabled:
         add_adapters(policy, adapters, seed)
         parts, other = family.parts(policy), "the policy"
         for name, parameter in policy.named_parameters():
             if parts.get(name) == UNUSED:
                 parameter.requires_grad_(False)
+        adapted = adapted_layers(policy, adapters)
     elif family.modes:
         parts = family.parts(policy)
         for name, parameter in policy.named_parameters():
@@ -73,7 +77,7 @@ def choose_trainable(
             part = parts.get(name, other)
             frozen[part] = frozen.get(part, 0) + parameter.numel()
     total = sum(parameter.numel() for parameter in policy.parameters())
-    return TrainableReport(total, total - sum(frozen.values()), frozen)
+    return TrainableReport(total, total - sum(frozen.values()), frozen, adapted)
 
 
 _NORMS = (PiGemmaRMSNorm, LlamaRMSNorm, nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)

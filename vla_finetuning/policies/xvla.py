@@ -20,6 +20,7 @@ class XVLA(Family):
     """X-VLA and types that derive from it."""
 
     takes_any = True
+    without_effect = {"domain_feature_key": "the domain_id of the step xvla_add_domain_id in its preprocessor"}
 
     def env_processors(self, config: PreTrainedConfig, env: Any, own: Collection[str] = ()) -> tuple[Any, Any]:
         """Of LIBERO those that LeRobot has for end-effector actions with rotations of six numbers.

@@ -19,7 +19,7 @@ from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.resolve import Run
 from vla_finetuning.run.rows import Rows
-from vla_finetuning.run.statistics import relative_actions
+from vla_finetuning.run.statistics import absolute_dimensions, relative_actions
 from vla_finetuning.terminal import escaped
 
 VECTORS = ("observation.state", "action")
@@ -137,11 +137,17 @@ def _policy(config: Config, policy: PolicySpec) -> list[str]:
                 f"             {name}predicts {sum(relative.dimensions)} of {len(relative.dimensions)} dimensions of "
                 "an action relative to the state"
             )
+            lines += [
+                f"             {name}relative_exclude_joints: {joint!r} "
+                + (f"leaves {', '.join(dimensions)} absolute" if dimensions else "is in no name of a dimension")
+                for joint, dimensions in absolute_dimensions(its).items()
+            ]
     if policy.parameters is not None:
         lines.append(
             f"             {policy.parameters.total:,} parameters, {policy.parameters.trainable:,} of them train "
             f"({_what_trains(config, policy)})" + _flops(policy)
         )
+        lines += [f"             {line}" for line in policy.parameters.adapted]
     if policy.trusted and (brought := brought_along(policy.config)):
         lines.append(f"             runs code that comes with {brought}, as --policy.trust_remote_code says")
     return lines

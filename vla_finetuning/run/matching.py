@@ -25,7 +25,14 @@ from vla_finetuning.members import Member
 from vla_finetuning.policies.loading import FeatureMatch, FeatureRow, match_features
 from vla_finetuning.policies.processors import normalization_mode
 from vla_finetuning.policies.registry import family_of, types_that
-from vla_finetuning.run.mixture import check_alike, named_alike, names_of_first, ordered_alike, ordered_by
+from vla_finetuning.run.mixture import (
+    check_alike,
+    check_dimension_map,
+    named_alike,
+    names_of_first,
+    ordered_alike,
+    ordered_by,
+)
 from vla_finetuning.run.preflight import check_camera_keys, observations_renamed
 from vla_finetuning.run.statistics import Names, relative_actions
 
@@ -120,6 +127,12 @@ def match_datasets(
     of = list(members) or [Member(meta.root) for meta in metas]
     steps = [window_step(meta, member.fps) for meta, member in zip(metas, of, strict=True)]
     maps = [_names_of(config, member) for member in of]
+    if config.dataset.dimension_map:
+        groups = [
+            [n for n, member in enumerate(of) if member.robot == robot] for robot in {member.robot for member in of}
+        ]
+        alike = [named_alike([metas[n] for n in numbers], [maps[n] for n in numbers]) for numbers in groups]
+        check_dimension_map(alike, config.dataset.dimension_map)
     if len(robots) < 2:
         if config.dataset.robot_in_prompt:
             raise ValueError(

@@ -25,6 +25,7 @@ from vla_finetuning.data.metadata import (
     reorder_dimensions,
 )
 from vla_finetuning.data.rows import row_kind
+from vla_finetuning.options import did_you_mean
 
 Stats = dict[str, dict[str, np.ndarray]]
 # What LeRobot's `aggregate_stats` makes the statistics of several datasets from, besides quantiles.
@@ -115,6 +116,32 @@ def ordered_alike(
                 orders[key] = tuple(called.index(name) for name in wanted)
         ordered.append(reorder_dimensions(meta, orders, first))
     return tuple(ordered)
+
+
+def check_dimension_map(robots: Sequence[Sequence[DatasetMetadata]], names: Mapping[str, Mapping[str, str]]) -> None:
+    """Refuse names of --dataset.dimension_map that no dataset has, or that its robot's first dataset has not.
+
+    Args:
+        robots: the datasets of each, with the names of features of the first.
+    """
+    pairs = [(first, other) for first, *others in robots for other in others]
+    if not pairs:
+        raise ValueError("--dataset.dimension_map: it is of a robot's second dataset and those after it: leave it out")
+    for key, renamed in names.items():
+        wanted = {name for first, _ in pairs for name in _dimensions_of(first, key)}
+        stored = {name for _, other in pairs for name in _dimensions_of(other, key)}
+        for other, name in renamed.items():
+            for dimension, known, whose in ((other, stored, "later datasets"), (name, wanted, "the first dataset")):
+                if known and dimension not in known:
+                    raise ValueError(
+                        f'--dataset.dimension_map has "{other}": "{name}" for {key!r}: the dimensions of {whose} are '
+                        f"{', '.join(sorted(known))}{did_you_mean(dimension, sorted(known))}"
+                    )
+
+
+def _dimensions_of(meta: DatasetMetadata, key: str) -> list[str]:
+    feature = meta.features.get(key)
+    return _dimensions(feature) if feature is not None and len(feature.shape) == 1 else []
 
 
 def ordered_by(meta: DatasetMetadata, names: Mapping[str, Sequence[str]]) -> DatasetMetadata:

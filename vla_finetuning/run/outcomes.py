@@ -47,7 +47,18 @@ def episode_success(
 
 
 def corrected_frames(options: OutcomeOptions, metas: Sequence[DatasetMetadata]) -> tuple[np.ndarray, ...]:
-    """Which frames a person corrected, by dataset: bool (F,); none where a dataset has no such column."""
+    """Which frames a person corrected, by dataset: bool (F,); none where a dataset has no such column.
+
+    Raises:
+        ValueError: a column of another name than by default, which no dataset has.
+    """
+    if options.intervention != OutcomeOptions.intervention:
+        known = sorted({key for meta in metas for key in meta.features})
+        if options.intervention not in known:
+            raise ValueError(
+                f"--outcome.intervention={options.intervention}: no dataset has that column, but {', '.join(known)}"
+                f"{did_you_mean(options.intervention, known)}"
+            )
     return tuple(
         np.concatenate(_of_episodes(meta, options.intervention, "--outcome.intervention")) > 0
         if options.intervention in meta.features

@@ -104,6 +104,7 @@ def load_datasets(config: Config, roots: Sequence[str]) -> tuple[DatasetMetadata
     state, of_mixture = config.dataset.state_features or (), members(config.dataset.mixture)
     if not any(member.rename_map for member in of_mixture):
         return with_names(metas, config.rename_map, state)
+    _check_names_known(metas, config.rename_map, state)
     found: list[DatasetMetadata] = []
     for meta, member in zip(metas, of_mixture, strict=True):
         others = {key: name for key, name in config.rename_map.items() if key in meta.features}
@@ -129,30 +130,37 @@ def with_names(
         observations: rename those, too, where no policy's processors will.
     """
     joined = [any(key in meta.features for key in state_features) for meta in metas]
-    if state_features and metas and not any(joined):
-        known = sorted({key for meta in metas for key in meta.features})
-        raise ValueError(
-            f"--dataset.state_features {','.join(state_features)}: the datasets' features are {', '.join(known)}"
-            f"{did_you_mean(state_features[0], known)}"
-        )
+    _check_names_known(metas, {}, state_features)
     metas = [
         join_features(meta, state_features, STATE) if has_some else meta
         for meta, has_some in zip(metas, joined, strict=True)
     ]
     names = dict(rename_map) if observations else features_renamed(rename_map)
-    for key, name in rename_map.items() if metas else ():
-        where = f'--rename_map has "{key}": "{name}"'
-        if key in FRAME_FEATURES:
-            raise ValueError(f"{where}; LeRobot's own columns {', '.join(FRAME_FEATURES)} keep their names")
-        if not any(key in meta.features for meta in metas):
-            known = sorted({key for meta in metas for key in meta.features})
-            raise ValueError(f"{where}, and the datasets' features are {', '.join(known)}{did_you_mean(key, known)}")
+    _check_names_known(metas, rename_map)
     found = tuple(
         rename_features(meta, {key: name for key, name in names.items() if key in meta.features}) for meta in metas
     )
     for meta in found:
         _check_names(meta, rename_map)
     return found
+
+
+def _check_names_known(
+    metas: Sequence[DatasetMetadata], rename_map: Mapping[str, str], state_features: Sequence[str] = ()
+) -> None:
+    """Refuse names of features that no dataset has, and those that LeRobot's own columns keep."""
+    known = sorted({key for meta in metas for key in meta.features})
+    if state_features and metas and not any(key in known for key in state_features):
+        raise ValueError(
+            f"--dataset.state_features {','.join(state_features)}: the datasets' features are {', '.join(known)}"
+            f"{did_you_mean(state_features[0], known)}"
+        )
+    for key, name in rename_map.items() if metas else ():
+        where = f'--rename_map has "{key}": "{name}"'
+        if key in FRAME_FEATURES:
+            raise ValueError(f"{where}; LeRobot's own columns {', '.join(FRAME_FEATURES)} keep their names")
+        if key not in known:
+            raise ValueError(f"{where}, and the datasets' features are {', '.join(known)}{did_you_mean(key, known)}")
 
 
 def features_renamed(rename_map: Mapping[str, str]) -> dict[str, str]:

@@ -62,6 +62,7 @@ from vla_finetuning.run.rows import (
 from vla_finetuning.run.statistics import (
     Mode,
     Names,
+    check_absolute_dimensions,
     computed_stats,
     decide,
     exact_needed,
@@ -120,6 +121,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     recipe = make_recipe(config, base.config)
     matched = match_datasets(config, metas, of_mixture, robots(of_mixture), base, partial(_check_images, config))
     metas, match = matched.metas, matched.match
+    check_absolute_dimensions(config.policy_options, [robot.config for robot in matched.robots] or [matched.config])
     config = replace(config, rename_map=matched.rename_map)
     parameters = check_policy(base.config, base.folder, config.train, config.peft)
     dropped = _dropped(config, base.config, matched.window_steps)

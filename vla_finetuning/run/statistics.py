@@ -24,6 +24,7 @@ from vla_finetuning.data.quantiles import LIMITS, Source, exact_stats, outside, 
 from vla_finetuning.data.relative_actions import ACTION, RelativeActions, relative_action_stats
 from vla_finetuning.data.statistics import RANGES, Stats, check_stats, complete_stats
 from vla_finetuning.files import read_json, write_json
+from vla_finetuning.options import did_you_mean
 from vla_finetuning.policies.processors import required_stats, with_imagenet_stats
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.checkpoint import latest_checkpoint
@@ -352,6 +353,42 @@ def relative_actions(policy_config: PreTrainedConfig) -> RelativeActions | None:
     step = RelativeActionsProcessorStep(True, getattr(policy_config, "relative_exclude_joints", []), names)
     dimensions = step._build_mask(policy_config.output_features["action"].shape[0])
     return RelativeActions(len(policy_config.action_delta_indices or [0]), tuple(dimensions))
+
+
+def absolute_dimensions(policy_config: PreTrainedConfig) -> dict[str, list[str]]:
+    """Which dimensions of an action each of `relative_exclude_joints` leaves absolute, as LeRobot matches names."""
+    if not getattr(policy_config, "use_relative_actions", False):
+        return {}
+    names = [str(name) for name in getattr(policy_config, "action_feature_names", None) or []]
+    listed = [str(joint) for joint in getattr(policy_config, "relative_exclude_joints", []) if joint]
+    return {joint: [name for name in names if joint.lower() in name.lower()] for joint in listed}
+
+
+def check_absolute_dimensions(options: Sequence[str], configs: Sequence[PreTrainedConfig]) -> None:
+    """Refuse --policy.relative_exclude_joints that leaves nothing absolute, in any robot's configuration.
+
+    The default of LeRobot, and what a policy brings along, may name what a robot has not: the plan says so.
+
+    Args:
+        options: the policy's, as given.
+    """
+    flag = "relative_exclude_joints"
+    if not any(option.removeprefix("--").partition("=")[0] == flag for option in options):
+        return
+    if not any(getattr(config, "use_relative_actions", False) for config in configs):
+        raise ValueError(
+            f"--policy.{flag} does nothing without --policy.use_relative_actions=true: give both, or neither"
+        )
+    known = list(
+        dict.fromkeys(name for config in configs for name in getattr(config, "action_feature_names", []) or [])
+    )
+    for joint in dict.fromkeys(joint for config in configs for joint in absolute_dimensions(config)):
+        if not any(absolute_dimensions(config).get(joint) for config in configs):
+            there = f"are {', '.join(known)}{did_you_mean(joint, known)}" if known else "have no names in the dataset"
+            raise ValueError(
+                f"--policy.{flag}: {joint!r} is in no name of a dimension of the action, which would all be relative; "
+                f"they {there}"
+            )
 
 
 def hold_statistics(job: Job, policy: PolicySpec) -> None:

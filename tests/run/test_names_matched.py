@@ -1,0 +1,169 @@
+"""Options that name dimensions, layers, tasks, features, columns: each name matches something; the plan says what."""
+
+import json
+
+import pytest
+
+from tests import in_process
+from tests.datasets import make_dataset
+from tests.in_process import resolved
+from vla_finetuning.config import ImageTransformOptions, OutcomeOptions
+from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.data.selection import choose_episodes
+from vla_finetuning.flags import parse_args
+from vla_finetuning.policies.augment import lerobot_step
+from vla_finetuning.policies.lora import add_adapters
+from vla_finetuning.policies.registry import FAMILIES
+from vla_finetuning.run.describe import describe
+from vla_finetuning.run.outcomes import corrected_frames
+
+TOP, WRIST = "observation.images.top", "observation.images.wrist"
+RELATIVE = {"policy.use_relative_actions": "true"}
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    return in_process.make_setting(tmp_path_factory.mktemp("matched"))
+
+
+# ---- dimensions ----------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_says_which_dimensions_stay_absolute(setting):
+    joints = {"policy.relative_exclude_joints": '["motor_2", "MOTOR_0"]'}
+    plan = describe(resolved(setting, **RELATIVE, **joints))
+    assert "predicts 1 of 3 dimensions" in plan
+    assert "'motor_2' leaves motor_2 absolute" in plan and "'MOTOR_0' leaves motor_0 absolute" in plan
+    # LeRobot's own default, which nobody gave.
+    assert "'gripper' is in no name of a dimension" in describe(resolved(setting, **RELATIVE))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({**RELATIVE, "policy.relative_exclude_joints": '["gripper"]'}, "'gripper' is in no name .*motor_0, motor_1"),
+        ({**RELATIVE, "policy.relative_exclude_joints": '["motor_1", "moter_2"]'}, "'moter_2'.*did you mean motor_2"),
+        ({"policy.relative_exclude_joints": '["motor_1"]'}, "nothing without --policy.use_relative_actions"),
+    ],
+)
+def test_joints_that_no_dimension_is_called_are_refused(setting, flags, message):
+    with pytest.raises(ValueError, match=message):
+        resolved(setting, **flags)
+
+
+def test_dimensions_that_no_dataset_has_are_refused(setting):
+    folder, root, _ = setting
+    other = make_dataset(folder / "other", episodes=(4, 5), seed=1)
+    two = {"dataset.root": f"{root},{other}"}
+    for given, message in (
+        ({"action": {"elbow": "motor_0"}}, '"elbow": "motor_0" for .action.: the dimensions of later datasets are'),
+        ({"action": {"motor_0": "motor_7"}}, "dimensions of the first dataset are motor_0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolved(setting, **two, **{"dataset.dimension_map": json.dumps(given)})
+        with pytest.raises(ValueError, match="of a robot's second dataset and those after it"):
+            resolved(setting, **{"dataset.dimension_map": json.dumps(given)})
+
+
+# ---- layers --------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_says_what_layers_adapters_are_in(setting):
+    flags = {"peft.target_modules": '["q_proj", "v_proj"]', "peft.full_training_modules": '["action_out_proj"]'}
+    run = resolved(setting, **flags)
+    plan, policy = describe(run), run.policy.start()
+    add_adapters(policy, run.policy.adapters)
+    for name in ("q_proj", "v_proj"):  # counted by plain iteration
+        adapters = [
+            (key, of.numel())
+            for key, of in policy.named_parameters()
+            if f".{name}.lora_" in key and not key.startswith("model.paligemma_with_expert.gemma_expert.lm_head")
+        ]
+        layers = {key.partition(".lora_")[0] for key, _ in adapters}
+        assert f"adapters in '{name}': " in plan
+        line = next(line for line in plan.splitlines() if f"adapters in '{name}': " in line)
+        count, in_layers = int(line.split(": ")[1].split()[0].replace(",", "")), int(line.split(" in ")[2].split()[0])
+        assert 0 < count <= sum(number for _, number in adapters) and 0 < in_layers <= len(layers)
+    assert "all of 'action_out_proj': " in plan
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"peft.full_training_modules": '["nothing_there"]'}, "full_training_modules: 'nothing_there' is .*no layer"),
+        ({"peft.target_modules": '["q_proj", "w_proj"]'}, "target_modules: 'w_proj' is .*no layer .*did you mean"),
+        ({"peft.target_modules": '["q_proj"]', "peft.full_training_modules": '["lm_head"]'}, "training does not use"),
+    ],
+)
+def test_layers_that_are_not_there_are_refused(setting, flags, message):
+    with pytest.raises(ValueError, match=message):
+        resolved(setting, **flags)
+
+
+def test_an_option_of_a_policy_that_names_a_column_is_refused_where_rows_have_none():
+    assert "domain_feature_key" in FAMILIES["xvla"].without_effect
+
+
+# ---- tasks and episodes --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def meta(setting):
+    """Three episodes, whose tasks are in turn the red bin, the blue bin, the red bin."""
+    return load_metadata(setting[1])
+
+
+def test_each_pattern_of_tasks_has_its_episodes_in_the_plan(meta):
+    chosen, notes = choose_episodes(meta, tasks=["*red*", "*BLUE*", "go*"])
+    assert chosen.tolist() == [0, 1, 2]
+    assert any("'*red*' 2, '*BLUE*' 1, 'go*' 3" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"episodes": [0, 2], "tasks": ["*red*", "*blue*"]}, "none of the 2 that the other options choose has 'go to"),
+        ({"exclude": [1], "tasks": ["*red*", "*blue*"]}, "no episode is left with a task like .* '\\*blue"),
+        ({"tasks": []}, "names no pattern"),
+    ],
+)
+def test_a_pattern_whose_episodes_are_all_left_out_is_refused(meta, options, message):
+    with pytest.raises(ValueError, match=message):
+        choose_episodes(meta, **options)
+
+
+# ---- features and columns ------------------------------------------------------------------------------------------
+
+
+def test_names_of_features_that_no_member_of_a_mixture_has_are_refused(setting):
+    """Where some member has names of its own, too."""
+    folder, root, _ = setting
+    cameras = {"observation.images.front": (48, 64), WRIST: (96, 80)}
+    other = make_dataset(folder / "renamed", episodes=(4, 5), seed=1, cameras=cameras)
+    mixture = {str(root): {}, str(other): {"rename_map": {"observation.images.front": TOP}}}
+    flags = {"dataset.mixture": json.dumps(mixture)}
+    setting_of_mixture = (folder, None, setting[2])
+
+    def plan(**more):
+        given = in_process.flags(setting_of_mixture, **flags, **more)
+        return in_process.resolve(parse_args([flag for flag in given if not flag.startswith("--dataset.root")]), 0)
+
+    assert plan().match.dataset_keys
+    with pytest.raises(ValueError, match='--rename_map has "observation.images.frnt".*did you mean'):
+        plan(rename_map='{"observation.images.frnt": "observation.images.top"}')
+    with pytest.raises(ValueError, match="--dataset.state_features joints: the datasets' features are"):
+        plan(**{"dataset.state_features": "joints"})
+
+
+def test_transforms_that_change_nothing_are_refused(setting):
+    dark = {"weight": 0.0, "type": "ColorJitter", "kwargs": {"brightness": [0.5, 0.9]}}
+    with pytest.raises(ValueError, match="dark have weight 0"):
+        lerobot_step(ImageTransformOptions(enable=True, tfs={"dark": dark}))
+    with pytest.raises(ValueError, match="image_transforms.tfs does nothing without --dataset.image_transforms.enable"):
+        parse_args(in_process.flags(setting, **{"dataset.image_transforms.tfs": json.dumps({"dark": dark})}))
+
+
+def test_a_column_of_corrections_that_no_dataset_has_is_refused(meta):
+    assert not corrected_frames(OutcomeOptions(), [meta])[0].any()
+    with pytest.raises(ValueError, match="--outcome.intervention=is_interventoin: no dataset has that column"):
+        corrected_frames(OutcomeOptions(intervention="is_interventoin"), [meta])
