@@ -186,6 +186,14 @@ class Family:
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
+    def freezes(self, config: Any, training: Collection[str]) -> dict[str, bool]:
+        """What options of the policy that freeze parts of it would say of a run.
+
+        Args:
+            training: parts (`parts`) of which something trains.
+        """
+        return {}
+
     def vision(self, policy: PreTrainedPolicy) -> list[nn.Module]:
         """The modules that `PolicyLoss.features` computes with; with the option `feature_cache`."""
         raise NotImplementedError(self.type)

@@ -21,7 +21,7 @@ Legend: B batch, K draws of noise and time per row, T chunk, A action, L languag
 
 import contextlib
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -361,6 +361,13 @@ class PI05(Family):
     # The modules of the part "heads", and how many tokens the expert has before the actions.
     heads: ClassVar[tuple[str, ...]] = ("action_in_proj", "action_out_proj", "time_mlp_in", "time_mlp_out")
     before_actions: ClassVar[int] = 0
+
+    def freezes(self, config: Any, training: Collection[str]) -> dict[str, bool]:
+        backbone = {"language model", "vision"}
+        return {
+            "train_expert_only": backbone.isdisjoint(training),
+            "freeze_vision_encoder": "vision" not in training,
+        }
 
     def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
         """Heads, action expert, language model, vision.

@@ -20,7 +20,7 @@ Legend: B batch, K draws of noise and time per row, T chunk, P prefix tokens: im
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -376,6 +376,13 @@ class SmolVLA(PI0):
         "compile_model": "--train.compile",
         "compile_mode": "--train.compile",
     }
+
+    def freezes(self, config: Any, training: Collection[str]) -> dict[str, bool]:
+        """As PI0; with adapters, layers train too that the policy's own options freeze."""
+        adapted = {VISION_FROZEN: "vision", LAST_LAYERS: "language model"}
+        state = config.train_state_proj or STATE_FROZEN in training
+        own = super().freezes(config, [adapted.get(part, part) for part in training])
+        return {**own, "train_state_proj": state}
 
     def parts(self, policy: PreTrainedPolicy) -> Mapping[str, str]:
         """Heads, action expert, language model, vision; and what the policy's own options freeze in every mode.

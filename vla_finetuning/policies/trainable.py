@@ -25,12 +25,14 @@ class TrainableReport:
         total, trainable: of the whole policy.
         frozen: those that do not train, by part of the policy.
         adapted: where adapters train, what each name that the user gave for them matched, as lines.
+        parts: of the policy (`Family.parts`), of which something trains.
     """
 
     total: int
     trainable: int
     frozen: dict[str, int]
     adapted: tuple[str, ...] = ()
+    parts: frozenset[str] = frozenset()
 
 
 def choose_trainable(
@@ -72,12 +74,13 @@ def choose_trainable(
             f"'{policy.config.type}'; use 'full', or what the policy's own configuration offers to freeze parts of it"
         )
     frozen: dict[str, int] = {}
+    training = frozenset(parts[name] for name, p in policy.named_parameters() if p.requires_grad and name in parts)
     for name, parameter in policy.named_parameters():
         if not parameter.requires_grad:
             part = parts.get(name, other)
             frozen[part] = frozen.get(part, 0) + parameter.numel()
     total = sum(parameter.numel() for parameter in policy.parameters())
-    return TrainableReport(total, total - sum(frozen.values()), frozen, adapted)
+    return TrainableReport(total, total - sum(frozen.values()), frozen, adapted, training)
 
 
 _NORMS = (PiGemmaRMSNorm, LlamaRMSNorm, nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)

@@ -170,6 +170,7 @@ def policy_config_of(where: str, kind: str, folder: Path | None, options: list[s
 WITHOUT_EFFECT = {
     "device": "--scaling.use_gpu",
     "use_peft": "--peft.method_type lora",
+    "pretrained_path": "--policy.path",
 }
 
 # Our options, and the policies' options that they replace.

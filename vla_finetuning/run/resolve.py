@@ -49,6 +49,7 @@ from vla_finetuning.run.labels import read_labels
 from vla_finetuning.run.matching import Base, Matched, RobotData, match_datasets, policy_data
 from vla_finetuning.run.mixing import mixing_of
 from vla_finetuning.run.mixture import Stats, check_ranges
+from vla_finetuning.run.overruled import overruled
 from vla_finetuning.run.preflight import absolute, load_datasets, with_absolute_paths
 from vla_finetuning.run.row_weights import row_weights
 from vla_finetuning.run.rows import (
@@ -124,6 +125,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     check_absolute_dimensions(config.policy_options, [robot.config for robot in matched.robots] or [matched.config])
     config = replace(config, rename_map=matched.rename_map)
     parameters = check_policy(base.config, base.folder, config.train, config.peft)
+    overruling = overruled(config, base.config, base.folder, parameters)
     dropped = _dropped(config, base.config, matched.window_steps)
     chosen = select(metas, roots, config, dropped, weights)
     holes = check_holes(config, roots, metas, chosen, match.camera_keys)
@@ -189,7 +191,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
         for robot, of in zip(matched.robots, found, strict=False)
     )
     lines = tuple(f"{one.name}: {line}" for one in robots_data for line in one.statistics) or found[0].lines
-    notes = (*chosen.notes, *holes, *smaller)
+    notes = (*overruling, *chosen.notes, *holes, *smaller)
     missing = {} if differing else found[0].missing
     return Run(config, job, spec, rows, match, missing, lines, notes, robots_data)
 

@@ -1,0 +1,108 @@
+"""Where a base's config.json and the run's options decide one thing in two ways, the plan says which of them counts."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from tests import in_process
+from tests.datasets import make_dataset
+from tests.in_process import resolved
+from tests.training.test_as_lerobot import resolved as resolved_from_nothing
+from tests.training.test_as_lerobot import resolved_from
+from vla_finetuning.policies.loading import save_pretrained
+from vla_finetuning.run.describe import describe
+
+
+@pytest.fixture
+def changed(setting, tmp_path):
+    """The setting with another config.json of the base."""
+
+    def change(**values):
+        folder, root, base = setting
+        copy = shutil.copytree(base, tmp_path / f"base-{len(list(tmp_path.iterdir()))}")
+        path = copy / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+        return folder, root, copy
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    return in_process.make_setting(tmp_path_factory.mktemp("overruled"))
+
+
+def notes_of(run):
+    plan = describe(run)
+    return [line.removeprefix("Note").strip() for line in plan.splitlines() if "config.json" in line]
+
+
+def test_what_a_base_freezes_is_said_to_be_overruled_by_what_trains(changed):
+    frozen = changed(freeze_vision_encoder=True, train_expert_only=True)
+    full = resolved(frozen)
+    assert full.policy.parameters.trainable == resolved(changed()).policy.parameters.trainable  # both are ignored
+    line = "train_expert_only=true, freeze_vision_encoder=true of the base's config.json are overruled by --train.mode="
+    assert f"{line}full" in notes_of(full)
+    assert not any("--train.mode" in note for note in notes_of(resolved(frozen, **{"train.mode": "expert"})))
+    adapters = notes_of(resolved(frozen, **{"peft.r": 4}))  # in the expert alone
+    assert not any("train_expert_only" in note for note in adapters)
+    backbone = notes_of(resolved(frozen, **{"peft.target_modules": r".*language_model.*\.q_proj"}))
+    assert "train_expert_only=true of the base's config.json is overruled by --peft.method_type=lora" in backbone
+
+
+def test_a_plain_run_overrules_nothing(changed):
+    assert notes_of(resolved(changed())) == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "flags", "line"),
+    [
+        ({"compile_model": True}, {}, "compile_model=true .* overruled by --train.compile=false"),
+        ({"gradient_checkpointing": True}, {}, "gradient_checkpointing=true .* --train.activation_checkpointing=false"),
+        ({"use_amp": True}, {"train.precision": "fp32"}, "use_amp=true .* overruled by --train.precision=fp32"),
+        ({}, {"train.precision": "bf16"}, "use_amp=false .* overruled by --train.precision=bf16"),
+        ({"device": "mps"}, {}, "device=mps .* overruled by --scaling.use_gpu=false"),
+        ({"repo_id": "a/b"}, {}, "repo_id=a/b .* overruled by --policy.repo_id, which is absent"),
+        ({"repo_id": "a/b"}, {"policy.repo_id": "c/d"}, "repo_id=a/b .* overruled by --policy.repo_id=c/d"),
+        ({"use_peft": True}, {}, "use_peft=true .* overruled by --peft.method_type, which is absent"),
+        ({"optimizer_lr": 3e-5}, {"lr": "1e-4"}, "optimizer_lr=3e-05 .* overruled by --lr=0.0001"),
+        ({"optimizer_weight_decay": 0.5}, {"optimizer.weight_decay": 0}, "decay=0.5 .* --optimizer.weight_decay=0"),
+        ({"scheduler_decay_steps": 7}, {"warmup_frac": 0.1}, "scheduler_decay_steps=7.* overruled by --warmup_frac"),
+        ({"n_action_steps": 2}, {"policy.n_action_steps": 3}, "n_action_steps=2 .* --policy.n_action_steps=3"),
+        ({"dtype": "bfloat16"}, {"policy.dtype": "float32"}, "dtype=bfloat16 .* overruled by --policy.dtype=float32"),
+    ],
+)
+def test_other_decisions_of_the_run_are_said_to_overrule_the_base(changed, saved, flags, line):
+    assert any(re.search(line, note) for note in notes_of(resolved(changed(**saved), **flags)))
+
+
+def test_two_paths_of_one_policy_are_refused(setting):
+    with pytest.raises(ValueError, match="--policy.pretrained_path has no effect .* use --policy.path"):
+        resolved(setting, **{"policy.pretrained_path": "elsewhere"})
+
+
+def test_smolvlas_own_options_count_where_they_do(tmp_path):
+    """LeRobot's defaults: vision frozen, expert alone trains, the projection of the state trains."""
+    root = make_dataset(tmp_path / "dataset", episodes=(12, 9, 10), cameras={"observation.images.top": (48, 64)})
+    run, saved = resolved_from_nothing(root, "smolvla", tmp_path), tmp_path / "saved"
+    config = run.policy.config
+    config.freeze_vision_encoder = config.train_expert_only = config.train_state_proj = True
+    save_pretrained(run.policy.start(), *run.policy.processors(), saved, config)
+
+    def notes(**flags):
+        return [
+            note
+            for note in notes_of(resolved_from(saved, root, "smolvla", **{"train.mode": "full", **flags}))
+            if "train.mode" in note
+        ]
+
+    # In full mode vision stays frozen, as the base says; the language model trains.
+    assert notes() == ["train_expert_only=true of the base's config.json is overruled by --train.mode=full"]
+    assert notes(**{"train.mode": "expert"}) == notes(**{"train.mode": "heads"}) == []
+    assert notes(**{"train.mode": "expert", "policy.train_state_proj": "false"}) == []  # obeyed
+    with pytest.raises(ValueError, match="freeze_vision_encoder=false has no effect with --train.mode=expert"):
+        notes(**{"train.mode": "expert", "policy.freeze_vision_encoder": "false"})
+    trained = resolved_from(saved, root, "smolvla", **{"train.mode": "full", "policy.freeze_vision_encoder": "false"})
+    assert "vision" in trained.policy.parameters.parts
