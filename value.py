@@ -34,8 +34,8 @@ from vla_finetuning.program import Work, run_program
 from vla_finetuning.report.tracking import require_tracker, track
 from vla_finetuning.rl.values import ValueRun, describe_value, label_frames, resolve_value
 from vla_finetuning.run import cluster
-from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
-from vla_finetuning.run.folder import check_start, finish, own_folder
+from vla_finetuning.run.checkpoint import load_progress
+from vla_finetuning.run.folder import check_start, checkpoint_to_resume, finish, own_folder
 from vla_finetuning.run.labels import LABELS_NAME
 from vla_finetuning.run.preflight import Examined, as_saved, examine
 from vla_finetuning.run.record import record_run
@@ -87,7 +87,7 @@ def work(run: ValueRun) -> int:
         record_run(job, training.policy, describe_value(run), ray.cluster_resources(), training.rows)
         beside.enter_context(keep_report(job.output_dir))
         options: dict[str, Any] = {"loop": train_loop_per_worker}
-        newest = latest_checkpoint(job.checkpoints_dir)
+        newest = checkpoint_to_resume(job.output_dir)
         steps_done = load_progress(newest).step if newest is not None else 0
         if steps_done < job.steps:  # otherwise it is to label anew
             steps_done = fit(job, lambda: vla.make_trainer(training, data_options, **options))

@@ -31,6 +31,7 @@ from vla_finetuning.run.checkpoint import (
     prune,
     set_aside_damaged,
 )
+from vla_finetuning.run.folder import checkpoint_to_resume
 from vla_finetuning.run.kept import bring_in
 from vla_finetuning.training.checkpoint_writer import CheckpointWriter
 from vla_finetuning.training.worker import Worker
@@ -129,8 +130,9 @@ def test_a_checkpoint_is_read_on_another_machine(run, faults, tmp_path, monkeypa
     faults.requests.clear()
     assert training.save(4) is None
     puts = [r.path.partition("/run/")[2] for r in faults.requests if r.method == "PUT"]
-    assert puts[0].startswith("rows/rank0.jsonl/") and puts[-1] == "checkpoints/step_00000004/state.json"
-    assert len(puts) == 4 and not list(tmp_path.rglob("*.safetensors"))
+    assert puts[0].startswith("rows/rank0.jsonl/")
+    assert puts[-2:] == ["checkpoints/step_00000004/state.json", "last_checkpoint.json"]
+    assert len(puts) == 5 and not list(tmp_path.rglob("*.safetensors"))
     on_node(tmp_path / "other", monkeypatch)
     newest = latest_checkpoint(run / "checkpoints")
     assert newest == run / "checkpoints" / "step_00000004" and loaded(newest).rows == 32
@@ -371,6 +373,19 @@ def test_files_that_are_not_what_was_written(run, caplog):
     state.write_text(state.read_text().replace('"step": 4', '"step": 5'))
     assert latest_checkpoint(run / "checkpoints") is None
     assert (run / "checkpoints" / ".parts").below(), "what is damaged is left for a person to look at"
+    (run / "last_checkpoint.json").unlink()  # as of a run of an earlier version
+    with pytest.raises(ValueError, match="step_00000004, step_00000008 are there, damaged or incomplete"):
+        checkpoint_to_resume(run)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(run):
+    training = Training(run, start_attempt(run, 0, 1))
+    assert checkpoint_to_resume(run) is None
+    assert training.save(4) is None
+    assert checkpoint_to_resume(run).name == "step_00000004"
+    (run / "checkpoints").remove_tree()
+    with pytest.raises(ValueError, match="no checkpoint that can be used, but that of step 4 was written"):
+        checkpoint_to_resume(run)
 
 
 def test_old_checkpoints_are_deleted_whole(run):

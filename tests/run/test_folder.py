@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from vla_finetuning.config import CONFIG_NAME, Config, ScalingOptions
-from vla_finetuning.run.folder import changed_options, claim_folder
+from vla_finetuning.run.attempts import start_attempt
+from vla_finetuning.run.checkpoint import Progress, commit, write_pieces
+from vla_finetuning.run.folder import changed_options, checkpoint_to_resume, claim_folder, finish, resumption
 
 
 def test_what_a_resumed_run_is_given_anew_is_told(tmp_path):
@@ -40,3 +42,73 @@ def test_storage_that_cannot_do_what_a_run_does(tmp_path, monkeypatch, lacking):
         assert not config.folder.exists(), "what is refused leaves nothing"
     with claim_folder(config):  # nor does it stay locked
         assert [path.name for path in config.folder.iterdir()] == [".lock"]
+
+
+START = Progress(step=0, rows=0, stream={}, base={}, mode="full", global_batch_size=8)
+
+
+def checkpoint(folder, step):
+    path = folder / "checkpoints" / f"step_{step:08d}"
+    commit(path, replace(START, step=step, rows=8 * step), write_pieces(path, {}))
+    return path
+
+
+def written(folder, name, text):
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("make", "sign"),
+    [
+        (lambda folder: written(folder, "last_checkpoint.json", '{"step": 20, "attempt": 0}'), "step 20 was written"),
+        (lambda folder: start_attempt(folder, 10, 2), "went on from that of step 10"),
+        (lambda folder: finish(folder, 20), "did all of its 20 steps"),
+        (lambda folder: written(folder, "evaluations.jsonl", '{"step": 10}\n'), "of step 10 was evaluated or pushed"),
+        (lambda folder: written(folder, "pushed.jsonl", '{"step": 10}\n'), "of step 10 was evaluated or pushed"),
+        (lambda folder: (checkpoint(folder, 5) / "state.json").unlink(), "step_00000005 is there, damaged"),
+        (lambda folder: checkpoint(folder, 5).rename(folder / "checkpoints/damaged_step_00000005"), "damaged_step_"),
+        (lambda folder: written(folder, "pretrained_model/arm/config.json", "{}"), "pretrained_model is there"),
+        (lambda folder: written(folder, "adapter/adapter_config.json", "{}"), "adapter is there"),
+        (lambda folder: written(folder, "labels.parquet", "PAR1"), "labels.parquet is there"),
+    ],
+)
+def test_a_run_that_was_trained_never_begins_again_at_step_0(tmp_path, make, sign):
+    make(tmp_path)
+    with pytest.raises(ValueError, match=f"no checkpoint that can be used, but .*{sign}.*put a checkpoint back"):
+        checkpoint_to_resume(tmp_path)
+    newest = checkpoint(tmp_path, 4)
+    assert checkpoint_to_resume(tmp_path) == newest
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path):
+    start_attempt(tmp_path, 0, 2)
+    written(tmp_path, "metrics.jsonl", '{"step": 3}\n')
+    (tmp_path / "checkpoints" / ".partial_step_00000005").mkdir(parents=True)
+    (tmp_path / "pretrained_model").mkdir()
+    assert checkpoint_to_resume(tmp_path) is None
+    logged = "steps to 3 were logged, and those after 0 are done again"
+    assert resumption(tmp_path) == f"from step 0: no checkpoint has been written yet; {logged}"
+
+
+def test_what_a_later_attempt_went_on_without_does_not_count(tmp_path):
+    """A process that was thought dead wrote its checkpoint when the next attempt had begun at step 0."""
+    written(tmp_path, "last_checkpoint.json", '{"step": 5, "attempt": 0}')
+    for _ in range(2):
+        start_attempt(tmp_path, 0, 1)
+    assert checkpoint_to_resume(tmp_path) is None
+
+
+def test_where_a_run_goes_on_is_said_as_it_is(tmp_path, caplog):
+    start_attempt(tmp_path, 0, 2)
+    checkpoint(tmp_path, 10)
+    newest = checkpoint(tmp_path, 20)
+    written(tmp_path, "last_checkpoint.json", '{"step": 20, "attempt": 0}')
+    written(tmp_path, "metrics.jsonl", '{"step": 20}\n')
+    assert resumption(tmp_path) == "from step 20" and not caplog.text
+    (newest / "state.json").unlink()
+    assert resumption(tmp_path) == (
+        "from step 10; the checkpoint of step 20 was written, and cannot be used any more; steps to 20 were "
+        "logged, and those after 10 are done again"
+    )
+    assert "state.json is missing or damaged" in caplog.text and "; taking step_00000010" in caplog.text

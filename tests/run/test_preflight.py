@@ -18,13 +18,16 @@ from tests.datasets import make_dataset
 from tests.tiny import make_base
 from vla_finetuning.config import CONFIG_NAME, GrpoConfig
 from vla_finetuning.data.metadata import load_metadata
+from vla_finetuning.files import remove
 from vla_finetuning.flags import parse_args, parse_grpo, parse_value
 from vla_finetuning.run import folder as run_folder
-from vla_finetuning.run.checkpoint import SPARE_BYTES, TRAINABLE, Piece, commit, write_pieces
+from vla_finetuning.run.checkpoint import SPARE_BYTES, TRAINABLE, Piece, Progress, commit, write_pieces
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.folder import FINISHED_NAME, LOCK_NAME, check_start, finish, own_folder
 from vla_finetuning.run.preflight import as_saved, examine
 from vla_finetuning.run.resolve import resolve
+from vla_finetuning.training.attempt import begin
+from vla_finetuning.training.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "ray", "lerobot", "transformers"}
@@ -204,6 +207,27 @@ def test_a_finished_run_says_so_and_goes_on_when_it_is_asked_for_more(setting, t
     assert json.loads((tmp_path / "run" / CONFIG_NAME).read_text())["steps"] == 9
 
 
+@pytest.mark.parametrize("lost", ["checkpoints", "checkpoints/step_00000002/state.json"])
+def test_a_run_that_was_trained_is_not_begun_anew(setting, tmp_path, capsys, lost):
+    """By a dry run, by a start, and by training processes whose checkpoints went away meanwhile."""
+    run = started(setting, tmp_path / "run")
+    finish(tmp_path / "run", run.job.steps)
+    argv = [f"--output_dir={tmp_path / 'run'}", "--resume", "--steps=9"]
+    assert vla.main([*argv, "--dry_run"]) == 0 and "Resuming     from step 2" in capsys.readouterr().out
+    trained = tmp_path / "run" / "pretrained_model" / "model.safetensors"
+    trained.parent.mkdir()
+    trained.write_text("what was trained")
+    remove(tmp_path / "run" / lost)
+    for more in ([], ["--dry_run"]):
+        assert vla.main([*argv, *more]) == 2
+        assert "the run did all of its 5 steps" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no checkpoint that can be used"), own_folder(parse_args(argv), None, 9, 0):
+        pytest.fail("it began")
+    with pytest.raises(ValueError, match="no checkpoint that can be used"):
+        begin(run.job, Worker(torch.device("cpu")), deterministic=False)
+    assert trained.read_text() == "what was trained" and (tmp_path / "run" / FINISHED_NAME).is_file()
+
+
 PROGRAMS = {
     "vla": (parse_args, ["--batch_size=4"]),
     "value": (parse_value, ["--batch_size=4", "--outcome.success=next.success"]),
@@ -221,6 +245,8 @@ def test_a_finished_run_is_recognized_by_relative_paths(setting, tmp_path, monke
     config = as_saved(parse(flags))
     assert config.output_dir == str(setting[0] / "runs" / program) and config.policy_path == str(setting[0] / "base")
     with own_folder(config, None, 1, 0):
+        step = config.folder / "checkpoints" / "step_00000001"
+        commit(step, Progress(1, 8, {}, {}, "full", 8), write_pieces(step, {}))
         finish(config.folder, 1)
     assert examine(parse(flags)).finished and not examine(parse([*flags, "--seed=2"])).finished
     monkeypatch.chdir(tmp_path)

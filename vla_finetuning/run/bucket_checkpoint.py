@@ -112,16 +112,35 @@ def read(folder: BucketPath) -> dict[str, Any]:
         state = parsed((folder / STATE).read_bytes())
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"checkpoint {folder}: {STATE} is missing or damaged ({error})") from error
-    step = state["progress"]["step"]
-    if "attempt" in state:
-        counts = resumed_at(attempts(folder.parent.parent), state["attempt"])
-        if counts is not None and step > counts:
-            raise ValueError(f"checkpoint {folder}: void, a later attempt went on from step {counts} without it")
+    if (counts := _void_after(state, attempts(folder.parent.parent))) is not None:
+        raise ValueError(f"checkpoint {folder}: void, a later attempt went on from step {counts} without it")
     found = _files(folder, state).below()
     for name, written in state["files"].items():
         if name not in found or found[name].size != written["bytes"]:
             raise ValueError(f"checkpoint {folder}: {name} is missing or truncated")
     return state
+
+
+def unusable(checkpoints: BucketPath) -> list[str]:
+    """Names of checkpoints that were whole once and cannot be read now; not of void ones."""
+    starts, names = attempts(checkpoints.parent), list[str]()
+    for folder in sorted(checkpoints.glob(f"{PREFIX}*")):
+        if step_of(folder.name) is None:
+            continue
+        try:
+            read(folder)
+        except ValueError:
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                if _void_after(parsed((folder / STATE).read_bytes()), starts) is not None:
+                    continue
+            names.append(folder.name)
+    return names
+
+
+def _void_after(state: dict[str, Any], starts: list[dict[str, int]]) -> int | None:
+    """The step that a later attempt went on from without this checkpoint; None where it counts."""
+    counts = resumed_at(starts, state["attempt"]) if "attempt" in state else None
+    return counts if counts is not None and state["progress"]["step"] > counts else None
 
 
 def on_this_node(folder: Path, kinds: Collection[str]) -> contextlib.AbstractContextManager[Path]:
@@ -172,8 +191,7 @@ def sweep(checkpoints: BucketPath) -> None:
         except (FileNotFoundError, ValueError):
             unknown.add(folder.name)  # a person may want to look at it
             continue
-        counts = resumed_at(starts, state["attempt"]) if "attempt" in state else None
-        if counts is not None and state["progress"]["step"] > counts:
+        if _void_after(state, starts) is not None:
             delete(folder)
         elif "parts" in state:
             named.add(state["parts"])

@@ -308,13 +308,18 @@ def _names(folder: Path, kind: str) -> set[str]:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint in `folder` whose files are there; None when there is none. Reads no weights."""
+    unusable = list[ValueError]()
+    newest = None
     for path in _newest_first(folder):
         try:
             _state(path)
-            return path
+            newest = path
+            break
         except ValueError as error:
-            logger.warning("%s; taking the one before", error)
-    return None
+            unusable.append(error)
+    for error in unusable:
+        logger.warning("%s; %s", error, f"taking {newest.name}" if newest else "no other can be used")
+    return newest
 
 
 def set_aside_damaged(folder: Path) -> Path | None:
@@ -337,10 +342,27 @@ def set_aside_damaged(folder: Path) -> Path | None:
             _verify(path, _state(path))
             return path
         except ValueError as error:
-            logger.warning("%s; it is set aside as %s and the one before is taken", error, DAMAGED + path.name)
             shutil.rmtree(folder / (DAMAGED + path.name), ignore_errors=True)
             os.rename(path, folder / (DAMAGED + path.name))
+            logger.warning("%s; it is set aside as %s", error, DAMAGED + path.name)
     return None
+
+
+def unusable_checkpoints(folder: Path) -> list[str]:
+    """Names of folders with what was a whole checkpoint once, and is none now: damaged ones, set aside or not."""
+    if isinstance(folder, BucketPath):
+        return bucket_checkpoint.unusable(folder)
+    there = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    names = [name for name in there if step_of(name.removeprefix(DAMAGED)) is not None]
+    return sorted(name for name in names if name.startswith(DAMAGED) or not _is_usable(folder / name))
+
+
+def _is_usable(path: Path) -> bool:
+    try:
+        _state(path)
+    except ValueError:
+        return False
+    return True
 
 
 def prune(

@@ -23,6 +23,7 @@ Files of `OUTPUT_DIR`::
     labels.parquet        of value.py: see run/labels.py
     films/                pictures of episodes in the loop that evaluation.json speaks of, or values.json
     pretrained_model/     the trained policy, as LeRobot loads it
+    last_checkpoint.json  the newest checkpoint that was written, and by which attempt: {"step": 200, "attempt": 0}
     finished.json         the run did all that it was asked for: {"step": 200}
     stop                  made by a user: the run writes a checkpoint and ends at its next log step
 
@@ -48,10 +49,10 @@ from filelock import FileLock, Timeout
 
 from vla_finetuning.bucket import BucketPath, ChangedError, StorageError
 from vla_finetuning.config import CONFIG_NAME, GRPO_PRESETS, OF_A_START, PRESETS, Config, GrpoConfig, JobOptions
-from vla_finetuning.files import read_lines, remove, write_json
+from vla_finetuning.files import read_json, read_lines, remove, write_json
 from vla_finetuning.lines import is_there, recently, write_beside
 from vla_finetuning.options import leaves, options_of
-from vla_finetuning.run.attempts import ATTEMPTS_NAME, attempts, start_attempt
+from vla_finetuning.run.attempts import ATTEMPTS_NAME, attempts, resumed_at, start_attempt
 from vla_finetuning.run.checkpoint import (
     Progress,
     check_resumable,
@@ -60,7 +61,9 @@ from vla_finetuning.run.checkpoint import (
     load_progress,
     prune,
     require_space,
+    unusable_checkpoints,
 )
+from vla_finetuning.run.labels import LABELS_NAME
 from vla_finetuning.run.lease import LOCK_NAME, drive, is_lost
 from vla_finetuning.terminal import tell
 
@@ -69,6 +72,7 @@ __all__ = ["ATTEMPTS_NAME", "attempts", "start_attempt"]
 METRICS_NAME, LOG_NAME, ROWS_NAME = "metrics.jsonl", "run.log", "rows"
 STOP_NAME, SKIPPED_NAME, RUN_NAME = "stop", "skipped.jsonl", "run.json"
 FIRST_STEP_NAME, FINISHED_NAME = "first_step.json", "finished.json"
+LAST_CHECKPOINT_NAME = "last_checkpoint.json"
 STATISTICS_NAME, ATTENTION_NAME = "statistics.json", "attention.json"
 EVALUATION_NAME, CHECKPOINTS_NAME = "evaluation.json", "checkpoints"
 # Pictures of episodes, and in the folder of an evaluation alone what is said of them.
@@ -79,6 +83,9 @@ VALUES_NAME = "values.json"
 EVALUATIONS_NAME, EVALUATIONS = "evaluations.jsonl", "evaluations"
 # Policies of checkpoints that are on the Hub.
 PUSHED_NAME = "pushed.jsonl"
+# What a run leaves when it has done its last step.
+POLICY_DIR, ADAPTER_DIR = "pretrained_model", "adapter"
+RESULTS = (POLICY_DIR, ADAPTER_DIR, LABELS_NAME)
 # Options that the learning rate of every step is computed from.
 SCHEDULE = ("steps", "num_epochs", "lr", "warmup_frac", "final_lr_frac", "optimizer_options", "scheduler_options")
 # Ray Train's own list of checkpoints, beside them.
@@ -104,7 +111,8 @@ def check_start(config: JobOptions, start: Progress, steps: int, disk_bytes: int
     Args: see `prepare_folder`.
     Raises:
         OSError: what `check_folder` raises; the disk is too small.
-        ValueError: the newest checkpoint is of another run, or of more steps.
+        ValueError: the newest checkpoint is of another run, or of more steps; the run has been trained, and no
+            checkpoint can be used.
     """
     check_folder(config)
     _check_state(config, start, steps, disk_bytes)
@@ -118,6 +126,71 @@ def is_finished(config: JobOptions) -> bool:
 def finish(output_dir: Path, step: int) -> None:
     """Note that the run did all that it was asked for."""
     write_json(output_dir / FINISHED_NAME, {"step": step})
+
+
+def checkpoint_to_resume(output_dir: Path) -> Path | None:
+    """The newest checkpoint that can be used; None of a run that has written none yet, which begins at step 0.
+
+    Raises:
+        ValueError: none can be used, but the folder shows that the run has been trained, which a run from step 0 would
+            replace.
+    """
+    newest = latest_checkpoint(output_dir / CHECKPOINTS_NAME)
+    if newest is None and (signs := _signs_of_training(output_dir)):
+        raise ValueError(
+            f"--resume: {output_dir / CHECKPOINTS_NAME} has no checkpoint that can be used, but {'; '.join(signs)}. "
+            "The run would begin at step 0 and replace what was trained: put a checkpoint back, or begin anew in "
+            f"another --output_dir, or in this one after {output_dir} is moved or removed"
+        )
+    return newest
+
+
+def resumption(output_dir: Path) -> str:
+    """Where a resumed run goes on, in words. Raises ValueError as `checkpoint_to_resume`."""
+    newest = checkpoint_to_resume(output_dir)
+    step = 0 if newest is None else load_progress(newest).step
+    text = f"from step {step}" + (": no checkpoint has been written yet" if newest is None else "")
+    if (written := _last_written(output_dir)) > step:
+        text += f"; the checkpoint of step {written} was written, and cannot be used any more"
+    logged = max((json.loads(line)["step"] for line in read_lines(output_dir / METRICS_NAME)), default=0)
+    return text + (f"; steps to {logged} were logged, and those after {step} are done again" if logged > step else "")
+
+
+def checkpoint_written(output_dir: Path, step: int, attempt: int) -> None:
+    """Note that a checkpoint has appeared. Called by the process that made it appear."""
+    write_json(output_dir / LAST_CHECKPOINT_NAME, {"step": step, "attempt": attempt})
+
+
+def _last_written(output_dir: Path) -> int:
+    """The step of the newest checkpoint that was written and counts; 0 where none was."""
+    found = read_json(output_dir / LAST_CHECKPOINT_NAME)
+    if not found:
+        return 0
+    counts = resumed_at(attempts(output_dir), found["attempt"])
+    return found["step"] if counts is None else min(found["step"], counts)
+
+
+def _signs_of_training(output_dir: Path) -> list[str]:
+    """What of a run's folder comes to be after a checkpoint was written, in words."""
+    signs = []
+    if step := _last_written(output_dir):
+        signs.append(f"that of step {step} was written ({LAST_CHECKPOINT_NAME})")
+    elif (starts := attempts(output_dir)) and (step := starts[-1]["resumed_from_step"]):
+        signs.append(f"the run went on from that of step {step} ({ATTEMPTS_NAME})")
+    if finished := read_json(output_dir / FINISHED_NAME):
+        signs.append(f"the run did all of its {finished['step']} steps ({FINISHED_NAME})")
+    done = {line["step"] for line in evaluations(output_dir)} | pushed_steps(output_dir)
+    if done:
+        signs.append(f"that of step {max(done)} was evaluated or pushed ({EVALUATIONS_NAME}, {PUSHED_NAME})")
+    if unusable := unusable_checkpoints(output_dir / CHECKPOINTS_NAME):
+        signs.append(f"{', '.join(unusable)} {'are' if len(unusable) > 1 else 'is'} there, damaged or incomplete")
+    results = [name for name in RESULTS if _is_there(output_dir / name)]
+    return signs + ([f"{', '.join(results)} {'are' if len(results) > 1 else 'is'} there"] if results else [])
+
+
+def _is_there(path: Path) -> bool:
+    """Whether it is a file, or a folder with something in it."""
+    return path.is_file() or (path.is_dir() and any(path.iterdir()))
 
 
 def check_place(folder: Path) -> None:
@@ -283,7 +356,7 @@ def changed_options(config: JobOptions) -> list[str]:
 
 def _check_state(config: JobOptions, start: Progress, steps: int, disk_bytes: int) -> None:
     _check_free(config)
-    newest = latest_checkpoint(config.folder / CHECKPOINTS_NAME) if config.resume else None
+    newest = checkpoint_to_resume(config.folder) if config.resume else None
     if newest is not None:
         progress = load_progress(newest)
         check_resumable(progress, start)

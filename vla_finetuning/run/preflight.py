@@ -30,7 +30,7 @@ from vla_finetuning.data.storage import StoragePolicy
 from vla_finetuning.members import Member, members, robots
 from vla_finetuning.options import did_you_mean
 from vla_finetuning.run.episodes import select
-from vla_finetuning.run.folder import check_folder, is_finished
+from vla_finetuning.run.folder import check_folder, is_finished, resumption
 from vla_finetuning.run.holes import certain_cameras, check_holes
 from vla_finetuning.terminal import tell, tell_error
 
@@ -76,6 +76,8 @@ def examine(config: JobOptions) -> Examined:
             "nothing is left to do. More steps: --resume with a larger --steps"
         )
         return Examined(finished=True)
+    if config.resume:
+        tell(f"Resuming     {resumption(config.folder)}")
     return Examined(metas=_datasets(config) if isinstance(config, Config) else ())
 
 

@@ -26,13 +26,13 @@ from vla_finetuning.data.hub import explaining_errors
 from vla_finetuning.files import let_others_read, read_json, read_lines
 from vla_finetuning.members import members
 from vla_finetuning.node_disk import fetched
-from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, RUN_NAME
+from vla_finetuning.run.folder import EVALUATION_NAME, METRICS_NAME, POLICY_DIR, RUN_NAME
 from vla_finetuning.run.record import held_out_errors
 from vla_finetuning.terminal import escape_warnings, tell, tell_error
 
 logger = logging.getLogger(__name__)
 
-POLICY_DIR, CARD_NAME, TOKENIZER_DIR = "pretrained_model", "README.md", "tokenizer"
+CARD_NAME, TOKENIZER_DIR = "README.md", "tokenizer"
 # What `worker.export` writes, and the card: no more than this leaves the machine.
 POLICY_FILES = re.compile(
     r"config\.json|model\.safetensors|README\.md|policy_(pre|post)processor\.json|\w+_step_\d+(_\w+)?\.safetensors"

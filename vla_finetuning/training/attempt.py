@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from util import enable_expandable_segments, enable_gpu_perf_flags
-from vla_finetuning.run.checkpoint import Progress, check_resumable, latest_checkpoint, load_progress
-from vla_finetuning.run.folder import start_attempt
+from vla_finetuning.run.checkpoint import Progress, check_resumable, load_progress
+from vla_finetuning.run.folder import checkpoint_to_resume, start_attempt
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.progress import log_to
 from vla_finetuning.training.worker import Worker
@@ -42,8 +42,11 @@ def saved_progress(job: Job, worker: Worker) -> tuple[Progress, Path | None]:
     """How far the run is, and the newest sound checkpoint, which says so; None where there is none yet.
 
     Rank 0 looks for it: where the folder is on a network, the others may see its files late. Every rank must call it.
+
+    Raises:
+        ValueError: the run has been trained, and no checkpoint can be used; it is another run's.
     """
-    checkpoint = worker.broadcast(latest_checkpoint(job.checkpoints_dir) if worker.rank == 0 else None)
+    checkpoint = worker.broadcast(checkpoint_to_resume(job.output_dir) if worker.rank == 0 else None)
     progress = job.start if checkpoint is None else load_progress(checkpoint)
     check_resumable(progress, job.start)
     return progress, checkpoint

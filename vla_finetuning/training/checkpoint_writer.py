@@ -38,7 +38,7 @@ from vla_finetuning.run.checkpoint import (
     require_space_to_write,
     write_pieces,
 )
-from vla_finetuning.run.folder import attempts
+from vla_finetuning.run.folder import attempts, checkpoint_written
 from vla_finetuning.run.job import Job
 from vla_finetuning.training.parallel import first_replica, is_sharded, shard_of
 from vla_finetuning.training.worker import Worker
@@ -310,9 +310,10 @@ class CheckpointWriter:
             raise
         self._failing_since = self._away = None
         try:
+            checkpoint_written(self._job.output_dir, progress.step, self._attempt)
             self._prune()
         except Exception as error:  # this one is in its place, whatever is wrong with older ones
-            logger.warning("old checkpoints are not deleted: %s", error)
+            logger.warning("%s is written; old checkpoints are not deleted: %s", folder.name, error)
         return True
 
     def _give_up(

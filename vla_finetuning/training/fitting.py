@@ -17,9 +17,9 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from vla_finetuning.bucket import BucketPath, StoreAwayError, hurry
 from vla_finetuning.node_disk import scratch
 from vla_finetuning.run import cluster
-from vla_finetuning.run.checkpoint import latest_checkpoint, load_progress
+from vla_finetuning.run.checkpoint import load_progress
 from vla_finetuning.run.failures import NEARLY_NONE_S, StopRetrying, cause_of
-from vla_finetuning.run.folder import stopping_on_signals
+from vla_finetuning.run.folder import checkpoint_to_resume, stopping_on_signals
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.kept import bring_in
 from vla_finetuning.run.progress import Line, follow_progress, step_line
@@ -107,5 +107,5 @@ def fit(job: Job, make_trainer: Callable[[], TorchTrainer], line: Line = step_li
             if isinstance(cause_of(error), StoreAwayError):
                 hurry(NEARLY_NONE_S)  # the report and all else would each wait for the store once more
             raise
-    newest = latest_checkpoint(job.checkpoints_dir)
+    newest = checkpoint_to_resume(job.output_dir)
     return load_progress(newest).step if newest is not None else 0

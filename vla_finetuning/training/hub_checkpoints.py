@@ -18,10 +18,10 @@ from vla_finetuning.config import Config
 from vla_finetuning.lines import append_line
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.checkpoint import checkpoints
-from vla_finetuning.run.folder import PUSHED_NAME, prune_checkpoints, pushed_steps
+from vla_finetuning.run.folder import POLICY_DIR, PUSHED_NAME, prune_checkpoints, pushed_steps
 from vla_finetuning.run.job import Job
 from vla_finetuning.run.polling import polling
-from vla_finetuning.run.push import POLICY_DIR, push_checkpoint
+from vla_finetuning.run.push import push_checkpoint
 from vla_finetuning.terminal import tell
 from vla_finetuning.training.export import export
 
