@@ -293,7 +293,9 @@ def train(
                 checkpoints.ends_at(deadline_ms)
         if save:
             clock.mark("checkpoint")
-            loss, eval_loss = sum(losses) / len(losses) if losses else None, judged.get("eval_loss")
+            loss = sum(losses) / len(losses) if losses else None
+            # What is not over all held-out rows does not decide which checkpoint is best.
+            eval_loss = None if judged.get("eval_skipped") else judged.get("eval_loss")
             progress = replace(progress, step=done, rows=done * job.rows_per_step, loss=loss, eval_loss=eval_loss)
             checkpoints.save(progress)
             losses.clear()
@@ -425,7 +427,7 @@ def _exported(config: Config, job: Job) -> str:
     if config.export == "last":
         return average
     best = load_progress(exported_checkpoint(job, best=True))
-    measured = "not measured" if best.eval_loss is None else f"{best.eval_loss:.4g}"
+    measured = "not measured over all held-out rows" if best.eval_loss is None else f"{best.eval_loss:.4g}"
     return f": step {best.step} of {job.steps}, held-out loss {measured}{average}"
 
 

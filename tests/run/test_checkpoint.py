@@ -21,6 +21,8 @@ from torch.cuda import _pin_memory_utils
 from tests.data.test_hostile import json_values
 from tests.tiny import real_config
 from util import make_trainable_optimizer
+from vla_finetuning.config import Config
+from vla_finetuning.lines import append_line
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.trainable import choose_trainable
 from vla_finetuning.run import checkpoint, manifest
@@ -44,6 +46,7 @@ from vla_finetuning.run.checkpoint import (
     staging_slots,
     write_pieces,
 )
+from vla_finetuning.run.folder import prune_checkpoints
 
 PROGRESS = Progress(
     step=7, rows=56, stream={"seed": 0, "rows_per_epoch": 99}, base={"digest": "x"}, mode="full", global_batch_size=8
@@ -234,10 +237,28 @@ def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, mo
 
     for step, loss in enumerate((0.9, 0.2, 0.3, 0.5, 0.1, 0.7), start=1):
         made(tmp_path, step, loss)
-    assert left(success={1: 0.5, 3: 0.5, 4: 0.25, 2: 0.0}, waiting=lambda step: step == 5) == [3, 5, 6]
+    whole = {1: (0.5, 0.5), 3: (0.5, 0.5), 4: (0.25, 0.25), 2: (0.0, 0.0)}
+    assert left(success=whole, waiting=lambda step: step == 5) == [3, 5, 6]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=SPARE_BYTES))
-    assert left(success={3: 0.5}, waiting=lambda step: step == 5) == [3, 6]
-    assert "step_00000005 is deleted before it was evaluated or pushed: the disk is nearly full" in caplog.text
+    assert left(success={3: (0.5, 0.5)}, waiting=lambda step: step == 5) == [3, 6]
+    assert "step_00000005 is deleted before it was evaluated to its end or pushed: the disk is" in caplog.text
+
+
+def test_what_ended_in_errors_does_not_decide_which_checkpoints_are_deleted(tmp_path):
+    """Of each (successes, errors) of 50 episodes: only what is worse, whatever its errors would have been, goes."""
+    of_50 = {1: (45, 0), 2: (1, 49), 3: (40, 4), 4: (40, 5), 5: (30, 0), 6: (0, 50), 7: (44, 0)}
+    folder = tmp_path / "checkpoints"
+    for step, (successes, errors) in of_50.items():
+        made(folder, step)
+        line = {"step": step, "successes": successes, "episodes": 50 - errors, "errors": errors}
+        append_line(tmp_path / "evaluations.jsonl", json.dumps(line))
+    made(folder, 8)
+    config = Config(
+        output_dir=str(tmp_path), env_type="two_bins", env_eval_freq=1, keep_best=1, keep_best_by="success", save_freq=1
+    )
+    append_line(tmp_path / "evaluations.jsonl", json.dumps({**line, "step": 8}))
+    prune_checkpoints(replace(config, keep_checkpoints=1), 8)
+    assert sorted(checkpoints(folder)) == [1, 2, 4, 6, 8]
 
 
 def test_checkpoints_share_host_memory_in_few_pieces_that_are_pinned_once(monkeypatch):

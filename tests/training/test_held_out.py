@@ -157,6 +157,24 @@ def test_training_goes_on_as_if_nothing_had_been_measured(setting):
     assert saved == [(4, lines[1]["eval_loss"]), (5, lines[2]["eval_loss"])]
 
 
+def test_a_loss_without_rows_that_could_not_be_read_does_not_decide_which_checkpoint_is_best(setting, monkeypatch):
+    saved, readable = [], HeldOutLoss._summary
+
+    class Writer(in_process.NoCheckpoints):
+        def save(self, progress):
+            saved.append((progress.step, progress.eval_loss))
+
+    def with_a_hole(self, losses, counted, times):
+        counted[: self._per_row] = 0
+        return readable(self, losses, counted, times)
+
+    run = resolved(setting, steps=2, log_freq=1, save_freq=2, eval_steps=2)
+    monkeypatch.setattr(HeldOutLoss, "_summary", with_a_hole)
+    lines, _ = trained(run, Writer)
+    assert lines[-1]["eval_skipped"] == 1 and lines[-1]["eval_loss"] > 0
+    assert saved == [(2, None)]
+
+
 @pytest.mark.parametrize("export", [True, False])
 def test_the_averaged_weights_are_measured_if_they_are_exported(setting, export):
     """And the training goes on with the others. Beside it: the measure of a policy that has these weights."""

@@ -20,14 +20,20 @@ def wilson(successes: int, episodes: int) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
-def share(successes: int, episodes: int) -> str:
-    """`57 of 60, 95.0 % (86.3 to 98.3)`."""
+def interval_with_errors(successes: int, episodes: int, errors: int) -> tuple[float, float]:
+    """`wilson`, of so many episodes and others whose outcome is not known: if those failed, or if they succeeded."""
+    listed = episodes + errors
+    return wilson(successes, listed)[0], wilson(successes + errors, listed)[1]
+
+
+def share(successes: int, episodes: int, errors: int = 0) -> str:
+    """`57 of 60, 95.0 % (86.3 to 98.3)`. `errors`: of how many more episodes the outcome is not known."""
+    besides = f"; {errors} more ended in an error" if errors else ""
     if not episodes:
-        return "none played"
+        return f"none played{besides}"
     low, high = wilson(successes, episodes)
-    return f"{successes} of {episodes}, {successes / episodes:.1%} ({100 * low:.1f} to {100 * high:.1f})".replace(
-        "%", " %"
-    )
+    text = f"{successes} of {episodes}, {successes / episodes:.1%} ({100 * low:.1f} to {100 * high:.1f})"
+    return text.replace("%", " %") + besides
 
 
 @dataclass(frozen=True)

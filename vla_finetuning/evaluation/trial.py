@@ -269,7 +269,8 @@ def success_text(lines: Sequence[Mapping[str, Any]]) -> str:
     names = list(dict.fromkeys(line[part] for line in (lines if part == "task" else played)))
     for name in names if len(names) > 1 else ():
         own = [line["success_once"] for line in played if line[part] == name]
-        text.append(f"             {share(sum(own), len(own))}  {escaped(name)}")
+        errors = sum(line[part] == name for line in lines) - len(own)
+        text.append(f"             {share(sum(own), len(own), errors)}  {escaped(name)}")
     if at_reset := sum(line["success_at_reset"] for line in played):
         text.append(f"             {at_reset} of them at reset already")
     for line in [line for line in lines if line["error"] is not None][:5]:

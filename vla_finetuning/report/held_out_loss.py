@@ -28,8 +28,13 @@ def held_out_loss(lines: Sequence[Line]) -> dict[str, Any] | None:
     of_training = (np.array([line["step"] for line in lines], float), np.array([line["loss"] for line in lines], float))
     curves = {"training": of_training, "held out": (steps, losses)}
     chart = figures.line_chart(curves, xlabel="step", ylabel="loss")
-    best = measured[int(np.nanargmin(losses))] if np.isfinite(losses).any() else measured[-1]
+    whole = np.array([not line.get("eval_skipped") for line in measured])
+    # Over fewer rows it is another number.
+    compared_losses = np.where(whole, losses, np.nan) if np.isfinite(losses[whole]).any() else losses
+    best = measured[int(np.nanargmin(compared_losses))] if np.isfinite(losses).any() else measured[-1]
     description = f"Held-out loss over steps: from {losses[0]:.4g} to {losses[-1]:.4g}, lowest {best['eval_loss']:.4g}"
+    if not whole.all():
+        description += f"; {np.sum(~whole)} of {len(whole)} times without rows that could not be read"
     charts = [{"title": "Loss, trained on and held out", "svg": figures.to_svg(chart, description)}]
     compared = {f"step {line['step']}": line for line in (measured[0], best, measured[-1])}
     if all(line.get("eval_loss_by_time") for line in compared.values()):

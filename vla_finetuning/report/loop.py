@@ -41,14 +41,17 @@ def _by_task(over_steps: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def _of(score: Mapping[str, Any] | None) -> str:
-    return f"{score['successes']:,} of {score['episodes']:,}" if score is not None else "–"
+    if score is None:
+        return "–"
+    errors = f" ({score['errors']} errors)" if score.get("errors") else ""
+    return f"{score['successes']:,} of {score['episodes']:,}{errors}"
 
 
 def _chart(over_steps: Sequence[Mapping[str, Any]]) -> str | None:
     if not over_steps:
         return None
     steps = np.array([line["step"] for line in over_steps], float)
-    success = np.array([line["successes"] / line["episodes"] for line in over_steps])
+    success = np.array([line["successes"] / (line["episodes"] + line.get("errors", 0)) for line in over_steps])
     low, high = np.array([line["interval"] for line in over_steps]).T
     chart = figures.interval_chart(steps, 100 * success, 100 * low, 100 * high, xlabel="step", ylabel="success / %")
     spoken = f"Success in the loop over steps: from {success[0]:.0%} to {success[-1]:.0%}, at most {success.max():.0%}"

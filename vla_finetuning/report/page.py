@@ -245,7 +245,8 @@ def _key_figures(
             robot, _, condition = name.rpartition("/")
             if condition == "trained" and tried["episodes"]:
                 whose = f", {robot}" if robot else ""
-                found.append((f"success in the loop{whose}", f"{tried['successes'] / tried['episodes']:.0%}"))
+                unknown = f", {tried['errors']} not played to the end" if tried.get("errors") else ""
+                found.append((f"success in the loop{whose}{unknown}", f"{tried['successes'] / tried['episodes']:.0%}"))
     if metrics:
         seconds, samples, waited = _totals(metrics)
         found.append(("samples / s", _g(samples / seconds, 3)))

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 import warnings
@@ -317,8 +318,8 @@ def latest_checkpoint(folder: Path) -> Path | None:
             break
         except ValueError as error:
             unusable.append(error)
-    for error in unusable:
-        logger.warning("%s; %s", error, f"taking {newest.name}" if newest else "no other can be used")
+    for problem in unusable:
+        logger.warning("%s; %s", problem, f"taking {newest.name}" if newest else "no other can be used")
     return newest
 
 
@@ -370,7 +371,7 @@ def prune(
     keep: int,
     keep_best: int,
     *,
-    success: Mapping[int, float] | None = None,
+    success: Mapping[int, tuple[float, float]] | None = None,
     waiting: Callable[[int], bool] = lambda step: False,
 ) -> None:
     """Delete all but the newest `keep` checkpoints and the `keep_best` with the best score (`Progress.score`).
@@ -379,14 +380,21 @@ def prune(
     stays.
 
     Args:
-        success: by step; where given, the highest is best, and the loss decides among equals.
+        success: the least and the most that it can be, by step, of an evaluation with errors two numbers; where given,
+            the highest is best, and the loss decides among equals. One that may be as good as the worst of the best,
+            but for its errors, stays like one that is still to be evaluated.
         waiting: whether the checkpoint of a step is still to be evaluated or pushed. Such a one stays too, while the
             disk has space for two more of its size.
     """
     readable = _scores(_newest_first(folder))
     scores = {path: score for path, score in list(readable.items())[keep:] if not _may_wait(path, waiting)}
-    failing = {path: -(success or {}).get(_step(path), -1.0) for path in scores}
-    for path in sorted(scores, key=lambda path: (failing[path], scores[path]))[keep_best:]:
+    reached = {path: (success or {}).get(_step(path), (-1.0, -1.0)) for path in scores}
+    ranked = sorted(scores, key=lambda path: (-reached[path][0], scores[path]))
+    to_reach = reached[ranked[keep_best - 1]][0] if 0 < keep_best < len(ranked) else math.inf
+    undecided = {_step(path) for path, (least, most) in reached.items() if least < most and most >= to_reach}
+    for path in ranked[keep_best:]:
+        if _may_wait(path, undecided.__contains__):
+            continue
         # In one rename out of sight: half a checkpoint must not be taken for one.
         doomed = path.with_name(PARTIAL + path.name)
         try:
@@ -426,7 +434,7 @@ def _may_wait(path: Path, waiting: Callable[[int], bool]) -> bool:
         return True
     if shutil.disk_usage(path).free >= 2 * _size(path) + SPARE_BYTES:
         return True
-    logger.warning("%s is deleted before it was evaluated or pushed: the disk is nearly full", path)
+    logger.warning("%s is deleted before it was evaluated to its end or pushed: the disk is nearly full", path)
     return False
 
 

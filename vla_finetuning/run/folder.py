@@ -16,7 +16,9 @@ Files of `OUTPUT_DIR`::
                           {"attempt": 0, "epoch": 0, "step": 12, "rows": [[dataset_index, index], ...]}
     checkpoints/          see run/checkpoint.py
     evaluations.jsonl     a line per checkpoint that has played in an environment (--env.type):
-                          {"step": 200, "successes": 31, "episodes": 50, "interval": [0.48, 0.74], "seconds": 80.2}
+                          {"step": 200, "successes": 31, "episodes": 50, "errors": 0, "interval": [0.48, 0.74],
+                          "seconds": 80.2}; errors: episodes besides that ended in one, whatever they would have been
+                          is within the interval
     evaluations/step_<n>/ its episodes
     evaluation.json       what was learned: held-out errors, and of the demo success in the loop
     values.json           of value.py: how labels fell, and what the value function thought of some episodes
@@ -40,7 +42,7 @@ import shutil
 import signal
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -414,7 +416,7 @@ def evaluations(output_dir: Path) -> list[dict[str, Any]]:
 def prune_checkpoints(config: Config, steps: int) -> None:
     """Delete checkpoints that a run of so many steps does not need. Called by the only process that writes them."""
     lines = evaluations(config.folder)
-    success = {line["step"]: line["successes"] / line["episodes"] for line in lines if line["episodes"]}
+    success = {line["step"]: _success_bounds(line) for line in lines}
     played = {line["step"] for line in lines}
     pushed = pushed_steps(config.folder)
     prune(
@@ -427,6 +429,13 @@ def prune_checkpoints(config: Config, steps: int) -> None:
             or (config.pushes_checkpoints and step not in pushed)
         ),
     )
+
+def _success_bounds(line: Mapping[str, Any]) -> tuple[float, float]:
+    """The least and the most successes of an evaluation's whole list, as shares: errors may have been either."""
+    errors = line.get("errors", 0)
+    listed = max(line["episodes"] + errors, 1)
+    return line["successes"] / listed, (line["successes"] + errors) / listed
+
 
 
 def pushed_steps(output_dir: Path) -> set[int]:

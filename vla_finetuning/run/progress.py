@@ -83,11 +83,13 @@ class MetricsLog:
 
 
 def success_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """A line of `evaluations.jsonl` as a line of `metrics.jsonl` tells of it."""
+    """A line of `evaluations.jsonl` as a line of `metrics.jsonl` tells of it; success is of all episodes listed."""
+    errors = evaluation.get("errors", 0)
+    found = {"success_step": evaluation["step"], **({"success_errors": errors} if errors else {})}
     if not evaluation["episodes"]:
-        return {"success_step": evaluation["step"]}
-    (low, high), success = evaluation["interval"], evaluation["successes"] / evaluation["episodes"]
-    return {"success": success, "success_low": low, "success_high": high, "success_step": evaluation["step"]}
+        return found
+    (low, high), success = evaluation["interval"], evaluation["successes"] / (evaluation["episodes"] + errors)
+    return {"success": success, "success_low": low, "success_high": high, **found}
 
 
 def keep_metrics(output_dir: Path, resumed_step: int) -> Path:
@@ -247,7 +249,10 @@ def step_line(line: Mapping[str, Any]) -> str:
         f"{share:.0%} waiting for data"
     )
     held_out = line.get("eval_loss")
-    return text if held_out is None else f"{text}, held-out loss {held_out:.4f}"
+    if held_out is not None:
+        text += f", held-out loss {held_out:.4f}"
+    skipped = line.get("eval_skipped")
+    return f"{text}, without {skipped} held-out rows that could not be read" if skipped else text
 
 
 class _Follower:

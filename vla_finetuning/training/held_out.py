@@ -74,7 +74,8 @@ class HeldOutLoss:
         """Compute it; every rank must call it, and gets the same. One collective and one read from the device.
 
         Returns:
-            `eval_loss`, the mean over all rows and draws, and `eval_s`, how long that took. Of several robots
+            `eval_loss`, the mean over all rows and draws, and `eval_s`, how long that took. Where rows could not be
+            read (--dataset.on_error=skip) `eval_skipped`, how many: the mean is over the others. Of several robots
             `eval_loss_by_robot`. Where the loss is known by row also, of the tasks with the most rows
             `eval_loss_by_task`, and `eval_loss_by_time`, over equal parts of the flow time from 0 to 1; None where
             there is none.
@@ -137,6 +138,8 @@ class HeldOutLoss:
         """What an evaluation tells, of float64 (N*K,) each."""
         chosen = counted > 0
         summary: dict[str, Any] = {"eval_loss": _mean(losses[chosen])}
+        if skipped := int((~chosen).sum()) // self._per_row:
+            summary["eval_skipped"] = skipped
         if self._family.row_losses:
             task = np.repeat(self._rows.task, self._per_row)
             many = np.argsort(-np.bincount(task, minlength=len(self._rows.tasks)), kind="stable")[:TASKS_REPORTED]
