@@ -1,4 +1,4 @@
-"""What a GPU says of everything that was predicted without one: one command, for the day that there is one.
+"""What a GPU says of everything that was planned without one: one command, for the day that there is one.
 
     python -m benchmarks.gpu --minutes 20 --json FILE [--tiny]
 
@@ -10,7 +10,7 @@ log steps, the tests marked `gpu`. PI0.5 has its real size and random weights; t
 
 Each is a section in a process of its own (benchmarks/sections.py), with a time limit: what fails, crashes or hangs is
 recorded and does not end the others; what no longer fits into the minutes is left out, and recorded too. Each result
-is in FILE as soon as it is there. At the end a table of what was predicted and what was measured. `--tiny` rehearses
+is in FILE as soon as it is there. At the end a table of what was planned and what was measured. `--tiny` rehearses
 all of it on a CPU, at sizes that say nothing about speed, with layers compiled up to the code generator.
 """
 
@@ -40,8 +40,7 @@ from benchmarks import step, updates
 from benchmarks.sections import Results, Section, run_sections
 from diagnostics.audit_syncs import audit
 from diagnostics.report import Environment
-from util import card_of_device, enable_expandable_segments, enable_gpu_perf_flags, peak_flops
-from vla_finetuning.cards import PLANNED
+from util import enable_expandable_segments, enable_gpu_perf_flags, peak_flops
 from vla_finetuning.config import Fp8, TrainMode
 from vla_finetuning.files import read_json, read_lines
 from vla_finetuning.flags import parse_args
@@ -68,7 +67,6 @@ from vla_finetuning.terminal import tell, tell_error, tell_text
 from vla_finetuning.training import model
 from vla_finetuning.training.capacity import fits
 from vla_finetuning.training.memory import GIB
-from vla_finetuning.training.step_time import Operations, predict
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCUMULATED_ROWS = 8
@@ -186,22 +184,11 @@ def measure_step(contender: Any, device: torch.device, mode: TrainMode, size: in
 
 
 def plan(mode: TrainMode, size: int, device: torch.device, bf16: bool, fp8: Fp8 = "off") -> dict[str, Any] | None:
-    """What is planned and predicted of a step; None where it does not fit the device by what a run is refused for."""
-    config, accum, operations = updates.policy_config(device), max(1, ACCUMULATED_ROWS // size), Operations()
-    needed = step.planned(config, mode, size, accum, bf16, operations, fp8)
+    """Memory planned for a step; None where it does not fit the device, as a run would be refused."""
+    needed = step.planned(updates.policy_config(device), mode, size, max(1, ACCUMULATED_ROWS // size), bf16, fp8)
     if device.type == "cuda" and not fits(needed, torch.cuda.get_device_properties(device).total_memory / GIB):
         return None
-    card = card_of_device(device) if device.type == "cuda" else PLANNED["H100"]
-    predicted = None
-    if card is not None and card.bandwidth is not None:
-        flops = flops_per_sample(config, updates.CAMERAS, mode, prompt=updates.prompt(config)) or 0
-        predicted = {
-            name: predict(
-                operations.found, card, compiled=name == "compiled", rows=size, flops=flops, grad_accum=accum
-            ).rows_per_s
-            for name in ("eager", "compiled")
-        }
-    return {"planned_bytes": needed.peak, "predicted_rows_per_s": predicted}
+    return {"planned_bytes": needed.peak}
 
 
 def at_sizes(
@@ -224,7 +211,7 @@ def at_sizes(
         return {**measure_step(made[0], device, mode, size, sizes.seconds), **planned}
 
     for size in sorted(batch_sizes):
-        planned = plan_of(size) if plan_of else {"planned_bytes": None, "predicted_rows_per_s": None}
+        planned = plan_of(size) if plan_of else {"planned_bytes": None}
         if planned is None:
             break
         if results.take(f"{name}, {size} rows", sizes.share * about_s, partial(measured, size, planned)) is None:
@@ -368,7 +355,7 @@ def ours(
     def plan_of(size: int) -> dict[str, Any] | None:
         known = found[size]
         if known and fp8 == "off":
-            return {key: known[key] for key in ("planned_bytes", "predicted_rows_per_s")}
+            return {"planned_bytes": known["planned_bytes"]}
         return plan(mode, size, device, bf16, fp8)
 
     def make() -> updates.Ours:
@@ -456,24 +443,21 @@ def own_ray() -> Iterator[None]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """What was predicted, beside what was measured."""
-    rows = [("", "rows/s", "predicted", "aimed at", "MFU", "aimed at", "memory", "planned", "measured/planned")]
+    """What was planned, beside what was measured."""
+    rows = [("", "rows/s", "aimed at", "MFU", "aimed at", "memory", "planned", "measured/planned")]
     for name, entry in found.items():
         if not name.startswith("step"):
             continue
         result = entry.get("result")
         if result is None:
-            rows.append((name, entry.get("left_out") or entry["error"].splitlines()[0][:80], *[""] * 7))
+            rows.append((name, entry.get("left_out") or entry["error"].splitlines()[0][:80], *[""] * 6))
             continue
-        measured, planned, predicted = (
-            result[key] for key in ("peak_memory_bytes", "planned_bytes", "predicted_rows_per_s")
-        )
+        measured, planned = (result[key] for key in ("peak_memory_bytes", "planned_bytes"))
         of_mode = TARGETS.get(cast(TrainMode, name.split(", ")[1]), {}) if "ours" in name else {}
         rows.append(
             (
                 name,
                 f"{result['samples_per_s']:.1f}",
-                "-" if predicted is None else f"{predicted['compiled' if 'compiled' in name else 'eager']:.1f}",
                 f"{of_mode['rows_per_s']:g}" if "rows_per_s" in of_mode else "",
                 "-" if result["mfu"] is None else f"{result['mfu']:.1%}",
                 f"{of_mode['mfu']:.0%}" if "mfu" in of_mode else "",
@@ -482,7 +466,7 @@ def table(found: dict[str, Any]) -> str:
                 "-" if None in (measured, planned) else f"{measured / planned:.3f}",
             )
         )
-    widths = [max(len(row[i]) for row in rows if row[2:] != ("",) * 7 or i == 0) for i in range(9)]
+    widths = [max(len(row[i]) for row in rows if row[2:] != ("",) * 6 or i == 0) for i in range(8)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     waits = (found.get("audit_syncs", {}).get("result") or {}).get("waits")
     lines.append(f"host waits between log steps: {'not known' if waits is None else len(waits)}, predicted 0")

@@ -72,7 +72,6 @@ from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.counting import flops_per_sample
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.training.memory import StepMemory, step_memory
-from vla_finetuning.training.step_time import Operations
 
 STORED_BATCHES = 4
 WARM_UP_STEPS = 2
@@ -290,10 +289,9 @@ def planned(
     size: int,
     accum: int,
     bf16: bool,
-    operations: Operations | None = None,
     fp8: Fp8 = "off",
 ) -> StepMemory:
-    """What `--dry_run` says that a step of ours takes. Notes its `operations`."""
+    """What `--dry_run` says that a step of ours takes."""
     return step_memory(
         family_of(config).with_cameras(config, CAMERAS, prompt(config)),
         mode,
@@ -305,7 +303,6 @@ def planned(
         attention=Config().train.attention,
         checkpointing=False,
         fp8=fp8,
-        operations=operations,
     )
 
 

@@ -2,7 +2,6 @@
 
     python -m diagnostics.profile_step --preset demo
     python -m diagnostics.profile_step --compare A.json B.json
-    python -m diagnostics.profile_step --predict h100 [--train.mode=expert --batch_size=16 ...]
 
 takes the flags of `vla.py` and runs that program's own loop, `vla.train`, on its own data and workers, into a folder
 that is removed afterwards. The steps alternate, in blocks that each end with a log step, between untouched ones, of
@@ -20,16 +19,12 @@ CPU by the clock. Own flags, each also an environment variable in capitals:
     --trace PATH              a Chrome trace of 3 steps on rank 0, with the cluster's tasks on the same time line
     --html PATH               the result as a page
 
---predict PRESET measures nothing: it adds up what the operations of the step would take on that preset's GPU, eager and
-compiled, on one and on all of them, and says what it assumes. It needs no GPU and no dataset.
-
 Whatever else is to be compared is a flag of `vla.py`: --batch_size, --grad_accum, --train.precision,
 --policy.compile_model, ... Exit status: 0 done, 1 the run failed, 2 it could not start.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -50,13 +45,11 @@ from torch import Tensor
 import vla
 from diagnostics.report import Environment, Spread, shares, time_line
 from diagnostics.step_clock import Communication, Pass, StepClock
-from diagnostics.step_prediction import predict_step
 from diagnostics.step_report import PhaseSummary, RankProfile, Settings, StepReport, compare, judge
 from diagnostics.tool import Options, Result, count, run_tool, scratch_run, truth
 from util import UNWATCHED, Clock, Phase, TrainableOptimizer
 from vla_finetuning.files import read_lines
 from vla_finetuning.policies.family import PolicyLoss
-from vla_finetuning.policies.registry import DEFAULT_TYPE
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.folder import LOG_NAME, METRICS_NAME, prepare_folder
 from vla_finetuning.run.resolve import Run, with_config
@@ -429,17 +422,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(arg.partition("=")[0] == "--compare" for arg in argv):
         try:
             tell_text(compare(*map(StepReport.read, parse_options(argv)[0].compare)))
-            return 0
-        except (ValueError, OSError) as error:
-            tell_error(error)
-            return 2
-    if any(arg.partition("=")[0] == "--predict" for arg in argv):
-        options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        options.add_argument("--predict")
-        options.add_argument("--policy.type", dest="kind", default=DEFAULT_TYPE)
-        known, rest = options.parse_known_args(argv)
-        try:
-            tell_text(predict_step(known.predict or "", known.kind, rest))
             return 0
         except (ValueError, OSError) as error:
             tell_error(error)

@@ -60,7 +60,7 @@ class Rate(Record):
 
 
 ASSUMED = {
-    "gpu_rows_per_s": Rate(value=30, source="predicted: all of PI0.5 on an H100, 16 rows, eager (docs/profiling.md)"),
+    "gpu_rows_per_s": Rate(value=30, source="assumed: all of PI0.5 on an H100"),
     # docs/data_engine.md, "CPU time of a row": into the object store and Ray's own processes, rows of 0.69 MB.
     "transport_cpu_ms_per_mb": Rate(value=0.75, source="measured: docs/data_engine.md"),
     "decoding_share": Rate(value=0.7, source="measured: rows of a run against the decoder alone, docs/data_engine.md"),

@@ -13,8 +13,8 @@ from pathlib import Path
 
 # What presets set besides. The GPU ones are sized by what --dry_run plans for PI0.5 with 3 cameras: one micro-batch of
 # 16 rows, of 32 on GPUs with more than 100 GiB, with 4 GiB to spare on every GPU (tests/training/test_capacity.py).
-# More rows fill more whole tiles of matrix products and share the optimizer's time: 8 to 16 rows are a predicted tenth
-# (benchmarks/results/presets-*.json). openpi trains PI0.5 in LIBERO on 256 rows a step. Planned, not measured.
+# More rows fill more whole tiles of matrix products and share the optimizer's time. openpi trains PI0.5 in LIBERO on
+# 256 rows a step. Planned, not measured.
 GPU = {"scaling.use_gpu": "true", "steps": "30000", "batch_size": "16", "grad_accum": "1"}
 FULL = {**GPU, "train.mode": "full", "scaling.num_workers": "8", "scaling.strategy": "fsdp2"}
 # What RLinf publishes of PI0.5 in LIBERO (libero_10_grpo_openpi_pi05.yaml) trains the action expert at this rate, with
@@ -43,8 +43,6 @@ class Card:
     Attributes:
         words: those of `torch.cuda.get_device_name` that tell it.
         flops: dense bf16 matrix products, FLOP/s. NVIDIA's data sheets give most "with sparsity": those are halved.
-        bandwidth, link: of its memory, and to other cards of its machine in one direction, bytes/s, from the same data
-            sheets (NVLink's sum of both directions halved; without one, 16 lanes of PCIe 4). multiprocessors: of them.
         name: Ray's, where runs are planned for it. gib: what CUDA reports of its memory: the "total capacity" in
             PyTorch's errors about memory, the least of those that users have posted (drivers and forms of a card differ
             by a tenth). The data sheets' numbers are in units of 10^9 bytes, and of what is left a driver keeps some.
@@ -54,9 +52,6 @@ class Card:
 
     words: str
     flops: float
-    bandwidth: float | None = None
-    link: float | None = None
-    multiprocessors: int | None = None
     name: str | None = None
     gib: float | None = None
     sold: str = ""
@@ -74,9 +69,6 @@ CARDS = (
         "L4",
         121e12,  # nvidia.com/en-us/data-center/l4: 242 with sparsity
         name="L4",
-        bandwidth=300e9,
-        link=32e9,
-        multiprocessors=58,
         gib=22.0,
         sold="L4 24 GB",
         preset="l4",
@@ -94,9 +86,6 @@ CARDS = (
         "A100",
         312e12,  # nvidia.com/en-us/data-center/a100
         name="A100-40G",
-        bandwidth=1555e9,
-        link=300e9,
-        multiprocessors=108,
         gib=39.3,
         sold="A100 40 GB",
         preset="a100_40",
@@ -111,9 +100,6 @@ CARDS = (
         "A100",
         312e12,
         name="A100-80G",
-        bandwidth=2039e9,
-        link=300e9,
-        multiprocessors=108,
         gib=79.1,
         sold="A100 80 GB",
         preset="a100",
@@ -132,9 +118,6 @@ CARDS = (
         "H100",
         989.5e12,  # nvidia.com/en-us/data-center/h100, SXM: 1979 with sparsity
         name="H100",
-        bandwidth=3350e9,
-        link=450e9,
-        multiprocessors=132,
         gib=79.1,
         sold="H100 80 GB",
         preset="h100",
@@ -149,9 +132,6 @@ CARDS = (
         "H200",
         989.5e12,  # nvidia.com/en-us/data-center/h200, SXM: 1979 with sparsity
         name="H200",
-        bandwidth=4800e9,
-        link=450e9,
-        multiprocessors=132,
         gib=139.7,
         sold="H200 141 GB",
         preset="h200",
@@ -167,9 +147,6 @@ CARDS = (
         "B200",
         2250e12,  # nvidia.com/en-us/data-center/hgx: 36 PFLOP/s with sparsity for 8 of them
         name="B200",
-        bandwidth=8000e9,
-        link=900e9,
-        multiprocessors=148,
         gib=178.3,
         sold="B200 180 GB",
         preset="b200",

@@ -68,9 +68,6 @@ FAMILIES = {
     )
 }
 
-# What is predicted where no policy is named.
-DEFAULT_TYPE = next(iter(FAMILIES))
-
 
 def family_of(config: PreTrainedConfig) -> Family:
     """The family of a policy by its configuration, or of what its configuration derives from; else a plain one."""

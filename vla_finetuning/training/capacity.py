@@ -19,7 +19,6 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.spec import PolicySpec
 from vla_finetuning.run.cluster import is_local
 from vla_finetuning.training.memory import FRAGMENTATION, GIB, StepMemory, prediction_bytes, step_memory
-from vla_finetuning.training.step_time import Operations
 
 # Of the machines that have such GPUs most have so many; what hsdp is planned for on a driver that has none.
 GPUS_OF_A_NODE = 8
@@ -53,13 +52,12 @@ def needed_by(
     *,
     cameras: int,
     frames: Sequence[tuple[int, int]],
-    operations: Operations | None = None,
 ) -> StepMemory:
     """What each worker of a run with these options needs.
 
     Args:
         policy: with as many cameras, and prompts of the longest length.
-        frames: (height, width) of each camera's, as they reach the device. operations: as for `step_memory`.
+        frames: (height, width) of each camera's, as they reach the device.
     """
     train, scaling = config.train, config.scaling
     needed = step_memory(
@@ -82,7 +80,6 @@ def needed_by(
         moments=train.moments,
         fp8=train.fp8,
         frames=frames,
-        operations=operations,
     )
     if train.feature_cache is None:
         return needed

@@ -21,11 +21,11 @@ from lerobot.configs import PreTrainedConfig
 from lerobot.utils.constants import OBS_LANGUAGE_TOKENS
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from util import UNWATCHED, local_shard, make_trainable_optimizer, train_step
+from util import local_shard, make_trainable_optimizer, train_step
 from vla_finetuning.config import Attention, Fp8, Moments, PeftOptions, Strategy, TrainMode
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.build import build_loss
@@ -36,7 +36,6 @@ from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
 from vla_finetuning.training.parallel import gathered_bytes, hold_gradients, is_sharded, keeps_casts, spread, units
 from vla_finetuning.training.rounded_moments import RoundedMoments
-from vla_finetuning.training.step_time import Operations, unwrapped
 
 GIB = 2**30
 # What a GPU holds that no tensor of the step is. Planned, to be corrected by what is measured.
@@ -111,7 +110,6 @@ def step_memory(
     exact_mean: bool = False,
     moments: Moments = "fp32",
     fp8: Fp8 = "off",
-    operations: Operations | None = None,
 ) -> StepMemory:
     """Run a step without storage, Adam's moments being there, and add up what would be alive.
 
@@ -121,8 +119,7 @@ def step_memory(
             shard_workers: for hsdp, how many of them hold a copy together; all when absent. frames: (height, width) of
             each camera's as they arrive, uint8; without them they arrive as the policy sees them. average: whether
             there is one of what trains. exact_mean: all micro-batches of a step are on the device at once, whose mean
-            is exact. moments: precision of Adam's. fp8: which layers multiply in 8 bits. operations: note those of one
-            micro-batch and the optimizer.
+            is exact. moments: precision of Adam's. fp8: which layers multiply in 8 bits.
     """
     checkpointing = checkpointing or getattr(config, "gradient_checkpointing", False)
     family, cpu = family_of(config), torch.device("cpu")
@@ -191,7 +188,7 @@ def step_memory(
         loss.register_forward_pre_hook(note_before)
         loss.register_forward_hook(note_saved)
         gradients = _bytes([local_shard(param) for param in optimizer.params])
-        with alive, operations or contextlib.nullcontext():
+        with alive:
             state = [local_shard(tensor) for tensor in optimizer.state().values()]
             alive.peak = alive.bytes
             # DDP makes its buckets anew before its second step, in the order of backward, and copies from the old.
@@ -207,7 +204,6 @@ def step_memory(
                 autocast=autocast,
                 device=cpu,
                 keep_casts=keeps_casts(strategy, grad_accum, checkpointing),
-                clock=operations or UNWATCHED,
             )
         # Without gradients in them, DDP's buckets stand beside these.
         buckets = gradients if workers > 1 and not sharded and not optimizer.keeps_gradients else 0
@@ -299,6 +295,13 @@ def _bytes(tensors: list[Any]) -> int:
     return sum({id(s): s.nbytes() for s in [tensor.untyped_storage() for tensor in tensors]}.values())
 
 
+def _unwrapped(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a wrapper holds (torchao's, in float8), or the tensor itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [getattr(tensor, name) for name in cast(Any, tensor).__tensor_flatten__()[0]] or [tensor]
+
+
 class Alive(TorchDispatchMode):
     """Counts the bytes of all storages that are alive: those of `tensors`, and those made while it is active.
 
@@ -334,7 +337,7 @@ class Alive(TorchDispatchMode):
         if func is not torch.ops.prim.device.default:  # asked by autograd for every gradient
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
-                    for held in [cast(Any, leaf)._local_tensor] if is_sharded(leaf) else unwrapped([leaf]):
+                    for held in [cast(Any, leaf)._local_tensor] if is_sharded(leaf) else _unwrapped(leaf):
                         self._add(held)  # `local_shard` would run another operator
         return result
 
