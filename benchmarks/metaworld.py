@@ -32,14 +32,13 @@ from typing import Any
 
 import record
 import vla
-from benchmarks import stages
 from diagnostics.report import Environment
 from vla_finetuning.config import ENVIRONMENT_NAME, EvalOptions
 from vla_finetuning.data.metadata import load_metadata
 from vla_finetuning.envs.configs import check_drawn, drawn_for, env_config, metaworld_tasks, task_makers
 from vla_finetuning.evaluation.closed_loop import play
 from vla_finetuning.evaluation.episodes import Book, Condition, episode_list, read_evaluation
-from vla_finetuning.evaluation.intervals import share
+from vla_finetuning.evaluation.intervals import share, wilson
 from vla_finetuning.evaluation.open_loop import other_instructions
 from vla_finetuning.evaluation.player import PolicySource, check_fits
 from vla_finetuning.evaluation.trial import score_rows
@@ -279,9 +278,17 @@ def _by_difficulty(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         own = [line for line in lines if line["task"] in tasks and line["error"] is None]
         if own:
             # An episode ends when it succeeds.
-            within = sum(line["success_once"] and line["steps"] <= RLINF_STEPS for line in own)
-            played = len({line["task"] for line in own})
-            rows.append({"label": degree, "tasks": played, **stages.score(own), "within_100_steps": within})
+            successes = sum(line["success_once"] for line in own)
+            rows.append(
+                {
+                    "label": degree,
+                    "tasks": len({line["task"] for line in own}),
+                    "successes": successes,
+                    "episodes": len(own),
+                    "interval": wilson(successes, len(own)),
+                    "within_100_steps": sum(line["success_once"] and line["steps"] <= RLINF_STEPS for line in own),
+                }
+            )
     return rows
 
 

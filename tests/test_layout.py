@@ -64,7 +64,7 @@ MAY_IMPORT = {
     "grpo": {*PROGRAMS, *RL, "vla"},  # the first half of its demo is a run of vla.py
     "value": {*PROGRAMS, *RL, "vla"},  # it trains as vla.py does
     "diagnostics": DIAGNOSTICS,
-    "benchmarks": {*DIAGNOSTICS, *RL, "evaluate", "grpo", "record", "value", "benchmarks", "tests"},
+    "benchmarks": {*DIAGNOSTICS, "evaluate", "record", "value", "benchmarks", "tests"},
     "ci": {"ci"},
 }
 # The policy's own file is copied to robots alone; the datasource's modules must not need what only training needs.

@@ -2,15 +2,11 @@
 
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
-from benchmarks import metaworld, metaworld_methods
+from benchmarks import metaworld
 from vla_finetuning.envs.stage import choose_gl
-from vla_finetuning.files import read_json, write_json
-from vla_finetuning.flags import parse_grpo
-from vla_finetuning.run.folder import EVALUATION_NAME, FINISHED_NAME, METRICS_NAME
 
 choose_gl()
 needs_metaworld = pytest.mark.skipif(
@@ -82,38 +78,3 @@ def test_degrees_of_difficulty_count_alike():
     printed = metaworld.table({"trained": found})
     assert "hard, 1 tasks" in printed and "75.0 %, within 100 steps 16.7 %" in printed
     assert "degrees" not in metaworld.success(easy)["trained"]
-
-
-def test_methods_learn_from_one_policy_with_the_same_options(tmp_path, monkeypatch):
-    (tmp_path / "short").mkdir()
-    write_json(tmp_path / "short" / "settings.json", {"image_size": 84, "n_action_steps": 10, "episode_length": 200})
-    given = []
-
-    def learns(argv):
-        """As grpo.py leaves its folder."""
-        config = parse_grpo(argv)
-        given.append(config)
-        after = 50 + 10 * (config.grpo.method == "ppo")
-        scores = {name: {"successes": n, "episodes": 200} for name, n in (("before", 40), ("after", after))}
-        folder = Path(config.output_dir)
-        folder.mkdir()
-        write_json(folder / EVALUATION_NAME, {"closed_loop": scores})
-        lines = [{"step": 0, "held_out_successes": 9, "held_out_episodes": 50}, {"step": 1, "loss": 0.1}]
-        (folder / METRICS_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (folder / FINISHED_NAME).write_text("done")
-        return 0
-
-    monkeypatch.setattr(metaworld_methods.grpo, "main", learns)
-    monkeypatch.setattr(metaworld_methods.stages.cluster, "connect", lambda: None)
-    options = {"imitation": tmp_path / "short", "folder": tmp_path / "runs", "json": tmp_path / "found.json"}
-    for _ in range(2):  # the second time nothing is left
-        assert metaworld_methods.main([f"--{n}={v}" for n, v in {**options, "seeds": "3,4"}.items()]) == 0
-    assert [(one.seed, one.grpo.method) for one in given] == [(3, "grpo"), (3, "ppo"), (4, "grpo"), (4, "ppo")]
-    first, second = (vars(one) | {"output_dir": None, "grpo": vars(one.grpo) | {"method": None}} for one in given[:2])
-    assert first == second
-    assert given[0].policy_path == str(tmp_path / "short" / "run" / "pretrained_model")
-    assert "--episode_length=200" in given[0].env_options
-    found = read_json(tmp_path / "found.json")
-    successes = {name: score["successes"] for name, score in found["all_seeds"].items()}
-    assert successes == {"start": 80, "grpo": 100, "ppo": 120}
-    assert found["runs"][0]["held_out"]["ppo"] == {"0": [9, 50]}

@@ -1,0 +1,50 @@
+"""`make recap`: its programs in their order, each once, with flags that they accept."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import recap
+from vla_finetuning.flags import EVALUATE, VALUE, VLA
+from vla_finetuning.run.folder import FINISHED_NAME
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Programs that only parse their flags, and leave their last file unless they are to fail."""
+    monkeypatch.setattr(recap.cluster, "connect", lambda: None)
+    monkeypatch.setattr(recap, "prepare_disobedient", lambda cache: tmp_path / "demonstrations")
+    monkeypatch.setattr(recap, "prepare_demo", lambda *_, **__: (None, tmp_path / "base"))
+    monkeypatch.setattr(recap, "read_evaluation", lambda folder: ({}, [{"success_once": True, "error": None}] * 3))
+    calls, failing = [], set()
+
+    def program(definition, done):
+        def run(argv):
+            config = definition.parse(argv)
+            calls.append(Path(config.output_dir).name)
+            if calls[-1] in failing:
+                return 4
+            Path(config.output_dir).mkdir()
+            (Path(config.output_dir) / done).write_text("done")
+            return 0
+
+        return run
+
+    monkeypatch.setattr(recap.vla, "main", program(VLA, FINISHED_NAME))
+    monkeypatch.setattr(recap.value, "main", program(VALUE, FINISHED_NAME))
+    monkeypatch.setattr(recap.evaluate, "main", program(EVALUATE, "report.html"))
+    return calls, failing
+
+
+def test_stages_run_once_and_go_on_after_one_that_failed(programs, tmp_path, capsys):
+    (calls, failing), folder = programs, tmp_path / "recap"
+    failing.add("value")
+    assert recap.main([f"--folder={folder}"]) == 4 and calls == ["imitation", "value"]
+    failing.clear()
+    for _ in range(2):
+        assert recap.main([f"--folder={folder}"]) == 0
+    assert calls == ["imitation", "value", "value", "recap", "play-imitation", "play-recap"]
+    outcomes = json.loads((folder / "outcomes.json").read_text())
+    assert len(outcomes) == 240 and list(outcomes.values()).count(False) == 72
+    assert "RECAP, prompted positive          3 of 3" in capsys.readouterr().out
