@@ -55,10 +55,9 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	$(PYTHON) -m ruff format --check .
 	$(if $(MYPY_TARGETS),$(PYTHON) -m mypy $(MYPY_TARGETS))
 
-docs: $(STAMP) ## write docs/flags.md, docs/lerobot_train.md and configs/{aws,gcp}_*.yaml from their tables
+docs: $(STAMP) ## write docs/flags.md and docs/lerobot_train.md from their tables
 	$(PYTHON) -m vla_finetuning.flags > docs/flags.md
 	$(PYTHON) -m vla_finetuning.lerobot_train > docs/lerobot_train.md
-	$(PYTHON) -m vla_finetuning.cards
 
 format: $(STAMP) ## what ruff can mend by itself
 	$(PYTHON) -m ruff check --fix .

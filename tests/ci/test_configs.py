@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from ci.validate_build_yaml import ComputeConfig, Faults, Yaml, check_compute_config, parse
-from vla_finetuning.cards import cluster_files
+from vla_finetuning.cards import OF_PRESET
 from vla_finetuning.config import PRESETS
 from vla_finetuning.flags import parse_args
 from vla_finetuning.run.cluster import DRIVERS
@@ -53,14 +53,6 @@ def command_config(entrypoint):
     return parse_args(flags[:-2])  # which would look into the bucket for a run
 
 
-def test_each_gpu_is_there_for_each_cloud():
-    assert [path.stem for path in COMPUTE] == [f"{c}_{g}" for c in ("aws", "gcp") for g in sorted(PRESET_GPU)]
-
-
-def test_they_are_what_the_table_of_cards_makes():
-    assert {path.name: path.read_text() for path in COMPUTE} == cluster_files()
-
-
 @pytest.mark.parametrize("path", COMPUTE, ids=lambda path: path.stem)
 def test_a_compute_config_is_sound_and_says_what_it_has(path):
     faults = Faults()
@@ -84,13 +76,31 @@ def test_a_compute_config_is_sound_and_says_what_it_has(path):
     assert decode["min_nodes"] == 0, "CPU-only workers cost nothing while no run needs them"
 
 
-def test_the_table_states_the_same_ratios():
-    rows = [line for line in (CONFIGS / "README.md").read_text().splitlines() if re.match(r"\| `\w+_\w+\.yaml`", line)]
+def table_rows(first_cell):
+    """Cells of the README's rows whose first cell matches."""
+    lines = (CONFIGS / "README.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return [row for row in rows if re.match(first_cell, row[0])]
+
+
+def test_the_table_of_files_states_their_ratios():
     said = {}
-    for row in rows:
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        said.update({name: (int(cells[3]), int(cells[4])) for name in re.findall(r"`(\S+)`", cells[0])})
+    for names, _, _, *ratios in table_rows(r"`\w+_\w+\.yaml`"):
+        said |= {name: tuple(map(int, ratios)) for name in re.findall(r"`(\S+)`", names)}
     assert said == {path.name: stated_ratios(path.read_text()) for path in COMPUTE}
+
+
+def test_the_table_of_machines_has_every_preset_of_a_gpu():
+    decoding = 4 * MACHINES["m6i.8xlarge"][0]
+    rows = table_rows(r"`[a-z0-9_]+`$")
+    assert {row[0].strip("`") for row in rows} == PRESET_GPU.keys() - {"l4"} == set(OF_PRESET) - {"l4"}
+    for preset, gpus, aws, google, alone, with_workers in rows:
+        preset, machines = preset.strip("`"), [MACHINES[machine.strip("`")] for machine in (aws, google)]
+        count = int(PRESETS[preset]["scaling.num_workers"])
+        assert gpus.startswith(f"{count} x {PRESET_GPU[preset]}")
+        assert all(machine[2] == f"{count} x {PRESET_GPU[preset]}" for machine in machines)
+        assert alone == ", ".join(str(cpus // count) for cpus, *_ in machines)
+        assert with_workers == ", ".join(str((cpus + decoding) // count) for cpus, *_ in machines)
 
 
 def test_the_anyscale_job():
