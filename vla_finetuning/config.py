@@ -1170,8 +1170,6 @@ VALUE_PRESETS: dict[str, dict[str, str]] = {
         "value.backbone_lr": "3e-4",
     },
 }
-# What runs did before an option existed: a resumed run keeps how its values are scaled.
-BEFORE_OPTIONS = {"dataset.statistics": "lerobot"}
 # Options of one start, not of the run: what config.json says of them does not count.
 OF_A_START = ("resume", "dry_run", "policy_trust_remote_code")
 

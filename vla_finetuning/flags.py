@@ -24,7 +24,6 @@ from typing import Any
 from vla_finetuning.bucket import place
 from vla_finetuning.checks import check_evaluate, check_grpo, check_record, check_run, check_value
 from vla_finetuning.config import (
-    BEFORE_OPTIONS,
     CONFIG_NAME,
     GRPO_PRESETS,
     OF_A_START,
@@ -233,9 +232,6 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
         robots = flags["demo.robots"].read(names["demo.robots"])
         defaults["steps"] = str(robots * int(defaults["steps"]))  # as many for each
     config = program.kind()
-    for path, value in BEFORE_OPTIONS.items() if resumed else ():
-        if path in flags:
-            set_option(config, path, value)
     for path, value in _saved_options(place(config_path), program.kind) if config_path else ():
         set_option(config, path, value)
     started: Any = config
@@ -318,11 +314,7 @@ def _saved_options(path: Path, kind: type) -> Iterator[tuple[str, Any]]:
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); give a run's {CONFIG_NAME}") from error
     known = {of.path: of for of in options_of(kind)}
-    # Runs of grpo.py were once saved with all options of vla.py.
-    others = {of.path for of in options_of(Config)} if kind is GrpoConfig else set()
-    for name, value in leaves(saved, known.keys() | others):
-        if name in others - known.keys():
-            continue
+    for name, value in leaves(saved, known.keys()):
         if name not in known:
             raise ValueError(f"{path}: {name} is no option{did_you_mean(name, list(known))}")
         if name not in OF_A_START:

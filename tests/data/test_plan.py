@@ -70,11 +70,11 @@ def test_seeds_and_epochs_differ_and_repeat(part_segments):
     assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1, 2)}) == 6
 
 
-def test_the_order_of_rows_is_that_of_runs_that_were_started_before():
+def test_the_order_of_rows_does_not_change():
     plan = StreamPlan(episodes(5, 1, 7, 30, 200), seed=3, segment_rows=4, window_rows=10)
     rows = read(plan, 0, 2 * plan.rows_per_epoch) + read(mixture((5, 0.1, 0.7)), 0, 820)
     assert hashlib.sha256(repr(rows).encode()).hexdigest().startswith("5097483d8feb9fde")
-    assert "parts_of_epoch" not in plan.identity()
+    assert plan.identity()["parts_of_epoch"] == [1]
 
 
 def test_segments_are_cut_where_a_decoder_can_begin(part_segments):
@@ -105,7 +105,7 @@ def test_every_part_of_an_epoch_has_rows_of_every_episode(monkeypatch):
     monkeypatch.setattr(data_plan, "PART_SEGMENTS", 200)
     plan = StreamPlan(episodes(*lengths), seed=0, segment_rows=4, window_rows=40)
     parts = plan._sources[0].parts_of_epoch
-    assert parts == 8 and plan.identity() == {**whole, "parts_of_epoch": [8]}  # a run from before is refused
+    assert parts == 8 and plan.identity() == {**whole, "parts_of_epoch": [8]}
     for epoch in range(2):
         bounds = plan._sources[0]._part_bounds(epoch) + epoch * plan.rows_per_epoch
         assert np.diff(bounds).max() < 1.1 * plan.rows_per_epoch / parts
@@ -146,7 +146,7 @@ def test_the_sources_of_a_mixture_share_what_is_held(monkeypatch):
         return StreamPlan(together, seed=0, segment_rows=4, window_rows=1, weights=[1, 2, 1, 0.02])
 
     whole = mixture().identity()
-    assert "parts_of_epoch" not in whole
+    assert whole["parts_of_epoch"] == [1, 1, 1, 1]
     # 520 segments in each of the large datasets, 7 in the small one.
     monkeypatch.setattr(data_plan, "PART_SEGMENTS", 3 * 520 + 7)
     assert mixture().identity() == whole
@@ -291,7 +291,6 @@ def test_a_window_mixes_as_many_segments_as_are_wanted(asked, fitting):
     assert window <= max(fitting, 32) and window <= asked and window % 16 * (window // 17) == 0
     at_key_frames = window_and_segment(asked, fitting, 16, 32, 2)
     assert at_key_frames == (window, segment - segment % 2 if segment > 1 else 1)
-    # As before there was a choice.
     window, segment = window_and_segment(asked, fitting, 16, None)
     assert segment == 16 and 1 <= window <= max(1, fitting)
 

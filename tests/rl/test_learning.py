@@ -631,12 +631,6 @@ def test_the_plan_says_which_states_are_held_out_and_a_resume_keeps_them(base, t
         check_resumable(run.job.start, other)
 
 
-def test_a_run_from_before_an_option_existed_resumes(base, tmp_path):
-    """Its identity, as checkpoints have it, had none of the later options."""
-    start = resolved(base, tmp_path / "run").job.start
-    assert not {"reserved_states", "reserved"} & start.stream.keys()
-
-
 # ---- groups that are all alike --------------------------------------------------------------------------------------
 
 

@@ -154,13 +154,6 @@ def test_statistics_are_of_the_frames_that_do_not_idle(setting, monkeypatch, dro
         np.testing.assert_array_equal(found[name], expected)
 
 
-def test_a_run_whose_statistics_counted_idle_frames_does_not_go_on_without_them(setting):
-    start = run_of(setting, "--dataset.skip_idle=0.5", "--dataset.statistics=exact").job.start
-    earlier = {key: value for key, value in start.stream.items() if key != "statistics"}
-    with pytest.raises(ValueError, match="statistics: was None, is without idle frames"):
-        check_resumable(replace(start, stream=earlier), start)
-
-
 def test_weighted_episodes_come_as_often_as_they_weigh(setting):
     weights = f"--dataset.episode_weights=@{setting[0] / 'weights.json'}"
     run = run_of(setting, weights, "--steps=200")

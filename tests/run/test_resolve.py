@@ -29,7 +29,7 @@ from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import DeviceHalf, Prepare
 from vla_finetuning.policies.registry import FAMILIES, family_of
 from vla_finetuning.run import base_policy, mixing
-from vla_finetuning.run.checkpoint import Progress, check_resumable, commit, write_pieces
+from vla_finetuning.run.checkpoint import check_resumable, commit, write_pieces
 from vla_finetuning.run.describe import describe
 from vla_finetuning.run.resolve import resolve
 
@@ -505,15 +505,6 @@ def test_a_run_that_is_resumed_opens_no_base_but_its_own(started, monkeypatch, f
     monkeypatch.setattr(base_policy, "policy_config_of", None)  # where the first of its files would be opened
     with pytest.raises(ValueError, match="the base policy is not the one the run was started from"):
         resumed(output_dir)
-
-
-def test_a_checkpoint_from_before_the_files_were_listed_resumes(started):
-    output_dir, _ = started
-    state = output_dir / "checkpoints" / "step_00000002" / "state.json"
-    saved = json.loads(state.read_text())["progress"]
-    del saved["base"]["files"]
-    commit(state.parent, Progress(**saved), write_pieces(state.parent, {}))
-    assert resumed(output_dir).job.steps == 5
 
 
 def test_a_type_that_brings_code_is_refused_unless_this_start_allows_it(setting, started, monkeypatch):

@@ -140,12 +140,6 @@ def test_a_run_that_is_resumed_keeps_what_it_was_started_with(setting, tmp_path)
     for name, value in run.policy.stats["action"].items():
         np.testing.assert_array_equal(with_stats(again).policy.stats["action"][name], value)
 
-    saved = run.config.to_json()
-    del saved["dataset"]["statistics"]  # written before there was a choice
-    config.write_text(json.dumps(saved))
-    older = resolve(parse_args(["--resume", f"--output_dir={run.job.output_dir}"]), gpus_found=0)
-    assert older.config.dataset.statistics == "lerobot" and not older.missing_stats
-
 
 def test_a_run_does_not_go_on_with_other_statistics(setting, tmp_path, monkeypatch):
     """As where a damaged file, which --dataset.on_error=skip left out of them, was repaired in between."""

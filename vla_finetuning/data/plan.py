@@ -292,11 +292,9 @@ class StreamPlan(Plan):
             "rows_per_epoch": self.rows_per_epoch,
             "rows_per_source": self.rows_per_source,
             "episodes": digest.hexdigest(),
+            "cut_at": self.cut_at,
+            "parts_of_epoch": [source.parts_of_epoch for source in self._sources],
         }
-        identity |= {"cut_at": self.cut_at} if self.cut_at > 1 else {}
-        parts = [source.parts_of_epoch for source in self._sources]
-        # Epochs of one part are as they were before there were any, and so is what tells them apart.
-        identity |= {"parts_of_epoch": parts} if max(parts) > 1 else {}
         if self.episode_weights is not None:
             identity["episode_weights"] = hashlib.sha256(self.episode_weights.astype(np.float64)).hexdigest()
         if self.later_segment_rows is not None:

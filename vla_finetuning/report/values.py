@@ -32,7 +32,7 @@ def values_section(folder: Path) -> dict[str, Any] | None:
         "auroc": [
             [name, _number(labels.get(key)), _number(labels.get(f"{key}_held_out"))]
             for name, key in (
-                (f"advantages over {labels.get('horizon', '?')} frames of an episode", "auroc"),
+                (f"advantages over {labels['horizon']} frames of an episode", "auroc"),
                 ("values of the last frame", "auroc_last"),
             )
         ],

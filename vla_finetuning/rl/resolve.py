@@ -54,8 +54,6 @@ FREE = (
     "record_dataset",
     "record_every",
 )
-# Options that older runs were started without: at its default, each of these leaves a run as it was.
-LATER = ("reserved_states", "resample", "gamma", "gae_lambda", "value_lr", "value_clip")
 # In the run's folder: the lists of initial states, by task.
 INITIAL_STATES_NAME = "initial_states.json"
 # An environment that does not say how long its episodes are.
@@ -177,12 +175,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     cameras = tuple(key for key in policy_config.image_features if key in shown)
     prompts = family_of(policy_config).prompt_lengths(policy_config, len(cameras), config.train.trim_prompts)
     steps = 1 if config.grpo.random_steps == "one" else config.grpo.flow_steps
-    usual = asdict(GrpoOptions())
-    decided = {
-        name: value
-        for name, value in asdict(config.grpo).items()
-        if name not in FREE and not (name in LATER and value == usual[name])
-    }
+    decided = {name: value for name, value in asdict(config.grpo).items() if name not in FREE}
     config = replace(config, policy_revision=base["revision"])
     training = config.training()
     policy = PolicySpec(
@@ -206,8 +199,6 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
     if config.grpo.record_dataset is not None:
         config = replace(config, grpo=replace(config.grpo, record_dataset=absolute(config.grpo.record_dataset)))
     identity = {"environment": config.env_type, "env_options": config.env_options, "seed": config.seed, **decided}
-    # Runs of before scored whole chunks, and their --grpo.target_kl was of all dimensions together.
-    identity["density"] = "executed actions, divergence per dimension"
     demonstrations = None
     if config.grpo.demonstrations is not None:
         root = absolute(config.grpo.demonstrations)

@@ -478,8 +478,8 @@ def check_base(found: Progress, base: Mapping[str, Any]) -> None:
             f"the base policy is not the one the run was started from: {base.get('path')} has digest "
             f"{base.get('digest')}, the checkpoint expects {found.base.get('digest')} ({found.base.get('path')})"
         )
-    was, now = found.base.get("files"), base.get("files") or {}
-    if was is not None and was != now:  # checkpoints of earlier versions do not say
+    was, now = found.base.get("files") or {}, base.get("files") or {}
+    if was != now:
         changed = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
         raise ValueError(
             f"the base policy is not the one the run was started from: in {base.get('path')}, {', '.join(changed[:5])} "

@@ -136,13 +136,6 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     rows = replace(rows, weights=row_weights(config, metas, base.config))
     rows = _with_labels(config, rows)
     config, found = _statistics(config, rows, matched)
-    if config.dataset.skip_idle is not None and config.dataset.statistics == "exact":
-        # Earlier versions counted idle frames too: their runs do not go on with other statistics.
-        rows = replace(rows, identity={**rows.identity, "statistics": "without idle frames"})
-    computed = config.dataset.statistics != "stored" and relative_actions(base.config) is not None
-    if computed and matched.window_steps is not None:
-        # Earlier versions computed those of consecutive frames: their runs do not go on with other statistics.
-        rows = replace(rows, identity={**rows.identity, "relative_statistics": "of window_steps"})
     cameras, train, flops = len(match.camera_keys), config.train, {}
     family = family_of(base.config)
     prompts = family.prompt_lengths(base.config, cameras, train.trim_prompts)
