@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -230,10 +230,7 @@ class TrainableOptimizer:
         average, decay: an exponential moving average of `params`, fp32 and in parts where they are; empty for none.
         keeps_gradients: gradients were there when this was made, in memory that stays (DDP's buckets). They are zeroed
             in place: given up, they would be made anew beside that memory. Else they are given up after every step.
-        moments: dtype of Adam's.
     """
-
-    moments: ClassVar[torch.dtype] = torch.float32
 
     optimizer: torch.optim.Adam
     names: list[str]
@@ -271,19 +268,18 @@ class TrainableOptimizer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(number) * group.get("lr_scale", 1.0)
         clock.mark("optimizer")
-        self._update(number, scale, skipped)
+        self._update(scale, skipped)
         self._follow(skipped)
         clock.mark("zero_grad_schedule")
         self.clear_gradients()
         return norm.detach(), skipped
 
     @torch.no_grad()
-    def _update(self, number: int, scale: Tensor | None, skipped: Tensor) -> None:
+    def _update(self, scale: Tensor | None, skipped: Tensor) -> None:
         """Change parameters and moments by the gradients, unless `skipped`.
 
         Args:
-            number: as of `step`. scale: what the gradients of shards are still to be divided by; None: they are whole,
-                and clipped.
+            scale: what the gradients of shards are still to be divided by; None: they are whole, and clipped.
         """
         if scale is not None:
             self._update_shards(scale, skipped)
@@ -367,7 +363,7 @@ class TrainableOptimizer:
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
                 state["exp_avg"], state["exp_avg_sq"] = (
-                    torch.zeros_like(param, dtype=self.moments, memory_format=torch.preserve_format) for _ in range(2)
+                    torch.zeros_like(param, memory_format=torch.preserve_format) for _ in range(2)
                 )
             flat |= {f"{key}.{name}": value for key, value in state.items()}
         return flat

@@ -395,8 +395,6 @@ def prepare(run: Run, options: Namespace) -> Callable[[], Result]:
     settings = Settings.of(options, run)
     if not settings.fused_adamw:
         scaling = run.config.scaling
-        if run.config.train.moments != "fp32":
-            raise ValueError("--fused_adamw=false: --train.moments=bf16 is updated by the fused kernel alone")
         if scaling.strategy != "ddp" and scaling.num_workers > 1:
             raise ValueError(
                 f"--fused_adamw=false: the shards of --scaling.strategy={scaling.strategy} are updated by the fused "

@@ -100,7 +100,6 @@ def check_run(config: Config) -> None:
     _check_dataset(config.dataset, demo)
     _check_learning(config)
     _check_adapters(config)
-    _check_moments(config)
     _check_float8(config)
     _check_feature_cache(config)
     _check_given_alone(config)
@@ -292,17 +291,6 @@ def _check_learning(config: Config) -> None:
                 "--use_policy_training_preset=false: with which schedule? give --scheduler.type "
                 "cosine_decay_with_warmup, or --warmup_frac"
             )
-
-
-def _check_moments(config: Config) -> None:
-    if config.train.moments == "fp32":
-        return
-    few = "--peft" if config.peft.enabled else "--train.mode=heads" if config.train.mode == "heads" else None
-    if few is not None:
-        raise ValueError(
-            f"--train.moments={config.train.moments} with {few}: so little trains that its moments take next to no "
-            "memory; leave it out"
-        )
 
 
 def _check_float8(config: Config) -> None:

@@ -28,7 +28,6 @@ Attention = Literal["eager", "sdpa"]
 Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard", "hsdp"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 Precision = Literal["auto", "fp32", "bf16"]
-Moments = Literal["fp32", "bf16"]
 Fp8 = Literal["off", "frozen", "all"]
 Method = Literal["grpo", "ppo", "rloo", "filtered"]
 Reward = Literal["success", "return"]
@@ -303,12 +302,6 @@ class TrainOptions(StepOptions):
         "none",
         "Change training frames as openpi does: crop, rotation and colours; cameras with `wrist` in their name: "
         "colours only. --dataset.image_transforms.enable is the other way.",
-    )
-    # Rounded to the nearest they do not learn: 0 % against 94 % success in OpenTau #181.
-    moments: Moments = option(
-        "fp32",
-        "Precision in which Adam's moments are stored. bf16: half of their memory, rounded stochastically, and a "
-        "longer update (docs/recipe.md).",
     )
     fp8: Fp8 = option(
         "off",

@@ -15,6 +15,8 @@ PAGES = {
         *(ROOT / "docs").glob("*.md"),
     )
 }
+# The first column of its tables names what is gone.
+PAGES["docs/changes.md"] = re.sub(r"^\|[^|]*\|", "", PAGES["docs/changes.md"], flags=re.MULTILINE)
 README = PAGES["README.md"]
 README_LIMIT_WORDS, IMAGES_LIMIT_BYTES = 1000, 150_000
 

@@ -52,12 +52,6 @@ def test_what_trains_is_reached(run, tmp_path):
     assert {p.name: tuple(p.shape) for p in report.parameters} == {n: p.shape for n, p in policy.named_parameters()}
 
 
-def test_moments_of_any_dtype(setting):
-    """Of which there are none: nothing is updated."""
-    report = find_unused(in_process.resolved(setting, **{"train.moments": "bf16"}), batches=1)
-    assert report.of("used") and not report.unreached
-
-
 def test_unused_is_what_autograd_leaves_without_a_gradient(run, everything_trains):
     """LeRobot's forward computes queries of the last layer that nothing reads: their gradient is zero there."""
     report = find_unused(run, batches=2)

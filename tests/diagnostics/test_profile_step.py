@@ -366,18 +366,15 @@ def test_wrong_options_end_with_status_2_and_say_so(argv, environment, message, 
 
 
 def test_what_the_fused_kernel_alone_can_do_is_not_asked_of_another(run):
-    """Shards and bf16 moments; a worker on its own has no shards."""
+    """Shards; a worker on its own has none."""
     options, _ = parse_options(["--fused_adamw=false"])
 
-    def prepare(workers, **train):
+    def prepare(workers):
         scaling = replace(run.config.scaling, strategy="fsdp2", num_workers=workers)
-        config = replace(run.config, scaling=scaling, train=replace(run.config.train, **train))
-        return profile_step.prepare(replace(run, config=config), options)
+        return profile_step.prepare(replace(run, config=replace(run.config, scaling=scaling)), options)
 
     with pytest.raises(ValueError, match="--fused_adamw=false: the shards of --scaling.strategy=fsdp2 are updated by"):
         prepare(2)
-    with pytest.raises(ValueError, match="--fused_adamw=false: --train.moments=bf16"):
-        prepare(1, moments="bf16")
     assert prepare(1)
 
 

@@ -176,5 +176,4 @@ class PolicySpec:
         """Bytes of a checkpoint: what trains, Adam's two moments, and the average if there is one."""
         if self.parameters is None:
             return 0
-        moments = 2 * (4 if self.train.moments == "fp32" else 2)
-        return (4 + moments + 4 * (self.average is not None)) * self.parameters.trainable
+        return 4 * (3 + (self.average is not None)) * self.parameters.trainable

@@ -41,7 +41,7 @@ def describe(run: Run) -> str:
         *_cached_features(config, policy, rows),
         _cached_numbers(),
         *_steps(config, job.steps, rows),
-        *_indented("Learning", [*policy.recipe.describe(job.steps), *_moments(config), *_float8(config)]),
+        *_indented("Learning", [*policy.recipe.describe(job.steps), *_float8(config)]),
         *_shuffling(config.dataset, rows),
         *_weighted(rows),
         *_labelled(config, rows),
@@ -213,12 +213,6 @@ def _labelled(config: Config, rows: Rows) -> list[str]:
         f"Advantages   in prompts, of {config.recap.labels}: {positive:.0%} of the training frames positive; "
         f"{rows.label_dropout:.0%} of the rows without"
     ]
-
-
-def _moments(config: Config) -> list[str]:
-    if config.train.moments == "fp32":
-        return []
-    return ["Adam's moments in bfloat16, rounded stochastically; lerobot-train has them in float32"]
 
 
 def _float8(config: Config) -> list[str]:

@@ -58,7 +58,7 @@ class CheckpointWriter:
     then writes that into the run's folder; if that is in a bucket, to this node's disk and from there into the bucket.
     When all have, rank 0 has the checkpoint appear there, and it is reported.
     One is in flight at a time: the next one waits for it, so host memory holds one copy (12 bytes for each parameter
-    that trains, 8 with --train.moments=bf16), in memory made once. All ranks make their writers together.
+    that trains), in memory made once. All ranks make their writers together.
 
     Args:
         attempt: number of this start of the worker group. A writer whose attempt is over refuses to write.

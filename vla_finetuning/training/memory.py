@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from util import local_shard, make_trainable_optimizer, train_step
-from vla_finetuning.config import Attention, Fp8, Moments, PeftOptions, Strategy, TrainMode
+from vla_finetuning.config import Attention, Fp8, PeftOptions, Strategy, TrainMode
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.counting import meta_policy
@@ -35,7 +35,6 @@ from vla_finetuning.policies.processors import DeviceHalf
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable
 from vla_finetuning.training.parallel import gathered_bytes, hold_gradients, is_sharded, keeps_casts, spread, units
-from vla_finetuning.training.rounded_moments import RoundedMoments
 
 GIB = 2**30
 # What a GPU holds that no tensor of the step is. Planned, to be corrected by what is measured.
@@ -108,7 +107,6 @@ def step_memory(
     frames: Sequence[tuple[int, int]] = (),
     average: bool = False,
     exact_mean: bool = False,
-    moments: Moments = "fp32",
     fp8: Fp8 = "off",
 ) -> StepMemory:
     """Run a step without storage, Adam's moments being there, and add up what would be alive.
@@ -119,7 +117,7 @@ def step_memory(
             shard_workers: for hsdp, how many of them hold a copy together; all when absent. frames: (height, width) of
             each camera's as they arrive, uint8; without them they arrive as the policy sees them. average: whether
             there is one of what trains. exact_mean: all micro-batches of a step are on the device at once, whose mean
-            is exact. moments: precision of Adam's. fp8: which layers multiply in 8 bits.
+            is exact. fp8: which layers multiply in 8 bits.
     """
     checkpointing = checkpointing or getattr(config, "gradient_checkpointing", False)
     family, cpu = family_of(config), torch.device("cpu")
@@ -160,9 +158,6 @@ def step_memory(
             clip_norm=1.0,
             decay=0.99 if average else None,
         )
-        if moments == "bf16":
-            with unset_fake_temporarily():
-                optimizer = RoundedMoments.of(optimizer, seed=0)
         micros = min(grad_accum, 2)
         # From the second micro-batch on gradients are there from the start; so they are from the first, and one is run.
         # But where gradients are whole until the last one, FSDP2 has them in places of its own.

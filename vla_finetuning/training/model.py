@@ -30,7 +30,6 @@ from vla_finetuning.policies.value import ValueLoss
 from vla_finetuning.run.record import record_attention
 from vla_finetuning.run.rows import Rows
 from vla_finetuning.training.parallel import free_gathered
-from vla_finetuning.training.rounded_moments import RoundedMoments
 from vla_finetuning.training.stream import Columns, WithAdvantage, WithPosition
 
 logger = logging.getLogger(__name__)
@@ -140,11 +139,7 @@ def compile_all(
 
 
 def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> TrainableOptimizer:
-    """The policy's own optimizer (LeRobot's preset) and learning rate, with what the run's options replace.
-
-    Raises:
-        ValueError: its moments cannot be stored as --train.moments asks.
-    """
+    """The policy's own optimizer (LeRobot's preset) and learning rate, with what the run's options replace."""
     recipe, policy = spec.recipe, loss.policy
     if isinstance(loss, ValueLoss):
         assert spec.value is not None
@@ -156,14 +151,13 @@ def build_optimizer(spec: PolicySpec, loss: PolicyLoss, steps: int) -> Trainable
             groups.append({"params": seen, "lr_scale": spec.value.backbone_lr / recipe.peak})
         optimizer = torch.optim.AdamW(groups, **constants, fused=True)
         return take_optimizer(loss, optimizer, schedule=recipe.schedule(steps), clip_norm=recipe.clip_norm)
-    taken = take_optimizer(
+    return take_optimizer(
         policy,
         recipe.build(policy),
         schedule=recipe.schedule(steps),
         clip_norm=recipe.clip_norm,
         decay=spec.average,
     )
-    return taken if spec.train.moments == "fp32" else RoundedMoments.of(taken, spec.seed)
 
 
 def make_prepare(spec: PolicySpec, rows: Rows) -> Callable[[Columns], Columns]:
