@@ -10,7 +10,7 @@ MYPY_TARGETS := $(wildcard *.py ci/*.py vla_finetuning diagnostics benchmarks)
 # Extra arguments for the target's command: make test ARGS="-k lock"
 ARGS ?=
 
-.PHONY: help setup metaworld peers torchao demo grpo recap test test-demo test-faults test-slow golden lint docs format lock notebook smoke demo-clean
+.PHONY: help setup metaworld peers demo grpo recap test test-demo test-faults test-slow golden lint docs format lock notebook smoke demo-clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -72,15 +72,9 @@ lock: $(STAMP) ## compile requirements.lock (ARGS=--upgrade for newer indirect p
 	$(PYTHON) -m uv pip compile --quiet --universal --python-version "$$(cat .python-version)" --generate-hashes \
 		--custom-compile-command "make lock" $(ARGS) --constraints requirements.lock \
 		--output-file requirements-peers.lock requirements-peers.txt
-	$(PYTHON) -m uv pip compile --quiet --universal --python-version "$$(cat .python-version)" --generate-hashes \
-		--custom-compile-command "make lock" $(ARGS) --constraints requirements.lock \
-		--output-file requirements-torchao.lock requirements-torchao.txt
 
 peers: $(STAMP) ## what benchmarks.data compares with and nothing else needs
 	$(PYTHON) -m pip install --no-deps --require-hashes -r requirements-peers.lock
-
-torchao: $(STAMP) ## torchao, for --train.fp8, in .venv
-	$(PYTHON) -m pip install --no-deps --require-hashes -r requirements-torchao.lock
 
 notebook: $(STAMP) ## README.ipynb from top to bottom, a few steps, into outputs/smoke_notebook
 	@PYTHON=$(PYTHON) bash ci/smoke_notebook.sh

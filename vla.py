@@ -453,13 +453,8 @@ def on_cluster(run: Run, gpu_bytes: int = 0) -> tuple[Run, ray.data.ExecutionOpt
 def join_cluster(run: Run, gpu_bytes: int = 0) -> cluster.Needs:
     """Join or start the run's cluster; what the run needs on every node, which the nodes have."""
     job = run.job
-    needs = cluster.node_needs(
-        job.scaling,
-        [meta.root for meta in run.rows.metas],
-        run.policy.shared_folder,
-        ["torchao"] if run.config.train.fp8 != "off" else [],
-        gpu_bytes,
-    )
+    roots = [meta.root for meta in run.rows.metas]
+    needs = cluster.node_needs(job.scaling, roots, run.policy.shared_folder, gpu_bytes)
     cluster.start(job.scaling, needs, job.output_dir)
     return needs
 

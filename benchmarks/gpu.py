@@ -29,7 +29,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -41,7 +40,7 @@ from benchmarks.sections import Results, Section, run_sections
 from diagnostics.audit_syncs import audit
 from diagnostics.report import Environment
 from util import enable_expandable_segments, enable_gpu_perf_flags, peak_flops
-from vla_finetuning.config import Fp8, TrainMode
+from vla_finetuning.config import TrainMode
 from vla_finetuning.files import read_json, read_lines
 from vla_finetuning.flags import parse_args
 from vla_finetuning.policies.attention import CANDIDATES, UNAVAILABLE, choose_kernel, what_is_wrong
@@ -183,9 +182,9 @@ def measure_step(contender: Any, device: torch.device, mode: TrainMode, size: in
     return {**sample, "mfu": flops * sample["samples_per_s"] / peak if flops and peak else None}
 
 
-def plan(mode: TrainMode, size: int, device: torch.device, bf16: bool, fp8: Fp8 = "off") -> dict[str, Any] | None:
+def plan(mode: TrainMode, size: int, device: torch.device, bf16: bool) -> dict[str, Any] | None:
     """Memory planned for a step; None where it does not fit the device, as a run would be refused."""
-    needed = step.planned(updates.policy_config(device), mode, size, max(1, ACCUMULATED_ROWS // size), bf16, fp8)
+    needed = step.planned(updates.policy_config(device), mode, size, max(1, ACCUMULATED_ROWS // size), bf16)
     if device.type == "cuda" and not fits(needed, torch.cuda.get_device_properties(device).total_memory / GIB):
         return None
     return {"planned_bytes": needed.peak}
@@ -336,15 +335,10 @@ def one(
     results.take(name, about_s, partial(measure, device))
 
 
-def ours(
-    results: Results, *, mode: TrainMode, compiled: bool, sizes: Sizes, device: torch.device, fp8: Fp8 = "off"
-) -> None:
+def ours(results: Results, *, mode: TrainMode, compiled: bool, sizes: Sizes, device: torch.device) -> None:
     """Our step at growing batch sizes."""
     prepare_process(device)
-    bf16, name = device.type == "cuda", f"step, {mode}, ours{', compiled' * compiled}{', float8' * (fp8 != 'off')}"
-    if fp8 != "off" and find_spec("torchao") is None:
-        results.write(name, {"left_out": "torchao is not installed: make torchao"})
-        return
+    bf16, name = device.type == "cuda", f"step, {mode}, ours{', compiled' * compiled}"
     batch_sizes: Sequence[int] = sizes.batch_sizes
     found = {size: results.found.get(f"step, {mode}, ours, {size} rows", {}).get("result") for size in batch_sizes}
     if compiled and any(found.values()):
@@ -354,15 +348,15 @@ def ours(
 
     def plan_of(size: int) -> dict[str, Any] | None:
         known = found[size]
-        if known and fp8 == "off":
+        if known:
             return {"planned_bytes": known["planned_bytes"]}
-        return plan(mode, size, device, bf16, fp8)
+        return plan(mode, size, device, bf16)
 
     def make() -> updates.Ours:
         # Where there is no GPU to generate code for, all else that compiling does.
         graphs_only = mock.patch.multiple(model, why_not=lambda device: None, Compiler=partial(Compiler, "aot_eager"))
         with graphs_only if compiled and device.type != "cuda" else contextlib.nullcontext():
-            return updates.Ours(updates.policy_config(device), mode, device, bf16, compiled=compiled, fp8=fp8)
+            return updates.Ours(updates.policy_config(device), mode, device, bf16, compiled=compiled)
 
     if compiled and device.type == "cuda" and (reason := why_not(device)):
         results.write(name, {"left_out": reason})
@@ -412,10 +406,6 @@ def sections_of(sizes: Sizes, device: torch.device) -> list[Section]:
     for mode, name in itertools.product(MODES, PEERS):
         measure_peer = partial(peer, mode=mode, name=name, sizes=sizes, device=device)
         found.append(Section(f"steps, {mode}, {name}", measure_peer, sizes.share * 45, 120))
-    in_float8: dict[TrainMode, Fp8] = {"full": "all", "expert": "frozen"}
-    for mode, which in in_float8.items():
-        measure = partial(ours, mode=mode, compiled=True, sizes=sizes, device=device, fp8=which)
-        found.append(Section(f"steps, {mode}, ours, compiled, float8", measure, sizes.share * 60, 200))
     size, seconds = sizes.batch_sizes[1], 10 * sizes.seconds
     found += [
         single("checkpoint", partial(checkpoint, bf16=bf16), 60, 150),

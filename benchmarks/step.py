@@ -66,7 +66,7 @@ from util import (
     enable_gpu_perf_flags,
     peak_flops,
 )
-from vla_finetuning.config import Config, Fp8, TrainMode
+from vla_finetuning.config import Config, TrainMode
 from vla_finetuning.files import write_json
 from vla_finetuning.policies.compiling import Compiler
 from vla_finetuning.policies.counting import flops_per_sample
@@ -289,7 +289,6 @@ def planned(
     size: int,
     accum: int,
     bf16: bool,
-    fp8: Fp8 = "off",
 ) -> StepMemory:
     """What `--dry_run` says that a step of ours takes."""
     return step_memory(
@@ -302,7 +301,6 @@ def planned(
         bf16=bf16,
         attention=Config().train.attention,
         checkpointing=False,
-        fp8=fp8,
     )
 
 

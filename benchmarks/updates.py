@@ -17,7 +17,7 @@ from lerobot.policies.factory import get_policy_class
 from lerobot.policies.pretrained import PreTrainedPolicy
 
 from util import NumpyToTorchCollate, Window, cuda_prefetcher, train_step
-from vla_finetuning.config import Attention, Config, Fp8, Precision, TrainMode, TrainOptions
+from vla_finetuning.config import Attention, Config, Precision, TrainMode, TrainOptions
 from vla_finetuning.policies.compiling import why_not
 from vla_finetuning.policies.counting import meta_policy
 from vla_finetuning.policies.optim import make_recipe
@@ -122,11 +122,10 @@ def prepared_spec(
     bf16: bool,
     attention: Attention,
     compiled: bool,
-    fp8: Fp8 = "off",
 ) -> Prepared:
     """As a run of the program has it, with a constant learning rate."""
     precision: Precision = "bf16" if bf16 else "fp32"
-    run = Config(train=TrainOptions(mode=mode, precision=precision, attention=attention, compile=compiled, fp8=fp8))
+    run = Config(train=TrainOptions(mode=mode, precision=precision, attention=attention, compile=compiled))
     return Prepared(
         config=config,
         folder=None,
@@ -243,9 +242,8 @@ class Ours:
         *,
         attention: Attention = "sdpa",
         compiled: bool = False,
-        fp8: Fp8 = "off",
     ):
-        spec = prepared_spec(config, mode, device, bf16, attention, compiled, fp8)
+        spec = prepared_spec(config, mode, device, bf16, attention, compiled)
         self.loss, self.autocast = build_model(spec, device)
         self.config, self.device, self.compiler = config, device, getattr(self.loss, "compiler", None)
         if compiled and self.compiler is None:

@@ -5,8 +5,6 @@ What is wrong with one alone, its type and bounds say (options.py); what needs f
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from vla_finetuning.bucket import place
 from vla_finetuning.config import (
     CACHE_SIZE_GB,
@@ -100,7 +98,6 @@ def check_run(config: Config) -> None:
     _check_dataset(config.dataset, demo)
     _check_learning(config)
     _check_adapters(config)
-    _check_float8(config)
     _check_feature_cache(config)
     _check_given_alone(config)
     _check_env(config)
@@ -291,19 +288,6 @@ def _check_learning(config: Config) -> None:
                 "--use_policy_training_preset=false: with which schedule? give --scheduler.type "
                 "cosine_decay_with_warmup, or --warmup_frac"
             )
-
-
-def _check_float8(config: Config) -> None:
-    if (which := config.train.fp8) == "off":
-        return
-    if config.peft.enabled:
-        raise ValueError(f"--train.fp8={which} with --peft: adapters multiply in full precision; leave one of them out")
-    if which == "frozen" and config.train.mode == "full":
-        raise ValueError("--train.fp8=frozen with --train.mode=full: nothing is frozen; give --train.fp8=all")
-    if find_spec("torchao") is None:
-        raise ValueError(
-            f"--train.fp8={which} needs torchao: run `make torchao`, which installs requirements-torchao.lock"
-        )
 
 
 def _check_given_alone(config: Config) -> None:

@@ -28,7 +28,6 @@ Attention = Literal["eager", "sdpa"]
 Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard", "hsdp"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 Precision = Literal["auto", "fp32", "bf16"]
-Fp8 = Literal["off", "frozen", "all"]
 Method = Literal["grpo", "ppo", "rloo", "filtered"]
 Reward = Literal["success", "return"]
 # How the names of a critic's parameters begin in a checkpoint; it is not part of the policy.
@@ -302,11 +301,6 @@ class TrainOptions(StepOptions):
         "none",
         "Change training frames as openpi does: crop, rotation and colours; cameras with `wrist` in their name: "
         "colours only. --dataset.image_transforms.enable is the other way.",
-    )
-    fp8: Fp8 = option(
-        "off",
-        "PI0.5, PI0: linear layers that multiply in 8 bits, each row by its own scale: the frozen ones, or all. Faster "
-        "with --train.compile on GPUs that can (H100); emulated on a CPU. Needs `make torchao` (docs/recipe.md).",
     )
     # LeRobot's PI0.5 and openpi count them, so the default does.
     mask_padding: bool = option(False, "Leave padded action steps out of the loss.")

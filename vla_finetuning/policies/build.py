@@ -5,10 +5,8 @@ from typing import Any
 import torch
 from lerobot.policies.pretrained import PreTrainedPolicy
 
-from vla_finetuning.config import Fp8, PeftOptions, TrainMode
+from vla_finetuning.config import PeftOptions, TrainMode
 from vla_finetuning.policies.family import PolicyLoss
-from vla_finetuning.policies.float8 import multiply_in_float8
-from vla_finetuning.policies.layers import LayeredLoss
 from vla_finetuning.policies.registry import family_of
 from vla_finetuning.policies.trainable import cast_frozen, choose_trainable, leave_off_unused
 
@@ -20,8 +18,6 @@ def build_loss(
     adapters: PeftOptions | None = None,
     seed: int = 0,
     autocast: torch.dtype | None = None,
-    fp8: Fp8 = "off",
-    emulate: bool = False,
     **options: Any,
 ) -> PolicyLoss:
     """Choose what of a policy trains, leave off what training never uses, cast what is frozen; return its loss.
@@ -30,15 +26,10 @@ def build_loss(
         policy: changed in place, on any device; the meta device will do.
         mode, adapters, seed: as for `choose_trainable`.
         autocast: what the step runs under, and what does not train is cast to; None: everything stays as it is.
-        fp8, emulate: as for `multiply_in_float8`; all but "off" are of families whose `train_options` have it.
         options: of the loss, as for `Family.make_loss`.
     """
     choose_trainable(policy, mode, adapters, seed)
     leave_off_unused(policy)
     if autocast is not None:
         cast_frozen(policy, autocast)
-    loss = family_of(policy.config).make_loss(policy, **options)
-    if fp8 != "off":
-        assert isinstance(loss, LayeredLoss)  # the plan refuses others
-        multiply_in_float8(loss.layers(), fp8, emulate=emulate)
-    return loss
+    return family_of(policy.config).make_loss(policy, **options)

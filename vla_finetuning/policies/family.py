@@ -30,7 +30,7 @@ from vla_finetuning.policies.processors import DeviceHalf, normalization_mode
 UNUSED = "unused in training"
 # Options of `--train.*` that a family must know how to compute (`Family.train_options`).
 TRAIN_OPTIONS = (
-    *("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile", "fp8", "feature_cache"),
+    *("mask_padding", "exact_mean", "noise_draws", "activation_checkpointing", "compile", "feature_cache"),
 )
 # A batch's column, 0-d: what `PolicyLoss.count` is on average over the micro-batches of the whole step.
 MEAN_COUNT = "mean_count"

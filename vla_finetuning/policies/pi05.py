@@ -349,7 +349,7 @@ class PI05(Family):
         "expert": frozenset({"heads", "action expert"}),
         "full": frozenset({"heads", "action expert", "language model", "vision"}),
     }
-    train_options = frozenset({"mask_padding", "noise_draws", "activation_checkpointing", "compile", "fp8"})
+    train_options = frozenset({"mask_padding", "noise_draws", "activation_checkpointing", "compile"})
     without_effect = {
         "train_expert_only": "--train.mode expert",
         "freeze_vision_encoder": "--train.mode heads or expert, in which the whole backbone is frozen",

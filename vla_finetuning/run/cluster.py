@@ -391,14 +391,13 @@ def node_needs(
     scaling: WorkerOptions,
     roots: Iterable[str],
     policy_folder: Path | None,
-    packages: Iterable[str] = (),
     gpu_bytes: int = 0,
 ) -> Needs:
     """What a run needs on every node: the driver's versions, and the paths that the driver uses.
 
     Args:
         roots: of its datasets. policy_folder: of the policy that it starts from, if all nodes must see that.
-        packages: that its options need, beside those of every run. gpu_bytes: see `Needs`.
+        gpu_bytes: see `Needs`.
     """
     import torch
 
@@ -407,7 +406,7 @@ def node_needs(
     if policy_folder is not None:
         paths[str(policy_folder)] = f"the policy (--policy.path{hub})"
     return Needs(
-        packages={name: _public(importlib.metadata.version(name)) for name in (*PACKAGES, *packages)},
+        packages={name: _public(importlib.metadata.version(name)) for name in PACKAGES},
         paths=paths,
         cuda=torch.version.cuda if scaling.use_gpu else None,
         free_bytes=round(scaling.free_disk_gb * 1e9),

@@ -41,7 +41,7 @@ def describe(run: Run) -> str:
         *_cached_features(config, policy, rows),
         _cached_numbers(),
         *_steps(config, job.steps, rows),
-        *_indented("Learning", [*policy.recipe.describe(job.steps), *_float8(config)]),
+        *_indented("Learning", policy.recipe.describe(job.steps)),
         *_shuffling(config.dataset, rows),
         *_weighted(rows),
         *_labelled(config, rows),
@@ -213,13 +213,6 @@ def _labelled(config: Config, rows: Rows) -> list[str]:
         f"Advantages   in prompts, of {config.recap.labels}: {positive:.0%} of the training frames positive; "
         f"{rows.label_dropout:.0%} of the rows without"
     ]
-
-
-def _float8(config: Config) -> list[str]:
-    if (which := config.train.fp8) == "off":
-        return []
-    how = "" if config.train.compile else "; slower without --train.compile"
-    return [f"{which} linear layers multiply in float8{how if config.scaling.use_gpu else ', emulated'}"]
 
 
 def _average(config: Config) -> list[str]:

@@ -430,12 +430,12 @@ def prune_checkpoints(config: Config, steps: int) -> None:
         ),
     )
 
+
 def _success_bounds(line: Mapping[str, Any]) -> tuple[float, float]:
     """The least and the most successes of an evaluation's whole list, as shares: errors may have been either."""
     errors = line.get("errors", 0)
     listed = max(line["episodes"] + errors, 1)
     return line["successes"] / listed, (line["successes"] + errors) / listed
-
 
 
 def pushed_steps(output_dir: Path) -> set[int]:

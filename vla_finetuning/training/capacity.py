@@ -77,7 +77,6 @@ def needed_by(
         find_unused_parameters=scaling.find_unused_parameters,
         average=config.ema.enable,
         exact_mean=train.exact_mean,
-        fp8=train.fp8,
         frames=frames,
     )
     if train.feature_cache is None:

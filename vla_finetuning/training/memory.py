@@ -21,12 +21,12 @@ from lerobot.configs import PreTrainedConfig
 from lerobot.utils.constants import OBS_LANGUAGE_TOKENS
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from util import local_shard, make_trainable_optimizer, train_step
-from vla_finetuning.config import Attention, Fp8, PeftOptions, Strategy, TrainMode
+from vla_finetuning.config import Attention, PeftOptions, Strategy, TrainMode
 from vla_finetuning.policies.attention import Shape
 from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.counting import meta_policy
@@ -107,7 +107,6 @@ def step_memory(
     frames: Sequence[tuple[int, int]] = (),
     average: bool = False,
     exact_mean: bool = False,
-    fp8: Fp8 = "off",
 ) -> StepMemory:
     """Run a step without storage, Adam's moments being there, and add up what would be alive.
 
@@ -117,7 +116,7 @@ def step_memory(
             shard_workers: for hsdp, how many of them hold a copy together; all when absent. frames: (height, width) of
             each camera's as they arrive, uint8; without them they arrive as the policy sees them. average: whether
             there is one of what trains. exact_mean: all micro-batches of a step are on the device at once, whose mean
-            is exact. fp8: which layers multiply in 8 bits.
+            is exact.
     """
     checkpointing = checkpointing or getattr(config, "gradient_checkpointing", False)
     family, cpu = family_of(config), torch.device("cpu")
@@ -130,7 +129,6 @@ def step_memory(
         mode,
         adapters=adapters,
         autocast=autocast,
-        fp8=fp8,
         images=DeviceHalf(None, config),
         attention=attention,
         checkpointing=checkpointing,
@@ -290,13 +288,6 @@ def _bytes(tensors: list[Any]) -> int:
     return sum({id(s): s.nbytes() for s in [tensor.untyped_storage() for tensor in tensors]}.values())
 
 
-def _unwrapped(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that a wrapper holds (torchao's, in float8), or the tensor itself."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    return [getattr(tensor, name) for name in cast(Any, tensor).__tensor_flatten__()[0]] or [tensor]
-
-
 class Alive(TorchDispatchMode):
     """Counts the bytes of all storages that are alive: those of `tensors`, and those made while it is active.
 
@@ -332,8 +323,8 @@ class Alive(TorchDispatchMode):
         if func is not torch.ops.prim.device.default:  # asked by autograd for every gradient
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
-                    for held in [cast(Any, leaf)._local_tensor] if is_sharded(leaf) else _unwrapped(leaf):
-                        self._add(held)  # `local_shard` would run another operator
+                    # `local_shard` would run another operator.
+                    self._add(cast(Any, leaf)._local_tensor if is_sharded(leaf) else leaf)
         return result
 
     def _add(self, tensor: Tensor) -> None:

@@ -19,7 +19,6 @@ from vla_finetuning.policies.augment import augmentation_of
 from vla_finetuning.policies.build import build_loss
 from vla_finetuning.policies.compiling import Compiler, why_not
 from vla_finetuning.policies.family import PolicyLoss
-from vla_finetuning.policies.float8 import check_device
 from vla_finetuning.policies.flow import FlowLoss
 from vla_finetuning.policies.processors import DeviceHalf, Prepare, PreparedRobot, PrepareRobots
 from vla_finetuning.policies.prompts import ADVANTAGE
@@ -42,8 +41,6 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
     """
     policy, train = spec.start(), spec.train
     autocast = autocast_of(train.precision, device)
-    if train.fp8 != "off":
-        check_device(device, autocast)
     preprocessor, _ = spec.processors()
     # Its device half: uint8 images become what the policy expects, on the device.
     augmentation = augmentation_of(
@@ -63,8 +60,6 @@ def build_model(spec: PolicySpec, device: torch.device) -> tuple[PolicyLoss, tor
         adapters=spec.adapters,
         seed=spec.seed,
         autocast=autocast,
-        fp8=train.fp8,
-        emulate=device.type != "cuda",
         images=images,
         mask_padding=train.mask_padding,
         attention=train.attention,
