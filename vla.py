@@ -100,7 +100,6 @@ from vla_finetuning.training.coordinators import GroupedRanks
 from vla_finetuning.training.export import export, exported_checkpoint, policy_at
 from vla_finetuning.training.fitting import fit, worker_group
 from vla_finetuning.training.held_out import HeldOutLoss
-from vla_finetuning.training.hub_checkpoints import pushing_checkpoints
 from vla_finetuning.training.memory import GIB
 from vla_finetuning.training.model import build_model, build_optimizer, check_attention, compile_all, make_prepare
 from vla_finetuning.training.parallel import keeps_casts, replicas, spread
@@ -401,8 +400,6 @@ def work(run: Run, evaluator: Evaluator | None, gpu_bytes: int) -> int:
 
         record_run(job, run.policy, describe(run), ray.cluster_resources(), run.rows, config.dataset.repo_id)
         beside.enter_context(keep_report(job.output_dir))
-        if config.pushes_checkpoints:
-            beside.enter_context(pushing_checkpoints(config, run.policy, job, run.rows.drawn))
         if evaluator is not None:
             beside.callback(evaluator.close)
         with evaluator.beside(run, data_options) if evaluator is not None else contextlib.nullcontext():

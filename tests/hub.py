@@ -16,13 +16,13 @@ class PushHub(ThreadingHTTPServer):
 
     Attributes:
         private: of each repository, whether it is; others' repositories are of "somebody".
-        files: content by path, for each repository. lfs: uploaded content by sha256. tags: of each repository.
+        files: content by path, for each repository. lfs: uploaded content by sha256.
         fails: path pattern -> status that requests for it are answered with.
     """
 
     def __init__(self):
         self.private = {"somebody/arm": False}
-        self.files, self.lfs, self.fails, self.tags = {}, {}, {}, {}
+        self.files, self.lfs, self.fails = {}, {}, {}
         super().__init__(("127.0.0.1", 0), PushRequest)
 
     @property
@@ -72,9 +72,6 @@ class PushRequest(Handler):
                 for o in json.loads(sent)["objects"]
             ]
             return self.json({"transfer": "basic", "objects": objects})
-        if what == f"tag/{'c' * 40}":
-            self.server.tags.setdefault(repo_id, []).append(json.loads(sent)["tag"])
-            return self.json({})
         assert what == "commit/main", path
         files = self.server.files.setdefault(repo_id, {})
         for line in map(json.loads, sent.splitlines()):

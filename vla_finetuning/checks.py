@@ -113,13 +113,6 @@ def check_run(config: Config) -> None:
         raise ValueError(f"--sample_weighting.extra_params has {unknown}; RA-BC takes fallback_weight there")
     if config.push_to_hub and config.policy_repo_id is None:
         raise ValueError("--policy.push_to_hub: to which repository? give --policy.repo_id USER/NAME")
-    if config.save_checkpoint_to_hub and config.hub_repo_id is None:
-        raise ValueError("--save_checkpoint_to_hub: to which repository? give --policy.repo_id USER/NAME")
-    if config.save_checkpoint_to_hub and len(robots(members(config.dataset.mixture))) > 1:
-        raise ValueError(
-            "--save_checkpoint_to_hub: is for a run of one robot; give --policy.repo_id alone, which pushes every "
-            "robot's policy at the end"
-        )
     if config.dataset.image_transforms.enable and config.train.augmentation != "none":
         raise ValueError("--dataset.image_transforms.enable and --train.augmentation: give one of them")
     if config.policy_path and config.policy_type:

@@ -942,10 +942,6 @@ class PushOptions:
     )
     policy_repo_id: str | None = option(None, "Where the trained policy is pushed: USER/NAME.", flag="policy.repo_id")
     policy_private: bool | None = option(None, "Make a private repository there.", flag="policy.private")
-    save_checkpoint_to_hub: bool = option(
-        False,
-        "Push the policy of every checkpoint there too, as checkpoints/STEP/pretrained_model, tagged with the step.",
-    )
 
 
 # `--help` lists the bases from the last one on.
@@ -973,11 +969,6 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
     def hub_repo_id(self) -> str | None:
         """Where the trained policy is pushed to; None: it is not."""
         return None if self.push_to_hub is False else self.policy_repo_id
-
-    @property
-    def pushes_checkpoints(self) -> bool:
-        """Whether the policy of every checkpoint is pushed."""
-        return self.save_checkpoint_to_hub and self.hub_repo_id is not None
 
     def is_evaluated(self, step: int, steps: int) -> bool:
         """Whether the checkpoint of a step is to play in the environment, in a run of so many steps."""
@@ -1012,7 +1003,7 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
     def most_checkpoints(self, steps: int) -> int:
         """Checkpoints that a run of so many steps has at once: an old one is deleted when the next one is there.
 
-        Those of --save_freq, and one where the run is stopped; not those that are yet to play or to be pushed.
+        Those of --save_freq, and one where the run is stopped; not those that are yet to play.
         """
         kept = self.keep_checkpoints + self.best_kept + 1
         return kept if self.save_every_s is not None else min(kept, math.ceil(steps / self.save_freq) + 1)

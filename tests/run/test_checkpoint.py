@@ -241,7 +241,7 @@ def test_the_most_successful_are_kept_and_who_waits_to_play(tmp_path, caplog, mo
     assert left(success=whole, waiting=lambda step: step == 5) == [3, 5, 6]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=SPARE_BYTES))
     assert left(success={3: (0.5, 0.5)}, waiting=lambda step: step == 5) == [3, 6]
-    assert "step_00000005 is deleted before it was evaluated to its end or pushed: the disk is" in caplog.text
+    assert "step_00000005 is deleted before it was evaluated to its end: the disk is" in caplog.text
 
 
 def test_what_ended_in_errors_does_not_decide_which_checkpoints_are_deleted(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,7 +19,6 @@ from tests.buckets import runs_bucket
 from tests.hub import READ_ONLY, TOKEN, PushHub
 from tests.loopback import serving
 from tests.policies.test_loading import STATS
-from tests.run.test_checkpoint import made
 from tests.tiny import make_config, make_policy
 from vla_finetuning.bucket import place
 from vla_finetuning.config import ENVIRONMENT_NAME, Config
@@ -30,10 +28,7 @@ from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.policies.pipelines import make_processors
 from vla_finetuning.policies.processors import TOKENIZER_FOLDER
 from vla_finetuning.run import push
-from vla_finetuning.run.checkpoint import checkpoints as find_checkpoints
-from vla_finetuning.run.folder import prune_checkpoints
 from vla_finetuning.run.preflight import Examined
-from vla_finetuning.training import hub_checkpoints
 
 REPO = "me/pick"
 HOSTILE = "arm | <script>alert(1)</script> `x`"
@@ -376,48 +371,3 @@ def test_a_policy_is_pushed_from_a_bucket(server, finished):
     text = server.files[REPO]["README.md"].decode()
     assert server.files[REPO]["model.safetensors"] == b"weights" * 1000
     assert "40 optimizer steps, 320 samples" in text and "secret" not in text
-
-
-def test_policies_of_checkpoints_are_pushed_while_training_goes_on(server, finished, monkeypatch, caplog, capsys):
-    push.check_push(REPO, None)
-    checkpoints = finished / "checkpoints"
-
-    def export(spec, checkpoint, output_dir, drawn):
-        folder = output_dir / "pretrained_model"
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        (folder / "model.safetensors").write_text(f"policy of {checkpoint.name}")
-
-    monkeypatch.setattr(hub_checkpoints, "export", export)
-    monkeypatch.setattr(hub_checkpoints, "POLL_S", 0.02)
-    job = SimpleNamespace(output_dir=finished, checkpoints_dir=checkpoints, steps=60)
-    options = {"policy_repo_id": REPO, "keep_checkpoints": 1, "save_freq": 20}
-    config = Config(output_dir=str(finished), save_checkpoint_to_hub=True, **options)
-    with hub_checkpoints.pushing_checkpoints(config, None, job, {}):
-        (checkpoints / "step_00000020_good").mkdir(parents=True)  # a user's own
-        made(checkpoints, 20)
-        while not server.tags:
-            assert not caplog.text
-            time.sleep(0.02)
-        server.fails["commit"] = 400
-        for step in (40, 60):
-            made(checkpoints, step)
-            while f"the checkpoint of step {step} is not pushed" not in caplog.text:
-                time.sleep(0.02)
-            prune_checkpoints(config, job.steps)
-        assert list(find_checkpoints(checkpoints)) == [40, 60], "what is not pushed waits"
-        server.fails.clear()
-    assert server.tags[REPO] == ["000020", "000040", "000060"] and "Hub" not in capsys.readouterr().err
-    assert list(find_checkpoints(checkpoints)) == [60]
-    for step in ("20", "40", "60"):
-        name = f"checkpoints/0000{step}/pretrained_model/model.safetensors"
-        assert server.files[REPO][name] == f"policy of step_000000{step}".encode()
-    server.fails["commit"] = 400
-    with hub_checkpoints.pushing_checkpoints(config, None, job, {}):
-        for step in (100, 120):
-            made(checkpoints, step)
-    assert len(server.tags[REPO]) == 3 and list(find_checkpoints(checkpoints)) == [100, 120]
-    err = capsys.readouterr().err
-    assert "without the policy of step 100, 120: their checkpoints stay" in err
-    assert "without the policy of step 80: no checkpoint is left" in err
-    assert not replace(config, push_to_hub=False).pushes_checkpoints

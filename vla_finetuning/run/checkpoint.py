@@ -383,7 +383,7 @@ def prune(
         success: the least and the most that it can be, by step, of an evaluation with errors two numbers; where given,
             the highest is best, and the loss decides among equals. One that may be as good as the worst of the best,
             but for its errors, stays like one that is still to be evaluated.
-        waiting: whether the checkpoint of a step is still to be evaluated or pushed. Such a one stays too, while the
+        waiting: whether the checkpoint of a step is still to be evaluated. Such a one stays too, while the
             disk has space for two more of its size.
     """
     readable = _scores(_newest_first(folder))
@@ -434,7 +434,7 @@ def _may_wait(path: Path, waiting: Callable[[int], bool]) -> bool:
         return True
     if shutil.disk_usage(path).free >= 2 * _size(path) + SPARE_BYTES:
         return True
-    logger.warning("%s is deleted before it was evaluated to its end or pushed: the disk is nearly full", path)
+    logger.warning("%s is deleted before it was evaluated to its end: the disk is nearly full", path)
     return False
 
 

@@ -83,8 +83,6 @@ FILMS, FILMS_INDEX = "films", "films.json"
 VALUES_NAME = "values.json"
 # What became of checkpoints in an environment, and the folder of their episodes.
 EVALUATIONS_NAME, EVALUATIONS = "evaluations.jsonl", "evaluations"
-# Policies of checkpoints that are on the Hub.
-PUSHED_NAME = "pushed.jsonl"
 # What a run leaves when it has done its last step.
 POLICY_DIR, ADAPTER_DIR = "pretrained_model", "adapter"
 RESULTS = (POLICY_DIR, ADAPTER_DIR, LABELS_NAME)
@@ -418,16 +416,12 @@ def prune_checkpoints(config: Config, steps: int) -> None:
     lines = evaluations(config.folder)
     success = {line["step"]: _success_bounds(line) for line in lines}
     played = {line["step"] for line in lines}
-    pushed = pushed_steps(config.folder)
     prune(
         config.folder / CHECKPOINTS_NAME,
         config.keep_checkpoints,
         config.best_kept,
         success=success if config.keep_best_by == "success" else None,
-        waiting=lambda step: (
-            (config.is_evaluated(step, steps) and step not in played)
-            or (config.pushes_checkpoints and step not in pushed)
-        ),
+        waiting=lambda step: config.is_evaluated(step, steps) and step not in played,
     )
 
 
@@ -436,11 +430,6 @@ def _success_bounds(line: Mapping[str, Any]) -> tuple[float, float]:
     errors = line.get("errors", 0)
     listed = max(line["episodes"] + errors, 1)
     return line["successes"] / listed, (line["successes"] + errors) / listed
-
-
-def pushed_steps(output_dir: Path) -> set[int]:
-    """The lines of `pushed.jsonl`: the checkpoints whose policies are on the Hub."""
-    return {json.loads(line)["step"] for line in read_lines(output_dir / PUSHED_NAME)}
 
 
 def stop_requested(output_dir: Path) -> bool:

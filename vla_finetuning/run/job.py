@@ -22,8 +22,7 @@ class Job:
         batches_per_step: micro-batches of an optimizer step, of all workers together.
         scaling: workers and what each of them holds; `use_gpu` is decided.
         start: the progress of the run before its first step.
-        disk_bytes: the most that the run has in its folder at once, without checkpoints that are yet to play or to be
-            pushed.
+        disk_bytes: the most that the run has in its folder at once, without checkpoints that are yet to play.
         store_timeout_s: how long checkpoints may fail to reach a bucket, in seconds.
     """
 

@@ -133,23 +133,6 @@ def _push(output_dir: Path, folder: Path, repo_id: str, robot: str) -> str:
         return str(HfApi().create_commit(repo_id, added, commit_message=message).commit_url)
 
 
-def push_checkpoint(folder: Path, repo_id: str, step: str) -> str:
-    """Push a checkpoint's exported policy as `checkpoints/STEP/pretrained_model`, in a commit tagged with the step.
-
-    As `lerobot-train --save_checkpoint_to_hub` does. Returns the commit's address.
-
-    Raises: as `push_policy`.
-    """
-    from huggingface_hub import CommitOperationAdd, HfApi
-
-    api, (files, _) = HfApi(), exported_files(folder)
-    with explaining_errors(repo_id, None, "model", cached=False):
-        added = [CommitOperationAdd(f"checkpoints/{step}/{POLICY_DIR}/{name}", folder / name) for name in files]
-        commit = api.create_commit(repo_id, added, commit_message=f"checkpoint {step}")
-        api.create_tag(repo_id, tag=step, revision=commit.oid, exist_ok=True)
-        return str(commit.commit_url)
-
-
 def exported_files(folder: Path) -> tuple[list[str], list[str]]:
     """What of an exported policy's folder is to be pushed, and what else is in it: names in the folder, sorted.
 
