@@ -28,7 +28,7 @@ Attention = Literal["eager", "sdpa"]
 Strategy = Literal["ddp", "fsdp2", "fsdp2_reshard", "hsdp"]
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 Precision = Literal["auto", "fp32", "bf16"]
-Method = Literal["grpo", "ppo", "rloo", "filtered"]
+Method = Literal["grpo", "ppo", "filtered"]
 Reward = Literal["success", "return"]
 # How the names of a critic's parameters begin in a checkpoint; it is not part of the policy.
 CRITIC = "critic."
@@ -601,9 +601,8 @@ class GrpoOptions:
     method: Method = option(
         "grpo",
         "grpo: clipped policy gradient, returns compared within a group. ppo: clipped policy gradient, decisions "
-        "compared with a critic that learns beside the policy. rloo: REINFORCE with the mean of the others as its "
-        "baseline, ratios not clipped. filtered: imitation of the episodes that succeeded, which has no stop by "
-        "divergence. All on the same episodes.",
+        "compared with a critic that learns beside the policy. filtered: imitation of the episodes that succeeded, "
+        "which has no stop by divergence. All on the same episodes.",
     )
     demonstrations: str | None = option(
         None,

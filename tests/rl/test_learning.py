@@ -491,7 +491,7 @@ def test_a_presets_flags_come_before_the_users():
     [
         ({"grpo.group_size": 1}, "group_size=1.*at least 2"),
         ({"grpo.groups": 3, "scaling.num_workers": 2}, "equally many groups; give 4"),
-        ({"grpo.method": "a2c"}, "expected one of grpo, ppo, rloo, filtered"),
+        ({"grpo.method": "a2c"}, "expected one of grpo, ppo, filtered"),
         ({"grpo.clip_low": 1}, "below 1"),
         ({"lr": "null"}, "--lr=null: imitation's own rate.*give a number"),
         ({"scaling.strategy": "fsdp2"}, "use --scaling.strategy=ddp"),

@@ -26,10 +26,9 @@ EPSILON = 1e-6
 def advantages(returns: Tensor, method: Method, normalise: bool = True) -> tuple[Tensor, Tensor]:
     """What each episode is worth above the others of its group; and which episodes there is something to learn from.
 
-    grpo: the return less the group's mean, by the group's standard deviation (DeepSeekMath, arXiv 2402.03300); rloo:
-    less the mean of the group's other episodes (arXiv 2402.14740); filtered: 1 for every episode with a return above
-    zero. A group whose returns are all equal teaches nothing with the first two. ppo: not known here, as a critic
-    judges decisions (`learning.Lessons`); there is nothing to learn where no episode was worth anything.
+    grpo: the return less the group's mean, by the group's standard deviation (DeepSeekMath, arXiv 2402.03300); a group
+    whose returns are all equal teaches nothing. filtered: 1 for every episode with a return above zero. ppo: zero here,
+    as a critic judges decisions (`learning.Lessons`); nothing is learned where no episode was worth anything.
 
     Args:
         returns: float (N, G), one row per group. normalise: whether grpo divides by the standard deviation.
@@ -43,11 +42,7 @@ def advantages(returns: Tensor, method: Method, normalise: bool = True) -> tuple
         return torch.zeros_like(returns), (returns != 0).any().expand_as(returns)
     differ = (returns != returns[:, :1]).any(dim=1, keepdim=True)
     centred = returns - returns.mean(dim=1, keepdim=True)
-    size = returns.shape[1]
-    if method == "rloo":
-        worth = centred * (size / (size - 1))
-    else:
-        worth = centred / (returns.std(dim=1, keepdim=True) + EPSILON) if normalise else centred
+    worth = centred / (returns.std(dim=1, keepdim=True) + EPSILON) if normalise else centred
     return worth * differ, differ.expand_as(returns)
 
 
@@ -66,20 +61,6 @@ def clipped(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: flo
         over = (advantage < 0) & (loss > most)
         loss, flat = torch.where(over, most, loss), flat | over
     return loss, flat
-
-
-def surrogate(options: GrpoOptions, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-    """A loss whose gradient raises the return, and where it is flat; of steps drawn by the policy that acted.
-
-    grpo, ppo: `clipped`. rloo: -r A, whose gradient is REINFORCE's by importance sampling, so that samples of the
-    policy before the first update stay right in later ones; only the stop at `--grpo.target_kl` bounds r.
-
-    Args:
-        ratio: of the density now to that of the policy that acted. advantage: broadcasts to it.
-    """
-    if options.method == "rloo":
-        return -ratio * advantage, torch.zeros_like(ratio, dtype=torch.bool)
-    return clipped(ratio, advantage, options.clip_low, options.clip_high, options.dual_clip)
 
 
 def value_loss(value: Tensor, old: Tensor, target: Tensor, clip: float | None) -> Tensor:
@@ -115,7 +96,7 @@ class Objective(nn.Module):
     """The loss of a micro-batch of decisions: the sum over its rows, whatever they are then divided by.
 
     A micro-batch, all of B rows: what `FlowLoss` takes of images and language; `weight` float32 (B,), 0 for a row
-    that only fills up; and for grpo, ppo and rloo `x`, `after`, `which` (`flow_sde.Walk`), `advantage` (B,), `old`
+    that only fills up; and for grpo and ppo `x`, `after`, `which` (`flow_sde.Walk`), `advantage` (B,), `old`
     (B, S), the log-probabilities before the first update, and `start_mean` (B, S, E, A) with `--grpo.kl`; for ppo also
     `value` and `target` (B,); for filtered `action` (B, T, A), `action_is_pad` bool (B, T), `noise` and `time`.
 
@@ -151,7 +132,7 @@ class Objective(nn.Module):
         # A row that fills up must not even be NaN times zero.
         change = torch.where(weight[:, None] > 0, found - batch["old"], 0.0)
         ratio, advantage = change.exp(), batch["advantage"][:, None]
-        losses, flat = surrogate(options, ratio, advantage)
+        losses, flat = clipped(ratio, advantage, options.clip_low, options.clip_high, options.dual_clip)
         away = torch.zeros_like(losses)
         if options.kl:
             away = ((mean - batch["start_mean"]) / std[:, :, None, None]).square().sum((2, 3)) / 2.0

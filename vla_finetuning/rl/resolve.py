@@ -230,7 +230,6 @@ def describe_grpo(run: GrpoRun) -> str:
         + (f"values move by {g.value_clip:g} an iteration at most, " if g.value_clip else "")
         + f"gamma {g.gamma:g}, lambda {g.gae_lambda:g}), ratio clipped to "
         f"{1 - g.clip_low:g} .. {1 + g.clip_high:g}{ends}",
-        "rloo": f"REINFORCE, less the mean of the group's others, ratio not clipped{ends}",
         "filtered": "imitation of the episodes that succeeded; --grpo.target_kl does not stop it"
         + (f"; half of each minibatch from {g.demonstrations}" if g.demonstrations else ""),
     }[g.method]

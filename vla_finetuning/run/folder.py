@@ -179,9 +179,9 @@ def _signs_of_training(output_dir: Path) -> list[str]:
         signs.append(f"the run went on from that of step {step} ({ATTEMPTS_NAME})")
     if finished := read_json(output_dir / FINISHED_NAME):
         signs.append(f"the run did all of its {finished['step']} steps ({FINISHED_NAME})")
-    done = {line["step"] for line in evaluations(output_dir)} | pushed_steps(output_dir)
+    done = {line["step"] for line in evaluations(output_dir)}
     if done:
-        signs.append(f"that of step {max(done)} was evaluated or pushed ({EVALUATIONS_NAME}, {PUSHED_NAME})")
+        signs.append(f"that of step {max(done)} was evaluated ({EVALUATIONS_NAME})")
     if unusable := unusable_checkpoints(output_dir / CHECKPOINTS_NAME):
         signs.append(f"{', '.join(unusable)} {'are' if len(unusable) > 1 else 'is'} there, damaged or incomplete")
     results = [name for name in RESULTS if _is_there(output_dir / name)]
