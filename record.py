@@ -2,7 +2,7 @@
 
     python record.py --env.type metaworld --env.task reach-v3,push-v3 --env.image_size=[128,128] --episodes 50 \
         --root data/reach_push
-    python record.py --env.type two_bins_arm --episodes 80 --root data/arm
+    python record.py --env.type two_bins --episodes 80 --root data/two_bins
 
 Plays --episodes episodes of each task and keeps those in which the expert succeeds. The first seed (--seed) is 100000,
 far from those of evaluate.py. meta/environment.json says how the camera drew, and every policy trained on the dataset

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -13,11 +12,8 @@ import pytest
 import vla
 from tests.datasets import make_dataset
 from tests.pages import check_page
-from vla_finetuning.demo import ROBOTS
-from vla_finetuning.evaluation import demo_success
-from vla_finetuning.evaluation.demo_success import LABELS, is_demo, success_table, try_demo
+from vla_finetuning.evaluation.demo_success import LABELS, is_demo
 from vla_finetuning.flags import parse_args
-from vla_finetuning.policies.loading import save_pretrained
 from vla_finetuning.run.resolve import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,54 +92,3 @@ def test_anybodys_dataset_gets_a_tiny_base(cache, tmp_path, capsys):
     others = resolve(parse_args(command), 0)
     own = resolve(parse_args(["--preset", "demo", f"--output_dir={tmp_path / 'run'}"]), 0)
     assert not is_demo(others.config, others.policy) and is_demo(own.config, own.policy)
-
-
-def two_robots(folder, *flags):
-    return resolve(parse_args(["--preset=demo", "--demo.robots=2", f"--output_dir={folder}", *flags]), 0)
-
-
-def test_two_robots_train_together_for_as_many_steps_of_each(cache, tmp_path):
-    alone = resolve(parse_args(["--preset=demo", f"--output_dir={tmp_path}"]), 0)
-    both = two_robots(tmp_path)
-    assert is_demo(both.config, both.policy) and both.config.global_batch_size == alone.config.global_batch_size
-    assert both.job.steps == 2 * alone.job.steps and two_robots(tmp_path, "--steps=7").job.steps == 7
-    assert two_robots(tmp_path, "--num_epochs=1").job.steps == -(-both.rows.per_epoch // both.config.global_batch_size)
-    # The gantry's dataset is the one that the demo has with one robot, and each has half of the rows.
-    assert both.rows.metas[0].root == alone.rows.metas[0].root
-    assert both.rows.selection.weights[0] == both.rows.selection.weights[1]
-    shapes = {robot.name: (robot.widths["action"], len(robot.cameras)) for robot in both.policy.robots}
-    assert shapes == {"gantry": (3, 3), "arm": (5, 2)} and set(shapes) == set(ROBOTS)
-    # As its config.json has it when it is resumed, with the mixture beside.
-    again = [f"--dataset.mixture={json.dumps(both.config.dataset.mixture)}"]
-    assert two_robots(tmp_path, *again).rows.identity == both.rows.identity
-    other = json.dumps(dict.fromkeys(["/a", "/b"], 1))
-    with pytest.raises(ValueError, match="--demo.robots=2 makes its own datasets.*the run has /a, /b"):
-        two_robots(tmp_path, f"--dataset.mixture={other}")
-    for given in (["--dataset.root=/a"], ["--preset=l4", "--policy.path=/p", "--dataset.root=/a"]):
-        with pytest.raises(ValueError, match="--demo.robots=2 is of --preset demo on its own datasets"):
-            parse_args(["--preset=demo", "--demo.robots=2", f"--output_dir={tmp_path}", *given])
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_each_robot_plays_with_its_own_policy(cache, ray_cluster, tmp_path, monkeypatch):
-    """Exported here without training."""
-    monkeypatch.setattr(demo_success, "SCENES", 2)
-    run = two_robots(tmp_path)
-    stats = {"q01": [-1.0], "q99": [1.0]}
-    robots = []
-    for robot in run.policy.robots:
-        known = {key: {name: value * width for name, value in stats.items()} for key, width in robot.widths.items()}
-        robots.append(replace(robot, stats=known))
-    policy = replace(run.policy, robots=tuple(robots))
-    for robot in policy.robots:
-        own, folder = policy.of_robot(robot), tmp_path / "pretrained_model" / robot.name
-        save_pretrained(policy.start(), *own.processors(), folder, own.config)
-    scores, films = try_demo(run.job, policy)
-    assert list(scores) == [f"{robot}/{name}" for robot in ("arm", "gantry") for name in LABELS]
-    assert all(score["episodes"] == 2 and "errors" not in score for score in scores.values())
-    table = success_table(scores).splitlines()
-    assert [line.split("  ")[1] for line in table[1:]] == [score["label"] for score in scores.values()]
-    assert table[1].startswith("  arm, trained ") and table[5].startswith("  gantry, trained ")
-    assert films and not any(film["problem"] for film in films)
-    assert len({film["file"] for film in films}) == len(films)

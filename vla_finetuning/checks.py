@@ -121,11 +121,6 @@ def check_run(config: Config) -> None:
         raise ValueError("which policy? give --policy.path lerobot/pi05_base, a folder, or use --preset demo")
     if config.steps is not None and config.num_epochs is not None:
         raise ValueError("--steps and --num_epochs: give one of them")
-    if config.demo.robots > 1 and (not demo or config.dataset.root or config.dataset.repo_id or config.recap.labels):
-        raise ValueError(
-            f"--demo.robots={config.demo.robots} is of --preset demo on its own datasets: leave it out, or leave out "
-            "--dataset.root, --dataset.repo_id and --recap.labels"
-        )
 
 
 def check_value(config: ValueConfig) -> None:

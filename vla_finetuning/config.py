@@ -499,19 +499,6 @@ class PeftOptions:
 
 
 @dataclass
-class DemoOptions:
-    """What `--preset demo` shows."""
-
-    robots: int = option(
-        1,
-        "Robots of the demo's own datasets: the gantry alone, or an arm too, trained together, with a policy for each "
-        "(docs/robots.md). Steps are as many for each robot.",
-        min=1,
-        max=2,
-    )
-
-
-@dataclass
 class RunOptions:
     """What a run writes down about itself."""
 
@@ -957,7 +944,6 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
     peft: PeftOptions = field(default_factory=PeftOptions)
     sample_weighting: SampleWeightingOptions = field(default_factory=SampleWeightingOptions)
     recap: RecapOptions = field(default_factory=RecapOptions)
-    demo: DemoOptions = field(default_factory=DemoOptions)
 
     @property
     def roots(self) -> list[str]:
@@ -1016,8 +1002,7 @@ class Config(PushOptions, BestCheckpointOptions, ScheduleOptions, EnvironmentOpt
     @property
     def is_rehearsal(self) -> bool:
         """Whether the run is the demo's on a dataset of the user's."""
-        own = self.demo.robots > 1  # datasets that the demo makes, which are its roots then
-        return self.preset == "demo" and not own and bool(self.roots or self.dataset.repo_id)
+        return self.preset == "demo" and bool(self.roots or self.dataset.repo_id)
 
     def resolve_steps(self, rows_per_epoch: int) -> int:
         """Optimizer steps of the run: `steps`, or `num_epochs` of the data; capped by MAX_TRAIN_STEPS.

@@ -1,8 +1,7 @@
 """The embedded default: a small LeRobot v3 dataset made on the spot, and the tiny policy that learns it.
 
 A gantry robot moves its gripper over one of two bins (`envs/two_bins_scene.py`). Episodes come in pairs with the same
-scene and start and the other instruction, so a policy that is blind, or deaf to language, cannot know where to go. An
-arm does the same in a dataset of its own (`envs/two_bins_arm.py`).
+scene and start and the other instruction, so a policy that is blind, or deaf to language, cannot know where to go.
 
 A dataset is written by LeRobot's own writer with its default video encoding. It is small but shaped like real ones:
 cameras of different sizes, episodes of uneven length, one shorter than an action chunk, and several video and parquet
@@ -12,16 +11,15 @@ files that roll over at different episodes.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vla_finetuning.envs import two_bins_arm, two_bins_scene
-from vla_finetuning.envs.two_bins_arm import ARM
-from vla_finetuning.envs.two_bins_scene import GANTRY, INSTRUCTIONS, Robot, Scene, draw_scene
+from vla_finetuning.envs import two_bins_scene
+from vla_finetuning.envs.two_bins_scene import GANTRY, INSTRUCTIONS, Scene, draw_scene
 from vla_finetuning.envs.writing import writing_videos
 
 DEMO_PAIRS = 40  # of episodes
@@ -39,33 +37,8 @@ SHORT_PAIR, SHORT_START = 1, (14.0, 23.0, 6.0)
 VIDEO_FILE_MB, DATA_FILE_MB = 0.05, 0.03
 REPO_ID = "demo/two_bins"
 
-
-@dataclass(frozen=True)
-class DemoRobot:
-    """A robot of the demo: in which environment it plays, and the files of code that decide what its dataset holds.
-
-    `rename_map` has the policy's names, which are the gantry's, for its cameras.
-    """
-
-    robot: Robot
-    env_type: str
-    code: tuple[str, ...]
-    rename_map: Mapping[str, str] = field(default_factory=dict)
-
-
+# Code that decides what the dataset holds.
 _CODE = (__file__, two_bins_scene.__file__)
-# The arm has nothing like the gantry's front camera.
-ARM_CAMERAS = {"overhead": "top", "hand": "wrist"}
-# By name, as the mixture's members have them.
-ROBOTS = {
-    "gantry": DemoRobot(GANTRY, "two_bins", _CODE),
-    "arm": DemoRobot(
-        ARM,
-        "two_bins_arm",
-        (*_CODE, two_bins_arm.__file__),
-        {f"observation.images.{own}": f"observation.images.{name}" for own, name in ARM_CAMERAS.items()},
-    ),
-}
 
 
 def demo_scenes(pairs: int = DEMO_PAIRS, seed: int = DEMO_SEED) -> list[Scene]:
@@ -85,14 +58,9 @@ def disobeyed(pairs: int, share: float, seed: int = DEMO_SEED) -> np.ndarray:
 
 
 def make_demo_dataset(
-    folder: Path,
-    *,
-    pairs: int = DEMO_PAIRS,
-    seed: int = DEMO_SEED,
-    disobedient: float = 0.0,
-    robot: Robot = GANTRY,
+    folder: Path, *, pairs: int = DEMO_PAIRS, seed: int = DEMO_SEED, disobedient: float = 0.0
 ) -> Path:
-    """Write the demo dataset of a robot, or reuse it if `folder` holds it. Safe to call from several processes at once.
+    """Write the demo dataset, or reuse it if `folder` holds it. Safe to call from several processes at once.
 
     Episodes 2k and 2k + 1 show scene k with the instructions for red and for blue. The same arguments give the same
     bytes of everything but video.
@@ -114,34 +82,34 @@ def make_demo_dataset(
     wrong = disobeyed(pairs, disobedient, seed)
     episodes = [(*one, other[one[1]] if is_wrong else one[1]) for one, is_wrong in zip(shown, wrong, strict=True)]
     if folder.exists():
-        _check_is_demo(folder, episodes, robot)
+        _check_is_demo(folder, episodes)
         return folder
 
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     from vla_finetuning.policies.tiny import atomic_folder
 
-    vector = {"dtype": "float32", "shape": (len(robot.dimensions),), "names": list(robot.dimensions)}
+    vector = {"dtype": "float32", "shape": (len(GANTRY.dimensions),), "names": list(GANTRY.dimensions)}
     features = {
         f"observation.images.{name}": {"dtype": "video", "shape": (*size, 3), "names": ["height", "width", "channels"]}
-        for name, size in robot.cameras.items()
+        for name, size in GANTRY.cameras.items()
     } | {"observation.state": vector, "action": dict(vector)}
     with atomic_folder(folder) as partial, writing_videos():
         dataset = LeRobotDataset.create(
             REPO_ID,
-            robot.fps,
+            GANTRY.fps,
             features,
             root=partial,
-            robot_type=robot.robot_type,
+            robot_type=GANTRY.robot_type,
             video_backend="pyav",  # the one that needs no system libraries
             video_files_size_in_mb=VIDEO_FILE_MB,
             data_files_size_in_mb=DATA_FILE_MB,
         )
         try:
             for scene, given, colour in episodes:
-                for state, action in zip(*robot.demonstrate(scene, colour), strict=True):
+                for state, action in zip(*GANTRY.demonstrate(scene, colour), strict=True):
                     frame = {"observation.state": state, "action": action, "task": INSTRUCTIONS[given]}
-                    seen = robot.render(scene, state).items()
+                    seen = GANTRY.render(scene, state).items()
                     dataset.add_frame({f"observation.images.{name}": image for name, image in seen} | frame)
                 dataset.save_episode(parallel_encoding=False)
         finally:
@@ -149,9 +117,9 @@ def make_demo_dataset(
     return folder
 
 
-def _check_is_demo(folder: Path, episodes: Sequence[tuple[Scene, str, str]], robot: Robot) -> None:
-    frames = sum(len(robot.demonstrate(scene, colour)[0]) for scene, _, colour in episodes)
-    expected = {"robot_type": robot.robot_type, "total_episodes": len(episodes), "total_frames": frames}
+def _check_is_demo(folder: Path, episodes: Sequence[tuple[Scene, str, str]]) -> None:
+    frames = sum(len(GANTRY.demonstrate(scene, colour)[0]) for scene, _, colour in episodes)
+    expected = {"robot_type": GANTRY.robot_type, "total_episodes": len(episodes), "total_frames": frames}
     try:
         info = json.loads((folder / "meta" / "info.json").read_text())
         found = {key: info.get(key) for key in expected}
@@ -201,23 +169,6 @@ def prepare_disobedient(cache_dir: Path) -> Path:
     """The dataset that `grpo.py`'s demo imitates, made now or reused; its root."""
     folder = _dataset_folder(Path(cache_dir), "disobedient", _CODE)
     return make_demo_dataset(folder, pairs=DISOBEDIENT_PAIRS, disobedient=DISOBEDIENT)
-
-
-def prepare_robots(cache_dir: Path, pairs: int = DEMO_PAIRS) -> dict[str, dict[str, Any]]:
-    """A dataset of each of the demo's robots, made now or reused, as a mixture: members' options by root.
-
-    Both robots show the same scenes, and have equal shares of what is trained on.
-
-    Args:
-        cache_dir: of the datasets. pairs: of episodes, of each robot.
-    """
-    mixture: dict[str, dict[str, Any]] = {}
-    for name, of in ROBOTS.items():
-        kind = {"gantry": "dataset"}.get(name, name) + ("" if pairs == DEMO_PAIRS else f"-{pairs}")
-        folder = _dataset_folder(Path(cache_dir), kind, of.code)
-        root = make_demo_dataset(folder, pairs=pairs, robot=of.robot)
-        mixture[str(root.absolute())] = {"robot": name, "rename_map": dict(of.rename_map)}
-    return mixture
 
 
 def _dataset_folder(cache_dir: Path, name: str, code: Sequence[str]) -> Path:

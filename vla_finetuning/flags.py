@@ -228,9 +228,6 @@ def _parse[C](argv: Sequence[str], program: Program[C]) -> C:
         and {"dataset.root", "dataset.repo_id", "dataset.mixture"} & names.keys()
     ):
         defaults["steps"] = "null"  # a rehearsal is as long as its dataset asks for
-    elif preset == "demo" and "demo.robots" in names and "num_epochs" not in names:
-        robots = flags["demo.robots"].read(names["demo.robots"])
-        defaults["steps"] = str(robots * int(defaults["steps"]))  # as many for each
     config = program.kind()
     for path, value in _saved_options(place(config_path), program.kind) if config_path else ():
         set_option(config, path, value)

@@ -57,7 +57,7 @@ def test_a_policy_sees_pictures_drawn_as_those_it_was_trained_on(tmp_path):
 def test_a_recording_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "mine").touch()
     for flags, message in (
-        (["--env.type=pusht"], "--env.type=pusht has no scripted expert; those of metaworld, two_bins, two_bins_arm"),
+        (["--env.type=pusht"], "--env.type=pusht has no scripted expert; those of metaworld, two_bins"),
         (["--env.type=nowhere"], "LeRobot knows no such environment"),
         (["--env.type=two_bins", "--env.length=3"], "--env.length: no option of TwoBinsConfig"),
         (["--env.type=metaworld", "--env.obs_type=pixels"], "obs_type=pixels: what is recorded"),

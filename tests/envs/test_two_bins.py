@@ -1,34 +1,30 @@
-"""The demo's robots: environments as gymnasium and LeRobot know them, and in which the task can be done."""
+"""The demo's robot: an environment as gymnasium and LeRobot know it, in which the task can be done."""
 
 import hashlib
 import warnings
+from collections import defaultdict
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.envs.configs import EnvConfig
 from lerobot.envs.factory import make_env
 from lerobot.envs.utils import env_to_policy_features, preprocess_observation
 from lerobot.scripts.lerobot_eval import eval_policy
 from torch import nn, tensor
 
+import record
 from vla_finetuning.demo import demo_scenes
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.configs import env_config
-from vla_finetuning.envs.two_bins_scene import DWELL_FRAMES, GANTRY, INSTRUCTIONS, MAX_CM_PER_FRAME
+from vla_finetuning.envs.two_bins_scene import AXES, DWELL_FRAMES, GANTRY, INSTRUCTIONS, MAX_CM_PER_FRAME
 
 
 @pytest.fixture
 def env():
     with gymnasium.make(two_bins.GYM_ID, render_mode="rgb_array") as env:
-        yield env
-
-
-@pytest.fixture(params=[two_bins.GYM_ID, two_bins.ARM_GYM_ID])
-def robot(request):
-    """An environment of each robot."""
-    with gymnasium.make(request.param, render_mode="rgb_array") as env:
         yield env
 
 
@@ -45,26 +41,26 @@ def run(env, seed, colour=None):
         yield taken
 
 
-def test_gymnasium_takes_it_for_an_environment(robot):
+def test_gymnasium_takes_it_for_an_environment(env):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         # Advice to those who learn from scratch: actions are in cm, as the dataset's are.
         warnings.filterwarnings("ignore", ".*symmetric and normalized space")
-        check_env(robot.unwrapped)
+        check_env(env.unwrapped)
 
 
-def test_the_demonstrator_succeeds_where_it_was_told_to_go(robot):
+def test_the_demonstrator_succeeds_where_it_was_told_to_go(env):
     for seed in range(40):
-        *_, last = run(robot, seed)
+        *_, last = run(env, seed)
         assert last[1:4] == (1.0, True, False) and last[4]["is_success"]
-        assert last[4]["reached"] == robot.unwrapped.task
+        assert last[4]["reached"] == env.unwrapped.task
 
 
-def test_the_other_bin_ends_the_episode_without_success(robot):
+def test_the_other_bin_ends_the_episode_without_success(env):
     for seed in range(10):
-        robot.reset(seed=seed)
-        (other,) = INSTRUCTIONS.keys() - {robot.unwrapped.task}
-        *_, last = run(robot, seed, other)
+        env.reset(seed=seed)
+        (other,) = INSTRUCTIONS.keys() - {env.unwrapped.task}
+        *_, last = run(env, seed, other)
         assert last[1:4] == (0.0, True, False) and last[4] == {"is_success": False, "reached": other}
 
 
@@ -109,15 +105,15 @@ def test_an_episode_without_a_choice_ends(env):
     assert ends == [(False, False)] * (GANTRY.episode_length - 1) + [(False, True)]
 
 
-def test_the_seed_fixes_the_episode_and_the_hash_tells_states_apart(robot):
+def test_the_seed_fixes_the_episode_and_the_hash_tells_states_apart(env):
     def episode(seed):
         digest = hashlib.sha256()
-        robot.reset(seed=seed)
-        hashes = [robot.unwrapped.state_hash()]
-        for observation, *_ in run(robot, seed):
+        env.reset(seed=seed)
+        hashes = [env.unwrapped.state_hash()]
+        for observation, *_ in run(env, seed):
             for array in (observation["agent_pos"], *observation["pixels"].values()):
                 digest.update(array.tobytes())
-            hashes.append(robot.unwrapped.state_hash())
+            hashes.append(env.unwrapped.state_hash())
         return digest.hexdigest(), hashes
 
     first = episode(3)
@@ -137,14 +133,14 @@ def test_scenes_are_mixed_and_not_those_of_the_dataset(env):
     assert 18 < left < 42 and 18 < sum(task == "red" for _, task in seen) < 42
 
 
-def test_without_rendering_only_the_images_are_missing(robot):
-    looked = list(run(robot, 5))
-    robot.unwrapped.rendering = False
-    blind = list(run(robot, 5))
+def test_without_rendering_only_the_images_are_missing(env):
+    looked = list(run(env, 5))
+    env.unwrapped.rendering = False
+    blind = list(run(env, 5))
     assert len(looked) == len(blind)
     for (seen, *rest), (unseen, *same) in zip(looked, blind, strict=True):
         np.testing.assert_array_equal(seen["agent_pos"], unseen["agent_pos"])
-        assert rest == same and robot.observation_space.contains(unseen)
+        assert rest == same and env.observation_space.contains(unseen)
         assert not any(image.any() for image in unseen["pixels"].values())
         assert all(image.any() for image in seen["pixels"].values())
 
@@ -152,9 +148,8 @@ def test_without_rendering_only_the_images_are_missing(robot):
 # ---- as LeRobot sees it ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["two_bins", "two_bins_arm"])
-def test_observations_have_the_names_and_shapes_that_the_policy_has(kind):
-    config = env_config(kind, ["--episode_length=30"])
+def test_observations_have_the_names_and_shapes_that_the_policy_has():
+    config = env_config("two_bins", ["--episode_length=30"])
     ((vector,),) = (tasks.values() for tasks in make_env(config, n_envs=2).values())
     observation, _ = vector.reset(seed=[1, 2])
     found = {key: tuple(value.shape[1:]) for key, value in preprocess_observation(observation).items()}
@@ -222,3 +217,45 @@ def test_a_third_of_the_straight_passes_at_full_speed_count_as_staying(env):
         # Passed: at its end it moved on at full speed.
         counted.append(bool(info["is_success"]) and moved > 2.99)
     assert np.mean(counted) == pytest.approx(10 / 3 - 3, abs=0.06)
+
+
+# ---- as datasets ----------------------------------------------------------------------------------------------------
+
+
+def check_rows(dataset, make, seeds):
+    """Rows are what gymnasium shows for the same actions, each episode a success.
+
+    Videos lose much of 40x40 pixels; that no frame is its neighbour shows in errors of all frames of an episode.
+    """
+    for episode, reset in enumerate(seeds):
+        with make() as env:
+            seen = reset(env)
+            first, last = (int(dataset.meta.episodes[f"dataset_{end}_index"][episode]) for end in ("from", "to"))
+            played, films = defaultdict(list), defaultdict(list)
+            for row in map(dataset.__getitem__, range(first, last)):
+                assert row["task"] == env.unwrapped.task_description
+                np.testing.assert_allclose(row["observation.state"], seen["agent_pos"], atol=1e-4)
+                for name, image in seen["pixels"].items():
+                    played[name].append(image.astype(float))
+                    films[name].append((row[f"observation.images.{name}"].permute(1, 2, 0) * 255).numpy())
+                seen, _, over, _, info = env.step(row["action"].numpy())
+            assert over and info["is_success"]
+            for name, images in played.items():
+                shown = np.array(films[name])
+                own, before, after = (
+                    np.abs(shown[1:-1] - images[1 + late : len(images) - 1 + late]).mean() for late in (0, -1, 1)
+                )
+                assert own < 5 and own < 0.9 * min(before, after)
+
+
+@pytest.mark.ray
+def test_recorded_episodes_are_what_gymnasium_shows(ray_cluster, tmp_path, capsys):
+    root = tmp_path / "data"
+    assert record.main(["--env.type=two_bins", "--episodes=2", f"--root={root}"]) == 0
+    assert "2 of 2  two_bins" in capsys.readouterr().out
+    dataset = LeRobotDataset("recorded/data", root=root, video_backend="pyav")
+    assert dataset.meta.robot_type == "tabletop_gantry" and dataset.fps == GANTRY.fps
+    assert dataset.meta.total_episodes == 2
+    assert dataset.meta.names["action"] == dataset.meta.names["observation.state"] == AXES
+    seeds = [lambda env, seed=seed: env.reset(seed=seed)[0] for seed in (100000, 100001)]
+    check_rows(dataset, lambda: gymnasium.make(two_bins.GYM_ID), seeds)

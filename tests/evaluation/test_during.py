@@ -11,6 +11,7 @@ import torch
 from ray.data import ExecutionOptions
 from safetensors.torch import load_file
 
+import tests.arm  # noqa: F401 (an environment)
 import vla
 from tests.tiny import make_base
 from vla_finetuning.config import Config
@@ -268,7 +269,7 @@ def test_a_policy_with_masked_cameras_and_a_padded_state_plays(setting, tmp_path
     run = resolve(parse_args(flags(setting, **changes)), gpus_found=0)
     assert run.policy.config.input_features["observation.state"].shape == (32,)
     Evaluator(run, policy_at)
-    other = replace(run.config, env_type="two_bins_arm", env_options=())
+    other = replace(run.config, env_type="arm", env_options=())
     with pytest.raises(ValueError, match="the policy needs .*front"):
         Evaluator(replace(run, config=other), policy_at)
 

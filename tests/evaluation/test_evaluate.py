@@ -8,6 +8,7 @@ from lerobot.policies.act.modeling_act import ACTPolicy
 from lerobot.policies.factory import make_pre_post_processors
 
 import evaluate
+import tests.arm  # noqa: F401 (an environment)
 from tests.buckets import forget, runs_bucket
 from tests.evaluation.test_player import STATS, act_config, masked  # noqa: F401 (a fixture)
 from tests.pages import check_page
@@ -90,7 +91,7 @@ def test_a_policy_that_was_trained_with_masked_cameras_is_not_refused(masked, tm
     assert len(found.source.config.image_features) == 3
     renamed = '--rename_map={"observation.images.hand": "observation.images.wrist"}'
     with pytest.raises(ValueError, match=r"'action' has the shape \(3,\).*\(5,\): it was trained for another robot"):
-        trial.resolve_trial(parse_evaluate([*flags, "--env.type=two_bins_arm", renamed]))
+        trial.resolve_trial(parse_evaluate([*flags, "--env.type=arm", renamed]))
 
 
 @pytest.mark.ray

@@ -1,7 +1,7 @@
 """Environments by their `--env.type`, as LeRobot names and configures them, and how a process makes one.
 
-Importing this module registers `two_bins` and `two_bins_arm` with LeRobot: `lerobot-eval
---env.discover_packages_path=vla_finetuning.envs --env.type=two_bins` runs them too.
+Importing this module registers `two_bins` with LeRobot: `lerobot-eval
+--env.discover_packages_path=vla_finetuning.envs --env.type=two_bins` runs it too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from vla_finetuning.config import ENVIRONMENT_NAME
 from vla_finetuning.envs import metaworld, two_bins
 from vla_finetuning.envs.libero import DrawnOnDemand
 from vla_finetuning.envs.stage import Maker, choose_gl, initial_states
-from vla_finetuning.envs.two_bins_arm import ARM
 from vla_finetuning.envs.two_bins_scene import GANTRY, Robot
 from vla_finetuning.files import read_json
 from vla_finetuning.lerobot_options import make_config
@@ -67,18 +66,6 @@ class TwoBinsConfig(EnvConfig):
     @property
     def gym_kwargs(self) -> dict[str, Any]:
         return {"render_mode": self.render_mode, "max_episode_steps": self.episode_length}
-
-
-@EnvConfig.register_subclass("two_bins_arm")
-@dataclass
-class TwoBinsArmConfig(TwoBinsConfig):
-    """The demo's second robot, an arm of five joints (`two_bins.TwoBinsArm`)."""
-
-    task: str | None = two_bins.ARM_GYM_ID.partition("/")[2]
-    fps: int = ARM.fps
-    episode_length: int = ARM.episode_length
-    features: dict[str, PolicyFeature] = field(default_factory=lambda: _features(ARM))
-    features_map: dict[str, str] = field(default_factory=lambda: _features_map(ARM))
 
 
 @dataclass

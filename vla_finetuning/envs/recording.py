@@ -27,7 +27,6 @@ from vla_finetuning.terminal import tell
 DEFAULTS = {
     "metaworld": ("--image_size=[224,224]", "--render_quality=fast"),
     "two_bins": (),
-    "two_bins_arm": (),
 }
 # Of which a process writes a dataset of its own: enough that starting it is not what takes the time.
 SHARE_EPISODES = 10

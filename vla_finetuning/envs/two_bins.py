@@ -1,8 +1,7 @@
-"""The demo's robots in a closed loop, as gymnasium environments: `vla_finetuning/TwoBins-v0` is the gantry, and
-`vla_finetuning/TwoBinsArm-v0` the arm.
+"""The demo's gantry in a closed loop, as a gymnasium environment: `vla_finetuning/TwoBins-v0`.
 
-Importing this module registers them with gymnasium; `configs` registers them with LeRobot. Needs neither LeRobot nor
-torch, so that a process which only simulates starts in half a second.
+Importing this module registers it with gymnasium; `configs` registers it with LeRobot. Needs neither LeRobot nor torch,
+so that a process which only simulates starts in half a second.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from vla_finetuning.envs.two_bins_arm import ARM
 from vla_finetuning.envs.two_bins_scene import GANTRY, INSTRUCTIONS, Robot, draw_scene
 
-GYM_ID, ARM_GYM_ID = "vla_finetuning/TwoBins-v0", "vla_finetuning/TwoBinsArm-v0"
+GYM_ID = "vla_finetuning/TwoBins-v0"
 # Within so much of the bin's middle, the gripper (4 cm wide) is wholly over the bin (15 cm wide). It need not stop: at
 # the gantry's full speed, its 4 frames fit into 9 of the 10 cm, so that every third straight pass through the very
 # middle counts.
@@ -30,13 +28,12 @@ RENDER_SCALE = 4
 class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
     """A robot, two bins, and an instruction that names one of them.
 
-    An action is the state that the robot is to reach, float (S,) in its own units: of the gantry, its gripper's place
-    in cm, of the arm (`TwoBinsArm`), its joints in degrees. It goes there as fast as its drives can, and no further
-    than it can reach. The episode ends when the gripper has stayed within `GOAL_RADIUS_CM` of a bin's middle for
-    `Robot.dwell_frames` frames in a row: a success, and reward 1, if it is the bin of the instruction. A straight pass
-    of the gantry at full speed counts in a third of the cases if it is through the middle, and in 8 % if it is aimed at
-    any point within 5 cm of it in x and y. `info["reached"]` is the colour of that bin, "" before. Scene and
-    instruction are functions of `reset(seed=...)` alone, the same for every robot.
+    An action is the state that the robot is to reach, float (S,): the gripper's place in cm. It goes there as fast as
+    its drives can, and no further than it can reach. The episode ends when the gripper has stayed within
+    `GOAL_RADIUS_CM` of a bin's middle for `Robot.dwell_frames` frames in a row: a success, and reward 1, if it is the
+    bin of the instruction. A straight pass at full speed counts in a third of the cases if it is through the middle,
+    and in 8 % if it is aimed at any point within 5 cm of it in x and y. `info["reached"]` is the colour of that bin, ""
+    before. Scene and instruction are functions of `reset(seed=...)` alone.
 
     Attributes:
         task_description: the instruction, as LeRobot asks for it.
@@ -130,12 +127,4 @@ class TwoBins(gymnasium.Env[dict[str, Any], np.ndarray]):
         return {"is_success": reached == self.task, "reached": reached}
 
 
-class TwoBinsArm(TwoBins):
-    """`TwoBins` with the arm."""
-
-    robot = ARM
-    metadata = {**TwoBins.metadata, "render_fps": ARM.fps}
-
-
 gymnasium.register(GYM_ID, entry_point=f"{__name__}:TwoBins", max_episode_steps=GANTRY.episode_length)
-gymnasium.register(ARM_GYM_ID, entry_point=f"{__name__}:TwoBinsArm", max_episode_steps=ARM.episode_length)

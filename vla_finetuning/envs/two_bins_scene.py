@@ -1,8 +1,7 @@
 """Two bins on a table: the scene that the demo's datasets show and that its policies are tried in, and its gantry.
 
 A robot moves its gripper over one of two bins. Which bin is red and which is blue changes from scene to scene, and only
-the cameras show it; which of them to go to, only the instruction says. `two_bins_arm` has another robot that does the
-same. Knows nothing but numpy.
+the cameras show it; which of them to go to, only the instruction says. Knows nothing but numpy.
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from vla_finetuning.config import Config, EvalOptions
-from vla_finetuning.demo import ROBOTS
 from vla_finetuning.envs.configs import env_config, task_makers
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
 from vla_finetuning.evaluation.episodes import Condition
@@ -40,7 +38,7 @@ FAILURES_SHOWN = 4
 
 
 def is_demo(config: Config, policy: PolicySpec) -> bool:
-    """Whether a run is on the demo's own datasets, in whose scene its policy can play."""
+    """Whether a run is on the demo's own dataset, in whose scene its policy can play."""
     own = config.preset == "demo" and not config.is_rehearsal
     return own and not family_of(policy.config).remembers(policy.config)  # otherwise `check_fits` refuses
 
@@ -57,32 +55,12 @@ def try_demo(job: Job, policy: PolicySpec) -> tuple[dict[str, Any], list[dict[st
         where the policy got the other one; `other_instruction` says besides in how many episodes it
         `went_where_told`, and `blindfolded` in how many it `went_to_a_bin`. `errors`, where there are any, is how many
         more episodes could not be played to their end. Without the untrained policy if the run had no weights to start
-        from. Of several robots, each plays with its own exported policy, and names begin with the robot's:
-        `{"arm/trained": ...}`.
+        from.
     Raises:
         ValueError: a policy that cannot play.
     """
     exported = fetched_for_good(job.output_dir / "pretrained_model")
-    if not policy.robots:
-        (gantry, *_) = ROBOTS.values()
-        return _try(job, policy, gantry.env_type, exported)
-    scores: dict[str, Any] = {}
-    films = []
-    for robot in policy.robots:
-        env_type, own = ROBOTS[robot.name].env_type, policy.of_robot(robot)
-        tried, shown = _try(job, own, env_type, exported / robot.name, f"{robot.name}, ")
-        scores |= {f"{robot.name}/{name}": score for name, score in tried.items()}
-        films += shown
-    return scores, films
-
-
-def _try(
-    job: Job, policy: PolicySpec, env_type: str, exported: Path, said: str = ""
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """As `try_demo`, of one robot. `exported`: its trained policy. `said`: what labels begin with."""
-    env = env_config(env_type)
-    trained = load_policy_config(exported)
-    labels = {name: f"{said}{label}" for name, label in LABELS.items()}
+    env, trained = env_config("two_bins"), load_policy_config(exported)
     options: dict[str, Any] = {"env": env, "trusted": policy.trusted, "opening": policy.opening}
     options["device"] = "cuda" if job.use_gpu else "cpu"
     sources = {"trained": PolicySource(exported, trained, **options)}
@@ -110,12 +88,12 @@ def _try(
         use_gpu=job.use_gpu,
     )
     names = [name for name in LABELS if name in conditions]
-    scores = {name: beside.score(name, labels[name]) for name in names}
+    scores = {name: beside.score(name, LABELS[name]) for name in names}
     for name, counted, where in WENT:
         if name in scores:
             scores[name][counted] = sum(where(line) for line in beside.played(name))
     shown = _to_show([line for name in names for line in beside.played(name)], names)
-    return scores, beside.films(job.output_dir, [(labels[line["condition"]], line) for line in shown])
+    return scores, beside.films(job.output_dir, [(LABELS[line["condition"]], line) for line in shown])
 
 
 def _to_show(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:

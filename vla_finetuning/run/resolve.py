@@ -307,14 +307,6 @@ def _located(config: Config, roots: list[str]) -> tuple[Config, list[str]]:
         return replace(config, dataset=replace(config.dataset, revision=commit)), [path]
     if config.preset != "demo":
         return config, roots
-    if config.demo.robots > 1:
-        mixture: dict[str, float | dict[str, Any]] = {**demo.prepare_robots(CACHE_DIR / "demo")}
-        if roots and roots != list(mixture):  # those of a resumed run are there
-            raise ValueError(
-                f"--demo.robots={config.demo.robots} makes its own datasets, {', '.join(mixture)}; the run has "
-                f"{', '.join(roots)}: leave --dataset.mixture out, or start the run in another --output_dir"
-            )
-        return replace(config, dataset=replace(config.dataset, mixture=mixture)), list(mixture)
     return config, roots or [absolute(demo.prepare_dataset(CACHE_DIR / "demo"))]
 
 

@@ -1,0 +1,25 @@
+"""Another robot than the demo's: what it shows and does, for tests that refuse or match it. Importing registers it."""
+
+from dataclasses import dataclass, field, replace
+
+from lerobot.configs import PolicyFeature
+from lerobot.envs.configs import EnvConfig
+
+from vla_finetuning.envs.configs import TwoBinsConfig, _features, _features_map
+from vla_finetuning.envs.two_bins_scene import GANTRY
+
+ARM = replace(
+    GANTRY,
+    robot_type="tabletop_arm",
+    dimensions=[f"joint_{number}_deg" for number in range(5)],
+    low=[-90.0] * 5,
+    high=[90.0] * 5,
+    cameras={"overhead": (72, 96), "hand": (40, 40)},
+)
+
+
+@EnvConfig.register_subclass("arm")
+@dataclass
+class ArmConfig(TwoBinsConfig):
+    features: dict[str, PolicyFeature] = field(default_factory=lambda: _features(ARM))
+    features_map: dict[str, str] = field(default_factory=lambda: _features_map(ARM))
