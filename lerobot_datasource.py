@@ -42,7 +42,7 @@ from vla_finetuning.data.metadata import (
     load_metadata,
     select_episodes,
 )
-from vla_finetuning.data.options import Features, Order, Reading, Selection
+from vla_finetuning.data.options import WINDOW_SEGMENTS, Features, Order, Reading, Selection
 from vla_finetuning.data.plan import (
     Plan,
     StreamPlan,
@@ -155,7 +155,8 @@ class LeRobotDatasource(Datasource):
         segments = None if order.shuffle_seed is None else order.window_segments
         # Windows of whole blocks: none is then decoded by two tasks.
         cameras = [feature for meta in self.metas for key, feature in meta.features.items() if key in self._features]
-        cut_at = key_frame_rows(cameras) if order.at_key_frames else 1
+        # What comes before a key frame need not be decoded.
+        cut_at = key_frame_rows(cameras)
         window, segment = window_and_segment(
             order.shuffle_window, READ_BYTES // row_bytes, SEGMENT_ROWS, segments, cut_at
         )
@@ -451,7 +452,7 @@ def read_lerobot(
     image_size: Sequence[int] | None = None,
     shuffle_seed: int | None = None,
     shuffle_window: int = DatasetOptions.shuffle_window,
-    window_segments: int | None = DatasetOptions.window_segments,
+    window_segments: int = WINDOW_SEGMENTS,
     tolerance_s: float = 1e-4,
     storage_options: dict[str, Any] | None = None,
     storage_policy: StoragePolicy | None = None,

@@ -89,7 +89,7 @@ def distinct_episodes_at_random(length: np.ndarray, batch_rows: int) -> float:
 def mixing(windows: Sequence[int], episodes: int, rows: int) -> dict[str, Any]:
     """Distinct episodes per batch for several `shuffle_window`s, of a dataset of equal episodes."""
     from lerobot_datasource import SEGMENT_ROWS
-    from vla_finetuning.config import DatasetOptions
+    from vla_finetuning.data.options import WINDOW_SEGMENTS
     from vla_finetuning.data.plan import Episodes, StreamPlan, window_and_segment
 
     number, length = np.arange(episodes), np.full(episodes, rows)
@@ -98,7 +98,7 @@ def mixing(windows: Sequence[int], episodes: int, rows: int) -> dict[str, Any]:
     for batch in (8, 32, 64):
         plans = {}
         for w in windows:
-            window, segment = window_and_segment(w, w, SEGMENT_ROWS, DatasetOptions.window_segments)
+            window, segment = window_and_segment(w, w, SEGMENT_ROWS, WINDOW_SEGMENTS)
             if w >= batch:
                 plans[w] = StreamPlan(drawn_from, seed=0, segment_rows=segment, window_rows=window)
         found["batches"][batch] = {

@@ -90,7 +90,7 @@ def prepared_rows(config: Any, rows: int, seed: int) -> Columns:
 
 def prompt_lengths(config: Any) -> tuple[int, ...]:
     """The lengths that ours cuts prompts to."""
-    return family_of(config).prompt_lengths(config, CAMERAS, trim=True)
+    return family_of(config).prompt_lengths(config, CAMERAS)
 
 
 def prompt(config: Any) -> int:

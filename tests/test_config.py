@@ -142,7 +142,6 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ([*DATA, "--warmup_frac=2"], "--warmup_frac=2"),
         ([*DATA, "--final_lr_frac=0", "--scheduler.num_warmup_steps=3"], "--final_lr_frac and --scheduler.num_warmup"),
         ([*DATA, "--lr=1e-4", "--optimizer.lr=1e-3"], "--lr and --optimizer.lr: give one"),
-        ([*DATA, "--train.clip_norm=1", "--optimizer.grad_clip_norm=2"], "--train.clip_norm and --optimizer.grad_clip"),
         ([*DATA, "--use_policy_training_preset=false"], "with which optimizer. give --optimizer.type adamw"),
         (
             [*DATA, "--use_policy_training_preset=false", "--optimizer.type=adam"],
@@ -160,7 +159,7 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ([*DATA, "--dataset.image_size=[224]"], "expected auto, stored, or .height, width."),
         ([*DATA, "--dataset.image_size=224"], "expected auto, stored, or .height, width."),
         ([*DATA, "--dataset.max_skipped=2"], "max_skipped=2: expected a number, at least 0 and at most 1"),
-        ([*DATA, "--dataset.window_segments=0"], "window_segments=0: expected a whole number, at least 1, or null"),
+        ([*DATA, "--dataset.shuffle_window=0"], "shuffle_window=0: expected a whole number, at least 1"),
         ([*DATA, "--dataset.read_timeout_s=0"], "--dataset.read_timeout_s=0: expected a number, above 0"),
         ([*DATA, "--dataset.frame_cache_gb=-1"], "--dataset.frame_cache_gb=-1: expected a number, above 0"),
         ([*DATA, "--policy.type=pi05"], "--policy.path and --policy.type"),
@@ -394,7 +393,7 @@ def test_a_command_line_is_answered_before_anything_heavy_is_loaded(program, arg
             ["--env.type=pusht", "--keep_best", "2,success"],
             lambda config: (config.keep_best, config.keep_best_by) == (2, "success"),
         ),
-        (["--dataset.window_segments=null"], lambda config: config.dataset.window_segments is None),
+        (["--dataset.skip_idle=null"], lambda config: config.dataset.skip_idle is None),
     ],
 )
 def test_values_mean_what_they_say(flags, of):
@@ -424,7 +423,7 @@ def test_every_option_of_a_run_is_saved_and_comes_back(tmp_path):
     given = {
         "scaling.num_workers": "2,8", "keep_best": "2,success", "env.type": "two_bins", "env.a": "b",
         "optimizer.betas": "[0.9, 0.99]", "dataset.image_transforms.enable": "true", "dataset.image_size": "[8, 8]",
-        "rename_map": '{"a": "b"}', "num_epochs": "1.5", "dataset.window_segments": "null", "peft.r": "4",
+        "rename_map": '{"a": "b"}', "num_epochs": "1.5", "dataset.shuffle_window": "64", "peft.r": "4",
         "policy.repo_id": "a/b",
     }  # fmt: skip
     first = parse_args([*DATA, f"--output_dir={tmp_path}", *(f"--{name}={value}" for name, value in given.items())])

@@ -266,8 +266,6 @@ def _check_learning(config: Config) -> None:
         raise ValueError(f"{short[0]} and --scheduler.{min(scheduler)}: give one of them")
     if config.lr is not None and "lr" in optimizer:
         raise ValueError("--lr and --optimizer.lr: give one of them")
-    if config.train.clip_norm is not None and "grad_clip_norm" in optimizer:
-        raise ValueError("--train.clip_norm and --optimizer.grad_clip_norm: give one of them")
     if not config.use_policy_training_preset:
         if "type" not in optimizer:
             raise ValueError("--use_policy_training_preset=false: with which optimizer? give --optimizer.type adamw")

@@ -194,16 +194,6 @@ class DatasetOptions:
         max=1,
     )
     shuffle_window: int = option(512, "Rows shuffled among themselves, bounded by memory (docs/data_engine.md).", min=1)
-    window_segments: int | None = option(
-        32,
-        "Least number of places in the dataset (segments) that a shuffle window takes its rows from. More mix better "
-        "and cost decoding. null: segments of 16 rows, however few that makes.",
-        min=1,
-    )
-    # What comes before a key frame need not be decoded.
-    at_key_frames: bool = option(
-        True, "Begin segments at key frames of the videos, where segments are as long as those are apart."
-    )
     read_timeout_s: float = option(
         READ_TIMEOUT_S, "Seconds for one request to an object store with its retries.", above=0
     )
@@ -271,11 +261,6 @@ class StepOptions:
         "PI0.5, PI0, SmolVLA: keep only what enters each layer, and compute the layer again in backward. Same result, "
         "less memory, slower.",
     )
-    trim_prompts: bool = option(
-        True,
-        "PI0.5, PI0, SmolVLA: cut the padding of a micro-batch's prompts down to the longest one, rounded up. Same up "
-        "to rounding.",
-    )
     compile: bool = option(
         False,
         "PI0.5, PI0, SmolVLA: torch.compile the layers, on GPUs where that works. Same up to rounding; they are "
@@ -286,9 +271,6 @@ class StepOptions:
         10,
         "End the run when more steps than this had a loss or gradient that is not finite; such steps are skipped.",
         min=0,
-    )
-    clip_norm: float | None = option(
-        None, "Gradient norm above which gradients are scaled down; the policy's own when absent.", above=0
     )
 
 

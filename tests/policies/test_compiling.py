@@ -64,7 +64,7 @@ def train(policy, module, steps, accum=1, autocast=None, first=0):
 def test_each_length_of_prompts_is_compiled_and_all_of_them_are_within_dynamos_limit():
     policy = make_policy(2, tokenizer_max_length=220)
     choose_trainable(policy, "full")
-    lengths, counting = family_of(policy.config).prompt_lengths(policy.config, 2, trim=True), Counting()
+    lengths, counting = family_of(policy.config).prompt_lengths(policy.config, 2), Counting()
     compiler = Compiler(counting)
     assert 2 * len(lengths) == 2 * MAX_LENGTHS < torch._dynamo.config.recompile_limit
     module, reference = (PI05Loss(policy, attention="sdpa", compile=compile) for compile in (compiler, None))

@@ -16,8 +16,8 @@ from vla_finetuning.policies.trainable import choose_trainable
 TOKENS, MASK = "observation.language.tokens", "observation.language.attention_mask"
 
 
-def lengths_of(config, cameras, trim):
-    return family_of(config).prompt_lengths(config, cameras, trim)
+def lengths_of(config, cameras):
+    return family_of(config).prompt_lengths(config, cameras)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -27,7 +27,7 @@ def test_loss_and_gradients_are_those_of_padded_prompts(mode, attention):
     policy = make_policy(2, tokenizer_max_length=120)
     choose_trainable(policy, mode)
     batch, noise, time = make_batch(policy)  # the longest prompt has 11 tokens
-    lengths = lengths_of(policy.config, 2, trim=True)
+    lengths = lengths_of(policy.config, 2)
     cut = cut_prompts({key: batch[key].numpy() for key in (TOKENS, MASK)}, lengths)
     assert cut[TOKENS].shape == cut[MASK].shape == (4, 32)
 
@@ -43,15 +43,14 @@ def test_loss_and_gradients_are_those_of_padded_prompts(mode, attention):
     assert ((gradient - wanted).norm() / wanted.norm()).item() < 2e-6
 
 
-@pytest.mark.parametrize("trim", [True, False])
 @pytest.mark.parametrize("cameras", [1, 2, 3])
-def test_no_length_is_one_at_which_a_kernel_is_known_to_be_wrong(cameras, trim):
+def test_no_length_is_one_at_which_a_kernel_is_known_to_be_wrong(cameras):
     for chunk_size in range(1, 130):
         config = real_config(cameras)
         config.chunk_size = chunk_size
-        lengths = lengths_of(config, cameras, trim)
+        lengths = lengths_of(config, cameras)
         assert list(lengths) == sorted(set(lengths)) and 200 <= lengths[-1] < 240
-        assert len(lengths) == 1 if not trim else 5 <= len(lengths) <= 7
+        assert 5 <= len(lengths) <= 7
         for length in lengths:
             prefix = cameras * image_tokens(config) + length
             for keys in (prefix, prefix + chunk_size):
@@ -59,15 +58,14 @@ def test_no_length_is_one_at_which_a_kernel_is_known_to_be_wrong(cameras, trim):
 
 
 def test_lengths_are_few():
-    assert lengths_of(real_config(), 3, trim=True) == (32, 72, 96, 128, 160, 200)
-    assert lengths_of(real_config(), 3, trim=False) == (200,)
-    assert lengths_of(make_config(2), 2, trim=True) == (20,)  # shorter than the shortest
+    assert lengths_of(real_config(), 3) == (32, 72, 96, 128, 160, 200)
+    assert lengths_of(make_config(2), 2) == (20,)  # shorter than the shortest
     config = real_config()
     config.tokenizer_max_length = 1000
-    assert lengths_of(config, 3, trim=True) == (160, 328, 480, 640, 800, 968, 1000)
+    assert lengths_of(config, 3) == (160, 328, 480, 640, 800, 968, 1000)
     # With a chunk of 25, 200 tokens of three cameras would be 993 keys.
     config.tokenizer_max_length, config.chunk_size = 200, 25
-    assert lengths_of(config, 3, trim=False) == (208,)
+    assert lengths_of(config, 3)[-1] == 208
 
 
 @pytest.mark.parametrize(

@@ -397,11 +397,10 @@ def test_attention_is_compared_before_the_first_step_and_written_down(setting, m
     assert used and not any(used)
 
 
-@pytest.mark.parametrize("trim, length", [("true", 40), ("false", 96)])
-def test_a_step_computes_and_counts_what_its_prompts_need(setting, trim, length, monkeypatch):
-    options = {"policy.tokenizer_max_length": 96, "train.trim_prompts": trim, "train.noise_draws": 2}
+def test_a_step_computes_and_counts_what_its_prompts_need(setting, monkeypatch):
+    options, length = {"policy.tokenizer_max_length": 96, "train.noise_draws": 2}, 40
     run = resolved(setting, steps=2, output_dir=setting[0] / "prompts", **options)
-    assert run.policy.prompts == ((40, 64, 96) if trim == "true" else (96,))
+    assert run.policy.prompts == (length, 64, 96)
     shapes, written = [], []
 
     class Log:

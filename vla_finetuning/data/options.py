@@ -14,6 +14,9 @@ from vla_finetuning.data.frame_cache import FrameCache
 from vla_finetuning.data.frames import Stretches
 from vla_finetuning.data.shards import Sharding
 
+# Places in the dataset that a shuffle window takes its rows from, at least. More mix better and cost decoding.
+WINDOW_SEGMENTS = 32
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -65,9 +68,7 @@ class Order:
     Attributes:
         shuffle_seed: None for stored order.
         shuffle_window: rows shuffled among themselves, at most: fewer when a window would exceed READ_BYTES.
-        window_segments: the least number of segments of a shuffled window, for which it may exceed READ_BYTES; None:
-            segments of SEGMENT_ROWS, however few.
-        at_key_frames: begin shuffled segments at key frames, where segments are long enough: decodes fewer frames.
+        window_segments: the least number of segments of a shuffled window, for which it may exceed READ_BYTES.
         global_shuffle: draw rows one by one from the whole dataset (or shard) in epochs after the first; for cached
             frames.
         sharding: how the rows are divided among nodes; None: not divided.
@@ -80,8 +81,7 @@ class Order:
 
     shuffle_seed: int | None = None
     shuffle_window: int = DatasetOptions.shuffle_window
-    window_segments: int | None = DatasetOptions.window_segments
-    at_key_frames: bool = True
+    window_segments: int = WINDOW_SEGMENTS
     global_shuffle: bool = False
     sharding: Sharding | None = None
     stream: tuple[int, int] | None = None

@@ -289,16 +289,13 @@ class Family:
         """Entries of an action as its processors make it."""
         return config.output_features[ACTION].shape[0]
 
-    def prompt_lengths(self, config: PreTrainedConfig, cameras: int, trim: bool) -> tuple[int, ...]:
+    def prompt_lengths(self, config: PreTrainedConfig, cameras: int) -> tuple[int, ...]:
         """The lengths that prompts are cut to in batches with so many cameras, ascending; none: they stay as they are.
 
         Where the policy has prompts padded to the longest of a batch, these are all lengths, as `Prepare` pads to one.
-
-        Args:
-            trim: whether prompts are cut; otherwise there is one length, which need not be the tokenizer's.
         """
         longest = "longest" in (getattr(config, name, None) for name in ("pad_language_to", "tokenizer_padding"))
-        return tuple(range(1, getattr(config, "tokenizer_max_length", 0) + 1)) if longest and trim else ()
+        return tuple(range(1, getattr(config, "tokenizer_max_length", 0) + 1)) if longest else ()
 
     # ---- prediction --------------------------------------------------------------------------------------------------
 

@@ -129,7 +129,7 @@ def make_recipe(config: Config, policy_config: PreTrainedConfig) -> Recipe:
         )
     if not optimizer.lr > 0:
         raise ValueError(f"--optimizer.lr={optimizer.lr}: must be positive")
-    clip_norm = config.train.clip_norm or optimizer.grad_clip_norm
+    clip_norm = optimizer.grad_clip_norm
     return Recipe(
         optimizer=optimizer,
         peak=config.lr or optimizer.lr,

@@ -422,9 +422,9 @@ class PI05(Family):
                 raise ValueError(f"the batch has no {key!r}; its keys are {sorted(batch)}")
             require(batch, key, batch[key].dtype == dtype and tuple(batch[key].shape) == shape, f"{dtype} {shape}")
 
-    def prompt_lengths(self, config: Any, cameras: int, trim: bool) -> tuple[int, ...]:
+    def prompt_lengths(self, config: Any, cameras: int) -> tuple[int, ...]:
         steps = self.before_actions + config.chunk_size
-        return prompt_lengths(config.tokenizer_max_length, cameras * image_tokens(config), steps, trim)
+        return prompt_lengths(config.tokenizer_max_length, cameras * image_tokens(config), steps)
 
     def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Rename keys as LeRobot's `PI05Policy.from_pretrained` does.

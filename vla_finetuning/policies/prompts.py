@@ -27,17 +27,15 @@ ALIGNMENT = 8
 ADVANTAGE = {True: ", Advantage: positive", False: ", Advantage: negative"}
 
 
-def prompt_lengths(longest: int, images: int, steps: int, trim: bool) -> tuple[int, ...]:
+def prompt_lengths(longest: int, images: int, steps: int) -> tuple[int, ...]:
     """The lengths that prompts may have, the shortest first.
 
     Args:
         longest: what the tokenizer pads to.
         images, steps: positions before a prompt and after it that attend to it.
-        trim: whether prompts are cut; otherwise there is one length, which need not be the tokenizer's.
     """
     step = STEP * -(-longest // (STEP * MAX_LENGTHS))
-    wanted = {*range(step, longest, step), longest} if trim else {longest}
-    return tuple(sorted({_sound(length, images, steps) for length in wanted}))
+    return tuple(sorted({_sound(length, images, steps) for length in (*range(step, longest, step), longest)}))
 
 
 def _sound(length: int, images: int, steps: int) -> int:

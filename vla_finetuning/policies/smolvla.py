@@ -444,9 +444,9 @@ class SmolVLA(PI0):
     def own_keys(self, policy: PreTrainedPolicy, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return weights
 
-    def prompt_lengths(self, config: Any, cameras: int, trim: bool) -> tuple[int, ...]:
+    def prompt_lengths(self, config: Any, cameras: int) -> tuple[int, ...]:
         images, steps = image_tokens(config, cameras), self.before_actions + config.chunk_size
-        return prompt_lengths(config.tokenizer_max_length, images, steps, trim)
+        return prompt_lengths(config.tokenizer_max_length, images, steps)
 
     def with_cameras(self, config: Any, cameras: int, prompt: int | None = None) -> Any:
         config = self.without_downloads(copy.deepcopy(config))

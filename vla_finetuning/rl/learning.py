@@ -439,7 +439,7 @@ def build_grpo_optimizer(config: GrpoConfig, objective: Objective) -> TrainableO
         betas=preset.betas,
         eps=preset.eps,
         weight_decay=0.0,
-        clip_norm=config.train.clip_norm or preset.grad_clip_norm,
+        clip_norm=preset.grad_clip_norm,
     )
     if critic is None:
         return optimizer

@@ -173,7 +173,7 @@ def resolve_grpo(config: GrpoConfig, gpus_found: int) -> GrpoRun:
         )
     shown = {renamed.get(key, key) for key in env_to_policy_features(env)}
     cameras = tuple(key for key in policy_config.image_features if key in shown)
-    prompts = family_of(policy_config).prompt_lengths(policy_config, len(cameras), config.train.trim_prompts)
+    prompts = family_of(policy_config).prompt_lengths(policy_config, len(cameras))
     steps = 1 if config.grpo.random_steps == "one" else config.grpo.flow_steps
     decided = {name: value for name, value in asdict(config.grpo).items() if name not in FREE}
     config = replace(config, policy_revision=base["revision"])

@@ -30,21 +30,11 @@ class Mixing:
 
 def mixing_of(config: Config, source: LeRobotDatasource) -> Mixing:
     """How well the batches of a run are mixed that reads `source`, the training rows."""
-    plan, batch, d = source.plan, config.global_batch_size, config.dataset
+    plan, batch = source.plan, config.global_batch_size
     found, at_random = plan.expected_episodes(batch), plan.expected_episodes(batch, window_rows=10**18, segment_rows=1)
     advice = None
     if found < POORLY_MIXED * at_random:
-        more, better = plan.window_rows // plan.segment_rows, found
-        while better < POORLY_MIXED * at_random and more < plan.window_rows:
-            more = min(2 * more, plan.window_rows)
-            better = plan.expected_episodes(batch, segment_rows=max(1, plan.window_rows // more))
-        advice = (
-            f"--dataset.window_segments {more} makes it about {better:.0f} (and decodes more frames for those wanted)"
-        )
-        if better < POORLY_MIXED * at_random:
-            smaller = (
-                "frames that are fitted into the policy's size, or fewer --dataset.camera_keys, leave memory for more"
-            )
-            asked_for = plan.window_rows > d.shuffle_window - SEGMENT_ROWS
-            advice += "; " + ("a larger --dataset.shuffle_window, more still" if asked_for else smaller)
+        advice = "frames that are fitted into the policy's size, or fewer --dataset.camera_keys, leave memory for more"
+        if plan.window_rows > config.dataset.shuffle_window - SEGMENT_ROWS:
+            advice = "a larger --dataset.shuffle_window mixes more"
     return Mixing(plan.window_rows, plan.window_rows * source.row_bytes(), plan.segment_rows, found, at_random, advice)

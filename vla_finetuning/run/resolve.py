@@ -138,7 +138,7 @@ def resolve(config: Config, gpus_found: int, metas: Metas = ()) -> Run:
     config, found = _statistics(config, rows, matched)
     cameras, train, flops = len(match.camera_keys), config.train, {}
     family = family_of(base.config)
-    prompts = family.prompt_lengths(base.config, cameras, train.trim_prompts)
+    prompts = family.prompt_lengths(base.config, cameras)
     if prompts and family.from_config:
         features = train.feature_cache is not None
         flops = flops_by_prompt(base.config, cameras, train.mode, train.noise_draws, prompts, config.peft, features)
@@ -372,8 +372,6 @@ def _rows(config: Config, matched: Matched, chosen: ChosenEpisodes, dropped: int
     order = Order(
         shuffle_seed=config.seed,
         shuffle_window=d.shuffle_window,
-        window_segments=d.window_segments,
-        at_key_frames=d.at_key_frames,
         global_shuffle=d.global_shuffle,
         sharding=sharding_of(d),
         stream=stream,
