@@ -48,6 +48,7 @@ from util import (
 )
 from vla_finetuning.config import Config
 from vla_finetuning.data.feature_cache import FeatureCache
+from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
 from vla_finetuning.evaluation.demo_success import is_demo, success_table, try_demo
 from vla_finetuning.evaluation.during import Evaluator
 from vla_finetuning.evaluation.open_loop import error_table, evaluate_run
@@ -169,7 +170,7 @@ def train(
 
     features = None
     if config.train.feature_cache is not None:
-        features = VisionFeatures(rows, FeatureCache(config.train.feature_cache, config.train.feature_cache_gb))
+        features = VisionFeatures(rows, FeatureCache(config.train.feature_cache, cache_gb(FRAME_CACHE_GB)))
 
     # The first batch is read while the model is made.
     batches = feed(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from vla_finetuning.config import CONFIG_NAME, PRESETS, Config
+from vla_finetuning.environment import cache_gb
 from vla_finetuning.flags import PROGRAMS, page, parse_args, parse_evaluate, parse_grpo, parse_record
 
 DATA = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
@@ -161,7 +162,6 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ([*DATA, "--dataset.max_skipped=2"], "max_skipped=2: expected a number, at least 0 and at most 1"),
         ([*DATA, "--dataset.shuffle_window=0"], "shuffle_window=0: expected a whole number, at least 1"),
         ([*DATA, "--dataset.read_timeout_s=0"], "--dataset.read_timeout_s=0: expected a number, above 0"),
-        ([*DATA, "--dataset.frame_cache_gb=-1"], "--dataset.frame_cache_gb=-1: expected a number, above 0"),
         ([*DATA, "--policy.type=pi05"], "--policy.path and --policy.type"),
         ([*DATA, "--steps=3", "--num_epochs=1"], "--steps and --num_epochs"),
         (DATA[1:], "which data"),
@@ -169,9 +169,6 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         (DATA[:2], "where to"),
         ([*DATA[:2], "--output_dir=http://b/x"], "expected a path, s3://BUCKET/FOLDER or gs:"),
         (["--resume"], "--resume: say which run"),
-        ([*DATA, "--dataset.cache_size_gb=9"], "cache_size_gb does nothing without --dataset.cache_dir: give both"),
-        ([*DATA, "--dataset.frame_cache_gb=9"], "frame_cache_gb does nothing without --dataset.frame_cache"),
-        ([*DATA, "--train.feature_cache_gb=9"], "feature_cache_gb does nothing without --train.feature_cache"),
         ([*DATA, "--dataset.max_skipped=0.1"], "max_skipped does nothing without --dataset.on_error skip"),
         ([*DATA, "--recap.dropout=0.1"], "--recap.dropout does nothing without --recap.labels"),
         ([*DATA, "--env.task=a"], "--env.task=a: in which environment"),
@@ -429,6 +426,16 @@ def test_every_option_of_a_run_is_saved_and_comes_back(tmp_path):
     first = parse_args([*DATA, f"--output_dir={tmp_path}", *(f"--{name}={value}" for name, value in given.items())])
     (tmp_path / CONFIG_NAME).write_text(json.dumps(first.to_json()))
     assert parse_args([f"--output_dir={tmp_path}", "--resume"]) == replace(first, resume=True)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "much"])
+def test_limits_in_the_environment_are_checked(monkeypatch, text):
+    assert cache_gb(7.0) == 7.0
+    monkeypatch.setenv("VLA_CACHE_GB", "2.5")
+    assert cache_gb(7.0) == 2.5
+    monkeypatch.setenv("VLA_CACHE_GB", text)
+    with pytest.raises(ValueError, match=f"VLA_CACHE_GB='{text}' in the environment: expected a number above 0"):
+        cache_gb(7.0)
 
 
 def test_a_run_of_grpo_is_resumed_with_its_own_options_alone(tmp_path):

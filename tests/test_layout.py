@@ -19,7 +19,8 @@ PACKAGE = "vla_finetuning"
 # What each unit may import of the project, besides itself. A unit is a file or a folder of files; the longest name that
 # fits a module counts. Whoever adds a line here says why in docs or review: each is one more thing to hold in the head.
 GROUND = {
-    f"{PACKAGE}.{name}" for name in ("bucket", "cards", "config", "files", "lines", "node_disk", "options", "terminal")
+    f"{PACKAGE}.{name}"
+    for name in ("bucket", "cards", "config", "environment", "files", "lines", "node_disk", "options", "terminal")
 }
 DATA = {*GROUND, f"{PACKAGE}.data", "lerobot_datasource"}
 LEROBOTS = {*GROUND, f"{PACKAGE}.lerobot_options"}
@@ -35,6 +36,7 @@ DIAGNOSTICS = {*PROGRAMS, "vla", "diagnostics"}
 MAY_IMPORT = {
     f"{PACKAGE}.bucket": set(),
     f"{PACKAGE}.cards": set(),
+    f"{PACKAGE}.environment": set(),
     f"{PACKAGE}.options": set(),
     f"{PACKAGE}.config": GROUND,
     f"{PACKAGE}.members": GROUND,

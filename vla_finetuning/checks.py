@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from vla_finetuning.bucket import place
 from vla_finetuning.config import (
-    CACHE_SIZE_GB,
-    FRAME_CACHE_GB,
     MAX_SEED,
     Config,
     DatasetOptions,
@@ -278,16 +276,8 @@ def _check_learning(config: Config) -> None:
 
 def _check_given_alone(config: Config) -> None:
     """Refuse options that do nothing without another. A run that was started with some goes on."""
-    data, train, recap = config.dataset, config.train, config.recap
+    data, recap = config.dataset, config.recap
     for flag, given, other, there in (
-        ("--dataset.cache_size_gb", data.cache_size_gb != CACHE_SIZE_GB, "--dataset.cache_dir", data.cache_dir),
-        ("--dataset.frame_cache_gb", data.frame_cache_gb != FRAME_CACHE_GB, "--dataset.frame_cache", data.frame_cache),
-        (
-            "--train.feature_cache_gb",
-            train.feature_cache_gb != FRAME_CACHE_GB,
-            "--train.feature_cache",
-            train.feature_cache,
-        ),
         (
             "--dataset.max_skipped",
             data.max_skipped != DatasetOptions.max_skipped,

@@ -41,10 +41,6 @@ CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
 READ_TIMEOUT_S = 120.0
 # The very first request has less: a store that does not answer at all is more often a wrong name than an outage.
 FIRST_ANSWER_TIMEOUT_S = 15.0
-# A few of LeRobot's larger datasets, on the local disk that a cloud machine with a GPU usually has.
-CACHE_SIZE_GB = 100.0
-# Decoded frames are large (data/frame_cache.py): 16 GB for every hour of three cameras of 224x224 at 10 Hz.
-FRAME_CACHE_GB = 200.0
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "vla-fine-tuning"
 FRAMES_DIR = os.environ.get("VLA_FRAMES_DIR") or str(_CACHE / "frames")
 # Unpacked numbers of data files (data/number_cache.py), on every node's own disk: a hundredth of what the videos take.
@@ -201,13 +197,11 @@ class DatasetOptions:
     cache_dir: str | None = option(
         None, "A folder on each node's own disk that caches what is read from an object store."
     )
-    cache_size_gb: float = option(CACHE_SIZE_GB, "Size of --dataset.cache_dir on each node, in GB.", above=0)
     frame_cache: str | None = option(
         None,
         "A folder on each node's own disk that caches decoded frames, for later epochs and runs on the same dataset. "
         "auto: in VLA_FRAMES_DIR, where a run reads its frames more than once and they fit the disk.",
     )
-    frame_cache_gb: float = option(FRAME_CACHE_GB, "Size of --dataset.frame_cache on each node, in GB.", above=0)
     # For free where all frames are cached. For runs on one node, or with a shard for each node: other runs would decode
     # single frames until each node has cached all of them.
     global_shuffle: bool = option(
@@ -310,7 +304,6 @@ class TrainOptions(StepOptions):
         "SmolVLA, where its vision does not train: a folder on each node's own disk that caches what its vision tower "
         "makes of each frame, for later epochs and for runs from the same weights.",
     )
-    feature_cache_gb: float = option(FRAME_CACHE_GB, "Size of --train.feature_cache on each node, in GB.", above=0)
 
 
 @dataclass

@@ -160,4 +160,4 @@ def test_of_more_than_fits_some_are_kept(roots, tmp_path, caplog):
     known = here(store, dataset, index)
     assert known.any() and not known.all()
     np.testing.assert_array_equal(store.read(TOP, dataset, index)[0][known], features_of(TOP, dataset, index)[known])
-    assert "--train.feature_cache_gb" in caplog.text
+    assert "VLA_CACHE_GB" in caplog.text

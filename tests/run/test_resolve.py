@@ -64,8 +64,9 @@ def policy_images(run, rows):
     return policy._preprocess_images(DeviceHalf(pre, run.policy.config)(inputs))[0], source
 
 
-def test_frames_are_kept_where_the_flags_say_and_named_from_any_folder(setting):
-    run = plan(setting, "--dataset.frame_cache=kept", "--dataset.frame_cache_gb=3")
+def test_frames_are_kept_where_the_flags_say_and_named_from_any_folder(setting, monkeypatch):
+    monkeypatch.setenv("VLA_CACHE_GB", "3")
+    run = plan(setting, "--dataset.frame_cache=kept")
     source = run.rows.source(stream=(0, run.rows.last_row))
     assert source._options(1).frame_cache == FrameCache(str(Path("kept").absolute()), 3.0)
     assert plan(setting).rows.source(stream=(0, 4))._options(1).frame_cache is None
@@ -87,19 +88,21 @@ def test_frames_are_kept_by_themselves_where_they_are_read_again_and_fit(setting
     assert f"decoded once: 0.0 GB of frames are cached in {tmp_path / 'frames'}, on every node" in text
     where, text = kept(once)
     assert where is None and "none are read twice" in text
-    where, text = kept(again, f"--dataset.frame_cache_gb={size / 1e9 * 0.99}")
+    monkeypatch.setenv("VLA_CACHE_GB", str(size / 1e9 * 0.99))
+    where, text = kept(again)
     assert where is None and "decoded in every epoch" in text and "fits the disk" in text
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     assert has_capacity(tmp_path / "no/such/folder", 10**6) and not has_capacity(tmp_path, free)
     assert "decoded once" not in describe(plan(setting, again))
 
 
-def test_all_rows_of_later_epochs_are_shuffled_only_where_all_frames_are_kept(setting):
+def test_all_rows_of_later_epochs_are_shuffled_only_where_all_frames_are_kept(setting, monkeypatch):
     flags = ["--dataset.global_shuffle=true", "--steps=20"]
     with pytest.raises(ValueError, match=r"global_shuffle draws single frames of .* GB, and no frames are cached"):
         plan(setting, *flags)
-    with pytest.raises(ValueError, match="and --dataset.frame_cache_gb=1e-06 of them are cached"):
-        plan(setting, *flags, "--dataset.frame_cache=kept", "--dataset.frame_cache_gb=1e-6")
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="and VLA_CACHE_GB=1e-06 of them are cached"):
+        patch.setenv("VLA_CACHE_GB", "1e-6")
+        plan(setting, *flags, "--dataset.frame_cache=kept")
     run, as_ever = (plan(setting, *more, "--dataset.frame_cache=kept") for more in (flags, ["--steps=20"]))
     assert "from the second epoch on, all rows are shuffled" in describe(run)
     assert "from the second epoch on" not in describe(as_ever)

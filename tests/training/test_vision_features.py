@@ -143,16 +143,16 @@ def test_what_a_computation_is_told_by(run):
     assert len(set(names)) == len(names)
 
 
-def test_a_full_cache_costs_the_cache_alone(dataset, tmp_path, seen, caplog):
+def test_a_full_cache_costs_the_cache_alone(dataset, tmp_path, seen, caplog, monkeypatch):
     plain = trained(dataset, tmp_path)
     seen.clear()
+    monkeypatch.setenv("VLA_CACHE_GB", "1e-5")  # for 36 of 62 frames: four tokens of 16 numbers, and a mark
     for _ in range(2):
-        # For 36 of 62 frames: four tokens of 16 numbers, and a mark.
-        cached = trained(dataset, tmp_path, tmp_path / "features", **{"train.feature_cache_gb": 1e-5})
+        cached = trained(dataset, tmp_path, tmp_path / "features")
     assert 0 < 2 * CAMERAS * ROWS * FIRST - sum(seen) <= 36
     assert apart(cached, plain) < 1e-6
     (warning,) = {record.message for record in caplog.records if record.levelno == logging.WARNING}
-    assert "is full" in warning and "--train.feature_cache_gb" in warning
+    assert "is full" in warning and "VLA_CACHE_GB" in warning
 
 
 def test_a_run_from_a_folder_goes_on_with_the_features_of_another(dataset, tmp_path, seen):
@@ -357,7 +357,7 @@ def test_adapters_on_the_tower_are_refused(dataset, tmp_path):
     in_process.train(adapted, Shard(adapted))
 
 
-def test_the_plan_says_what_features_take(dataset, tmp_path):
+def test_the_plan_says_what_features_take(dataset, tmp_path, monkeypatch):
     cache = {"train.mode": "expert", "train.feature_cache": tmp_path / "features", "train.exact_mean": "true"}
     run = resolved(dataset, "smolvla", tmp_path, **cache, steps=40, grad_accum=3)
     plan = planned_memory(run.policy, run.rows.frames)
@@ -368,9 +368,9 @@ def test_the_plan_says_what_features_take(dataset, tmp_path):
     assert f"are cached in {tmp_path / 'features'}, on every node" in text
     assert "(0 kB a camera and frame, fp32)" in text and "none are used twice" not in text
     assert "GFLOP per sample and step without the vision tower" in text
-    small = resolved(dataset, "smolvla", tmp_path, **cache, **{"train.feature_cache_gb": 1e-9, "steps": 3})
-    text = describe(small)
-    assert "TOO MANY for --train.feature_cache_gb=1e-09" in text and "none are used twice in this run" in text
+    monkeypatch.setenv("VLA_CACHE_GB", "1e-9")
+    text = describe(resolved(dataset, "smolvla", tmp_path, **cache, steps=3))
+    assert "TOO MANY for VLA_CACHE_GB=1e-09" in text and "none are used twice in this run" in text
     without = resolved(dataset, "smolvla", tmp_path, **{"train.mode": "expert"})
     assert max(run.policy.flops_by_prompt.values()) < max(without.policy.flops_by_prompt.values())
     assert "of the vision tower" not in describe(without) and "without the vision tower" not in describe(without)

@@ -28,7 +28,7 @@ class FeatureCache(CacheFolder):
     """Where a node keeps features."""
 
     remedy = (
-        "the vision tower runs for other frames in every epoch; free some there, raise --train.feature_cache_gb, or "
+        "the vision tower runs for other frames in every epoch; free some there, raise VLA_CACHE_GB, or "
         "choose another folder for --train.feature_cache"
     )
 

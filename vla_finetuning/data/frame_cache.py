@@ -25,7 +25,7 @@ class FrameCache(CacheFolder):
     """Where a node keeps decoded frames."""
 
     remedy = (
-        "other frames are decoded in every epoch; free some there, raise --dataset.frame_cache_gb, or choose another "
+        "other frames are decoded in every epoch; free some there, raise VLA_CACHE_GB, or choose another "
         "folder for --dataset.frame_cache"
     )
 
@@ -77,7 +77,7 @@ def what_prevents(where: FrameCache, videos: Sequence[VideoFile], size: int) -> 
         return f"cache folder {where.folder}: {error}"
     return (
         f"cache folder {where.folder}: {size / 1e9:.1f} GB of frames do not fit beside what other runs cache there, or "
-        "on its disk; raise --dataset.frame_cache_gb, or choose another --dataset.frame_cache"
+        "on its disk; raise VLA_CACHE_GB, or choose another --dataset.frame_cache"
     )
 
 

@@ -25,8 +25,9 @@ from fsspec.implementations.local import LocalFileSystem
 from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
 from vla_finetuning.bucket import StorageError, client_options, http_status, may_pass, range_google, range_s3
-from vla_finetuning.config import CACHE_SIZE_GB, READ_TIMEOUT_S
+from vla_finetuning.config import READ_TIMEOUT_S
 from vla_finetuning.data.node_cache import Records, node_cache
+from vla_finetuning.environment import CACHE_GB
 
 # What is read: local files, Amazon's and Google's stores and what speaks as they do; memory:// is for tests.
 PROTOCOLS = ("file", "local", "s3", "s3a", "gs", "gcs", "memory")
@@ -93,7 +94,7 @@ class StoragePolicy:
 
     timeout_s: float = READ_TIMEOUT_S
     cache_dir: str | None = None
-    cache_size_gb: float = CACHE_SIZE_GB
+    cache_size_gb: float = CACHE_GB
 
 
 def connect(
@@ -489,7 +490,7 @@ class BlockCache:
             Path(policy.cache_dir),
             int(policy.cache_size_gb * 1e9),
             "what is not cached there is read from the store each time: choose another --dataset.cache_dir, or raise "
-            "--dataset.cache_size_gb",
+            "VLA_CACHE_GB",
         )
         blocks = Records.of(cache, dataset, path, f"{identity}\0{BLOCK_BYTES}", BLOCK_BYTES)
         return None if blocks is None else cls(blocks)

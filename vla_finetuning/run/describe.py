@@ -10,6 +10,7 @@ from lerobot_datasource import SEGMENT_ROWS
 from vla_finetuning.config import FRAMES_DIR, NUMBERS_DIR, NUMBERS_GB, REHEARSAL_ROWS_PER_S, Config, DatasetOptions
 from vla_finetuning.data.node_cache import has_capacity
 from vla_finetuning.data.number_cache import numbers_gb
+from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
 from vla_finetuning.members import members
 from vla_finetuning.policies.augment import WRIST
 from vla_finetuning.policies.loading import aligned
@@ -298,8 +299,8 @@ def _cached_frames(d: DatasetOptions, rows: Rows) -> list[str]:
     if rows.last_row <= rows.per_epoch:
         return ["             none are cached (--dataset.frame_cache=auto): none are read twice"]
     return [
-        f"             decoded in every epoch: {size} of frames are more than --dataset.frame_cache_gb="
-        f"{d.frame_cache_gb:g}, or than fits the disk of {FRAMES_DIR} with a margin, or that is memory "
+        f"             decoded in every epoch: {size} of frames are more than VLA_CACHE_GB="
+        f"{cache_gb(FRAME_CACHE_GB):g}, or than fits the disk of {FRAMES_DIR} with a margin, or that is memory "
         "(--dataset.frame_cache=DIR keeps what fits)"
     ]
 
@@ -310,16 +311,16 @@ def _cached_features(config: Config, policy: PolicySpec, rows: Rows) -> list[str
         return []
     bf16 = config.planned_in_bf16
     sizes = family_of(policy.config).feature_bytes(policy.config, rows.cameras, bf16)
-    size, limit = rows.distinct_frames * sum(sizes.values()), train.feature_cache_gb * 1e9
+    size, gb = rows.distinct_frames * sum(sizes.values()), cache_gb(FRAME_CACHE_GB)
     where = "on every node" if rows.order.sharding is None else "on each node those of its shard"
     each = f"{max(sizes.values()) / 1e3:.0f} kB a camera and frame, {'bf16' if bf16 else 'fp32'}"
     lines = [
         f"Features     of the vision tower, which sees each frame once: {size / 1e9:.1f} GB ({each})",
         f"             are cached in {train.feature_cache}, {where}; the frames are {rows.cached_bytes / 1e9:.1f} GB",
     ]
-    if size > limit or not has_capacity(Path(train.feature_cache), size):
+    if size > gb * 1e9 or not has_capacity(Path(train.feature_cache), size):
         lines.append(
-            f"             TOO MANY for --train.feature_cache_gb={train.feature_cache_gb:g}, or for its disk with a "
+            f"             TOO MANY for VLA_CACHE_GB={gb:g}, or for its disk with a "
             "margin: what does not fit is computed in every epoch"
         )
     if rows.last_row <= rows.per_epoch:

@@ -21,6 +21,7 @@ from vla_finetuning.data.plan import evenly_spaced
 from vla_finetuning.data.reader import Decoding, frame_of
 from vla_finetuning.data.shards import Sharding
 from vla_finetuning.data.videos import Frames
+from vla_finetuning.environment import FRAME_CACHE_GB, cache_gb
 from vla_finetuning.run.mixing import Mixing
 
 Columns = dict[str, np.ndarray]
@@ -363,11 +364,12 @@ def frame_cache_of(d: DatasetOptions, decoded_bytes: int, reads_again: bool) -> 
     "auto" caches frames where a run reads them more than once (`reads_again`) and all of them fit this node's disk,
     which must not be memory.
     """
+    gb = cache_gb(FRAME_CACHE_GB)
     if d.frame_cache != "auto":
-        return FrameCache(d.frame_cache, d.frame_cache_gb) if d.frame_cache else None
-    fits = 0 < decoded_bytes <= d.frame_cache_gb * 1e9 and has_capacity(Path(FRAMES_DIR), decoded_bytes)
+        return FrameCache(d.frame_cache, gb) if d.frame_cache else None
+    fits = 0 < decoded_bytes <= gb * 1e9 and has_capacity(Path(FRAMES_DIR), decoded_bytes)
     if reads_again and fits and not is_in_memory(Path(FRAMES_DIR)):
-        return FrameCache(FRAMES_DIR, d.frame_cache_gb)
+        return FrameCache(FRAMES_DIR, gb)
     return None
 
 
@@ -376,9 +378,9 @@ def check_global_shuffle(d: DatasetOptions, cache: FrameCache | None, decoded_by
     if not d.global_shuffle or not decoded_bytes:
         return
     if cache is None or decoded_bytes > cache.gb * 1e9:
-        where = "no frames are cached" if cache is None else f"--dataset.frame_cache_gb={cache.gb:g} of them are cached"
+        where = "no frames are cached" if cache is None else f"VLA_CACHE_GB={cache.gb:g} of them are cached"
         raise ValueError(
             f"--dataset.global_shuffle draws single frames of {decoded_bytes / 1e9:.3g} GB, and {where}: each would be "
-            "searched for in its file. Cache them all (--dataset.frame_cache DIR, --dataset.frame_cache_gb), or leave "
+            "searched for in its file. Cache them all (--dataset.frame_cache DIR, VLA_CACHE_GB), or leave "
             "--dataset.global_shuffle out"
         )
