@@ -115,7 +115,7 @@ def train(run: GrpoRun, worker: Worker) -> bool:
     attempt = begin(job, worker, config.train.deterministic)
     progress = attempt.progress
 
-    rollouts = make_rollouts(run.scene, options, config.eval)  # its processes start while the model is made
+    rollouts = make_rollouts(run.scene, options, job.timeouts)  # its processes start while the model is made
     loss, autocast = build_model(policy, device)
     assert isinstance(loss, FlowLoss)  # the plan refuses others
     check_attention(policy, loss, device, autocast, job.output_dir if rank == 0 else None)
@@ -126,7 +126,7 @@ def train(run: GrpoRun, worker: Worker) -> bool:
         loss, player, prompts=policy.prompts, inference_batch=options.inference_batch, autocast=autocast, device=device
     )
     loss.mask_padding = options.method == "filtered"  # of own chunks what was executed
-    demonstrations = make_demonstrations(run.demonstrations, policy)
+    demonstrations = make_demonstrations(run.demonstrations, policy, job.timeouts)
     objective = Objective(loss, run.sde, options, config.seed).to(device)
     start = frozen_copy(objective) if options.kl else None
     model = spread(objective, config.scaling.strategy, device, world, autocast=autocast)

@@ -180,7 +180,7 @@ def train(
         dealt,
         progress.rows,
         job.steps,
-        timeout_s=config.dataset.batch_timeout_s,
+        timeout_s=job.timeouts.batch,
         epsilon=config.sample_weighting.epsilon,
         features=features,
         on_batch=on_batch,
@@ -221,7 +221,7 @@ def train(
             worker,
             batch_size=job.batch_size,
             limit=config.max_eval_samples,
-            timeout_s=config.dataset.batch_timeout_s,
+            timeout_s=job.timeouts.batch,
         )
 
     if config.train.compile and progress.step < job.steps:

@@ -326,7 +326,7 @@ def pull(run: Run, warmup: int, worker: Worker) -> None:
     log_to(run.job.output_dir)
     collate, clock = _StampReader(run.job.use_gpu), _CopyClock()
     dealt = Dealt(run.job.batch_size, run.rows.block_rows, rank, worker.world, run.job.batches_per_step)
-    timeout_s = run.config.dataset.batch_timeout_s
+    timeout_s = run.job.timeouts.batch
     batches = vla.feed(
         run.rows, run.policy, worker, dealt, 0, run.job.steps, timeout_s=timeout_s, collate=collate, clock=clock
     )

@@ -71,7 +71,8 @@ import vla
 from tests.planted import Fault, make_trainer
 from tests.planted_data import DataFault
 from vla_finetuning.run import lease
-from vla_finetuning.training import coordinators
+from vla_finetuning.training import coordinators, fitting
+fitting.RESIZE_INTERVAL_S = float(os.environ.get("TEST_RESIZE_S", fitting.RESIZE_INTERVAL_S))
 coordinators.RANKS_PER_COORDINATOR = int(os.environ.get("TEST_RANKS", coordinators.RANKS_PER_COORDINATOR))
 lease.LEASE_S, lease.RENEW_S = json.loads(os.environ.get("TEST_LEASE", f"[{lease.LEASE_S}, {lease.RENEW_S}]"))
 vla.make_trainer = partial(make_trainer, faults=eval(sys.argv[1]))

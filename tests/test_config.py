@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vla_finetuning.config import CONFIG_NAME, PRESETS, Config
-from vla_finetuning.environment import cache_gb
+from vla_finetuning.environment import Timeouts, cache_gb
 from vla_finetuning.flags import PROGRAMS, page, parse_args, parse_evaluate, parse_grpo, parse_record
 
 DATA = ["--dataset.root=/d", "--policy.path=/p", "--output_dir=/o"]
@@ -161,7 +161,6 @@ def test_a_run_in_the_home_folder_is_found(tmp_path, monkeypatch):
         ([*DATA, "--dataset.image_size=224"], "expected auto, stored, or .height, width."),
         ([*DATA, "--dataset.max_skipped=2"], "max_skipped=2: expected a number, at least 0 and at most 1"),
         ([*DATA, "--dataset.shuffle_window=0"], "shuffle_window=0: expected a whole number, at least 1"),
-        ([*DATA, "--dataset.read_timeout_s=0"], "--dataset.read_timeout_s=0: expected a number, above 0"),
         ([*DATA, "--policy.type=pi05"], "--policy.path and --policy.type"),
         ([*DATA, "--steps=3", "--num_epochs=1"], "--steps and --num_epochs"),
         (DATA[1:], "which data"),
@@ -436,6 +435,12 @@ def test_limits_in_the_environment_are_checked(monkeypatch, text):
     monkeypatch.setenv("VLA_CACHE_GB", text)
     with pytest.raises(ValueError, match=f"VLA_CACHE_GB='{text}' in the environment: expected a number above 0"):
         cache_gb(7.0)
+    assert Timeouts.from_environment() == Timeouts()
+    monkeypatch.setenv("VLA_STORE_TIMEOUT_S", "40")
+    assert Timeouts.from_environment() == Timeouts(store=40.0)
+    monkeypatch.setenv("VLA_READ_TIMEOUT_S", text)
+    with pytest.raises(ValueError, match=f"VLA_READ_TIMEOUT_S='{text}' in the environment"):
+        Timeouts.from_environment()
 
 
 def test_a_run_of_grpo_is_resumed_with_its_own_options_alone(tmp_path):

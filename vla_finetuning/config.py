@@ -36,10 +36,8 @@ CRITIC = "critic."
 MAX_SEED = 2**32 - 1
 CACHE_DIR = Path(os.environ.get("VLA_CACHE", ".cache"))
 
-# Object stores: time for one request with its retries. Long enough to sit out an overload or a restart of the store
-# (half a minute to a minute), short enough that a run reports a lost store while its user is still watching.
-READ_TIMEOUT_S = 120.0
-# The very first request has less: a store that does not answer at all is more often a wrong name than an outage.
+# The very first request to an object store has less time than others (environment.py): a store that does not answer at
+# all is more often a wrong name than an outage.
 FIRST_ANSWER_TIMEOUT_S = 15.0
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "vla-fine-tuning"
 FRAMES_DIR = os.environ.get("VLA_FRAMES_DIR") or str(_CACHE / "frames")
@@ -190,9 +188,6 @@ class DatasetOptions:
         max=1,
     )
     shuffle_window: int = option(512, "Rows shuffled among themselves, bounded by memory (docs/data_engine.md).", min=1)
-    read_timeout_s: float = option(
-        READ_TIMEOUT_S, "Seconds for one request to an object store with its retries.", above=0
-    )
     # Worth it where a node's share of the dataset fits and is read twice.
     cache_dir: str | None = option(
         None, "A folder on each node's own disk that caches what is read from an object store."
@@ -220,14 +215,6 @@ class DatasetOptions:
         "Rows of a shard that come in turn; those that the workers of a node take at once when absent.",
         flag=None,
         min=1,
-    )
-    # A hanging read is noticed by nothing else. Longer than several requests that each take all of read_timeout_s,
-    # shorter than collective_timeout_s, after which the other ranks could only say that this one is missing.
-    batch_timeout_s: float = option(
-        600.0,
-        "Seconds that a training process waits for its next batch; then it ends the attempt with an error that names "
-        "the rows.",
-        above=0,
     )
 
 
@@ -371,9 +358,6 @@ class WorkerOptions:
     min_workers: int | None = option(
         None, "The least number of workers; --scaling.num_workers 2,8 sets it.", flag=None, min=1
     )
-    resize_interval_s: float = option(
-        60.0, "Seconds between looks at whether there is capacity for more workers.", above=0
-    )
     use_gpu: bool | None = option(
         None, "Train on GPUs. When absent: as found, and needed where a cluster is joined from a machine without."
     )
@@ -396,29 +380,11 @@ class WorkerOptions:
     cpus_per_worker: float = option(
         1.0, "CPUs that each training process holds; the other CPUs of a node decode.", above=0
     )
-    free_disk_gb: float = option(
-        5.0,
-        "Free disk in GB that every node must have under Ray's temporary directory (logs; objects that overflow "
-        "memory).",
-        above=0,
-    )
     max_failures: int = option(
         3,
         "Number of times that the worker group is started anew after failures before the run gives up; -1: no limit. "
         "Preempted nodes do not count.",
         min=-1,
-    )
-    # Longer than an autoscaler usually takes to bring a node, and a spot instance or a machine that restarts to come
-    # back; what still runs is paid for meanwhile.
-    nodes_timeout_s: float = option(3600.0, "Seconds to wait for nodes with capacity for the workers.", above=0)
-    # Longer than any pause that is not a fault: compiling kernels and loading weights keep a process from answering for
-    # tens of seconds.
-    worker_timeout_s: float = option(
-        300.0, "Seconds without an answer after which a training process is taken for dead.", above=0
-    )
-    # Longer than the slowest batch or checkpoint that the other ranks may have to wait for.
-    collective_timeout_s: float = option(
-        900.0, "Seconds after which a collective ends with an error, because a rank is stuck.", above=0
     )
 
     def decided(self, gpus_found: int) -> Self:
@@ -508,13 +474,6 @@ class EvalOptions:
         "on CPUs.",
         min=1,
     )
-    step_limit_s: float = option(
-        60.0,
-        "Seconds after which a step or a reset is taken for hanging: its process ends, and its episodes are played "
-        "again.",
-        above=0,
-    )
-    room_timeout_s: float = option(600.0, "Seconds to wait for capacity for the first of these processes.", above=0)
     videos: int = option(
         10, "Failed episodes that the page shows at most, and half as many of the others; 0: none.", min=0
     )
@@ -684,12 +643,6 @@ class JobOptions:
     output_dir: str | None = option(
         None,
         "The run's folder: s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, or a path that all nodes share.",
-    )
-    store_timeout_s: float = option(
-        1800.0,
-        "Seconds that checkpoints may fail to reach the bucket of output_dir before the run stops and leaves its state "
-        "on the node; a request is given up after a tenth of it.",
-        above=0,
     )
     resume: bool = option(
         False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import suppress
+from dataclasses import dataclass, fields
 
 # Size of a cache on each node, in 10^9 bytes: of fetched bytes, a few of LeRobot's larger datasets; of decoded frames
 # (16 for every hour of three cameras of 224x224 at 10 Hz), and of features.
@@ -25,3 +26,42 @@ def number_from_environment(name: str, default: float) -> float:
 def cache_gb(default: float) -> float:
     """Return the size of a cache on each node: `VLA_CACHE_GB`, which applies to each of them, or the default."""
     return number_from_environment("VLA_CACHE_GB", default)
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How many seconds a run waits for what may never come; `VLA_READ_TIMEOUT_S` and so on in the driver's environment.
+
+    Attributes:
+        read: a request to an object store, with its retries. Long enough to sit out an overload or a restart of the
+            store (half a minute to a minute), short enough that a run reports a lost store while its user is watching.
+        batch: a training process for its next batch, as nothing else notices a read that hangs. Longer than several
+            requests that each take all of `read`, shorter than `collective`, after which the other ranks could only
+            say that this one is missing.
+        collective: a collective, because a rank is stuck. Longer than the slowest batch or checkpoint that the other
+            ranks may have to wait for.
+        worker: an answer of a training process. Longer than any pause that is not a fault: compiling kernels and
+            loading weights keep a process from answering for tens of seconds.
+        nodes: nodes with capacity for the workers. Longer than an autoscaler usually takes to bring a node, and a spot
+            instance or a machine that restarts to come back; what still runs is paid for meanwhile.
+        store: checkpoints that fail to reach the bucket of --output_dir, before the run stops and leaves its state on
+            the node; a request is given up after a tenth of it.
+        step: a step of an environment, or a reset but the first; its process then ends, and its episodes are played
+            again.
+    """
+
+    read: float = 120.0
+    batch: float = 600.0
+    collective: float = 900.0
+    worker: float = 300.0
+    nodes: float = 3600.0
+    store: float = 1800.0
+    step: float = 60.0
+
+    @classmethod
+    def from_environment(cls) -> Timeouts:
+        """Return what the environment of this process says. Raises ValueError if that is invalid."""
+        names = [of.name for of in fields(cls)]
+        return cls(
+            **{name: number_from_environment(f"VLA_{name.upper()}_TIMEOUT_S", getattr(cls, name)) for name in names}
+        )

@@ -312,8 +312,9 @@ def test_columns_of_a_parquet_file_are_fetched_side_by_side(bucket, proxied):
 
 def test_the_program_passes_its_flags_on(bucket, base, tmp_path, monkeypatch):
     monkeypatch.setenv("VLA_CACHE_GB", "2")
+    monkeypatch.setenv("VLA_READ_TIMEOUT_S", "30")
     flags_ = {"dataset.root": "s3://robots/arm", "dataset.cache_dir": tmp_path / "c"}
-    run = resolve(parse_args(flags(base, tmp_path / "out", **flags_, **{"dataset.read_timeout_s": 30})), gpus_found=0)
+    run = resolve(parse_args(flags(base, tmp_path / "out", **flags_)), gpus_found=0)
     assert run.rows.metas[0].fs.policy == StoragePolicy(30, str(tmp_path / "c"), 2)
 
 

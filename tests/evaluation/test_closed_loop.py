@@ -12,6 +12,7 @@ from tests.evaluation.players import FAULTY_ID, Seeing
 from vla_finetuning.config import EvalOptions
 from vla_finetuning.envs import two_bins
 from vla_finetuning.envs.two_bins_scene import INSTRUCTIONS
+from vla_finetuning.evaluation import closed_loop
 from vla_finetuning.evaluation.closed_loop import Cast, NoCapacityError, PolicyServer, Row, _Game, _Server, play
 from vla_finetuning.evaluation.episodes import Condition, episode_list
 
@@ -60,7 +61,7 @@ def played(episodes, gym=(two_bins.GYM_ID, {}), sources=None, acted=None, use_gp
     # gymnasium imports the module that registers it.
     module = {two_bins.GYM_ID: two_bins.__name__, FAULTY_ID: "tests.evaluation.players"}[gym[0]]
     makers = {"two_bins": partial(gymnasium.make, f"{module}:{gym[0]}", **gym[1])}
-    options = EvalOptions(**{"step_limit_s": 60, **options})
+    options = EvalOptions(**options)
     note = None if acted is None else lambda *episode: acted.append(episode)
     sources = sources or {"policy": Seeing()}
     play(episodes, CONDITIONS, sources, makers, options, seed=SEED, use_gpu=use_gpu, written=written, acted=note)
@@ -88,9 +89,10 @@ def test_actors_and_batches_change_no_episode(ray_cluster, episodes, expected, a
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "raises"])
-def test_what_a_stage_held_when_it_failed_is_played_again(ray_cluster, episodes, expected, tmp_path, how):
+def test_what_a_stage_held_when_it_failed_is_played_again(ray_cluster, episodes, expected, tmp_path, how, monkeypatch):
     gym, acted = (FAULTY_ID, {"seed": 1005, "how": how, "marker": str(tmp_path / "marker")}), []
-    assert played(episodes, gym, acted=acted, env_actors=2, step_limit_s=2 if how == "hangs" else 60) == expected
+    monkeypatch.setenv("VLA_STEP_TIMEOUT_S", "2" if how == "hangs" else "60")
+    assert played(episodes, gym, acted=acted, env_actors=2) == expected
     assert (tmp_path / "marker").exists()
     # What it is said to have done is what it did, also where some of it was done twice.
     assert len(acted) == len(episodes)
@@ -196,12 +198,13 @@ def test_processes_for_which_there_is_no_room_hold_nothing_up(ray_cluster, episo
     [(0, True, "decides .* needs 1 GPU, 0 of the cluster's 0 free"),
      (2.5, False, "simulates .* needs 0.5 CPUs, 0 of the cluster's 3 free")],
 )  # fmt: skip
-def test_without_capacity_it_ends_and_says_what_lacks(ray_cluster, episodes, held, use_gpu, message):
+def test_without_capacity_it_ends_and_says_what_lacks(ray_cluster, episodes, held, use_gpu, message, monkeypatch):
+    monkeypatch.setattr(closed_loop, "ROOM_TIMEOUT_S", 2.0)
     held_cpus = ray.util.placement_group([{"CPU": held}] if held else [{"CPU": 0.1}])
     ray.get(held_cpus.ready())
     try:
         with pytest.raises(NoCapacityError, match=message):
-            played(episodes[:2], use_gpu=use_gpu, room_timeout_s=2)
+            played(episodes[:2], use_gpu=use_gpu)
     finally:
         ray.util.remove_placement_group(held_cpus)
 

@@ -16,6 +16,7 @@ import torch
 from tests.buckets import forget, runs_bucket
 from vla_finetuning import bucket, node_disk
 from vla_finetuning.bucket import StorageError, StoreAwayError, place, within
+from vla_finetuning.environment import Timeouts
 from vla_finetuning.files import read_lines
 from vla_finetuning.lines import append_line
 from vla_finetuning.run import bucket_checkpoint
@@ -94,8 +95,7 @@ class Training:
             output_dir=run,
             checkpoints_dir=run / "checkpoints",
             steps=steps,
-            scaling=SimpleNamespace(collective_timeout_s=60),
-            store_timeout_s=timeout_s,
+            timeouts=Timeouts(collective=60.0, store=timeout_s),
             start=START,
         )
         self.worker = Rank()
@@ -220,10 +220,10 @@ def test_a_store_that_fails_for_a_while(run, faults, caplog, fault):
     training = Training(run, start_attempt(run, 0, 1))
     assert training.save(4) is None
     # A request is given up after 0.5 s.
-    faults.choose, training.job.store_timeout_s = lambda request: fault, 5
+    faults.choose, training.job.timeouts = lambda request: fault, Timeouts(store=5)
     assert training.save(8) is None
     assert "the checkpoint of step 8 is given up, and training goes on" in caplog.text
-    faults.choose, training.job.store_timeout_s = lambda request: None, 600
+    faults.choose, training.job.timeouts = lambda request: None, Timeouts(store=600)
     assert training.save(12) is None
     assert loaded(latest_checkpoint(run / "checkpoints")).step == 12
     training.writer.close()
@@ -246,17 +246,17 @@ def stopped_by_the_store(run, faults):
     """A run of which step 4 is in the bucket, and what came after on the node: the error, and the step."""
     training = Training(run, start_attempt(run, 0, 1))
     assert training.save(4) is None
-    faults.choose, training.job.store_timeout_s = lambda request: "503", 2
+    faults.choose, training.job.timeouts = lambda request: "503", Timeouts(store=2)
     step, error = 4, None
     while error is None:
         step += 4
         append_line(run / "rows" / "rank0.jsonl", f"rows of step {step}")
         error = training.save(step)
-    assert isinstance(error, StoreAwayError) and "--store_timeout_s" in str(error)
+    assert isinstance(error, StoreAwayError) and "VLA_STORE_TIMEOUT_S" in str(error)
     with pytest.raises(StoreAwayError):
         training.writer.close()
     forget()
-    faults.choose, training.job.store_timeout_s = lambda request: None, 60
+    faults.choose, training.job.timeouts = lambda request: None, Timeouts(store=60)
     return training, error, step
 
 
@@ -334,7 +334,10 @@ def test_a_node_without_rank_0_keeps_its_files_until_a_newer_state_is_safe(run, 
         raise RuntimeError("planted: rank 0 is gone")
 
     kept, appeared, neither = (False, True), (True, False), (False, False)
-    faults.choose, training.job.store_timeout_s = lambda request: "503" if ".parts" in request.url else None, 1
+    faults.choose, training.job.timeouts = (
+        lambda request: "503" if ".parts" in request.url else None,
+        Timeouts(store=1),
+    )
     assert left(4, *kept) == [4]
     assert left(8, *neither) == [4, 8] and left(8, *kept, failing=[gone]) == [4, 8]
     assert left(8, *kept) == [8] and left(12, *kept) == [12]
@@ -348,7 +351,7 @@ def test_a_node_without_rank_0_keeps_its_files_until_a_newer_state_is_safe(run, 
 
 
 def test_the_last_checkpoint_has_all_the_time_there_is(run, faults, caplog):
-    """--store_timeout_s, not a tenth of it."""
+    """VLA_STORE_TIMEOUT_S, not a tenth of it."""
     training = Training(run, start_attempt(run, 0, 1), steps=4, timeout_s=30)
     back_at = time.monotonic() + 4
     faults.choose = lambda request: "503" if time.monotonic() < back_at else None

@@ -173,7 +173,8 @@ def test_nodes_keep_what_a_store_that_is_away_for_good_does_not_take(
             return None
 
         faults.choose = dies
-        changes = {"scaling.strategy": "fsdp2", "scaling.cpus_per_worker": 2, "store_timeout_s": 40}
+        changes = {"scaling.strategy": "fsdp2", "scaling.cpus_per_worker": 2}
+        monkeypatch.setenv("VLA_STORE_TIMEOUT_S", "40")
         assert vla.main(flags(setting, folder, **changes)) == 1
         printed = capfd.readouterr().err
         assert "error: no checkpoint has reached s3://runs/two_nodes for" in printed

@@ -102,7 +102,7 @@ def test_this_machine_lacks_nothing(tmp_path):
         ({"packages": {**VERSIONS, "torch": "9.9"}}, f"torch is {VERSIONS['torch']}, the driver has 9.9"),
         ({"packages": {"no-such-package": "1.0"}}, "no-such-package is not installed, the driver has 1.0"),
         ({"paths": {"/gone/run": "--output_dir"}}, "does not see --output_dir: no /gone/run; put it on storage"),
-        ({"free_bytes": 10**18}, "needs 1000000000.0 GB (--scaling.free_disk_gb)"),
+        ({"free_bytes": 10**18}, "needs 1000000000.0 GB; free some there"),
         ({"cuda": "13.0"}, "no NVIDIA driver (libcuda.so.1)"),
     ],
 )
@@ -115,9 +115,9 @@ def test_what_is_lacking_is_said(change, message, tmp_path, monkeypatch):
     assert message in lack
 
 
-def wanting(nodes_timeout_s, use_gpu=True, **changes):
+def wanting(use_gpu=True, **changes):
     options = {"min_workers": 1, "num_workers": 4, "cpus_per_worker": 2.0, "cpus_per_read_task": 1.0, **changes}
-    return ScalingOptions(nodes_timeout_s=nodes_timeout_s, use_gpu=use_gpu, **options)
+    return ScalingOptions(use_gpu=use_gpu, **options)
 
 
 @pytest.fixture
@@ -269,11 +269,11 @@ def test_the_real_driver_is_asked():
 
 
 def test_a_runs_needs(tmp_path):
-    scaling = ScalingOptions(free_disk_gb=2.5, use_gpu=True)
+    scaling = ScalingOptions(use_gpu=True)
     given = ["/data/a", "s3://bucket/b"], Path("/weights")
     needs = node_needs(scaling, *given)
     assert set(needs.paths) == {"/data/a", "/weights"}, "what has a URI is everywhere"
-    assert (needs.cuda, needs.free_bytes) == (torch.version.cuda, 2_500_000_000)
+    assert (needs.cuda, needs.free_bytes) == (torch.version.cuda, 5_000_000_000)
     assert needs.packages["numpy"] == np.__version__
     assert node_needs(replace(scaling, use_gpu=False), *given).cuda is None
 
@@ -353,18 +353,21 @@ def add(one, *, other):
 def test_a_process_for_work_after_training_is_not_waited_for_for_ever(ray_cluster, monkeypatch, capsys):
     monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.1)
     there = partial(cluster.call_there, add, 1, other=2)
-    assert there(scaling=ScalingOptions(nodes_timeout_s=60)) == 3
+    monkeypatch.setenv("VLA_NODES_TIMEOUT_S", "60")
+    assert there(scaling=ScalingOptions()) == 3
+    monkeypatch.setenv("VLA_NODES_TIMEOUT_S", "0.3")
     with pytest.raises(ValueError, match="the cluster is too small for a process: needs 1 GPU, 0 found; none came for"):
-        there(scaling=ScalingOptions(nodes_timeout_s=0.3, use_gpu=True))
+        there(scaling=ScalingOptions(use_gpu=True))
     others = placement_group([{"CPU": ray.cluster_resources()["CPU"]}])
     try:
         ray.get(others.ready())
         with pytest.raises(ValueError, match="the cluster has no capacity for a process: others use it, or no node is"):
-            there(scaling=ScalingOptions(nodes_timeout_s=0.3))
+            there(scaling=ScalingOptions())
     finally:
         remove_placement_group(others)
     assert capsys.readouterr().err.count("waiting      for capacity, at most 0.3 s") == 2
-    assert there(scaling=ScalingOptions(nodes_timeout_s=60)) == 3
+    monkeypatch.setenv("VLA_NODES_TIMEOUT_S", "60")
+    assert there(scaling=ScalingOptions()) == 3
 
 
 # ---- two raylets --------------------------------------------------------------------------------------------------
@@ -423,14 +426,15 @@ def test_room_is_waited_for_and_the_node_that_brings_it_gets_the_code(no_ray_clu
     monkeypatch.setattr(cluster, "check_nodes", lambda needs, folder: checked.append(len(cluster.alive_nodes())))
 
     def wait(nodes_timeout_s=60, **changes):
-        scaling = wanting(nodes_timeout_s, use_gpu=False, accelerator_type="L4", **changes)
+        monkeypatch.setenv("VLA_NODES_TIMEOUT_S", str(nodes_timeout_s))
+        scaling = wanting(use_gpu=False, accelerator_type="L4", **changes)
         return cluster.wait_for_capacity(scaling, NEEDS, tmp_path)
 
     with clusters.of_several_nodes(num_cpus=1, include_dashboard=False) as nodes:
         monkeypatch.setenv("RAY_ADDRESS", nodes.address)
         connect()
         with pytest.raises(
-            ValueError, match=r"too small .* 3 CPUs, 1 found; L4, 0 found; none came for 1 s \(--scaling"
+            ValueError, match=r"too small .* 3 CPUs, 1 found; L4, 0 found; none came for 1 s \(VLA_NODES"
         ):
             wait(1)
         said = capsys.readouterr().err

@@ -47,12 +47,13 @@ def test_a_node_dies_and_another_one_comes(setting, cluster, tmp_path, ranks, sh
         "scaling.cpus_per_worker": 2,
         "scaling.cpus_per_read_task": 0.5 if shards == 1 else 1,
         "scaling.max_failures": 3,
-        "scaling.resize_interval_s": 5,
         "dataset.shards": shards,
         "dataset.frame_cache": tmp_path / "kept",
         "steps": 5000,
     }
-    process = started(flags(setting, folder, **changes), address=cluster.address, TEST_RANKS=str(ranks))
+    process = started(
+        flags(setting, folder, **changes), address=cluster.address, TEST_RANKS=str(ranks), TEST_RESIZE_S="5"
+    )
     assert wait_for_attempt(folder, 0, process)["world_size"] == 2
     wait_for_step(folder, 10, process)
     planted_data.note(folder, "fault")

@@ -184,26 +184,25 @@ def dealing():
     return [title for title in titles if "ray::SplitCoordinator" in title]
 
 
-def test_a_read_that_hangs(setting, undisturbed):
+def test_a_read_that_hangs(setting, undisturbed, monkeypatch):
     """Noticed by the training process that waits; the new attempt reads anew."""
-    changes = {"scaling.max_failures": 1, "dataset.batch_timeout_s": 30}
-    assert run_with(flags(setting, "hangs", **changes), DataFault("hang", position=62)) == 0
+    monkeypatch.setenv("VLA_BATCH_TIMEOUT_S", "30")
+    assert run_with(flags(setting, "hangs", **{"scaling.max_failures": 1}), DataFault("hang", position=62)) == 0
     folder = setting[0] / "hangs"
     assert resumed_from(folder) == [0, 8]  # position 62 belongs to step 11
     log = (folder / LOG_NAME).read_text()
     # What Ray holds back until a block is followed by the next one is waited for as well.
-    assert re.search(
-        r"no data for 30 s \(--dataset.batch_timeout_s\): .* Waited for a batch of step (9|10|11) on ra", log
-    )
+    assert re.search(r"no data for 30 s \(VLA_BATCH_TIMEOUT_S\): .* Waited for a batch of step (9|10|11) on ra", log)
     assert f"; rows by `index`: {setting[1]}: " in log
     assert_every_row_once(folder)
     assert_same_weights(folder, undisturbed)
 
 
-def test_an_error_that_would_come_again_ends_the_run(setting, undisturbed, capsys):
+def test_an_error_that_would_come_again_ends_the_run(setting, undisturbed, capsys, monkeypatch):
     """One rank finds it while the other waits for it in a collective."""
     folder = setting[0] / "error"
-    allowed = {"scaling.max_failures": 3, "scaling.collective_timeout_s": 600}
+    monkeypatch.setenv("VLA_COLLECTIVE_TIMEOUT_S", "600")
+    allowed = {"scaling.max_failures": 3}
     started = time.monotonic()
     assert run_with(flags(setting, "error", **allowed), Fault("bad_input", step=6)) == 1
     assert time.monotonic() - started < 200
@@ -219,9 +218,9 @@ def test_an_error_that_would_come_again_ends_the_run(setting, undisturbed, capsy
     assert_same_weights(folder, undisturbed)
 
 
-def test_a_frozen_worker(setting, undisturbed):
-    changes = {"scaling.max_failures": 1, "scaling.worker_timeout_s": 5}
-    assert run_with(flags(setting, "frozen", **changes), Fault("freeze", step=10)) == 0
+def test_a_frozen_worker(setting, undisturbed, monkeypatch):
+    monkeypatch.setenv("VLA_WORKER_TIMEOUT_S", "5")
+    assert run_with(flags(setting, "frozen", **{"scaling.max_failures": 1}), Fault("freeze", step=10)) == 0
     folder = setting[0] / "frozen"
     assert resumed_from(folder) == [0, 8]
     assert_every_row_once(folder)
@@ -411,8 +410,8 @@ def test_an_object_store_that_fails_again_and_again(setting, undisturbed, short_
             if path.is_file():
                 client.upload_file(str(path), "robots", path.relative_to(setting[1]).as_posix())
         environment = {"RAY_TMPDIR": short_folder, "AWS_ENDPOINT_URL": proxy, "AWS_EC2_METADATA_DISABLED": "true"}
-        changes = {"dataset.root": "s3://robots", "dataset.read_timeout_s": 32}
-        process = started(flags(setting, "store", **changes), address="local", **environment)
+        environment["VLA_READ_TIMEOUT_S"] = "32"
+        process = started(flags(setting, "store", **{"dataset.root": "s3://robots"}), address="local", **environment)
         printed, _ = process.communicate(timeout=280)
     assert process.returncode == 0, printed
     assert {"503", "reset", "cut", "stall"} <= set(done)

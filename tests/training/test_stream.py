@@ -99,7 +99,7 @@ def test_a_batch_that_does_not_come_is_an_error_that_names_it():
 
     taken = []
     started = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"no data for 0.5 s \(--dataset.batch_timeout_s\): .*Waited for number 2$"):
+    with pytest.raises(TimeoutError, match=r"no data for 0.5 s \(VLA_BATCH_TIMEOUT_S\): .*Waited for number 2$"):
         taken += or_timeout(batches(), 0.5, "number {}".format)
     assert 0.4 < time.monotonic() - started < 20
     hangs.set()

@@ -25,9 +25,8 @@ from fsspec.implementations.local import LocalFileSystem
 from tenacity import Retrying, retry_if_exception, stop_before_delay, wait_random_exponential
 
 from vla_finetuning.bucket import StorageError, client_options, http_status, may_pass, range_google, range_s3
-from vla_finetuning.config import READ_TIMEOUT_S
 from vla_finetuning.data.node_cache import Records, node_cache
-from vla_finetuning.environment import CACHE_GB
+from vla_finetuning.environment import CACHE_GB, Timeouts
 
 # What is read: local files, Amazon's and Google's stores and what speaks as they do; memory:// is for tests.
 PROTOCOLS = ("file", "local", "s3", "s3a", "gs", "gcs", "memory")
@@ -92,7 +91,7 @@ class StoragePolicy:
             are dropped for space.
     """
 
-    timeout_s: float = READ_TIMEOUT_S
+    timeout_s: float = Timeouts.read
     cache_dir: str | None = None
     cache_size_gb: float = CACHE_GB
 
@@ -270,7 +269,7 @@ def _explained(error: Exception, elapsed_s: float) -> StorageError:
         return StorageError(
             f"cannot be read: {words}; gave up after {elapsed_s:.0f} s of retries: check the network, the endpoint, "
             "the credentials and that the store is not overloaded (a run goes on with --resume; "
-            "--dataset.read_timeout_s waits longer)"
+            "VLA_READ_TIMEOUT_S in the environment waits longer)"
         )
     return StorageError(
         f"cannot be read: {words}; check credentials, permissions and endpoint (environment variables of the object "

@@ -22,6 +22,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from vla_finetuning.config import EvalOptions
+from vla_finetuning.environment import Timeouts
 from vla_finetuning.envs.stage import Decision, Ended, Maker, Observation, Stage, Start
 from vla_finetuning.evaluation.episodes import Condition, Episode, line_of
 from vla_finetuning.run.failures import root_cause
@@ -37,6 +38,8 @@ IN_VAIN = 20
 # process may take as long to start after it was placed.
 LOOK_EVERY_S = 10.0
 TELL_AFTER_S = 30.0
+# How long the first processes that simulate and decide may wait for capacity.
+ROOM_TIMEOUT_S = 600.0
 # Two processes share a CPU: while one waits for decisions, the other simulates or decides.
 STAGE_CPUS = SERVER_CPUS = 0.5
 # Policy servers on CPUs: so many at most, with so many bytes of weights in all, and so many episodes for each at least.
@@ -170,7 +173,7 @@ def play(
         stopped: asked every second or so; when it says so, what is not over is let go.
     Raises:
         ValueError, OSError: a policy cannot be loaded, or cannot use what it sees.
-        NoCapacityError: nothing that decides, or nothing that simulates, has started for `options.room_timeout_s`.
+        NoCapacityError: nothing that decides, or nothing that simulates, has started for ROOM_TIMEOUT_S.
         RuntimeError: policy servers died again and again, or stages do without end.
     """
     game = _Game(list(episodes), conditions, sources, makers, options, seed, use_gpu, written, acted, stopped)
@@ -269,6 +272,7 @@ class _Game:
         stopped: Callable[[], bool] | None,
     ) -> None:
         self._episodes, self._conditions, self._options, self._seed = episodes, conditions, options, seed
+        self._step_limit_s = Timeouts.from_environment().step
         self._written, self._acted, self._stopped = written, acted, stopped
         # The chunks of episodes that are being played, where actions are recorded.
         self._chunks: dict[int, list[np.ndarray]] = {}
@@ -296,7 +300,7 @@ class _Game:
     def _make_stage(self) -> tuple[Any, ray.ObjectRef[Any]]:
         """A stage, and its start to come."""
         made: Any = ray.remote(Stage).options(num_cpus=STAGE_CPUS)
-        stage = made.remote(self._makers, self._cast.slots, self._options.step_limit_s)
+        stage = made.remote(self._makers, self._cast.slots, self._step_limit_s)
         return stage, stage.__ray_ready__.remote()
 
     def _make_server(self) -> _Server:
@@ -307,7 +311,7 @@ class _Game:
         return _Server(server, started)
 
     def run(self) -> None:
-        waits = _Waits(self._options.room_timeout_s, 1 if self._use_gpu else 0)
+        waits = _Waits(ROOM_TIMEOUT_S, 1 if self._use_gpu else 0)
         while True:
             for seat in self._seats:
                 if seat.starting is None and seat.call is None and not seat.playing:
@@ -399,7 +403,7 @@ class _Game:
         if self._in_vain > IN_VAIN:
             raise RuntimeError(
                 f"{self._in_vain} processes that simulate failed, and no episode ended meanwhile: "
-                f"{_why(error, self._options.step_limit_s)}"
+                f"{_why(error, self._step_limit_s)}"
             ) from error
         lost, seat.playing, seat.handed = sorted({*seat.playing, *seat.handed}), set(), []
         for number in lost:
@@ -407,7 +411,7 @@ class _Game:
             if self._failed[number] < ATTEMPTS:
                 self._suspects.append(number)
             else:
-                self._write(number, None, _why(error, self._options.step_limit_s))
+                self._write(number, None, _why(error, self._step_limit_s))
         seat.stage, seat.starting = self._make_stage()
 
     def _back(self, number: int) -> None:
@@ -500,8 +504,8 @@ class _Waits:
         lacks = what_lacks(STAGE_CPUS if decides else SERVER_CPUS, 0 if decides else self._gpus)
         if now - self._since > self._limit_s:
             raise NoCapacityError(
-                f"no process that {'simulates' if decides else 'decides'} has started for {self._limit_s:g} s "
-                f"(--eval.room_timeout_s): {lacks or 'the cluster has capacity for it, but it did not start'}"
+                f"no process that {'simulates' if decides else 'decides'} has started for {self._limit_s:g} s: "
+                f"{lacks or 'the cluster has capacity for it, but it did not start'}"
             )
         if lacks and not self._told and now - self._since > TELL_AFTER_S:
             # Ray does not tell a process that waits for CPUs from one that has them and imports its modules.
@@ -525,4 +529,5 @@ def what_lacks(cpus: float, gpus: int) -> str | None:
 def _why(error: RayError, step_limit_s: float) -> str:
     if isinstance(error, RayTaskError):
         return root_cause(error)
-    return f"its process died, or a step took more than {step_limit_s:g} s: {str(error).strip().splitlines()[0]}"
+    what = str(error).strip().splitlines()[0]
+    return f"its process died, or a step took more than {step_limit_s:g} s (VLA_STEP_TIMEOUT_S): {what}"

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from vla_finetuning.config import EvalOptions, ScalingOptions
 from vla_finetuning.data.metadata import how_drawn
 from vla_finetuning.envs.configs import check_drawn, env_config, task_makers
-from vla_finetuning.evaluation.closed_loop import SERVER_CPUS, STAGE_CPUS, NoCapacityError, play
+from vla_finetuning.evaluation.closed_loop import ROOM_TIMEOUT_S, SERVER_CPUS, STAGE_CPUS, NoCapacityError, play
 from vla_finetuning.evaluation.episodes import Book, Condition, episode_list, read_evaluation
 from vla_finetuning.evaluation.intervals import interval_with_errors, share
 from vla_finetuning.evaluation.player import Packed, PolicySource, check_fits, own_shapes, packed
@@ -220,7 +220,7 @@ class Evaluator:
         """
         run = self._run
         weights = ray.remote(num_cpus=1)(_weights).remote(self._policy_at, run.policy, checkpoint)
-        deadline = time.monotonic() + options.room_timeout_s
+        deadline = time.monotonic() + ROOM_TIMEOUT_S
         while not ray.wait([weights], timeout=POLL_S)[0]:
             if self._stop.is_set():
                 ray.cancel(weights, force=True)
@@ -228,7 +228,7 @@ class Evaluator:
             if time.monotonic() > deadline:
                 ray.cancel(weights, force=True)
                 raise NoCapacityError(
-                    f"no process has read {checkpoint} for {options.room_timeout_s:g} s (--eval.room_timeout_s); it "
+                    f"no process has read {checkpoint} for {ROOM_TIMEOUT_S:g} s; it "
                     f"needs 1 CPU, {ray.available_resources().get('CPU', 0):g} are free"
                 )
         config = copy.deepcopy(run.policy.config)

@@ -21,9 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from util import Batch, StepResult, TrainableOptimizer, make_trainable_optimizer
-from vla_finetuning.config import CRITIC, DatasetOptions, EvalOptions, GrpoConfig, GrpoOptions, Reward
+from vla_finetuning.config import CRITIC, GrpoConfig, GrpoOptions, Reward
+from vla_finetuning.environment import Timeouts
 from vla_finetuning.envs.configs import task_makers
 from vla_finetuning.envs.stage import Ended, Start
+from vla_finetuning.evaluation.closed_loop import ROOM_TIMEOUT_S
 from vla_finetuning.evaluation.episodes import episode_list
 from vla_finetuning.evaluation.recording import Played as Recorded
 from vla_finetuning.lines import append_line
@@ -64,21 +66,21 @@ def asked_of_all(device: torch.device, *asked: bool) -> list[bool]:
 # ---- episodes ----------------------------------------------------------------------------------------------------
 
 
-def make_rollouts(scene: Scene, options: GrpoOptions, limits: EvalOptions) -> Rollouts:
+def make_rollouts(scene: Scene, options: GrpoOptions, timeouts: Timeouts) -> Rollouts:
     """This process's environments, which start now."""
     return Rollouts(
         task_makers(scene.env),
         actors=options.env_actors,
         slots=options.envs_per_actor,
         cpus=options.env_actor_cpus,
-        step_limit_s=limits.step_limit_s,
-        room_s=limits.room_timeout_s,
+        step_limit_s=timeouts.step,
+        room_s=ROOM_TIMEOUT_S,
     )
 
 
-def make_demonstrations(rows: Rows | None, policy: PolicySpec) -> Read | None:
+def make_demonstrations(rows: Rows | None, policy: PolicySpec, timeouts: Timeouts) -> Read | None:
     """How this process reads the demonstrations; None without any."""
-    return None if rows is None else in_tasks(rows, policy, DatasetOptions().batch_timeout_s)
+    return None if rows is None else in_tasks(rows, policy, timeouts.batch)
 
 
 @dataclass(frozen=True)

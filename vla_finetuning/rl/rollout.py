@@ -149,7 +149,7 @@ class Rollouts:
                 raise RuntimeError(
                     f"an environment's process has not started for {self._room_s:g} s: each needs {self._cpus:g} CPUs "
                     "(--grpo.env_actor_cpus) beside the training processes; give the cluster more, or lower "
-                    "--grpo.env_actors; or wait longer with --eval.room_timeout_s"
+                    "--grpo.env_actors"
                 ) from error
             except RayError as error:
                 self._replace(seat, error)
@@ -165,7 +165,7 @@ class Rollouts:
         seat.deaths += 1
         if seat.deaths > DEATHS or (isinstance(error, RayActorError) and error.actor_init_failed):
             raise RuntimeError(
-                f"an environment's process failed {seat.deaths} times (a step longer than --eval.step_limit_s="
+                f"an environment's process failed {seat.deaths} times (a step longer than VLA_STEP_TIMEOUT_S="
                 f"{self._step_limit_s:g}?): {root_cause(error)}"
             ) from error
         ray.kill(seat.stage)

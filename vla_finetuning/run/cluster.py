@@ -35,6 +35,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from vla_finetuning.bucket import BucketPath
 from vla_finetuning.config import ScalingOptions, WorkerOptions
+from vla_finetuning.environment import Timeouts
 from vla_finetuning.terminal import tell
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ ANSWER_S = 120.0
 HEAD_ANSWER_S = 10.0
 # An idle cluster has capacity at once; a wait for a busy or growing one is reported this often.
 LOOK_EVERY_S = 10.0
+# Under Ray's temporary directory of every node, for logs, and objects that overflow memory.
+FREE_DISK_BYTES = 5 * 10**9
 FREE_CAPACITY = "lower --scaling.num_workers, --scaling.cpus_per_worker or --scaling.cpus_per_read_task, or add nodes"
 # Share of the object store that Ray Data may fill. The rest is for blocks that the training processes still read.
 DATA_SHARE = 0.5
@@ -82,7 +85,7 @@ def start(scaling: ScalingOptions, needs: Needs, output_dir: Path) -> None:
     from ray.util.debug import log_once
 
     # Ray Train 2.60 takes these from the driver's environment only.
-    os.environ[WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR] = str(scaling.worker_timeout_s)
+    os.environ[WORKER_HEALTH_CHECK_TIMEOUT_S_ENV_VAR] = str(Timeouts.from_environment().worker)
     # At its own 2 s, that and no sooner is when it notices a failure, the end of a run, or a second checkpoint.
     os.environ.setdefault(HEALTH_CHECK_INTERVAL_S_ENV_VAR, "0.5")
     if scaling.min_workers:
@@ -101,7 +104,7 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
     for Ray Train to take, and when this process ends.
 
     Raises:
-        ValueError: too small, and cannot grow; no capacity for --scaling.nodes_timeout_s; or a node that came
+        ValueError: too small, and cannot grow; no capacity for VLA_NODES_TIMEOUT_S; or a node that came
             meanwhile lacks something.
     """
     before = {node["NodeID"] for node in alive_nodes()}
@@ -111,7 +114,7 @@ def wait_for_capacity(scaling: ScalingOptions, needs: Needs, output_dir: Path) -
         raise ValueError(f"{problem}; {FREE_CAPACITY}")
     reserved = placement_group([*[wanted.each] * wanted.count, wanted.beside])
     try:
-        there, looks = reserved.ready(), _looks(wanted, scaling.nodes_timeout_s)
+        there, looks = reserved.ready(), _looks(wanted, Timeouts.from_environment().nodes)
         while not ray.wait([there], timeout=LOOK_EVERY_S)[0]:
             next(looks)
     finally:
@@ -130,9 +133,9 @@ def wait_for(work: Future[Any], scaling: ScalingOptions) -> Any:
     Ray 2.60 waits without a word for as long as it takes.
 
     Returns the work's result, or raises what went wrong.
-    Raises ValueError: no capacity for --scaling.nodes_timeout_s.
+    Raises ValueError: no capacity for VLA_NODES_TIMEOUT_S.
     """
-    return _wait_for(work, _wanted(scaling), scaling.nodes_timeout_s)
+    return _wait_for(work, _wanted(scaling), Timeouts.from_environment().nodes)
 
 
 def call_there(function: Callable[..., Any], *arguments: Any, scaling: WorkerOptions, **named: Any) -> Any:
@@ -147,7 +150,7 @@ def call_there(function: Callable[..., Any], *arguments: Any, scaling: WorkerOpt
             scheduling_strategy=PlacementGroupSchedulingStrategy(reserved),
         )
         work = task.remote(*arguments, **named).future()
-        return _wait_for(work, Wanted("a process", 1, share), scaling.nodes_timeout_s)
+        return _wait_for(work, Wanted("a process", 1, share), Timeouts.from_environment().nodes)
     finally:
         remove_placement_group(reserved)
 
@@ -171,7 +174,7 @@ def _looks(wanted: Wanted, limit_s: float) -> Iterator[None]:
             tell(f"waiting      for capacity, at most {limit_s:g} s: {lacking}", file=sys.stderr)
         elif time.monotonic() - since > limit_s:
             raise ValueError(
-                f"{lacking}; none came for {limit_s:g} s (--scaling.nodes_timeout_s); {FREE_CAPACITY}; --resume goes on"
+                f"{lacking}; none came for {limit_s:g} s (VLA_NODES_TIMEOUT_S); {FREE_CAPACITY}; --resume goes on"
             )
         yield
 
@@ -409,7 +412,7 @@ def node_needs(
         packages={name: _public(importlib.metadata.version(name)) for name in PACKAGES},
         paths=paths,
         cuda=torch.version.cuda if scaling.use_gpu else None,
-        free_bytes=round(scaling.free_disk_gb * 1e9),
+        free_bytes=FREE_DISK_BYTES,
         gpu_type=scaling.accelerator_type,
         gpu_bytes=gpu_bytes,
     )
@@ -523,10 +526,7 @@ def probe(needs: Needs, gpus: float, temp_dir: str) -> list[str]:
             lacks.append(f"cannot read {needs.bucket} (--output_dir): {error}")
     free = shutil.disk_usage(temp_dir).free
     if free < needs.free_bytes:
-        lacks.append(
-            f"{free / 1e9:.1f} GB free in {temp_dir}, needs {needs.free_bytes / 1e9:.1f} GB "
-            "(--scaling.free_disk_gb); free some there"
-        )
+        lacks.append(f"{free / 1e9:.1f} GB free in {temp_dir}, needs {needs.free_bytes / 1e9:.1f} GB; free some there")
     return lacks
 
 

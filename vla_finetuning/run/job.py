@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vla_finetuning.config import ScalingOptions
+from vla_finetuning.environment import Timeouts
 from vla_finetuning.run.checkpoint import Progress
 from vla_finetuning.run.folder import CHECKPOINTS_NAME
 
@@ -23,7 +24,7 @@ class Job:
         scaling: workers and what each of them holds; `use_gpu` is decided.
         start: the progress of the run before its first step.
         disk_bytes: the most that the run has in its folder at once, without checkpoints that are yet to play.
-        store_timeout_s: how long checkpoints may fail to reach a bucket, in seconds.
+        timeouts: as the driver's environment has them.
     """
 
     output_dir: Path
@@ -34,7 +35,7 @@ class Job:
     scaling: ScalingOptions
     start: Progress
     disk_bytes: int
-    store_timeout_s: float
+    timeouts: Timeouts
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -63,7 +63,7 @@ def bring_in(job: Job, nodes: Iterable[str], on_nodes: OnNodes) -> int | None:
         parts = {node: own for node, own in parts.items() if own}
         _require_all(kept, [one for own in parts.values() for one in own], done)
         folder = checkpoints / f"{PREFIX}{step:08d}"
-        sending = partial(send_here, folder, state, job.store_timeout_s)
+        sending = partial(send_here, folder, state, job.timeouts.store)
         on_nodes({node: sending for node in parts})
         bucket_checkpoint.commit(folder, Progress(**state["progress"]), state["files"], state["attempt"])
         tell(f"Kept         the state of step {step}, from the disk of {kept.host}, is in the bucket now")

@@ -27,7 +27,7 @@ from vla_finetuning.data.metadata import (
 )
 from vla_finetuning.data.selection import Choice, read_choice
 from vla_finetuning.data.storage import StoragePolicy
-from vla_finetuning.environment import CACHE_GB, cache_gb
+from vla_finetuning.environment import CACHE_GB, Timeouts, cache_gb
 from vla_finetuning.members import Member, members, robots
 from vla_finetuning.options import did_you_mean
 from vla_finetuning.run.episodes import select
@@ -291,7 +291,9 @@ def as_saved[C: JobOptions](config: C) -> C:
 
 def storage_policy(d: DatasetOptions) -> StoragePolicy:
     """How the run's datasets are read from object stores."""
-    return StoragePolicy(d.read_timeout_s, absolute(d.cache_dir) if d.cache_dir else None, cache_gb(CACHE_GB))
+    return StoragePolicy(
+        Timeouts.from_environment().read, absolute(d.cache_dir) if d.cache_dir else None, cache_gb(CACHE_GB)
+    )
 
 
 def absolute(path: str | Path) -> str:

@@ -27,6 +27,7 @@ from vla_finetuning.data.per_frame import PerFrame
 from vla_finetuning.data.reader import frame_of
 from vla_finetuning.data.selection import of_each, tasks_of
 from vla_finetuning.data.statistics import check_stats
+from vla_finetuning.environment import Timeouts
 from vla_finetuning.members import members, robots
 from vla_finetuning.node_disk import node_folder
 from vla_finetuning.policies.augment import augmentation_of
@@ -288,7 +289,7 @@ def make_job(
         start=Progress(0, 0, identity, policy.base, what_trains, global_batch_size or config.global_batch_size),
         disk_bytes=config.most_checkpoints(steps) * policy.checkpoint_bytes
         + (weights.stat().st_size if weights.is_file() else 0),
-        store_timeout_s=config.store_timeout_s,
+        timeouts=Timeouts.from_environment(),
     )
 
 

@@ -89,11 +89,11 @@ class CheckpointWriter:
         self._group = None
         if len(self._senders) > 1:
             # Of its own: threads must not disturb each other's collectives. On the host, as the files are.
-            timeout_s = job.scaling.collective_timeout_s
+            timeout_s = job.timeouts.collective
             if self._in_bucket:  # one rank may send and try for so long, while the others have nothing to send
                 tensors = [tensor for of_kind in self._state().values() for tensor in of_kind.values()]
                 size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-                timeout_s += job.store_timeout_s + size / SLOWEST_UPLOAD_BYTES_PER_S
+                timeout_s += job.timeouts.store + size / SLOWEST_UPLOAD_BYTES_PER_S
             self._group = dist.new_group(self._senders, backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._staging: Staging | None = None
         if self._rank in self._writers:
@@ -175,7 +175,7 @@ class CheckpointWriter:
         if self._away is not None:
             raise self._away
         if self._in_bucket:
-            with within(self._job.store_timeout_s / 10):
+            with within(self._job.timeouts.store / 10):
                 flush_lines()
 
     def _state(self) -> dict[str, dict[str, Tensor]]:
@@ -205,7 +205,7 @@ class CheckpointWriter:
         self, taken: dict[str, dict[str, Piece]], progress: Progress, rays: ray.train.Checkpoint, name: str
     ) -> ray.train.Checkpoint:
         folder = self._job.checkpoints_dir / name
-        limit_s, started = self._job.store_timeout_s, time.monotonic()
+        limit_s, started = self._job.timeouts.store, time.monotonic()
         try:
             # The last one has all the time there is: no other comes after it.
             with within(limit_s if progress.step == self._job.steps else limit_s / 10):
@@ -325,23 +325,23 @@ class CheckpointWriter:
         error: StorageError,
         started: float,
     ) -> None:
-        """Go on without this checkpoint, or stop after --store_timeout_s without any."""
+        """Go on without this checkpoint, or stop after VLA_STORE_TIMEOUT_S without any."""
         self._failing_since = started if self._failing_since is None else self._failing_since
         bucket_checkpoint.keep(folder, partial_folder(folder), progress, files, self._attempt)
         since_s = time.monotonic() - self._failing_since
         places = ", ".join(sorted({of_rank.place for of_rank in everyones if of_rank.files}))
         self._away = StoreAwayError(
-            f"no checkpoint has reached {self._job.output_dir} for {since_s:.0f} s (--store_timeout_s): {error}; the "
+            f"no checkpoint has reached {self._job.output_dir} for {since_s:.0f} s (VLA_STORE_TIMEOUT_S): {error}; the "
             f"state of step {progress.step} is in {places}: --resume with these nodes in the cluster sends it and goes "
             "on from there; without them, the run goes on from the checkpoint before"
         )
-        if since_s >= self._job.store_timeout_s or progress.step == self._job.steps:
+        if since_s >= self._job.timeouts.store or progress.step == self._job.steps:
             raise self._away
         logger.warning(
             "the checkpoint of step %d is given up, and training goes on (for %.0f of %.0f s without one): %s",
             progress.step,
             since_s,
-            self._job.store_timeout_s,
+            self._job.timeouts.store,
             error,
         )
 

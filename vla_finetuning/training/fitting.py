@@ -24,6 +24,9 @@ from vla_finetuning.run.job import Job
 from vla_finetuning.run.kept import bring_in
 from vla_finetuning.run.progress import Line, follow_progress, step_line
 
+# Between looks at whether there is capacity for more workers of an elastic group.
+RESIZE_INTERVAL_S = 60.0
+
 
 class Trainer(TorchTrainer):
     """A `TorchTrainer` whose workers nothing ends but the run itself.
@@ -48,13 +51,13 @@ def worker_group(job: Job, loop: Callable[[dict[str, Any]], None], loop_config: 
     workers: dict[str, Any] = {"num_workers": scaling.num_workers}
     if scaling.min_workers:
         workers["num_workers"] = (scaling.min_workers, scaling.num_workers)
-        workers["elastic_resize_monitor_interval_s"] = scaling.resize_interval_s
+        workers["elastic_resize_monitor_interval_s"] = RESIZE_INTERVAL_S
     resources = {"CPU": scaling.cpus_per_worker, **({"GPU": 1.0} if job.use_gpu else {})}
     return Trainer(
         loop,
         train_loop_config=loop_config,
         **data,
-        torch_config=TorchConfig(timeout_s=round(scaling.collective_timeout_s)),
+        torch_config=TorchConfig(timeout_s=round(job.timeouts.collective)),
         scaling_config=ray.train.ScalingConfig(
             **workers,
             use_gpu=job.use_gpu,

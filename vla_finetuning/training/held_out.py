@@ -168,7 +168,7 @@ class HeldOutLoss:
                 columns: Columns = ray.get(self._asked[number], timeout=limit_s)
             except GetTimeoutError as error:
                 raise TimeoutError(
-                    f"no held-out rows for {limit_s:g} s (--dataset.batch_timeout_s): a read task hangs, or the "
+                    f"no held-out rows for {limit_s:g} s (VLA_BATCH_TIMEOUT_S): a read task hangs, or the "
                     "cluster has no CPU left for it (`ray list tasks` and `ray status` tell)"
                 ) from error
             if not self._keeps:

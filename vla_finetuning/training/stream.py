@@ -261,7 +261,7 @@ def or_timeout(batches: Iterator[Batch], limit_s: float, waited_for: Callable[[i
                     batch, error = given.get(timeout=limit_s)
                 except queue.Empty:
                     raise TimeoutError(
-                        f"no data for {limit_s:g} s (--dataset.batch_timeout_s): a read task hangs, or the cluster has "
+                        f"no data for {limit_s:g} s (VLA_BATCH_TIMEOUT_S): a read task hangs, or the cluster has "
                         f"no CPU left for it (`ray list tasks` and `ray status` tell). Waited for {waited_for(number)}"
                     ) from None
                 if error is not None:
